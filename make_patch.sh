@@ -1,0 +1,383 @@
+#!/usr/bin/env bash
+usage() {
+    cat <<'EOF'
+Makes patches/gradloc.patch and its checksum from an edited verl checkout.
+
+Usage:
+  make_patch.sh --init DIR [--base SRC]
+      Prepare a development checkout in the new directory DIR: a git tree with the base commit tagged
+      gradloc-base and the patch applied as uncommitted edits. SRC is a verl clone that has the pinned
+      commit, a wheel or a plain tree; without it the wheel is downloaded with pip (and kept in build/).
+  make_patch.sh --repo DIR [--base REV] [--head REV] [--output FILE] [--force]
+      Write the difference between REV (default: the tag gradloc-base, else the pinned commit) and DIR's
+      working tree (or --head REV), new files included, to patches/gradloc.patch and .sha256. The project's
+      gradloc/ and DIR's verl/utils/gradloc are brought together first: the present patch is their common
+      ancestor, a file changed on one side is taken from that side, and one changed on both stops the run.
+      With --output FILE, only FILE and FILE.sha256 are written, from DIR as it is.
+      --force goes on although the patch has changed since DIR was last brought together with it.
+  make_patch.sh --check [--base-tree TREE]
+      Check that patches/ is what the sources produce: the checksum matches; the patch applies to the base
+      without whitespace errors and reverses to it byte for byte; and regenerating it with the package from
+      gradloc/ gives the same bytes. TREE is an unpatched verl tree; without it build/base or the wheel is
+      used. If no base can be had, only the checksum and the package inside the patch are checked.
+
+Exit codes: 0 done, 1 the check failed, 2 usage, 3 refused or failed (one sentence says why).
+EOF
+}
+
+set -euo pipefail
+export LC_ALL=C
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+patch=$root/patches/gradloc.patch
+python=${PYTHON:-python3}
+package=verl/utils/gradloc
+
+die() { printf 'make_patch.sh: %s\n' "$*" >&2; exit 3; }
+misuse() { printf 'make_patch.sh: %s (--help shows the usage)\n' "$*" >&2; exit 2; }
+out_of_date() { printf 'make_patch.sh: %s\n' "$*" >&2; exit 1; }
+say() { printf 'make_patch.sh: %s\n' "$*"; }
+
+read_pin() {
+    local file=$root/patches/BASE_COMMIT
+    [[ -f $file ]] || die "$file is missing; restore it from version control"
+    commit=$(sed -n 's/^COMMIT=//p' "$file")
+    version=$(sed -n 's/^VERSION=//p' "$file")
+    [[ $commit =~ ^[0-9a-f]{40}$ && $version =~ ^[0-9][0-9A-Za-z.]*$ ]] ||
+        die "$file must hold one line COMMIT=<40 hex digits> and one line VERSION=<release>"
+}
+
+# git in a scratch repository of our own, so that neither the user's settings nor a checkout's own
+# configuration, attributes or excludes can change a byte. $index names the index in use.
+g() {
+    GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_DIR=$scratch/repo GIT_INDEX_FILE=$scratch/$index.index \
+        git -c core.autocrlf=false -c core.attributesFile=/dev/null -c core.excludesFile=/dev/null \
+        -c core.fileMode=true -c core.quotePath=true -c core.whitespace=blank-at-eol,space-before-tab,blank-at-eof "$@"
+}
+
+make_scratch() {
+    scratch=$(mktemp -d)
+    trap 'rm -rf "$scratch" ${partial:+"$partial"}' EXIT
+    trap 'exit 130' INT TERM HUP
+    index=none
+    GIT_CONFIG_GLOBAL=/dev/null git -c init.defaultBranch=main init -q --template= "$scratch/work"
+    mv "$scratch/work/.git" "$scratch/repo"
+}
+
+# add_files WORK_TREE PATH: put all files below PATH into $index, whatever .gitignore says.
+add_files() {
+    (cd "$1" && g --work-tree=. add -A -f -- "$2" ':(exclude,glob)**/__pycache__/**' ':(exclude,glob)**/*.py[co]') ||
+        die "the files of $1/$2 could not be read"
+}
+
+# Prints the tree of the package in $index (the empty tree if there is none).
+package_tree() {
+    g write-tree --prefix="$package/" 2>/dev/null || g mktree </dev/null
+}
+
+# Prints the tree of the project's gradloc/.
+project_package() {
+    local index=project stray
+    if [[ -d $root/gradloc ]]; then
+        stray=$(find "$root/gradloc" -name __pycache__ -prune -o ! -type d ! \( -type f -name '*.py' \) -print -quit)
+        [[ -z $stray ]] || die "$stray does not belong in gradloc/, which holds Python files only; move it away"
+        add_files "$root/gradloc" .
+    fi
+    g write-tree
+}
+
+replace_package() {
+    g rm -r -q --cached --ignore-unmatch -- "$package"
+    g read-tree --prefix="$package/" "$1"
+}
+
+# write_diff BASE_TREE TREE FILE: every setting that shapes the output is given here.
+write_diff() {
+    g diff --full-index --no-renames --no-color --no-ext-diff --no-textconv --src-prefix=a/ --dst-prefix=b/ -U3 \
+        --inter-hunk-context=0 --diff-algorithm=histogram --indent-heuristic --no-relative --submodule=short \
+        "$1" "$2" >"$3"
+}
+
+sha256() { sha256sum <"$1" | cut -d' ' -f1; }
+
+# Refuses what the patch format or CI would not take.
+check_content() {
+    local base=$1 tree=$2 file=$3 bad
+    [[ -s $file ]] || die "nothing differs from the base, so there is no patch to write"
+    bad=$(g diff --raw --no-renames "$base" "$tree" | awk '$2 ~ /^1[26]/ { print $NF; exit }')
+    [[ -z $bad ]] || die "$bad is a symbolic link or a nested repository, which the patch cannot carry"
+    bad=$(sed -n 's/^Binary files \(.*\) differ$/\1/p' "$file" | head -n 1)
+    [[ -z $bad ]] || die "a binary file changed ($bad), which the patch cannot carry"
+    bad=$(g diff --check "$base" "$tree" | head -n 1) || true
+    [[ -z $bad ]] || die "whitespace error in $bad; fix it first"
+    bad=$(awk '/^\+\+\+ / { name = substr($0, 7) } /^\\ No newline/ && last ~ /^\+/ { print name; exit }
+               { last = $0 }' "$file")
+    [[ -z $bad ]] || die "$bad lacks the newline at its end; add it"
+}
+
+# Downloads the wheel once into build/, or fails.
+fetch_wheel() {
+    wheel=$root/build/wheel/verl-$version-py3-none-any.whl
+    [[ -f $wheel ]] && return
+    mkdir -p "$root/build"
+    "$@" "$python" -m pip download -q --no-deps  --only-binary verl -d "$scratch/wheel" \
+        "verl==$version" >&2 || return 1
+    mkdir -p "$root/build/wheel"
+    mv "$scratch/wheel/$(basename "$wheel")" "$wheel"
+}
+
+# unpack SRC DIR: the verl/ of a wheel or of a plain tree.
+unpack() {
+    mkdir -p "$2"
+    if [[ -f $1 ]]; then
+        "$python" -m zipfile -e "$1" "$scratch/unzipped" >/dev/null 2>&1 || die "$1 is not a wheel that can be unpacked"
+        set -- "$scratch/unzipped" "$2"
+    fi
+    [[ -f $1/verl/__init__.py ]] || die "$1 has no verl/__init__.py; give a verl checkout, wheel or tree"
+    [[ $(tr -d '[:space:]' <"$1/verl/version/version") == "$version" ]] ||
+        die "$1 is not verl $version, which the patch is made for"
+    cp -R "$1/verl" "$2/verl"
+    find "$2/verl" -name __pycache__ -prune -exec rm -rf {} +
+}
+
+init() {
+    local target=$1 source=$2 rev status
+    if [[ -e $target ]]; then
+        [[ -d $target && -z $(ls -A "$target") ]] || die "$target exists already; give a new directory"
+    fi
+    mkdir -p "$(dirname "$target")"
+    partial=$(mktemp -d "$(dirname "$target")/.gradloc-init-XXXXXX")
+    if [[ -n $source && ! -e $source ]]; then
+        die "$source does not exist; --base takes a clone, a wheel or a tree"
+    elif [[ -n $source && -e $source/.git ]]; then
+        rev=$(pinned_revision "$source") || die "$source has neither commit $commit nor a tag gradloc-base"
+        git clone -q --no-checkout "$source" "$partial/tree" || die "$source could not be cloned"
+        git -C "$partial/tree" -c core.autocrlf=false -c advice.detachedHead=false checkout -q --detach "$rev" ||
+            die "commit $rev of $source could not be checked out"
+        git -C "$partial/tree" config core.autocrlf false
+    else
+        if [[ -z $source ]]; then
+            say "fetching verl $version"
+            fetch_wheel || die "verl $version could not be downloaded with pip; give a clone or wheel with --base"
+            source=$wheel
+        fi
+        unpack "$source" "$partial/tree"
+        git -c init.defaultBranch=main init -q "$partial/tree"
+        git -C "$partial/tree" config core.autocrlf false
+        printf '__pycache__/\n*.py[co]\n' >>"$partial/tree/.git/info/exclude"
+        git -C "$partial/tree" add -A -f
+        # A fixed author and date: the commit is the same everywhere.
+        GIT_AUTHOR_NAME=verl GIT_AUTHOR_EMAIL=verl@localhost GIT_AUTHOR_DATE='2026-01-01T00:00:00Z' \
+            GIT_COMMITTER_NAME=verl GIT_COMMITTER_EMAIL=verl@localhost GIT_COMMITTER_DATE='2026-01-01T00:00:00Z' \
+            git -C "$partial/tree" -c commit.gpgSign=false commit -q --no-verify -m "verl $version (upstream $commit)"
+    fi
+    git -C "$partial/tree" -c tag.gpgSign=false tag -f gradloc-base >/dev/null
+    if [[ -f $patch ]]; then
+        status=0
+        "$python" "$root/apply_patch.py" --check --repo "$partial/tree" >"$scratch/said" 2>&1 || status=$?
+        [[ $status == 0 ]] || die "the patch does not apply to this base: $(tail -n 1 "$scratch/said")"
+        "$python" "$root/apply_patch.py" --repo "$partial/tree" >/dev/null || die "the patch could not be applied"
+        remember "$partial/tree" "$patch"
+    fi
+    [[ ! -d $target ]] || rmdir "$target"
+    mv "$partial/tree" "$target"
+    say "$target is ready: edit it, then run make_patch.sh --repo $target"
+}
+
+# The revision of REPO that stands for the base.
+pinned_revision() {
+    git -C "$1" rev-parse -q --verify "refs/tags/gradloc-base^{commit}" 2>/dev/null ||
+        git -C "$1" rev-parse -q --verify "$commit^{commit}" 2>/dev/null
+}
+
+# remember REPO FILE: the patch that this checkout was last brought together with.
+remember() { sha256 "$2" >"$(cd "$1" && cd "$(git rev-parse --git-dir)" && pwd)/gradloc-patch.sha256"; }
+
+regenerate() {
+    local repo=$1 base=$2 head=$3 output=$4 top rev base_tree ancestor ours theirs merged final outside synced file
+    [[ -d $repo ]] || die "$repo is not a directory; --repo takes a verl checkout"
+    repo=$(cd "$repo" && pwd -P)
+    top=$(git -C "$repo" rev-parse --show-toplevel 2>"$scratch/said") ||
+        die "$repo is not a usable git checkout: $(head -n 1 "$scratch/said")"
+    [[ $(cd "$top" && pwd -P) == "$repo" ]] ||
+        die "$repo lies inside the repository $top; give the top of a verl checkout"
+    if [[ -n $base ]]; then
+        rev=$(git -C "$repo" rev-parse -q --verify "$base^{commit}") || die "$base is not a revision of $repo"
+    else
+        rev=$(pinned_revision "$repo") ||
+            die "$repo has neither a tag gradloc-base nor commit $commit; name the base with --base"
+    fi
+    git -C "$repo" rev-parse -q --verify "$rev:verl" >/dev/null || die "$rev of $repo has no directory verl"
+    if [[ -n $head ]]; then
+        head=$(git -C "$repo" rev-parse -q --verify "$head^{commit}") || die "$head is not a revision of $repo"
+    fi
+    outside=$(git -C "$repo" diff --name-only "$rev" ${head:+"$head"} -- . ':(exclude,top)verl' | head -n 1)
+    [[ -z $outside ]] || die "$outside differs from the base, but the patch changes nothing outside verl/; undo that"
+    outside=$(git -C "$repo" ls-files --others --exclude-standard -- . ':(exclude,top)verl' | head -n 1)
+    [[ -z $outside ]] || say "note: $outside and other new files outside verl/ are not part of the patch"
+
+    (cd "$repo" && cd "$(git rev-parse --git-path objects)" && pwd) >"$scratch/repo/objects/info/alternates"
+    index=base
+    g read-tree --empty
+    g read-tree --prefix=verl/ "$rev:verl"
+    base_tree=$(g write-tree)
+    index=edited
+    g read-tree "$base_tree"
+    if [[ -n $head ]]; then
+        g read-tree --empty
+        g read-tree --prefix=verl/ "$head:verl"
+    else
+        [[ -d $repo/verl ]] || die "$repo has no directory verl"
+        add_files "$repo" verl
+    fi
+
+    if [[ -z $output ]]; then
+        theirs=$(package_tree)
+        ours=$(project_package)
+        ancestor=$(g mktree </dev/null)
+        if [[ -f $patch ]]; then
+            index=ancestor
+            g read-tree "$base_tree"
+            g apply --cached "$patch" 2>"$scratch/said" ||
+                die "the present $patch does not apply to the base ($(head -n 1 "$scratch/said")); check --base, or restore it"
+            ancestor=$(package_tree)
+        fi
+        # An empty side is a checkout without the patch, or half a clone: not a wish to delete the package.
+        if [[ -n $(g ls-tree "$ancestor") ]]; then
+            [[ -n $(g ls-tree "$theirs") ]] || die "$repo has no $package; apply the patch to it first (apply_patch.py)"
+            [[ -n $(g ls-tree "$ours") ]] || die "the project's gradloc/ is empty; restore it from version control"
+        fi
+        index=merge
+        g read-tree --empty
+        g read-tree -m -i --aggressive "$ancestor" "$theirs" "$ours"
+        file=$(g ls-files -u | cut -f 2 | uniq | paste -s -d ' ')
+        [[ -z $file ]] || die "changed both in gradloc/ and in $repo/$package: $file; make both the same, then run again"
+        merged=$(g write-tree)
+        [[ -z $head || $merged == "$theirs" ]] ||
+            die "gradloc/ has changes that $head lacks; leave out --head, or write to another file with --output"
+        index=edited
+        [[ -z $(g ls-tree "$merged") && -z $(g ls-tree "$theirs") ]] || replace_package "$merged"
+    fi
+    index=edited
+    final=$(g write-tree)
+    write_diff "$base_tree" "$final" "$scratch/new.patch"
+    check_content "$base_tree" "$final" "$scratch/new.patch"
+
+    if [[ -z $output ]]; then
+        synced=$(cat "$(cd "$repo" && cd "$(git rev-parse --git-dir)" && pwd)/gradloc-patch.sha256" 2>/dev/null) || true
+        if [[ -z $force && -n $synced && -f $patch && $synced != "$(sha256 "$patch")" ]] &&
+            ! cmp -s "$scratch/new.patch" "$patch"; then
+            die "the patch has changed since $repo was last brought together with it, and those changes would be lost;" \
+                "make a new checkout with --init and redo your edits there, or pass --force"
+        fi
+        # The patch comes last: it is the common ancestor, so an interrupted run can simply be repeated.
+        update_package "$merged" "$ours" "$root/gradloc"
+        [[ -n $head ]] || update_package "$merged" "$theirs" "$repo/$package"
+        output=$patch
+        write_outputs "$output"
+        remember "$repo" "$output"
+    else
+        write_outputs "$output"
+    fi
+    g diff --stat --no-color --no-renames "$base_tree" "$final" | tail -n 1
+    say "wrote $output and its .sha256"
+}
+
+# update_package NEW OLD DIR: bring DIR's files from tree OLD to tree NEW.
+update_package() {
+    local mode status name
+    while IFS=$'\t' read -r mode name; do
+        status=${mode##* }
+        if [[ $status == D ]]; then
+            rm -f "$3/$name"
+            say "removed $3/$name"
+        else
+            mkdir -p "$(dirname "$3/$name")"
+            g cat-file blob "$1:$name" >"$3/$name.tmp"
+            mv "$3/$name.tmp" "$3/$name"
+            say "updated $3/$name"
+        fi
+    done < <(g -c core.quotePath=false diff --raw --no-renames "$2" "$1")
+}
+
+write_outputs() {
+    [[ -d $(dirname "$1") && ! -d $1 ]] || die "$1 is not a file in an existing directory"
+    cp "$scratch/new.patch" "$1.tmp"
+    printf '%s  %s\n' "$(sha256 "$1.tmp")" "$(basename "$1")" >"$1.sha256.tmp"
+    mv "$1.tmp" "$1"
+    mv "$1.sha256.tmp" "$1.sha256"
+}
+
+check() {
+    local tree=$1 base_tree patched rebuilt changed
+    [[ -s $patch ]] || out_of_date "$patch is missing or empty; run make_patch.sh --repo on a development checkout"
+    [[ $(cat "$patch.sha256" 2>/dev/null) == "$(sha256 "$patch")  gradloc.patch" ]] ||
+        out_of_date "$patch.sha256 is not the checksum of the patch; regenerate both with make_patch.sh --repo"
+    if [[ -n $tree ]]; then
+        [[ -f $tree/verl/__init__.py ]] || die "$tree has no verl/__init__.py; --base-tree takes an unpatched verl tree"
+    elif [[ -d $root/build/base/verl ]]; then
+        tree=$root/build/base
+    elif fetch_wheel timeout 20 2>/dev/null; then
+        unpack "$wheel" "$scratch/base"
+        tree=$scratch/base
+    fi
+    index=check
+    g read-tree --empty
+    if [[ -z $tree ]]; then
+        g apply --cached --include="$package/*" "$patch" 2>"$scratch/said" ||
+            out_of_date "the patch cannot be read: $(head -n 1 "$scratch/said")"
+        changed=$(g diff --name-only --no-renames "$(package_tree)" "$(project_package)" | paste -s -d ' ')
+        [[ -z $changed ]] || out_of_date "the patch's package is not gradloc/ ($changed differ); run make_patch.sh --repo"
+        say "checksum and package are right; the rest was NOT checked, because no base tree is at hand (--base-tree)"
+        return
+    fi
+    add_files "$tree" verl
+    base_tree=$(g write-tree)
+    g apply --cached --whitespace=error-all "$patch" 2>"$scratch/said" ||
+        out_of_date "the patch does not apply to $tree: $(head -n 1 "$scratch/said")"
+    patched=$(g write-tree)
+    replace_package "$(project_package)"
+    rebuilt=$(g write-tree)
+    changed=$(g diff --name-only --no-renames "$patched" "$rebuilt" | paste -s -d ' ')
+    [[ -z $changed ]] || out_of_date "the patch's package is not gradloc/ ($changed differ); run make_patch.sh --repo"
+    write_diff "$base_tree" "$rebuilt" "$scratch/new.patch"
+    cmp -s "$scratch/new.patch" "$patch" ||
+        out_of_date "the patch says the same as the sources but in other bytes; it was not written by make_patch.sh --repo"
+    g apply --cached -R "$patch" 2>"$scratch/said" && [[ $(g write-tree) == "$base_tree" ]] ||
+        out_of_date "the patch does not reverse to the base byte for byte"
+    say "patches/ is what the sources produce; it applies to the base and reverses to it"
+}
+
+action='' target='' base='' head='' output='' base_tree='' force=''
+set_action() { [[ -z $action ]] || misuse "give one of --init, --repo and --check"; action=$1; }
+while (($#)); do
+    case $1 in
+        -h | --help) usage; exit 0 ;;
+        --check) set_action check; shift; continue ;;
+        --force) force=1; shift; continue ;;
+        --init | --repo | --base | --head | --output | --base-tree) ;;
+        *) misuse "unknown argument: $1" ;;
+    esac
+    [[ -n ${2:-} ]] || misuse "$1 needs a value"
+    case $1 in
+        --init | --repo) set_action "${1#--}"; target=$2 ;;
+        --base) base=$2 ;;
+        --head) head=$2 ;;
+        --output) output=$2 ;;
+        --base-tree) base_tree=$2 ;;
+    esac
+    shift 2
+done
+[[ -n $action ]] || misuse "give one of --init, --repo and --check"
+[[ $action == repo || -z $head$output$force ]] || misuse "--head, --output and --force belong to --repo"
+[[ $action != check || -z $base ]] || misuse "--base does not belong to --check; it takes --base-tree"
+[[ $action == check || -z $base_tree ]] || misuse "--base-tree belongs to --check"
+command -v git >/dev/null || die "git is not on PATH; install it"
+# A caller's GIT_DIR and the like would lead git to another repository.
+unset $(git rev-parse --local-env-vars) GIT_EXTERNAL_DIFF GIT_DIFF_OPTS
+read_pin
+make_scratch
+case $action in
+    init) init "${target%/}" "$base" ;;
+    repo) regenerate "$target" "$base" "$head" "$output" ;;
+    check) check "$base_tree" ;;
+esac
