@@ -1,0 +1,56 @@
+# Copyright 2026 The GradLoc Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The settings of the search, independent of the trainer that they come from."""
+
+import math
+from dataclasses import dataclass
+
+TRIGGERS = ("unit", "global")
+ACTIONS = ("log",)
+
+
+@dataclass(frozen=True)
+class GradLocConfig:
+    """When a gradient norm counts as a spike, and what to do about it.
+
+    Args:
+        threshold (float): τ, the gradient norm of one token (its share of the loss divided by its weight in it) above
+            which the token is a culprit.
+        budget (int): At most so many extra forward/backward passes for one event.
+        trigger (str): "unit": any micro-batch of any rank over its threshold starts a search; "global": only the
+            norm of the reduced gradient does.
+        action (str): "log": write the evidence and train on as if nothing had happened.
+
+    Raises:
+        ValueError: A value is out of range; the message names the configuration key to mend.
+    """
+
+    threshold: float = 640.0
+    budget: int = 128
+    trigger: str = "unit"
+    action: str = "log"
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.threshold) or not 0 < self.threshold < math.inf:
+            raise ValueError(f"grad_norm_threshold must be a positive finite number, got {self.threshold!r}.")
+        if isinstance(self.budget, bool) or not isinstance(self.budget, int) or self.budget < 1:
+            raise ValueError(f"bisect_budget_steps must be an integer of at least 1, got {self.budget!r}.")
+        if self.trigger not in TRIGGERS:
+            raise ValueError(f"spike_trigger must be one of {list(TRIGGERS)}, got {self.trigger!r}.")
+        if self.action not in ACTIONS:
+            raise ValueError(f"spike_action must be one of {list(ACTIONS)}, got {self.action!r}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,133 @@
+# Copyright 2026 The GradLoc Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Sharded gradients and random state: reading, setting aside, putting back."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.tensor import DTensor
+
+
+def _flat_handles(module: nn.Module) -> list:
+    """FSDP1's handles, one for each flat parameter."""
+    units = FullyShardedDataParallel.fsdp_modules(module)
+    return [unit._handle for unit in units if unit._handle is not None]
+
+
+def _holders(module: nn.Module) -> list[Tensor]:
+    """Everything that has a `.grad` of its own; with FSDP1's original parameters these are views of the flat ones'."""
+    return [*module.parameters(), *(handle.flat_param for handle in _flat_handles(module))]
+
+
+@torch.no_grad()
+def reduced_norm(module: nn.Module, device: torch.device) -> float:
+    """The norm of the gradient that the optimizer would see. A collective call where the module is sharded.
+
+    Every parameter counts once, however it is sharded or replicated (FSDP1, FSDP2, HSDP, one process).
+
+    Args:
+        module (nn.Module): The model.
+        device (torch.device): Where it computes and communicates; offloaded gradients lie elsewhere.
+    """
+    handles = _flat_handles(module)
+    if not handles:
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        if not gradients:
+            return 0.0
+        norm = torch.nn.utils.get_total_norm(gradients).to(device)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    sharded = torch.zeros((), dtype=torch.float64, device=device)
+    whole = torch.zeros((), dtype=torch.float64, device=device)
+    for handle in handles:
+        if handle.flat_param.grad is not None:
+            square = torch.linalg.vector_norm(handle.flat_param.grad, dtype=torch.float32).double().square()
+            (sharded if handle.uses_sharded_strategy else whole).add_(square.to(device))
+    dist.all_reduce(sharded, group=handles[0].process_group)
+    return float((sharded + whole).sqrt())
+
+
+@contextmanager
+def set_aside(module: nn.Module) -> Iterator[None]:
+    """Takes all gradients off the module, and puts the very same bits back at the end, whatever happened between."""
+    kept = [(holder, holder.grad, _copy_if_reused(holder)) for holder in _holders(module)]
+    clear(module)
+    try:
+        yield
+    finally:
+        clear(module)
+        for holder, gradient, copy in kept:
+            if copy is not None:
+                gradient.copy_(copy)
+            holder.grad = gradient
+
+
+def clear(module: nn.Module) -> None:
+    """Drops all gradients, FSDP1's flat ones included."""
+    for holder in _holders(module):
+        holder.grad = None
+
+
+def _copy_if_reused(holder: Tensor) -> Tensor | None:
+    # FSDP1 with CPU offload reduces every backward into one buffer, which the next backward overwrites.
+    return holder.grad.clone() if holder.grad is not None and hasattr(holder, "_cpu_grad") else None
+
+
+def reset_sharding(module: nn.Module) -> None:
+    """Brings FSDP back to where a forward may start, after a forward or backward that was broken off by an error."""
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        unit.training_state = TrainingState.IDLE
+        if unit._handle is not None:
+            if unit._handle._training_state != HandleTrainingState.IDLE:
+                unit._handle._training_state = HandleTrainingState.IDLE
+                unit._handle.reshard(free_unsharded_flat_param=True)
+            if hasattr(unit._handle.flat_param, "_saved_grad_shard"):
+                del unit._handle.flat_param._saved_grad_shard
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            state = unit._get_fsdp_state()
+            state._training_state = type(state._training_state).IDLE
+            if state._fsdp_param_group is not None:
+                state._fsdp_param_group._training_state = type(state._fsdp_param_group._training_state).IDLE
+                unit.reshard()
+
+
+@contextmanager
+def training_flags(module: nn.Module) -> Iterator[None]:
+    """Puts every module's training flag back."""
+    flags = [(child, child.training) for child in module.modules()]
+    try:
+        yield
+    finally:
+        for child, training in flags:
+            child.training = training
+
+
+def get_rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """torch's random state: the CPU's and, where it has one of its own, the device's."""
+    if device.type == "cpu":
+        return torch.get_rng_state(), None
+    return torch.get_rng_state(), getattr(torch, device.type).get_rng_state(device)
+
+
+def set_rng_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    """Puts back what `get_rng_state` returned."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        getattr(torch, device.type).set_rng_state(state[1], device)

@@ -1,0 +1,151 @@
+# Copyright 2026 The GradLoc Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Every rank's own gradient norms, read in the moment before FSDP averages them over the ranks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .layers import layer_name
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a parameter sits in the model: `getattr(owner, attribute)`, a member of layer group `layer`."""
+
+    owner: nn.Module
+    attribute: str
+    layer: int
+
+
+class GradientTaps:
+    """Accumulates the norm of the local (unsharded, unreduced) gradient, one figure for each layer.
+
+    FSDP makes a unit's parameters whole shortly before the unit's forward. A forward pre-hook on the unit then finds
+    them where the forward will, and puts a tensor hook on each: the hook sees the gradient of this rank's own data.
+    FSDP1 shows fresh views in every forward; FSDP2 (and no FSDP) one leaf for good, which is hooked only once. Nothing
+    is hooked while a backward runs: gradient checkpointing recomputes the forward there, but the gradients flow
+    through the first forward's tensors.
+
+    Args:
+        module (nn.Module): The model, wrapped by FSDP1, by FSDP2 or not at all.
+        device (torch.device): Where it computes.
+
+    Attributes:
+        layers (list[str]): The layer groups, in the order of the figures.
+        forwards (int): How many FSDP units have begun a forward in this recording.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.layers: list[str] = []
+        self.forwards = 0
+        self._device = device
+        self._recording = False
+        self._norms: list[tuple[int, Tensor]] = []
+        self._hooked_leaves = WeakTensorKeyDictionary()
+        self._handles = []
+        for unit, slots in self._slots(module).items():
+            self._handles.append(unit.register_forward_pre_hook(self._pre_forward_hook(slots)))
+
+    def start(self) -> None:
+        """Begins a recording; what an earlier one left is dropped."""
+        self._norms.clear()
+        self.forwards = 0
+        self._recording = True
+
+    def stop(self) -> Tensor:
+        """Ends the recording.
+
+        Returns:
+            Tensor: float64 of shape (len(layers),), each layer's squared gradient norm; on the gradients' device, no
+                host sync.
+        """
+        self._recording = False
+        norms, self._norms = self._norms, []
+        if not norms:
+            return torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
+        squares = torch.stack([norm for _, norm in norms]).double().square()
+        index = torch.tensor([layer for layer, _ in norms], device=squares.device)
+        return torch.zeros(len(self.layers), dtype=torch.float64, device=squares.device).index_add_(0, index, squares)
+
+    def remove(self) -> None:
+        """Takes all hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        for handle in self._hooked_leaves.values():
+            handle.remove()
+
+    def _slots(self, module: nn.Module) -> dict[nn.Module, list[_Slot]]:
+        """The parameters, by the module whose forward comes right after they are made whole."""
+        slots: dict[nn.Module, list[_Slot]] = {}
+        parameters = _flat_parameters(module) or _plain_parameters(module)
+        for owner_name, owner in module.named_modules():
+            for attribute, unit in parameters.get(owner, ()):
+                slot = _Slot(owner, attribute, self._layer(f"{owner_name}.{attribute}".lstrip(".")))
+                slots.setdefault(unit, []).append(slot)
+        return slots
+
+    def _layer(self, parameter_name: str) -> int:
+        name = layer_name(parameter_name)
+        if name not in self.layers:
+            self.layers.append(name)
+        return self.layers.index(name)
+
+    def _pre_forward_hook(self, slots: list[_Slot]):
+        def hook(_module: nn.Module, _args: object) -> None:
+            if not self._recording or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+                return
+            self.forwards += 1
+            for slot in slots:
+                self._tap(getattr(slot.owner, slot.attribute), slot.layer)
+
+        return hook
+
+    def _tap(self, parameter: Tensor, layer: int) -> None:
+        if not parameter.requires_grad or (parameter.is_leaf and parameter in self._hooked_leaves):
+            return
+
+        def hook(gradient: Tensor) -> None:
+            if self._recording:
+                self._norms.append((layer, torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)))
+
+        handle = parameter.register_hook(hook)
+        if parameter.is_leaf:
+            self._hooked_leaves[parameter] = handle
+
+
+def _flat_parameters(module: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Module]]]:
+    """FSDP1's parameters: owner -> (attribute, unit)."""
+    found: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
+    for fsdp in FullyShardedDataParallel.fsdp_modules(module):
+        if fsdp._handle is not None:
+            for attribute, owner, _ in fsdp._handle.flat_param._param_infos:
+                found.setdefault(owner, []).append((attribute, fsdp._fsdp_wrapped_module))
+    return found
+
+
+def _plain_parameters(module: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Module]]]:
+    """The parameters under FSDP2 or without sharding: owner -> (attribute, unit). A tied one counts once."""
+    units = {name: unit for name, unit in module.named_modules() if isinstance(unit, FSDPModule) or unit is module}
+    found: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
+    for name, _ in module.named_parameters():
+        owner_name, _, attribute = name.rpartition(".")
+        unit_name = owner_name
+        while unit_name not in units:
+            unit_name = unit_name.rpartition(".")[0]
+        found.setdefault(module.get_submodule(owner_name), []).append((attribute, units[unit_name]))
+    return found
