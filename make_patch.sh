@@ -46,12 +46,15 @@ read_pin() {
         die "$file must hold one line COMMIT=<40 hex digits> and one line VERSION=<release>"
 }
 
+# git without the user's settings.
+plain_git() { GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 git -c init.defaultBranch=main "$@"; }
+
 # git in a scratch repository of our own, so that neither the user's settings nor a checkout's own
 # configuration, attributes or excludes can change a byte. $index names the index in use.
 g() {
-    GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_DIR=$scratch/repo GIT_INDEX_FILE=$scratch/$index.index \
-        git -c core.autocrlf=false -c core.attributesFile=/dev/null -c core.excludesFile=/dev/null \
-        -c core.fileMode=true -c core.quotePath=true -c core.whitespace=blank-at-eol,space-before-tab,blank-at-eof "$@"
+    GIT_DIR=$scratch/repo GIT_INDEX_FILE=$scratch/$index.index plain_git -c core.autocrlf=false \
+        -c core.attributesFile=/dev/null -c core.excludesFile=/dev/null -c core.fileMode=true -c core.quotePath=true \
+        -c core.whitespace=blank-at-eol,space-before-tab,blank-at-eof "$@"
 }
 
 make_scratch() {
@@ -59,7 +62,7 @@ make_scratch() {
     trap 'rm -rf "$scratch" ${partial:+"$partial"}' EXIT
     trap 'exit 130' INT TERM HUP
     index=none
-    GIT_CONFIG_GLOBAL=/dev/null git -c init.defaultBranch=main init -q --template= "$scratch/work"
+    plain_git init -q --template= "$scratch/work"
     mv "$scratch/work/.git" "$scratch/repo"
 }
 
@@ -151,8 +154,8 @@ init() {
     elif [[ -n $source && -e $source/.git ]]; then
         rev=$(pinned_revision "$source") || die "$source has neither commit $commit nor a tag gradloc-base"
         git clone -q --no-checkout "$source" "$partial/tree" || die "$source could not be cloned"
-        git -C "$partial/tree" -c core.autocrlf=false -c advice.detachedHead=false checkout -q --detach "$rev" ||
-            die "commit $rev of $source could not be checked out"
+        git -C "$partial/tree" -c core.autocrlf=false -c core.attributesFile=/dev/null -c advice.detachedHead=false checkout -q \
+            --detach "$rev" || die "commit $rev of $source could not be checked out"
         git -C "$partial/tree" config core.autocrlf false
     else
         if [[ -z $source ]]; then
@@ -161,14 +164,15 @@ init() {
             source=$wheel
         fi
         unpack "$source" "$partial/tree"
-        git -c init.defaultBranch=main init -q "$partial/tree"
+        plain_git init -q --template= "$partial/tree"
+        mkdir "$partial/tree/.git/info"
         git -C "$partial/tree" config core.autocrlf false
-        printf '__pycache__/\n*.py[co]\n' >>"$partial/tree/.git/info/exclude"
-        git -C "$partial/tree" add -A -f
+        printf '__pycache__/\n*.py[co]\n' >"$partial/tree/.git/info/exclude"
+        plain_git -C "$partial/tree" add -A -f
         # A fixed author and date: the commit is the same everywhere.
         GIT_AUTHOR_NAME=verl GIT_AUTHOR_EMAIL=verl@localhost GIT_AUTHOR_DATE='2026-01-01T00:00:00Z' \
             GIT_COMMITTER_NAME=verl GIT_COMMITTER_EMAIL=verl@localhost GIT_COMMITTER_DATE='2026-01-01T00:00:00Z' \
-            git -C "$partial/tree" -c commit.gpgSign=false commit -q --no-verify -m "verl $version (upstream $commit)"
+            plain_git -C "$partial/tree" commit -q -m "verl $version (upstream $commit)"
     fi
     git -C "$partial/tree" -c tag.gpgSign=false tag -f gradloc-base >/dev/null
     if [[ -f $patch ]]; then
@@ -252,6 +256,8 @@ regenerate() {
         file=$(g ls-files -u | cut -f 2 | uniq | paste -s -d ' ')
         [[ -z $file ]] || die "changed both in gradloc/ and in $repo/$package: $file; make both the same, then run again"
         merged=$(g write-tree)
+        file=$(g ls-tree -r --name-only "$merged" | grep -v '\.py$' | head -n 1) || true
+        [[ -z $file ]] || die "$package/$file does not belong in the package, which holds Python files only; move it away"
         [[ -z $head || $merged == "$theirs" ]] ||
             die "gradloc/ has changes that $head lacks; leave out --head, or write to another file with --output"
         index=edited
@@ -292,7 +298,8 @@ update_package() {
             say "removed $3/$name"
         else
             mkdir -p "$(dirname "$3/$name")"
-            g cat-file blob "$1:$name" >"$3/$name.tmp"
+            partial=$3/$name.tmp
+            g cat-file blob "$1:$name" >"$partial"
             mv "$3/$name.tmp" "$3/$name"
             say "updated $3/$name"
         fi
@@ -301,6 +308,7 @@ update_package() {
 
 write_outputs() {
     [[ -d $(dirname "$1") && ! -d $1 ]] || die "$1 is not a file in an existing directory"
+    partial=$1.tmp
     cp "$scratch/new.patch" "$1.tmp"
     printf '%s  %s\n' "$(sha256 "$1.tmp")" "$(basename "$1")" >"$1.sha256.tmp"
     mv "$1.tmp" "$1"

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Sets up build/ on first use and runs every check of the project: ruff, then pytest.
+# Sets up build/ on first use and runs every check of the project: ruff, the patch against its sources, pytest.
 # Usage: bash tests/run.sh [pytest arguments]
 # Exit code: 0 if everything passes, the failing step's own code otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
-venv=$root/build/venv
+build=$root/build
+venv=$build/venv
 say() { printf '%s\n' "run.sh: $*"; }
 
 find_python() {
@@ -22,35 +23,76 @@ find_python() {
     return 1
 }
 
-# The virtual environment is rebuilt when a requirement file or the interpreter changes.
+pip_install() {
+    "$venv/bin/python" -m pip install --progress-bar off "$@" |
+        awk '/^Collecting/ { if (++n % 20 == 0) { print "  " n " packages"; fflush() } }
+             /^Installing collected/ { print "  installing"; fflush() }'
+}
+
+# The virtual environment is made anew when a requirement file or the interpreter changes.
 set_up_venv() {
-    local python requirements wanted
+    local python file wanted
     python=$(find_python)
-    requirements=(tests/requirements.txt)
-    wanted=$({ "$python" -VV; cat "${requirements[@]}"; } | sha256sum | cut -d' ' -f1)
-    [[ -f $venv/ready && $(<"$venv/ready") == "$wanted" ]] && return
+    local files=(tests/requirements.txt)
+    for file in embedded/requirements.txt embedded/requirements-no-deps.txt; do
+        [[ ! -f $file ]] || files+=("$file")
+    done
+    wanted=$({ "$python" -VV; cat "${files[@]}"; } | sha256sum | cut -d' ' -f1)
+    [[ ! -f $venv/ready || $(<"$venv/ready") != "$wanted" ]] || return 0
     say "installing the requirements into build/venv (a few minutes, once)"
     rm -rf "$venv"
     "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install --progress-bar off "${requirements[@]/#/-r}" |
-        awk '/^Collecting/ { if (++n % 20 == 0) { print "  " n " packages"; fflush() } }
-             /^Installing collected/ { print "  installing"; fflush() }'
+    pip_install -r tests/requirements.txt
+    [[ ! -f embedded/requirements-no-deps.txt ]] || pip_install --no-deps -r embedded/requirements-no-deps.txt
     echo "$wanted" >"$venv/ready"
 }
 
-mkdir -p build
-exec 9>build/lock
+# build/base: verl as released.
+set_up_base() {
+    local version wheel
+    version=$(sed -n 's/^VERSION=//p' patches/BASE_COMMIT)
+    wheel=$build/wheel/verl-$version-py3-none-any.whl
+    [[ ! -f $build/base/ready || $(<"$build/base/ready") != "$version" ]] || return 0
+    say "unpacking verl $version into build/base"
+    rm -rf "$build/base" "$build/base.new" "$build/wheel.new"
+    if [[ ! -f $wheel ]]; then
+        "$venv/bin/python" -m pip download -q --no-deps --only-binary :all: -d "$build/wheel.new" "verl==$version"
+        mkdir -p "$build/wheel"
+        mv "$build/wheel.new/$(basename "$wheel")" "$wheel"
+    fi
+    "$venv/bin/python" -m zipfile -e "$wheel" "$build/base.new"
+    echo "$version" >"$build/base.new/ready"
+    mv "$build/base.new" "$build/base"
+}
+
+# build/verl: the same with the patch.
+set_up_patched() {
+    local wanted
+    wanted=$(sha256sum patches/BASE_COMMIT patches/gradloc.patch | sha256sum | cut -d' ' -f1)
+    [[ ! -f $build/verl/ready || $(<"$build/verl/ready") != "$wanted" ]] || return 0
+    rm -rf "$build/verl" "$build/verl.new"
+    mkdir "$build/verl.new"
+    cp -R "$build/base/verl" "$build/verl.new/verl"
+    "$venv/bin/python" apply_patch.py --repo "$build/verl.new"
+    echo "$wanted" >"$build/verl.new/ready"
+    mv "$build/verl.new" "$build/verl"
+}
+
+mkdir -p "$build"
+exec 9>"$build/lock"
 flock 9 # two runs side by side must not set up the same files
 set_up_venv
-flock -u 9
+set_up_base
 
 say "ruff"
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
+say "the patch"
+PYTHON=$venv/bin/python bash make_patch.sh --check --base-tree build/base
+set_up_patched
+exec 9>&-
+
 say "pytest"
-if ! compgen -G 'tests/test_*.py' >/dev/null; then
-    say "no tests yet"
-    exit 0
-fi
-export PYTHONPATH=$root
+# The patched verl comes before the unpatched one that is installed in the environment.
+export GRADLOC_BASE_TREE=$build/base PYTHONPATH=$build/verl:$root
 exec "$venv/bin/python" -m pytest "$@"

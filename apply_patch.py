@@ -1,0 +1,760 @@
+#!/usr/bin/env python3
+"""Apply, check or reverse the GradLoc patch on a verl source tree. Needs Python 3.10 and nothing else.
+
+What is checked before anything is written:
+  - the patch has the required SHA-256, is a plain git diff with full blob hashes and changes files below verl/ only;
+  - every file it changes has exactly the content the patch was made for, by blob hash. This also holds for trees
+    without git, and --force does not skip it;
+  - in a git checkout: HEAD is the base commit (patches/BASE_COMMIT, or the tag gradloc-base of a development
+    checkout) and the tree is clean. --force skips this. A tree in a subfolder of another repository has no HEAD of
+    its own and is decided by content alone. --reverse looks at content only;
+  - with --installed: the verl that this Python would import has the version in patches/BASE_COMMIT.
+
+Then all files are replaced through a journal in verl/.gradloc_patch and read back. Whatever fails or interrupts,
+every file is put back, after a kill -9 or power cut by the next run. A second run at the same time is refused.
+
+exit codes:
+   0  done, or nothing to do (already applied; with --reverse: not applied); with --check: applicable
+   2  wrong usage
+   3  refused: wrong input or tree, nothing was written
+   4  failed or interrupted while working, every file was put back (the message says so if that failed too)
+  10  --check: already applied
+  11  --check: partly applied
+  12  --check: wrong base
+"""
+
+from __future__ import annotations
+
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036 - said before anything newer is used
+    sys.exit("apply_patch: this needs Python 3.10 or newer; run it with another interpreter")
+
+import argparse
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import http.client
+import importlib.util
+import io
+import ipaddress
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+DEFAULT_PATCH = HERE / "patches" / "gradloc.patch"
+STATE = "verl/.gradloc_patch"
+TIME_LIMIT = 60  # seconds for one download, everything included
+SIZE_LIMIT = 16 * 2**20
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+APPLIED, PARTLY, WRONG_BASE = 10, 11, 12
+
+
+class Stop(Exception):
+    """Ends the run with a sentence for the user and an exit code."""
+
+    def __init__(self, message: str, code: int = 3):
+        super().__init__(message)
+        self.code = code
+
+
+@dataclasses.dataclass
+class Hunk:
+    old_start: int
+    old: list[bytes]
+    new: list[bytes]
+    new_start: int
+
+    def reversed(self) -> Hunk:
+        return Hunk(self.new_start, self.new, self.old, self.old_start)
+
+
+@dataclasses.dataclass
+class FilePatch:
+    """The change of one file; a blob hash of None means that there is no such file."""
+
+    path: str
+    old: str | None
+    new: str | None
+    mode: int  # of a created file; otherwise the file keeps the mode it has
+    hunks: list[Hunk]
+
+    def reversed(self) -> FilePatch:
+        return FilePatch(self.path, self.new, self.old, self.mode, [hunk.reversed() for hunk in self.hunks])
+
+    def result(self, content: bytes | None) -> bytes | None:
+        """Applies the hunks without any tolerance and proves the result by its hash."""
+        lines = io.BytesIO(content or b"").readlines()
+        done: list[bytes] = []
+        at = 0
+        for hunk in self.hunks:
+            start = hunk.old_start - 1 if hunk.old else hunk.old_start
+            if start < at or lines[start : start + len(hunk.old)] != hunk.old:
+                raise Stop(f"the patch contradicts itself: a hunk of {self.path} does not fit the file it names")
+            done += lines[at:start] + hunk.new
+            at = start + len(hunk.old)
+        data = b"".join(done + lines[at:])
+        result = None if self.new is None and not data else data
+        if blob_hash(result) != self.new:
+            raise Stop(f"the patch contradicts itself: its hunks do not give the {self.path} it promises")
+        return result
+
+
+def blob_hash(content: bytes | None) -> str | None:
+    """The name git gives to this content."""
+    if content is None:
+        return None
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def check_path(path: str) -> None:
+    parts = path.split("/")
+    if (
+        parts[0] != "verl"
+        or len(parts) < 2
+        or any(part in ("", ".", "..") or part.lower() == ".git" for part in parts)
+        or not re.fullmatch(r"[\w.+@ /-]+", path)
+        or f"{path}/".startswith(f"{STATE}/")
+    ):
+        raise Stop(f"the patch would write to {path!r}, but only plain files below verl/ may change; do not use it")
+
+
+def parse_patch(data: bytes) -> list[FilePatch]:
+    if not data.strip():
+        raise Stop("the patch is empty; get it again, or write it with make_patch.sh")
+    lines = data.split(b"\n")
+    if lines[0].endswith(b"\r"):
+        raise Stop("the patch has CRLF line ends, so something converted it; get it again as a binary file")
+    if not data.startswith(b"diff --git "):
+        raise Stop("the patch does not start with 'diff --git' (it is no git diff, or has text or a BOM before it)")
+    if lines.pop():
+        raise Stop("the patch ends in the middle of a line, so it is cut off; get it again")
+    patches = []
+    at = 0
+    while at < len(lines):
+        patch, at = parse_file(lines, at)
+        patches.append(patch)
+    paths = [patch.path for patch in patches]
+    for path in paths:
+        if paths.count(path) > 1 or any(other.startswith(f"{path}/") for other in paths):
+            raise Stop(f"the patch is damaged: it changes {path} twice")
+    return patches
+
+
+def parse_file(lines: list[bytes], at: int) -> tuple[FilePatch, int]:
+    def damaged(why: str) -> Stop:
+        return Stop(f"the patch is damaged at line {at + 1}: {why}")
+
+    def text(number: int) -> str:
+        return lines[number].decode("utf-8", "replace") if number < len(lines) else ""
+
+    names = text(at).removeprefix("diff --git ")
+    path = names[2 : (len(names) - 1) // 2]
+    if names != f"a/{path} b/{path}" or not text(at).startswith("diff --git "):
+        raise damaged("expected 'diff --git' with the same plain path twice (renames are not supported)")
+    check_path(path)
+    at += 1
+
+    created = deleted = hashes = None
+    while at < len(lines) and not text(at).startswith(("diff --git ", "--- ")):
+        line = text(at)
+        if match := re.fullmatch(r"new file mode (100644|100755)", line):
+            created = match[1]
+        elif match := re.fullmatch(r"deleted file mode (100644|100755)", line):
+            deleted = match[1]
+        elif match := re.fullmatch(r"index ([0-9a-f]{40})\.\.([0-9a-f]{40})( 100644| 100755)?", line):
+            hashes = match[1], match[2]
+        elif re.match(r"rename |copy |similarity |GIT binary|Binary files |old mode |new mode ", line):
+            raise damaged(f"{path}: renames, mode changes and binary files are not supported")
+        else:
+            raise damaged(f"unexpected {line!r} (symbolic links and abbreviated hashes are not supported)")
+        at += 1
+    if hashes is None:
+        raise damaged(f"{path} has no full blob hashes; write the patch with make_patch.sh or git diff --full-index")
+    old, new = (None if set(value) == {"0"} else value for value in hashes)
+    if (old is None) != (created is not None) or (new is None) != (deleted is not None) or old == new:
+        raise damaged(f"the hashes of {path} do not fit the kind of its change")
+
+    hunks = []
+    if text(at).startswith("--- "):
+        tail = "\t" if " " in path else ""
+        wanted = (
+            ("--- /dev/null" if old is None else f"--- a/{path}{tail}"),
+            ("+++ /dev/null" if new is None else f"+++ b/{path}{tail}"),
+        )
+        if (text(at), text(at + 1)) != wanted:
+            raise damaged(f"the lines --- and +++ do not name {path}")
+        at += 2
+        while at < len(lines) and not text(at).startswith("diff --git "):
+            match = re.fullmatch(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@(?: .*)?", text(at))
+            if not match:
+                raise damaged(f"expected a hunk of {path}, not {text(at)!r}")
+            at += 1
+            counts = [int(match[2] or 1), int(match[4] or 1)]
+            sides: tuple[list[bytes], list[bytes]] = ([], [])
+            touched: tuple[int, ...] = ()
+            while at < len(lines) and (
+                [len(side) for side in sides] != counts or lines[at] == b"\\ No newline at end of file"
+            ):
+                tag, rest = lines[at][:1], lines[at][1:]
+                if tag == b"\\" and touched:
+                    for side in touched:
+                        sides[side][-1] = sides[side][-1].removesuffix(b"\n")
+                    touched = ()
+                else:
+                    touched = {b" ": (0, 1), b"-": (0,), b"+": (1,)}.get(tag, ())
+                    if not touched:
+                        raise damaged(f"unexpected line in a hunk of {path}")
+                    for side in touched:
+                        sides[side].append(rest + b"\n")
+                at += 1
+            if [len(side) for side in sides] != counts:
+                raise damaged(f"a hunk of {path} has not the number of lines it announces")
+            hunks.append(Hunk(int(match[1]), sides[0], sides[1], int(match[3])))
+    return FilePatch(path, old, new, int(created or deleted or "0", 8) & 0o777, hunks), at
+
+
+def is_loopback(host: str | None) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
+def check_url(url: str) -> None:
+    parts = urllib.parse.urlsplit(url)
+    _ = parts.port  # raises ValueError if it is no number
+    if not parts.hostname or not (parts.scheme == "https" or parts.scheme == "http" and is_loopback(parts.hostname)):
+        raise Stop(f"{url} is refused: use an https URL (http is for this machine only)")
+
+
+class SafeRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        check_url(newurl)
+        if req.full_url.lower().startswith("https:") and not newurl.lower().startswith("https:"):
+            raise Stop(f"{req.full_url} redirects from https to {newurl}; that is refused")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def download(url: str) -> bytes:
+    def too_slow(*_: object) -> None:
+        raise TimeoutError(f"no complete answer within {TIME_LIMIT} seconds")
+
+    # One alarm covers connecting, headers, redirects and body, however slowly the bytes drip in. It repeats because
+    # the library takes a first one for a failed address and tries the next.
+    before = signal.signal(signal.SIGALRM, too_slow)
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT, 1)
+    try:
+        check_url(url)
+        direct = [] if url.lower().startswith("https:") else [urllib.request.ProxyHandler({})]
+        with urllib.request.build_opener(SafeRedirect, *direct).open(url, timeout=TIME_LIMIT) as response:
+            data = response.read(SIZE_LIMIT + 1)
+            announced = response.headers.get("Content-Length")
+        if len(data) > SIZE_LIMIT:
+            raise Stop(f"{url} is larger than {SIZE_LIMIT} bytes, so it is not the patch; check the URL")
+        if announced is not None and announced.strip() != str(len(data)):
+            raise Stop(f"{url} could not be downloaded: the answer is cut off; try again")
+        return data
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise Stop(f"{url} could not be downloaded ({one_line(error)}); check the URL and the network") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def one_line(error: BaseException | str) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def read_limited(path: Path, advice: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(SIZE_LIMIT + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise Stop(f"{path} cannot be read ({reason}); {advice}") from None
+    if len(data) > SIZE_LIMIT:
+        raise Stop(f"{path} is larger than {SIZE_LIMIT} bytes, so it is not what is wanted; {advice}")
+    return data
+
+
+def parse_checksum(data: bytes, source: str, patch_name: str) -> str:
+    """Reads one bare SHA-256, or the output of sha256sum (the patch's line, if there are several)."""
+    entries = re.findall(r"^([0-9a-fA-F]{64})(?:[ \t]+\*?(.*?))?[ \t\r]*$", data.decode("utf-8", "replace"), re.M)
+    found = {value.lower() for value, name in entries if len(entries) == 1 or name.rpartition("/")[2] == patch_name}
+    if len(found) != 1:
+        raise Stop(f"{source} does not hold one SHA-256 for {patch_name}; get it again, or give --patch-sha256")
+    return found.pop()
+
+
+def load_patch(args: argparse.Namespace) -> list[FilePatch]:
+    if args.patch_url:
+        data, name = download(args.patch_url), urllib.parse.urlsplit(args.patch_url).path.rpartition("/")[2]
+    else:
+        path = args.patch_file or DEFAULT_PATCH
+        data, name = read_limited(path, "give the patch with --patch-file, or restore it"), path.name
+    if args.patch_sha256:
+        wanted = args.patch_sha256
+    else:
+        source = args.sha256_file or f"{args.patch_file or DEFAULT_PATCH}.sha256"
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", source):
+            wanted = parse_checksum(download(source), source, name)
+        else:
+            advice = "the patch's SHA-256 is required: give --patch-sha256 or --sha256-file"
+            wanted = parse_checksum(read_limited(Path(source), advice), source, name)
+    actual = hashlib.sha256(data).hexdigest()
+    if actual != wanted:
+        raise Stop(f"the patch has SHA-256 {actual}, not the required {wanted}; get both again from a trusted place")
+    return parse_patch(data)
+
+
+def read_pin() -> tuple[str, str]:
+    path = HERE / "patches" / "BASE_COMMIT"
+    text = read_limited(path, "restore it from the project").decode("utf-8", "replace")
+    commit = re.findall(r"^COMMIT=([0-9a-f]{40})$", text, re.M)
+    version = re.findall(r"^VERSION=([0-9][0-9A-Za-z.]*)$", text, re.M)
+    if len(commit) != 1 or len(version) != 1:
+        raise Stop(f"{path} must hold one line COMMIT=<40 hex digits> and one line VERSION=<release>; restore it")
+    return commit[0], version[0]
+
+
+def find_installed(version: str) -> Path:
+    """Finds the verl this Python would import, without importing it."""
+    before = list(sys.path)
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
+    try:
+        spec = importlib.util.find_spec("verl")
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path[:] = before
+    if spec is None or not spec.origin or Path(spec.origin).name != "__init__.py":
+        raise Stop(f"{sys.executable} has no verl installed; run this with the Python that trains, or use --repo")
+    package = Path(spec.origin).absolute().parent
+    try:
+        found = (package / "version" / "version").read_text().strip()
+    except (OSError, ValueError):
+        found = "of unknown version"
+    if found != version:
+        raise Stop(f"the installed verl ({package}) is {found}, but the patch is for {version}; install it", WRONG_BASE)
+    return package.parent
+
+
+def find_tree(args: argparse.Namespace, version: str) -> Path:
+    tree = find_installed(version) if args.installed else args.repo
+    try:
+        if not tree.is_dir():
+            raise Stop(f"{tree} is not a directory; give the top of a verl checkout")
+        tree = tree.resolve()
+        if not (tree / "verl" / "__init__.py").is_file():
+            raise Stop(f"{tree} has no verl/__init__.py; give the top of a verl checkout")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise Stop(f"{tree} cannot be read ({one_line(error)})") from None
+    return tree
+
+
+def read_target(tree: Path, path: str) -> bytes | None:
+    """Reads a file of the tree; None if it does not exist. Symbolic links are refused: they may lead anywhere."""
+    place = tree
+    try:
+        for part in path.split("/"):
+            place /= part
+            if place.is_symlink():
+                raise Stop(f"{place} is a symbolic link; the patch needs real files below {tree}")
+        if place.exists() and not place.is_file():
+            raise Stop(f"{place} is in the way: it is not a file; move it away")
+        return place.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise Stop(f"{place} cannot be read ({error.strerror})") from None
+
+
+@dataclasses.dataclass
+class Situation:
+    """Where the patch's files stand, by content."""
+
+    base: list[str]
+    patched: list[str]
+    other: list[str]
+    crlf: list[str]
+
+
+def survey(tree: Path, patches: list[FilePatch]) -> Situation:
+    found = Situation([], [], [], [])
+    for patch in patches:
+        content = read_target(tree, patch.path)
+        value = blob_hash(content)
+        if value in (patch.old, patch.new):
+            (found.base if value == patch.old else found.patched).append(patch.path)
+            continue
+        found.other.append(patch.path)
+        if content is not None and blob_hash(content.replace(b"\r\n", b"\n")) in (patch.old, patch.new):
+            found.crlf.append(patch.path)
+    return found
+
+
+def listing(paths: list[str]) -> str:
+    return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+
+
+def check_content(tree: Path, found: Situation, reverse: bool) -> None:
+    """Refuses a tree in which not every file is at the same side of the patch."""
+    if found.crlf:
+        raise Stop(f"CRLF line ends: {listing(found.crlf)}; check out again with core.autocrlf=false", WRONG_BASE)
+    if found.patched and (found.base or found.other):
+        odd = f"changed: {listing(found.other)}" if found.other else f"still as in the base: {listing(found.base)}"
+        raise Stop(f"{tree} is partly patched ({odd}); restore those files, or all of verl, and run again", PARTLY)
+    if found.other and reverse:
+        raise Stop(f"the patch is not applied to {tree} ({listing(found.other)} differ), so it cannot be reversed")
+    if found.other:
+        raise Stop(
+            f"not as in the base: {listing(found.other)}; undo local changes, or use the base commit", WRONG_BASE
+        )
+
+
+def git(tree: Path, *arguments: str) -> str:
+    # A caller's GIT_DIR and the like (as in a git hook) would make git answer for another repository.
+    foreign = (
+        "GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_COMMON_DIR GIT_OBJECT_DIRECTORY GIT_NAMESPACE GIT_PREFIX".split()
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in foreign}
+    environment |= {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(tree), *arguments], capture_output=True, env=environment, stdin=subprocess.DEVNULL
+        )
+    except OSError as error:
+        raise Stop(f"git could not be run ({error.strerror})") from None
+    if done.returncode:
+        why = one_line(done.stderr.decode("utf-8", "replace").strip().partition("\n")[0])
+        raise Stop(f"git cannot tell the HEAD of {tree} ({why}); fix that, or pass --force to decide by content alone")
+    return done.stdout.decode("utf-8", "surrogateescape")
+
+
+def check_head(tree: Path, commit: str) -> bool:
+    """Refuses a checkout at another commit. Returns whether the tree is a git checkout at all."""
+    if not os.path.lexists(tree / ".git"):
+        outer = next((parent for parent in tree.parents if os.path.lexists(parent / ".git")), None)
+        if outer:
+            say(f"{tree} is a subfolder of the repository {outer}, whose HEAD says nothing; deciding by content alone")
+        return False
+    if not shutil.which("git"):
+        raise Stop(f"{tree} is a git checkout but git is not on PATH; install git, or pass --force to skip this check")
+    top, _, head = git(tree, "rev-parse", "--show-toplevel", "HEAD^{commit}").strip().rpartition("\n")
+    if Path(top).resolve() != tree:
+        raise Stop(f"{tree}/.git is not a repository of its own (git answers for {top}); repair or remove it")
+    tagged = git(tree, "for-each-ref", "--format=%(objectname)%(*objectname)", "refs/tags/gradloc-base").strip()
+    if head != commit and head != tagged[-40:]:
+        raise Stop(f"HEAD of {tree} is {head}, not the base commit {commit}; check that out, or --force", WRONG_BASE)
+    return True
+
+
+def check_clean(tree: Path) -> None:
+    dirty = git(tree, "status", "--porcelain", "-z", "--untracked-files=normal", "--", ".", f":(exclude){STATE}")
+    if dirty:
+        raise Stop(f"{tree} has local changes ({dirty.split(chr(0))[0][3:]}); commit or stash them, or pass --force")
+
+
+def hold_signals() -> None:
+    """Blocks signals for the rest of the run: it ends within moments, and they would only tear a change apart."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+@contextlib.contextmanager
+def locked(tree: Path) -> Iterator[Path]:
+    """Holds the tree for this run, puts back what an interrupted run left, and leaves nothing behind."""
+    state = tree / STATE
+    handle = take_lock(tree, state)
+    try:
+        if (state / "journal.json").exists():
+            roll_back(tree, state)
+            say("an earlier run was interrupted; every file was put back as it was before that run")
+        clear(state)
+        yield state
+    finally:
+        if not (state / "journal.json").exists():
+            clear(state)
+            (state / "lock").unlink()
+            with contextlib.suppress(OSError):
+                state.rmdir()
+        os.close(handle)
+
+
+def take_lock(tree: Path, state: Path) -> int:
+    lock = state / "lock"
+    if state.is_symlink() or lock.is_symlink():
+        raise Stop(f"{state} is not a real folder; remove it")
+    for _ in range(100):
+        try:
+            state.mkdir(exist_ok=True)
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+        except FileNotFoundError:
+            continue  # the run that held it has just removed the folder
+        except OSError as error:
+            raise Stop(f"{tree}/verl cannot be written ({error.strerror}); use an account that may") from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(handle).st_ino == lock.stat().st_ino:
+                return handle
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            os.close(handle)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise Stop(f"another run is at work on {tree}; wait until it has ended") from None
+            raise Stop(f"{lock} cannot be locked ({error.strerror})") from None
+        os.close(handle)
+    raise Stop(f"{lock} could not be taken; is {tree} being removed?")
+
+
+def clear(state: Path) -> None:
+    for file in state.iterdir():
+        if re.fullmatch(r"\d+\.(old|new)|journal\.tmp", file.name):
+            file.unlink()
+
+
+def save(path: Path, content: bytes, mode: int, like: os.stat_result | None = None) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+        if like:
+            if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
+                with contextlib.suppress(PermissionError):
+                    os.fchown(file.fileno(), like.st_uid, like.st_gid)
+            os.fchmod(file.fileno(), like.st_mode & 0o7777)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_files(tree: Path, state: Path, patches: list[FilePatch]) -> None:
+    """Changes all files or none: first copies and a journal, then one atomic step a file, then a look at the disk."""
+    for patch in patches:
+        place = tree / patch.path
+        nearest = next(parent for parent in place.parents if parent.exists())
+        if not os.access(nearest, os.W_OK | os.X_OK) or place.exists() and not os.access(place, os.W_OK):
+            raise Stop(f"{place} cannot be written; use an account that may, or change its permissions")
+    contents = [(old := read_target(tree, patch.path), patch.result(old)) for patch in patches]
+    try:
+        for number, (patch, (old, new)) in enumerate(zip(patches, contents, strict=True)):
+            like = None if old is None else (tree / patch.path).stat()
+            if old is not None:
+                save(state / f"{number}.old", old, 0o600, like)
+            if new is not None:
+                save(state / f"{number}.new", new, patch.mode or 0o644, like)
+        journal = [{"path": patch.path, "old": patch.old, "new": patch.new} for patch in patches]
+        save(state / "journal.tmp", json.dumps(journal).encode(), 0o600)
+        hold_signals()
+        os.replace(state / "journal.tmp", state / "journal.json")
+        for number, patch in enumerate(patches):
+            place = tree / patch.path
+            if patch.new is None:
+                place.unlink()
+            else:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(state / f"{number}.new", place)
+        for patch in patches:
+            if blob_hash(read_target(tree, patch.path)) != patch.new:
+                raise Stop(f"{patch.path} does not read back as it was written")
+    except Exception as error:
+        if (state / "journal.json").exists():
+            roll_back(tree, state)
+        raise Stop(f"failed while writing ({one_line(error)}); every file was put back", 4) from None
+    (state / "journal.json").unlink()
+    for patch in patches:
+        if patch.new is None:
+            prune(tree, patch.path)
+
+
+def prune(tree: Path, path: str) -> None:
+    """Removes what a removed file leaves: its byte code, and folders that became empty."""
+    place = tree / path
+    folders = list(place.relative_to(tree / "verl").parents)[:-1]
+    with contextlib.suppress(OSError):  # a folder that holds something else stays
+        for stale in (place.parent / "__pycache__").glob(f"{place.stem}.*.pyc"):
+            stale.unlink()
+        for folder in [folders[0] / "__pycache__", *folders] if folders else []:
+            with contextlib.suppress(FileNotFoundError):
+                (tree / "verl" / folder).rmdir()
+
+
+def roll_back(tree: Path, state: Path) -> None:
+    """Puts every file back as the journal says; does not trust the journal."""
+    hold_signals()
+    entries = read_journal(state / "journal.json")
+    try:
+        foreign = []
+        for number, (path, old, new) in enumerate(entries):
+            place, copy = tree / path, state / f"{number}.old"
+            current = blob_hash(read_target(tree, path))
+            if current == old:
+                continue
+            if current not in (new, None):
+                foreign.append(path)
+            elif old is None:
+                place.unlink()
+            elif copy.is_symlink() or not copy.is_file() or blob_hash(copy.read_bytes()) != old:
+                raise Stop(f"{copy} is missing or damaged")
+            else:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(copy, place)
+        if foreign:
+            raise Stop(f"something else changed {listing(foreign)} meanwhile")
+        for path, old, _ in entries:
+            if blob_hash(read_target(tree, path)) != old:
+                raise Stop(f"{path} does not read back as it was")
+    except (OSError, Stop) as error:
+        advice = f"restore verl from git or by reinstalling it, and delete {state}"
+        raise Stop(f"an interrupted change could not be put back ({one_line(error)}); {advice}", 4) from None
+    for path, old, _ in entries:
+        if old is None:
+            prune(tree, path)
+    (state / "journal.json").unlink()
+
+
+def read_journal(journal: Path) -> list[tuple[str, str | None, str | None]]:
+    def is_hash(value: object) -> bool:
+        return value is None or isinstance(value, str) and re.fullmatch(r"[0-9a-f]{40}", value) is not None
+
+    try:
+        if journal.is_symlink():
+            raise ValueError
+        entries = [(entry["path"], entry["old"], entry["new"]) for entry in json.loads(journal.read_bytes())]
+        for path, old, new in entries:
+            check_path(path)
+            if old == new or not is_hash(old) or not is_hash(new):
+                raise ValueError
+        return entries
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, Stop):
+        advice = f"restore verl from git or by reinstalling it, and delete {journal.parent}"
+        raise Stop(f"{journal} of an interrupted run is damaged; {advice}") from None
+
+
+def say(message: str) -> None:
+    with contextlib.suppress(OSError):  # a closed pipe must not turn success into failure
+        print(f"apply_patch: {message}", flush=True)
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    def sha256(value: str) -> str:
+        if not re.fullmatch(r"[0-9a-fA-F]{64}", value):
+            raise argparse.ArgumentTypeError("a SHA-256 has 64 hexadecimal digits")
+        return value.lower()
+
+    def given(value: str) -> str:
+        if not value:
+            raise argparse.ArgumentTypeError("the value is empty")
+        return value
+
+    def path(value: str) -> Path:
+        return Path(given(value))
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--repo", metavar="DIR", type=path, help="the verl checkout or release tree to patch")
+    target.add_argument("--installed", action="store_true", help="patch the verl that this Python would import")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--patch-file", metavar="FILE", type=path, help="default: patches/gradloc.patch of the project")
+    source.add_argument(
+        "--patch-url", metavar="URL", type=given, help="https; http for this machine only; needs a SHA-256"
+    )
+    checksum = parser.add_mutually_exclusive_group()
+    checksum.add_argument("--patch-sha256", metavar="HEX", type=sha256, help="the SHA-256 the patch must have")
+    checksum.add_argument(
+        "--sha256-file", metavar="FILE|URL", type=given, help="where it is written; default: PATCH.sha256"
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_true", help="only say how the tree stands; write nothing")
+    action.add_argument("--reverse", action="store_true", help="take the patch out again")
+    parser.add_argument("--force", action="store_true", help="skip the check of git HEAD and clean tree (only that)")
+    args = parser.parse_args(arguments)
+    if args.patch_url and not (args.patch_sha256 or args.sha256_file):
+        parser.error("--patch-url needs --patch-sha256 or --sha256-file")
+    return args
+
+
+def inspect(args: argparse.Namespace, tree: Path, commit: str, patches: list[FilePatch]) -> Situation:
+    """Raises Stop unless the patch can be applied (or reversed), or already is."""
+    found = survey(tree, patches)
+    done = found.base if args.reverse else found.patched
+    if len(done) == len(patches):
+        return found
+    checkout = not args.reverse and not args.force and not found.patched and check_head(tree, commit)
+    check_content(tree, found, args.reverse)
+    if checkout:
+        check_clean(tree)
+    return found
+
+
+def check(args: argparse.Namespace, tree: Path, commit: str, patches: list[FilePatch]) -> int:
+    if (tree / STATE / "journal.json").exists():
+        raise Stop(f"{tree}: a run is at work or was interrupted; run again without --check to put it right", PARTLY)
+    found = inspect(args, tree, commit, patches)
+    if found.patched:
+        say(f"already applied to {tree}")
+        return APPLIED
+    for patch in patches:
+        patch.result(read_target(tree, patch.path))
+    say(f"applicable to {tree} ({len(patches)} files)")
+    return 0
+
+
+def change(args: argparse.Namespace, tree: Path, commit: str, patches: list[FilePatch]) -> int:
+    def needed() -> bool:
+        found = inspect(args, tree, commit, patches)
+        if found.patched if args.reverse else found.base:
+            return True
+        say(f"not applied to {tree}; nothing to reverse" if args.reverse else f"already applied to {tree}")
+        return False
+
+    # A first look, so that a refused or needless run does not touch the tree, which may be read-only.
+    if not (tree / STATE).exists() and not needed():
+        return 0
+    with locked(tree) as state:
+        if needed():
+            replace_files(tree, state, [patch.reversed() for patch in patches] if args.reverse else patches)
+            say(f"{'reversed in' if args.reverse else 'applied to'} {tree} ({len(patches)} files, all verified)")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    sys.stdout.reconfigure(errors="backslashreplace")
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    try:
+        commit, version = read_pin()
+        tree = find_tree(args, version)
+        patches = load_patch(args)
+        return (check if args.check else change)(args, tree, commit, patches)
+    except Stop as stop:
+        print(f"apply_patch: {stop}", file=sys.stderr)
+        if args.check or stop.code not in (PARTLY, WRONG_BASE):
+            return stop.code
+        return 3
+    except OSError as error:
+        print(f"apply_patch: failed ({one_line(error)}); solve that and run again", file=sys.stderr)
+        return 4
+    except KeyboardInterrupt:
+        print("apply_patch: interrupted; nothing was changed", file=sys.stderr)
+        return 4
+
+
+if __name__ == "__main__":
+    sys.exit(main())

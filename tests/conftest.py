@@ -1,0 +1,34 @@
+"""Fixtures for the tests of the tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import trees
+
+
+@pytest.fixture(scope="session")
+def base_tree() -> Path:
+    """The unpatched verl that the patch is made for."""
+    if not (trees.BASE_TREE / "verl" / "__init__.py").is_file():
+        pytest.fail(f"{trees.BASE_TREE} has no unpatched verl; run the tests with: bash tests/run.sh")
+    return trees.BASE_TREE
+
+
+@pytest.fixture(scope="session")
+def small_patch(base_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return trees.small_patch(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture
+def project(small_patch: bytes, tmp_path: Path) -> trees.Project:
+    """A copy of the project whose patch changes a few real files in every possible way."""
+    return trees.Project(tmp_path / "project", small_patch)
+
+
+@pytest.fixture
+def tree(base_tree: Path, tmp_path: Path) -> Path:
+    """A release tree with the files that the small patch changes."""
+    return trees.copy_base(tmp_path / "tree")

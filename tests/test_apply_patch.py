@@ -1,0 +1,674 @@
+"""apply_patch.py on real trees: what it does, what it refuses, and what is left when it is interrupted."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import apply_patch
+import trees
+from trees import ACTOR, ALGOS, DELETED, NEW, Project, at_call, refused, reply, snapshot
+
+
+def expected(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
+    """What the patched tree must be, made without the tool under test."""
+    tree = trees.copy_base(tmp_path / "expected")
+    trees.edit_tree(tree)
+    return snapshot(tree)
+
+
+# Applying, reversing and saying how a tree stands
+
+
+def test_apply_again_and_reverse(project: Project, tree: Path, tmp_path: Path) -> None:
+    before = snapshot(tree)
+    assert project.apply("--repo", tree, "--check").returncode == 0
+    assert snapshot(tree) == before
+    done = project.apply("--repo", tree)
+    assert done.returncode == 0 and "applied to" in done.stdout, done.stderr
+    assert snapshot(tree) == expected(tmp_path)
+    again = project.apply("--repo", tree)
+    assert again.returncode == 0 and "already applied" in again.stdout
+    assert project.apply("--repo", tree, "--check").returncode == 10
+    assert project.apply("--repo", tree, "--reverse").returncode == 0
+    assert snapshot(tree) == before
+    done = project.apply("--repo", tree, "--reverse")
+    assert done.returncode == 0 and "nothing to reverse" in done.stdout
+    assert snapshot(tree) == before
+
+
+def test_modes_are_kept(project: Project, tree: Path) -> None:
+    (tree / ACTOR).chmod(0o750)
+    assert project.apply("--repo", tree).returncode == 0
+    assert (tree / ACTOR).stat().st_mode & 0o777 == 0o750
+
+
+def test_byte_code_does_not_keep_the_package_alive(project: Project, tree: Path) -> None:
+    before = snapshot(tree)
+    assert project.apply("--repo", tree).returncode == 0
+    cache = tree / "verl/utils/gradloc/__pycache__"
+    cache.mkdir()
+    (cache / "tool.cpython-311.pyc").write_bytes(b"stale")
+    assert project.apply("--repo", tree, "--reverse").returncode == 0
+    assert snapshot(tree) == before
+
+
+def test_foreign_files_are_kept(project: Project, tree: Path) -> None:
+    assert project.apply("--repo", tree).returncode == 0
+    note = tree / "verl/utils/gradloc/mine.txt"
+    note.write_text("mine")
+    assert project.apply("--repo", tree, "--reverse").returncode == 0
+    assert note.read_text() == "mine" and not (tree / NEW).exists()
+
+
+def test_partly_applied(project: Project, tree: Path) -> None:
+    (tree / "verl/utils/gradloc").mkdir()
+    (tree / NEW).write_text("x = 1\n")
+    before = snapshot(tree)
+    refused(project.apply("--repo", tree, "--check"), 11, "partly", ALGOS)
+    refused(project.apply("--repo", tree), 3, "partly")
+    refused(project.apply("--repo", tree, "--force"), 3, "partly")
+    refused(project.apply("--repo", tree, "--reverse"), 3, "partly")
+    assert snapshot(tree) == before
+
+
+def test_changed_file_of_a_patched_tree(project: Project, tree: Path) -> None:
+    assert project.apply("--repo", tree).returncode == 0
+    (tree / ACTOR).write_text("mine\n")
+    before = snapshot(tree)
+    refused(project.apply("--repo", tree, "--check"), 11, ACTOR)
+    refused(project.apply("--repo", tree, "--reverse"), 3, ACTOR)
+    assert snapshot(tree) == before
+
+
+@pytest.mark.parametrize("content", [None, b"mine\n"])
+def test_wrong_base_is_named(project: Project, tree: Path, content: bytes | None) -> None:
+    (tree / ALGOS).unlink() if content is None else (tree / ALGOS).write_bytes(content)
+    before = snapshot(tree)
+    refused(project.apply("--repo", tree, "--check"), 12, ALGOS)
+    refused(project.apply("--repo", tree), 3, ALGOS)
+    refused(project.apply("--repo", tree, "--force"), 3, ALGOS)
+    assert snapshot(tree) == before
+
+
+def test_crlf_target(project: Project, tree: Path) -> None:
+    (tree / ACTOR).write_bytes((tree / ACTOR).read_bytes().replace(b"\n", b"\r\n"))
+    refused(project.apply("--repo", tree, "--check"), 12, "CRLF", ACTOR)
+    refused(project.apply("--repo", tree), 3, "CRLF", ACTOR)
+
+
+def test_directory_without_verl(project: Project, tmp_path: Path) -> None:
+    refused(project.apply("--repo", tmp_path), 3, "verl/__init__.py")
+    refused(project.apply("--repo", tmp_path / "absent"), 3, "not a directory")
+
+
+def test_symbolic_links_are_not_followed(project: Project, tree: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (tree / "verl/workers/actor").rename(outside)
+    (tree / "verl/workers/actor").symlink_to(outside)
+    before = snapshot(outside)
+    refused(project.apply("--repo", tree), 3, "symbolic link")
+    assert snapshot(outside) == before
+
+
+def test_directory_in_the_way(project: Project, tree: Path) -> None:
+    (tree / NEW).mkdir(parents=True)
+    refused(project.apply("--repo", tree), 3, "in the way")
+
+
+# Git checkouts
+
+
+@pytest.fixture
+def checkout(project: Project, tree: Path) -> Path:
+    project.pin(trees.commit_all(tree))
+    return tree
+
+
+def test_checkout_at_the_base(project: Project, checkout: Path, tmp_path: Path) -> None:
+    assert project.apply("--repo", checkout, "--check").returncode == 0
+    assert project.apply("--repo", checkout).returncode == 0
+    assert snapshot(checkout) == expected(tmp_path)
+    assert "already applied" in project.apply("--repo", checkout).stdout
+    assert project.apply("--repo", checkout, "--reverse").returncode == 0
+    assert trees.git(checkout, "status", "--porcelain") == ""
+
+
+def test_wrong_head_and_force(project: Project, checkout: Path) -> None:
+    (checkout / "README").write_text("new\n")
+    trees.commit_all(checkout)
+    before = snapshot(checkout)
+    refused(project.apply("--repo", checkout, "--check"), 12, "HEAD")
+    refused(project.apply("--repo", checkout), 3, "HEAD")
+    assert snapshot(checkout) == before
+    assert project.apply("--repo", checkout, "--force").returncode == 0
+
+
+def test_development_checkout_counts_as_base(project: Project, checkout: Path) -> None:
+    project.pin("0" * 40)
+    refused(project.apply("--repo", checkout), 3, "HEAD")
+    trees.git(checkout, "tag", "-a", "-m", "base", "gradloc-base")
+    assert project.apply("--repo", checkout).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["verl/__init__.py", "notes.txt"])
+def test_dirty_tree(project: Project, checkout: Path, name: str) -> None:
+    (checkout / name).write_text("# mine\n")
+    before = snapshot(checkout)
+    refused(project.apply("--repo", checkout, "--check"), 3, "local changes", name)
+    refused(project.apply("--repo", checkout), 3, "local changes", name)
+    assert snapshot(checkout) == before
+    assert project.apply("--repo", checkout, "--force").returncode == 0
+
+
+def test_changed_target_is_named_in_a_checkout(project: Project, checkout: Path) -> None:
+    (checkout / ACTOR).write_text("# mine\n")
+    refused(project.apply("--repo", checkout), 3, ACTOR)
+    refused(project.apply("--repo", checkout, "--force"), 3, ACTOR)
+
+
+def test_symlink_to_a_checkout_is_checked(project: Project, checkout: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(checkout)
+    (checkout / "notes.txt").write_text("mine")
+    refused(project.apply("--repo", link), 3, "local changes")
+    (checkout / "notes.txt").unlink()
+    assert project.apply("--repo", link).returncode == 0
+
+
+def test_worktree_is_checked(project: Project, checkout: Path, tmp_path: Path) -> None:
+    trees.git(checkout, "worktree", "add", "-q", "--detach", str(tmp_path / "second"))
+    (tmp_path / "second/notes.txt").write_text("mine")
+    refused(project.apply("--repo", tmp_path / "second"), 3, "local changes")
+    (tmp_path / "second/notes.txt").unlink()
+    assert project.apply("--repo", tmp_path / "second").returncode == 0
+
+
+def test_subfolder_of_another_repository(project: Project, tree: Path, tmp_path: Path) -> None:
+    """git apply would skip every file here and exit 0."""
+    trees.commit_all(tmp_path)
+    done = project.apply("--repo", tree)
+    assert done.returncode == 0 and "content alone" in done.stdout
+    assert snapshot(tree) == expected(tmp_path)
+
+
+def test_broken_repository_inside_another(project: Project, tree: Path, tmp_path: Path) -> None:
+    trees.commit_all(tmp_path)
+    (tree / ".git").mkdir()
+    refused(project.apply("--repo", tree), 3, "not a repository of its own")
+
+
+def test_git_variables_do_not_mislead(project: Project, checkout: Path, tmp_path: Path) -> None:
+    other = trees.copy_base(tmp_path / "other")
+    trees.commit_all(other)
+    (checkout / "notes.txt").write_text("mine")
+    refused(project.apply("--repo", checkout, GIT_DIR=str(other / ".git")), 3, "local changes")
+
+
+@pytest.mark.parametrize("message", ["fatal: detected dubious ownership in repository", ""])
+def test_git_that_fails_is_reported(project: Project, checkout: Path, tmp_path: Path, message: str) -> None:
+    fake = tmp_path / "bin/git"
+    fake.parent.mkdir()
+    fake.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 128\n")
+    fake.chmod(0o755)
+    refused(project.apply("--repo", checkout, PATH=f"{fake.parent}:{os.environ['PATH']}"), 3, "HEAD", message)
+
+
+def test_no_git(project: Project, checkout: Path, tmp_path: Path) -> None:
+    refused(project.apply("--repo", checkout, PATH=str(tmp_path)), 3, "git is not on PATH")
+    assert project.apply("--repo", checkout, "--force", PATH=str(tmp_path)).returncode == 0
+
+
+def test_release_tree_needs_no_git(project: Project, tree: Path, tmp_path: Path) -> None:
+    assert project.apply("--repo", tree, PATH=str(tmp_path)).returncode == 0
+
+
+def test_repository_without_commits(project: Project, tree: Path) -> None:
+    trees.git(tree, "init", "-q")
+    refused(project.apply("--repo", tree), 3, "HEAD")
+
+
+# The installed verl
+
+
+def test_installed_is_found_without_importing(project: Project, tree: Path, tmp_path: Path) -> None:
+    (tree / "verl/__init__.py").write_text("raise SystemExit('imported')\n")
+    done = project.apply("--installed", PYTHONPATH=str(tree))
+    assert done.returncode == 0, done.stderr
+    assert (tree / NEW).exists()
+
+
+def test_installed_version(project: Project, tree: Path) -> None:
+    (tree / "verl/version/version").write_text("0.8.0\n")
+    refused(project.apply("--installed", PYTHONPATH=str(tree)), 3, "0.8.0")
+    refused(project.apply("--installed", "--check", PYTHONPATH=str(tree)), 12, "0.8.0")
+
+
+def test_nothing_installed(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "verl").mkdir()
+    script = project.place / "apply_patch.py"
+    refused(trees.run(sys.executable, "-S", "-E", script, "--installed"), 3, "no verl installed")
+    # A folder that merely has the name is not the package.
+    refused(trees.run(sys.executable, "-S", script, "--installed", PYTHONPATH=str(tmp_path)), 3, "no verl installed")
+
+
+# The patch
+
+
+def test_checksum_is_required(project: Project, tree: Path) -> None:
+    data = project.patch.read_bytes()
+    checksum = Path(f"{project.patch}.sha256")
+    sha256 = hashlib.sha256(data).hexdigest()
+    checksum.unlink()
+    refused(project.apply("--repo", tree), 3, "SHA-256 is required")
+    refused(project.apply("--repo", tree, "--patch-sha256", "0" * 64), 3, "not the required")
+    checksum.write_text("no checksum\n")
+    refused(project.apply("--repo", tree), 3, "does not hold one SHA-256")
+    checksum.write_text(f"{'1' * 64}  other\n{sha256}  gradloc.patch\n")
+    assert project.apply("--repo", tree, "--check").returncode == 0
+    assert project.apply("--repo", tree, "--check", "--patch-sha256", sha256.upper()).returncode == 0
+    project.patch.write_bytes(data + b"\n")
+    refused(project.apply("--repo", tree), 3, "not the required")
+
+
+def test_patch_file(project: Project, tree: Path, tmp_path: Path) -> None:
+    elsewhere = trees.write_patch(tmp_path / "my.patch", project.patch.read_bytes())
+    project.patch.unlink()
+    refused(project.apply("--repo", tree), 3, "cannot be read")
+    refused(project.apply("--repo", tree, "--patch-file", tmp_path), 3, "cannot be read")
+    assert project.apply("--repo", tree, "--patch-file", elsewhere).returncode == 0
+
+
+def test_usage(project: Project, tree: Path) -> None:
+    for arguments in (
+        [],
+        ["--repo", tree, "--installed"],
+        ["--repo", ""],
+        ["--repo", tree, "--check", "--reverse"],
+        ["--repo", tree, "--patch-sha256", "12"],
+        ["--repo", tree, "--patch-url", "https://example.org/x"],
+        ["--repo", tree, "--patch-url", ""],
+        ["--repo", tree, "extra"],
+    ):
+        done = project.apply(*arguments)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, arguments
+    shown = project.apply("--help").stdout
+    assert "exit codes" in shown and "11  --check: partly applied" in shown
+
+
+def replaced(old: str, new: str):
+    def change(data: bytes) -> bytes:
+        assert old.encode() in data
+        return data.replace(old.encode(), new.encode(), 1)
+
+    return change
+
+
+OUTSIDE = [
+    (f"path {path}", lambda data, path=path: data.replace(NEW.encode(), path.encode()), "below verl/")
+    for path in (
+        "setup.py",
+        "verl/../../evil.py",
+        "verl/./evil.py",
+        "verl/.git/hooks/evil",
+        "verl/.gradloc_patch/journal.json",
+        "/verl/evil.py",
+        "verl//evil.py",
+        "verl/a\\b.py",
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [pytest.param(change, words, id=name) for name, change, words in OUTSIDE]
+    + [
+        pytest.param(lambda data: b"", "empty", id="empty"),
+        pytest.param(lambda data: b" \n\n", "empty", id="blank"),
+        pytest.param(lambda data: b"<html>not found</html>\n", "diff --git", id="html"),
+        pytest.param(lambda data: b"\xef\xbb\xbf" + data, "BOM", id="bom"),
+        pytest.param(lambda data: b"From: me\n\n" + data, "text", id="text before"),
+        pytest.param(lambda data: data.replace(b"\n", b"\r\n"), "CRLF", id="crlf"),
+        pytest.param(lambda data: data[:-20], "cut off", id="cut in a line"),
+        pytest.param(lambda data: data[: data.rindex(b"\n", 0, -1) + 1], "damaged", id="cut at a line"),
+        pytest.param(lambda data: data + b"-- \n2.39\n", "damaged", id="text after"),
+        pytest.param(lambda data: data + data, "twice", id="doubled"),
+        pytest.param(replaced("index ", "index 1"), "damaged", id="index line"),
+        pytest.param(replaced("@@ -", "@@ -x"), "damaged", id="hunk header"),
+        pytest.param(replaced("@@ -1,", "@@ -" + "9" * 5000 + ","), "damaged", id="huge number"),
+        pytest.param(replaced("@@ -1,", "@@ -2,"), "contradicts", id="moved hunk"),
+        pytest.param(replaced("+# first", "+# other"), "contradicts", id="other content"),
+        pytest.param(replaced("+# first", "+# first\n+# more"), "damaged", id="more lines"),
+        pytest.param(replaced("new file mode 100644", "new file mode 120000"), "damaged", id="symbolic link"),
+        pytest.param(replaced("new file mode 100644\n", ""), "damaged", id="no mode"),
+        pytest.param(replaced("+++ b/", "+++ b/x"), "do not name", id="other name"),
+        pytest.param(lambda data: data + b"diff --git a/verl/a b/verl/c\n", "renames", id="rename"),
+        pytest.param(lambda data: data + b"diff --git a/verl/a b/verl/a\nGIT binary patch\n", "binary", id="binary"),
+        pytest.param(lambda data: data + b"diff --git a/verl/a b/verl/a\n", "full blob hashes", id="no hashes"),
+        pytest.param(lambda data: data + b"diff --git\n", "damaged", id="header cut off"),
+    ],
+)
+def test_bad_patch(project: Project, tree: Path, change, words: str) -> None:
+    trees.write_patch(project.patch, change(project.patch.read_bytes()))
+    before = snapshot(tree.parent / "tree")
+    refused(project.apply("--repo", tree), 3, words)
+    refused(project.apply("--repo", tree, "--check", "--force"), 3, words)
+    assert snapshot(tree.parent / "tree") == before
+
+
+@pytest.mark.parametrize("text", ["", "COMMIT=abc\nVERSION=0.7.0\n", "COMMIT=" + "0" * 40, "\udcff", None])
+def test_malformed_pin(project: Project, tree: Path, text: str | None) -> None:
+    pin = project.place / "patches/BASE_COMMIT"
+    pin.unlink() if text is None else pin.write_text(text, errors="surrogateescape")
+    refused(project.apply("--repo", tree), 3, "BASE_COMMIT", "restore it")
+
+
+# Downloads
+
+
+def test_patch_url(project: Project, tree: Path, tmp_path: Path) -> None:
+    data = project.patch.read_bytes()
+    sha256 = hashlib.sha256(data).hexdigest()
+    project.patch.unlink()
+    moved = reply(b"", "302 Found", "Location: /g.patch")
+    with web_server_for(data) as url, trees.web_server({"/moved": moved, "/g.patch": reply(data)}) as second:
+        check = ["--repo", tree, "--check"]
+        assert project.apply(*check, "--patch-url", f"{url}/g.patch", "--patch-sha256", sha256).returncode == 0
+        assert project.apply(*check, "--patch-url", f"{second}/moved", "--patch-sha256", sha256).returncode == 0
+        sums = ["--sha256-file", f"{url}/g.patch.sha256"]
+        assert project.apply(*check, "--patch-url", f"{url}/g.patch", *sums).returncode == 0
+        # A proxy must not see requests to this machine.
+        done = project.apply(*check, "--patch-url", f"{url}/g.patch", *sums, http_proxy="http://127.0.0.1:9")
+        assert done.returncode == 0, done.stderr
+        refused(
+            project.apply(*check, "--patch-url", f"{url}/g.patch", "--patch-sha256", "0" * 64), 3, "not the required"
+        )
+        refused(project.apply(*check, "--patch-url", f"{url}/g.patch", "--sha256-file", f"{url}/absent"), 3, "404")
+
+
+def web_server_for(data: bytes):
+    line = f"{hashlib.sha256(data).hexdigest()}  g.patch\n".encode()
+    return trees.web_server({"/g.patch": reply(data), "/g.patch.sha256": reply(line)})
+
+
+def chunked(handler) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffff\r\nabc")
+
+
+def drip(handler) -> None:
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n")
+    for _ in range(300):
+        handler.wfile.write(b"x")
+        handler.wfile.flush()
+        time.sleep(0.1)
+
+
+ODD_ANSWERS = {
+    "/absent": (b"HTTP/1.0 404 Not Found\r\n\r\n", "404"),
+    "/error": (b"HTTP/1.0 500 Oh no\r\n\r\n", "500"),
+    "/nothing": (b"", "could not be downloaded"),
+    "/garbage": (b"\x00\x01\x02 what?\r\n\r\n", "could not be downloaded"),
+    "/status": (b"HTTP/1.0 abc\r\n\r\n", "could not be downloaded"),
+    "/headers": (b"HTTP/1.0 200 OK\r\n" + b"X: " + b"y" * 70000 + b"\r\n\r\n", "could not be downloaded"),
+    "/cut": (b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\nabc", "could not be downloaded"),
+    "/chunked": (chunked, "could not be downloaded"),
+    "/loop": (reply(b"", "302 Found", "Location: /loop"), "could not be downloaded"),
+    "/plain": (reply(b"", "302 Found", "Location: http://example.org/x"), "use an https URL"),
+    "/file": (reply(b"", "302 Found", "Location: file:///etc/passwd"), "could not be downloaded"),
+    "/badport": (reply(b"", "302 Found", "Location: http://127.0.0.1:port/"), "could not be downloaded"),
+    "/empty": (reply(b""), "not the required"),
+}
+
+
+def test_odd_answers(project: Project, tree: Path) -> None:
+    before = snapshot(tree)
+    with trees.web_server({path: answer for path, (answer, _) in ODD_ANSWERS.items()}) as url:
+        for path, (_, words) in ODD_ANSWERS.items():
+            refused(project.apply("--repo", tree, "--patch-url", url + path, "--patch-sha256", "0" * 64), 3, words)
+    assert snapshot(tree) == before
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://example.org/x.patch", "use an https URL"),
+        ("ftp://example.org/x.patch", "use an https URL"),
+        ("file:///etc/passwd", "use an https URL"),
+        ("gradloc.patch", "use an https URL"),
+        ("https:///x.patch", "use an https URL"),
+        ("http://localhost.example.org/x", "use an https URL"),
+        ("http://127.0.0.1@example.org/x", "use an https URL"),
+        ("http://127.0.0.1:port/x", "could not be downloaded"),
+        ("http://127.0.0.1:99999/x", "could not be downloaded"),
+        ("http://127.0.0.1:1/x", "could not be downloaded"),
+        ("http://127.0.0.1:1/a b", "could not be downloaded"),
+        ("http://127.0.0.1:1/\u00e9", "could not be downloaded"),
+        ("https://[::1/x", "could not be downloaded"),
+        (f"https://{'a' * 70}.invalid/x", "could not be downloaded"),
+    ],
+)
+def test_bad_url(project: Project, tree: Path, url: str, words: str) -> None:
+    refused(project.apply("--repo", tree, "--patch-url", url, "--patch-sha256", "0" * 64), 3, words)
+
+
+def test_limits_of_a_download(project: Project, tree: Path) -> None:
+    with trees.web_server({"/drip": drip, "/big": reply(b"x" * 2000)}) as url:
+        arguments = ["--repo", tree, "--patch-sha256", "0" * 64, "--patch-url"]
+        start = time.monotonic()
+        refused(project.apply_with("apply_patch.TIME_LIMIT = 1", *arguments, f"{url}/drip"), 3, "1 seconds")
+        assert time.monotonic() - start < 10
+        refused(project.apply_with("apply_patch.SIZE_LIMIT = 1000", *arguments, f"{url}/big"), 3, "larger than")
+
+
+def test_redirect_from_https_is_not_downgraded() -> None:
+    """Called directly: a TLS server would need a certificate that Python trusts."""
+    request = urllib.request.Request("https://example.org/x")
+    redirect = apply_patch.SafeRedirect().redirect_request
+    with pytest.raises(apply_patch.Stop, match="from https to"):
+        redirect(request, None, 302, "Found", {}, "http://127.0.0.1/x")
+    with pytest.raises(apply_patch.Stop, match="use an https URL"):
+        redirect(request, None, 302, "Found", {}, "http://example.org/x")
+    assert redirect(request, None, 302, "Found", {}, "https://example.org/y").full_url == "https://example.org/y"
+
+
+# Interruption: the small patch makes seven steps, one for each file, after the journal's own os.replace
+
+
+@pytest.mark.parametrize("call", [("replace", number) for number in range(1, 8)] + [("fsync", 3), ("unlink", 1)])
+@pytest.mark.parametrize("recovery", ["apply", "reverse"])
+def test_killed(project: Project, tree: Path, tmp_path: Path, call: tuple[str, int], recovery: str) -> None:
+    before = snapshot(tree)
+    done = project.apply_with(at_call(*call, "os.kill(os.getpid(), signal.SIGKILL)"), "--repo", tree)
+    assert done.returncode == -9, done.stderr
+    assert project.apply("--repo", tree, "--check").returncode in (0, 11)
+    done = project.apply("--repo", tree, *(["--reverse"] if recovery == "reverse" else []))
+    assert done.returncode == 0, done.stderr
+    assert snapshot(tree) == (before if recovery == "reverse" else expected(tmp_path))
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_killed_while_reversing(project: Project, tree: Path, number: int) -> None:
+    before = snapshot(tree)
+    assert project.apply("--repo", tree).returncode == 0
+    fault = at_call("replace", number, "os.kill(os.getpid(), signal.SIGKILL)")
+    if project.apply_with(fault, "--repo", tree, "--reverse").returncode == -9:
+        assert project.apply("--repo", tree, "--reverse").returncode == 0
+    assert snapshot(tree) == before
+
+
+def test_killed_again_while_recovering(project: Project, tree: Path, tmp_path: Path) -> None:
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    assert project.apply_with(at_call("replace", 4, kill), "--repo", tree).returncode == -9
+    assert project.apply_with(at_call("replace", 1, kill), "--repo", tree).returncode == -9
+    assert project.apply("--repo", tree).returncode == 0
+    assert snapshot(tree) == expected(tmp_path)
+
+
+@pytest.mark.parametrize("call", [("replace", number) for number in range(1, 8)] + [("fsync", 1), ("fsync", 9)])
+def test_disk_error_is_rolled_back(project: Project, tree: Path, call: tuple[str, int]) -> None:
+    before = snapshot(tree)
+    done = project.apply_with(at_call(*call, "raise OSError(28, 'No space left on device')"), "--repo", tree)
+    refused(done, 4, "No space left on device", "put back")
+    assert snapshot(tree) == before
+
+
+def test_lying_disk_is_noticed(project: Project, tree: Path) -> None:
+    before = snapshot(tree)
+    refused(project.apply_with(at_call("replace", 3, "return"), "--repo", tree), 4, "does not read back", "put back")
+    assert snapshot(tree) == before
+
+
+def test_failed_roll_back_keeps_the_journal(project: Project, tree: Path, tmp_path: Path) -> None:
+    fault = at_call("replace", 3, "pass").replace("count == 3", "count >= 3")
+    fault = fault.replace("pass", "raise OSError(5, 'Input/output error')")
+    refused(project.apply_with(fault, "--repo", tree), 4, "could not be put back")
+    assert project.apply("--repo", tree).returncode == 0
+    assert snapshot(tree) == expected(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_signals(project: Project, tree: Path, tmp_path: Path, name: str) -> None:
+    before = snapshot(tree)
+    action = f"os.kill(os.getpid(), signal.{name})"
+    refused(project.apply_with(at_call("fsync", 2, action), "--repo", tree), 4, "interrupted")
+    assert snapshot(tree) == before
+    # Once files are being changed, the few moments that this takes are finished.
+    assert project.apply_with(at_call("replace", 3, action), "--repo", tree).returncode == 0
+    assert snapshot(tree) == expected(tmp_path)
+
+
+def test_one_run_at_a_time(project: Project, tree: Path, tmp_path: Path) -> None:
+    state = tree / apply_patch.STATE
+    state.mkdir()
+    with open(state / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refused(project.apply("--repo", tree), 3, "another run")
+    command = [sys.executable, str(project.place / "apply_patch.py"), "--repo", str(tree)]
+    runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(6)]
+    for process in runs:
+        message = process.communicate(timeout=60)[1]
+        assert process.returncode == 0 or process.returncode == 3, message
+        assert "Traceback" not in message
+    assert project.apply("--repo", tree).returncode == 0
+    assert snapshot(tree) == expected(tmp_path)
+
+
+def journal_entry(path: str, old: str | None, new: str | None) -> str:
+    return json.dumps([{"path": path, "old": old, "new": new}])
+
+
+VICTIM = apply_patch.blob_hash(b"precious\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "7",
+        "[7]",
+        "{}[]",
+        '[{"path": 1, "old": null, "new": null}]',
+        '[{"path": "verl/__init__.py"}]',
+        "[" * 100000,
+        "\udcff",
+        journal_entry("../victim", None, VICTIM),
+        journal_entry("verl/../../victim", None, VICTIM),
+        journal_entry("/verl/victim", None, VICTIM),
+        journal_entry("verl/__init__.py", None, None),
+        journal_entry("verl/__init__.py", "x", "y"),
+    ],
+)
+def test_malformed_journal(project: Project, tree: Path, text: str) -> None:
+    victim = tree.parent / "victim"
+    victim.write_text("precious\n")
+    state = tree / apply_patch.STATE
+    state.mkdir()
+    (state / "journal.json").write_text(text, errors="surrogateescape")
+    code = snapshot(tree / "verl/utils")
+    refused(project.apply("--repo", tree), 3, "journal", "damaged")
+    assert victim.read_text() == "precious\n"
+    assert snapshot(tree / "verl/utils") == code
+
+
+def test_journal_does_not_lead_outside_or_over_edits(project: Project, tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    victim = tmp_path / "outside/victim"
+    victim.write_text("precious\n")
+    (tree / "verl/link").symlink_to(tmp_path / "outside")
+    state = tree / apply_patch.STATE
+    state.mkdir()
+    (state / "journal.json").write_text(journal_entry("verl/link/victim", None, VICTIM))
+    refused(project.apply("--repo", tree), 4, "symbolic link")
+    assert victim.read_text() == "precious\n"
+    # A file that is neither as before nor as after was edited by someone: it stays.
+    (tree / DELETED).write_text("mine\n")
+    (state / "journal.json").write_text(journal_entry(DELETED, "0" * 40, VICTIM))
+    refused(project.apply("--repo", tree), 4, DELETED)
+    assert (tree / DELETED).read_text() == "mine\n"
+    # A copy that is not what the journal promises is not put anywhere.
+    (state / "0.old").write_text("wrong\n")
+    (state / "journal.json").write_text(journal_entry(DELETED, "0" * 40, apply_patch.blob_hash(b"mine\n")))
+    refused(project.apply("--repo", tree), 4, "damaged")
+    assert (tree / DELETED).read_text() == "mine\n"
+
+
+# Permissions. Root may write anywhere, so the run gives up its rights after Python has loaded everything.
+
+
+@pytest.mark.parametrize("locked", ["verl", "verl/workers/actor", ACTOR])
+def test_unwritable(project: Project, locked: str) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        public = Project(Path(place) / "project", project.patch.read_bytes())
+        tree = trees.copy_base(Path(place) / "tree")
+        drop = ""
+        if os.geteuid() == 0:
+            drop = "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
+            for path in [tree, *tree.rglob("*")]:
+                os.chown(path, 65534, 65534)
+        mode = (tree / locked).stat().st_mode
+        (tree / locked).chmod(mode & ~0o222)
+        before = snapshot(tree)
+        refused(public.apply_with(drop, "--repo", tree), 3, locked.partition("/")[2] or locked, "cannot be written")
+        assert snapshot(tree) == before
+        assert public.apply_with(drop, "--repo", tree, "--check").returncode == 0
+        (tree / locked).chmod(mode)
+        assert public.apply_with(drop, "--repo", tree).returncode == 0
+        if locked == "verl":
+            (tree / locked).chmod(mode & ~0o222)
+            assert "already applied" in public.apply_with(drop, "--repo", tree).stdout
+            (tree / locked).chmod(mode)
+
+
+# The project's own patch
+
+
+def test_the_real_patch(base_tree: Path, tmp_path: Path) -> None:
+    tree = trees.copy_base(tmp_path / "tree", files=None)
+    before = snapshot(tree)
+    command = [sys.executable, trees.ROOT / "apply_patch.py", "--repo", tree]
+    done = trees.run(*command)
+    assert done.returncode == 0, done.stderr
+    patches = apply_patch.parse_patch((trees.ROOT / "patches/gradloc.patch").read_bytes())
+    assert {patch.path.partition("/")[0] for patch in patches} == {"verl"}
+    for patch in patches:
+        path = tree / patch.path
+        assert apply_patch.blob_hash(path.read_bytes() if path.exists() else None) == patch.new
+    by_git = trees.copy_base(tmp_path / "by_git", files=None)
+    trees.git(by_git, "init", "-q")
+    trees.git(by_git, "apply", str(trees.ROOT / "patches/gradloc.patch"))
+    assert snapshot(tree) == snapshot(by_git)
+    assert trees.run(*command, "--check").returncode == 10
+    assert trees.run(*command, "--reverse").returncode == 0
+    assert snapshot(tree) == before

@@ -1,0 +1,192 @@
+"""Real verl trees, copies of the project and odd web servers for the tests of the tools."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import socketserver
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BASE_TREE = Path(os.environ.get("GRADLOC_BASE_TREE") or ROOT / "build" / "base").resolve()
+# A few real files are enough for most tests, and keep them fast.
+ACTOR = "verl/workers/actor/dp_actor.py"
+ALGOS = "verl/trainer/ppo/core_algos.py"
+DELETED = "verl/utils/import_utils.py"
+NEW = "verl/utils/gradloc/__init__.py"
+SOME_FILES = ["verl/__init__.py", "verl/version/version", ACTOR, ALGOS, DELETED, "verl/utils/__init__.py"]
+
+
+def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def git(repo: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgSign=false"]
+    done = run("git", "-C", repo, *identity, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def commit_all(repo: Path) -> str:
+    if not (repo / ".git").exists():
+        git(repo, "init", "-q")
+    git(repo, "add", "-A", "-f")
+    git(repo, "commit", "-q", "-m", "state")
+    return git(repo, "rev-parse", "HEAD")
+
+
+def copy_base(target: Path, files: list[str] | None = SOME_FILES) -> Path:
+    """A release tree (without git) in target; files=None copies all of verl."""
+    if files is None:
+        shutil.copytree(BASE_TREE / "verl", target / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+        return target
+    for name in files:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(BASE_TREE / name, target / name)
+    return target
+
+
+def edit_tree(tree: Path) -> None:
+    """The edits of the small patch: every kind of change that a patch may hold."""
+    actor = tree / ACTOR
+    actor.write_text("# first\n" + actor.read_text().replace("import os\n", "import os  # kept\n") + "# last\n")
+    algos = tree / ALGOS
+    algos.write_bytes(algos.read_bytes().rstrip(b"\n"))
+    (tree / DELETED).unlink()
+    package = tree / "verl/utils/gradloc"
+    package.mkdir()
+    (package / "__init__.py").write_text("x = 1\n")
+    (package / "empty.py").write_text("")
+    (package / "no_newline.py").write_text("y = 2")
+    (package / "tool.py").write_text("z = 3\n")
+    (package / "tool.py").chmod(0o755)
+
+
+def write_patch(path: Path, data: bytes) -> Path:
+    """Writes a patch with a right checksum beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    path.with_name(path.name + ".sha256").write_text(f"{hashlib.sha256(data).hexdigest()}  {path.name}\n")
+    return path
+
+
+def small_patch(scratch: Path) -> bytes:
+    commit_all(copy_base(scratch))
+    edit_tree(scratch)
+    git(scratch, "add", "-A")
+    return (git(scratch, "diff", "--cached", "--full-index", "--no-renames", "--no-color", "HEAD") + "\n").encode()
+
+
+class Project:
+    """A copy of the project's tools with a patch and a pin of its own."""
+
+    def __init__(self, place: Path, patch: bytes | None, commit: str = "0" * 40):
+        self.place = place
+        self.patch = place / "patches" / "gradloc.patch"
+        (place / "patches").mkdir(parents=True)
+        for name in ("apply_patch.py", "make_patch.sh"):
+            shutil.copy(ROOT / name, place / name)
+        if patch is not None:
+            write_patch(self.patch, patch)
+        self.pin(commit)
+
+    def pin(self, commit: str, version: str = "0.7.0") -> None:
+        (self.place / "patches" / "BASE_COMMIT").write_text(f"COMMIT={commit}\nVERSION={version}\n")
+
+    def apply(self, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        return run(sys.executable, self.place / "apply_patch.py", *arguments, **environment)
+
+    def apply_with(self, fault: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """Runs apply_patch after executing some code that makes it fail."""
+        code = (
+            "import os, signal, sys; sys.path.insert(0, sys.argv.pop(1)); import apply_patch\n"
+            f"{fault}\nsys.exit(apply_patch.main())"
+        )
+        return run(sys.executable, "-c", code, self.place, *arguments)
+
+    def make(self, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        return run("bash", self.place / "make_patch.sh", *arguments, PYTHON=sys.executable, **environment)
+
+
+def at_call(function: str, number: int, action: str) -> str:
+    """Code that runs `action` instead of the number-th call of os.<function>."""
+    return f"""
+real, count = os.{function}, 0
+def fault(*arguments):
+    global count
+    count += 1
+    if count == {number}:
+        {action}
+    return real(*arguments)
+os.{function} = fault
+"""
+
+
+def snapshot(tree: Path) -> dict[str, tuple[int, bytes]]:
+    """Everything in a tree except .git: names, modes and contents."""
+    found = {}
+    for path in sorted(tree.rglob("*")):
+        name = str(path.relative_to(tree))
+        if name == ".git" or name.startswith(".git/"):
+            continue
+        content = b"" if path.is_dir() else path.read_bytes()
+        found[name] = (stat.S_IMODE(path.stat().st_mode), content)
+    return found
+
+
+def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    """One clear sentence, the right exit code, no traceback."""
+    assert done.returncode == code, done.stdout + done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert done.stderr.startswith(("apply_patch: ", "make_patch.sh: ")), done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+Answer = bytes | Callable[[socketserver.StreamRequestHandler], None]
+
+
+@contextlib.contextmanager
+def web_server(answers: dict[str, Answer]) -> Iterator[str]:
+    """Serves raw replies by path on loopback, so that they can be as wrong as a test wants."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            words = self.rfile.readline().split()
+            while self.rfile.readline().strip():
+                pass
+            answer = answers.get(words[1].decode(), b"HTTP/1.0 404 Not Found\r\n\r\n")
+            with contextlib.suppress(OSError):
+                if callable(answer):
+                    answer(self)
+                else:
+                    self.wfile.write(answer)
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def reply(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
+    lines = [f"HTTP/1.0 {status}", f"Content-Length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
