@@ -1,0 +1,190 @@
+"""The package's parts that need neither verl nor several processes."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradloc import GradLocConfig, keep_gradient, record_events, text_evidence, token_weights
+from gradloc.evidence import classify, jsonable, token_evidence
+from gradloc.layers import layer_name
+from gradloc.taps import GradientTaps
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"threshold": -1.0}, "grad_norm_threshold must be a positive finite number, got -1.0."),
+        ({"threshold": 0}, "grad_norm_threshold"),
+        ({"threshold": math.nan}, "grad_norm_threshold"),
+        ({"threshold": math.inf}, "grad_norm_threshold"),
+        ({"threshold": "640"}, "grad_norm_threshold"),
+        ({"threshold": True}, "grad_norm_threshold"),
+        ({"budget": 0}, "bisect_budget_steps must be an integer of at least 1, got 0."),
+        ({"budget": 2.5}, "bisect_budget_steps"),
+        ({"trigger": "rank"}, "spike_trigger must be one of ['unit', 'global'], got 'rank'."),
+        ({"action": "explode"}, "spike_action must be one of ['log'], got 'explode'."),
+    ],
+)
+def test_bad_settings_are_refused_with_the_key_to_mend(values: dict, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        GradLocConfig(**values)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "layer"),
+    [
+        ("model.embed_tokens.weight", "embed_tokens"),
+        ("model.layers.11.mlp.experts.3.up_proj.weight", "layers.11"),
+        ("_fsdp_wrapped_module.model.layers.3._fsdp_wrapped_module.self_attn.q_proj.weight", "layers.3"),
+        ("model.layers.3._checkpoint_wrapped_module.self_attn.q_proj.bias", "layers.3"),
+        ("model.norm.weight", "norm"),
+        ("lm_head.weight", "lm_head"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight", "layers.0"),
+        ("base_model.model.lm_head.lora_B.default.weight", "lm_head"),
+        ("transformer.h.7.attn.c_attn.weight", "h.7"),
+        ("transformer.wte.weight", "wte"),
+        ("model.visual.blocks.2.attn.qkv.weight", "visual.blocks.2"),
+        ("model.language_model.layers.2.mlp.gate_proj.weight", "layers.2"),
+        ("tower.scale", "tower.scale"),
+    ],
+)
+def test_layer_names(parameter: str, layer: str) -> None:
+    assert layer_name(parameter) == layer
+
+
+def test_weights_are_the_derivative_of_the_aggregation() -> None:
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    weights = token_weights(lambda losses: (losses * mask).sum() / mask.sum(), torch.randn(2, 3))
+    assert torch.allclose(weights, mask / 3)
+
+
+def test_detached_tokens_pass_no_gradient_but_keep_their_value() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    kept = keep_gradient(x, torch.tensor([False, True, False]))
+    assert torch.equal(kept, x)
+    (kept**2).sum().backward()
+    assert x.grad.tolist() == [0.0, 4.0, 0.0]
+
+
+def test_taps_read_layer_norms_and_nothing_outside_of_a_recording() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    taps = GradientTaps(model, torch.device("cpu"))
+    model(torch.randn(3, 4)).sum().backward()
+    assert taps.stop().tolist() == [0.0, 0.0]
+    model.zero_grad()
+    for _ in range(2):  # a leaf is hooked once, however often it is used
+        model.zero_grad()
+        taps.start()
+        model(torch.randn(3, 4)).square().sum().backward()
+        squares = taps.stop()
+        expected = [sum(float(p.grad.square().sum()) for p in model[i].parameters()) for i in (0, 2)]
+        assert taps.layers == ["0", "2"]
+        assert squares.tolist() == pytest.approx(expected, rel=1e-5)
+    taps.remove()
+    taps.start()
+    model(torch.randn(3, 4)).sum().backward()
+    assert taps.stop().tolist() == [0.0, 0.0]
+
+
+def tokens(**changes: list[float]) -> dict[str, torch.Tensor]:
+    """One response of four tokens, the last of them padding."""
+    values = {
+        "response_mask": [1, 1, 1, 0],
+        "token_id": [5, 6, 7, 0],
+        "weight": [0.25, 0.25, 0.25, 0.0],
+        "coefficient": [0.5, -1.0, 0.5, 0.0],
+        "log_prob": [-1.0, -2.0, -3.0, -9.0],
+        **changes,
+    }
+    return {name: torch.tensor([row]) for name, row in values.items()}
+
+
+def test_token_evidence_has_what_there_is_and_invents_nothing() -> None:
+    facts = token_evidence(tokens(old_log_prob=[-1.0, -2.5, -3.0, 0.0], advantage=[1.0, 2.0, 3.0, 0.0]), 0, 1)
+    assert facts["token_id"] == 6 and facts["advantage"] == 2.0 and facts["coefficient"] == -1.0
+    assert facts["ratio"] == pytest.approx(math.exp(0.5))
+    assert facts["sequence_ratio"] == pytest.approx(math.exp(0.5 / 3))  # padding does not count
+    for name in ("ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "misaligned_share"):
+        assert facts[name] is None
+    facts = token_evidence(tokens(rollout_log_prob=[-1.0, -4.0, -3.0, 0.0]), 0, 1)
+    assert facts["rollout_ratio"] == pytest.approx(math.exp(2)) and facts["ratio"] is None
+    assert facts["misaligned_share"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "source"),
+    [
+        ({"grad_norm": math.nan, "ratio": 9.0}, "nonfinite"),
+        ({"grad_norm": math.inf}, "nonfinite"),
+        ({"misaligned_share": 0.6, "ratio": 9.0}, "misaligned"),
+        ({"misaligned_share": 0.5, "ratio": 9.0}, "token"),
+        ({"ratio": 0.4}, "token"),
+        ({"rollout_ratio": 2.1}, "token"),
+        ({"ratio": math.nan}, "token"),
+        ({"ratio": 1.9, "sequence_ratio": 1.25}, "sequence"),
+        ({"sequence_ratio": 0.8}, "sequence"),
+        ({"layer_norms": {"a": 1.0, "b": 3.0, "c": 1.0}}, "layer"),
+        ({}, "other"),
+        ({"layer_norms": {"a": 1.0}}, "other"),
+    ],
+)
+def test_source_rules(changes: dict, source: str) -> None:
+    culprit = {
+        "grad_norm": 100.0,
+        "misaligned_share": None,
+        "ratio": 1.0,
+        "rollout_ratio": None,
+        "sequence_ratio": 1.0,
+        "layer_norms": {"a": 1.0, "b": 1.0, "c": 1.0},
+    }
+    assert classify({**culprit, **changes}) == source
+
+
+class Letters:
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return "".join(chr(ord("a") + i) for i in ids)
+
+
+def test_text_evidence_marks_the_token_in_its_context() -> None:
+    found = text_evidence(Letters(), [0, 1], list(range(26)), 20)
+    assert found["token"] == "u"
+    assert found["context"] == "efghijklmnopqrst«u»vwxyz"
+    assert found["prompt"] == "ab" and found["response"] == "abcdefghijklmnopqrstuvwxyz"
+    assert text_evidence(Letters(), [], [3], 0)["context"] == "«d»"
+
+
+def test_events_are_appended_as_strict_json(tmp_path: Path) -> None:
+    event = {"norm": math.nan, "list": [math.inf, -math.inf, None, True], "text": "«é»\n", "array": torch.ones(2)}
+    record_events(str(tmp_path / "deep" / "dump"), [event])
+    record_events(str(tmp_path / "deep" / "dump"), [event, event])
+    lines = (tmp_path / "deep" / "dump" / "spikes.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 3
+    expected = {"norm": "NaN", "list": ["Infinity", "-Infinity", None, True], "text": "«é»\n", "array": [1.0, 1.0]}
+    assert all(json.loads(line, parse_constant=pytest.fail) == expected for line in lines)
+
+
+def test_a_failing_disk_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    record_events(str(tmp_path / "file" / "dump"), [{}])
+    assert "1 gradient spike(s) could not be written" in caplog.text
+
+
+def test_jsonable_takes_anything() -> None:
+    assert jsonable({1: (torch.tensor(2.0), object)}) == {"1": [2.0, str(object)]}
+
+
+def test_the_package_needs_only_torch_and_the_standard_library() -> None:
+    code = (
+        "import sys, gradloc; print([m for m in ('verl', 'ray', 'hydra', 'transformers', 'rich') if m in sys.modules])"
+    )
+    root = Path(__file__).resolve().parent.parent
+    out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
