@@ -1,0 +1,204 @@
+"""run_experiment.sh: what it would run, what it refuses, and that nothing of it survives an interrupt."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "run_experiment.sh"
+
+
+def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", SCRIPT, *arguments], env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def make_executable(file: Path, text: str) -> Path:
+    file.write_text(text)
+    file.chmod(0o755)
+    return file
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Path:
+    """A stand-in for Python that prints its arguments as JSON."""
+    code = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    return make_executable(tmp_path / "recorder", f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
+
+
+def overrides_of(recorder: Path, *arguments: str, **environment: str) -> list[str]:
+    """The Hydra overrides that the printed command passes, found by running it."""
+    printed = launch("--dry-run", "--python", str(recorder), *arguments, **environment)
+    assert printed.returncode == 0, printed.stderr
+    ran = subprocess.run(["bash", "-c", printed.stdout], capture_output=True, text=True, check=True)
+    module, overrides = json.loads(ran.stdout)[:2], json.loads(ran.stdout)[2:]
+    assert module == ["-m", "verl.trainer.main_ppo"]
+    return overrides
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    config = Path(find_spec("verl").submodule_search_locations[0]) / "trainer/config"
+    with initialize_config_dir(config_dir=str(config), version_base=None):
+        return compose("ppo_trainer", overrides)
+
+
+@pytest.mark.parametrize("profile", [["--cluster"], ["--embedded"], ["--embedded", "--tiny"]])
+def test_verl_accepts_the_configuration(recorder: Path, profile: list[str]) -> None:
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+    from verl.workers.config import HFModelConfig
+
+    config = composed(overrides_of(recorder, *profile, "NNODES=1"))
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.spike_detection is True
+    assert actor.grad_norm_threshold == (640.0 if profile == ["--cluster"] else 80.0)
+    assert actor.bisect_dump_dir.endswith("/bisect_dump")
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    assert rollout.name == ("vllm" if profile == ["--cluster"] else "hf")
+    assert set(config.actor_rollout_ref.model) - {"_target_"} <= set(HFModelConfig.__dataclass_fields__)
+    validate_config(config, use_reference_policy=False, use_critic=False)
+
+
+def test_settings_come_from_arguments_before_the_environment(recorder: Path) -> None:
+    overrides = ["--cluster", "LR=3e-6", "KL_LOSS_COEF=0.001", "TRAIN_FILES=a b.parquet,it's.parquet"]
+    config = composed(overrides_of(recorder, *overrides, LR="9", NNODES="4", SPIKE_TRIGGER="global"))
+    actor = config.actor_rollout_ref.actor
+    assert (actor.optim.lr, config.trainer.nnodes, actor.spike_trigger) == (3e-6, 4, "global")
+    assert (actor.use_kl_loss, actor.kl_loss_coef) == (True, 0.001)
+    assert config.data.train_files == ["a b.parquet", "it's.parquet"]
+
+
+def test_overrides_keep_their_quoting_and_win(recorder: Path) -> None:
+    awkward = [
+        "+a.b='two words'",
+        '+c="$HOME `id` \\"quoted\\""',
+        "+d=[1,'x y',{e: 2}]",
+        "~algorithm.pf_ppo",
+        "+f=line\nbreak",
+        "trainer.nnodes=7",
+    ]
+    overrides = overrides_of(recorder, "--cluster", *awkward, "--", "--info", "x=*?")
+    assert overrides[-8:] == [*awkward, "--info", "x=*?"]
+    assert composed(overrides[:-4]).a.b == "two words"
+    assert composed([override for override in overrides[:-2] if "break" not in override]).trainer.nnodes == 7
+
+
+def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "val.parquet").touch()
+    model, train, val = tmp_path / "model", tmp_path / "no such.parquet", tmp_path / "val.parquet"
+    settings = [f"MODEL_PATH={model}", f"TRAIN_FILES={train},hdfs://here/x", f"VAL_FILES={val}"]
+    refused = launch("--cluster", *settings, f"OUTPUT_DIR={tmp_path / 'out'}")
+    assert refused.returncode == 2
+    assert "these paths do not exist" in refused.stderr
+    assert f"MODEL_PATH={model}" in refused.stderr and f"TRAIN_FILES={train}" in refused.stderr
+    assert "hdfs" not in refused.stderr and "VAL_FILES" not in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--fast"], "unknown option --fast"),
+        (["FAST=1"], "unknown setting FAST"),
+        (["train.parquet"], "'train.parquet' is neither an option nor a Hydra override"),
+        (["--python"], "--python needs the path of a Python"),
+        (["--cluster", "--embedded"], "exclude each other"),
+        (["--cluster", "--tiny"], "--tiny belongs to --embedded"),
+        (["NNODES=two"], "NNODES is 'two': give a whole number"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(arguments: list[str], sentence: str) -> None:
+    refused = launch(*arguments)
+    assert refused.returncode == 2
+    assert sentence in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+def files_that_exist(directory: Path) -> list[str]:
+    for name in ("model", "train.parquet", "val.parquet"):
+        (directory / name).touch()
+    names = {"MODEL_PATH": "model", "TRAIN_FILES": "train.parquet", "VAL_FILES": "val.parquet", "OUTPUT_DIR": "out"}
+    return [f"{setting}={directory / name}" for setting, name in names.items()]
+
+
+def test_unpatched_verl_is_refused(tmp_path: Path) -> None:
+    arguments = ["--cluster", "--python", sys.executable, *files_that_exist(tmp_path)]
+    refused = launch(*arguments, PYTHONPATH=os.environ["GRADLOC_BASE_TREE"])
+    assert refused.returncode == 2
+    assert "is not patched" in refused.stderr and "apply_patch.py --installed" in refused.stderr
+
+
+def test_missing_verl_is_refused(tmp_path: Path) -> None:
+    python = make_executable(tmp_path / "python", f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    refused = launch("--cluster", "--python", str(python), *files_that_exist(tmp_path))
+    assert refused.returncode == 2
+    assert "has no verl" in refused.stderr
+
+
+@pytest.mark.parametrize(("exit_code", "rollout"), [(0, "vllm"), (9, "hf")])
+def test_a_gpu_decides_the_profile(recorder: Path, tmp_path: Path, exit_code: int, rollout: str) -> None:
+    text = f"#!/bin/sh\n[ {exit_code} = 0 ] && echo 'GPU 0: some GPU'\nexit {exit_code}\n"
+    make_executable(tmp_path / "nvidia-smi", text)
+    overrides = overrides_of(recorder, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert f"actor_rollout_ref.rollout.name={rollout}" in overrides
+
+
+# Ray's workers lead process groups of their own, and may not heed SIGTERM.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+child = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print("up", flush=True); time.sleep(600)'
+options = {"stdout": subprocess.PIPE, "preexec_fn": os.setpgrp}
+children = [subprocess.Popen([sys.executable, "-c", child], **options) for _ in range(2)]
+for process in children:
+    process.stdout.readline()
+with open(sys.argv[1] + ".partial", "w") as file:
+    file.write(" ".join(str(pid) for pid in [os.getpid(), *(process.pid for process in children)]))
+os.rename(sys.argv[1] + ".partial", sys.argv[1])
+if sys.argv[2] == "fail":
+    sys.exit(3)
+time.sleep(600)
+"""
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), ("fail", 3)],
+    ids=["SIGINT", "SIGTERM", "failure"],
+)
+def test_no_process_survives(tmp_path: Path, how: signal.Signals | str, exit_code: int) -> None:
+    """A stand-in for verl's processes; a run with Ray itself is interrupted in test_end_to_end.py."""
+    trainer, pids = tmp_path / "trainer.py", tmp_path / "pids"
+    trainer.write_text(STUBBORN)
+    (tmp_path / "verl/utils/gradloc").mkdir(parents=True)
+    (tmp_path / "verl/__init__.py").touch()
+    python = make_executable(
+        tmp_path / "python",
+        f'#!/bin/sh\n[ "$1" = -m ] && exec {sys.executable} {trainer} {pids} {how}\nexec {sys.executable} "$@"\n',
+    )
+    command = ["bash", SCRIPT, "--cluster", "--python", python, *files_that_exist(tmp_path)]
+    script = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    deadline = time.monotonic() + 30
+    while not pids.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    processes = [int(pid) for pid in pids.read_text().split()]
+    if how != "fail":
+        assert all(map(running, processes))
+        script.send_signal(how)
+    assert script.wait(timeout=60) == exit_code
+    assert not any(map(running, processes))
