@@ -569,7 +569,7 @@ def replace_files(tree: Path, state: Path, patches: list[FilePatch]) -> None:
         for number, patch in enumerate(patches):
             place = tree / patch.path
             if patch.new is None:
-                place.unlink()
+                os.unlink(place)
             else:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(state / f"{number}.new", place)
@@ -612,7 +612,7 @@ def roll_back(tree: Path, state: Path) -> None:
             if current not in (new, None):
                 foreign.append(path)
             elif old is None:
-                place.unlink()
+                os.unlink(place)
             elif copy.is_symlink() or not copy.is_file() or blob_hash(copy.read_bytes()) != old:
                 raise Stop(f"{copy} is missing or damaged")
             else:
