@@ -76,6 +76,7 @@ setting() {
     if [[ $profile == embedded ]]; then default=$3; fi
     if [[ -n $tiny && $# == 5 ]]; then default=$4; fi
     known+="$name "
+    [[ $default != - || -z ${given[$name]+x} ]] || die "$name has no effect in the $profile profile: leave it out"
     [[ -z $help ]] || printf "$help_row" "$name" "${2:--}" "${3/#"$prepared"*/(prepared)}" "$meaning"
     printf -v "$name" '%s' "${given[$name]-${!name-$default}}"
 }
@@ -237,6 +238,7 @@ else
         trainer.resume_mode=disable
     )
     threads=$(($(nproc) / GPUS_PER_NODE))
+    no_gpus=$(printf -- '-1,%.0s' $(seq "$GPUS_PER_NODE"))
     environment=(
         "VERL_USE_EXTERNAL_MODULES=embedded${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}"
         "PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}"
@@ -244,6 +246,8 @@ else
         MALLOC_ARENA_MAX=2 MALLOC_MMAP_THRESHOLD_=1000000 # freed tensors go back to the system: a third less memory
         RAY_DEDUP_LOGS=0 # it would take the lines of two quick steps for repetitions
         RAY_USAGE_STATS_ENABLED=0
+        PYTHONUNBUFFERED=1
+        "CUDA_VISIBLE_DEVICES=${no_gpus%,}" # as many as Ray is told of, and none that CUDA would find
     )
 fi
 
@@ -297,6 +301,7 @@ find_python() {
 
 set_up_venv() {
     local base wanted site
+    unset PYTHONPATH # pip and apply_patch.py must see this environment only; it is set again for training
     base=$(find_python)
     wanted=$("$base" -VV | cat - "$root"/embedded/requirements*.txt | sha256sum)
     if ! is "$venv/ready" "$wanted"; then
@@ -375,7 +380,7 @@ stop() {
             sleep 0.1
         done
     fi
-    [[ $profile == cluster ]] || rm -rf "$ray_dir"
+    [[ $profile == cluster || -z $session ]] || rm -rf "$ray_dir"
     exit "$1"
 }
 trap 'stop $?' EXIT
@@ -389,6 +394,7 @@ if [[ $profile == cluster ]]; then
     status=0
     wait "$session" || status=$?
     say "Evidence of spikes: $BISECT_DUMP_DIR/spikes.jsonl"
+    say "As a table: $python $root/embedded/summary.py report $BISECT_DUMP_DIR"
     exit "$status"
 fi
 

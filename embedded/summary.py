@@ -147,19 +147,25 @@ def culprit_table(rows: list[tuple[dict, dict]]) -> Table:
 
 
 def report(dump_dir: Path, log: Path | None) -> None:
+    steps = 0
     largest: dict[int, float] = {}
     if log is not None and log.exists():
         for line in log.read_text(errors="replace").splitlines():
             for step, metrics in steps_in(line):
+                steps += 1
                 if "actor/gradloc/token_norm_max" in metrics:
                     largest[step] = metrics["actor/gradloc/token_norm_max"]
     file = dump_dir / "spikes.jsonl"
     events = read_events(file) if file.exists() else []
     if not events:
-        console.print("No spike: no micro-batch was over its threshold.")
         if largest:
             step = max(largest, key=largest.__getitem__)
+            console.print(f"No spike in {plural(steps, 'step')}: no micro-batch was over its threshold.")
             console.print(f"The largest token norm was {largest[step]:.4g}, in step {step}: set the threshold from it.")
+        elif log is not None:
+            console.print(f"No evidence: {plural(steps, 'step')} completed, and none with GradLoc's metrics.")
+        else:
+            console.print(f"No evidence: there is no {file}", soft_wrap=True)
         return
 
     rows = [(event, culprit) for event in events for culprit in event.get("culprits", [])]

@@ -1,0 +1,154 @@
+"""The real `python -m verl.trainer.main_ppo` with Ray, two FSDP2 workers, a random model and a planted spike."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas
+import pytest
+
+ROOT = Path(__file__).parents[1]
+THRESHOLD = 80.0
+ANSWERS, STEPS = 8, 3
+
+
+def start(output: Path, *arguments: str, **environment: str) -> subprocess.Popen:
+    search_path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "tests")])
+    return subprocess.Popen(
+        ["bash", ROOT / "run_experiment.sh", "--embedded", "--tiny", "--python", sys.executable]
+        + [f"OUTPUT_DIR={output}", f"GRAD_NORM_THRESHOLD={THRESHOLD}", *arguments],
+        env=os.environ | {"PYTHONPATH": search_path} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def processes_naming(text: str) -> set[int]:
+    """The processes with the text in their command line."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if text.encode() in file.read_bytes():
+                found.add(int(file.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    directory = tmp_path_factory.mktemp("run")
+    script = start(
+        directory / "out",
+        "algorithm.adv_estimator=planted_spike",
+        "ROLLOUT_N=2",
+        f"TOTAL_STEPS={STEPS}",
+        VERL_USE_EXTERNAL_MODULES="planted_spike",
+        PLANTED_SPIKE_FILE=str(directory / "planted.json"),
+    )
+    output, _ = script.communicate(timeout=540)
+    assert script.returncode == 0, output
+    evidence = directory / "out/bisect_dump/spikes.jsonl"
+    return {
+        "output": output,
+        "log": (directory / "out/train.log").read_text(),
+        "planted": json.loads((directory / "planted.json").read_text()),
+        "events": [json.loads(line) for line in evidence.read_text().splitlines()],
+        "ray": f"/tmp/gradloc-{script.pid}",
+    }
+
+
+def test_the_planted_token_is_the_only_culprit(run: dict) -> None:
+    planted = run["planted"]
+    (event,) = run["events"]
+    assert event["global_step"] == planted["global_step"]
+    assert event["complete"] and event["open_segments"] == []
+    assert (event["action"], event["search"], event["world_size"]) == ("log", "local", 2)
+    assert 1 <= event["passes"] <= event["budget"]
+    (culprit,) = event["culprits"]
+    assert culprit["uid"] == planted["uid"]
+    assert culprit["position"] == planted["position"]
+    assert culprit["advantage"] == planted["advantage"]
+    # The batch is dealt out in halves to the ranks, and each rank's half in mini-batches.
+    per_rank, per_mini_batch = ANSWERS // 2, ANSWERS // 4
+    rank_row = event["mini_batch"] * per_mini_batch + culprit["row"]
+    assert culprit["rank"] * per_rank + rank_row == planted["batch_row"]
+
+
+def test_the_evidence_describes_the_token(run: dict) -> None:
+    (event,) = run["events"]
+    (culprit,) = event["culprits"]
+    (unit,) = event["units"]
+    assert (unit["rank"], unit["micro_batch"]) == (culprit["rank"], culprit["micro_batch"])
+    assert unit["norm"] > unit["threshold"]
+    assert culprit["grad_norm"] > culprit["threshold"] == event["threshold"] == THRESHOLD
+    assert culprit["share"] == pytest.approx(1.0, abs=0.01)
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / ".embedded/tiny/model")
+    assert culprit["token"] == tokenizer.decode([culprit["token_id"]])
+    assert culprit["token"] in culprit["response"]
+    assert culprit["token"] in culprit["context"]
+    sums = pandas.read_parquet(ROOT / ".embedded/tiny/train.parquet")
+    row = next(row for row in sums.to_dict("records") if row["prompt"][0]["content"] in culprit["prompt"])
+    assert culprit["ground_truth"] == row["reward_model"]["ground_truth"]
+    assert culprit["data_source"] == "math_verify"
+    assert culprit["reward"] == 0.0
+    # The first mini-batch of a step is on-policy, the second nearly so: one small step lies between.
+    assert culprit["ratio"] == pytest.approx(1.0, abs=0.05)
+    assert culprit["old_log_prob"] == pytest.approx(culprit["rollout_log_prob"], abs=1e-3)
+
+
+def test_metrics_are_logged_in_every_step(run: dict) -> None:
+    logged = re.findall(r"step:(\d+) - .*?actor/gradloc/triggered:([\d.]+)", run["log"])
+    triggered = {int(step): float(value) for step, value in logged}
+    assert triggered == {step: float(step == run["planted"]["global_step"]) for step in range(1, STEPS + 1)}
+    for name in ("token_norm_max", "culprits", "passes", "seconds"):
+        assert len(re.findall(rf"actor/gradloc/{name}:", run["log"])) == STEPS
+
+
+def test_the_summary_shows_the_culprit(run: dict) -> None:
+    (culprit,) = run["events"][0]["culprits"]
+    assert "Tokens behind the spikes" in run["output"]
+    assert f"{culprit['grad_norm']:.4g}" in run["output"]
+    assert "1 event, 1 culprit" in run["output"]
+    assert "spikes.jsonl" in run["output"]
+    for step in range(1, STEPS + 1):
+        assert f"step {step}  " in run["output"]
+
+
+def test_nothing_of_ray_is_left(run: dict) -> None:
+    assert not Path(run["ray"]).exists()
+    assert not processes_naming(run["ray"])
+
+
+def test_an_interrupt_ends_ray_too(tmp_path: Path) -> None:
+    script = start(tmp_path / "out")
+    ray = f"/tmp/gradloc-{script.pid}"
+    log = tmp_path / "out/train.log"
+    deadline = time.monotonic() + 300
+    # Ray's workers lose their command line, but share their session with those that keep it.
+    while not (log.exists() and "TaskRunner hostname" in log.read_text()):
+        assert script.poll() is None and time.monotonic() < deadline
+        time.sleep(0.5)
+    (session,) = {os.getsid(pid) for pid in processes_naming(ray) - {script.pid}}
+    script.send_signal(signal.SIGINT)
+    assert script.wait(timeout=60) == 130
+    assert not Path(ray).exists()
+    left = [pid for pid in Path("/proc").glob("[0-9]*/stat") if session_of(pid) == session]
+    assert not left
+
+
+def session_of(stat: Path) -> int | None:
+    try:
+        state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+    except OSError:
+        return None
+    return None if state == "Z" else int(session)
