@@ -59,6 +59,7 @@ set_up_base() {
         "$venv/bin/python" -m pip download -q --no-deps --only-binary :all: -d "$build/wheel.new" "verl==$version"
         mkdir -p "$build/wheel"
         mv "$build/wheel.new/$(basename "$wheel")" "$wheel"
+        rmdir "$build/wheel.new"
     fi
     "$venv/bin/python" -m zipfile -e "$wheel" "$build/base.new"
     echo "$version" >"$build/base.new/ready"
