@@ -379,6 +379,7 @@ stop() {
             kill -KILL $pids 2>/dev/null || true
             sleep 0.1
         done
+        wait "$session" 2>/dev/null || true # without bash's word on how it ended
     fi
     [[ $profile == cluster || -z $session ]] || rm -rf "$ray_dir"
     exit "$1"

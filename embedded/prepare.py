@@ -75,9 +75,8 @@ def make_model(directory: Path, tiny: bool) -> None:
 def make_data(file: Path, size: int, seed: int) -> None:
     import pandas
 
-    for name in UNUSED_BY_SUMS:
-        if importlib.util.find_spec(name.split(".")[0]) is None:
-            sys.modules[name] = MagicMock()
+    missing = [name for name in UNUSED_BY_SUMS if importlib.util.find_spec(name.split(".")[0]) is None]
+    sys.modules.update({name: MagicMock() for name in missing})
     import reasoning_gym
 
     sums = reasoning_gym.create_dataset(
