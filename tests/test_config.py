@@ -1,0 +1,104 @@
+"""GradLoc's keys in verl's own configuration: yaml, dataclass, and the rules that verl sets for both."""
+
+from pathlib import Path
+
+import pytest
+import verl
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import FSDPActorConfig
+
+CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
+DEFAULTS = {
+    "spike_detection": False,
+    "grad_norm_threshold": 640.0,
+    "bisect_budget_steps": 128,
+    "spike_trigger": "unit",
+    "spike_action": "log",
+}
+
+
+def composed(*overrides: str):
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        return compose("ppo_trainer", overrides=list(overrides))
+
+
+def actor_config(*overrides: str) -> FSDPActorConfig:
+    config = composed(
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        *(f"actor_rollout_ref.actor.{override}" for override in overrides),
+    )
+    return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+
+
+def test_every_key_is_declared_with_its_default() -> None:
+    config = composed("trainer.project_name=p", "trainer.experiment_name=e")
+    actor = config.actor_rollout_ref.actor
+    assert {key: actor[key] for key in DEFAULTS} == DEFAULTS
+    assert actor.bisect_dump_dir == "checkpoints/p/e/bisect_dump"
+    as_dataclass = actor_config()
+    assert {key: as_dataclass[key] for key in DEFAULTS} == DEFAULTS
+
+
+def test_keys_are_overridden_without_a_plus() -> None:
+    config = actor_config(
+        "spike_detection=True",
+        "grad_norm_threshold=80",
+        "bisect_budget_steps=9",
+        "spike_trigger=global",
+        "bisect_dump_dir=/elsewhere",
+    )
+    assert config.spike_detection is True and config.bisect_dump_dir == "/elsewhere"
+    gradloc = config.gradloc_config()
+    assert (gradloc.threshold, gradloc.budget, gradloc.trigger, gradloc.action) == (80, 9, "global", "log")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grad_norm_threshold=-1", "grad_norm_threshold must be a positive finite number"),
+        ("grad_norm_threshold=null", "grad_norm_threshold must be a positive finite number"),
+        ("bisect_budget_steps=0", "bisect_budget_steps must be an integer of at least 1"),
+        ("spike_trigger=sometimes", "spike_trigger must be one of"),
+        ("spike_action=panic", "spike_action must be one of"),
+        ("bisect_dump_dir=''", "bisect_dump_dir must name a folder"),
+        ("spike_detection=maybe", "spike_detection must be True or False"),
+    ],
+)
+def test_bad_values_are_refused_at_start(override: str, message: str) -> None:
+    # Hydra wraps what the dataclass raises.
+    with pytest.raises(Exception, match=message):
+        actor_config(override)
+
+
+def test_ulysses_is_refused_as_long_as_it_is_not_supported() -> None:
+    with pytest.raises(Exception, match="Ulysses"):
+        actor_config("spike_detection=True", "ulysses_sequence_parallel_size=2")
+    assert actor_config("ulysses_sequence_parallel_size=2").spike_detection is False
+
+
+def test_the_generated_reference_mirrors_the_composed_config() -> None:
+    generated = OmegaConf.load(CONFIG_DIR / "_generated_ppo_trainer.yaml")
+    ours = [*DEFAULTS, "bisect_dump_dir"]
+    want = OmegaConf.to_container(composed().actor_rollout_ref.actor, resolve=False)
+    got = OmegaConf.to_container(generated.actor_rollout_ref.actor, resolve=False)
+    assert {key: got[key] for key in ours} == {key: want[key] for key in ours}
+    assert list(got) == list(want)
+
+
+def test_yaml_follows_verls_format_rules() -> None:
+    lines = (CONFIG_DIR / "actor" / "dp_actor.yaml").read_text().split("\n")
+    for key in [*DEFAULTS, "bisect_dump_dir"]:
+        (at,) = [i for i, line in enumerate(lines) if line.startswith(f"{key}:")]
+        assert lines[at - 1].startswith("# ") and lines[at + 1] == "" and "#" not in lines[at]
+    assert yaml.safe_load("\n".join(lines))["spike_detection"] is False
+
+
+def test_the_trainer_refuses_workers_without_gradloc() -> None:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
+
+    config = composed("trainer.use_legacy_worker_impl=disable", "actor_rollout_ref.actor.spike_detection=True")
+    with pytest.raises(ValueError, match="spike_detection needs the FSDP workers"):
+        RayPPOTrainer(config, None, {Role.ActorRollout: None}, None)

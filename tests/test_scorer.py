@@ -1,0 +1,274 @@
+"""The math_verify reward: scores, the hard time limit, and a pool that outlives whatever happens around it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from verl.utils.reward_score import default_compute_score, math_verify
+
+# Sympy computes this tower digit by digit, in C.
+HANGING = "The answer is \\boxed{9^{9^{9^{9}}}}."
+LIMIT = 2
+
+# Scripts load the scorer's file alone, as importing verl takes seconds.
+PRELUDE = f"""
+import importlib.util, os, sys
+spec = importlib.util.spec_from_file_location("scorer", {math_verify.__file__!r})
+scorer = importlib.util.module_from_spec(spec)
+sys.modules["scorer"] = scorer
+spec.loader.exec_module(scorer)
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pool() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_MATH_VERIFY_WORKERS", "2")
+        patch.setenv("VERL_MATH_VERIFY_TIMEOUT", str(LIMIT))
+        yield
+
+
+def score(answer: str, truth: str) -> float:
+    return default_compute_score("math_verify", answer, truth)
+
+
+def numbered(n: int) -> tuple[str, str, float]:
+    """An answer, the truth and the score; every third is wrong."""
+    return f"Therefore \\boxed{{\\frac{{{n}}}{{7}}}}", f"\\frac{{{n + (n % 3 == 0)}}}{{7}}", float(n % 3 != 0)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def workers(pid: int | None = None) -> list[psutil.Process]:
+    children = [child for child in psutil.Process(pid).children(recursive=True) if is_alive(child.pid)]
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+def new_workers() -> list[psutil.Process]:
+    if math_verify._pool is not None:
+        math_verify._discard(math_verify._pool)
+    score("1", "1")
+    return workers()
+
+
+def run_script(text: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-"], input=PRELUDE + text, text=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "expected"),
+    [
+        ("I get \\boxed{42}", "42", 1),
+        ("I get \\boxed{42}", "43", 0),
+        ("The answer is 0.5", "\\frac{1}{2}", 1),
+        ("so $x = \\frac{2}{4}$", "\\frac{1}{2}", 1),
+        ("\\boxed{(x+1)^2}", "x^2+2x+1", 1),
+        ("\\boxed{(x+1)^2}", "x^2+x+1", 0),
+        ("\\boxed{\\{2, 1\\}}", "\\{1, 2\\}", 1),
+        ("I don't know", "42", 0),
+        ("", "42", 0),
+        ("\\boxed{\\frac{1}{}}", "42", 0),
+        ("\\boxed{42}", "", 0),
+    ],
+)
+def test_scores(answer: str, truth: str, expected: float) -> None:
+    result = score(answer, truth)
+    assert isinstance(result, float) and result == expected
+
+
+def test_workers_hold_neither_torch_nor_ray() -> None:
+    score("1", "1")
+    assert len(workers()) == 2
+    for worker in workers():
+        libraries = {Path(m.path).name for m in worker.memory_maps()}
+        assert any("python" in name for name in libraries)
+        assert not [name for name in libraries if "torch" in name or "raylet" in name]
+
+
+def test_from_many_threads() -> None:
+    answers, truths, expected = zip(*map(numbered, range(1, 200)), strict=True)
+    with ThreadPoolExecutor(16) as executor:
+        assert list(executor.map(score, answers, truths)) == list(expected)
+
+
+def test_from_asyncio() -> None:
+    answers, truths, expected = zip(*map(numbered, range(1, 40)), strict=True)
+
+    async def run() -> list[float]:
+        loop = asyncio.get_running_loop()
+        return await asyncio.gather(
+            *(loop.run_in_executor(None, score, *pair) for pair in zip(answers, truths, strict=True))
+        )
+
+    assert asyncio.run(run()) == list(expected)
+
+
+def test_in_a_ray_actor() -> None:
+    import ray
+
+    class Rewards:
+        def __init__(self) -> None:
+            os.environ["VERL_MATH_VERIFY_TIMEOUT"] = str(LIMIT)
+
+        def score(self, answer: str, truth: str) -> tuple[int, float]:
+            from verl.utils.reward_score import math_verify
+
+            return os.getpid(), math_verify.compute_score(answer, truth, timeout_score=0.25)
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        actor = ray.remote(Rewards).options(max_concurrency=3).remote()
+        results = [actor.score.remote(answer, "1") for answer in ("\\boxed{1}", HANGING, "\\boxed{2}")]
+        pids, scores = zip(*ray.get(results, timeout=60), strict=True)
+        left = workers(pids[0])
+        assert scores == (1.0, 0.25, 0.0)
+        assert left
+    finally:
+        ray.shutdown()
+    assert not psutil.wait_procs(left, timeout=20)[1]
+
+
+def test_the_hanging_answer_hangs_without_a_limit() -> None:
+    text = "import math_verify as m; m.verify(m.parse('$7$'), m.parse({!r}, parsing_timeout=0), timeout_seconds=0)"
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run([sys.executable, "-c", text.format(HANGING)], timeout=3 * LIMIT)
+
+
+def test_hanging_answers_cost_their_neighbours_nothing() -> None:
+    answers = [HANGING, HANGING, "\\boxed{7}", HANGING, "\\boxed{8}", HANGING, *["\\boxed{7}"] * 6]
+    expected = [{HANGING: 0.25, "\\boxed{7}": 1.0}.get(answer, 0.0) for answer in answers]
+    with ThreadPoolExecutor(len(answers)) as executor:
+        scores = executor.map(lambda answer: math_verify.compute_score(answer, "7", timeout_score=0.25), answers)
+        assert list(scores) == expected
+    assert score(HANGING, "7") == 0.0
+
+
+def test_killed_while_idle() -> None:
+    new_workers()[0].kill()
+    assert score("\\boxed{7}", "7") == 1.0
+    new_workers()[1].kill()
+    with ThreadPoolExecutor(4) as executor:
+        assert list(executor.map(score, ["\\boxed{7}", "\\boxed{8}"] * 4, ["7"] * 8)) == [1.0, 0.0] * 4
+
+
+def test_killed_with_answers_on_their_way() -> None:
+    held = new_workers()
+    for worker in held:
+        worker.suspend()
+    with ThreadPoolExecutor(3) as executor:
+        scores = executor.map(score, ["\\boxed{7}", "\\boxed{8}", "\\boxed{7}"], ["7"] * 3)
+        time.sleep(0.5)
+        for worker in held:
+            worker.kill()
+        assert list(scores) == [1.0, 0.0, 1.0]
+
+
+def test_killed_again_and_again_over_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_MATH_VERIFY_TIMEOUT", "600")
+    new_workers()
+    with ThreadPoolExecutor(1) as executor:
+        result = executor.submit(math_verify.compute_score, HANGING, "7", timeout_score=0.25)
+        for _ in range(math_verify.ATTEMPTS):
+            # Starting a worker takes less time than this.
+            while not (busy := [worker for worker in workers() if worker.cpu_times().user > 2]):
+                time.sleep(0.1)
+            busy[0].kill()
+            assert score("\\boxed{7}", "7") == 1.0
+        assert result.result(timeout=60) == 0.25
+    monkeypatch.undo()
+    new_workers()
+
+
+@pytest.mark.parametrize("package", ["math_verify", "pebble"])
+def test_missing_package(package: str) -> None:
+    text = f"sys.modules[{package!r}] = None\nspec.loader.exec_module(scorer)\nscorer.compute_score('1', '1')"
+    result = run_script(text)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("ImportError") and package.replace("_", "-") in last and "pip install" in last
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("VERL_MATH_VERIFY_WORKERS", "0"),
+        ("VERL_MATH_VERIFY_WORKERS", "two"),
+        ("VERL_MATH_VERIFY_WORKERS", "1.5"),
+        ("VERL_MATH_VERIFY_TIMEOUT", "-1"),
+        ("VERL_MATH_VERIFY_TIMEOUT", "inf"),
+        ("VERL_MATH_VERIFY_TIMEOUT", "nan"),
+    ],
+)
+def test_bad_settings(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_verify, "_pool", None)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable} .* {value!r}"):
+        score("1", "1")
+
+
+def test_forked_children_get_a_pool_of_their_own() -> None:
+    result = run_script("""
+import multiprocessing
+assert scorer.compute_score("1", "1") == 1.0
+
+workers = multiprocessing.active_children()
+child = os.fork()
+if child == 0:
+    sys.exit(int(scorer.compute_score("2", "2") + scorer.compute_score("2", "3")))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+# A child of multiprocessing joins its own children when it ends.
+child = multiprocessing.get_context("fork").Process(target=scorer.compute_score, args=("1", "1"))
+child.start()
+child.join(30)
+assert child.exitcode == 0
+
+assert scorer.compute_score("3", "3") == 1.0
+assert multiprocessing.active_children() == workers
+print("done")
+""")
+    assert result.stdout == "done\n", result.stderr
+
+
+def test_the_main_script_is_not_run_again(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(PRELUDE + "print('main')\nprint(scorer.compute_score('1', '1'))\n")
+    result = subprocess.run([sys.executable, script], text=True, capture_output=True, timeout=60)
+    assert result.stdout == "main\n1.0\n", result.stderr
+
+
+REPORT_WORKERS = """
+import threading, time
+from multiprocessing import active_children
+scorer.compute_score("1", "1")
+threading.Thread(target=scorer.compute_score, args=({!r}, "1"), daemon=True).start()
+time.sleep(0.5)
+print(*(child.pid for child in active_children()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError", "os.kill(os.getpid(), 9)"])
+def test_no_worker_is_left_behind(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the process ends well or not, with one worker idle and one in an endless computation."""
+    monkeypatch.setenv("VERL_MATH_VERIFY_TIMEOUT", "1" if "kill" in end else "600")
+    result = run_script(REPORT_WORKERS.format(HANGING) + end)
+    pids = [int(pid) for pid in result.stdout.split()]
+    assert len(pids) == 2, result.stderr
+    assert result.returncode == {"": 0, "sys.exit(3)": 3, "raise ValueError": 1}.get(end, -signal.SIGKILL)
+    deadline = time.monotonic() + (30 if "kill" in end else 0)
+    while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
