@@ -33,7 +33,8 @@ def _flat_handles(module: nn.Module) -> list[FlatParamHandle]:
 
 def _holders(module: nn.Module) -> list[Tensor]:
     """Everything that has a `.grad` of its own; with FSDP1's original parameters these are views of the flat ones'."""
-    return [*module.parameters(), *(handle.flat_param for handle in _flat_handles(module))]
+    holders = [*module.parameters(), *(handle.flat_param for handle in _flat_handles(module))]
+    return list({id(holder): holder for holder in holders}.values())
 
 
 @torch.no_grad()

@@ -304,6 +304,49 @@ class GradLoc:
         return {(r, i): unit for r, units in enumerate(distributed.gather_objects(own)) for i, unit in enumerate(units)}
 
 
+@dataclass
+class _BrokenRow:
+    """A row whose forward gives log-probs that are not numbers, and where it may begin to.
+
+    A NaN may show before its place, too: attention multiplies it with the zeros of its causal mask. So the row is
+    computed up to this or that token: with the input that breaks it, some are not numbers; without it, all are.
+
+    Args:
+        positions (list[int]): Its response tokens.
+        low (int), high (int): Indices into `positions`: the first prefix that is broken ends between them, inclusive.
+    """
+
+    unit: UnitName
+    row: int
+    positions: list[int]
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, unit: UnitName, row: int, mask: Tensor, broken: Tensor) -> "_BrokenRow":
+        """From a row's masks of response tokens and of broken ones among them, each of shape (response length,)."""
+        positions = mask.nonzero().flatten().tolist()
+        first = int(broken[mask].nonzero()[0])
+        # Finite log-probs before it mean that nothing spreads backwards here.
+        return cls(unit, row, positions, first, first if first else len(positions) - 1)
+
+    @property
+    def settled(self) -> bool:
+        return self.low == self.high
+
+    def cuts(self, count: int) -> list[int]:
+        """Up to `count` indices that cut the interval into even parts."""
+        width = self.high - self.low
+        return sorted({self.low + (i + 1) * width // (count + 1) for i in range(count)})
+
+    def record(self, index: int, broken: bool) -> None:
+        """Takes in whether the prefix that ends with a token is broken."""
+        if broken:
+            self.high = min(self.high, index)
+        else:
+            self.low = max(self.low, index + 1)
+
+
 class _Localization:
     """One search, from the suspect units to the culprits. In every pass each rank measures one segment."""
 
@@ -335,7 +378,9 @@ class _Localization:
         self._waiting = list(self.suspects)
         # (unit, row, position) -> the token's share of the gradient in each layer.
         self._measured: dict[tuple[UnitName, int, int], list[float]] = {}
+        # Tokens whose coefficient is not a number, and rows whose log-probs are not: known without a measurement.
         self._unmeasurable: list[tuple[UnitName, int, int]] = []
+        self._broken_rows: list[_BrokenRow] = []
 
     @property
     def everything_broken(self) -> bool:
@@ -352,14 +397,15 @@ class _Localization:
 
     @property
     def complete(self) -> bool:
-        return self.error is None and not self._waiting and not self._search.open_segments
+        settled = all(row.settled for row in self._broken_rows)
+        return self.error is None and settled and not self._waiting and not self._search.open_segments
 
     @property
     def diagnosis(self) -> str:
         """What the event is, in a word; the README states the rules."""
         if self.everything_broken:
             return "nonfinite"
-        if self._search.culprits or self._unmeasurable:
+        if self._culprits():
             return "tokens"
         if self.overflow:
             return "overflow"
@@ -378,6 +424,10 @@ class _Localization:
                 while self._waiting and len(self._search.open_segments) < world_size:
                     self._open(self._waiting[0])
                     del self._waiting[0]
+                rows = [row for row in self._broken_rows if not row.settled][:world_size]
+                if rows:
+                    self._narrow(rows)
+                    continue
                 segments = self._search.next(world_size)
                 if not segments:
                     return
@@ -522,25 +572,34 @@ class _Localization:
         self._shared[name] = micro_batch
         tokens = micro_batch.tokens
         mask = tokens["response_mask"].bool()
-        bad_log_probs = ~tokens["log_prob"].isfinite() & mask
-        if bad_log_probs.any():
-            # The forward itself is broken, and 0·NaN keeps every part of the gradient from being measured. In each row
-            # the first such token is where it began.
-            first = bad_log_probs & (bad_log_probs.cumsum(1) == 1)
-            self._unmeasurable += [(name, row, position) for row, position in first.nonzero().tolist()]
-            return
+        broken = ~tokens["log_prob"].isfinite() & mask
+        for row in broken.any(1).nonzero().flatten().tolist():
+            self._broken_rows.append(_BrokenRow.of(name, row, mask[row], broken[row]))
         coefficient, entropy_coefficient = tokens["coefficient"], tokens["entropy_coefficient"]
+        healthy = ~broken.any(1, keepdim=True)
         nonfinite = ~(coefficient.isfinite() & entropy_coefficient.isfinite())
-        self._unmeasurable += [(name, row, position) for row, position in nonfinite.nonzero().tolist()]
-        involved = ((coefficient != 0) | (entropy_coefficient != 0)) & (tokens["weight"] != 0) & ~nonfinite
+        self._unmeasurable += [(name, row, position) for row, position in (nonfinite & healthy).nonzero().tolist()]
+        involved = ((coefficient != 0) | (entropy_coefficient != 0)) & (tokens["weight"] != 0) & ~nonfinite & healthy
         self._candidates[name] = involved.nonzero()
         suspicion = evidence.suspicion(tokens)[involved]
-        self._search.add_unit(name, self._units[name].norm, suspicion, tokens["weight"][involved])
+        norm, weight = self._units[name].norm, tokens["weight"][involved]
+        self._search.add_unit(name, norm, suspicion, weight, probe_empty=bool(healthy.all()))
+
+    def _narrow(self, rows: list["_BrokenRow"]) -> None:
+        """One pass that narrows down where in some rows the forward breaks. A collective call."""
+        world_size = distributed.world_size()
+        probes = [(row, index) for row in rows for index in row.cuts(world_size // len(rows))]
+        squares = self._passes.measure([self._share(row.unit, [(row.row, row.positions[i])]) for row, i in probes])
+        for (row, index), broken in zip(probes, ~squares.sum(1).isfinite(), strict=True):
+            row.record(index, bool(broken))
 
     def _share_of(self, segment: Segment) -> Share:
-        micro_batch = self._shared[segment.unit]
+        return self._share(segment.unit, self._candidates[segment.unit][self._search.candidates(segment)])
+
+    def _share(self, name: UnitName, places: Sequence[tuple[int, int]] | Tensor) -> Share:
+        micro_batch = self._shared[name]
         keep = torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool)
-        keep[tuple(self._candidates[segment.unit][self._search.candidates(segment)].T)] = True
+        keep[tuple(torch.as_tensor(places).T)] = True
         return Share(micro_batch, keep)
 
     def _token(self, name: UnitName, candidate: int) -> tuple[UnitName, int, int]:
@@ -548,7 +607,8 @@ class _Localization:
         return name, row, position
 
     def _culprits(self) -> list[tuple[UnitName, int, int]]:
-        return self._unmeasurable + [self._token(c.unit, c.candidate) for c in self._search.culprits]
+        rows = [(row.unit, row.row, row.positions[row.low]) for row in self._broken_rows if row.settled]
+        return self._unmeasurable + rows + [self._token(c.unit, c.candidate) for c in self._search.culprits]
 
     def _weight(self, token: tuple[UnitName, int, int]) -> float:
         name, row, position = token

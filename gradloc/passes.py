@@ -161,12 +161,12 @@ class Passes:
         ) from error
 
     def _forward_backward(self, share: Share | None) -> None:
-        if share is None:  # as little as there can be
+        if share is None:
             micro_batch, keep = self._own, torch.zeros_like(self._own.tokens["response_mask"], dtype=torch.bool)
-            scale = 1.0
+            rows, length, scale = [0], 1, 1.0  # as little as there can be
         else:
             micro_batch, keep, scale = share.micro_batch, share.keep, self._scale
-        rows, length = self._extent(keep)
+            rows, length = self._extent(keep)
         gradients.set_rng_state(micro_batch.rng_state, self._device)
         entropy, log_prob = self._forward(micro_batch.inputs, rows, length)
         keep = keep[rows, :length]
@@ -178,12 +178,11 @@ class Passes:
         torch.autograd.backward(outputs, coefficients)
 
     def _extent(self, keep: Tensor) -> tuple[list[int], int]:
-        """The rows to compute, and up to where."""
-        if not self._cut:
+        """The rows to compute, and up to where; all of it for no token at all."""
+        if not self._cut or not keep.any():
             return list(range(len(keep))), keep.shape[1]
         rows = keep.any(1).nonzero().flatten().tolist()
-        columns = keep.any(0).nonzero().flatten().tolist()
-        return (rows, columns[-1] + 1) if rows else ([0], 1)
+        return rows, int(keep.any(0).nonzero()[-1]) + 1
 
 
 def _coefficient(micro_batch: MicroBatch, name: str, keep: Tensor, rows: list[int], scale: float) -> Tensor:

@@ -135,7 +135,9 @@ class Search:
         """The segments still to be measured, best first."""
         return sorted(self._open, key=self._urgency)
 
-    def add_unit(self, unit: Hashable, norm: float, suspicion: Tensor, weights: Tensor) -> None:
+    def add_unit(
+        self, unit: Hashable, norm: float, suspicion: Tensor, weights: Tensor, probe_empty: bool = True
+    ) -> None:
         """Opens a unit that is known to be over its threshold.
 
         Args:
@@ -143,13 +145,14 @@ class Search:
             norm (float): The norm of the unit's whole gradient.
             suspicion (Tensor): s_t of each candidate, shape (n,).
             weights (Tensor): w_t of each candidate, shape (n,), not zero.
+            probe_empty (bool): Whether a norm that is not finite is to be measured without any token, too.
         """
         if len(weights) == 0:
             return
         self._units[unit] = _Unit(len(self._units), norm, suspicion, weights)
         whole = Segment(unit, 0, len(weights))
         parent = _Parent(whole, norm, rest=norm)
-        if not math.isfinite(norm):
+        if probe_empty and not math.isfinite(norm):
             empty = Segment(unit, 0, 0)
             self._open[empty] = _Parent(empty, norm, rest=0.0)
         if whole.size == 1:
