@@ -263,6 +263,7 @@ class GradLoc:
             "trigger": trigger,
             "threshold": self.config.threshold,
             "global_norm": global_norm,
+            "global_threshold": global_threshold,
             "units": [self._unit_evidence(name, units[name]) for name in suspects],
             "culprits": run.culprits(),
             "passes": run.passes,
@@ -461,7 +462,11 @@ class _Run:
     def _culprit_evidence(self, culprit: Culprit) -> dict[str, Any]:
         shared = self._shared[culprit.unit]
         row, position = shared.candidates[culprit.candidate].tolist()
-        facts = evidence.token_evidence(shared.micro_batch.tokens, row, position)
+        tokens = shared.micro_batch.tokens
+        facts = evidence.token_evidence(tokens, row, position)
+        response_suspicion = evidence.response_suspicion(
+            _suspicion(tokens)[row], tokens["response_mask"][row], position
+        )
         weight = abs(facts["weight"])
         layers = self._owner._taps.layers
         layer_norms = [norm / weight for norm in self._layer_norms[culprit.unit, culprit.candidate]]
@@ -476,6 +481,7 @@ class _Run:
             "share": culprit.norm / self._units[culprit.unit].norm,
             **facts,
             "layer_norms": dict(zip(layers, layer_norms, strict=True)),
+            "response_suspicion": response_suspicion,
         }
         return {**found, "source": evidence.classify(found)}
 

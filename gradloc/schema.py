@@ -1,0 +1,136 @@
+# Copyright 2026 The GradLoc Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The JSON Schema of a line of spikes.jsonl: an event, or a note on what was left out."""
+
+from typing import Any
+
+from .evidence import SCHEMA
+
+# NaN and infinities have no form in JSON of their own.
+_NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+_NUMBER_OR_NULL = {"anyOf": [*_NUMBER["anyOf"], {"type": "null"}]}
+_INDEX = {"type": "integer", "minimum": 0}
+_INTEGER_OR_NULL = {"type": ["integer", "null"]}
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+_NUMBERS_BY_LAYER = {"type": "object", "additionalProperties": _NUMBER}
+
+
+def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {**required, **optional},
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+_UNIT = _object(
+    {
+        "rank": _INDEX,
+        "micro_batch": _INDEX,
+        "rows": _INDEX,
+        "tokens": _INDEX,
+        "norm": _NUMBER,
+        "threshold": _NUMBER,
+        "token_equivalent": _NUMBER,
+        "layer_norms": _NUMBERS_BY_LAYER,
+    }
+)
+
+_CULPRIT = _object(
+    {
+        "rank": _INDEX,
+        "micro_batch": _INDEX,
+        "row": _INDEX,
+        "position": _INDEX,
+        "token_id": {"type": "integer"},
+        "grad_norm": _NUMBER,
+        "threshold": _NUMBER,
+        "weight": _NUMBER,
+        "coefficient": _NUMBER,
+        "suspicion": _NUMBER,
+        "share": _NUMBER,
+        "advantage": _NUMBER_OR_NULL,
+        "log_prob": _NUMBER,
+        "old_log_prob": _NUMBER_OR_NULL,
+        "ratio": _NUMBER_OR_NULL,
+        "ref_log_prob": _NUMBER_OR_NULL,
+        "entropy": _NUMBER_OR_NULL,
+        "rollout_log_prob": _NUMBER_OR_NULL,
+        "rollout_ratio": _NUMBER_OR_NULL,
+        "sequence_ratio": _NUMBER_OR_NULL,
+        "misaligned_share": _NUMBER_OR_NULL,
+        "layer_norms": _NUMBERS_BY_LAYER,
+        "source": {"enum": ["nonfinite", "misaligned", "token", "sequence", "layer", "other"]},
+        "response_suspicion": {"anyOf": [{"type": "array", "items": _NUMBER}, {"type": "null"}]},
+    },
+    # The trainer adds these.
+    token=_TEXT_OR_NULL,
+    context=_TEXT_OR_NULL,
+    prompt=_TEXT_OR_NULL,
+    response=_TEXT_OR_NULL,
+    response_tokens={"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+    response_tokens_start=_INDEX,
+    ground_truth={},
+    reward=_NUMBER_OR_NULL,
+    data_source=_TEXT_OR_NULL,
+    uid=_TEXT_OR_NULL,
+)
+
+EVENT = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "A gradient spike and the tokens behind it",
+    **_object(
+        {
+            "schema": {"const": SCHEMA},
+            "time": {"type": "string"},
+            "global_step": _INTEGER_OR_NULL,
+            "epoch": _INDEX,
+            "mini_batch": _INDEX,
+            "trigger": _object({"kind": {"enum": ["unit", "global"]}, "norm": _NUMBER, "threshold": _NUMBER}),
+            "threshold": _NUMBER,
+            "global_norm": _NUMBER,
+            "global_threshold": _NUMBER,
+            "units": {"type": "array", "items": _UNIT},
+            "culprits": {"type": "array", "items": _CULPRIT},
+            "passes": _INDEX,
+            "budget": _INDEX,
+            "complete": {"type": "boolean"},
+            "open_segments": {
+                "type": "array",
+                "items": _object({"rank": _INDEX, "micro_batch": _INDEX, "tokens": _INDEX, "threshold": _NUMBER}),
+            },
+            "action": {"enum": ["log", "skip", "drop"]},
+            "seconds": {"type": "number"},
+            "search": {"enum": ["local", "reduced"]},
+            "world_size": {"type": "integer", "minimum": 1},
+            "error": _TEXT_OR_NULL,
+        }
+    ),
+}
+
+NOTE = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "What was left out of the file at this place",
+    **_object(
+        {
+            "schema": {"const": SCHEMA},
+            "time": {"type": "string"},
+            "global_step": _INTEGER_OR_NULL,
+            "note": {"enum": ["text_limit", "rate_limit", "size_limit"]},
+            "count": {"type": "integer", "minimum": 1},
+            "message": {"type": "string"},
+        }
+    ),
+}
