@@ -15,6 +15,7 @@
 
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -264,6 +265,7 @@ class GradLoc:
             "threshold": self.config.threshold,
             "global_norm": global_norm,
             "global_threshold": global_threshold,
+            "ordinary_layer_norms": _ordinary_layer_norms(units, suspects),
             "units": [self._unit_evidence(name, units[name]) for name in suspects],
             "culprits": run.culprits(),
             "passes": run.passes,
@@ -491,6 +493,24 @@ def _largest_token_equivalent(squares: Tensor, square_weights: Tensor) -> Tensor
     ratio = (squares / square_weights).sqrt()
     ratio = torch.where((squares == 0) & (square_weights == 0), 0.0, ratio)
     return ratio.nan_to_num(nan=math.inf, posinf=math.inf).max()
+
+
+def _ordinary_layer_norms(units: dict[UnitName, _UnitSummary], suspects: list[UnitName]) -> dict[str, float] | None:
+    """Each layer's norm for one ordinary token: the median of norm/sqrt(Σw²) over the units under their thresholds.
+
+    What a suspect's norm leaves without its culprits would not do: where a culprit outweighs its unit, the remainder is
+    smaller than the rounding and the correlation between the two.
+
+    Returns:
+        dict: By layer; None when no other unit has a gradient.
+    """
+    ordinary = [unit for name, unit in units.items() if name not in suspects and unit.norm > 0]
+    if not ordinary:
+        return None
+    return {
+        layer: statistics.median(unit.layer_norms[layer] / unit.root_square_weight for unit in ordinary)
+        for layer in ordinary[0].layer_norms
+    }
 
 
 def _suspicion(tokens: dict[str, Tensor]) -> Tensor:

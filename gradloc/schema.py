@@ -102,6 +102,7 @@ EVENT = {
             "threshold": _NUMBER,
             "global_norm": _NUMBER,
             "global_threshold": _NUMBER,
+            "ordinary_layer_norms": {"anyOf": [_NUMBERS_BY_LAYER, {"type": "null"}]},
             "units": {"type": "array", "items": _UNIT},
             "culprits": {"type": "array", "items": _CULPRIT},
             "passes": _INDEX,
@@ -134,3 +135,40 @@ NOTE = {
         }
     ),
 }
+
+_TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "null": type(None),
+}
+
+
+def conforms(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value has the form of one of this module's schemas; fields that the schema does not name may be there.
+
+    It knows the keywords in use here, so that reading evidence needs no package for JSON Schema.
+    """
+    if "anyOf" in schema:
+        return any(conforms(value, option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return value in schema["enum"]
+    if "const" in schema:
+        return value == schema["const"]
+    if "type" in schema:
+        kinds = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+        if isinstance(value, bool):
+            return "boolean" in kinds
+        if not any(isinstance(value, _TYPES[kind]) for kind in kinds):
+            return False
+    if isinstance(value, dict):
+        known, rest = schema.get("properties", {}), schema.get("additionalProperties", False)
+        if not all(name in value for name in schema.get("required", ())):
+            return False
+        return all(conforms(entry, known.get(name, rest or {})) for name, entry in value.items())
+    if isinstance(value, list):
+        return all(conforms(entry, schema.get("items", {})) for entry in value)
+    return not isinstance(value, (int, float)) or value >= schema.get("minimum", value)
