@@ -174,6 +174,8 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
         directory (str): Made if it is not there. Files of an earlier run are continued.
         events (Sequence[Mapping]): All events of a step, in order; or of several steps.
     """
+    if not events:
+        return
     by_step: dict[Any, list[Mapping[str, Any]]] = {}
     for event in events:
         by_step.setdefault(event.get("global_step"), []).append(event)

@@ -212,6 +212,7 @@ tbody tr:focus-visible { outline-offset: -2px; }
   .card { padding: 18px 16px; }
   .help dl { grid-template-columns: 1fr; gap: 2px; }
   .help dd { margin-bottom: 10px; }
+  #timeline { height: 350px; }
   .pick select { order: -1; flex: 1 0 100%; }
   .pick button { flex: 1; }
   .figures { grid-template-columns: repeat(2, 1fr); }

@@ -657,7 +657,7 @@ function ladder() {
   if (worst)
     rungs.push([
       `Micro-batch ${current.micro_batch}`,
-      `over on ${peers.length} of ${count(currentEvent.world_size, "rank")}; its worst`,
+      `over on ${peers.length} of ${count(currentEvent.world_size, "rank")}`,
       worst.norm,
       worst.threshold,
     ]);

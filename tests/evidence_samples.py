@@ -117,6 +117,8 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
         )
     culprits.sort(key=lambda c: -c["grad_norm"] if math.isfinite(c["grad_norm"]) else -math.inf)
     norm = units[0]["norm"] if units else 30.0
+    if any(not math.isfinite(c["grad_norm"]) for c in culprits):
+        norm = math.nan
     return {
         "schema": 1,
         "time": f"2026-03-0{1 + step // 1440 % 9}T{step // 60 % 24:02d}:{step % 60:02d}:00+00:00",

@@ -39,7 +39,7 @@ def main(directory: str) -> None:
     settings = FSDPActorConfig(
         rollout_n=1,
         ppo_mini_batch_size=2,
-        ppo_micro_batch_size_per_gpu=2,
+        ppo_micro_batch_size_per_gpu=1,
         use_torch_compile=False,
         fsdp_config=FSDPEngineConfig(dtype="float32"),
         spike_detection=True,
