@@ -52,7 +52,7 @@ h1 {
 h2 { font-size: 20px; letter-spacing: -0.012em; font-weight: 650; margin: 0 0 4px; }
 h3 { font-size: 13px; font-weight: 620; margin: 0 0 10px; }
 p { margin: 0; }
-.lead { font-size: 18px; color: var(--soft); max-width: 62ch; text-wrap: pretty; }
+.lead { font-size: 18px; color: var(--soft); max-width: 70ch; text-wrap: pretty; }
 .lead b { color: var(--ink); font-weight: 620; }
 .hint { color: var(--soft); font-size: 13.5px; max-width: 78ch; text-wrap: pretty; }
 section { margin-top: 56px; }

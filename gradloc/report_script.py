@@ -45,7 +45,8 @@ function short(value) {
 }
 const times = (x) =>
   Number.isFinite(x) ? (x >= 9.95 ? Math.round(x).toLocaleString("en") : x.toFixed(x < 0.0995 ? 2 : 1)) + "×" : "–";
-const count = (n, noun, plural = noun + "s") => `${n.toLocaleString("en")} ${n === 1 ? noun : plural}`;
+const whole = (n) => n.toLocaleString("en");
+const count = (n, noun, plural = noun + "s") => `${whole(n)} ${n === 1 ? noun : plural}`;
 const unseen = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 const escaped = { "\n": "↵", "\t": "⇥", "\r": "␍" };
 const visible = (text) =>
@@ -120,6 +121,9 @@ const logTicks = (low, high) => {
 let current = null;
 let currentEvent = null;
 let markCurrent = () => {};
+// What the pieces of the strip stand for, and the one whose numbers are shown.
+const pieces = new WeakMap();
+let tipped = null;
 const table = { key: "severity", down: true, words: "", source: "", token: null, rows: 100 };
 
 function intro() {
@@ -133,31 +137,30 @@ function intro() {
   else if (!culprits.length) lead.append("No single token was found to be over the threshold.");
   else {
     const worst = culprits[0];
-    const behind =
-      data.culprits_in_all === 1
-        ? "One token is behind it: "
-        : `${count(data.culprits_in_all, "token")} are behind them. The largest is `;
+    const them = events.length === 1 ? "it" : "them";
+    const many = `${count(data.culprits_in_all, "token")} are behind ${them}. The largest is `;
+    const size = Number.isFinite(worst.times)
+      ? `with a gradient ${times(worst.times)} the threshold`
+      : "whose gradient is not finite";
     lead.append(
-      behind,
+      data.culprits_in_all === 1 ? "One token is behind it: " : many,
       make("b", {}, token(worst)),
-      Number.isFinite(worst.times)
-        ? ` in step ${place(events[worst.event])}, with a gradient ${times(worst.times)} the threshold.`
-        : ` in step ${place(events[worst.event])}, whose gradient is not finite.`,
+      ` in ${placeName.toLowerCase()} ${place(events[worst.event])}, ${size}.`,
     );
   }
   const total = (name) => events.reduce((sum, event) => sum + number(event[name]), 0);
   const incomplete = events.filter((event) => !event.complete).length;
   const thresholds = [...new Set(events.map((event) => short(event.threshold)))];
   const figures = [
-    ["Spikes", short(data.events_in_all), ""],
-    ["Culprit tokens", short(data.culprits_in_all), ""],
+    ["Spikes", whole(data.events_in_all), ""],
+    ["Culprit tokens", whole(data.culprits_in_all), ""],
     [
       "Largest token gradient",
       culprits.length ? short(culprits[0].grad_norm) : "–",
       `threshold ${thresholds.join(", ")}`,
     ],
-    ["Searches complete", short(events.length - incomplete), `of ${events.length}`],
-    ["Extra passes", short(total("passes")), `${short(Number(total("seconds").toFixed(1)))} s in all`],
+    ["Searches complete", whole(events.length - incomplete), `of ${whole(events.length)}`],
+    ["Extra passes", whole(total("passes")), `${whole(Math.round(total("seconds")))} s in all`],
   ];
   if (events.length)
     get("figures").append(
@@ -171,7 +174,7 @@ function intro() {
   if (data.skipped)
     notes.push(`${count(data.skipped, "line")} of the evidence skipped: malformed, or of another version.`);
   if (culprits.length < data.culprits_in_all)
-    notes.push(`The page shows the ${count(culprits.length, "largest culprit")} of ${data.culprits_in_all}.`);
+    notes.push(`The page shows the ${count(culprits.length, "largest culprit")} of ${whole(data.culprits_in_all)}.`);
   get("notes").hidden = !notes.length;
   get("notes").append(...notes.map((note) => make("li", {}, note)));
 }
@@ -217,7 +220,7 @@ function timeline() {
           (culprit) =>
             `<b>${plain(named(culprit).slice(0, 40))}</b>   ${source}<br>gradient norm ${short(culprit.grad_norm)}` +
             (Number.isFinite(culprit.times) ? `, ${times(culprit.times)} the threshold` : "") +
-            `<br>step ${short(events[culprit.event].global_step)}, rank ${culprit.rank}`,
+            `<br>${placeName.toLowerCase()} ${place(events[culprit.event])}, rank ${culprit.rank}`,
         ),
         hovertemplate: "%{text}<extra></extra>",
         marker: {
@@ -361,7 +364,7 @@ function shares() {
       label: source,
       title: data.sources[source],
       shade: `var(--${source})`,
-      values: [n.toLocaleString("en"), `${Math.round((100 * n) / culprits.length)} %`],
+      values: [whole(n), `${Math.round((100 * n) / culprits.length)} %`],
     })),
     (entry) => entry.source === table.source,
     (entry) => filter({ source: table.source === entry.source ? "" : entry.source }),
@@ -370,12 +373,7 @@ function shares() {
     "tokens",
     tally(named)
       .slice(0, 8)
-      .map(([name, n]) => ({
-        name,
-        count: n,
-        label: make("span", { class: "tok" }, name),
-        values: [n.toLocaleString("en")],
-      })),
+      .map(([name, n]) => ({ name, count: n, label: make("span", { class: "tok" }, name), values: [whole(n)] })),
     (entry) => entry.name === table.token,
     (entry) => filter({ token: table.token === entry.name ? null : entry.name }),
   );
@@ -504,7 +502,7 @@ function detail() {
       current.misaligned_share === null ? "–" : `${Math.round(100 * number(current.misaligned_share))} %`,
     ],
     ["rank, batch, row", `${current.rank}, ${current.micro_batch}, ${current.row}`],
-    ["position", short(current.position)],
+    ["position", String(current.position)],
     ["token id", String(current.token_id)],
     ["reward", short(current.reward)],
     ["data source", visible(current.data_source ?? "–")],
@@ -526,6 +524,7 @@ function detail() {
 
 function strip() {
   const box = get("strip");
+  untip();
   box.replaceChildren();
   const mine = strips[current.strip];
   get("legend").hidden = !mine;
@@ -564,80 +563,84 @@ function strip() {
         style: { "--h": (0.75 * strength).toFixed(3) },
         "data-position": position,
         tabindex: culprit === current ? 0 : -1,
+        role: culprit && "button",
       },
       shown,
     );
+    const title = culprit ? named(culprit) : mine.tokens ? visible(mine.tokens[i] ?? "") : `token ${position}`;
+    const facts = [
+      ["position", String(position)],
+      ["suspicion", short(mine.heat[i])],
+    ];
     if (culprit)
-      piece.setAttribute("aria-label", `culprit ${named(culprit)}, gradient norm ${short(culprit.grad_norm)}`);
+      facts.push(
+        ["gradient norm", short(culprit.grad_norm)],
+        ["× threshold", times(culprit.times)],
+        ["importance ratio", short(culprit.ratio)],
+        ["ratio to the rollout", short(culprit.rollout_ratio)],
+        ["advantage", short(culprit.advantage)],
+        ["log p", short(culprit.log_prob)],
+        ["source", culprit.source],
+      );
+    pieces.set(piece, { culprit, title, facts });
     box.append(piece);
   }
   const target = box.querySelector(".current");
   box.scrollTop = target ? Math.max(target.offsetTop - box.offsetTop - box.clientHeight / 2, 0) : 0;
-
-  const explain = (piece) => {
-    const i = Number(piece.dataset.position) - mine.start;
-    const culprit = found.get(mine.start + i);
-    const facts = culprit
-      ? [
-          ["gradient norm", short(culprit.grad_norm)],
-          ["× threshold", times(culprit.times)],
-          ["importance ratio", short(culprit.ratio)],
-          ["ratio to the rollout", short(culprit.rollout_ratio)],
-          ["advantage", short(culprit.advantage)],
-          ["log p", short(culprit.log_prob)],
-          ["source", culprit.source],
-        ]
-      : [];
-    tip(piece, culprit ? named(culprit) : mine.tokens ? visible(mine.tokens[i] ?? "") : `token ${mine.start + i}`, [
-      ["position", String(mine.start + i)],
-      ["suspicion", short(mine.heat[i])],
-      ...facts,
-    ]);
-  };
-  box.onmouseover = box.onfocusin = ({ target: piece }) => {
-    if (piece.classList.contains("piece")) explain(piece);
-  };
-  box.onmouseout = box.onfocusout = box.onscroll = untip;
-  box.onclick = ({ target: piece }) => {
-    const culprit = found.get(Number(piece.dataset?.position));
-    if (culprit) show(culprit);
-  };
-  box.onkeydown = (press) => {
-    const pieces = [...box.querySelectorAll(".piece")];
-    const at = pieces.indexOf(document.activeElement);
-    const marks = pieces.flatMap((piece, i) => (piece.classList.contains("culprit") ? [i] : []));
-    const to = {
-      ArrowRight: at + 1,
-      ArrowLeft: at - 1,
-      Home: 0,
-      End: pieces.length - 1,
-      ArrowDown: marks.find((i) => i > at),
-      ArrowUp: marks.findLast((i) => i < at),
-    }[press.key];
-    if (press.key === "Escape") untip();
-    if (press.key === "Enter") pieces[at]?.click();
-    if (to === undefined && !press.key.startsWith("Arrow")) return;
-    press.preventDefault();
-    if (!pieces[to]) return;
-    pieces[at]?.setAttribute("tabindex", -1);
-    pieces[to].setAttribute("tabindex", 0);
-    pieces[to].focus();
-  };
 }
-function tip(anchor, title, facts) {
+function stripEvents() {
+  const box = get("strip");
+  const explain = ({ target }) => {
+    if (pieces.has(target) && (target !== tipped || !get("tip"))) tip(target, pieces.get(target));
+  };
+  const end = ({ target }) => {
+    if (target === tipped) untip();
+  };
+  // A move, and no mouseover: that also comes when the keyboard scrolls tokens past a mouse at rest.
+  box.addEventListener("mousemove", explain);
+  box.addEventListener("focusin", explain);
+  box.addEventListener("mouseout", end);
+  box.addEventListener("focusout", end);
+  box.addEventListener("click", ({ target }) => {
+    const culprit = pieces.get(target)?.culprit;
+    if (!culprit) return;
+    show(culprit);
+    box.querySelector(".current").focus({ preventScroll: true });
+  });
+  box.addEventListener("keydown", (press) => {
+    const all = [...box.querySelectorAll(".piece")];
+    const at = all.indexOf(document.activeElement);
+    const culprit = (piece) => piece.classList.contains("culprit");
+    const to = {
+      ArrowRight: all[at + 1],
+      ArrowLeft: all[at - 1],
+      ArrowDown: all.slice(at + 1).find(culprit),
+      ArrowUp: all.slice(0, Math.max(at, 0)).findLast(culprit),
+      Home: all[0],
+      End: all.at(-1),
+    };
+    if (press.key === "Enter") all[at]?.click();
+    if (!(press.key in to)) return;
+    press.preventDefault();
+    if (!to[press.key]) return;
+    all[at]?.setAttribute("tabindex", -1);
+    to[press.key].setAttribute("tabindex", 0);
+    to[press.key].focus();
+  });
+}
+function tip(anchor, { title, facts }) {
   untip();
-  const box = make(
-    "div",
-    { id: "tip", role: "tooltip" },
-    make("div", { class: "tok" }, title),
-    make(
-      "dl",
-      {},
-      facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]),
-    ),
+  const entries = facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]);
+  document.body.append(
+    make("div", { id: "tip", role: "tooltip" }, make("div", { class: "tok" }, title), make("dl", {}, entries)),
   );
-  document.body.append(box);
-  const [spot, size] = [anchor.getClientRects()[0] ?? anchor.getBoundingClientRect(), box.getBoundingClientRect()];
+  tipped = anchor;
+  placeTip();
+}
+function placeTip() {
+  const box = get("tip");
+  if (!box) return;
+  const [spot, size] = [tipped.getClientRects()[0] ?? tipped.getBoundingClientRect(), box.getBoundingClientRect()];
   const below = spot.bottom + 10 + size.height < innerHeight || spot.top < size.height + 10;
   box.style.top = `${below ? spot.bottom + 10 : spot.top - size.height - 10}px`;
   box.style.left = `${Math.max(8, Math.min(spot.left - 12, document.documentElement.clientWidth - size.width - 8))}px`;
@@ -798,11 +801,11 @@ function layers() {
 }
 
 const columns = [
-  { key: "global_step", name: "Step", num: true },
+  { key: "global_step", name: "Step", num: true, cell: (culprit) => String(culprit.global_step ?? "–") },
   {
     key: "token",
     name: "Token in its context",
-    cell: (culprit) => [token(culprit), make("span", { class: "tok around" }, visible(culprit.context ?? ""))],
+    cell: (culprit) => [token(culprit), make("span", { class: "tok around" }, around(culprit))],
     words: true,
   },
   { key: "severity", name: "Gradient norm", num: true, cell: (culprit) => short(culprit.grad_norm) },
@@ -813,8 +816,13 @@ const columns = [
   { key: "log_prob", name: "log p", num: true },
   { key: "source", name: "Source", cell: (culprit) => badge(culprit.source) },
   { key: "reward", name: "Reward", num: true },
-  { key: "rank", name: "Rank", num: true },
 ];
+// The context from shortly before the culprit on: the cell is narrow.
+function around({ context, token }) {
+  if (!context) return "";
+  const start = Math.max(context.indexOf(`«${token}»`) - 12, 0);
+  return (start ? "…" : "") + visible(context.slice(start));
+}
 function tableHead() {
   get("columns").replaceChildren(
     ...columns.map((column) =>
@@ -846,7 +854,7 @@ function filter(change) {
   rows();
 }
 function matching() {
-  const words = table.words.toLowerCase().split(/\s+/).filter(Boolean);
+  const words = table.words.toLowerCase().trim();
   const text = (culprit) =>
     (culprit.search ??= [
       named(culprit),
@@ -864,7 +872,7 @@ function matching() {
     (culprit) =>
       (!table.source || culprit.source === table.source) &&
       (table.token === null || named(culprit) === table.token) &&
-      words.every((word) => text(culprit).includes(word)),
+      text(culprit).includes(words),
   );
   const column = columns.find((other) => other.key === table.key);
   const value = (culprit) => (column.num ? number(culprit[table.key]) : culprit[table.key]);
@@ -955,6 +963,7 @@ if (events.length) {
   picker();
   tableHead();
   tableEvents();
+  stripEvents();
   shares();
   help();
   culprits.length ? show(culprits[0]) : showEvent(events[0]);
@@ -966,6 +975,7 @@ if (events.length) {
     if (current) layers();
   });
 }
-addEventListener("scroll", untip, { passive: true });
+// The keyboard scrolls to what it moves to; the tip goes along.
+addEventListener("scroll", placeTip, { capture: true, passive: true });
 addEventListener("keydown", (press) => press.key === "Escape" && untip());
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,10 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
+import browser
 from evidence_samples import culprit, event, samples
 from gradloc import record_events, report
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1280,1000"
-)
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u202e"
 
 
@@ -62,7 +58,9 @@ class Page:
         return WebDriverWait(self.driver, 30).until(lambda _: condition())
 
     def scheme(self, name: str) -> None:
-        features = [{"name": "prefers-color-scheme", "value": name}]
+        # Nothing can be clicked while it scrolls smoothly.
+        features = [("prefers-color-scheme", name), ("prefers-reduced-motion", "reduce")]
+        features = [{"name": feature, "value": value} for feature, value in features]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def width(self, pixels: int) -> None:
@@ -78,30 +76,20 @@ class Page:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not chromium or not chromedriver:
-        pytest.fail("Chromium and its driver are not installed; on Debian: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in FLAGS.split():
-        options.add_argument(flag)
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('browser')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
-    driver.set_page_load_timeout(120)
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    driver = browser.start(tmp_path_factory.mktemp("browser"))
     yield Page(driver)
     driver.quit()
 
 
 @pytest.fixture
-def page(browser: Page) -> Iterator[Page]:
+def page(chromium: Page) -> Iterator[Page]:
     """The browser; after the test, nothing has been complained about and nothing but the page was asked for."""
-    browser.scheme("light")
-    browser.width(1280)
-    yield browser
-    assert browser.complaints() == []
-    urls = {url for url in browser.requests() if not url.startswith(("data:", "blob:"))}
+    chromium.scheme("light")
+    chromium.width(1280)
+    yield chromium
+    assert chromium.complaints() == []
+    urls = {url for url in chromium.requests() if not url.startswith(("data:", "blob:"))}
     assert all(url.startswith("file://") and url.endswith(".html") for url in urls), urls
 
 
@@ -190,7 +178,7 @@ def test_filtering(page: Page, forty: Path) -> None:
     page.one("#clear").click()
     page.one("#tokens button").click()
     token = page.one("#tokens button .label").text
-    assert {cell.split()[0] for cell in page.column(1)} == {token}
+    assert {cell.text for cell in page.all("#rows .tok:first-child")} == {token}
     page.one("#tokens button").click()
     assert page.one("#count").text == everything
 
@@ -199,11 +187,11 @@ def test_sorting(page: Page, forty: Path) -> None:
     page.open(forty)
     assert page.one("th[aria-sort]").text == "Gradient norm"
     page.one('[data-key="global_step"]').click()
-    steps = [int(step.replace(",", "")) for step in page.column(0)]
+    steps = [int(step) for step in page.column(0)]
     assert steps == sorted(steps, reverse=True)
     assert page.one("th[aria-sort]").get_attribute("aria-sort") == "descending"
     page.press(Keys.ENTER)
-    steps = [int(step.replace(",", "")) for step in page.column(0)]
+    steps = [int(step) for step in page.column(0)]
     assert steps == sorted(steps) and page.one("th[aria-sort]").get_attribute("aria-sort") == "ascending"
 
 
@@ -243,8 +231,9 @@ def test_the_text_of_a_model_stays_text(page: Page, tmp_path: Path) -> None:
     generator = random.Random(1)
     found = culprit(1, ["a", HOSTILE, "\n", "b"], 9000.0, generator, prompt=HOSTILE, ground_truth=HOSTILE, uid=HOSTILE)
     unknown = culprit(0, ["", "x"], math.nan, generator, data_source=HOSTILE)
+    events = [event(1, [found], generator), event(2, [unknown], generator)]
     unknown["layer_norms"] = {HOSTILE: 3.0, "b": math.inf}
-    page.open(build(tmp_path, [event(1, [found], generator), event(2, [unknown], generator)]))
+    page.open(build(tmp_path, events))
     Select(page.one("#event")).select_by_index(0)
     assert page.driver.title == "2 gradient spikes, steps 1 to 2 · GradLoc"
     assert page.all("img") == [] and len(page.all("script")) == 3
@@ -254,7 +243,6 @@ def test_the_text_of_a_model_stays_text(page: Page, tmp_path: Path) -> None:
     assert shown in page.one("#tip").text
     page.driver.execute_script("document.querySelectorAll('details').forEach((details) => (details.open = true))")
     assert page.one("#prompt").text == HOSTILE
-    mark = page.all("#timeline .scatterlayer .trace path.point")[-2]
     for mark in page.all("#timeline .scatterlayer .trace path.point"):
         page.hover(mark)
         page.wait(lambda: page.all("#timeline .hoverlayer .hovertext"))
@@ -274,9 +262,9 @@ def test_readable_at_every_size(page: Page, tmp_path: Path, count: int) -> None:
     if culprits > 100:
         page.one("#more").click()
         assert len(page.column(0)) == 300 and page.focused().tag_name == "tr"
+    wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     for width in (1280, 390):
         page.width(width)
-        wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
         page.wait(lambda: page.driver.execute_script(wide) == 0)
     assert (tmp_path / "page.html").stat().st_size < 7_000_000
 
