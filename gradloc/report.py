@@ -83,7 +83,7 @@ def read(path: str, since: int | None = None) -> Evidence:
     for line in _lines(path):
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             entry = None
         target = found.events if conforms(entry, EVENT) else found.notes if conforms(entry, NOTE) else None
         if target is None:
@@ -138,7 +138,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         facts = [_count(summary["culprits"], "culprit token"), f"threshold {thresholds}"]
         if summary["culprits"]:
             facts.append(f"largest token gradient {short(summary['largest_grad_norm'])}")
-        facts.append(f"{_count(summary['passes'], 'extra pass')}, {summary['seconds']:.1f} s")
+        facts.append(f"{_count(summary['passes'], 'extra pass', 'extra passes')}, {summary['seconds']:.1f} s")
         console.print(Text("   ".join(facts), style="dim"))
         if first != last:
             spark = _sparkline(summary["events_by_step"], SPARK_BINS)
@@ -160,16 +160,17 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         title = "The culprits" if len(summary["largest_culprits"]) == summary["culprits"] else "The largest culprits"
         table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
         for name in ("step", "rank"):
-            table.add_column(name, justify="right")
-        table.add_column("token in its context", ratio=1, overflow="fold")
-        for name in ("gradient norm", "× threshold", "ratio", "advantage", "reward"):
-            table.add_column(name, justify="right")
-        table.add_column("source")
+            table.add_column(name, justify="right", no_wrap=True)
+        wide = console.width >= 110
+        table.add_column("token in its context" if wide else "token", no_wrap=True)
+        for name in ("norm", "× threshold", "ratio", "advantage", "reward"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("source", no_wrap=True)
         for row in summary["largest_culprits"]:
             table.add_row(
                 "–" if row["global_step"] is None else str(row["global_step"]),
                 str(row["rank"]),
-                Text.assemble((quoted(_name(row)), "bold red"), ("  ", ""), visible(row["context"] or "")),
+                Text.assemble((quoted(_name(row)), "bold red"), visible(f"  {_around(row)}") if wide else ""),
                 short(row["grad_norm"]),
                 short(number(row["grad_norm"]) / number(row["threshold"])),
                 *(short(row[name]) for name in ("ratio", "advantage", "reward")),
@@ -184,7 +185,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
 
     warnings = [f"Note in the file: {visible(note)}." for note in _collapse(summary["notes"])]
     if incomplete := summary["incomplete_events"]:
-        warnings.append(f"{_count(incomplete, 'search', 'es')} ended early: there may be more culprits.")
+        warnings.append(f"{_count(incomplete, 'search', 'searches')} ended early: there may be more culprits.")
     if summary["skipped_lines"]:
         warnings.append(f"{_count(summary['skipped_lines'], 'line')} skipped: malformed, or of another version.")
     if warnings:
@@ -221,6 +222,7 @@ def page_data(evidence: Evidence, top: int) -> dict[str, Any]:
         events = [event for event in events if id(event) in kept]
     indexes = {id(event): i for i, event in enumerate(events)}
     largest_of_event = set({id(event): id(culprit) for event, culprit in reversed(pairs)}.values())
+    # Sorting keeps the order by size among equals.
     in_turn = sorted((id(culprit) for _, culprit in pairs), key=lambda culprit: culprit not in largest_of_event)
     detailed = set(in_turn[:top])
     strips: dict[tuple[int, ...], dict[str, Any]] = {}
@@ -243,7 +245,6 @@ def page_data(evidence: Evidence, top: int) -> dict[str, Any]:
             }
         culprits.append(shown)
     return {
-        "path": evidence.path,
         "top": top,
         "sources": SOURCES,
         "events": [_event(event) for event in events],
@@ -291,6 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"the K largest culprits in the summary ({TABLE_ROWS}), and with all details on the page ({DETAILED})",
     )
     options = parser.parse_args(arguments)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the report
     if options.html:
         _need("plotly.offline", "The HTML report")
     try:
@@ -345,6 +348,13 @@ def _name(culprit: Mapping[str, Any]) -> str:
     return f"id {culprit['token_id']}" if token is None else token
 
 
+def _around(culprit: Mapping[str, Any], before: int = 12) -> str:
+    """The context from shortly before the culprit on: a column is narrow."""
+    context = culprit["context"] or ""
+    start = max(context.find(f"«{culprit['token']}»") - before, 0)
+    return ("…" if start else "") + context[start:]
+
+
 def _row(event: Event, culprit: Culprit) -> dict[str, Any]:
     """A culprit as one row of a table."""
     names = ("rank", "micro_batch", "row", "position", "token_id", "token", "context", "grad_norm", "threshold")
@@ -357,8 +367,8 @@ def _row(event: Event, culprit: Culprit) -> dict[str, Any]:
 
 def _event(event: Event) -> dict[str, Any]:
     """An event without its culprits and without the layers of its units."""
-    names = ("time", "global_step", "epoch", "mini_batch", "trigger", "threshold", "global_norm", "global_threshold")
-    names += ("passes", "budget", "complete", "action", "seconds", "search", "world_size", "error")
+    names = ("global_step", "epoch", "mini_batch", "trigger", "threshold", "global_norm", "global_threshold")
+    names += ("passes", "complete", "action", "seconds", "world_size", "error")
     ordinary = event["ordinary_layer_norms"]
     return {
         **_rounded({name: event[name] for name in names}),
@@ -399,10 +409,8 @@ def _sparkline(counts: Mapping[int, int], bins: int) -> str:
     return "".join("·" if not h else "▁▂▃▄▅▆▇█"[math.ceil(8 * h / max(heights)) - 1] for h in heights)
 
 
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    if noun == "extra pass":
-        plural = "es"
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
+def _count(n: int, noun: str, plural: str | None = None) -> str:
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
 
 
 def _positive(text: str) -> int:

@@ -291,7 +291,7 @@ _BODY = r"""
     <button type="button" class="more" id="clear" style="margin: 0" hidden>Clear</button>
     <output id="count" aria-live="polite"></output>
   </div>
-  <div class="scroll" tabindex="-1">
+  <div class="scroll" tabindex="0" role="region" aria-labelledby="h-table">
     <table>
       <thead><tr id="columns"></tr></thead>
       <tbody id="rows"></tbody>

@@ -905,11 +905,11 @@ function rows() {
   get("count").textContent =
     found.length === culprits.length
       ? count(culprits.length, "culprit")
-      : `${found.length.toLocaleString("en")} of ${count(culprits.length, "culprit")}`;
+      : `${whole(found.length)} of ${count(culprits.length, "culprit")}`;
   get("none").hidden = found.length > 0;
   get("more").hidden = found.length <= shown.length;
   get("more").textContent =
-    `Show ${Math.min(200, found.length - shown.length)} more of ${(found.length - shown.length).toLocaleString("en")}`;
+    `Show ${Math.min(200, found.length - shown.length)} more of ${whole(found.length - shown.length)}`;
 }
 function tableEvents() {
   get("words").addEventListener("input", () => filter({ words: get("words").value }));

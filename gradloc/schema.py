@@ -13,6 +13,7 @@
 # limitations under the License.
 """The JSON Schema of a line of spikes.jsonl: an event, or a note on what was left out."""
 
+import math
 from typing import Any
 
 from .evidence import SCHEMA
@@ -20,6 +21,7 @@ from .evidence import SCHEMA
 # NaN and infinities have no form in JSON of their own.
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 _NUMBER_OR_NULL = {"anyOf": [*_NUMBER["anyOf"], {"type": "null"}]}
+_POSITIVE = {"type": "number", "exclusiveMinimum": 0}
 _INDEX = {"type": "integer", "minimum": 0}
 _INTEGER_OR_NULL = {"type": ["integer", "null"]}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
@@ -56,7 +58,7 @@ _CULPRIT = _object(
         "position": _INDEX,
         "token_id": {"type": "integer"},
         "grad_norm": _NUMBER,
-        "threshold": _NUMBER,
+        "threshold": _POSITIVE,
         "weight": _NUMBER,
         "coefficient": _NUMBER,
         "suspicion": _NUMBER,
@@ -99,7 +101,7 @@ EVENT = {
             "epoch": _INDEX,
             "mini_batch": _INDEX,
             "trigger": _object({"kind": {"enum": ["unit", "global"]}, "norm": _NUMBER, "threshold": _NUMBER}),
-            "threshold": _NUMBER,
+            "threshold": _POSITIVE,
             "global_norm": _NUMBER,
             "global_threshold": _NUMBER,
             "ordinary_layer_norms": {"anyOf": [_NUMBERS_BY_LAYER, {"type": "null"}]},
@@ -171,4 +173,6 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
         return all(conforms(entry, known.get(name, rest or {})) for name, entry in value.items())
     if isinstance(value, list):
         return all(conforms(entry, schema.get("items", {})) for entry in value)
-    return not isinstance(value, (int, float)) or value >= schema.get("minimum", value)
+    if isinstance(value, (int, float)):
+        return value >= schema.get("minimum", value) and value > schema.get("exclusiveMinimum", -math.inf)
+    return True

@@ -97,6 +97,7 @@ def test_samples_and_real_events_have_the_same_form(real_events: list[dict[str, 
         (["threshold"], "many"),
         (["threshold"], True),
         (["threshold"], None),
+        (["threshold"], 0),
         (["global_step"], 1.5),
         (["complete"], 1),
         (["action"], "explode"),
@@ -248,7 +249,7 @@ def test_a_last_line_without_its_line_break_is_read(tmp_path: Path) -> None:
 def test_malformed_lines_and_other_versions_are_counted_in_one_warning(tmp_path: Path, run: Any) -> None:
     other = {**evidence.jsonable(spike(1)), "schema": 99}
     (tmp_path / "spikes.jsonl").write_bytes(
-        b'not json\n{"schema": 1}\n[]\n\xff\xfe\n' + json.dumps(other).encode() + b"\n"
+        b'not json\n{"schema": 1}\n\xff\xfe\n' + b"[" * 100_000 + b"\n" + json.dumps(other).encode() + b"\n"
     )
     out = run(events=[spike(8)])
     assert "1 gradient spike in step 8" in out
