@@ -15,6 +15,7 @@
 
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -257,6 +258,8 @@ class GradLoc:
                 "trigger": trigger,
                 "threshold": threshold,
                 "global_norm": global_norm,
+                "global_threshold": global_threshold,
+                "ordinary_layer_norms": _ordinary_layer_norms(units, localization.suspects),
                 "diagnosis": localization.diagnosis,
                 "units": localization.unit_evidence(),
                 "culprits": localization.culprit_evidence(),
@@ -620,6 +623,8 @@ class _Localization:
     def _evidence_on(self, name: UnitName, row: int, position: int) -> dict[str, Any]:
         token = (name, row, position)
         micro_batch = self._shared[name]
+        tokens = micro_batch.tokens
+        suspicion = evidence.suspicion(tokens)[row]
         measured = token in self._measured
         layer_norms = self._measured[token] if measured else [math.nan] * len(self._layers)
         grad_norm = self._grad_norm(token) if measured else math.nan
@@ -630,14 +635,33 @@ class _Localization:
             "position": position,
             "grad_norm": grad_norm,
             "threshold": self._threshold,
-            "suspicion": float(evidence.suspicion(micro_batch.tokens)[row, position]),
+            "suspicion": float(suspicion[position]),
             "share": grad_norm * self._weight(token) / self._units[name].norm,
-            **evidence.token_evidence(micro_batch.tokens, row, position),
+            **evidence.token_evidence(tokens, row, position),
             "layer_norms": {
                 layer: norm / self._weight(token) for layer, norm in zip(self._layers, layer_norms, strict=True)
             },
+            "response_suspicion": evidence.response_suspicion(suspicion, tokens["response_mask"][row], position),
         }
         return {**found, "source": evidence.classify(found)}
+
+
+def _ordinary_layer_norms(units: dict[UnitName, _Unit], suspects: list[UnitName]) -> dict[str, float] | None:
+    """Each layer's norm for one ordinary token: the median of norm/sqrt(Σw²) over the units under their thresholds.
+
+    What a suspect's norm leaves without its culprits would not do: where a culprit outweighs its unit, the remainder is
+    smaller than the rounding and the correlation between the two.
+
+    Returns:
+        dict: By layer; None when no other unit has a gradient.
+    """
+    ordinary = [unit for name, unit in units.items() if name not in suspects and unit.norm > 0]
+    if not ordinary:
+        return None
+    return {
+        layer: statistics.median(unit.layer_norms[layer] / unit.root_square_weight for unit in ordinary)
+        for layer in ordinary[0].layer_norms
+    }
 
 
 def _catch(tokens: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:

@@ -79,11 +79,25 @@ set_up_patched() {
     mv "$build/verl.new" "$build/verl"
 }
 
+# The report is tested in a real browser.
+set_up_browser() {
+    if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then return 0; fi
+    if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
+        say "Chromium and its driver are missing; install them: apt-get install chromium chromium-driver" >&2
+        return 1
+    fi
+    say "installing Chromium"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+        chromium chromium-driver fonts-dejavu-core >/dev/null
+}
+
 mkdir -p "$build"
 exec 9>"$build/lock"
 flock 9 # two runs side by side must not set up the same files
 set_up_venv
 set_up_base
+set_up_browser
 
 say "ruff"
 "$venv/bin/ruff" check .

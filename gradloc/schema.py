@@ -1,0 +1,198 @@
+# Copyright 2026 The GradLoc Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The JSON Schema of a line of spikes.jsonl: an event, or a note on what was left out."""
+
+import math
+from typing import Any
+
+from .evidence import SCHEMA
+
+# NaN and infinities have no form in JSON of their own.
+_NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+_NUMBER_OR_NULL = {"anyOf": [*_NUMBER["anyOf"], {"type": "null"}]}
+_POSITIVE = {"type": "number", "exclusiveMinimum": 0}
+_INDEX = {"type": "integer", "minimum": 0}
+_INTEGER_OR_NULL = {"type": ["integer", "null"]}
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+_NUMBERS_BY_LAYER = {"type": "object", "additionalProperties": _NUMBER}
+
+
+def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {**required, **optional},
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+_UNIT = _object(
+    {
+        "rank": _INDEX,
+        "micro_batch": _INDEX,
+        "rows": _INDEX,
+        "tokens": _INDEX,
+        "broken_tokens": _INDEX,
+        "norm": _NUMBER,
+        "threshold": _NUMBER,
+        "token_equivalent": _NUMBER,
+        "layer_norms": _NUMBERS_BY_LAYER,
+    }
+)
+
+_DIFFUSE = _object(
+    {
+        "rank": _INDEX,
+        "micro_batch": _INDEX,
+        "rows": {"type": "array", "items": _INDEX},
+        "tokens": _INDEX,
+        "norm": _NUMBER,
+        "threshold": _NUMBER,
+        "largest_tokens": {
+            "type": "array",
+            "items": _object({"row": _INDEX, "position": _INDEX, "grad_norm": _NUMBER}),
+        },
+    }
+)
+
+_CULPRIT = _object(
+    {
+        "rank": _INDEX,
+        "micro_batch": _INDEX,
+        "row": _INDEX,
+        "position": _INDEX,
+        "token_id": {"type": "integer"},
+        "grad_norm": _NUMBER,
+        "threshold": _POSITIVE,
+        "weight": _NUMBER,
+        "coefficient": _NUMBER,
+        "suspicion": _NUMBER,
+        "share": _NUMBER,
+        "advantage": _NUMBER_OR_NULL,
+        "log_prob": _NUMBER,
+        "old_log_prob": _NUMBER_OR_NULL,
+        "ratio": _NUMBER_OR_NULL,
+        "ref_log_prob": _NUMBER_OR_NULL,
+        "entropy": _NUMBER_OR_NULL,
+        "rollout_log_prob": _NUMBER_OR_NULL,
+        "rollout_ratio": _NUMBER_OR_NULL,
+        "sequence_ratio": _NUMBER_OR_NULL,
+        "misaligned_share": _NUMBER_OR_NULL,
+        "layer_norms": _NUMBERS_BY_LAYER,
+        "source": {"enum": ["nonfinite", "misaligned", "token", "sequence", "layer", "other"]},
+        "response_suspicion": {"anyOf": [{"type": "array", "items": _NUMBER}, {"type": "null"}]},
+    },
+    # The trainer adds these.
+    token=_TEXT_OR_NULL,
+    context=_TEXT_OR_NULL,
+    prompt=_TEXT_OR_NULL,
+    response=_TEXT_OR_NULL,
+    response_tokens={"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+    response_tokens_start=_INDEX,
+    ground_truth={},
+    reward=_NUMBER_OR_NULL,
+    data_source=_TEXT_OR_NULL,
+    uid=_TEXT_OR_NULL,
+)
+
+EVENT = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "A gradient spike and the tokens behind it",
+    **_object(
+        {
+            "schema": {"const": SCHEMA},
+            "time": {"type": "string"},
+            "global_step": _INTEGER_OR_NULL,
+            "epoch": _INDEX,
+            "mini_batch": _INDEX,
+            "trigger": _object({"kind": {"enum": ["unit", "global"]}, "norm": _NUMBER, "threshold": _NUMBER}),
+            "threshold": _POSITIVE,
+            "global_norm": _NUMBER,
+            "global_threshold": _NUMBER,
+            "ordinary_layer_norms": {"anyOf": [_NUMBERS_BY_LAYER, {"type": "null"}]},
+            "diagnosis": {"enum": ["tokens", "diffuse", "nonfinite", "overflow", "incomplete"]},
+            "units": {"type": "array", "items": _UNIT},
+            "culprits": {"type": "array", "items": _CULPRIT},
+            "diffuse": {"type": "array", "items": _DIFFUSE},
+            "passes": _INDEX,
+            "budget": _INDEX,
+            "complete": {"type": "boolean"},
+            "open_segments": {
+                "type": "array",
+                "items": _object({"rank": _INDEX, "micro_batch": _INDEX, "tokens": _INDEX, "threshold": _NUMBER}),
+            },
+            "action": {"enum": ["log", "skip", "drop"]},
+            "applied": {"type": "boolean"},
+            "seconds": {"type": "number"},
+            "search": {"enum": ["local", "reduced"]},
+            "world_size": {"type": "integer", "minimum": 1},
+            "loss_scale": _POSITIVE,
+            "error": _TEXT_OR_NULL,
+        }
+    ),
+}
+
+NOTE = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "What was left out of the file at this place",
+    **_object(
+        {
+            "schema": {"const": SCHEMA},
+            "time": {"type": "string"},
+            "global_step": _INTEGER_OR_NULL,
+            "note": {"enum": ["text_limit", "rate_limit", "size_limit"]},
+            "count": {"type": "integer", "minimum": 1},
+            "message": {"type": "string"},
+        }
+    ),
+}
+
+_TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "null": type(None),
+}
+
+
+def conforms(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value has the form of one of this module's schemas; fields that the schema does not name may be there.
+
+    It knows the keywords in use here, so that reading evidence needs no package for JSON Schema.
+    """
+    if "anyOf" in schema:
+        return any(conforms(value, option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return value in schema["enum"]
+    if "const" in schema:
+        return value == schema["const"]
+    if "type" in schema:
+        kinds = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+        if isinstance(value, bool):
+            return "boolean" in kinds
+        if not any(isinstance(value, _TYPES[kind]) for kind in kinds):
+            return False
+    if isinstance(value, dict):
+        known, rest = schema.get("properties", {}), schema.get("additionalProperties", False)
+        if not all(name in value for name in schema.get("required", ())):
+            return False
+        return all(conforms(entry, known.get(name, rest or {})) for name, entry in value.items())
+    if isinstance(value, list):
+        return all(conforms(entry, schema.get("items", {})) for entry in value)
+    if isinstance(value, (int, float)):
+        return value >= schema.get("minimum", value) and value > schema.get("exclusiveMinimum", -math.inf)
+    return True

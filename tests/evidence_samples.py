@@ -1,0 +1,193 @@
+"""Evidence as a run of a small model on sums leaves it, made up: for the tests of the report and its screenshot.
+
+python tests/evidence_samples.py DIRECTORY [EVENTS]   writes such evidence
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import sys
+from typing import Any
+
+from gradloc import record_events
+from gradloc.evidence import classify
+
+LAYERS = ["embed_tokens", *(f"layers.{i}" for i in range(30)), "norm"]
+THRESHOLD = 640.0
+TOKENS = 160  # in a unit; a mini-batch has 24 of them
+
+
+def pieces(text: str) -> list[str]:
+    """The text cut as a tokenizer would."""
+    return re.findall(r" ?[A-Za-z]+|\d| ?[^A-Za-z\d\s]|\s+", text)
+
+
+def answer(numbers: list[int], random: random.Random) -> str:
+    steps, total = [], numbers[0]
+    for n in numbers[1:]:
+        steps.append(f"{total} + {n} = {total + n}")
+        total += n
+    ending = random.choice([f"The answer is \\boxed{{{total}}}.", f"So the sum is {total - 10}.", f"**{total}**"])
+    return "Let's add them one by one.\n\n" + "\n".join(steps) + "\n\n" + ending
+
+
+def culprit(position: int, tokens: list[str], norm: float, random: random.Random, **changes: Any) -> dict[str, Any]:
+    """A culprit whose figures fit together; layer_norms are those of a layer in the middle and of all others."""
+    weight = 1 / (TOKENS * 24)
+    log_prob = changes.pop("log_prob", -random.uniform(2, 9))
+    old_log_prob = changes.pop("old_log_prob", log_prob - random.gauss(0, 0.05))
+    rollout_log_prob = changes.pop("rollout_log_prob", old_log_prob + random.gauss(0, 0.05))
+    advantage = changes.pop("advantage", random.choice([-1.0, 1.0]) * random.uniform(0.4, 2.2))
+    share_of_layer = changes.pop("share_of_layer", 0.05)
+    at = random.randrange(3, 28)
+    relative = {name: random.uniform(0.6, 1.5) for name in LAYERS}
+    rest = sum(value**2 for name, value in relative.items() if name != LAYERS[at])
+    relative[LAYERS[at]] = math.sqrt(rest * share_of_layer / (1 - share_of_layer))
+    scale = norm / math.sqrt(sum(value**2 for value in relative.values()))
+    ratio = math.exp(log_prob - old_log_prob)
+    heat = [float(f"{weight * abs(advantage) * random.uniform(0, 1) ** 4:.4g}") for _ in tokens]
+    heat[position] = float(f"{weight * abs(advantage) * ratio * (1 - math.exp(log_prob)):.4g}")
+    found = {
+        "rank": 0,
+        "micro_batch": 0,
+        "row": 0,
+        "position": position,
+        "grad_norm": norm,
+        "threshold": THRESHOLD,
+        "suspicion": heat[position],
+        "share": 0.9,
+        "token_id": sum(map(ord, tokens[position])) * 7 % 49152,
+        "weight": weight,
+        "coefficient": -weight * advantage * ratio,
+        "advantage": advantage,
+        "log_prob": log_prob,
+        "old_log_prob": old_log_prob,
+        "ref_log_prob": None,
+        "entropy": random.uniform(0.1, 3),
+        "rollout_log_prob": rollout_log_prob,
+        "ratio": ratio,
+        "rollout_ratio": math.exp(log_prob - rollout_log_prob),
+        "sequence_ratio": changes.pop("sequence_ratio", math.exp(random.gauss(0, 0.03))),
+        "misaligned_share": changes.pop("misaligned_share", 0.0),
+        "layer_norms": {name: scale * value for name, value in relative.items()},
+        "response_suspicion": heat,
+        "token": tokens[position],
+        "context": "".join(tokens[max(position - 16, 0) : position])
+        + f"«{tokens[position]}»"
+        + "".join(tokens[position + 1 : position + 17]),
+        "prompt": "<|im_start|>user\nState the final answer to the following arithmetic problem.<|im_end|>\n",
+        "response": "".join(tokens),
+        "response_tokens": tokens,
+        "response_tokens_start": 0,
+        "ground_truth": "188",
+        "reward": 1.0 if advantage > 0 else 0.0,
+        "data_source": "math_verify",
+        "uid": f"{random.getrandbits(64):016x}",
+        **changes,
+    }
+    return {**found, "source": classify(found)}
+
+
+def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **changes: Any) -> dict[str, Any]:
+    """An event with the units that the culprits are in."""
+    units = []
+    root = math.sqrt(TOKENS) / (TOKENS * 24)
+    for rank, micro_batch in sorted({(c["rank"], c["micro_batch"]) for c in culprits}):
+        mine = [c for c in culprits if (c["rank"], c["micro_batch"]) == (rank, micro_batch)]
+        layer_norms = {
+            name: math.hypot(root * random.uniform(4, 9), *(c["weight"] * c["layer_norms"][name] for c in mine))
+            for name in LAYERS
+        }
+        norm = math.sqrt(sum(value**2 for value in layer_norms.values()))
+        for c in mine:
+            c["share"] = c["weight"] * c["grad_norm"] / norm
+        units.append(
+            {
+                "rank": rank,
+                "micro_batch": micro_batch,
+                "rows": 4,
+                "tokens": TOKENS,
+                "broken_tokens": 0,
+                "norm": norm,
+                "threshold": THRESHOLD * root,
+                "token_equivalent": norm / root,
+                "layer_norms": layer_norms,
+            }
+        )
+    culprits.sort(key=lambda c: -c["grad_norm"] if math.isfinite(c["grad_norm"]) else -math.inf)
+    norm = units[0]["norm"] if units else 30.0
+    if any(not math.isfinite(c["grad_norm"]) for c in culprits):
+        norm = math.nan
+    return {
+        "schema": 1,
+        "time": f"2026-03-0{1 + step // 1440 % 9}T{step // 60 % 24:02d}:{step % 60:02d}:00+00:00",
+        "global_step": step,
+        "epoch": 0,
+        "mini_batch": random.randrange(4),
+        "trigger": {"kind": "unit", "norm": norm, "threshold": THRESHOLD * root},
+        "threshold": THRESHOLD,
+        "global_norm": norm / 4 if math.isfinite(norm) else norm,
+        "global_threshold": THRESHOLD * root * math.sqrt(24) / 4,
+        "ordinary_layer_norms": {name: random.uniform(4, 9) for name in LAYERS},
+        "diagnosis": "tokens",
+        "units": units,
+        "culprits": culprits,
+        "diffuse": [],
+        "passes": random.randrange(2, 14),
+        "budget": 128,
+        "complete": True,
+        "open_segments": [],
+        "action": "log",
+        "applied": True,
+        "seconds": random.uniform(0.8, 6),
+        "search": "local",
+        "world_size": 4,
+        "loss_scale": 1.0,
+        "error": None,
+        **changes,
+    }
+
+
+def samples(count: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Events of a run that goes wrong more and more often."""
+    generator = random.Random(seed)
+    events, step = [], 12
+    for i in range(count):
+        step += max(1, round(generator.expovariate(1 / 9) * (1.6 - i / count)))
+        found = []
+        unit: dict[str, Any] = {}
+        for k in range(generator.choice([1, 1, 1, 1, 2, 2, 3, 5])):
+            tokens = pieces(answer([generator.randrange(10, 99) for _ in range(generator.randrange(3, 7))], generator))
+            likely = [j for j, token in enumerate(tokens) if token.strip() in ("=", "boxed", "{", "So", "+", "**")]
+            position = generator.choice(likely if generator.random() < 0.7 else range(len(tokens)))
+            alone = k == 0 or generator.random() < 0.3
+            if alone:
+                unit = {"rank": generator.randrange(4), "micro_batch": generator.randrange(6)}
+            # Alone in its unit, a token must be sqrt(n) times over its threshold to lift the unit over its own.
+            factor = math.sqrt(TOKENS) if alone else 1
+            norm = THRESHOLD * factor * (1.05 + generator.expovariate(1.2) ** 2 * (1 + 3 * i / count))
+            kind = generator.choices(["token", "layer", "sequence", "other", "nan"], [45, 30, 12, 10, 1])[0]
+            changes: dict[str, Any] = {**unit, "row": 4 * unit["micro_batch"] + generator.randrange(4)}
+            if kind == "token":
+                log_prob = -generator.uniform(2, 6)
+                changes |= {"log_prob": log_prob, "rollout_log_prob": log_prob - generator.uniform(0.8, 3.5)}
+            elif kind == "layer":
+                changes |= {"share_of_layer": generator.uniform(0.55, 0.95)}
+            elif kind == "sequence":
+                changes |= {"sequence_ratio": generator.uniform(1.25, 1.7)}
+            elif kind == "nan":
+                norm = math.nan
+            found.append(culprit(position, tokens, norm, generator, **changes))
+        changes = {}
+        if generator.random() < 0.04:
+            segment = {"rank": 1, "micro_batch": 2, "tokens": 224, "threshold": 10.6}
+            changes = {"complete": False, "diagnosis": "incomplete", "passes": 128, "open_segments": [segment]}
+        events.append(event(step, found, generator, **changes))
+    return events
+
+
+if __name__ == "__main__":
+    for sample in samples(int(sys.argv[2]) if len(sys.argv) > 2 else 40):
+        record_events(sys.argv[1], [sample])

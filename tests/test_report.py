@@ -1,0 +1,421 @@
+"""The files that evidence is kept in, and the report that reads them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from evidence_samples import culprit, event, samples
+from gradloc import evidence, record_events, report
+from gradloc.schema import EVENT, NOTE, conforms
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def lines(directory: Path, name: str = "spikes.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def spike(step: int = 3, tokens: tuple[str, ...] = ("one", " plus", " two"), **changes: Any) -> dict[str, Any]:
+    """An event with one culprit, the second of the tokens."""
+    generator = random.Random(step)
+    return event(step, [culprit(1, list(tokens), 9000.0, generator, **changes)], generator)
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Calls the report on the evidence in tmp_path; returns what it prints."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def call(*arguments: str, events: list[dict[str, Any]] = (), code: int = 0) -> str:
+        record_events(str(tmp_path), events)
+        assert report.main([str(tmp_path), *arguments]) == code
+        return capsys.readouterr().out
+
+    return call
+
+
+# The schema
+
+
+@pytest.fixture(scope="module")
+def real_events(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What a patched actor finds: a spike, and a NaN."""
+    directory = tmp_path_factory.mktemp("real")
+    program = [sys.executable, str(ROOT / "tests/spike_events.py"), str(directory)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return lines(directory)
+
+
+def test_the_schemas_are_schemas() -> None:
+    for schema in (EVENT, NOTE):
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_real_events_have_the_form_that_the_schema_gives(real_events: list[dict[str, Any]]) -> None:
+    assert len(real_events) == 2
+    for found in real_events:
+        jsonschema.validate(found, EVENT)
+        assert conforms(found, EVENT)
+    finite, nonfinite = real_events
+    assert [(c["uid"], c["position"]) for c in finite["culprits"]] == [("row-1", 2)]
+    assert [(c["uid"], c["position"], c["source"]) for c in nonfinite["culprits"]] == [("row-2", 5, "nonfinite")]
+    for found in finite["culprits"] + nonfinite["culprits"]:
+        assert len(found["response_tokens"]) == len(found["response_suspicion"])
+        assert found["response_tokens"][found["position"]] == found["token"]
+    # The culprit's own row of the strip is what its record says.
+    found = finite["culprits"][0]
+    assert found["response_suspicion"][2] == pytest.approx(found["suspicion"], rel=1e-3)
+    # The other micro-batch of the mini-batch has no spike: it shows what is ordinary.
+    assert max(finite["ordinary_layer_norms"].values()) < finite["threshold"] < found["grad_norm"]
+
+
+def test_samples_and_real_events_have_the_same_form(real_events: list[dict[str, Any]]) -> None:
+    sample = evidence.jsonable(spike())
+    jsonschema.validate(sample, EVENT)
+    assert sample.keys() == real_events[0].keys()
+    assert sample["culprits"][0].keys() == real_events[0]["culprits"][0].keys()
+    assert sample["units"][0].keys() == real_events[0]["units"][0].keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["schema"], 2),
+        (["threshold"], "many"),
+        (["threshold"], True),
+        (["threshold"], None),
+        (["threshold"], 0),
+        (["global_step"], 1.5),
+        (["complete"], 1),
+        (["action"], "explode"),
+        (["world_size"], 0),
+        (["culprits"], {}),
+        (["culprits", 0], 7),
+        (["culprits", 0, "layer_norms"], {"a": "x"}),
+        (["culprits", 0, "source"], "gremlins"),
+        (["culprits", 0, "response_tokens"], [1]),
+        (["culprits", 0, "position"], -1),
+        (["units", 0, "norm"], []),
+        (["trigger"], {"kind": "unit"}),
+    ],
+)
+def test_what_is_no_event_is_told_from_one_without_the_jsonschema_package(path: list, value: Any) -> None:
+    sample = evidence.jsonable(spike())
+    assert conforms(sample, EVENT)
+    *way, last = path
+    place = sample
+    for key in way:
+        place = place[key]
+    place[last] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(sample, EVENT)
+    assert not conforms(sample, EVENT)
+
+
+def test_a_field_of_a_later_patch_is_refused_by_the_schema_but_read() -> None:
+    sample = {**evidence.jsonable(spike()), "mood": "bad"}
+    with pytest.raises(jsonschema.ValidationError, match="mood"):
+        jsonschema.validate(sample, EVENT)
+    assert conforms(sample, EVENT)
+
+
+# Files and their limits
+
+
+def test_of_a_step_only_the_first_events_are_written(tmp_path: Path) -> None:
+    record_events(str(tmp_path), [spike(1)] * 20 + [spike(2)])
+    found = lines(tmp_path)
+    assert [line["global_step"] for line in found if "note" not in line] == [1] * 16 + [2]
+    (note,) = (line for line in found if "note" in line)
+    jsonschema.validate(note, NOTE)
+    assert (note["note"], note["global_step"], note["count"]) == ("rate_limit", 1, 4)
+    assert found.index(note) == 16
+
+
+def test_of_an_event_only_the_largest_culprits_keep_their_texts(tmp_path: Path) -> None:
+    generator = random.Random(1)
+    culprits = [culprit(1, ["a", "b"], 1000.0 + i, generator) for i in range(20)]
+    record_events(str(tmp_path), [event(1, culprits, generator)])
+    found, note = lines(tmp_path)
+    jsonschema.validate(found, EVENT)
+    jsonschema.validate(note, NOTE)
+    assert [c["response"] for c in found["culprits"]] == ["ab"] * 16 + [None] * 4
+    assert all(c["response_tokens"] is c["response_suspicion"] is None for c in found["culprits"][16:])
+    assert found["culprits"][-1]["context"] and (note["note"], note["count"]) == ("text_limit", 4)
+
+
+def test_full_files_rotate_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(json.dumps(evidence.jsonable(spike(1)))) + 1
+    monkeypatch.setattr(evidence, "FILE_BYTES", 3 * size)
+    for step in range(10, 20):
+        record_events(str(tmp_path), [spike(step)])
+    assert sorted(os.listdir(tmp_path))[:2] == ["spikes.1.jsonl", "spikes.2.jsonl"]
+    assert all(path.stat().st_size <= 3 * size for path in tmp_path.iterdir())
+    assert [e["global_step"] for e in report.read(str(tmp_path)).events] == list(range(10, 20))
+    assert [e["global_step"] for e in report.read(str(tmp_path / "spikes.jsonl")).events] == list(range(10, 20))
+    # A file that somebody moved away does not make a later one overwrite another.
+    (tmp_path / "spikes.1.jsonl").unlink()
+    before = set(os.listdir(tmp_path))
+    for step in range(20, 24):
+        record_events(str(tmp_path), [spike(step)])
+    assert before < set(os.listdir(tmp_path)) and "spikes.1.jsonl" not in os.listdir(tmp_path)
+
+
+def test_ten_files_are_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "FILE_BYTES", 1)
+    for step in range(12):
+        record_events(str(tmp_path), [spike(step)])
+    assert [e["global_step"] for e in report.read(str(tmp_path)).events] == list(range(12))
+
+
+def test_the_disk_cannot_be_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = len(json.dumps(evidence.jsonable(spike(1)))) + 1
+    monkeypatch.setattr(evidence, "FILE_BYTES", 2 * size)
+    monkeypatch.setattr(evidence, "TOTAL_BYTES", 5 * size)
+    for step in range(50):
+        record_events(str(tmp_path), [spike(step)])
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 6 * size
+    assert "gradient spike(s) left out" in caplog.text
+    found = report.read(str(tmp_path))
+    assert [e["global_step"] for e in found.events] == list(range(len(found.events)))
+    (note,) = found.notes
+    jsonschema.validate(note, NOTE)
+    assert note["note"] == "size_limit" and note["global_step"] == len(found.events)
+    # Room made, the evidence goes on.
+    (tmp_path / "spikes.1.jsonl").unlink()
+    record_events(str(tmp_path), [spike(77)])
+    assert report.read(str(tmp_path)).events[-1]["global_step"] == 77
+
+
+def test_a_resumed_run_appends_behind_half_a_line(tmp_path: Path) -> None:
+    record_events(str(tmp_path), [spike(1), spike(2)])
+    file = tmp_path / "spikes.jsonl"
+    file.write_bytes(file.read_bytes()[:-100])
+    record_events(str(tmp_path), [spike(3)])
+    found = report.read(str(tmp_path))
+    assert [e["global_step"] for e in found.events] == [1, 3] and found.skipped == 1
+
+
+def test_a_long_response_is_kept_around_the_culprit() -> None:
+    class Ids:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return " ".join(map(str, ids))
+
+    torch = pytest.importorskip("torch")
+    response, position = list(range(3000)), 1000
+    found = evidence.text_evidence(Ids(), [], response, position)
+    mask = torch.ones(3000)
+    heat = evidence.response_suspicion(torch.arange(3000.0), mask, position)
+    start = found["response_tokens_start"]
+    assert len(found["response_tokens"]) == len(heat) == 512 and start == 744
+    assert found["response_tokens"][position - start] == "1000" and heat[position - start] == 1000.0
+    # Padding behind the response is left out.
+    mask[5:] = 0
+    assert evidence.response_suspicion(torch.full((3000,), math.pi), mask, 2) == [3.142] * 5
+
+
+# Reading and printing
+
+
+def test_a_line_being_written_is_no_error(tmp_path: Path, run: Any) -> None:
+    out = run(events=[spike(5), spike(6)])
+    with open(tmp_path / "spikes.jsonl", "a") as file:
+        file.write('{"schema": 1, "ti')
+    assert run() == out
+    assert "2 gradient spikes in steps 5 to 6" in out and "skipped" not in out
+
+
+def test_a_last_line_without_its_line_break_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(evidence.jsonable(spike(5))))
+    assert len(report.read(str(file)).events) == 1
+
+
+def test_malformed_lines_and_other_versions_are_counted_in_one_warning(tmp_path: Path, run: Any) -> None:
+    other = {**evidence.jsonable(spike(1)), "schema": 99}
+    (tmp_path / "spikes.jsonl").write_bytes(
+        b'not json\n{"schema": 1}\n\xff\xfe\n' + b"[" * 100_000 + b"\n" + json.dumps(other).encode() + b"\n"
+    )
+    out = run(events=[spike(8)])
+    assert "1 gradient spike in step 8" in out
+    assert out.count("skipped") == 1 and "5 lines skipped: malformed, or of another version." in out
+
+
+def test_the_summary_says_what_there_is(run: Any) -> None:
+    events = [spike(4), spike(9, log_prob=-1.0, old_log_prob=-3.0), spike(9, grad_norm=math.nan)]
+    events[0] |= {"complete": False}
+    out = run(events=events)
+    for text in (
+        "3 gradient spikes in steps 4 to 9",
+        "3 culprit tokens",
+        "threshold 640",
+        "largest token gradient NaN",
+        "9000",
+        "14.06",
+        "7.389",
+        "nonfinite",
+        "␣plus",
+        "1 search ended early: there may be more culprits.",
+    ):
+        assert text in out
+    assert "4 ▄····█ 9" in out
+
+
+def test_notes_of_the_file_are_told(run: Any) -> None:
+    out = run(events=[spike(1)] * 17)
+    assert "1 more events of this step are not written" in out
+
+
+def test_since_and_top(run: Any) -> None:
+    events = [spike(step, grad_norm=1000.0 * step) for step in range(1, 31)]
+    everything = json.loads(run("--json", events=events))
+    assert everything["events"] == 30 and len(everything["largest_culprits"]) == 20
+    late = json.loads(run("--json", "--since", "25", "--top", "3"))
+    assert (late["events"], late["first_step"], late["last_step"]) == (6, 25, 30)
+    assert [c["global_step"] for c in late["largest_culprits"]] == [30, 29, 28]
+    assert "No gradient spike" in run("--since", "31")
+    assert "The largest culprits" in run("--top", "2")
+    with pytest.raises(SystemExit):
+        run("--top", "0")
+
+
+def test_the_json_summary_is_strict_json(run: Any) -> None:
+    out = run("--json", events=[spike(1, grad_norm=math.inf), spike(2, token="NaN")])
+    summary = json.loads(out, parse_constant=pytest.fail)
+    assert summary["largest_grad_norm"] == "Infinity"
+    assert {entry["token"] for entry in summary["tokens"]} == {" plus", "NaN"}
+    assert summary["sources"] == {"nonfinite": 1, "other": 1}
+
+
+def test_the_texts_of_a_model_cannot_steer_the_terminal(run: Any) -> None:
+    hostile = "\x1b[2J[bold]\u202e"
+    out = run(events=[spike(1, token=hostile, context=f"a\r{hostile}\n")])
+    assert "\x1b[2J" not in out and "\u202e" not in out and "\r" not in out
+    assert "\\x1b[2J[bold]\\u202e" in out
+
+
+def test_events_without_texts_steps_or_culprits_are_shown(tmp_path: Path, run: Any) -> None:
+    bare = spike(1)
+    for name in ("token", "context", "prompt", "response", "response_tokens", "response_tokens_start", "ground_truth"):
+        del bare["culprits"][0][name]
+    bare["global_step"] = None
+    out = run("--html", str(tmp_path / "page.html"), events=[bare, event(2, [], random.Random(1))])
+    assert "2 gradient spikes in step 2" in out and f"id {bare['culprits'][0]['token_id']}" in out
+    assert (tmp_path / "page.html").stat().st_size > 1_000_000
+
+
+def test_no_spike_and_no_directory(tmp_path: Path, run: Any, capsys: pytest.CaptureFixture) -> None:
+    assert "No gradient spike in" in run()
+    assert report.main([str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err == f"No such file or directory: {tmp_path}/nowhere\n"
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "message"),
+    [
+        ("rich", [], "The terminal summary needs rich, which is not installed: pip install rich"),
+        ("plotly", ["--html", "page.html"], "The HTML report needs plotly, which is not installed: pip install plotly"),
+    ],
+)
+def test_a_missing_package_is_one_clear_sentence(
+    tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch, missing: str, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit) as exit:
+        run(*arguments, events=[spike(1)])
+    assert exit.value.code == message and not (tmp_path / "page.html").exists()
+    # Whatever is missing, the summary is there for programs.
+    assert json.loads(run("--json"))["events"] == 1
+
+
+@pytest.mark.parametrize("module", ["gradloc.report", "verl.utils.gradloc.report"])
+def test_runs_from_the_sources_and_from_the_patched_verl(tmp_path: Path, module: str) -> None:
+    record_events(str(tmp_path), [spike(1)])
+    program = [sys.executable, "-m", module, str(tmp_path), "--html", str(tmp_path / "deep" / "page.html")]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "1 gradient spike in step 1" in done.stdout and "Warning" not in done.stderr
+    assert (tmp_path / "deep" / "page.html").exists()
+
+
+# The page's data
+
+
+def page_data(tmp_path: Path, top: int = 500) -> dict[str, Any]:
+    return report.page_data(report.read(str(tmp_path)), top)
+
+
+def test_the_largest_culprit_of_every_event_is_detailed_before_any_other(tmp_path: Path) -> None:
+    generator = random.Random(1)
+    big = [culprit(1, ["a", "b"], norm, generator, row=i) for i, norm in enumerate((9e4, 8e4, 7e4))]
+    record_events(str(tmp_path), [event(1, big, generator), spike(2)])
+    shown = page_data(tmp_path, top=3)["culprits"]
+    assert [c["grad_norm"] for c in shown] == [9e4, 8e4, 7e4, 9000.0]
+    assert ["layer_norms" in c for c in shown] == [True, True, False, True]
+
+
+def test_culprits_of_one_response_share_a_strip(tmp_path: Path) -> None:
+    generator = random.Random(1)
+    tokens = ["a", "b", "c"]
+    same = [culprit(i, tokens, 9e4, generator) for i in (0, 2)]
+    other = culprit(1, tokens, 9e4, generator, row=1)
+    record_events(str(tmp_path), [event(1, [*same, other], generator)])
+    data = page_data(tmp_path)
+    assert len(data["strips"]) == 2 and sorted(c["strip"] for c in data["culprits"]) in ([0, 0, 1], [0, 1, 1])
+
+
+def test_the_page_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "PAGE_ROWS", 10)
+    record_events(str(tmp_path), [spike(i, grad_norm=1000.0 + i, prompt="é" * 100_000) for i in range(30)])
+    data = page_data(tmp_path)
+    assert [c["global_step"] for c in data["culprits"]] == list(range(29, 19, -1))
+    assert len(data["events"]) == 10 and data["culprits_in_all"] == data["events_in_all"] == 30
+    assert all(len(c["prompt"]) < 4100 for c in data["culprits"])
+    assert all(data["events"][c["event"]]["global_step"] == c["global_step"] for c in data["culprits"])
+
+
+def test_the_page_holds_no_markup_of_a_model(tmp_path: Path) -> None:
+    hostile = "</script><script>alert(1)</script><!--"
+    record_events(str(tmp_path), [spike(1, tokens=("a", hostile, "b"), ground_truth={"answer": hostile})])
+    out = tmp_path / "page.html"
+    report.write_page(report.read(str(tmp_path)), str(out), 500)
+    text = out.read_text(encoding="utf-8")
+    assert "alert(1)" in text and hostile not in text and "<script>alert" not in text
+    assert text.count("<!--") == text.split('<script type="application/json"')[0].count("<!--") + plotly_comments()
+    assert [path.name for path in tmp_path.iterdir() if "page.html" in path.name] == ["page.html"]
+
+
+def plotly_comments() -> int:
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs().count("<!--")
+
+
+def test_a_failing_disk_still_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    (tmp_path / "spikes.jsonl").mkdir()
+    record_events(str(tmp_path), [spike(1)])
+    assert "1 gradient spike(s) could not be written" in caplog.text
+
+
+def test_samples_are_events() -> None:
+    for sample in samples(30):
+        jsonschema.validate(evidence.jsonable(sample), EVENT)

@@ -1,0 +1,303 @@
+"""The report's page in a real browser: it renders, answers mouse and keyboard, and asks the network for nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver import ActionChains, Keys
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+import browser
+from evidence_samples import culprit, event, samples
+from gradloc import record_events, report
+
+HOSTILE = "<b>x</b></script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u202e"
+
+
+class Page:
+    """A browser, with shortcuts for what the tests ask of it."""
+
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
+
+    def open(self, path: Path) -> None:
+        self.driver.get_log("browser"), self.driver.get_log("performance")
+        self.driver.get(path.as_uri())
+        self.wait(lambda: self.all("#rows tr") or self.one("#title").text.startswith("No "))
+
+    def one(self, css: str) -> WebElement:
+        return self.driver.find_element(By.CSS_SELECTOR, css)
+
+    def all(self, css: str) -> list[WebElement]:
+        return self.driver.find_elements(By.CSS_SELECTOR, css)
+
+    def column(self, number: int) -> list[str]:
+        script = "return [...document.querySelectorAll('#rows tr')].map((row) => row.cells[arguments[0]].innerText)"
+        return self.driver.execute_script(script, number)
+
+    def press(self, *keys: str) -> None:
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def focused(self) -> WebElement:
+        return self.driver.switch_to.active_element
+
+    def hover(self, element: WebElement) -> None:
+        self.driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
+        ActionChains(self.driver).move_to_element(element).perform()
+
+    def wait(self, condition: Callable[[], Any]) -> Any:
+        return WebDriverWait(self.driver, 30).until(lambda _: condition())
+
+    def scheme(self, name: str) -> None:
+        # Nothing can be clicked while it scrolls smoothly.
+        features = [("prefers-color-scheme", name), ("prefers-reduced-motion", "reduce")]
+        features = [{"name": feature, "value": value} for feature, value in features]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def width(self, pixels: int) -> None:
+        metrics = {"width": pixels, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    def complaints(self) -> list[str]:
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def requests(self) -> list[str]:
+        messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    driver = browser.start(tmp_path_factory.mktemp("browser"))
+    yield Page(driver)
+    driver.quit()
+
+
+@pytest.fixture
+def page(chromium: Page) -> Iterator[Page]:
+    """The browser; after the test, nothing has been complained about and nothing but the page was asked for."""
+    chromium.scheme("light")
+    chromium.width(1280)
+    yield chromium
+    assert chromium.complaints() == []
+    urls = {url for url in chromium.requests() if not url.startswith(("data:", "blob:"))}
+    assert all(url.startswith("file://") and url.endswith(".html") for url in urls), urls
+
+
+def build(directory: Path, events: list[dict[str, Any]], top: int = 500) -> Path:
+    for entry in events:
+        record_events(str(directory), [entry])
+    report.write_page(report.read(str(directory)), str(directory / "page.html"), top)
+    return directory / "page.html"
+
+
+@pytest.fixture(scope="module")
+def forty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("forty"), samples(40))
+
+
+def test_it_renders(page: Page, forty: Path) -> None:
+    events = samples(40)
+    steps = [e["global_step"] for e in events]
+    page.open(forty)
+    assert page.one("h1").text == f"40 gradient spikes, steps {min(steps)} to {max(steps)}"
+    culprits = sum(len(e["culprits"]) for e in events)
+    assert page.one("#count").text == f"{culprits} culprits"
+    marks = page.all("#timeline .scatterlayer .trace path.point")
+    assert len(marks) == culprits + 1  # and the ring around the current one
+    for chart in ("#timeline", "#strip", "#ladder"):
+        assert page.one(chart).size["height"] > 50
+    assert len(page.all("#ladder .rung")) == 4
+    assert len(page.all("#sources li")) >= 4 and len(page.all("#tokens li")) == 8
+
+
+def test_pointing_at_a_token_shows_its_numbers(page: Page, forty: Path) -> None:
+    page.open(forty)
+    Select(page.one("#event")).select_by_index(0)
+    found = samples(40)[0]["culprits"][0]
+    current = page.one("#strip .current")
+    assert int(current.get_attribute("data-position")) == found["position"]
+    page.hover(current)
+    tip = page.wait(lambda: page.all("#tip"))[0].text
+    assert str(found["position"]) in tip and "gradient norm" in tip and found["source"] in tip
+    page.hover(page.one("#strip .piece:not(.culprit)"))
+    page.wait(lambda: page.all("#tip") and "gradient norm" not in page.one("#tip").text)
+    assert "suspicion" in page.one("#tip").text
+    page.hover(page.one("h2"))
+    page.wait(lambda: not page.all("#tip"))
+
+
+def test_the_timeline_answers_the_mouse(page: Page, forty: Path) -> None:
+    page.open(forty)
+    # Selecting a point that no other covers: the highest of the first trace with points.
+    point = min(page.all("#timeline .scatterlayer .trace path.point")[:-1], key=lambda mark: mark.location["y"])
+    page.hover(point)
+    text = page.wait(lambda: page.all("#timeline .hoverlayer .hovertext"))[0].text
+    assert "gradient norm" in text and "step" in text
+    title = page.one("#spike").text
+    Select(page.one("#event")).select_by_index(0)
+    page.wait(lambda: page.one("#spike").text != title)
+    page.hover(point)
+    ActionChains(page.driver).click().perform()
+    page.wait(lambda: page.one("#spike").text == title)
+
+
+def test_the_layers_answer_the_mouse(page: Page, forty: Path) -> None:
+    page.open(forty)
+    Select(page.one("#event")).select_by_index(1)
+    points = page.wait(lambda: page.all("#layers .scatterlayer .trace:last-child path.point"))
+    assert len(points) == 32
+    page.hover(points[3])
+    text = page.wait(lambda: page.all("#layers .hoverlayer .hovertext"))[0].text
+    assert "layers.2" in text and "ordinary token" in text
+
+
+def test_filtering(page: Page, forty: Path) -> None:
+    page.open(forty)
+    everything = page.one("#count").text
+    page.one("#words").send_keys("step 4")
+    steps = page.column(0)
+    assert 0 < len(steps) < 81 and all(step.startswith("4") for step in steps)
+    page.one("#clear").click()
+    assert page.one("#count").text == everything
+    Select(page.one("#source")).select_by_value("layer")
+    assert set(page.column(8)) == {"layer"}
+    pressed = page.all("#sources [aria-pressed=true]")
+    assert len(pressed) == 1 and pressed[0].text.startswith("layer")
+    page.one("#words").send_keys("no such words")
+    assert page.one("#none").is_displayed() and page.column(0) == []
+    page.one("#clear").click()
+    page.one("#tokens button").click()
+    token = page.one("#tokens button .label").text
+    assert {cell.text for cell in page.all("#rows .tok:first-child")} == {token}
+    page.one("#tokens button").click()
+    assert page.one("#count").text == everything
+
+
+def test_sorting(page: Page, forty: Path) -> None:
+    page.open(forty)
+    assert page.one("th[aria-sort]").text == "Gradient norm"
+    page.one('[data-key="global_step"]').click()
+    steps = [int(step) for step in page.column(0)]
+    assert steps == sorted(steps, reverse=True)
+    assert page.one("th[aria-sort]").get_attribute("aria-sort") == "descending"
+    page.press(Keys.ENTER)
+    steps = [int(step) for step in page.column(0)]
+    assert steps == sorted(steps) and page.one("th[aria-sort]").get_attribute("aria-sort") == "ascending"
+
+
+def test_the_keyboard_is_enough(page: Page, forty: Path) -> None:
+    page.open(forty)
+    page.press(Keys.TAB)
+    for _ in range(60):
+        if page.focused().tag_name == "tr":
+            break
+        page.press(Keys.TAB)
+    first = page.focused()
+    assert first.get_attribute("data-culprit") == "0"
+    page.press(Keys.ARROW_DOWN, Keys.ARROW_DOWN)
+    row = page.focused()
+    step = row.find_element(By.CSS_SELECTOR, "td").text
+    page.press(Keys.ENTER)
+    page.wait(lambda: page.one("#spike").text == f"Step {step}")
+    assert page.focused().get_attribute("id") == "spike" and row.get_attribute("aria-current") == "true"
+    for _ in range(20):
+        if "piece" in (page.focused().get_attribute("class") or ""):
+            break
+        page.press(Keys.TAB)
+    position = int(page.focused().get_attribute("data-position"))
+    assert "gradient norm" in page.one("#tip").text
+    page.press(Keys.ARROW_LEFT)
+    assert int(page.focused().get_attribute("data-position")) == position - 1
+    assert f"position\n{position - 1}" in page.one("#tip").text
+    page.press(Keys.ESCAPE)
+    assert not page.all("#tip")
+    page.driver.execute_script("document.getElementById('next').focus()")
+    index = int(page.one("#event").get_property("value"))
+    page.press(Keys.ENTER)
+    assert int(page.one("#event").get_property("value")) == index + 1
+
+
+def test_the_text_of_a_model_stays_text(page: Page, tmp_path: Path) -> None:
+    generator = random.Random(1)
+    found = culprit(1, ["a", HOSTILE, "\n", "b"], 9000.0, generator, prompt=HOSTILE, ground_truth=HOSTILE, uid=HOSTILE)
+    unknown = culprit(0, ["", "x"], math.nan, generator, data_source=HOSTILE)
+    events = [event(1, [found], generator), event(2, [unknown], generator)]
+    unknown["layer_norms"] = {HOSTILE: 3.0, "b": math.inf}
+    page.open(build(tmp_path, events))
+    Select(page.one("#event")).select_by_index(0)
+    assert page.driver.title == "2 gradient spikes, steps 1 to 2 · GradLoc"
+    assert page.all("img") == [] and len(page.all("script")) == 3
+    shown = HOSTILE.replace("\u202e", "\\u202e")
+    assert shown in page.one("#strip").text and shown in page.column(1)[1]
+    page.hover(page.one("#strip .current"))
+    assert shown in page.one("#tip").text
+    page.driver.execute_script("document.querySelectorAll('details').forEach((details) => (details.open = true))")
+    assert page.one("#prompt").text == HOSTILE
+    for mark in page.all("#timeline .scatterlayer .trace path.point"):
+        page.hover(mark)
+        page.wait(lambda: page.all("#timeline .hoverlayer .hovertext"))
+    Select(page.one("#event")).select_by_index(1)
+    page.hover(page.wait(lambda: page.all("#layers .scatterlayer .trace:last-child path.point"))[0])
+    assert "<b>x</b>" in page.wait(lambda: page.all("#layers .hoverlayer .hovertext"))[0].text
+    assert page.all("img") == []
+
+
+@pytest.mark.parametrize("count", [1, 500])
+def test_readable_at_every_size(page: Page, tmp_path: Path, count: int) -> None:
+    events = samples(count)
+    page.open(build(tmp_path, events))
+    culprits = sum(len(e["culprits"]) for e in events)
+    assert page.one("h1").text.startswith(f"{count} gradient spike")
+    assert len(page.column(0)) == min(culprits, 100)
+    if culprits > 100:
+        page.one("#more").click()
+        assert len(page.column(0)) == 300 and page.focused().tag_name == "tr"
+    wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    for width in (1280, 390):
+        page.width(width)
+        page.wait(lambda: page.driver.execute_script(wide) == 0)
+    assert (tmp_path / "page.html").stat().st_size < 7_000_000
+
+
+def test_dark_and_light(page: Page, forty: Path) -> None:
+    page.open(forty)
+    style = "const style = getComputedStyle(document.querySelector(arguments[0])); return style[arguments[1]]"
+    light = page.driver.execute_script(style, "body", "backgroundColor")
+    grid = page.driver.execute_script(style, "#timeline .ygrid", "stroke")
+    page.scheme("dark")
+    page.wait(lambda: page.driver.execute_script(style, "body", "backgroundColor") != light)
+    # The charts are drawn anew.
+    page.wait(lambda: page.driver.execute_script(style, "#timeline .ygrid", "stroke") != grid)
+
+
+def test_what_is_missing_does_not_break_the_page(page: Page, tmp_path: Path) -> None:
+    generator = random.Random(1)
+    bare = culprit(1, ["a", "b"], 9000.0, generator)
+    for name in ("token", "context", "prompt", "response", "response_tokens", "response_tokens_start", "uid"):
+        del bare[name]
+    slim = culprit(1, ["c", "d"], 8000.0, generator, response_suspicion=None)
+    no_step = event(3, [bare, slim], generator, global_step=None, ordinary_layer_norms=None, error="rank 0: Oops")
+    page.open(build(tmp_path, [no_step, event(4, [], generator, complete=False)], top=1))
+    assert f"id {bare['token_id']}" in page.column(1)[0] and page.one("#spike").text == "Event 1"
+    assert "rank 0: Oops" in page.one("#story").text and len(page.all("#strip .piece")) == 2
+    page.all("#chips button")[1].click()
+    assert "--top" in page.one("#strip").text
+    page.one("#next").click()
+    assert page.one("#spike").text == "Event 2" and not page.one("#culprit").is_displayed()
+
+
+def test_no_event_at_all(page: Page, tmp_path: Path) -> None:
+    (tmp_path / "spikes.jsonl").touch()
+    page.open(build(tmp_path, []))
+    assert page.one("h1").text == "No gradient spike"
+    assert not any(section.is_displayed() for section in page.all("section"))
