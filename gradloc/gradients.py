@@ -144,9 +144,9 @@ def _reset_handle(handle: FlatParamHandle) -> None:
     handle._post_forward_index = None
     handle._training_state = HandleTrainingState.IDLE
     handle._prefetched = False
-    if flat_param.data_ptr() != flat_param._local_shard.data_ptr() or handle._skipped_use_sharded_views:
-        handle.reshard(free_unsharded_flat_param=handle.uses_sharded_strategy)
-        handle.post_reshard()
+    # Whether it is sharded cannot be told: the root keeps its storage after a forward though it points at the shard.
+    handle.reshard(free_unsharded_flat_param=handle.uses_sharded_strategy)
+    handle.post_reshard()
 
 
 def _reset_fsdp2(unit: FSDPModule) -> None:

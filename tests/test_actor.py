@@ -252,14 +252,11 @@ def test_a_spent_budget_is_said(launch: Launch, world: int, case: Case) -> None:
     assert all(all(searched.values()) for searched, _, _ in results)
 
 
-FAILURES = [
-    *[(wrap, where) for wrap in WRAPS for where in ("before the forward", "in a layer")],
-    # Not under FSDP1: its root stays unsharded after a forward, and a rank that fails then falls out of step.
-    *[("fsdp2", where) for where in ("after the forward", "in the backward")],
-]
+PLACES = ["before the forward", "in a layer", "after the forward", "in the backward"]
 
 
-@pytest.mark.parametrize(("wrap", "where"), FAILURES)
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("wrap", WRAPS)
 def test_a_failure_on_one_rank_ends_the_search_on_all(launch: Launch, wrap: str, where: str) -> None:
     results = launch(2, actor_cases.failing_search, Case(wrap, planted=THREE), where)
     (event,), second = same_events([run for _, run in results])

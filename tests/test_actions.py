@@ -1,0 +1,84 @@
+"""What the actor does about a spike, and about gradients that are not numbers."""
+
+from __future__ import annotations
+
+import json
+
+import action_cases
+import pytest
+from actor_cases import Case
+from test_actor import ONE, THREE, WRAPS, Launch, as_list, cases, launch, same_events
+
+__all__ = ["launch"]
+
+
+@cases(*[(2, Case(wrap, planted=ONE)) for wrap in WRAPS], (2, Case(mini_batch=4, rows=4, planted=((1, 3, 6),))))
+def test_skip_leaves_the_step_out(launch: Launch, world: int, case: Case) -> None:
+    results = launch(world, action_cases.skip, case)
+    (event,), second = same_events([run for _, run in results])
+    assert second == [] and event["action"] == "skip" and event["applied"]
+    for same, run in results:
+        assert all(same.values()), same
+        assert sum(as_list(run.metrics[0]["actor/gradloc/skipped"])) == 1
+        assert as_list(run.metrics[0]["actor/grad_norm"]) == [event["global_norm"]]
+
+
+DROP_CASES = [
+    # The culprits' gradient is some thousand times the rest: too much to subtract, so the rest is computed anew.
+    *[(2, Case(wrap, planted=THREE)) for wrap in WRAPS],
+    *[(2, Case(wrap, checkpointing=True, kl=True, entropy=True, dynamic=True, planted=ONE)) for wrap in WRAPS],
+    (2, Case(nan=((0, 2, 7),))),
+    (2, Case("fsdp1", nan=((0, 2, 7), (1, 3, 2)), loss_agg_mode="seq-mean-token-mean")),
+    (1, Case("none", planted=((0, 5, 9),))),
+    (4, Case("fsdp2", planted=((0, 0, 4), (3, 7, 0)))),
+]
+
+
+@cases(*DROP_CASES)
+def test_drop_takes_the_culprits_out(launch: Launch, world: int, case: Case) -> None:
+    results = launch(world, action_cases.drop, case)
+    ((event,),) = [same_events([run for _, run in results])[0]]
+    assert event["action"] == "drop" and event["applied"] and event["complete"]
+    assert len(event["culprits"]) == len(case.planted) + len(case.nan)
+    for distances, _ in results:
+        # float32's rounding in two orders of summation.
+        assert len(distances) == 1 and distances[0] < 1e-5
+
+
+@cases(*[(2, Case(wrap)) for wrap in WRAPS])
+def test_broken_weights_are_not_blamed_on_tokens(launch: Launch, world: int, case: Case) -> None:
+    results = launch(world, action_cases.broken_weights, case)
+    ((event,),) = same_events([run for _, run in results])
+    assert event["diagnosis"] == "nonfinite" and event["culprits"] == [] and event["passes"] == 0 and event["complete"]
+    assert len(event["units"]) == world * case.rows // case.micro_batch
+    for same, _ in results:
+        assert all(same.values()), same
+
+
+@cases(*[(2, Case(wrap)) for wrap in WRAPS])
+def test_a_nan_in_the_forward_is_traced_to_where_it_begins(launch: Launch, world: int, case: Case) -> None:
+    rank, row, position = 1, 3, 4
+    results = launch(world, action_cases.broken_activation, case, rank, row, position)
+    ((event,),) = same_events([run for _, run in results])
+    (culprit,) = event["culprits"]
+    # This attention lets a NaN through to tokens before it: the prefix that ends with it is the first broken one.
+    assert (culprit["rank"], culprit["row"], culprit["position"]) == (rank, row, position)
+    assert culprit["source"] == "nonfinite" and event["diagnosis"] == "tokens"
+    assert 0 < event["passes"] < 10 and event["complete"]
+    for same, _ in results:
+        assert all(same.values()), same
+
+
+@cases(*[(2, Case(wrap, loss_agg_mode="seq-mean-token-sum")) for wrap in WRAPS])
+def test_a_spike_of_many_tokens_together_has_no_culprit(launch: Launch, world: int, case: Case) -> None:
+    results = launch(world, action_cases.diffuse, case)
+    token, unit, _ = results[0]
+    assert unit > 1.01 * token, "the batch has no unit whose tokens pull together"
+    assert len({events for _, _, events in results}) == 1
+    (event,) = json.loads(results[0][2])
+    assert event["diagnosis"] == "diffuse" and event["culprits"] == [] and event["complete"]
+    assert event["diffuse"]
+    for part in event["diffuse"]:
+        assert part["norm"] > part["threshold"] and part["tokens"] > 1
+        assert all(largest["grad_norm"] <= event["threshold"] for largest in part["largest_tokens"])
+    assert event["trigger"]["norm"] == pytest.approx(max(u["norm"] for u in event["units"]))
