@@ -16,11 +16,14 @@
 from .config import GradLocConfig
 from .distributed import RankLostError
 from .evidence import record_events, text_evidence
+from .layer_clip import LayerClip, LayerClipConfig
 from .locator import GradLoc, keep_gradient, token_weights
 
 __all__ = [
     "GradLoc",
     "GradLocConfig",
+    "LayerClip",
+    "LayerClipConfig",
     "RankLostError",
     "keep_gradient",
     "record_events",

@@ -110,8 +110,12 @@ class GradLoc:
             response length)) taken out by `keep_gradient`.
         device (str | torch.device): Where the model computes.
         loss_scale (Callable): Gives the factor by which backward passes are scaled (for fp16); 1 by default.
+        squared_norms (Callable, optional): `LayerClip.squared_norms`, where that is on too: then the reduced gradient
+            is measured once for both.
 
     Attributes:
+        squared_norms (Tensor | None): What it gave for the gradient that the last `locate` has left behind (without
+            the loss scale), if it was called.
         events (list[dict]): The events since `start_update`, the same on every rank, ready for `jsonable`.
     """
 
@@ -122,12 +126,16 @@ class GradLoc:
         probe: Callable[[Any, Tensor], None],
         device: str | torch.device = "cpu",
         loss_scale: Callable[[], float] = lambda: 1.0,
+        squared_norms: Callable[[], Tensor] | None = None,
     ) -> None:
         self.config = config
+        self.squared_norms: Tensor | None = None
         self.events: list[dict[str, Any]] = []
         self._module = module
         self._probe = probe
         self._loss_scale = loss_scale
+        self._measure = squared_norms
+        self._event: dict[str, Any] | None = None
         self._device = torch.device(device)
         self._taps = GradientTaps(module, self._device)
         self._failure = distributed.FailureNotice()
@@ -194,12 +202,18 @@ class GradLoc:
                 of the search is logged, and training goes on.
         """
         micro_batches, self._micro_batches = self._micro_batches, []
+        self._event = self.squared_norms = None
         try:
             self._locate(micro_batches, epoch, mini_batch)
         except distributed.RankLostError:
             raise
         except Exception:
             logger.warning("the search for the tokens behind a gradient spike failed; training goes on", exc_info=True)
+
+    def add_to_event(self, **facts: Any) -> None:
+        """Adds what became of the gradient to the event of the last `locate`, if that found a spike."""
+        if self._event is not None:
+            self._event.update(facts)
 
     def metrics(self) -> dict[str, float]:
         """The update's figures for the training log, the same on every rank."""
@@ -228,9 +242,9 @@ class GradLoc:
         if self.config.trigger == "unit":
             if token_norm_max <= self.config.threshold:
                 return
-            global_norm = gradients.reduced_norm(self._module, self._device) / scale
+            global_norm = self._reduced_norm(scale)
         else:
-            global_norm = gradients.reduced_norm(self._module, self._device) / scale
+            global_norm = self._reduced_norm(scale)
             if global_norm <= global_threshold:
                 return
 
@@ -274,8 +288,16 @@ class GradLoc:
             "search": "local",
             "world_size": world_size,
             "error": run.error,
+            "layer_clip": None,
         }
         self.events.append(event)
+        self._event = event
+
+    def _reduced_norm(self, scale: float) -> float:
+        if self._measure is None:
+            return gradients.reduced_norm(self._module, self._device) / scale
+        self.squared_norms = self._measure() / scale**2
+        return float(self.squared_norms.sum().sqrt())
 
     def _share_summaries(
         self, micro_batches: list[_MicroBatch], squares: Tensor, square_weights: Tensor

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .layers import layer_name
+from .layers import layer_groups
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,16 @@ class GradientTaps:
         """The parameters, by the module whose forward comes right after they are made whole."""
         slots: dict[nn.Module, list[_Slot]] = {}
         parameters = _flat_parameters(module) or _plain_parameters(module)
-        for owner_name, owner in module.named_modules():
-            for attribute, unit in parameters.get(owner, ()):
-                slot = _Slot(owner, attribute, self._layer(f"{owner_name}.{attribute}".lstrip(".")))
-                slots.setdefault(unit, []).append(slot)
+        found = {
+            f"{owner_name}.{attribute}".lstrip("."): (owner, attribute, unit)
+            for owner_name, owner in module.named_modules()
+            for attribute, unit in parameters.get(owner, ())
+        }
+        groups = layer_groups(found)
+        self.layers = list(dict.fromkeys(groups.values()))
+        for name, (owner, attribute, unit) in found.items():
+            slots.setdefault(unit, []).append(_Slot(owner, attribute, self.layers.index(groups[name])))
         return slots
-
-    def _layer(self, parameter_name: str) -> int:
-        name = layer_name(parameter_name)
-        if name not in self.layers:
-            self.layers.append(name)
-        return self.layers.index(name)
 
     def _pre_forward_hook(self, slots: list[_Slot]):
         def hook(_module: nn.Module, _args: object) -> None:
