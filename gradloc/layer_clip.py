@@ -53,7 +53,7 @@ class LayerClipConfig:
         beta (float): Decay of the moving averages for each optimizer step.
         warmup_steps (int): Norms of a layer to see before its bound begins.
         min_bound (float): No bound is smaller.
-        max_norm (float): Norm of the whole gradient that 'fixed' divides among the layers by their numbers of parameters.
+        max_norm (float): Norm of the whole gradient that 'fixed' divides among the layers.
         log_layers (bool): Whether to log every layer's norm and bound.
 
     Raises:
