@@ -11,7 +11,7 @@ What is checked before anything is written:
   - with --installed: the verl that this Python would import has the version in patches/BASE_COMMIT.
 
 Then all files are replaced through a journal in verl/.gradloc_patch and read back. Whatever fails or interrupts,
-every file is put back, after a kill -9 or power cut by the next run. A second run at the same time is refused.
+every file is put back, after a kill -9 by the next run. A second run at the same time is refused.
 
 exit codes:
    0  done, or nothing to do (already applied; with --reverse: not applied); with --check: applicable
@@ -35,6 +35,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import functools
 import hashlib
 import http.client
 import importlib.util
@@ -151,23 +152,26 @@ def parse_patch(data: bytes) -> list[FilePatch]:
     return patches
 
 
+def damaged(at: int, why: str) -> Stop:
+    return Stop(f"the patch is damaged at line {at + 1}: {why}")
+
+
+def text_at(lines: list[bytes], at: int) -> str:
+    return lines[at].decode("utf-8", "replace") if at < len(lines) else ""
+
+
 def parse_file(lines: list[bytes], at: int) -> tuple[FilePatch, int]:
-    def damaged(why: str) -> Stop:
-        return Stop(f"the patch is damaged at line {at + 1}: {why}")
-
-    def text(number: int) -> str:
-        return lines[number].decode("utf-8", "replace") if number < len(lines) else ""
-
-    names = text(at).removeprefix("diff --git ")
+    """Reads the section of one file; returns it and the number of the line after it."""
+    names = text_at(lines, at).removeprefix("diff --git ")
     path = names[2 : (len(names) - 1) // 2]
-    if names != f"a/{path} b/{path}" or not text(at).startswith("diff --git "):
-        raise damaged("expected 'diff --git' with the same plain path twice (renames are not supported)")
+    if text_at(lines, at) != f"diff --git a/{path} b/{path}":
+        raise damaged(at, "expected 'diff --git' with the same plain path twice (renames are not supported)")
     check_path(path)
     at += 1
 
     created = deleted = hashes = None
-    while at < len(lines) and not text(at).startswith(("diff --git ", "--- ")):
-        line = text(at)
+    while at < len(lines) and not lines[at].startswith((b"diff --git ", b"--- ")):
+        line = text_at(lines, at)
         if match := re.fullmatch(r"new file mode (100644|100755)", line):
             created = match[1]
         elif match := re.fullmatch(r"deleted file mode (100644|100755)", line):
@@ -175,53 +179,57 @@ def parse_file(lines: list[bytes], at: int) -> tuple[FilePatch, int]:
         elif match := re.fullmatch(r"index ([0-9a-f]{40})\.\.([0-9a-f]{40})( 100644| 100755)?", line):
             hashes = match[1], match[2]
         elif re.match(r"rename |copy |similarity |GIT binary|Binary files |old mode |new mode ", line):
-            raise damaged(f"{path}: renames, mode changes and binary files are not supported")
+            raise damaged(at, f"{path}: renames, mode changes and binary files are not supported")
         else:
-            raise damaged(f"unexpected {line!r} (symbolic links and abbreviated hashes are not supported)")
+            raise damaged(at, f"unexpected {line!r} (symbolic links and abbreviated hashes are not supported)")
         at += 1
     if hashes is None:
-        raise damaged(f"{path} has no full blob hashes; write the patch with make_patch.sh or git diff --full-index")
+        raise damaged(at, f"{path} has no full blob hashes; write it with make_patch.sh or git diff --full-index")
     old, new = (None if set(value) == {"0"} else value for value in hashes)
     if (old is None) != (created is not None) or (new is None) != (deleted is not None) or old == new:
-        raise damaged(f"the hashes of {path} do not fit the kind of its change")
+        raise damaged(at, f"the hashes of {path} do not fit the kind of its change")
 
     hunks = []
-    if text(at).startswith("--- "):
+    if at < len(lines) and lines[at].startswith(b"--- "):
         tail = "\t" if " " in path else ""
-        wanted = (
-            ("--- /dev/null" if old is None else f"--- a/{path}{tail}"),
-            ("+++ /dev/null" if new is None else f"+++ b/{path}{tail}"),
-        )
-        if (text(at), text(at + 1)) != wanted:
-            raise damaged(f"the lines --- and +++ do not name {path}")
+        before = "--- /dev/null" if old is None else f"--- a/{path}{tail}"
+        after = "+++ /dev/null" if new is None else f"+++ b/{path}{tail}"
+        if (text_at(lines, at), text_at(lines, at + 1)) != (before, after):
+            raise damaged(at, f"the lines --- and +++ do not name {path}")
         at += 2
-        while at < len(lines) and not text(at).startswith("diff --git "):
-            match = re.fullmatch(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@(?: .*)?", text(at))
-            if not match:
-                raise damaged(f"expected a hunk of {path}, not {text(at)!r}")
-            at += 1
-            counts = [int(match[2] or 1), int(match[4] or 1)]
-            sides: tuple[list[bytes], list[bytes]] = ([], [])
-            touched: tuple[int, ...] = ()
-            while at < len(lines) and (
-                [len(side) for side in sides] != counts or lines[at] == b"\\ No newline at end of file"
-            ):
-                tag, rest = lines[at][:1], lines[at][1:]
-                if tag == b"\\" and touched:
-                    for side in touched:
-                        sides[side][-1] = sides[side][-1].removesuffix(b"\n")
-                    touched = ()
-                else:
-                    touched = {b" ": (0, 1), b"-": (0,), b"+": (1,)}.get(tag, ())
-                    if not touched:
-                        raise damaged(f"unexpected line in a hunk of {path}")
-                    for side in touched:
-                        sides[side].append(rest + b"\n")
-                at += 1
-            if [len(side) for side in sides] != counts:
-                raise damaged(f"a hunk of {path} has not the number of lines it announces")
-            hunks.append(Hunk(int(match[1]), sides[0], sides[1], int(match[3])))
+        while at < len(lines) and not lines[at].startswith(b"diff --git "):
+            hunk, at = parse_hunk(lines, at, path)
+            hunks.append(hunk)
     return FilePatch(path, old, new, int(created or deleted or "0", 8) & 0o777, hunks), at
+
+
+def parse_hunk(lines: list[bytes], at: int, path: str) -> tuple[Hunk, int]:
+    header = text_at(lines, at)
+    match = re.fullmatch(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@(?: .*)?", header)
+    if not match:
+        raise damaged(at, f"expected a hunk of {path}, not {header!r}")
+    left = [int(match[2] or 1), int(match[4] or 1)]
+    old: list[bytes] = []
+    new: list[bytes] = []
+    sides: list[list[bytes]] = []
+    at += 1
+    while at < len(lines) and (left != [0, 0] or lines[at].startswith(b"\\")):
+        tag, content = lines[at][:1], lines[at][1:]
+        if tag == b"\\" and sides:  # "No newline at end of file" speaks of the line before it
+            for side in sides:
+                side[-1] = side[-1][:-1]
+            sides = []
+        elif tag in (b" ", b"-", b"+"):
+            sides = {b" ": [old, new], b"-": [old], b"+": [new]}[tag]
+            for side in sides:
+                side.append(content + b"\n")
+            left = [left[0] - (tag != b"+"), left[1] - (tag != b"-")]
+        else:
+            raise damaged(at, f"unexpected line in a hunk of {path}")
+        at += 1
+    if left != [0, 0]:
+        raise damaged(at, f"a hunk of {path} has not the number of lines it announces")
+    return Hunk(int(match[1]), old, new, int(match[3])), at
 
 
 def is_loopback(host: str | None) -> bool:
@@ -331,7 +339,8 @@ def read_pin() -> tuple[str, str]:
 def find_installed(version: str) -> Path:
     """Finds the verl this Python would import, without importing it."""
     before = list(sys.path)
-    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
+    if Path(sys.path[0]).resolve() == HERE:
+        del sys.path[0]  # Python put this script's own folder there
     try:
         spec = importlib.util.find_spec("verl")
     except (ImportError, ValueError):
@@ -437,7 +446,7 @@ def git(tree: Path, *arguments: str) -> str:
     except OSError as error:
         raise Stop(f"git could not be run ({error.strerror})") from None
     if done.returncode:
-        why = one_line(done.stderr.decode("utf-8", "replace").strip().partition("\n")[0])
+        why = one_line(done.stderr.decode("utf-8", "replace").strip().partition("\n")[0] or f"exit {done.returncode}")
         raise Stop(f"git cannot tell the HEAD of {tree} ({why}); fix that, or pass --force to decide by content alone")
     return done.stdout.decode("utf-8", "surrogateescape")
 
@@ -447,7 +456,9 @@ def check_head(tree: Path, commit: str) -> bool:
     if not os.path.lexists(tree / ".git"):
         outer = next((parent for parent in tree.parents if os.path.lexists(parent / ".git")), None)
         if outer:
-            say(f"{tree} is a subfolder of the repository {outer}, whose HEAD says nothing; deciding by content alone")
+            say_once(
+                f"{tree} is a subfolder of the repository {outer}, whose HEAD says nothing here; content alone decides"
+            )
         return False
     if not shutil.which("git"):
         raise Stop(f"{tree} is a git checkout but git is not on PATH; install git, or pass --force to skip this check")
@@ -642,6 +653,9 @@ def read_journal(journal: Path) -> list[tuple[str, str | None, str | None]]:
 def say(message: str) -> None:
     with contextlib.suppress(OSError):  # a closed pipe must not turn success into failure
         print(f"apply_patch: {message}", flush=True)
+
+
+say_once = functools.cache(say)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -34,7 +34,7 @@ package=verl/utils/gradloc
 
 die() { printf 'make_patch.sh: %s\n' "$*" >&2; exit 3; }
 misuse() { printf 'make_patch.sh: %s (--help shows the usage)\n' "$*" >&2; exit 2; }
-out_of_date() { printf 'make_patch.sh: %s\n' "$*" >&2; exit 1; }
+out_of_date() { verdict=1; printf 'make_patch.sh: %s\n' "$*" >&2; exit 1; }
 say() { printf 'make_patch.sh: %s\n' "$*"; }
 
 read_pin() {
@@ -59,11 +59,20 @@ g() {
 
 make_scratch() {
     scratch=$(mktemp -d)
-    trap 'rm -rf "$scratch" ${partial:+"$partial"}' EXIT
+    trap 'finish $?' EXIT
     trap 'exit 130' INT TERM HUP
     index=none
     plain_git init -q --template= "$scratch/work"
     mv "$scratch/work/.git" "$scratch/repo"
+}
+
+# Cleans up. A tool that failed by itself must not look like the verdict of --check.
+finish() {
+    rm -rf "$scratch" ${partial:+"$partial"}
+    case $1 in
+        0 | 2 | 3 | 130) ;;
+        *) [[ -n $verdict ]] || die "stopped by the failure above" ;;
+    esac
 }
 
 # add_files WORK_TREE PATH: put all files below PATH into $index, whatever .gitignore says.
@@ -147,8 +156,9 @@ init() {
     if [[ -e $target ]]; then
         [[ -d $target && -z $(ls -A "$target") ]] || die "$target exists already; give a new directory"
     fi
-    mkdir -p "$(dirname "$target")"
-    partial=$(mktemp -d "$(dirname "$target")/.gradloc-init-XXXXXX")
+    mkdir -p "$(dirname "$target")" 2>/dev/null &&
+        partial=$(mktemp -d "$(dirname "$target")/.gradloc-init-XXXXXX" 2>/dev/null) ||
+        die "$(dirname "$target") cannot be written; give another directory"
     if [[ -n $source && ! -e $source ]]; then
         die "$source does not exist; --base takes a clone, a wheel or a tree"
     elif [[ -n $source && -e $source/.git ]]; then
@@ -316,10 +326,11 @@ write_outputs() {
 }
 
 check() {
-    local tree=$1 base_tree patched rebuilt changed
+    local tree=$1 base_tree ours patched rebuilt changed
     [[ -s $patch ]] || out_of_date "$patch is missing or empty; run make_patch.sh --repo on a development checkout"
     [[ $(cat "$patch.sha256" 2>/dev/null) == "$(sha256 "$patch")  gradloc.patch" ]] ||
         out_of_date "$patch.sha256 is not the checksum of the patch; regenerate both with make_patch.sh --repo"
+    ours=$(project_package)
     if [[ -n $tree ]]; then
         [[ -f $tree/verl/__init__.py ]] || die "$tree has no verl/__init__.py; --base-tree takes an unpatched verl tree"
     elif [[ -d $root/build/base/verl ]]; then
@@ -333,7 +344,7 @@ check() {
     if [[ -z $tree ]]; then
         g apply --cached --include="$package/*" "$patch" 2>"$scratch/said" ||
             out_of_date "the patch cannot be read: $(head -n 1 "$scratch/said")"
-        changed=$(g diff --name-only --no-renames "$(package_tree)" "$(project_package)" | paste -s -d ' ')
+        changed=$(g diff --name-only --no-renames "$(package_tree)" "$ours" | paste -s -d ' ')
         [[ -z $changed ]] || out_of_date "the patch's package is not gradloc/ ($changed differ); run make_patch.sh --repo"
         say "checksum and package are right; the rest was NOT checked, because no base tree is at hand (--base-tree)"
         return
@@ -343,7 +354,7 @@ check() {
     g apply --cached --whitespace=error-all "$patch" 2>"$scratch/said" ||
         out_of_date "the patch does not apply to $tree: $(head -n 1 "$scratch/said")"
     patched=$(g write-tree)
-    replace_package "$(project_package)"
+    replace_package "$ours"
     rebuilt=$(g write-tree)
     changed=$(g diff --name-only --no-renames "$patched" "$rebuilt" | paste -s -d ' ')
     [[ -z $changed ]] || out_of_date "the patch's package is not gradloc/ ($changed differ); run make_patch.sh --repo"
@@ -355,7 +366,7 @@ check() {
     say "patches/ is what the sources produce; it applies to the base and reverses to it"
 }
 
-action='' target='' base='' head='' output='' base_tree='' force=''
+verdict='' partial='' action='' target='' base='' head='' output='' base_tree='' force=''
 set_action() { [[ -z $action ]] || misuse "give one of --init, --repo and --check"; action=$1; }
 while (($#)); do
     case $1 in

@@ -76,16 +76,17 @@ setting() {
     if [[ $profile == embedded ]]; then default=$3; fi
     if [[ -n $tiny && $# == 5 ]]; then default=$4; fi
     known+="$name "
-    [[ -z $help ]] || printf '  %-24s %-26s %-18s %s\n' "$name" "${2:--}" "${3:--}" "$meaning"
+    [[ -z $help ]] || printf "$help_row" "$name" "${2:--}" "${3/#"$prepared"*/(prepared)}" "$meaning"
     printf -v "$name" '%s' "${given[$name]-${!name-$default}}"
 }
 
+now=$(date +%Y%m%d-%H%M%S)
+help_row='  %-24s %-22s %-24s %s\n'
 if [[ -n $help ]]; then
     usage
-    printf '  %-24s %-26s %-18s %s\n' NAME 'CLUSTER DEFAULT' 'EMBEDDED DEFAULT' MEANING
-    state=.embedded prepared=.embedded/smollm2
+    printf "$help_row" NAME 'CLUSTER DEFAULT' 'EMBEDDED DEFAULT' MEANING
+    now=TIME
 fi
-now=$(date +%Y%m%d-%H%M%S)
 setting MODEL_PATH Qwen/Qwen3-4B "$prepared/model" "directory of the model, or its Hugging Face id"
 setting TRAIN_FILES data/train.parquet "$prepared/train.parquet" "training data in verl's parquet form; several: a,b"
 setting VAL_FILES data/val.parquet "$prepared/val.parquet" "validation data; several: a,b"
@@ -95,12 +96,12 @@ setting PROJECT gradloc gradloc "name of the project in its logs"
 setting LOGGER console,tensorboard console "verl's loggers; several: a,b"
 setting NNODES "${SLURM_JOB_NUM_NODES:-1}" 1 "nodes; for more than one, start Ray on them first (RAY_ADDRESS)"
 setting GPUS_PER_NODE 8 2 "GPUs, or CPU workers, on each node"
-setting TRAIN_BATCH_SIZE 128 8 4 "prompts in a step"
-setting MINI_BATCH_SIZE 32 4 2 "prompts in an optimizer step"
-setting MICRO_BATCH_SIZE - 4 2 "answers in a forward pass of a worker (the cluster packs by tokens)"
+setting TRAIN_BATCH_SIZE 128 6 4 "prompts in a step"
+setting MINI_BATCH_SIZE 32 3 2 "prompts in an optimizer step"
+setting MICRO_BATCH_SIZE - 2 "answers in a forward pass of a worker (the cluster packs by tokens)"
 setting MAX_TOKENS_PER_GPU 18432 - "tokens in a forward pass of a GPU"
 setting ROLLOUT_N 8 4 "answers to each prompt"
-setting MAX_PROMPT_LENGTH 1024 64 "tokens of a prompt at most"
+setting MAX_PROMPT_LENGTH 1024 48 "tokens of a prompt at most"
 setting MAX_RESPONSE_LENGTH 8192 32 12 "tokens of an answer at most"
 setting TEMPERATURE 1.0 1.0 "of sampling in training"
 setting TENSOR_PARALLEL 1 2 "workers that share a rollout engine"
@@ -121,7 +122,7 @@ setting SEED 1 1 "of the data's order"
 setting SPIKE_DETECTION True True "GradLoc on or off"
 setting GRAD_NORM_THRESHOLD 640.0 80.0 "token gradient norm that counts as a spike"
 setting BISECT_BUDGET_STEPS 128 128 "extra passes for one spike at most"
-setting BISECT_DUMP_DIR "" "" "directory of spikes.jsonl (default: OUTPUT_DIR/bisect_dump)"
+setting BISECT_DUMP_DIR '' '' "directory of spikes.jsonl (default: OUTPUT_DIR/bisect_dump)"
 setting SPIKE_TRIGGER unit unit "unit: any micro-batch over its threshold; global: the whole gradient"
 setting SPIKE_ACTION log log "what to do about a spike"
 [[ -z $help ]] || exit 0
@@ -217,7 +218,7 @@ else
         +ray_kwargs.ray_init.address=local
         "+ray_kwargs.ray_init._temp_dir=$ray_dir"
         +ray_kwargs.ray_init.include_dashboard=False
-        ray_kwargs.ray_init.num_cpus=$((3 * GPUS_PER_NODE + 10))
+        ray_kwargs.ray_init.num_cpus=$((3 * GPUS_PER_NODE + 2))
         "+ray_kwargs.ray_init.num_gpus=$GPUS_PER_NODE"
         "+ray_kwargs.ray_init.resources.cpu=$GPUS_PER_NODE"
         actor_rollout_ref.model.use_remove_padding=False
@@ -240,8 +241,9 @@ else
         "VERL_USE_EXTERNAL_MODULES=embedded${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}"
         "PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}"
         "OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
-        HF_HUB_OFFLINE=1
-        RAY_DEDUP_LOGS=0
+        MALLOC_ARENA_MAX=2 MALLOC_MMAP_THRESHOLD_=1000000 # freed tensors go back to the system: a third less memory
+        RAY_DEDUP_LOGS=0 # it would take the lines of two quick steps for repetitions
+        RAY_USAGE_STATS_ENABLED=0
     )
 fi
 

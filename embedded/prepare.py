@@ -9,6 +9,7 @@ few layers with the same tokenizer. The data are sums by reasoning-gym.
 
 import argparse
 import importlib.util
+import os
 import shutil
 import sys
 import warnings
@@ -101,6 +102,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small random model instead of SmolLM2")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    os.environ["TQDM_DISABLE"] = "1"
     args.directory.mkdir(parents=True, exist_ok=True)
 
     # Everything is written under another name first, so that an interrupted run leaves nothing half-made in place.

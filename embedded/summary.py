@@ -43,6 +43,10 @@ def short(value: float | str | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
+def plural(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else ending}"
+
+
 def steps_in(line: str) -> Iterator[tuple[int, dict[str, float]]]:
     if found := STEP.search(line):
         metrics = {}
@@ -65,7 +69,7 @@ def step_line(step: int, metrics: dict[str, float]) -> str:
             parts.append(f"{name} {metrics[key]:.4g}")
     if metrics.get("actor/gradloc/triggered"):
         culprits, passes = (metrics.get(f"actor/gradloc/{key}", 0) for key in ("culprits", "passes"))
-        parts.append(f"SPIKE: {culprits:.0f} culprits in {passes:.0f} passes")
+        parts.append(f"SPIKE: {plural(int(culprits), 'culprit')} in {plural(int(passes), 'pass', 'es')}")
     if "timing_s/step" in metrics:
         parts.append(f"{metrics['timing_s/step']:.0f} s")
     return "  ".join(parts)
@@ -109,12 +113,10 @@ def read_events(file: Path) -> list[dict]:
 
 
 def in_context(culprit: dict) -> Text:
-    """The culprit's token, marked in the text around it."""
-    token, context = culprit.get("token") or "", culprit.get("context") or ""
-    text = Text(repr(token), style="bold red")
-    if context:
-        text.append("  in  ", style="dim")
-        text.append(context.replace("\n", "\\n"), style="default")
+    """The text around the culprit, which the evidence marks by «»."""
+    context = culprit.get("context") or culprit.get("token") or f"token {culprit.get('token_id')}"
+    text = Text(context.replace("\n", "\\n"))
+    text.highlight_regex("«.*»", "bold red")
     return text
 
 
@@ -169,7 +171,8 @@ def report(dump_dir: Path, log: Path | None) -> None:
     cut_short = sum(not event.get("complete", True) for event in events)
     if cut_short:
         console.print(f"In {cut_short} of the events the search ran out of passes: there may be more culprits.")
-    console.print(f"{len(events)} events, {len(rows)} culprits. The evidence: {file}", soft_wrap=True)
+    counts = f"{plural(len(events), 'event')}, {plural(len(rows), 'culprit')}"
+    console.print(f"{counts}. The evidence: {file}", soft_wrap=True)
 
 
 def main() -> None:

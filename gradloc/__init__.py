@@ -14,10 +14,10 @@
 """GradLoc: finds the tokens behind a spike of the gradient norm in RL training."""
 
 from .config import GradLocConfig
-from .distributed import RankLostError
 from .evidence import record_events, text_evidence
 from .layer_clip import LayerClip, LayerClipConfig
-from .locator import GradLoc, keep_gradient, token_weights
+from .locator import GradLoc, token_weights
+from .lockstep import RankLostError
 
 __all__ = [
     "GradLoc",
@@ -25,7 +25,6 @@ __all__ = [
     "LayerClip",
     "LayerClipConfig",
     "RankLostError",
-    "keep_gradient",
     "record_events",
     "text_evidence",
     "token_weights",

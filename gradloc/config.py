@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 
 TRIGGERS = ("unit", "global")
-ACTIONS = ("log",)
+ACTIONS = ("log", "skip", "drop")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class GradLocConfig:
         budget (int): At most so many extra forward/backward passes for one event.
         trigger (str): "unit": any micro-batch of any rank over its threshold starts a search; "global": only the
             norm of the reduced gradient does.
-        action (str): "log": write the evidence and train on as if nothing had happened.
+        action (str): What becomes of the optimizer step. "log": it is taken as if nothing had happened; "skip": it is
+            left out; "drop": it is taken without the culprits' gradient.
 
     Raises:
         ValueError: A value is out of range; the message names the configuration key to mend.

@@ -74,6 +74,17 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
     }
 
 
+def suspicion(tokens: Mapping[str, Tensor]) -> Tensor:
+    """s_t = |∂L/∂log p_t|·(1 − p_t), within √2 of the norm of the gradient by the logits.
+
+    An entropy bonus adds its own coefficient times the entropy, a rough measure of its gradient.
+    """
+    found = tokens["coefficient"].abs() * (1 - tokens["log_prob"].exp())
+    if "entropy" in tokens:
+        found = found + tokens["entropy_coefficient"].abs() * tokens["entropy"].abs()
+    return found
+
+
 def classify(culprit: Mapping[str, Any]) -> str:
     """What looks wrong with a culprit; the first rule that holds names it.
 

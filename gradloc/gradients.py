@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.tensor import DTensor
 
 
-def _flat_handles(module: nn.Module) -> list:
+def _flat_handles(module: nn.Module) -> list[FlatParamHandle]:
     """FSDP1's handles, one for each flat parameter."""
     units = FullyShardedDataParallel.fsdp_modules(module)
     return [unit._handle for unit in units if unit._handle is not None]
@@ -63,18 +64,43 @@ def reduced_norm(module: nn.Module, device: torch.device) -> float:
     return float((sharded + whole).sqrt())
 
 
-@contextmanager
-def set_aside(module: nn.Module) -> Iterator[None]:
-    """Takes all gradients off the module, and puts the very same bits back at the end, whatever happened between."""
-    kept = [(holder, holder.grad, _copy_if_reused(holder)) for holder in _holders(module)]
-    clear(module)
-    try:
-        yield
-    finally:
-        clear(module)
-        for holder, gradient, copy in kept:
+class SetAside:
+    """Takes all gradients off a module while new ones are computed; leaving it puts the very same bits back.
+
+    A context manager. After `subtract()` in it, what it puts back is the old gradient less the one computed meanwhile;
+    after `replace()`, the new one.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._outcome = "restore"
+
+    def subtract(self) -> None:
+        self._outcome = "subtract"
+
+    def replace(self) -> None:
+        self._outcome = "replace"
+
+    def __enter__(self) -> "SetAside":
+        self._kept = [(holder, holder.grad, _copy_if_reused(holder)) for holder in _holders(self._module)]
+        clear(self._module)
+        return self
+
+    @torch.no_grad()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None and self._outcome == "replace":
+            return
+        # FSDP1's original parameters see what is done to the flat ones.
+        flat = {id(handle.flat_param) for handle in _flat_handles(self._module)}
+        new = [holder.grad for holder, _, _ in self._kept]
+        clear(self._module)
+        for (holder, gradient, copy), change in zip(self._kept, new, strict=True):
             if copy is not None:
+                change = change.clone() if change is not None else None
                 gradient.copy_(copy)
+            if error is None and self._outcome == "subtract" and change is not None:
+                if not flat or id(holder) in flat:
+                    gradient.sub_(change)
             holder.grad = gradient
 
 
@@ -93,19 +119,53 @@ def reset_sharding(module: nn.Module) -> None:
     """Brings FSDP back to where a forward may start, after a forward or backward that was broken off by an error."""
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         unit.training_state = TrainingState.IDLE
+        unit._post_backward_callback_queued = False
+        if unit._is_root:
+            unit._exec_order_data.next_iter()
         if unit._handle is not None:
-            if unit._handle._training_state != HandleTrainingState.IDLE:
-                unit._handle._training_state = HandleTrainingState.IDLE
-                unit._handle.reshard(free_unsharded_flat_param=True)
-            if hasattr(unit._handle.flat_param, "_saved_grad_shard"):
-                del unit._handle.flat_param._saved_grad_shard
+            _reset_handle(unit._handle)
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
-            state = unit._get_fsdp_state()
-            state._training_state = type(state._training_state).IDLE
-            if state._fsdp_param_group is not None:
-                state._fsdp_param_group._training_state = type(state._fsdp_param_group._training_state).IDLE
-                unit.reshard()
+            _reset_fsdp2(unit)
+
+
+def _reset_handle(handle: FlatParamHandle) -> None:
+    """What FSDP1 does with a handle at the end of a backward, less the gradient."""
+    flat_param = handle.flat_param
+    if hasattr(flat_param, "_post_backward_hook_state"):
+        flat_param._post_backward_hook_state[-1].remove()
+        del flat_param._post_backward_hook_state
+    if hasattr(flat_param, "_saved_grad_shard"):
+        del flat_param._saved_grad_shard
+    flat_param._post_backward_called = False
+    handle._ran_pre_backward_hook = False
+    handle._needs_pre_backward_unshard = False
+    handle._post_forward_index = None
+    handle._training_state = HandleTrainingState.IDLE
+    handle._prefetched = False
+    if flat_param.data_ptr() != flat_param._local_shard.data_ptr() or handle._skipped_use_sharded_views:
+        handle.reshard(free_unsharded_flat_param=handle.uses_sharded_strategy)
+        handle.post_reshard()
+
+
+def _reset_fsdp2(unit: FSDPModule) -> None:
+    state = unit._get_fsdp_state()
+    if hasattr(unit, "reset_iter_state"):
+        if state._is_root:
+            unit.reset_iter_state()
+        return
+    # torch before 2.12 has no such method.
+    state._training_state = type(state._training_state).IDLE
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    state._comm_ctx.post_forward_order.clear()
+    state._comm_ctx.all_gather_state = None
+    group = state._fsdp_param_group
+    if group is not None:
+        group._training_state = type(group._training_state).IDLE
+        group._all_gather_result = None
+        group._post_forward_indices.clear()
+        unit.reshard()
 
 
 @contextmanager

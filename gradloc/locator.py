@@ -16,9 +16,8 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -27,13 +26,19 @@ from torch import Tensor, nn
 
 from . import distributed, evidence, gradients
 from .config import GradLocConfig
-from .search import Culprit, Search, Segment
+from .lockstep import Lockstep, RankLostError
+from .passes import Forward, MicroBatch, Passes, Share, UnitName
+from .search import Search, Segment
 from .taps import GradientTaps
 
 logger = logging.getLogger(__name__)
 
-# A unit's name: (rank, index of the micro-batch in the mini-batch).
-UnitName = tuple[int, int]
+# How many of the largest tokens an event names for a spike without a culprit.
+_LARGEST_TOKENS = 3
+
+# The culprits' gradient may be subtracted from the whole if what is left is no smaller than this share of it: float32
+# then keeps five digits. Otherwise the rest is computed anew.
+_CANCELLATION = 1e-2
 
 
 def token_weights(aggregate: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
@@ -48,82 +53,60 @@ def token_weights(aggregate: Callable[[Tensor], Tensor], like: Tensor) -> Tensor
         return torch.autograd.grad(aggregate(x), x)[0]
 
 
-def keep_gradient(values: Tensor | None, keep: Tensor) -> Tensor | None:
-    """The same values; only those where `keep` holds pass a gradient on."""
-    return None if values is None else torch.where(keep, values, values.detach())
-
-
-@dataclass
-class _MicroBatch:
-    """What this rank remembers of a micro-batch until the optimizer step."""
-
-    inputs: Any
-    rows: list[int]
-    rng_state: tuple[Tensor, Tensor | None]
-    tokens: dict[str, Tensor] = field(default_factory=dict)
-    squares: Tensor | None = None
-
-    def catch(self, name: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            self.tokens[name] = gradient.detach()
-
-        return hook
-
-
-@dataclass
-class _Shared:
-    """A suspect micro-batch as every rank has it: its inputs until its search is over, and its tokens."""
-
-    micro_batch: _MicroBatch
-    candidates: Tensor
-    suspicion: Tensor
-
-
 @dataclass(frozen=True)
-class _UnitSummary:
-    """The figures of a micro-batch that all ranks share when a search begins."""
+class _Unit:
+    """The figures of a micro-batch that all ranks share when a search begins.
+
+    Args:
+        rows (int): Its rows.
+        tokens (int): Its response tokens.
+        broken_tokens (int): Those of them whose log-prob is not a finite number.
+        norm (float): The norm of its local gradient.
+        root_square_weight (float): sqrt(Σ w_t²).
+        layer_norms (dict[str, float]): The norm in each layer.
+    """
 
     rows: int
     tokens: int
+    broken_tokens: int
     norm: float
     root_square_weight: float
     layer_norms: dict[str, float]
 
     @property
     def token_equivalent(self) -> float:
-        if self.root_square_weight > 0 or not math.isfinite(self.norm):
-            return self.norm / self.root_square_weight if self.root_square_weight > 0 else math.inf
+        if self.root_square_weight > 0 and math.isfinite(self.norm):
+            return self.norm / self.root_square_weight
         return 0.0 if self.norm == 0 else math.inf
 
 
 class GradLoc:
     """Watches the training passes of a (sharded) model and finds the tokens behind a spike of its gradient.
 
-    The trainer wraps each training pass in `micro_batch`, calls `observe` in it once the log-probs are there, and
-    `locate` before the optimizer step. All are called by all ranks alike.
+    For each micro-batch the trainer calls `begin_pass`, then its forward, then `observe`, then its backward, then
+    `end_pass`; and before the optimizer step `locate`. All ranks call all of them alike.
 
     Args:
         module (nn.Module): The model; ranks hold different data (FSDP1, FSDP2, or a single process).
-        config (GradLocConfig): When a norm counts as a spike.
-        probe (Callable): `probe(inputs, keep)` runs forward and backward of the micro-batch that `inputs` stands for,
-            exactly as in training, but with the gradient of all tokens outside of `keep` (bool, CPU, shape (rows,
-            response length)) taken out by `keep_gradient`.
+        config (GradLocConfig): When a norm counts as a spike, and what to do.
+        forward (Callable): `forward(inputs, rows, response_length)` computes (entropy or None, log_prob), each of shape
+            (len(rows), response_length), of some rows of a micro-batch, with their responses cut to that length.
         device (str | torch.device): Where the model computes.
         loss_scale (Callable): Gives the factor by which backward passes are scaled (for fp16); 1 by default.
         squared_norms (Callable, optional): `LayerClip.squared_norms`, where that is on too: then the reduced gradient
             is measured once for both.
 
     Attributes:
-        squared_norms (Tensor | None): What it gave for the gradient that the last `locate` has left behind (without
-            the loss scale), if it was called.
-        events (list[dict]): The events since `start_update`, the same on every rank, ready for `jsonable`.
+        squared_norms (Tensor | None): What it gave, less the loss scale, for the gradient that `locate` has left
+            behind; None where that was not measured.
+        events (list[dict]): The events since `start_update`, the same on every rank, ready for `evidence.jsonable`.
     """
 
     def __init__(
         self,
         module: nn.Module,
         config: GradLocConfig,
-        probe: Callable[[Any, Tensor], None],
+        forward: Forward,
         device: str | torch.device = "cpu",
         loss_scale: Callable[[], float] = lambda: 1.0,
         squared_norms: Callable[[], Tensor] | None = None,
@@ -132,15 +115,15 @@ class GradLoc:
         self.squared_norms: Tensor | None = None
         self.events: list[dict[str, Any]] = []
         self._module = module
-        self._probe = probe
+        self._forward = forward
+        self._device = torch.device(device)
         self._loss_scale = loss_scale
         self._measure = squared_norms
         self._event: dict[str, Any] | None = None
-        self._device = torch.device(device)
         self._taps = GradientTaps(module, self._device)
-        self._failure = distributed.FailureNotice()
-        self._micro_batches: list[_MicroBatch] = []
-        self._current: _MicroBatch | None = None
+        self._lockstep = Lockstep()
+        self._micro_batches: list[MicroBatch] = []
+        self._current: MicroBatch | None = None
         self._global_step: int | None = None
         self._token_norm_max = 0.0
 
@@ -151,23 +134,17 @@ class GradLoc:
         self._global_step = global_step
         self._token_norm_max = 0.0
 
-    @contextmanager
-    def micro_batch(self, inputs: Any, rows: Sequence[int]) -> Iterator[None]:
-        """Goes around one training pass (forward and backward).
+    def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
+        """Called before a training pass.
 
         Args:
-            inputs (Any): What the probe needs to run the pass again; picklable, best on the CPU.
+            inputs (dict): What `forward` needs; picklable. Kept until `locate`.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
-        current = _MicroBatch(inputs, list(rows), gradients.get_rng_state(self._device))
-        self._current = current
+        self._current = MicroBatch(inputs, [int(row) for row in rows], gradients.get_rng_state(self._device))
         self._taps.start()
-        try:
-            yield
-        finally:
-            self._current = None
-            current.squares = self._taps.stop()
-        self._micro_batches.append(current)
+        if not self._lockstep.has_pattern:
+            self._lockstep.start()
 
     def observe(self, log_prob: Tensor, entropy: Tensor | None, weight: Tensor, **tokens: Tensor) -> None:
         """Notes the tokens of the pass under way, and their coefficients ∂L/∂log p once its backward runs.
@@ -178,37 +155,55 @@ class GradLoc:
             weight (Tensor): w of each token, gradient accumulation included.
             tokens (Tensor): Whatever `evidence.token_evidence` reports; `response_mask` and `token_id` at least.
         """
-        if self._current is None:
-            raise RuntimeError("observe() belongs inside of micro_batch().")
+        current = self._current
+        if current is None:
+            raise RuntimeError("observe() belongs between begin_pass() and end_pass().")
         noted = {"log_prob": log_prob, "weight": weight, **tokens}
         if entropy is not None:
             noted["entropy"] = entropy
-        self._current.tokens = {name: tensor.detach() for name, tensor in noted.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in noted.items()}
+        if len(set(shapes.values())) > 1:
+            raise ValueError(f"all token tensors must be of one shape (rows, response length), got {shapes}.")
+        current.tokens = {name: tensor.detach() for name, tensor in noted.items()}
         for name, tensor in (("coefficient", log_prob), ("entropy_coefficient", entropy)):
             if tensor is not None and tensor.requires_grad:
-                tensor.register_hook(self._current.catch(name))
+                tensor.register_hook(_catch(current.tokens, name))
 
-    def locate(self, epoch: int, mini_batch: int) -> None:
+    def end_pass(self) -> None:
+        """Called after the backward of a training pass."""
+        if self._current is None:
+            raise RuntimeError("end_pass() comes after begin_pass().")
+        self._lockstep.stop()
+        self._current.squares = self._taps.stop()
+        self._micro_batches.append(self._current)
+        self._current = None
+
+    def locate(self, epoch: int, mini_batch: int) -> bool:
         """Checks the mini-batch's gradient, and on a spike finds the culprits. A collective call.
 
-        Gradients, random state and training flags are afterwards what they were before, bit for bit.
+        With the actions "log" and "skip", gradients, random state and training flags are afterwards what they were
+        before, bit for bit. With "drop", the gradient is without the culprits'.
 
         Args:
             epoch (int): The PPO epoch, for the event.
             mini_batch (int): The mini-batch's index in the update, for the event.
 
+        Returns:
+            bool: Whether the optimizer is to step.
+
         Raises:
-            RankLostError: A probe failed on this rank alone, in the middle of FSDP's collective calls. Any other error
-                of the search is logged, and training goes on.
+            RankLostError: A pass failed on this rank in the middle of FSDP's collective calls, and it could not make
+                the rest of them. Any other error of the search is logged, and training goes on.
         """
         micro_batches, self._micro_batches = self._micro_batches, []
         self._event = self.squared_norms = None
         try:
-            self._locate(micro_batches, epoch, mini_batch)
-        except distributed.RankLostError:
+            return self._locate(micro_batches, epoch, mini_batch)
+        except RankLostError:
             raise
         except Exception:
             logger.warning("the search for the tokens behind a gradient spike failed; training goes on", exc_info=True)
+            return True
 
     def add_to_event(self, **facts: Any) -> None:
         """Adds what became of the gradient to the event of the last `locate`, if that found a spike."""
@@ -223,75 +218,79 @@ class GradLoc:
             "actor/gradloc/culprits": sum(len(event["culprits"]) for event in self.events),
             "actor/gradloc/passes": sum(event["passes"] for event in self.events),
             "actor/gradloc/seconds": sum(event["seconds"] for event in self.events),
+            "actor/gradloc/skipped": sum(event["action"] == "skip" and event["applied"] for event in self.events),
         }
 
-    def _locate(self, micro_batches: list[_MicroBatch], epoch: int, mini_batch: int) -> None:
+    def _locate(self, micro_batches: list[MicroBatch], epoch: int, mini_batch: int) -> bool:
         started = time.perf_counter()
         scale = self._loss_scale()
         squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]) / scale**2
         square_weights = torch.stack([mb.tokens["weight"].double().square().sum() for mb in micro_batches])
-        figures = _largest_token_equivalent(squares.sum(1), square_weights)
-        figures = torch.stack([figures, square_weights.sum()]).to(self._device)
-        by_rank = torch.stack(distributed.gather(figures))
+        figures = torch.stack([_largest_token_equivalent(squares.sum(1), square_weights), square_weights.sum()])
+        by_rank = torch.stack(distributed.gather(figures.to(self._device)))
         token_norm_max = float(by_rank[:, 0].max())
         self._token_norm_max = max(self._token_norm_max, token_norm_max)
 
+        threshold = self.config.threshold
+        if self.config.trigger == "unit" and token_norm_max <= threshold:
+            return True
         # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
-        world_size = distributed.world_size()
-        global_threshold = self.config.threshold * math.sqrt(float(by_rank[:, 1].sum())) / world_size
-        if self.config.trigger == "unit":
-            if token_norm_max <= self.config.threshold:
-                return
-            global_norm = self._reduced_norm(scale)
-        else:
-            global_norm = self._reduced_norm(scale)
-            if global_norm <= global_threshold:
-                return
+        global_threshold = threshold * math.sqrt(float(by_rank[:, 1].sum())) / distributed.world_size()
+        global_norm = self._reduced_norm(scale)
+        if self.config.trigger == "global" and global_norm <= global_threshold:
+            return True
 
-        units = self._share_summaries(micro_batches, squares, square_weights)
-        suspects = sorted(
-            (name for name, unit in units.items() if not unit.token_equivalent <= self.config.threshold),
-            key=lambda name: (math.isfinite(units[name].norm), -_finite(units[name].token_equivalent), name),
+        units = self._share_units(micro_batches, squares, square_weights)
+        passes = Passes(
+            self._module, self._taps, self._forward, self._device, self._lockstep, scale, own=micro_batches[0]
         )
-        run = _Run(self, micro_batches, units, suspects, scale)
+        localization = _Localization(
+            threshold, self.config.budget, self._taps.layers, passes, micro_batches, units, scale
+        )
         rng_state = gradients.get_rng_state(self._device)
-        with gradients.set_aside(self._module), gradients.training_flags(self._module):
+        with gradients.training_flags(self._module):
             try:
-                run.search_all()
+                with gradients.SetAside(self._module):
+                    localization.run()
+                applied = self._act(localization, global_norm, scale)
             finally:
                 gradients.set_rng_state(rng_state, self._device)
 
-        if self.config.trigger == "global":
-            trigger = {"kind": "global", "norm": global_norm, "threshold": global_threshold}
-        else:
-            worst = units[suspects[0]]
-            threshold = self.config.threshold * worst.root_square_weight
-            trigger = {"kind": "unit", "norm": worst.norm, "threshold": threshold}
-        seconds = distributed.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
-        event = {
-            "schema": evidence.SCHEMA,
-            "time": seconds[0][1],
-            "global_step": self._global_step,
-            "epoch": epoch,
-            "mini_batch": mini_batch,
-            "trigger": trigger,
-            "threshold": self.config.threshold,
-            "global_norm": global_norm,
-            "units": [self._unit_evidence(name, units[name]) for name in suspects],
-            "culprits": run.culprits(),
-            "passes": run.passes,
-            "budget": self.config.budget,
-            "complete": run.complete,
-            "open_segments": run.open_segments(),
-            "action": self.config.action,
-            "seconds": max(entry[0] for entry in seconds),
-            "search": "local",
-            "world_size": world_size,
-            "error": run.error,
-            "layer_clip": None,
-        }
-        self.events.append(event)
-        self._event = event
+        trigger = {"kind": "global", "norm": global_norm, "threshold": global_threshold}
+        if self.config.trigger == "unit":
+            worst = units[localization.suspects[0]]
+            trigger = {"kind": "unit", "norm": worst.norm, "threshold": threshold * worst.root_square_weight}
+        clocks = distributed.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
+        self.events.append(
+            {
+                "schema": evidence.SCHEMA,
+                "time": clocks[0][1],
+                "global_step": self._global_step,
+                "epoch": epoch,
+                "mini_batch": mini_batch,
+                "trigger": trigger,
+                "threshold": threshold,
+                "global_norm": global_norm,
+                "diagnosis": localization.diagnosis,
+                "units": localization.unit_evidence(),
+                "culprits": localization.culprit_evidence(),
+                "diffuse": localization.diffuse_evidence(),
+                "passes": passes.count,
+                "budget": self.config.budget,
+                "complete": localization.complete,
+                "open_segments": localization.open_segments(),
+                "action": self.config.action,
+                "applied": applied,
+                "seconds": max(seconds for seconds, _ in clocks),
+                "search": "local",
+                "world_size": distributed.world_size(),
+                "loss_scale": scale,
+                "error": localization.error,
+                "layer_clip": None,
+            }
+        )
+        self._event = self.events[-1]
+        return not (self.config.action == "skip" and applied)
 
     def _reduced_norm(self, scale: float) -> float:
         if self._measure is None:
@@ -299,207 +298,316 @@ class GradLoc:
         self.squared_norms = self._measure() / scale**2
         return float(self.squared_norms.sum().sqrt())
 
-    def _share_summaries(
-        self, micro_batches: list[_MicroBatch], squares: Tensor, square_weights: Tensor
-    ) -> dict[UnitName, _UnitSummary]:
+    def _act(self, localization: "_Localization", global_norm: float, scale: float) -> bool:
+        """Does what `spike_action` asks for; returns whether it could be done. The same on every rank."""
+        if self.config.action == "skip":
+            # After an overflow the gradient scaler leaves the step out itself, and has to see it to lower its scale.
+            return scale == 1 or math.isfinite(global_norm)
+        if self.config.action == "drop":
+            self.squared_norms = None
+            return localization.drop(self._module, self._device)
+        return True
+
+    def _share_units(
+        self, micro_batches: list[MicroBatch], squares: Tensor, square_weights: Tensor
+    ) -> dict[UnitName, _Unit]:
         roots = squares.sqrt().cpu()
-        own = [
-            _UnitSummary(
+        own = []
+        for i, micro_batch in enumerate(micro_batches):
+            mask = micro_batch.tokens["response_mask"].bool()
+            unit = _Unit(
                 rows=len(micro_batch.rows),
-                tokens=int(micro_batch.tokens["response_mask"].sum()),
+                tokens=int(mask.sum()),
+                broken_tokens=int((~micro_batch.tokens["log_prob"].isfinite() & mask).sum()),
                 norm=float(roots[i].square().sum().sqrt()),
                 root_square_weight=float(square_weights[i].sqrt()),
                 layer_norms=dict(zip(self._taps.layers, roots[i].tolist(), strict=True)),
             )
-            for i, micro_batch in enumerate(micro_batches)
-        ]
-        by_rank = distributed.gather_objects(own)
-        return {(rank, i): unit for rank, units in enumerate(by_rank) for i, unit in enumerate(units)}
-
-    def _unit_evidence(self, name: UnitName, unit: _UnitSummary) -> dict[str, Any]:
-        return {
-            "rank": name[0],
-            "micro_batch": name[1],
-            "rows": unit.rows,
-            "tokens": unit.tokens,
-            "norm": unit.norm,
-            "threshold": self.config.threshold * unit.root_square_weight,
-            "token_equivalent": unit.token_equivalent,
-            "layer_norms": unit.layer_norms,
-        }
+            own.append(unit)
+        return {(r, i): unit for r, units in enumerate(distributed.gather_objects(own)) for i, unit in enumerate(units)}
 
 
-class _Run:
-    """One search, from the suspect units to the culprits. Every rank measures one segment a pass."""
+class _Localization:
+    """One search, from the suspect units to the culprits. In every pass each rank measures one segment."""
 
     def __init__(
         self,
-        owner: GradLoc,
-        micro_batches: list[_MicroBatch],
-        units: dict[UnitName, _UnitSummary],
-        suspects: list[UnitName],
+        threshold: float,
+        budget: int,
+        layers: list[str],
+        passes: Passes,
+        micro_batches: list[MicroBatch],
+        units: dict[UnitName, _Unit],
         scale: float,
     ) -> None:
-        self.passes = 0
         self.error: str | None = None
-        self._owner = owner
+        self.suspects = sorted(
+            (name for name, unit in units.items() if not unit.token_equivalent <= threshold),
+            key=lambda name: (-units[name].token_equivalent, name),
+        )
+        self._threshold = threshold
+        self._budget = budget
+        self._layers = layers
+        self._passes = passes
         self._micro_batches = micro_batches
         self._units = units
-        self._waiting = list(suspects)
         self._scale = scale
-        self._search = Search(owner.config.threshold)
-        self._shared: dict[UnitName, _Shared] = {}
-        self._layer_norms: dict[tuple[UnitName, int], list[float]] = {}
+        self._search = Search(threshold)
+        self._shared: dict[UnitName, MicroBatch] = {}
+        self._candidates: dict[UnitName, Tensor] = {}
+        self._waiting = list(self.suspects)
+        # (unit, row, position) -> the token's share of the gradient in each layer.
+        self._measured: dict[tuple[UnitName, int, int], list[float]] = {}
+        self._unmeasurable: list[tuple[UnitName, int, int]] = []
+
+    @property
+    def everything_broken(self) -> bool:
+        """Whether no log-prob of any rank is a number: the weights are broken, not a token."""
+        return any(unit.tokens for unit in self._units.values()) and all(
+            unit.broken_tokens == unit.tokens for unit in self._units.values()
+        )
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the loss scale may be all that is wrong: fp16 gradients overflowed, the log-probs are numbers."""
+        worst = [self._units[name] for name in self.suspects]
+        return self._scale != 1 and any(not math.isfinite(unit.norm) and not unit.broken_tokens for unit in worst)
 
     @property
     def complete(self) -> bool:
         return self.error is None and not self._waiting and not self._search.open_segments
 
-    def search_all(self) -> None:
-        """Measures until every suspect unit is settled, the budget is spent, or a pass failed."""
+    @property
+    def diagnosis(self) -> str:
+        """What the event is, in a word; the README states the rules."""
+        if self.everything_broken:
+            return "nonfinite"
+        if self._search.culprits or self._unmeasurable:
+            return "tokens"
+        if self.overflow:
+            return "overflow"
+        if self._search.broken:
+            return "nonfinite"
+        return "diffuse" if self.complete else "incomplete"
+
+    def run(self) -> None:
+        """Measures until every suspect unit is settled, the budget is spent, or a pass failed. A collective call."""
+        if self.everything_broken or self.overflow:
+            self._waiting = []
+            return
         world_size = distributed.world_size()
-        while self.passes < self._owner.config.budget:
-            while self._waiting and len(self._search.open_segments) < world_size:
-                self._share(self._waiting[0])
-                del self._waiting[0]
-            segments = self._search.next(world_size)
-            if not segments:
-                return
-            self.passes += 1
-            squares = self._pass(segments)
-            if squares is None:
-                return
-            layer_norms = squares.sqrt()
-            for segment, norms in zip(segments, layer_norms.tolist(), strict=True):
-                if segment.size == 1:
-                    self._layer_norms[segment.unit, self._search.candidates(segment)[0]] = norms
-            self._search.record(list(zip(segments, squares.sum(1).sqrt().tolist(), strict=True)))
-            self._release_settled()
+        try:
+            while self._passes.count < self._budget:
+                while self._waiting and len(self._search.open_segments) < world_size:
+                    self._open(self._waiting[0])
+                    del self._waiting[0]
+                segments = self._search.next(world_size)
+                if not segments:
+                    return
+                squares = self._passes.measure([self._share_of(segment) for segment in segments])
+                for segment, norms in zip(segments, squares.sqrt().tolist(), strict=True):
+                    if segment.size == 1:
+                        self._measured[self._token(segment.unit, self._search.candidates(segment)[0])] = norms
+                self._search.record(list(zip(segments, squares.sum(1).sqrt().tolist(), strict=True)))
+        except distributed.RankFailedError as error:
+            self.error = str(error)
 
-    def culprits(self) -> list[dict[str, Any]]:
+    def drop(self, module: nn.Module, device: torch.device) -> bool:
+        """Takes the culprits' gradient out of the module's. A collective call.
+
+        Returns:
+            bool: Whether it is out; if not, the gradient is as it was.
+        """
+        culprits = self._culprit_masks()
+        if not culprits or self.error is not None:
+            return False
+        subtracted = False
+        try:
+            if math.isfinite(gradients.reduced_norm(module, device)):
+                subtracted, precise = self._subtract(module, device, culprits)
+                if precise:
+                    return True
+            return self._recompute(module, device, culprits) or subtracted
+        except distributed.RankFailedError as error:
+            self.error = str(error)
+            return subtracted
+
+    def _culprit_masks(self) -> dict[UnitName, Tensor]:
+        """The culprits' places in each unit, bool of shape (rows, response length)."""
+        masks: dict[UnitName, Tensor] = {}
+        for name, row, position in self._culprits():
+            shape = self._shared[name].tokens["response_mask"]
+            masks.setdefault(name, torch.zeros_like(shape, dtype=torch.bool))[row, position] = True
+        return masks
+
+    def _subtract(self, module: nn.Module, device: torch.device, culprits: dict[UnitName, Tensor]) -> tuple[bool, bool]:
+        """Measures the culprits' own gradient, one micro-batch on every rank, and takes it away.
+
+        Returns:
+            tuple[bool, bool]: Whether it was taken away, and whether enough is left to be precise.
+        """
+        shares = [Share(self._shared[name], mask) for name, mask in culprits.items()]
+        world_size = distributed.world_size()
+        if self._passes.count + math.ceil(len(shares) / world_size) > self._budget:
+            return False, False
+        with gradients.SetAside(module) as gradient:
+            for i in range(0, len(shares), world_size):
+                self._passes.accumulate(shares[i : i + world_size])
+            taken = gradients.reduced_norm(module, device)
+            gradient.subtract()
+        return True, gradients.reduced_norm(module, device) >= _CANCELLATION * taken
+
+    def _recompute(self, module: nn.Module, device: torch.device, culprits: dict[UnitName, Tensor]) -> bool:
+        """Computes the mini-batch's gradient anew without the culprits."""
+        rank = distributed.rank()
+        count = 1 + max(index for _, index in self._units)
+        if self._passes.count + count > self._budget:
+            return False
+        with gradients.SetAside(module) as gradient:
+            for i in range(count):
+                share = None
+                if (rank, i) in self._units:
+                    micro_batch = self._micro_batches[i].portable(self._scale)
+                    keep = micro_batch.tokens["response_mask"].bool()
+                    share = Share(micro_batch, keep & ~culprits.get((rank, i), torch.zeros_like(keep)))
+                self._passes.accumulate([share if r == rank else None for r in range(distributed.world_size())])
+            finite = math.isfinite(gradients.reduced_norm(module, device))
+            if finite:
+                gradient.replace()
+        return finite
+
+    def culprit_evidence(self) -> list[dict[str, Any]]:
         """The evidence on each culprit, the largest first."""
-        found = [self._culprit_evidence(culprit) for culprit in self._search.culprits]
-        return sorted(found, key=lambda culprit: (math.isfinite(culprit["grad_norm"]), -_finite(culprit["grad_norm"])))
+        found = [self._evidence_on(*token) for token in self._culprits()]
+        return sorted(found, key=lambda culprit: -_finite(culprit["grad_norm"]))
 
-    def open_segments(self) -> list[dict[str, Any]]:
-        """What the search did not get to, best first; a unit not begun is a segment of all its tokens."""
-        begun = [
-            {
-                "rank": segment.unit[0],
-                "micro_batch": segment.unit[1],
-                "tokens": segment.size,
-                "threshold": self._search.threshold(segment),
-            }
-            for segment in self._search.open_segments
-        ]
-        return begun + [
+    def unit_evidence(self) -> list[dict[str, Any]]:
+        """The units over their threshold, the largest first."""
+        return [
             {
                 "rank": name[0],
                 "micro_batch": name[1],
-                "tokens": self._units[name].tokens,
-                "threshold": self._owner.config.threshold * self._units[name].root_square_weight,
+                "rows": unit.rows,
+                "tokens": unit.tokens,
+                "broken_tokens": unit.broken_tokens,
+                "norm": unit.norm,
+                "threshold": self._threshold * unit.root_square_weight,
+                "token_equivalent": unit.token_equivalent,
+                "layer_norms": unit.layer_norms,
             }
-            for name in self._waiting
+            for name, unit in ((name, self._units[name]) for name in self.suspects)
         ]
 
-    def _share(self, name: UnitName) -> None:
+    def diffuse_evidence(self) -> list[dict[str, Any]]:
+        """The smallest parts over their threshold without a token over its own, with the largest tokens measured."""
+        found = []
+        for segment, norm in self._search.diffuse:
+            candidates = self._candidates[segment.unit][self._search.candidates(segment)]
+            tokens = [(segment.unit, row, position) for row, position in candidates.tolist()]
+            largest = sorted((t for t in tokens if t in self._measured), key=self._grad_norm, reverse=True)
+            rows = sorted({self._shared[segment.unit].rows[row] for _, row, _ in tokens})
+            found.append(
+                {
+                    "rank": segment.unit[0],
+                    "micro_batch": segment.unit[1],
+                    "rows": rows,
+                    "tokens": segment.size,
+                    "norm": norm,
+                    "threshold": self._search.threshold(segment),
+                    "largest_tokens": [
+                        {
+                            "row": self._shared[name].rows[row],
+                            "position": position,
+                            "grad_norm": self._grad_norm((name, row, position)),
+                        }
+                        for name, row, position in largest[:_LARGEST_TOKENS]
+                    ],
+                }
+            )
+        return found
+
+    def open_segments(self) -> list[dict[str, Any]]:
+        """What the search did not get to, best first; a unit not begun is a segment of all its tokens."""
+        begun = [(s.unit, s.size, self._search.threshold(s)) for s in self._search.open_segments if s.size]
+        waiting = [
+            (name, self._units[name].tokens, self._threshold * self._units[name].root_square_weight)
+            for name in self._waiting
+        ]
+        return [
+            {"rank": name[0], "micro_batch": name[1], "tokens": tokens, "threshold": threshold}
+            for name, tokens, threshold in begun + waiting
+        ]
+
+    def _open(self, name: UnitName) -> None:
         """Gives every rank the suspect's inputs and tokens, and opens it for the search. A collective call."""
         rank, index = name
-        micro_batch = distributed.broadcast(lambda: _to_cpu(self._micro_batches[index], self._scale), rank)
+        micro_batch = distributed.broadcast(lambda: self._micro_batches[index].portable(self._scale), rank)
+        self._shared[name] = micro_batch
         tokens = micro_batch.tokens
-        suspicion = _suspicion(tokens)
-        involved = (tokens["coefficient"] != 0) | (tokens["entropy_coefficient"] != 0)
-        candidates = (involved & (tokens["weight"] != 0)).nonzero()
-        at = tuple(candidates.T)
-        self._shared[name] = _Shared(micro_batch, candidates, suspicion[at])
-        self._search.add_unit(name, self._units[name].norm, suspicion[at], tokens["weight"][at])
+        mask = tokens["response_mask"].bool()
+        bad_log_probs = ~tokens["log_prob"].isfinite() & mask
+        if bad_log_probs.any():
+            # The forward itself is broken, and 0·NaN keeps every part of the gradient from being measured. In each row
+            # the first such token is where it began.
+            first = bad_log_probs & (bad_log_probs.cumsum(1) == 1)
+            self._unmeasurable += [(name, row, position) for row, position in first.nonzero().tolist()]
+            return
+        coefficient, entropy_coefficient = tokens["coefficient"], tokens["entropy_coefficient"]
+        nonfinite = ~(coefficient.isfinite() & entropy_coefficient.isfinite())
+        self._unmeasurable += [(name, row, position) for row, position in nonfinite.nonzero().tolist()]
+        involved = ((coefficient != 0) | (entropy_coefficient != 0)) & (tokens["weight"] != 0) & ~nonfinite
+        self._candidates[name] = involved.nonzero()
+        suspicion = evidence.suspicion(tokens)[involved]
+        self._search.add_unit(name, self._units[name].norm, suspicion, tokens["weight"][involved])
 
-    def _release_settled(self) -> None:
-        searched = {segment.unit for segment in self._search.open_segments}
-        for name, shared in self._shared.items():
-            if name not in searched:
-                shared.micro_batch.inputs = None
+    def _share_of(self, segment: Segment) -> Share:
+        micro_batch = self._shared[segment.unit]
+        keep = torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool)
+        keep[tuple(self._candidates[segment.unit][self._search.candidates(segment)].T)] = True
+        return Share(micro_batch, keep)
 
-    def _pass(self, segments: list[Segment]) -> Tensor | None:
-        """One forward and backward on every rank.
+    def _token(self, name: UnitName, candidate: int) -> tuple[UnitName, int, int]:
+        row, position = self._candidates[name][candidate].tolist()
+        return name, row, position
 
-        Returns:
-            Tensor: float64 of shape (segments, layers), the squared norms of each segment's gradient; None, on every
-                rank, when the pass failed on any.
-        """
-        taps = self._owner._taps
-        failure = self._owner._failure
-        failure.next_round()
-        rank = distributed.rank()
-        error = self._attempt(segments[rank] if rank < len(segments) else None)
-        if error is not None:
-            # With no FSDP unit begun, nothing was communicated: an idle pass keeps step with the other ranks.
-            in_step = taps.forwards == 0 and self._attempt(None) is None
-            if not in_step:
-                failure.failed(error)
-                self._tell(error)
-                return None
-        squares = taps.stop().to(self._owner._device) / self._scale**2
-        failed = torch.full_like(squares[:1], error is not None)
-        gathered = torch.stack(distributed.gather(torch.cat([squares, failed])))
-        if gathered[:, -1].any():
-            self._tell(error)
-            return None
-        return gathered[: len(segments), :-1]
+    def _culprits(self) -> list[tuple[UnitName, int, int]]:
+        return self._unmeasurable + [self._token(c.unit, c.candidate) for c in self._search.culprits]
 
-    def _attempt(self, segment: Segment | None) -> Exception | None:
-        """Measures a segment on this rank, or runs along without one.
+    def _weight(self, token: tuple[UnitName, int, int]) -> float:
+        name, row, position = token
+        return abs(float(self._shared[name].tokens["weight"][row, position]))
 
-        Returns:
-            Exception: What went wrong, if anything did.
-        """
-        owner = self._owner
-        owner._taps.start()
-        try:
-            if segment is None:
-                micro_batch = self._micro_batches[0]
-                keep = torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool, device="cpu")
-            else:
-                shared = self._shared[segment.unit]
-                micro_batch = shared.micro_batch
-                keep = torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool)
-                keep[tuple(shared.candidates[self._search.candidates(segment)].T)] = True
-            gradients.set_rng_state(micro_batch.rng_state, owner._device)
-            owner._probe(micro_batch.inputs, keep)
-        except Exception as error:
-            gradients.reset_sharding(owner._module)
-            return error
-        finally:
-            gradients.clear(owner._module)
-        return None
+    def _grad_norm(self, token: tuple[UnitName, int, int]) -> float:
+        return math.sqrt(sum(norm**2 for norm in self._measured[token])) / self._weight(token)
 
-    def _tell(self, error: Exception | None) -> None:
-        """Gives every rank the same message about a failed pass. A collective call."""
-        if error is not None:
-            logger.warning("a pass of the gradient search failed; training goes on", exc_info=error)
-        messages = distributed.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-        self.error = next(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None)
-
-    def _culprit_evidence(self, culprit: Culprit) -> dict[str, Any]:
-        shared = self._shared[culprit.unit]
-        row, position = shared.candidates[culprit.candidate].tolist()
-        facts = evidence.token_evidence(shared.micro_batch.tokens, row, position)
-        weight = abs(facts["weight"])
-        layers = self._owner._taps.layers
-        layer_norms = [norm / weight for norm in self._layer_norms[culprit.unit, culprit.candidate]]
+    def _evidence_on(self, name: UnitName, row: int, position: int) -> dict[str, Any]:
+        token = (name, row, position)
+        micro_batch = self._shared[name]
+        measured = token in self._measured
+        layer_norms = self._measured[token] if measured else [math.nan] * len(self._layers)
+        grad_norm = self._grad_norm(token) if measured else math.nan
         found = {
-            "rank": culprit.unit[0],
-            "micro_batch": culprit.unit[1],
-            "row": shared.micro_batch.rows[row],
+            "rank": name[0],
+            "micro_batch": name[1],
+            "row": micro_batch.rows[row],
             "position": position,
-            "grad_norm": culprit.norm / weight,
-            "threshold": self._owner.config.threshold,
-            "suspicion": float(shared.suspicion[culprit.candidate]),
-            "share": culprit.norm / self._units[culprit.unit].norm,
-            **facts,
-            "layer_norms": dict(zip(layers, layer_norms, strict=True)),
+            "grad_norm": grad_norm,
+            "threshold": self._threshold,
+            "suspicion": float(evidence.suspicion(micro_batch.tokens)[row, position]),
+            "share": grad_norm * self._weight(token) / self._units[name].norm,
+            **evidence.token_evidence(micro_batch.tokens, row, position),
+            "layer_norms": {
+                layer: norm / self._weight(token) for layer, norm in zip(self._layers, layer_norms, strict=True)
+            },
         }
         return {**found, "source": evidence.classify(found)}
+
+
+def _catch(tokens: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
+    def hook(gradient: Tensor) -> None:
+        tokens[name] = gradient.detach()
+
+    return hook
 
 
 def _largest_token_equivalent(squares: Tensor, square_weights: Tensor) -> Tensor:
@@ -509,24 +617,6 @@ def _largest_token_equivalent(squares: Tensor, square_weights: Tensor) -> Tensor
     return ratio.nan_to_num(nan=math.inf, posinf=math.inf).max()
 
 
-def _suspicion(tokens: dict[str, Tensor]) -> Tensor:
-    """s_t = |∂L/∂log p_t|·(1 − p_t), within √2 of the norm of the gradient by the logits.
-
-    An entropy bonus adds its own coefficient times the entropy, a rough measure of its gradient.
-    """
-    suspicion = tokens["coefficient"].abs() * (1 - tokens["log_prob"].exp())
-    if "entropy" in tokens:
-        suspicion = suspicion + tokens["entropy_coefficient"].abs() * tokens["entropy"].abs()
-    return suspicion
-
-
-def _to_cpu(micro_batch: _MicroBatch, scale: float) -> _MicroBatch:
-    tokens = {name: tensor.float().cpu() for name, tensor in micro_batch.tokens.items() if name != "token_id"}
-    tokens["token_id"] = micro_batch.tokens["token_id"].cpu()
-    for name in ("coefficient", "entropy_coefficient"):
-        tokens[name] = tokens[name] / scale if name in tokens else torch.zeros_like(tokens["weight"])
-    return _MicroBatch(micro_batch.inputs, micro_batch.rows, micro_batch.rng_state, tokens)
-
-
 def _finite(norm: float) -> float:
+    """The norm for sorting, NaN on top."""
     return norm if math.isfinite(norm) else math.inf

@@ -34,7 +34,10 @@ _SLACK = 1e-3
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens `low` to `high` (exclusive) of a unit's candidates in order of suspicion."""
+    """Tokens `low` to `high` (exclusive) of a unit's candidates in order of suspicion.
+
+    An empty one measures what a unit's gradient is without any token: anything but zero means that it is broken.
+    """
 
     unit: Hashable
     low: int
@@ -56,14 +59,18 @@ class Culprit:
 
 @dataclass
 class _Parent:
-    """What the unmeasured parts of a segment known to be over its threshold still hold together.
+    """A segment over its threshold, and what its unmeasured parts still hold together.
 
-    `norm` is a lower bound of the norm of their sum: by the triangle inequality the segment's own norm less the norms
-    of the parts measured so far. `parts` counts the unmeasured ones.
+    `rest` is a lower bound of the norm of their sum: by the triangle inequality the segment's own norm less the norms
+    of the parts measured so far. `parts` counts the unmeasured ones; `explained` says whether a part was over its own
+    threshold.
     """
 
+    segment: Segment
     norm: float
-    parts: int
+    rest: float
+    parts: int = 1
+    explained: bool = False
 
 
 class _Unit:
@@ -86,8 +93,8 @@ class _Unit:
         self.prior: list[float] = [0.0, *prior[order].cumsum(0).tolist()]
         self.square: list[float] = [0.0, *weights[order].square().cumsum(0).tolist()]
 
-    def mass(self, low: int, high: int) -> float:
-        return self.prior[high] - self.prior[low]
+    def mass(self, segment: Segment) -> float:
+        return self.prior[segment.high] - self.prior[segment.low]
 
     def halve(self, low: int, high: int) -> int:
         """Where to cut so that both sides hold about half of the prior."""
@@ -107,10 +114,18 @@ class Search:
 
     Args:
         threshold (float): τ.
+
+    Attributes:
+        culprits (list[Culprit]): The single tokens over the threshold so far.
+        diffuse (list[tuple[Segment, float]]): Segments over their threshold, with their norms, of which no part is: the
+            smallest that hold a spike without a culprit.
+        broken (list[Hashable]): Units whose gradient is not a number even without any token.
     """
 
     def __init__(self, threshold: float) -> None:
         self.culprits: list[Culprit] = []
+        self.diffuse: list[tuple[Segment, float]] = []
+        self.broken: list[Hashable] = []
         self._threshold = threshold
         self._units: dict[Hashable, _Unit] = {}
         self._open: dict[Segment, _Parent] = {}
@@ -133,17 +148,19 @@ class Search:
             return
         self._units[unit] = _Unit(len(self._units), norm, suspicion, weights)
         whole = Segment(unit, 0, len(weights))
+        parent = _Parent(whole, norm, rest=norm)
+        if not math.isfinite(norm):
+            empty = Segment(unit, 0, 0)
+            self._open[empty] = _Parent(empty, norm, rest=0.0)
         if whole.size == 1:
-            self._open[whole] = _Parent(norm, 1)
+            self._open[whole] = parent
         else:
-            self._split(whole, _Parent(norm, 1))
+            self._split(whole, parent)
 
     def next(self, count: int) -> list[Segment]:
         """The up to `count` segments to measure in the next pass, all different."""
         while 0 < len(self._open) < count:
-            widest = max(
-                (segment for segment in self._open if segment.size > 1), key=self._expected_square, default=None
-            )
+            widest = max((s for s in self._open if s.size > 1), key=self._expected_square, default=None)
             if widest is None:
                 break
             self._split(widest, self._open.pop(widest))
@@ -151,18 +168,21 @@ class Search:
 
     def record(self, measured: list[tuple[Segment, float]]) -> None:
         """Takes in the norms of segments that `next` named. A NaN or Inf counts as over the threshold."""
-        over: list[tuple[Segment, float]] = []
         for segment, norm in measured:
             parent = self._open.pop(segment)
             parent.parts -= 1
-            parent.norm = _remainder(parent.norm, norm)
-            if not norm <= self.threshold(segment):
-                over.append((segment, norm))
-        for segment, norm in over:
-            if segment.size == 1:
+            parent.rest = _remainder(parent.rest, norm)
+            over = not norm <= self.threshold(segment)
+            if over and segment.size == 0:
+                self.broken.append(segment.unit)
+            elif over and segment.size == 1:
                 self.culprits.append(Culprit(segment.unit, self.candidates(segment)[0], norm))
-            else:
-                self._split(segment, _Parent(norm, 1))
+            elif over:
+                self._split(segment, _Parent(segment, norm, rest=norm))
+            parent.explained |= over
+            if parent.parts == 0 and not parent.explained and parent.segment.size > 0:
+                self.diffuse.append((parent.segment, parent.norm))
+        self._close_broken_units()
         self._split_without_measuring()
 
     def threshold(self, segment: Segment) -> float:
@@ -180,21 +200,28 @@ class Search:
         self._open[Segment(segment.unit, segment.low, cut)] = parent
         self._open[Segment(segment.unit, cut, segment.high)] = parent
 
+    def _close_broken_units(self) -> None:
+        broken = set(self.broken)
+        self._open = {segment: parent for segment, parent in self._open.items() if segment.unit not in broken}
+        self.culprits = [culprit for culprit in self.culprits if culprit.unit not in broken]
+
     def _split_without_measuring(self) -> None:
         """Splits what must be over its threshold because its siblings cannot account for the parent's norm."""
         found = True
         while found:
             found = False
             for segment, parent in list(self._open.items()):
-                if parent.parts == 1 and segment.size > 1 and parent.norm > (1 + _SLACK) * self.threshold(segment):
+                if parent.parts == 1 and segment.size > 1 and parent.rest > (1 + _SLACK) * self.threshold(segment):
                     del self._open[segment]
                     self._split(segment, parent)
                     found = True
 
     def _expected_square(self, segment: Segment) -> float:
         unit = self._units[segment.unit]
+        if segment.size == 0:  # first of all, since it may settle the whole unit
+            return math.inf
         norm = unit.norm if math.isfinite(unit.norm) else 1e150
-        return norm**2 * unit.mass(segment.low, segment.high)
+        return norm**2 * unit.mass(segment)
 
     def _urgency(self, segment: Segment) -> tuple:
         return (-self._expected_square(segment), self._units[segment.unit].number, segment.low)

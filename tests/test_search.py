@@ -98,7 +98,16 @@ def test_a_nonfinite_token_is_a_culprit(bad: float) -> None:
     search.add_unit("a", math.nan, suspicion, tokens.weights)
     while segments := search.next(2):
         search.record([(s, bad if 17 in search.candidates(s) else tokens.norm(search.candidates(s))) for s in segments])
-    assert [c.candidate for c in search.culprits] == [17]
+    assert [c.candidate for c in search.culprits] == [17] and search.broken == []
+
+
+def test_a_unit_that_is_not_finite_without_any_token_is_broken_and_costs_one_pass() -> None:
+    search = Search(THRESHOLD)
+    search.add_unit("a", math.nan, torch.ones(100), torch.full((100,), 0.01))
+    segments = search.next(2)
+    assert segments[0].size == 0
+    search.record([(segment, math.nan) for segment in segments])
+    assert search.broken == ["a"] and search.culprits == [] and search.next(2) == []
 
 
 def test_thresholds_are_the_published_ones_for_equal_weights() -> None:
@@ -115,6 +124,10 @@ def test_a_spike_of_many_small_tokens_has_no_culprit_and_ends() -> None:
     search = start({"a": tokens})
     run(search, {"a": tokens}, 4)
     assert search.culprits == [] and search.open_segments == []
+    assert search.diffuse
+    for segment, norm in search.diffuse:  # over its threshold, and its halves are not
+        assert norm > search.threshold(segment)
+        assert segment.size <= 2 * (THRESHOLD / 2) ** 2
 
 
 def test_a_unit_without_candidates_has_nothing_to_measure() -> None:
