@@ -235,6 +235,20 @@ def test_only_layers_over_their_bound_are_scaled_and_none_is_raised() -> None:
     assert math.sqrt(sum(p.grad.square().sum().item() for p in model[0].parameters())) == pytest.approx(3.0)
 
 
+@both_rules
+def test_the_statistics_take_in_the_clipped_norm(config: LayerClipConfig) -> None:
+    model = small_model()
+    clip = LayerClip(model, config)
+    expected = LayerStatistics()
+    for norm in [*log_normal(50), 1e6, 1.0, 1e6]:
+        set_gradients(model, (norm, 1.0))
+        clip.clip()
+        step(expected, clip.last_step["0"]["norm"], config)
+    found = clip.state_dict()["0"]
+    assert (found["mean"], found["deviation"]) == pytest.approx((expected.mean, expected.deviation), rel=1e-5)
+    assert clip.last_step["0"]["bound"] < 10
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_non_finite_gradient_is_left_to_the_optimizer_step(broken: float) -> None:
     model = small_model()
