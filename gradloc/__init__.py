@@ -15,12 +15,15 @@
 
 from .config import GradLocConfig
 from .evidence import record_events, text_evidence
+from .layer_clip import LayerClip, LayerClipConfig
 from .locator import GradLoc, token_weights
 from .lockstep import RankLostError
 
 __all__ = [
     "GradLoc",
     "GradLocConfig",
+    "LayerClip",
+    "LayerClipConfig",
     "RankLostError",
     "record_events",
     "text_evidence",

@@ -13,26 +13,56 @@
 # limitations under the License.
 """Which layer a parameter belongs to."""
 
+import logging
 import re
+from collections.abc import Iterable
+
+logger = logging.getLogger(__name__)
 
 # What FSDP1, activation checkpointing, torch.compile and LoRA insert into parameter names.
 _WRAPPERS = re.compile(r"\b(?:_(?:fsdp|checkpoint)_wrapped_module|_orig_mod|base_model\.model|base_layer)\.")
 _LORA = re.compile(r"\.(?:lora_|modules_to_save\b|original_module\b).*")
 _MODEL = re.compile(r"^(?:(?:model|transformer|language_model|decoder|module)\.)+")
+# What chooses the experts of a mixture of experts. A "gate" elsewhere (in attention, say) is something else.
+_ROUTER = re.compile(r"\.(?:router|(?:mlp|moe|block_sparse_moe|feed_forward|ffn)\.gate)(?:\.|$)")
 
 
 def layer_name(parameter_name: str) -> str:
     """The layer group of a parameter: "embed_tokens", "layers.3", "norm", "lm_head", "visual.blocks.0", ….
 
-    Everything in a numbered block is one group. Any other parameter belongs to the module that owns it, so that none is
-    left out in a model with unusual names.
+    Everything in a numbered block is one group, all experts of a mixture of experts included; only their router is a
+    group of its own, "layers.3.router". Any other parameter belongs to the module that owns it, so that none is left
+    out in a model with unusual names.
 
     Args:
         parameter_name (str): The name as `named_parameters()` gives it; wrappers in it are ignored.
     """
-    parts = _MODEL.sub("", _WRAPPERS.sub("", parameter_name)).split(".")
+    parts = _plain_name(parameter_name).split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
-            return ".".join(parts[: i + 1])
+            block, rest = ".".join(parts[: i + 1]), ".".join(["", *parts[i + 1 :]])
+            return f"{block}.router" if _ROUTER.search(rest) else block
     name = _LORA.sub("", ".".join(parts))
     return name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
+
+
+def layer_groups(parameter_names: Iterable[str]) -> dict[str, str]:
+    """The layer group of each parameter of a model: `layer_name`, or the top-level module where that fits none.
+
+    Args:
+        parameter_names (Iterable[str]): The names of all the model's parameters, frozen ones included.
+    """
+    names = list(parameter_names)
+    if any(part.isdigit() for name in names for part in _plain_name(name).split(".")):
+        return {name: layer_name(name) for name in names}
+    groups = {name: _plain_name(name).partition(".")[0] for name in names}
+    logger.warning(
+        "No parameter of this model lies in a numbered block (such as layers.0), so its top-level modules are taken "
+        "for the layers: %s.",
+        ", ".join(dict.fromkeys(groups.values())),
+    )
+    return groups
+
+
+def _plain_name(parameter_name: str) -> str:
+    return _MODEL.sub("", _WRAPPERS.sub("", parameter_name))

@@ -94,8 +94,12 @@ class GradLoc:
             (len(rows), response_length), of some rows of a micro-batch, with their responses cut to that length.
         device (str | torch.device): Where the model computes.
         loss_scale (Callable): Gives the factor by which backward passes are scaled (for fp16); 1 by default.
+        squared_norms (Callable, optional): `LayerClip.squared_norms`, where that is on too: then the reduced gradient
+            is measured once for both.
 
     Attributes:
+        squared_norms (Tensor | None): What it gave, less the loss scale, for the gradient that `locate` has left
+            behind; None where that was not measured.
         events (list[dict]): The events since `start_update`, the same on every rank, ready for `evidence.jsonable`.
     """
 
@@ -106,13 +110,17 @@ class GradLoc:
         forward: Forward,
         device: str | torch.device = "cpu",
         loss_scale: Callable[[], float] = lambda: 1.0,
+        squared_norms: Callable[[], Tensor] | None = None,
     ) -> None:
         self.config = config
+        self.squared_norms: Tensor | None = None
         self.events: list[dict[str, Any]] = []
         self._module = module
         self._forward = forward
         self._device = torch.device(device)
         self._loss_scale = loss_scale
+        self._measure = squared_norms
+        self._event: dict[str, Any] | None = None
         self._taps = GradientTaps(module, self._device)
         self._lockstep = Lockstep()
         self._micro_batches: list[MicroBatch] = []
@@ -189,6 +197,7 @@ class GradLoc:
                 the rest of them. Any other error of the search is logged, and training goes on.
         """
         micro_batches, self._micro_batches = self._micro_batches, []
+        self._event = self.squared_norms = None
         try:
             return self._locate(micro_batches, epoch, mini_batch)
         except RankLostError:
@@ -196,6 +205,11 @@ class GradLoc:
         except Exception:
             logger.warning("the search for the tokens behind a gradient spike failed; training goes on", exc_info=True)
             return True
+
+    def add_to_event(self, **facts: Any) -> None:
+        """Adds what became of the gradient to the event of the last `locate`, if that found a spike."""
+        if self._event is not None:
+            self._event.update(facts)
 
     def metrics(self) -> dict[str, float]:
         """The update's figures for the training log, the same on every rank."""
@@ -223,7 +237,7 @@ class GradLoc:
             return True
         # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
         global_threshold = threshold * math.sqrt(float(by_rank[:, 1].sum())) / distributed.world_size()
-        global_norm = gradients.reduced_norm(self._module, self._device) / scale
+        global_norm = self._reduced_norm(scale)
         if self.config.trigger == "global" and global_norm <= global_threshold:
             return True
 
@@ -275,9 +289,17 @@ class GradLoc:
                 "world_size": distributed.world_size(),
                 "loss_scale": scale,
                 "error": localization.error,
+                "layer_clip": None,
             }
         )
+        self._event = self.events[-1]
         return not (self.config.action == "skip" and applied)
+
+    def _reduced_norm(self, scale: float) -> float:
+        if self._measure is None:
+            return gradients.reduced_norm(self._module, self._device) / scale
+        self.squared_norms = self._measure() / scale**2
+        return float(self.squared_norms.sum().sqrt())
 
     def _act(self, localization: "_Localization", global_norm: float, scale: float) -> bool:
         """Does what `spike_action` asks for; returns whether it could be done. The same on every rank."""
@@ -285,6 +307,7 @@ class GradLoc:
             # After an overflow the gradient scaler leaves the step out itself, and has to see it to lower its scale.
             return scale == 1 or math.isfinite(global_norm)
         if self.config.action == "drop":
+            self.squared_norms = None
             return localization.drop(self._module, self._device)
         return True
 

@@ -134,6 +134,15 @@ EVENT = {
             },
             "action": {"enum": ["log", "skip", "drop"]},
             "applied": {"type": "boolean"},
+            "layer_clip": {
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "additionalProperties": _object({"norm": _NUMBER, "bound": _NUMBER_OR_NULL, "factor": _NUMBER}),
+                    },
+                    {"type": "null"},
+                ]
+            },
             "seconds": {"type": "number"},
             "search": {"enum": ["local", "reduced"]},
             "world_size": {"type": "integer", "minimum": 1},

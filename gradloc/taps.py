@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .layers import layer_name
+from .gradients import squared_norm
+from .layers import layer_groups
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,15 @@ class GradientTaps:
 
     Attributes:
         layers (list[str]): The layer groups, in the order of the figures.
-        forwards (int): How many FSDP units have begun a forward in this recording.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.layers: list[str] = []
-        self.forwards = 0
         self._device = device
         self._recording = False
-        self._norms: list[tuple[int, Tensor]] = []
+        self._squares: list[tuple[int, Tensor]] = []
+        self._order: list[int] = []
+        self._index: Tensor | None = None
         self._hooked_leaves = WeakTensorKeyDictionary()
         self._handles = []
         for unit, slots in self._slots(module).items():
@@ -63,24 +64,25 @@ class GradientTaps:
 
     def start(self) -> None:
         """Begins a recording; what an earlier one left is dropped."""
-        self._norms.clear()
-        self.forwards = 0
+        self._squares.clear()
         self._recording = True
 
     def stop(self) -> Tensor:
         """Ends the recording.
 
         Returns:
-            Tensor: float64 of shape (len(layers),), each layer's squared gradient norm; on the gradients' device, no
-                host sync.
+            Tensor: float64 of shape (len(layers),), each layer's squared gradient norm, without a host sync.
         """
         self._recording = False
-        norms, self._norms = self._norms, []
-        if not norms:
-            return torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
-        squares = torch.stack([norm for _, norm in norms]).double().square()
-        index = torch.tensor([layer for layer, _ in norms], device=squares.device)
-        return torch.zeros(len(self.layers), dtype=torch.float64, device=squares.device).index_add_(0, index, squares)
+        recorded, self._squares = self._squares, []
+        total = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
+        if not recorded:
+            return total
+        order = [layer for layer, _ in recorded]
+        if self._index is None or order != self._order:
+            # Kept from pass to pass, because copying it to the device waits for the device.
+            self._order, self._index = order, torch.tensor(order, device=self._device)
+        return total.index_add_(0, self._index, torch.stack([square for _, square in recorded]))
 
     def remove(self) -> None:
         """Takes all hooks off the model."""
@@ -93,23 +95,21 @@ class GradientTaps:
         """The parameters, by the module whose forward comes right after they are made whole."""
         slots: dict[nn.Module, list[_Slot]] = {}
         parameters = _flat_parameters(module) or _plain_parameters(module)
-        for owner_name, owner in module.named_modules():
-            for attribute, unit in parameters.get(owner, ()):
-                slot = _Slot(owner, attribute, self._layer(f"{owner_name}.{attribute}".lstrip(".")))
-                slots.setdefault(unit, []).append(slot)
+        found = {
+            f"{owner_name}.{attribute}".lstrip("."): (owner, attribute, unit)
+            for owner_name, owner in module.named_modules()
+            for attribute, unit in parameters.get(owner, ())
+        }
+        groups = layer_groups(found)
+        self.layers = list(dict.fromkeys(groups.values()))
+        for name, (owner, attribute, unit) in found.items():
+            slots.setdefault(unit, []).append(_Slot(owner, attribute, self.layers.index(groups[name])))
         return slots
-
-    def _layer(self, parameter_name: str) -> int:
-        name = layer_name(parameter_name)
-        if name not in self.layers:
-            self.layers.append(name)
-        return self.layers.index(name)
 
     def _pre_forward_hook(self, slots: list[_Slot]):
         def hook(_module: nn.Module, _args: object) -> None:
             if not self._recording or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
                 return
-            self.forwards += 1
             for slot in slots:
                 self._tap(getattr(slot.owner, slot.attribute), slot.layer)
 
@@ -121,7 +121,7 @@ class GradientTaps:
 
         def hook(gradient: Tensor) -> None:
             if self._recording:
-                self._norms.append((layer, torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)))
+                self._squares.append((layer, squared_norm(gradient)))
 
         handle = parameter.register_hook(hook)
         if parameter.is_leaf:

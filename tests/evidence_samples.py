@@ -141,6 +141,7 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
         "open_segments": [],
         "action": "log",
         "applied": True,
+        "layer_clip": None,
         "seconds": random.uniform(0.8, 6),
         "search": "local",
         "world_size": 4,

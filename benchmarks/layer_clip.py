@@ -1,0 +1,105 @@
+"""How LayerClip's rules treat the norms of one layer: a simulation, from which its defaults were chosen.
+
+Norms are log-normal with median 1 and a given spread (standard deviation of the logarithm), 2000 steps after the
+warm-up, a few seeds. For each rule the table says
+
+- bound: the average bound, in medians;
+- clipped: the share of ordinary steps that it clips, over all of them and in the first 100 after the warm-up;
+- 10x, 100x: what such a spike is scaled down to, in medians;
+- ten 100x: by how much ten 100x spikes in a row raise the bound;
+- start: the first bound after a warm-up with one 100x spike in it, in average bounds (smallest to largest);
+- follow 3x, 100x: steps after a lasting shift of the norms until the bound has covered 80% of it (median, worst).
+
+Usage: python benchmarks/layer_clip.py [--seeds N]
+"""
+
+import argparse
+import copy
+import random
+import sys
+from pathlib import Path
+from statistics import mean, median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from gradloc.layer_clip import LayerClipConfig, LayerStatistics
+
+SPREADS = (0.3, 0.5, 0.8)
+STEPS = 2000
+RULES = [LayerClipConfig(rule="ratio", ratio=ratio) for ratio in (1.05, 2.0, 3.0, 4.0)]
+RULES += [LayerClipConfig(rule="zscore", z=z) for z in (3.0, 4.0, 5.0, 6.0)]
+
+
+def step(statistics: LayerStatistics, norm: float, config: LayerClipConfig) -> float:
+    """What `LayerClip.clip` does with one layer's norm; returns the clipped norm."""
+    bound = statistics.bound(config)
+    clipped = norm if bound is None else min(norm, bound)
+    statistics.take_in(clipped, config)
+    return clipped
+
+
+def follow(
+    statistics: LayerStatistics, config: LayerClipConfig, norms: random.Random, spread: float, goal: float, shift: float
+) -> int:
+    """How many steps the bound needs to reach a goal once all norms are `shift` times what they were."""
+    statistics = copy.deepcopy(statistics)
+    steps = 0
+    while statistics.bound(config) < goal and steps < STEPS:
+        step(statistics, shift * norms.lognormvariate(0, spread), config)
+        steps += 1
+    return steps
+
+
+def simulate(config: LayerClipConfig, spread: float, seed: int) -> dict[str, float]:
+    """One run of one rule."""
+    norms = random.Random(seed)
+    statistics = LayerStatistics()
+    for _ in range(config.warmup_steps):
+        step(statistics, norms.lognormvariate(0, spread), config)
+    clipped, bounds = [], []
+    for _ in range(STEPS):
+        norm = norms.lognormvariate(0, spread)
+        bounds.append(statistics.bound(config))
+        clipped.append(step(statistics, norm, config) < norm)
+    found = {"bound": mean(bounds), "clipped": mean(clipped), "clipped_early": mean(clipped[:100])}
+
+    for size in (10, 100):
+        found[f"spike_{size}"] = min(size, statistics.bound(config))
+    spiked = copy.deepcopy(statistics)
+    for _ in range(10):
+        step(spiked, 100.0, config)
+    found["ten_spikes"] = spiked.bound(config) / statistics.bound(config)
+    for shift in (3, 100):
+        goal = 0.8 * shift * found["bound"]
+        found[f"follow_{shift}"] = follow(statistics, config, norms, spread, goal, shift)
+
+    started = LayerStatistics()
+    for i in range(config.warmup_steps):
+        step(started, norms.lognormvariate(0, spread) * (100 if i == 7 else 1), config)
+    found["start"] = started.bound(config) / found["bound"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=20, help="runs for each line of the table (default: 20)")
+    seeds = parser.parse_args().seeds
+    print("| rule | spread | bound | clipped (first 100) | 10x | 100x | ten 100x | start | follow 3x | follow 100x |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for config in RULES:
+        for spread in SPREADS:
+            runs = [simulate(config, spread, seed) for seed in range(seeds)]
+            values = {name: [run[name] for run in runs] for name in runs[0]}
+            value = config.ratio if config.rule == "ratio" else config.z
+            print(
+                f"| {config.rule} {value:g} | {spread} | {mean(values['bound']):.2f} "
+                f"| {mean(values['clipped']):.2%} ({mean(values['clipped_early']):.2%}) "
+                f"| {mean(values['spike_10']):.1f} | {mean(values['spike_100']):.1f} "
+                f"| x{mean(values['ten_spikes']):.2f} | {min(values['start']):.2f} to {max(values['start']):.2f} "
+                f"| {median(values['follow_3']):.0f}, {max(values['follow_3'])} "
+                f"| {median(values['follow_100']):.0f}, {max(values['follow_100'])} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

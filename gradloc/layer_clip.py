@@ -1,0 +1,274 @@
+# Copyright 2026 The GradLoc Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""LayerClip: clips every layer's gradient against a bound of its own, from the layer's own recent norms."""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layer_gradients import LayerGradients
+
+logger = logging.getLogger(__name__)
+
+RULES = ("zscore", "ratio", "fixed")
+
+# The mean never falls below this share of the warm-up's median: an average of zero could not rise again.
+_MEAN_FLOOR = 0.1
+# Nor the deviation below this share of the mean: with no spread at all every norm above the mean would be clipped.
+_DEVIATION_FLOOR = 0.1
+# A norm counts in the deviation with at most so many deviations, so that spikes in a row widen the bound slowly.
+_DEVIATION_CAP = 2.5
+# For normal numbers: standard deviation over mean absolute deviation, and over median absolute deviation.
+_PER_MEAN_DEVIATION = math.sqrt(math.pi / 2)
+_PER_MEDIAN_DEVIATION = 1.4826
+
+
+@dataclass
+class LayerClipConfig:
+    """When a layer's gradient is scaled down.
+
+    Args:
+        enable (bool): Whether to clip layer by layer.
+        rule (str): Where a layer's bound comes from. Options: 'zscore' (mean + z * deviation of its norms), 'ratio'
+            (ratio * mean of its norms), 'fixed' (max_norm * square root of its share of the trainable parameters).
+        z (float): Deviations above the mean that a layer's norm may reach, for 'zscore'.
+        ratio (float): Multiple of the mean that a layer's norm may reach, for 'ratio'.
+        beta (float): Decay of the moving averages for each optimizer step.
+        warmup_steps (int): Norms of a layer to see before its bound begins.
+        min_bound (float): No bound is smaller.
+        max_norm (float): Norm of the whole gradient that 'fixed' divides among the layers.
+        log_layers (bool): Whether to log every layer's norm and bound.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    enable: bool = False
+    rule: str = "zscore"
+    z: float = 5.0
+    ratio: float = 3.0
+    beta: float = 0.98
+    warmup_steps: int = 20
+    min_bound: float = 0.0
+    max_norm: float = 1.0
+    log_layers: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("enable", "log_layers"):
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        self._check("rule", self.rule in RULES, f"one of {list(RULES)}")
+        for name in ("z", "max_norm"):
+            self._check(name, _is_number(getattr(self, name)) and getattr(self, name) > 0, "a positive number")
+        self._check("ratio", _is_number(self.ratio) and self.ratio > 1, "a number over 1")
+        self._check("beta", _is_number(self.beta) and 0 < self.beta < 1, "a number between 0 and 1")
+        self._check("min_bound", _is_number(self.min_bound) and self.min_bound >= 0, "a number of at least 0")
+        steps = self.warmup_steps
+        self._check(
+            "warmup_steps", isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1, "an integer over 0"
+        )
+
+    def _check(self, name: str, good: bool, wanted: str) -> None:
+        if not good:
+            raise ValueError(f"layer_clip.{name} must be {wanted}, got {getattr(self, name)!r}.")
+
+
+@dataclass
+class LayerStatistics:
+    """The moving mean and deviation of one layer's clipped norms.
+
+    They start from the median and the median absolute deviation of the first norms, which one spike among them cannot
+    move far. From then on the t-th norm counts with (1 - beta) / (1 - beta^t), the weight that it has in an average
+    that starts at zero and is corrected for it, so that the start counts as much as the norms it was taken from.
+
+    Attributes:
+        warmup (list[float]): The first norms, until there are enough of them.
+        count (int): How many norms there have been.
+        mean (float): Of the norms.
+        deviation (float): The mean absolute deviation from the mean, times sqrt(pi / 2): the standard deviation if the
+            norms were normal.
+        floor (float): The mean does not fall below it.
+    """
+
+    warmup: list[float] = field(default_factory=list)
+    count: int = 0
+    mean: float = 0.0
+    deviation: float = 0.0
+    floor: float = 0.0
+
+    def take_in(self, norm: float, config: LayerClipConfig) -> None:
+        """Counts one step's norm, clipped by the caller. Exact zeros and non-finite norms do not count."""
+        if norm == 0 or not math.isfinite(norm):
+            return
+        self.count += 1
+        if self.mean == 0:
+            self.warmup.append(norm)
+            if self.count >= config.warmup_steps:
+                self._start()
+            return
+        weight = (1 - config.beta) / (1 - config.beta**self.count)
+        distance = min(abs(norm - self.mean), _DEVIATION_CAP * self.deviation)
+        self.deviation += weight * (_PER_MEAN_DEVIATION * distance - self.deviation)
+        self.mean = max(self.mean + weight * (norm - self.mean), self.floor)
+        self.deviation = max(self.deviation, _DEVIATION_FLOOR * self.mean)
+
+    def bound(self, config: LayerClipConfig) -> float | None:
+        """What the next norm may be, under the rules 'zscore' and 'ratio'; None during the warm-up."""
+        if self.mean == 0:
+            return None
+        if config.rule == "ratio":
+            return max(config.ratio * self.mean, config.min_bound)
+        return max(self.mean + config.z * self.deviation, config.min_bound)
+
+    def _start(self) -> None:
+        self.mean = median(self.warmup)
+        self.floor = _MEAN_FLOOR * self.mean
+        deviation = _PER_MEDIAN_DEVIATION * median(abs(norm - self.mean) for norm in self.warmup)
+        self.deviation = max(deviation, _DEVIATION_FLOOR * self.mean)
+        self.warmup = []
+
+
+class LayerClip:
+    """Scales every layer's gradient by min(1, bound / norm) before the optimizer step, and learns the bounds.
+
+    Args:
+        module (nn.Module): The model, as `LayerGradients` takes it.
+        config (LayerClipConfig): The rule.
+        device (str | torch.device): Where the model computes.
+
+    Attributes:
+        layers (list[str]): The layer groups, in the model's order.
+        last_step (dict): For each layer the `norm`, `bound` (None during the warm-up) and `factor` of the last step.
+    """
+
+    def __init__(self, module: nn.Module, config: LayerClipConfig, device: str | torch.device = "cpu") -> None:
+        self._config = config
+        self._gradients = LayerGradients(module, torch.device(device))
+        self.layers = self._gradients.layers
+        self.last_step: dict[str, dict[str, float | None]] = {}
+        self._steps: list[dict[str, dict[str, float | None]]] = []
+        self._statistics = {layer: LayerStatistics() for layer in self.layers}
+
+    def squared_norms(self) -> Tensor:
+        """`LayerGradients.squared_norms`, to be handed to `clip` by who needs them before it. A collective call."""
+        return self._gradients.squared_norms()
+
+    def clip(self, squared_norms: Tensor | None = None) -> Tensor:
+        """Clips the gradient and takes its norms in. A collective call. Not called for a step that is left out.
+
+        If any norm is NaN or infinite, nothing is changed: the optimizer step will be left out.
+
+        Args:
+            squared_norms (Tensor, optional): Those of this very gradient, where they are known already.
+
+        Returns:
+            Tensor: The norm of the whole gradient before the clipping, shape (), on the CPU.
+        """
+        if squared_norms is None:
+            squared_norms = self._gradients.squared_norms()
+        # The one host sync; the norm returned needs none any more when it is logged.
+        squares = squared_norms.tolist()
+        norms = [math.sqrt(square) for square in squares]
+        finite = all(math.isfinite(norm) for norm in norms)
+        bounds = self._bounds()
+        factors = [
+            bound / norm if finite and bound is not None and norm > bound else 1.0
+            for norm, bound in zip(norms, bounds, strict=True)
+        ]
+        self._gradients.scale_({i: factor for i, factor in enumerate(factors) if factor < 1})
+        if finite and self._config.rule != "fixed":
+            for layer, norm, factor in zip(self.layers, norms, factors, strict=True):
+                self._statistics[layer].take_in(norm * factor, self._config)
+        self.last_step = {
+            layer: {"norm": norm, "bound": bound, "factor": factor}
+            for layer, norm, bound, factor in zip(self.layers, norms, bounds, factors, strict=True)
+        }
+        self._steps.append(self.last_step)
+        return torch.tensor(math.sqrt(sum(squares)))
+
+    def metrics(self) -> dict[str, float | list[float]]:
+        """The figures since the last call for the training log, the same on every rank; lists have one per step.
+
+        `fraction` of the layers that were clipped; `min_factor`; the index of the `tightest_layer`, whose norm came
+        closest to its bound or exceeded it the most, and that `norm_max_ratio` of norm and bound (the last two from
+        the first bound on). With `log_layers` also each layer's norm and bound.
+        """
+        steps, self._steps = self._steps, []
+        if not steps:
+            return {}
+        factors = [layer["factor"] for step in steps for layer in step.values()]
+        metrics: dict[str, float | list[float]] = {
+            "actor/layer_clip/fraction": sum(factor < 1 for factor in factors) / len(factors),
+            "actor/layer_clip/min_factor": min(factors),
+        }
+        ratios = [
+            (layer["norm"] / layer["bound"], i)
+            for step in steps
+            for i, layer in enumerate(step.values())
+            if layer["bound"] and math.isfinite(layer["norm"])
+        ]
+        if ratios:
+            ratio, tightest = max(ratios)
+            metrics["actor/layer_clip/tightest_layer"] = tightest
+            metrics["actor/layer_clip/norm_max_ratio"] = ratio
+        if self._config.log_layers:
+            for layer in self.layers:
+                for name in ("norm", "bound"):
+                    values = [step[layer][name] for step in steps if step[layer][name] is not None]
+                    if values:
+                        metrics[f"actor/layer_clip/{name}/{layer}"] = values
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """The statistics by layer name: plain numbers, the same on every rank and for any number of ranks."""
+        return {layer: asdict(statistics) for layer, statistics in self._statistics.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on from saved statistics.
+
+        Args:
+            state (Mapping, optional): From `state_dict`; None from a checkpoint without any: the warm-up begins anew.
+
+        Raises:
+            ValueError: The statistics are those of other layers.
+        """
+        if state is None:
+            logger.warning("The checkpoint holds no LayerClip statistics; the warm-up begins anew.")
+            return
+        if set(state) != set(self.layers):
+            extra, missing = sorted(set(state) - set(self.layers)), sorted(set(self.layers) - set(state))
+            raise ValueError(
+                f"The checkpoint's LayerClip statistics belong to another model (layers only in the checkpoint: "
+                f"{extra}; layers only in this model: {missing}): resume from a checkpoint of this model, or set "
+                f"actor_rollout_ref.actor.layer_clip.enable=False."
+            )
+        self._statistics = {layer: LayerStatistics(**state[layer]) for layer in self.layers}
+
+    def _bounds(self) -> list[float | None]:
+        if self._config.rule != "fixed":
+            return [self._statistics[layer].bound(self._config) for layer in self.layers]
+        total = sum(self._gradients.numels)
+        return [
+            max(self._config.max_norm * math.sqrt(numel / total), self._config.min_bound)
+            for numel in self._gradients.numels
+        ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,176 @@
+# Copyright 2026 The GradLoc Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The reduced gradient, layer by layer, however the model is sharded: its norms, and scaling it."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from .distributed import world_size
+from .gradients import chunks
+from .layers import layer_groups
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What this rank holds of one parameter.
+
+    Args:
+        name (str): The parameter's name.
+        numel (int): Its elements, those on other ranks included.
+        trainable (bool): Whether it gets a gradient.
+        shards (int): Over how many ranks it is spread; the other ranks of the world hold replicas.
+        gradient (Callable): Gives this rank's part of the gradient, None where there is none.
+    """
+
+    name: str
+    numel: int
+    trainable: bool
+    shards: int
+    gradient: Callable[[], Tensor | None]
+
+
+class LayerGradients:
+    """Norms and scaling of the gradient that the optimizer sees, one figure for each layer group.
+
+    Every element counts once: tied parameters appear once, replicas share their part among them, and a rank without a
+    part of a layer adds nothing.
+
+    Args:
+        module (nn.Module): The model, wrapped by FSDP1 or FSDP2 over all ranks of the default process group, or not
+            wrapped at all.
+        device (torch.device): Where it computes and communicates; offloaded gradients lie elsewhere.
+
+    Attributes:
+        layers (list[str]): The layer groups that have trainable parameters, in the model's order.
+        numels (list[int]): How many trainable parameters each has.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        pieces = list(_pieces(module))
+        groups = layer_groups(piece.name for piece in pieces)
+        trainable = [piece for piece in pieces if piece.trainable]
+        self.layers: list[str] = list(dict.fromkeys(groups[piece.name] for piece in trainable))
+        self.numels = [0] * len(self.layers)
+        self._pieces: list[tuple[int, _Piece]] = []
+        for piece in trainable:
+            layer = self.layers.index(groups[piece.name])
+            self.numels[layer] += piece.numel
+            self._pieces.append((layer, piece))
+        self._device = device
+        self._sharded = any(piece.shards > 1 for piece in trainable)
+        self._plan: list[tuple[int, float]] = []
+        self._plan_on_device: tuple[Tensor, Tensor] | None = None
+
+    @torch.no_grad()
+    def squared_norms(self) -> Tensor:
+        """The layers' squared norms. A collective call (one all-reduce) where the module is sharded; no host sync.
+
+        Returns:
+            Tensor: float64 of shape (len(layers),), the same on every rank of a sharded module. 0 for a layer without
+                a gradient.
+        """
+        squares = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
+        parts, plan = [], []
+        for layer, piece in self._pieces:
+            gradient = piece.gradient()
+            if gradient is None or gradient.numel() == 0:
+                continue
+            # The all-reduce adds up all replicas.
+            share = piece.shards / world_size() if self._sharded else 1.0
+            for chunk in chunks(gradient):
+                parts.append(chunk)
+                plan.append((layer, share))
+        if parts:
+            norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)).to(self._device)
+            index, shares = self._on_device(plan)
+            squares.index_add_(0, index, norms.double().square() * shares)
+        if self._sharded:
+            dist.all_reduce(squares)
+        return squares
+
+    @torch.no_grad()
+    def scale_(self, factors: Mapping[int, float]) -> None:
+        """Multiplies the gradients of some layers, given by their index, in place."""
+        found = [(piece.gradient(), factors[layer]) for layer, piece in self._pieces if layer in factors]
+        found = [(gradient, factor) for gradient, factor in found if gradient is not None]
+        if found:
+            torch._foreach_mul_([gradient for gradient, _ in found], [factor for _, factor in found])
+
+    def _on_device(self, plan: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
+        # Kept from step to step, because copying to the device waits for it.
+        if self._plan_on_device is None or plan != self._plan:
+            self._plan = plan
+            self._plan_on_device = (
+                torch.tensor([layer for layer, _ in plan], device=self._device),
+                torch.tensor([share for _, share in plan], dtype=torch.float64, device=self._device),
+            )
+        return self._plan_on_device
+
+
+def _pieces(module: nn.Module) -> Iterator[_Piece]:
+    """This rank's part of each parameter, in the model's order; frozen ones included, tied ones once."""
+    flat: dict[nn.Module, list[tuple]] = {}
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        if unit._handle is not None:
+            for i, (attribute, owner, _) in enumerate(unit._handle.flat_param._param_infos):
+                flat.setdefault(owner, []).append((attribute, unit._handle, i))
+    if flat:
+        for owner_name, owner in module.named_modules():
+            for attribute, handle, i in flat.get(owner, ()):
+                yield _flat_piece(f"{owner_name}.{attribute}".lstrip("."), handle, i)
+    else:
+        for name, parameter in module.named_parameters():
+            yield _plain_piece(name, parameter)
+
+
+def _flat_piece(name: str, handle, i: int) -> _Piece:
+    """The i-th of the parameters that FSDP1 has put into one flat parameter."""
+    flat = handle.flat_param
+    part = flat._shard_param_infos[i]
+
+    def original() -> Tensor | None:
+        return flat._params[i].grad
+
+    def cut_out() -> Tensor | None:
+        if flat.grad is None or not part.in_shard:
+            return None
+        return flat.grad[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
+
+    return _Piece(
+        name=name,
+        numel=flat._shapes[i].numel(),
+        trainable=flat._params[i].requires_grad if handle._use_orig_params else flat.requires_grad,
+        shards=handle.process_group.size() if handle.uses_sharded_strategy else 1,
+        gradient=original if handle._use_orig_params else cut_out,
+    )
+
+
+def _plain_piece(name: str, parameter: nn.Parameter) -> _Piece:
+    """A parameter under FSDP2, or without sharding."""
+    shards = 1
+    if isinstance(parameter, DTensor):
+        sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
+
+    def gradient() -> Tensor | None:
+        return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+
+    return _Piece(name, parameter.numel(), parameter.requires_grad, shards, gradient)

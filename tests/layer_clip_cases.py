@@ -1,0 +1,401 @@
+"""Tiny models in every wrapping, and the plain computation that LayerClip is held against.
+
+Everything here runs inside the ranks of a cluster. The plain computation takes each rank's gradient on an unsharded
+copy of the model, averages them, and clips layer by layer with layers told apart by this file's own patterns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from verl.utils.fsdp_utils import get_fsdp_wrap_policy
+
+from gradloc import LayerClip, LayerClipConfig
+
+VOCABULARY = 67  # odd, so that not every shard has the same size
+LAYERS = {
+    r"layers\.\d+\.mlp\.gate\.": lambda name: re.search(r"layers\.\d+", name)[0] + ".router",
+    r"layers\.\d+\.": lambda name: re.search(r"layers\.\d+", name)[0],
+    r"embed_tokens\.": lambda name: "embed_tokens",
+    r"lm_head\.": lambda name: "lm_head",
+    r"model\.norm\.": lambda name: "norm",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and how it is wrapped."""
+
+    wrap: str = "fsdp2"
+    model: str = "llama"
+    hsdp: bool = False
+    offload: bool = False
+
+    @property
+    def id(self) -> str:
+        return "-".join([self.wrap, self.model] + ["hsdp"] * self.hsdp + ["offload"] * self.offload)
+
+
+def in_world(size: int, store: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls the function on the first `size` ranks, in a default process group of theirs; the others return None."""
+    rank, whole = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    result = None
+    if rank < size:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{store}.some", size), rank=rank, world_size=size)
+        result = function(*arguments)
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{store}.all", whole), rank=rank, world_size=whole)
+    return result
+
+
+def layer_of(parameter: str) -> str:
+    return next(name(parameter) for pattern, name in LAYERS.items() if re.search(pattern, parameter))
+
+
+def build_model(case: Case) -> nn.Module:
+    torch.manual_seed(1)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+    }
+    if case.model == "moe":
+        # The shared expert's gate has one row: with Shard(0) all ranks but one hold nothing of it.
+        config = Qwen2MoeConfig(
+            **sizes,
+            moe_intermediate_size=20,
+            shared_expert_intermediate_size=28,
+            num_experts=3,
+            num_experts_per_tok=2,
+            decoder_sparse_step=1,
+        )
+        return Qwen2MoeForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=case.model == "tied", attention_bias=True))
+    if case.model == "frozen":
+        model.model.layers[1].requires_grad_(False)
+        if case.wrap != "fsdp1":  # which wants a flat parameter to be trainable as a whole
+            model.model.embed_tokens.requires_grad_(False)
+    if case.model == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        # Without zeros in them: they would leave half of the adapters without a gradient.
+        options = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        model = get_peft_model(model, options)
+    return model
+
+
+def wrap(case: Case, model: nn.Module) -> nn.Module:
+    shape = (2, dist.get_world_size() // 2) if case.hsdp else (dist.get_world_size(),)
+    names = ("ddp", "fsdp") if case.hsdp else ("fsdp",)
+    if case.wrap == "none":
+        return model
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if case.wrap == "fsdp2":
+        shard = functools.partial(
+            fully_shard,
+            mesh=mesh,
+            offload_policy=CPUOffloadPolicy(pin_memory=False) if case.offload else OffloadPolicy(),
+        )
+        for module in model.modules():
+            if module.__class__.__name__.endswith("DecoderLayer"):
+                shard(module)
+        shard(model)
+        return model
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=get_fsdp_wrap_policy(model, is_lora=case.model == "lora"),
+        device_id=torch.device("cpu"),
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if case.hsdp else ShardingStrategy.FULL_SHARD,
+        cpu_offload=CPUOffload(offload_params=case.offload),
+        use_orig_params=case.wrap == "fsdp1-orig",
+    )
+
+
+def allow_offload() -> None:
+    """FSDP1's offloading pins memory and waits for a stream, which this CPU has not."""
+    torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
+    torch.cpu.Stream.synchronize = lambda stream: None
+
+
+def backward(model: nn.Module, rank: int) -> None:
+    ids = torch.randint(0, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(rank))
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def plain_gradients(case: Case) -> dict[str, Tensor]:
+    """The data-parallel mean of the gradients, in double precision from one rank's data to the next."""
+    model = build_model(case)
+    # Without sharding nothing is averaged over the ranks.
+    ranks = [dist.get_rank()] if case.wrap == "none" else range(dist.get_world_size())
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters() if p.requires_grad}
+    for rank in ranks:
+        model.zero_grad()
+        backward(model, rank)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                total[name] += parameter.grad.double() / len(ranks)
+    return total
+
+
+def take_step(model: nn.Module) -> dict[str, Tensor]:
+    """The whole gradient as an optimizer would use it: by what a step of size 1 makes of zeros."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return {
+        name.replace("_fsdp_wrapped_module.", ""): -value
+        for name, value in get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)).items()
+    }
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@dataclasses.dataclass
+class Comparison:
+    """LayerClip's figures on one rank, those of the plain computation, and how far the gradients are apart."""
+
+    norms: dict[str, float]
+    expected_norms: dict[str, float]
+    factors: dict[str, float]
+    expected_factors: dict[str, float]
+    unclipped_norm: float
+    gradient_errors: dict[str, float]
+    frozen_changes: float
+
+
+def compare(case: Case, all_reduces: int) -> Comparison:
+    """Clips one gradient by the rule "fixed" and by hand."""
+    gradients = plain_gradients(case)
+    squares: dict[str, float] = {}
+    numels: dict[str, int] = {}
+    for name, gradient in gradients.items():
+        squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + gradient.square().sum().item()
+        numels[layer_of(name)] = numels.get(layer_of(name), 0) + gradient.numel()
+    norms = {layer: math.sqrt(square) for layer, square in squares.items()}
+    max_norm = 0.8 * math.sqrt(sum(squares.values()))
+    factors = {
+        layer: min(1.0, max_norm * math.sqrt(numels[layer] / sum(numels.values())) / norm)
+        for layer, norm in norms.items()
+    }
+
+    if case.offload:
+        allow_offload()
+    model = wrap(case, build_model(case))
+    clip = LayerClip(model, LayerClipConfig(rule="fixed", max_norm=max_norm))
+    backward(model, dist.get_rank())
+    calls = count_collectives(lambda: clip.clip())
+    assert calls[1:] == ["all_reduce"] * all_reduces, calls
+    clipped = take_step(model)
+    errors = {name: relative_error(clipped[name], factors[layer_of(name)] * g) for name, g in gradients.items()}
+    names = {name for name, _ in build_model(case).named_parameters()}
+    frozen = [clipped[name].abs().max().item() for name in names - set(gradients)]
+    return Comparison(
+        {layer: figures["norm"] for layer, figures in clip.last_step.items()},
+        norms,
+        {layer: figures["factor"] for layer, figures in clip.last_step.items()},
+        factors,
+        calls[0].item(),
+        errors,
+        max(frozen, default=0.0),
+    )
+
+
+def count_collectives(function: Callable[[], Any]) -> list[Any]:
+    """What the function returns, and the names of the collective calls that it makes."""
+    calls: list[str] = []
+    originals = {name: getattr(dist, name) for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast")}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            return originals[name](*arguments, **options)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, counting(name))
+    try:
+        return [function(), *calls]
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def gradient_steps(wrap_as: str, steps: range, state: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Clips the same gradients whatever the number of ranks: what each step found, and the state in the end."""
+    case = Case(wrap_as)
+    model = wrap(case, build_model(case))
+    clip = LayerClip(model, LayerClipConfig(rule="zscore", warmup_steps=3))
+    if state is not None:
+        clip.load_state_dict(state)
+    found = []
+    for step in steps:
+        model.zero_grad()
+        ids = torch.randint(0, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(step))
+        (model(input_ids=ids, labels=ids).loss * (50 if step == 5 else 1)).backward()
+        clip.clip()
+        found.append(clip.last_step)
+    return [*found, clip.state_dict()]
+
+
+def run_actor(
+    case: dict[str, Any], options: dict[str, Any], scale: float | None = None, calls: int = 1
+) -> dict[str, Any]:
+    """Runs the actor with LayerClip; returns metrics, events, statistics and what the optimizer has seen.
+
+    Args:
+        case (dict): Of `actor_cases.Case`.
+        options (dict): `layer_clip` as a dict, and whatever else the actor's configuration takes.
+        scale (float, optional): The loss scale, for fp16.
+    """
+    import actor_cases
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
+
+    options = {**options, "layer_clip": VerlLayerClipConfig(enable=True, **options.get("layer_clip", {}))}
+    found: dict[str, Any] = {"measured": 0}
+
+    def prepare(actor: Any) -> None:
+        found["actor"] = actor
+        if scale is not None:
+            actor.scaler = ShardedGradScaler(device="cpu", init_scale=scale)
+        original = actor.layer_clip._gradients.squared_norms
+
+        def counted() -> Tensor:
+            found["measured"] += 1
+            return original()
+
+        actor.layer_clip._gradients.squared_norms = counted
+
+    run = actor_cases.train(actor_cases.Case(**case), calls=calls, prepare=prepare, **options)
+    actor = found.pop("actor")
+    seen = []
+    # FSDP1's optimizer sees flat parameters, which are no layers.
+    for gradients in run.gradients if actor_cases.Case(**case).wrap == "fsdp2" else []:
+        names = [actor_cases.layer_of(name) for name, _ in actor.actor_module.named_parameters()]
+        squares = dict.fromkeys(names, 0.0)
+        for name, gradient in zip(names, gradients, strict=True):
+            squares[name] += gradient.double().square().sum().item()
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, squares)
+        seen.append({name: math.sqrt(sum(part[name] for part in everywhere)) for name in squares})
+    return {
+        **found,
+        "metrics": run.metrics,
+        "events": run.events,
+        "statistics": actor.layer_clip.state_dict(),
+        "last_step": actor.layer_clip.last_step,
+        "layers": actor.layer_clip.layers,
+        "steps": len(run.gradients),
+        "seen": seen,
+    }
+
+
+def off_and_stock(wrap_as: str) -> dict[str, bool]:
+    """Whether the actor with LayerClip off leaves everything that the stock actor does, with the same calls."""
+    import actor_cases
+    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
+
+    case = actor_cases.Case(wrap=wrap_as, mini_batch=4)
+    runs, collectives = [], []
+    for module, options in (
+        (actor_cases.stock_dp_actor(), {}),
+        (actor_cases.dp_actor, {"layer_clip": VerlLayerClipConfig()}),
+    ):
+        run, *calls = count_collectives(lambda m=module, o=options: actor_cases.train(case, m, calls=2, **o))
+        runs.append(run)
+        collectives.append(calls)
+    stock, off = runs
+    return {
+        "metrics": stock.metrics == off.metrics,
+        "parameters": all(torch.equal(a, b) for a, b in zip(stock.parameters, off.parameters, strict=True)),
+        "random state": torch.equal(stock.rng, off.rng),
+        "collectives": collectives[0] == collectives[1],
+    }
+
+
+def stock_norms(case: dict[str, Any]) -> list[float]:
+    """`actor/grad_norm` of the stock actor."""
+    import actor_cases
+
+    return actor_cases.train(actor_cases.Case(**case), actor_cases.stock_dp_actor()).metrics[0]["actor/grad_norm"]
+
+
+def resume(folder: str, wrap_as: str, old: bool = False) -> tuple[list[Any], list[Any], list[str]]:
+    """Each update's figures after a checkpoint: of the run that went on, and of one that was started from it.
+
+    Args:
+        folder (str): Where the checkpoint goes.
+        old (bool): Take the statistics out of the checkpoint first.
+
+    Returns:
+        tuple: Both lists of `LayerClip.last_step`, and the warnings of the loading.
+    """
+    import actor_cases
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
+
+    case = actor_cases.Case(wrap=wrap_as, rows=4, mini_batch=2)
+
+    def start() -> tuple[Any, FSDPCheckpointManager]:
+        options = VerlLayerClipConfig(enable=True, warmup_steps=3, rule="ratio", ratio=1.05)
+        actor = actor_cases.build_actor(case, layer_clip=options)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0)
+        return actor, FSDPCheckpointManager(
+            actor.actor_module, actor.actor_optimizer, scheduler, layer_clip=actor.layer_clip
+        )
+
+    def update(actor: Any, seeds: range) -> list[Any]:
+        steps = []
+        for seed in seeds:
+            actor.update_policy(actor_cases.build_batch(case, dist.get_rank(), seed))
+            steps.append(actor.layer_clip.last_step)
+        return steps
+
+    actor, manager = start()
+    update(actor, range(3))
+    manager.save_checkpoint(folder)
+    straight = update(actor, range(3, 5))
+    if old:
+        path = os.path.join(folder, f"extra_state_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
+        state = torch.load(path, weights_only=False)
+        del state["layer_clip"]
+        torch.save(state, path)
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    actor, manager = start()
+    manager.load_checkpoint(folder)
+    logging.getLogger().removeHandler(handler)
+    return straight, update(actor, range(3, 5)), [text for text in warnings if "LayerClip" in text]

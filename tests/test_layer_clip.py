@@ -1,0 +1,666 @@
+"""LayerClip's rules on their own, its exactness under every wrapping, and the actor that uses it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import layer_clip_cases
+import pytest
+import torch
+from cluster import Cluster
+from layer_clip_cases import Case, Comparison
+
+from gradloc import LayerClip, LayerClipConfig
+from gradloc.layer_clip import LayerStatistics
+from gradloc.layer_gradients import LayerGradients
+from gradloc.layers import layer_groups, layer_name
+
+# Gradients of a few thousand float32 numbers each, summed in another order.
+EXACT = 1e-6
+RULES = [LayerClipConfig(rule="ratio"), LayerClipConfig(rule="zscore")]
+both_rules = pytest.mark.parametrize("config", RULES, ids=lambda config: config.rule)
+
+Launch = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """Runs a function on the first few of four processes."""
+    cluster = Cluster(4)
+    folder = tmp_path_factory.mktemp("stores")
+
+    def run(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        store = tempfile.mktemp(dir=folder)
+        return cluster.run(layer_clip_cases.in_world, size, store, function, *arguments)[:size]
+
+    yield run
+    cluster.stop()
+
+
+def statistics_of(norms: list[float], config: LayerClipConfig) -> LayerStatistics:
+    """What LayerClip has learnt from a sequence of norms."""
+    statistics = LayerStatistics()
+    for norm in norms:
+        step(statistics, norm, config)
+    return statistics
+
+
+def step(statistics: LayerStatistics, norm: float, config: LayerClipConfig) -> None:
+    bound = statistics.bound(config)
+    statistics.take_in(norm if bound is None else min(norm, bound), config)
+
+
+def log_normal(count: int, spread: float = 0.3, seed: int = 0) -> list[float]:
+    numbers = random.Random(seed)
+    return [numbers.lognormvariate(0, spread) for _ in range(count)]
+
+
+# The rules
+
+
+def test_ratio_is_a_multiple_of_the_bias_corrected_moving_average() -> None:
+    config = LayerClipConfig(rule="ratio", ratio=1000.0, beta=0.9, warmup_steps=3)
+    norms = [1.0, 3.0, 2.0, 5.0, 4.0, 6.0]
+    # The average that starts at zero, with the warm-up's median in place of each of its norms.
+    average = 0.0
+    for norm in [2.0, 2.0, 2.0, 5.0, 4.0, 6.0]:
+        average = 0.9 * average + 0.1 * norm
+    average /= 1 - 0.9**6
+    assert statistics_of(norms, config).bound(config) == pytest.approx(1000 * average, rel=1e-12)
+
+
+def test_zscore_is_mean_plus_deviations() -> None:
+    config = LayerClipConfig(rule="zscore", z=1000.0, beta=0.9, warmup_steps=5)
+    statistics = statistics_of([1.0, 2.0, 3.0, 4.0, 5.0], config)
+    assert statistics.bound(config) == pytest.approx(3 + 1000 * 1.4826)
+    step(statistics, 4.0, config)
+    weight = 0.1 / (1 - 0.9**6)
+    deviation = (1 - weight) * 1.4826 + weight * math.sqrt(math.pi / 2)
+    assert statistics.bound(config) == pytest.approx(3 + weight + 1000 * deviation)
+
+
+def test_the_deviation_of_normal_norms_is_their_standard_deviation() -> None:
+    numbers = random.Random(0)
+    config = LayerClipConfig(beta=0.999, z=5)
+    statistics = statistics_of([numbers.gauss(10, 1) for _ in range(20000)], config)
+    # 2% off, since a distance of more than 2.5 deviations counts as 2.5, and a few percent by chance.
+    assert statistics.bound(config) == pytest.approx(15, rel=0.05)
+
+
+@both_rules
+def test_no_bound_during_the_warm_up(config: LayerClipConfig) -> None:
+    statistics = LayerStatistics()
+    for norm in log_normal(20):
+        assert statistics.bound(config) is None
+        step(statistics, norm, config)
+    assert statistics.bound(config) is not None
+
+
+@both_rules
+@pytest.mark.parametrize("spike", [100.0, 1e6])
+def test_a_spike_in_the_warm_up_does_not_set_the_scale(config: LayerClipConfig, spike: float) -> None:
+    norms = log_normal(20)
+    clean = statistics_of(norms, config).bound(config)
+    spiked = statistics_of([*norms[:7], spike, *norms[8:]], config).bound(config)
+    assert 0.7 * clean < spiked < 1.4 * clean
+
+
+@both_rules
+@pytest.mark.parametrize("odd", [0.0, math.nan, math.inf])
+def test_zeros_and_non_finite_norms_change_nothing(config: LayerClipConfig, odd: float) -> None:
+    norms = log_normal(60)
+    mixed = [norm for pair in zip(norms, [odd] * 60, strict=True) for norm in pair]
+    statistics = LayerStatistics()
+    for norm in mixed:
+        statistics.take_in(norm, config)
+    expected = LayerStatistics()
+    for norm in norms:
+        expected.take_in(norm, config)
+    assert statistics == expected
+
+
+@both_rules
+@pytest.mark.parametrize("spread", [0.3, 0.5, 0.8])
+def test_ten_spikes_in_a_row_raise_the_bound_by_at_most_five_percent_each(
+    config: LayerClipConfig, spread: float
+) -> None:
+    for seed in range(10):
+        statistics = statistics_of(log_normal(500, spread, seed), config)
+        for _ in range(10):
+            before = statistics.bound(config)
+            step(statistics, 100.0, config)
+            assert statistics.bound(config) < 1.055 * before
+
+
+@both_rules
+@pytest.mark.parametrize("shift", [3, 100, 0.33])
+@pytest.mark.parametrize("spread", [0.3, 0.5, 0.8])
+def test_a_lasting_shift_is_followed_within_300_steps(config: LayerClipConfig, shift: float, spread: float) -> None:
+    for seed in range(10):
+        norms = log_normal(1300, spread, seed)
+        statistics = statistics_of(norms[:500], config)
+        old = statistics.mean
+        for norm in norms[500:800]:
+            step(statistics, shift * norm, config)
+        clipped = sum(shift * norm > statistics.bound(config) for norm in norms[800:])
+        assert clipped <= 0.12 * 500
+        assert statistics.mean == pytest.approx(shift * old, rel=0.5)
+
+
+@both_rules
+def test_ordinary_norms_are_hardly_ever_clipped_and_keep_their_average(config: LayerClipConfig) -> None:
+    statistics = LayerStatistics()
+    clipped = 0
+    for norm in log_normal(3000):
+        clipped += norm > (statistics.bound(config) or math.inf)
+        step(statistics, norm, config)
+    assert clipped < 0.003 * 3000
+    assert statistics.mean == pytest.approx(math.exp(0.3**2 / 2), rel=0.15)
+
+
+@both_rules
+def test_bounds_have_a_floor(config: LayerClipConfig) -> None:
+    config = LayerClipConfig(rule=config.rule)
+    start = [1.0] * 20
+    assert statistics_of(start + [1e-9] * 2000, config).mean == pytest.approx(0.1)
+    assert statistics_of([1.0] * 500, config).bound(config) >= 1.5  # not 1, though nothing deviates
+    with_minimum = LayerClipConfig(rule=config.rule, min_bound=7.0)
+    assert statistics_of(start, with_minimum).bound(with_minimum) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"enable": 1}, "layer_clip.enable must be True or False, got 1."),
+        ({"rule": "median"}, "layer_clip.rule must be one of ['zscore', 'ratio', 'fixed'], got 'median'."),
+        ({"z": 0}, "layer_clip.z must be a positive number, got 0."),
+        ({"z": math.nan}, "layer_clip.z"),
+        ({"ratio": 1.0}, "layer_clip.ratio must be a number over 1, got 1.0."),
+        ({"ratio": "3"}, "layer_clip.ratio"),
+        ({"beta": 1.0}, "layer_clip.beta must be a number between 0 and 1, got 1.0."),
+        ({"beta": 0}, "layer_clip.beta"),
+        ({"warmup_steps": 0}, "layer_clip.warmup_steps must be an integer over 0, got 0."),
+        ({"warmup_steps": True}, "layer_clip.warmup_steps"),
+        ({"warmup_steps": 2.5}, "layer_clip.warmup_steps"),
+        ({"min_bound": -1}, "layer_clip.min_bound must be a number of at least 0, got -1."),
+        ({"max_norm": 0.0}, "layer_clip.max_norm must be a positive number, got 0.0."),
+        ({"max_norm": math.inf}, "layer_clip.max_norm"),
+        ({"log_layers": "yes"}, "layer_clip.log_layers must be True or False, got 'yes'."),
+    ],
+)
+def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        LayerClipConfig(**values)
+    assert message in str(error.value)
+
+
+# One process
+
+
+def small_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+
+
+def set_gradients(model: torch.nn.Module, norms: tuple[float, float]) -> None:
+    for layer, norm in zip((model[0], model[2]), norms, strict=True):
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        total = math.sqrt(sum(parameter.numel() for parameter in layer.parameters()))
+        for parameter in layer.parameters():
+            parameter.grad *= norm / total
+
+
+def test_only_layers_over_their_bound_are_scaled_and_none_is_raised() -> None:
+    model = small_model()
+    clip = LayerClip(model, LayerClipConfig(rule="ratio", warmup_steps=2))
+    for _ in range(2):
+        set_gradients(model, (1.0, 2.0))
+        clip.clip()
+        assert clip.last_step["0"] == {"norm": pytest.approx(1.0), "bound": None, "factor": 1.0}
+    set_gradients(model, (30.0, 0.001))
+    calm = [parameter.grad.clone() for parameter in model[2].parameters()]
+    assert clip.clip().item() == pytest.approx(30.0)
+    assert clip.last_step["0"] == {"norm": pytest.approx(30), "bound": pytest.approx(3), "factor": pytest.approx(0.1)}
+    assert clip.last_step["2"]["factor"] == 1.0
+    assert all(torch.equal(p.grad, before) for p, before in zip(model[2].parameters(), calm, strict=True))
+    assert math.sqrt(sum(p.grad.square().sum().item() for p in model[0].parameters())) == pytest.approx(3.0)
+
+
+@both_rules
+def test_the_statistics_take_in_the_clipped_norm(config: LayerClipConfig) -> None:
+    model = small_model()
+    clip = LayerClip(model, config)
+    expected = LayerStatistics()
+    for norm in [*log_normal(50), 1e6, 1.0, 1e6]:
+        set_gradients(model, (norm, 1.0))
+        clip.clip()
+        step(expected, clip.last_step["0"]["norm"], config)
+    found = clip.state_dict()["0"]
+    assert (found["mean"], found["deviation"]) == pytest.approx((expected.mean, expected.deviation), rel=1e-5)
+    assert clip.last_step["0"]["bound"] < 10
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_non_finite_gradient_is_left_to_the_optimizer_step(broken: float) -> None:
+    model = small_model()
+    clip = LayerClip(model, LayerClipConfig(rule="ratio", warmup_steps=1))
+    set_gradients(model, (1.0, 1.0))
+    clip.clip()
+    before = clip.state_dict()
+    set_gradients(model, (99.0, 1.0))
+    model[2].weight.grad[0, 0] = broken
+    kept = [parameter.grad.clone() for parameter in model.parameters()]
+    assert not math.isfinite(clip.clip().item())
+    assert clip.state_dict() == before
+    assert all(torch.equal(p.grad.nan_to_num(), k.nan_to_num()) for p, k in zip(model.parameters(), kept, strict=True))
+    assert {step["factor"] for step in clip.last_step.values()} == {1.0}
+
+
+def test_a_layer_without_a_gradient_is_left_alone() -> None:
+    model = small_model()
+    clip = LayerClip(model, LayerClipConfig(rule="fixed", max_norm=0.1))
+    set_gradients(model, (1.0, 1.0))
+    for parameter in model[2].parameters():
+        parameter.grad = None
+    clip.clip()
+    assert clip.last_step["2"] == {"norm": 0.0, "bound": pytest.approx(0.1 * math.sqrt(10 / 26)), "factor": 1.0}
+    assert clip.last_step["0"]["factor"] == pytest.approx(0.1 * math.sqrt(16 / 26))
+
+
+def test_norms_of_large_layers_are_exact_on_the_cpu() -> None:
+    layer = torch.nn.Linear(1000, 3001, bias=False)
+    layer.weight.grad = torch.randn(3001, 1000, generator=torch.Generator().manual_seed(0))
+    (square,) = LayerGradients(layer, torch.device("cpu")).squared_norms().tolist()
+    assert square == pytest.approx(layer.weight.grad.double().square().sum().item(), rel=EXACT)
+
+
+def test_metrics_sum_up_all_steps_since_the_last_time() -> None:
+    model = small_model()
+    clip = LayerClip(model, LayerClipConfig(rule="fixed", max_norm=2.0, log_layers=True))
+    assert clip.metrics() == {}
+    bounds = [2.0 * math.sqrt(16 / 26), 2.0 * math.sqrt(10 / 26)]
+    for norms in ((0.1, 10.0), (0.2, 5.0)):
+        set_gradients(model, norms)
+        clip.clip()
+    expected = {
+        "fraction": 0.5,
+        "min_factor": bounds[1] / 10,
+        "tightest_layer": 1,
+        "norm_max_ratio": 10 / bounds[1],
+        "norm/0": [0.1, 0.2],
+        "norm/2": [10.0, 5.0],
+        "bound/0": [bounds[0]] * 2,
+        "bound/2": [bounds[1]] * 2,
+    }
+    found = clip.metrics()
+    assert found.keys() == {f"actor/layer_clip/{name}" for name in expected}
+    for name, value in expected.items():
+        assert found[f"actor/layer_clip/{name}"] == pytest.approx(value)
+    assert clip.metrics() == {}
+
+
+def test_metrics_without_a_bound_invent_none() -> None:
+    model = small_model()
+    clip = LayerClip(model, LayerClipConfig(rule="ratio"))
+    set_gradients(model, (1.0, 1.0))
+    clip.clip()
+    assert clip.metrics() == {"actor/layer_clip/fraction": 0.0, "actor/layer_clip/min_factor": 1.0}
+
+
+def test_statistics_are_saved_and_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    model, other = small_model(), small_model()
+    config = LayerClipConfig(rule="zscore", warmup_steps=4)
+    straight, resumed = LayerClip(model, config), LayerClip(other, config)
+    norms = log_normal(30)
+    for i in range(0, 30, 2):
+        if i in (4, 20):  # during the warm-up and after it, as a file holds it
+            resumed = LayerClip(other, config)
+            resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+        for clip, module in ((straight, model), (resumed, other)):
+            set_gradients(module, (norms[i], norms[i + 1]))
+            clip.clip()
+        assert straight.last_step == resumed.last_step
+    assert caplog.text == ""
+    resumed.load_state_dict(None)
+    assert "The checkpoint holds no LayerClip statistics; the warm-up begins anew." in caplog.text
+
+
+def test_statistics_of_another_model_are_refused() -> None:
+    clip = LayerClip(small_model(), LayerClipConfig())
+    with pytest.raises(ValueError) as error:
+        clip.load_state_dict({"layers.0": {}, "2": {}})
+    assert str(error.value) == (
+        "The checkpoint's LayerClip statistics belong to another model (layers only in the checkpoint: ['layers.0']; "
+        "layers only in this model: ['0']): resume from a checkpoint of this model, or set "
+        "actor_rollout_ref.actor.layer_clip.enable=False."
+    )
+
+
+# Layer groups
+
+
+def family(name: str) -> tuple[torch.nn.Module, set[str]]:
+    """A tiny model of a family, and the layer groups that it has to have."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    groups = {"embed_tokens", "layers.0", "layers.1", "norm", "lm_head"}
+    routers = {"layers.0.router", "layers.1.router"}
+    if name in ("Qwen2", "Qwen3", "Llama", "Mistral"):
+        config = getattr(transformers, f"{name}Config")(**sizes)
+    elif name in ("Gemma", "Gemma2"):  # tied
+        config, groups = getattr(transformers, f"{name}Config")(**sizes), groups - {"lm_head"}
+    elif name in ("Qwen2Moe", "Qwen3Moe"):
+        config = getattr(transformers, f"{name}Config")(
+            **sizes,
+            num_experts=3,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+            num_experts_per_tok=2,
+            decoder_sparse_step=1,
+        )
+        groups |= routers
+    elif name in ("Mixtral", "GptOss"):
+        config = getattr(transformers, f"{name}Config")(**sizes, num_local_experts=3)
+        groups |= routers
+    else:
+        vision = {"depth": 2, "hidden_size": 16, "embed_dim": 16, "num_heads": 2, "patch_size": 2}
+        config = transformers.Qwen2VLConfig(**sizes, vision_config=vision)
+        groups |= {f"visual.blocks.{i}" for i in range(2)} | {"visual.patch_embed.proj"}
+        groups |= {"visual.merger.ln_q", "visual.merger.mlp.0", "visual.merger.mlp.2"}
+        return transformers.Qwen2VLForConditionalGeneration(config), groups
+    return getattr(transformers, f"{name}ForCausalLM")(config), groups
+
+
+FAMILIES = ["Qwen2", "Qwen3", "Llama", "Mistral", "Gemma", "Gemma2"]
+FAMILIES += ["Qwen2Moe", "Qwen3Moe", "Mixtral", "GptOss", "Qwen2VL"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layer_groups_of_model_families(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        model, groups = family(name)
+    model.tie_weights()
+    gradients = LayerGradients(model, torch.device("cpu"))
+    assert set(gradients.layers) == groups
+    assert sum(gradients.numels) == sum(parameter.numel() for parameter in model.parameters())
+    assert "numbered block" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("parameter", "layer"),
+    [
+        ("model.layers.3.mlp.gate.weight", "layers.3.router"),
+        ("model.layers.3.mlp.gate.e_score_correction_bias", "layers.3.router"),
+        ("base_model.model.model.layers.3.mlp.gate.lora_A.default.weight", "layers.3.router"),
+        ("model.layers.3._fsdp_wrapped_module.mlp._fsdp_wrapped_module.gate.weight", "layers.3.router"),
+        ("model.layers.3.block_sparse_moe.gate.weight", "layers.3.router"),
+        ("model.layers.3.mlp.router.bias", "layers.3.router"),
+        ("model.layers.3.feed_forward.router.weight", "layers.3.router"),
+        ("model.layers.3.mlp.gate_proj.weight", "layers.3"),
+        ("model.layers.3.mlp.shared_expert_gate.weight", "layers.3"),
+        ("model.layers.3.mlp.experts.gate_up_proj", "layers.3"),
+        ("model.layers.3.mlp.experts.7.gate_proj.weight", "layers.3"),
+        ("model.layers.3.self_attn.gate.weight", "layers.3"),
+    ],
+)
+def test_a_router_is_a_group_of_its_own(parameter: str, layer: str) -> None:
+    assert layer_name(parameter) == layer
+
+
+def test_top_level_modules_are_the_layers_where_no_name_fits(caplog: pytest.LogCaptureFixture) -> None:
+    names = ["model.trunk.first.weight", "model.trunk.second.bias", "head.weight", "scale"]
+    assert layer_groups(names) == dict(zip(names, ["trunk", "trunk", "head", "scale"], strict=True))
+    assert "top-level modules are taken for the layers: trunk, head, scale." in caplog.text
+    assert caplog.records[0].levelno == logging.WARNING
+    caplog.clear()
+    assert layer_groups(["trunk.0.weight", "head.inner.weight"]) == {
+        "trunk.0.weight": "trunk.0",
+        "head.inner.weight": "head.inner",
+    }
+    assert caplog.text == ""
+
+
+# Several processes
+
+WRAPS = ["fsdp1", "fsdp1-orig", "fsdp2"]
+COMPARED = [(size, Case(wrap)) for size in (1, 2, 3) for wrap in WRAPS]
+COMPARED += [(1, Case("none")), (2, Case("none")), (4, Case("fsdp2"))]
+COMPARED += [(4, Case(wrap, hsdp=True)) for wrap in WRAPS]
+COMPARED += [(4, Case(wrap, model)) for wrap in WRAPS for model in ("tied", "frozen", "lora", "moe")]
+COMPARED += [(2, Case(wrap, offload=True)) for wrap in WRAPS]
+
+
+@pytest.mark.parametrize(("size", "case"), [pytest.param(*pair, id=f"{pair[0]}-{pair[1].id}") for pair in COMPARED])
+def test_norms_and_clipped_gradients_are_those_of_one_process(launch: Launch, size: int, case: Case) -> None:
+    all_reduces = 0 if size == 1 or case.wrap == "none" else 1
+    results: list[Comparison] = launch(size, layer_clip_cases.compare, case, all_reduces)
+    for result in results:
+        assert list(result.norms) == list(result.expected_norms)
+        assert result.norms == pytest.approx(result.expected_norms, rel=EXACT)
+        assert result.factors == pytest.approx(result.expected_factors, rel=EXACT)
+        assert 0 < sum(factor < 1 for factor in result.factors.values()) < len(result.factors)
+        total = math.sqrt(sum(norm**2 for norm in result.expected_norms.values()))
+        assert result.unclipped_norm == pytest.approx(total, rel=EXACT)
+        worst = max(result.gradient_errors, key=result.gradient_errors.__getitem__)
+        assert result.gradient_errors[worst] < EXACT, worst
+        assert result.frozen_changes == 0
+    if case.wrap != "none":
+        assert all(result.norms == results[0].norms for result in results)  # bit for bit: no rank decides otherwise
+
+
+def test_statistics_do_not_depend_on_the_number_of_ranks(launch: Launch) -> None:
+    steps = layer_clip_cases.gradient_steps
+    *whole, _ = launch(2, steps, "fsdp2", range(8))[0]
+    *_, state = launch(2, steps, "fsdp2", range(4))[0]
+    assert any(layer["factor"] < 1 for layer in whole[5].values())
+    for size, wrap in ((1, "none"), (2, "fsdp2"), (3, "fsdp1"), (4, "fsdp2")):
+        for *rest, _ in launch(size, steps, wrap, range(4, 8), state):
+            assert {name: layer["bound"] for name, layer in rest[0].items()} == {
+                name: layer["bound"] for name, layer in whole[4].items()
+            }
+            for found, expected in zip(rest, whole[4:], strict=True):
+                for name in expected:
+                    assert found[name] == pytest.approx(expected[name], rel=EXACT)
+
+
+# The actor
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_off_is_stock(launch: Launch, wrap: str) -> None:
+    for result in launch(2, layer_clip_cases.off_and_stock, wrap):
+        assert all(result.values()), result
+
+
+def run_actor(launch: Launch, case: dict[str, Any], options: dict[str, Any], *others: Any) -> dict[str, Any]:
+    """What two ranks found, after checking that they found the same."""
+    results = launch(2, layer_clip_cases.run_actor, case, options, *others)
+    for name in ("events", "statistics", "last_step", "seen"):
+        assert repr(results[0][name]) == repr(results[1][name])  # NaN included
+    ours = [
+        [{k: v for k, v in metrics.items() if "layer_clip" in k or "norm" in k} for metrics in result["metrics"]]
+        for result in results
+    ]
+    assert repr(ours[0]) == repr(ours[1])
+    return results[0]
+
+
+def check_seen(result: dict[str, Any]) -> None:
+    """The optimizer has seen what LayerClip made of the last step's gradient, after the global clip at norm 1."""
+    clipped = {name: layer["norm"] * layer["factor"] for name, layer in result["last_step"].items()}
+    # as torch computes it
+    scale = min(1.0, 1 / (math.sqrt(sum(norm**2 for norm in clipped.values())) + 1e-6))
+    assert result["seen"][-1] == pytest.approx({name: scale * norm for name, norm in clipped.items()}, rel=EXACT)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_the_global_clip_sees_the_clipped_gradient_and_grad_norm_the_unclipped(launch: Launch, wrap: str) -> None:
+    stock = launch(2, layer_clip_cases.stock_norms, {"wrap": wrap})[0]
+    for max_norm in (0.01, 3.0):
+        result = run_actor(launch, {"wrap": wrap}, {"layer_clip": {"rule": "fixed", "max_norm": max_norm}})
+        (metrics,) = result["metrics"]
+        assert metrics["actor/grad_norm"] == pytest.approx(stock, rel=EXACT)
+        if wrap == "fsdp2":
+            check_seen(result)
+        ratios = [layer["norm"] / layer["bound"] for layer in result["last_step"].values()]
+        assert metrics["actor/layer_clip/norm_max_ratio"] == pytest.approx(max(ratios))
+        assert metrics["actor/layer_clip/tightest_layer"] == ratios.index(max(ratios))
+        assert metrics["actor/layer_clip/min_factor"] == pytest.approx(min(1.0, 1 / max(ratios)))
+        assert metrics["actor/layer_clip/fraction"] == sum(ratio > 1 for ratio in ratios) / len(ratios)
+
+
+@pytest.mark.parametrize("detection", [False, True])
+def test_fp16_norms_are_those_without_the_loss_scale(launch: Launch, detection: bool) -> None:
+    # With the detection they are measured before the gradient is unscaled, without it afterwards.
+    options = {
+        "spike_detection": detection,
+        "spike_trigger": "global",
+        "layer_clip": {"rule": "fixed", "max_norm": 0.1},
+    }
+    plain = run_actor(launch, {}, options)
+    scaled = run_actor(launch, {}, options, 1024.0)
+    for name, layer in plain["last_step"].items():
+        assert scaled["last_step"][name] == pytest.approx(layer, rel=EXACT)
+    assert scaled["seen"][0] == pytest.approx(plain["seen"][0], rel=EXACT)
+
+
+def test_an_overflow_under_fp16_updates_nothing(launch: Launch) -> None:
+    # A scale at which float32 gradients overflow.
+    result = run_actor(launch, {}, {"layer_clip": {"rule": "ratio", "warmup_steps": 1}}, 3e38)
+    assert {layer["count"] for layer in result["statistics"].values()} == {0}
+    assert result["steps"] == 0  # the scaler left it out
+
+
+SPIKE = {"planted": ((1, 3, 6),)}
+DETECT = {"spike_detection": True, "grad_norm_threshold": 100.0}
+
+
+@pytest.mark.parametrize("trigger", ["unit", "global"])
+def test_events_hold_the_bounds_and_the_gradient_is_measured_once(launch: Launch, trigger: str) -> None:
+    options = {**DETECT, "spike_trigger": trigger, "layer_clip": {"rule": "ratio", "warmup_steps": 2}}
+    result = run_actor(launch, {**SPIKE, "mini_batch": 4}, options)
+    (event,) = json.loads(result["events"][0])
+    assert event["mini_batch"] == 0
+    layers = event["layer_clip"]
+    assert set(layers) == set(result["layers"]) == set(event["units"][0]["layer_norms"])
+    assert set(layers) == set(event["culprits"][0]["layer_norms"])
+    assert all(layer["bound"] is None and layer["factor"] == 1.0 for layer in layers.values())
+    assert math.sqrt(sum(layer["norm"] ** 2 for layer in layers.values())) == pytest.approx(event["global_norm"])
+    assert result["measured"] == 2  # mini-batches
+    result = run_actor(launch, {**SPIKE, "mini_batch": 4}, {**options, "layer_clip": {"rule": "fixed"}})
+    (event,) = json.loads(result["events"][0])
+    for layer in event["layer_clip"].values():
+        assert layer["factor"] == pytest.approx(min(1.0, layer["bound"] / layer["norm"]))
+
+
+def test_a_skipped_step_updates_no_statistics(launch: Launch) -> None:
+    options = {**DETECT, "spike_action": "skip", "layer_clip": {"rule": "ratio", "warmup_steps": 1}}
+    result = run_actor(launch, SPIKE, options)
+    (event,) = json.loads(result["events"][0])
+    assert event["applied"] and event["layer_clip"] is None
+    assert {layer["count"] for layer in result["statistics"].values()} == {0}
+    assert "actor/layer_clip/fraction" not in result["metrics"][0]
+    # After a skipped mini-batch, the next one's own gradient is measured.
+    result = run_actor(launch, {**SPIKE, "mini_batch": 4}, {**options, "spike_trigger": "global"})
+    assert {layer["count"] for layer in result["statistics"].values()} == {1}
+    check_seen(result)
+
+
+@pytest.mark.parametrize("trigger", ["unit", "global"])
+def test_a_dropped_gradient_is_not_in_the_statistics(launch: Launch, trigger: str) -> None:
+    options = {**DETECT, "spike_trigger": trigger, "layer_clip": {"rule": "ratio", "warmup_steps": 5}}
+    spiked = run_actor(launch, SPIKE, options)["last_step"]
+    result = run_actor(launch, SPIKE, {**options, "spike_action": "drop"})
+    (event,) = json.loads(result["events"][0])
+    assert event["applied"] and event["layer_clip"] == result["last_step"]
+    for name, layer in result["last_step"].items():
+        assert layer["norm"] < 0.5 * spiked[name]["norm"]
+    check_seen(result)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_resuming_from_a_checkpoint_is_like_never_stopping(launch: Launch, tmp_path: Path, wrap: str) -> None:
+    for straight, resumed, warnings in launch(2, layer_clip_cases.resume, str(tmp_path), wrap):
+        assert straight == resumed
+        assert any(layer["factor"] < 1 for step in straight for layer in step.values())
+        assert warnings == []
+
+
+def test_a_checkpoint_without_statistics_loads_with_a_warning(launch: Launch, tmp_path: Path) -> None:
+    for _, resumed, warnings in launch(2, layer_clip_cases.resume, str(tmp_path), "fsdp2", True):
+        assert warnings == ["The checkpoint holds no LayerClip statistics; the warm-up begins anew."]
+        assert {layer["bound"] for layer in resumed[0].values()} == {None}
+
+
+# The configuration
+
+
+def actor_config(*overrides: str) -> Any:
+    import verl
+    from hydra import compose, initialize_config_dir
+    from verl.utils.config import omega_conf_to_dataclass
+
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        config = compose(
+            "ppo_trainer", overrides=["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", *overrides]
+        )
+    return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+
+
+def test_yaml_and_dataclass_have_the_same_keys_and_defaults() -> None:
+    from omegaconf import OmegaConf
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
+
+    composed = actor_config().layer_clip
+    assert isinstance(composed, VerlLayerClipConfig)
+    default = dict(VerlLayerClipConfig())
+    assert dict(composed) == default
+    assert {key: default[key] for key in asdict(LayerClipConfig())} == asdict(LayerClipConfig())
+    assert FSDPActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1).layer_clip.enable is False
+    import verl
+
+    generated = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+    generated = OmegaConf.load(generated).actor_rollout_ref.actor.layer_clip
+    assert dict(generated) == {**default, "_target_": "verl.workers.config.LayerClipConfig"}
+
+
+def test_keys_are_set_without_a_plus_and_validated() -> None:
+    keys = {"enable": True, "rule": "ratio", "z": 4, "ratio": 2.5, "beta": 0.9, "warmup_steps": 5, "min_bound": 0.1}
+    keys |= {"max_norm": 2, "log_layers": True}
+    config = actor_config(*(f"actor_rollout_ref.actor.layer_clip.{key}={value}" for key, value in keys.items()))
+    assert {key: config.layer_clip[key] for key in keys} == keys
+    with pytest.raises(Exception, match="layer_clip.ratio must be a number over 1, got 0.5."):
+        actor_config("actor_rollout_ref.actor.layer_clip.ratio=0.5")
+
+
+def test_the_trainer_refuses_workers_without_layer_clip() -> None:
+    import verl
+    from hydra import compose, initialize_config_dir
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
+
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        config = compose(
+            "ppo_trainer",
+            overrides=["trainer.use_legacy_worker_impl=disable", "actor_rollout_ref.actor.layer_clip.enable=True"],
+        )
+    with pytest.raises(ValueError, match="layer_clip needs the FSDP workers"):
+        RayPPOTrainer(config, None, {Role.ActorRollout: None}, None)
