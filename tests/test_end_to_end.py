@@ -1,5 +1,6 @@
 """The real `python -m verl.trainer.main_ppo` with Ray, two FSDP2 workers, a random model and a planted spike."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas
@@ -17,9 +19,11 @@ THRESHOLD = 80.0
 ANSWERS, STEPS = 8, 3
 
 
-def start(output: Path, *arguments: str, **environment: str) -> subprocess.Popen:
+@contextlib.contextmanager
+def started(output: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen]:
+    """A run, which is ended with the block if it still goes on."""
     search_path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "tests")])
-    return subprocess.Popen(
+    script = subprocess.Popen(
         ["bash", ROOT / "run_experiment.sh", "--embedded", "--tiny", "--python", sys.executable]
         + [f"OUTPUT_DIR={output}", f"GRAD_NORM_THRESHOLD={THRESHOLD}", *arguments],
         env=os.environ | {"PYTHONPATH": search_path} | environment,
@@ -27,6 +31,12 @@ def start(output: Path, *arguments: str, **environment: str) -> subprocess.Popen
         stderr=subprocess.STDOUT,
         text=True,
     )
+    try:
+        yield script
+    finally:
+        if script.poll() is None:
+            script.terminate()
+            script.wait(timeout=60)
 
 
 def processes_naming(text: str) -> set[int]:
@@ -44,15 +54,13 @@ def processes_naming(text: str) -> set[int]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> dict:
     directory = tmp_path_factory.mktemp("run")
-    script = start(
-        directory / "out",
-        "algorithm.adv_estimator=planted_spike",
-        "ROLLOUT_N=2",
-        f"TOTAL_STEPS={STEPS}",
-        VERL_USE_EXTERNAL_MODULES="planted_spike",
-        PLANTED_SPIKE_FILE=str(directory / "planted.json"),
-    )
-    output, _ = script.communicate(timeout=540)
+    arguments = ["algorithm.adv_estimator=planted_spike", "ROLLOUT_N=2", f"TOTAL_STEPS={STEPS}"]
+    environment = {
+        "VERL_USE_EXTERNAL_MODULES": "planted_spike",
+        "PLANTED_SPIKE_FILE": str(directory / "planted.json"),
+    }
+    with started(directory / "out", *arguments, **environment) as script:
+        output, _ = script.communicate(timeout=540)
     assert script.returncode == 0, output
     evidence = directory / "out/bisect_dump/spikes.jsonl"
     return {
@@ -130,17 +138,17 @@ def test_nothing_of_ray_is_left(run: dict) -> None:
 
 
 def test_an_interrupt_ends_ray_too(tmp_path: Path) -> None:
-    script = start(tmp_path / "out")
-    ray = f"/tmp/gradloc-{script.pid}"
     log = tmp_path / "out/train.log"
     deadline = time.monotonic() + 300
-    # Ray's workers lose their command line, but share their session with those that keep it.
-    while not (log.exists() and "TaskRunner hostname" in log.read_text()):
-        assert script.poll() is None and time.monotonic() < deadline
-        time.sleep(0.5)
-    (session,) = {os.getsid(pid) for pid in processes_naming(ray) - {script.pid}}
-    script.send_signal(signal.SIGINT)
-    assert script.wait(timeout=60) == 130
+    with started(tmp_path / "out") as script:
+        ray = f"/tmp/gradloc-{script.pid}"
+        while not (log.exists() and "TaskRunner hostname" in log.read_text()):
+            assert script.poll() is None and time.monotonic() < deadline
+            time.sleep(0.5)
+        # Ray's workers lose their command line, but share their session with those that keep it.
+        (session,) = {os.getsid(pid) for pid in processes_naming(ray) - {script.pid}}
+        script.send_signal(signal.SIGINT)
+        assert script.wait(timeout=60) == 130
     assert not Path(ray).exists()
     left = [pid for pid in Path("/proc").glob("[0-9]*/stat") if session_of(pid) == session]
     assert not left
