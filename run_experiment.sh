@@ -397,7 +397,7 @@ if [[ $profile == cluster ]]; then
     status=0
     wait "$session" || status=$?
     say "Evidence of spikes: $BISECT_DUMP_DIR/spikes.jsonl"
-    say "As a table: $python $root/embedded/summary.py report $BISECT_DUMP_DIR"
+    say "To look at it: $python -m verl.utils.gradloc.report $BISECT_DUMP_DIR --html report.html"
     exit "$status"
 fi
 
@@ -422,6 +422,10 @@ status=0
 wait "$session" || status=$?
 wait "$follower" || true
 "$python" "$root/embedded/summary.py" report "$BISECT_DUMP_DIR" "$log" || true
+if [[ -f $BISECT_DUMP_DIR/spikes.jsonl ]] &&
+    "$python" -m gradloc.report "$BISECT_DUMP_DIR" --html "$OUTPUT_DIR/report.html" >/dev/null; then
+    say "To look at in a browser: $OUTPUT_DIR/report.html"
+fi
 if ((status)); then
     say "Training failed (exit code $status). The end of $log:"
     tail -n 30 "$log"

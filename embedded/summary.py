@@ -106,9 +106,12 @@ def read_events(file: Path) -> list[dict]:
     events = []
     for line in file.read_text().splitlines():
         try:
-            events.append(json.loads(line))
+            event = json.loads(line)
         except json.JSONDecodeError:
             console.print(f"{file} has a line that is not JSON; a run that was cut off may leave one.")
+            continue
+        if "note" not in event:  # a note says what was left out
+            events.append(event)
     return events
 
 
