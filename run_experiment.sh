@@ -371,6 +371,7 @@ stop() {
     trap '' INT TERM
     [[ -z $follower ]] || kill "$follower" 2>/dev/null || true
     if [[ -n $session ]]; then
+        disown -a # bash need not tell how they ended
         kill -TERM "$session" 2>/dev/null || true # Ray's own way out
         for _ in {1..25}; do
             [[ -n $(session_pids) ]] || break
@@ -381,7 +382,6 @@ stop() {
             kill -KILL $pids 2>/dev/null || true
             sleep 0.1
         done
-        wait "$session" 2>/dev/null || true # without bash's word on how it ended
     fi
     [[ $profile == cluster || -z $session ]] || rm -rf "$ray_dir"
     exit "$1"
