@@ -43,7 +43,7 @@ EVENTS_PER_STEP = 16
 CULPRITS_WITH_TEXT = 16
 FILE_BYTES = 64 * 2**20
 TOTAL_BYTES = 2**30
-_TEXTS = ("prompt", "response", "response_tokens", "response_suspicion")
+_TEXTS = ("prompt", "response", "response_tokens", "response_suspicion", "response_kl")
 
 
 def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[str, Any]:
@@ -98,21 +98,37 @@ def suspicion(tokens: Mapping[str, Tensor]) -> Tensor:
 
 
 def window_start(position: int) -> int:
-    """The index in the response at which `response_tokens` and `response_suspicion` of a culprit begin."""
+    """The index in the response at which a culprit's `response_…` lists begin."""
     return max(position - WINDOW // 2, 0)
 
 
-def response_suspicion(suspicion: Tensor, response_mask: Tensor, position: int) -> list[float]:
-    """The suspicion of the response's tokens around a culprit, rounded to 4 digits.
+def response_window(values: Tensor, response_mask: Tensor, position: int) -> list[float]:
+    """A figure of each of the response's tokens around a culprit, rounded to 4 digits.
 
     Args:
-        suspicion (Tensor): Of each token of the response, shape (response length,).
+        values (Tensor): The figures, shape (response length,).
         response_mask (Tensor): Same shape; the padding behind its last token is left out.
         position (int): The culprit's index in the response.
     """
     start = window_start(position)
     stop = min(start + WINDOW, int(response_mask.nonzero().max()) + 1)
-    return [float(f"{value:.4g}") for value in suspicion[start:stop].tolist()]
+    return [float(f"{value:.4g}") for value in values[start:stop].tolist()]
+
+
+def response_kl(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[str, list[float]] | None:
+    """What each of the response's tokens around a culprit adds to the KL to the reference policy.
+
+    With r = log p_ref − log p: k1 = −r, k2 = r²/2, k3 = e^r − 1 − r (Schulman, "Approximating KL Divergence").
+
+    Returns:
+        dict: Lists as those of `response_window`; None without a reference policy.
+    """
+    if "ref_log_prob" not in tokens:
+        return None
+    mask = tokens["response_mask"][row]
+    r = (tokens["ref_log_prob"][row].double() - tokens["log_prob"][row].double()) * mask
+    estimates = {"k1": -r, "k2": r.square() / 2, "k3": r.expm1() - r}
+    return {name: response_window(values, mask, position) for name, values in estimates.items()}
 
 
 def classify(culprit: Mapping[str, Any]) -> str:

@@ -127,6 +127,7 @@ class GradLoc:
         self._current: MicroBatch | None = None
         self._global_step: int | None = None
         self._token_norm_max = 0.0
+        self._misaligned = self._compared = 0.0
 
     def start_update(self, global_step: int | None = None) -> None:
         """Forgets the last update's events and figures."""
@@ -134,6 +135,7 @@ class GradLoc:
         self._micro_batches = []
         self._global_step = global_step
         self._token_norm_max = 0.0
+        self._misaligned = self._compared = 0.0
 
     def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
         """Called before a training pass.
@@ -212,8 +214,13 @@ class GradLoc:
             self._event.update(facts)
 
     def metrics(self) -> dict[str, float]:
-        """The update's figures for the training log, the same on every rank."""
-        return {
+        """The update's figures for the training log, the same on every rank.
+
+        `misaligned_share`, where there are rollout log-probs: the share of response tokens whose log-prob differs from
+        the rollout's by more than a nat.
+        """
+        compared = {"actor/gradloc/misaligned_share": self._misaligned / self._compared} if self._compared else {}
+        return compared | {
             "actor/gradloc/token_norm_max": self._token_norm_max,
             "actor/gradloc/triggered": len(self.events),
             "actor/gradloc/culprits": sum(len(event["culprits"]) for event in self.events),
@@ -227,8 +234,10 @@ class GradLoc:
         scale = self._loss_scale()
         squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]) / scale**2
         square_weights = torch.stack([mb.tokens["weight"].double().square().sum() for mb in micro_batches])
-        figures = torch.stack([_largest_token_equivalent(squares.sum(1), square_weights), square_weights.sum()])
+        largest = _largest_token_equivalent(squares.sum(1), square_weights)
+        figures = torch.stack([largest, square_weights.sum(), *_count_misaligned(micro_batches)])
         by_rank = torch.stack(distributed.gather(figures.to(self._device)))
+        self._compare_with_rollout(*by_rank[:, 2:].sum(0).tolist())
         token_norm_max = float(by_rank[:, 0].max())
         self._token_norm_max = max(self._token_norm_max, token_norm_max)
 
@@ -294,6 +303,18 @@ class GradLoc:
         )
         self._event = self.events[-1]
         return not (self.config.action == "skip" and applied)
+
+    def _compare_with_rollout(self, misaligned: float, tokens: float) -> None:
+        self._misaligned += misaligned
+        self._compared += tokens
+        if misaligned > evidence.MISALIGNED_SHARE * tokens and distributed.rank() == 0:
+            logger.warning(
+                "%.0f of %.0f response tokens have log-probs that differ from the rollout's by more than %g nat: "
+                "they may belong to other positions, weights or temperatures",
+                misaligned,
+                tokens,
+                evidence.MISALIGNED_NATS,
+            )
 
     def _reduced_norm(self, scale: float) -> float:
         if self._measure is None:
@@ -664,7 +685,8 @@ class _Localization:
             "layer_norms": {
                 layer: norm / self._weight(token) for layer, norm in zip(self._layers, layer_norms, strict=True)
             },
-            "response_suspicion": evidence.response_suspicion(suspicion, tokens["response_mask"][row], position),
+            "response_suspicion": evidence.response_window(suspicion, tokens["response_mask"][row], position),
+            "response_kl": evidence.response_kl(tokens, row, position),
         }
         return {**found, "source": evidence.classify(found)}
 
@@ -692,6 +714,17 @@ def _catch(tokens: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
         tokens[name] = gradient.detach()
 
     return hook
+
+
+def _count_misaligned(micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
+    """How many response tokens are off the rollout's log-probs, and how many there are; float64, shape ()."""
+    counts = micro_batches[0].tokens["weight"].new_zeros(2, dtype=torch.float64)
+    for tokens in (micro_batch.tokens for micro_batch in micro_batches):
+        if "rollout_log_prob" in tokens:
+            mask = tokens["response_mask"].bool()
+            near = (tokens["log_prob"] - tokens["rollout_log_prob"]).abs() <= evidence.MISALIGNED_NATS
+            counts += torch.stack([(mask & ~near).sum(), mask.sum()])
+    return counts[0], counts[1]
 
 
 def _largest_token_equivalent(squares: Tensor, square_weights: Tensor) -> Tensor:

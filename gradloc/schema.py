@@ -25,6 +25,7 @@ _POSITIVE = {"type": "number", "exclusiveMinimum": 0}
 _INDEX = {"type": "integer", "minimum": 0}
 _INTEGER_OR_NULL = {"type": ["integer", "null"]}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
+_NUMBERS = {"type": "array", "items": _NUMBER}
 _NUMBERS_BY_LAYER = {"type": "object", "additionalProperties": _NUMBER}
 
 
@@ -91,7 +92,8 @@ _CULPRIT = _object(
         "misaligned_share": _NUMBER_OR_NULL,
         "layer_norms": _NUMBERS_BY_LAYER,
         "source": {"enum": ["nonfinite", "misaligned", "token", "sequence", "layer", "other"]},
-        "response_suspicion": {"anyOf": [{"type": "array", "items": _NUMBER}, {"type": "null"}]},
+        "response_suspicion": {"anyOf": [_NUMBERS, {"type": "null"}]},
+        "response_kl": {"anyOf": [_object({"k1": _NUMBERS, "k2": _NUMBERS, "k3": _NUMBERS}), {"type": "null"}]},
     },
     # The trainer adds these.
     token=_TEXT_OR_NULL,

@@ -73,6 +73,7 @@ def culprit(position: int, tokens: list[str], norm: float, random: random.Random
         "misaligned_share": changes.pop("misaligned_share", 0.0),
         "layer_norms": {name: scale * value for name, value in relative.items()},
         "response_suspicion": heat,
+        "response_kl": None,
         "token": tokens[position],
         "context": "".join(tokens[max(position - 16, 0) : position])
         + f"«{tokens[position]}»"

@@ -69,6 +69,17 @@ def test_a_nan_in_the_forward_is_traced_to_where_it_begins(launch: Launch, world
         assert all(same.values()), same
 
 
+@pytest.mark.parametrize("shift", [2.0, 0.0])
+def test_log_probs_off_the_rollouts_are_a_bug_and_not_a_spike(launch: Launch, shift: float) -> None:
+    results = launch(2, action_cases.misaligned, Case(rollout=True, planted=ONE), shift)
+    for share, sources, _ in results:
+        assert share == (1.0 if shift else 0.0)
+        assert (json.loads(sources) == ["misaligned"]) == bool(shift) and len(json.loads(sources)) == 1
+    first, second = (warnings for _, _, warnings in results)
+    assert len(first) == bool(shift) and second == []
+    assert not shift or "differ from the rollout's by more than 1 nat" in first[0]
+
+
 @cases(*[(2, Case(wrap, loss_agg_mode="seq-mean-token-sum")) for wrap in WRAPS])
 def test_a_spike_of_many_tokens_together_has_no_culprit(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, action_cases.diffuse, case)

@@ -11,6 +11,8 @@ import actor_cases
 import pytest
 from actor_cases import Case, Run, Unit
 from cluster import Cluster
+from verl.utils.gradloc.evidence import jsonable
+from verl.utils.gradloc.schema import EVENT, conforms
 
 # Norms are float32 sums over a few 10,000 gradient entries, whose own rounding differs with the order of summation.
 TOLERANCE = 1e-5
@@ -51,7 +53,9 @@ def as_list(value: Any) -> list[float]:
 def same_events(runs: list[Run]) -> list[list[dict[str, Any]]]:
     """The events of every call, after checking that all ranks have the same."""
     assert all(run.events == runs[0].events for run in runs)
-    return [json.loads(events) for events in runs[0].events]
+    found = [json.loads(events) for events in runs[0].events]
+    assert all(conforms(jsonable(event), EVENT) for events in found for event in events)
+    return found
 
 
 def check_unit(found: dict[str, Any], unit: Unit, threshold: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradloc import GradLocConfig, record_events, text_evidence, token_weights
-from gradloc.evidence import classify, jsonable, token_evidence
+from gradloc.evidence import classify, jsonable, response_kl, token_evidence
 from gradloc.layers import layer_name
 from gradloc.taps import GradientTaps
 
@@ -108,6 +108,14 @@ def test_token_evidence_has_what_there_is_and_invents_nothing() -> None:
     facts = token_evidence(tokens(rollout_log_prob=[-1.0, -4.0, -3.0, 0.0]), 0, 1)
     assert facts["rollout_ratio"] == pytest.approx(math.exp(2)) and facts["ratio"] is None
     assert facts["misaligned_share"] == pytest.approx(1 / 3)
+
+
+def test_kl_estimates_of_the_response() -> None:
+    found = response_kl(tokens(ref_log_prob=[-1.0, -1.0, -5.0, 7.0]), 0, 1)
+    assert found["k1"] == [0.0, -1.0, 2.0]  # padding is left out
+    assert found["k2"] == [0.0, 0.5, 2.0]
+    assert found["k3"] == pytest.approx([0.0, math.e - 2, math.exp(-2) + 1], rel=1e-3)
+    assert response_kl(tokens(), 0, 1) is None
 
 
 @pytest.mark.parametrize(

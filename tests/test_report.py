@@ -220,13 +220,13 @@ def test_a_long_response_is_kept_around_the_culprit() -> None:
     response, position = list(range(3000)), 1000
     found = evidence.text_evidence(Ids(), [], response, position)
     mask = torch.ones(3000)
-    heat = evidence.response_suspicion(torch.arange(3000.0), mask, position)
+    heat = evidence.response_window(torch.arange(3000.0), mask, position)
     start = found["response_tokens_start"]
     assert len(found["response_tokens"]) == len(heat) == 512 and start == 744
     assert found["response_tokens"][position - start] == "1000" and heat[position - start] == 1000.0
     # Padding behind the response is left out.
     mask[5:] = 0
-    assert evidence.response_suspicion(torch.full((3000,), math.pi), mask, 2) == [3.142] * 5
+    assert evidence.response_window(torch.full((3000,), math.pi), mask, 2) == [3.142] * 5
 
 
 # Reading and printing
