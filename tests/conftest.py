@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 import trees
+
+
+def pytest_configure() -> None:
+    # A shell starts its background jobs with SIGINT ignored, and whatever they start inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
