@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import torch
@@ -526,25 +527,28 @@ class _Localization:
             return False, False
         with gradients.SetAside(module) as gradient:
             for i in range(0, len(shares), world_size):
-                self._passes.accumulate(shares[i : i + world_size])
+                batch = dict(enumerate(shares[i : i + world_size]))
+                self._passes.accumulate(batch.get)
             taken = gradients.reduced_norm(module, device)
             gradient.subtract()
         return True, gradients.reduced_norm(module, device) >= _CANCELLATION * taken
 
     def _recompute(self, module: nn.Module, device: torch.device, culprits: dict[UnitName, Tensor]) -> bool:
         """Computes the mini-batch's gradient anew without the culprits."""
-        rank = distributed.rank()
+
+        def share_of(rank: int, index: int) -> Share | None:
+            if (rank, index) not in self._units:
+                return None
+            micro_batch = self._micro_batches[index].portable(self._scale)
+            keep = micro_batch.tokens["response_mask"].bool()
+            return Share(micro_batch, keep & ~culprits.get((rank, index), torch.zeros_like(keep)))
+
         count = 1 + max(index for _, index in self._units)
         if self._passes.count + count > self._budget:
             return False
         with gradients.SetAside(module) as gradient:
             for i in range(count):
-                share = None
-                if (rank, i) in self._units:
-                    micro_batch = self._micro_batches[i].portable(self._scale)
-                    keep = micro_batch.tokens["response_mask"].bool()
-                    share = Share(micro_batch, keep & ~culprits.get((rank, i), torch.zeros_like(keep)))
-                self._passes.accumulate([share if r == rank else None for r in range(distributed.world_size())])
+                self._passes.accumulate(partial(share_of, index=i))
             finite = math.isfinite(gradients.reduced_norm(module, device))
             if finite:
                 gradient.replace()

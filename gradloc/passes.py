@@ -122,30 +122,26 @@ class Passes:
         Raises:
             RankFailedError: The pass failed on some rank.
         """
-        rank = distributed.rank()
         self._taps.start()
         try:
-            self._run(shares[rank] if rank < len(shares) else None)
+            self.accumulate(lambda rank: shares[rank] if rank < len(shares) else None)
         finally:
             squares = self._taps.stop().to(self._device)
             gradients.clear(self._module)
         return torch.stack(distributed.gather(squares / self._scale**2))[: len(shares)]
 
-    def accumulate(self, shares: Sequence[Share | None]) -> None:
+    def accumulate(self, share_of: Callable[[int], Share | None]) -> None:
         """Like `measure`, but keeps the gradient, averaged over the ranks, and adds it to what there is.
 
         Args:
-            shares (Sequence[Share | None]): One for each rank; ranks need not know those of others.
+            share_of (Callable): Gives the share of a rank, called for this rank only. It may raise: then the pass has
+                failed, on all ranks alike.
         """
-        rank = distributed.rank()
-        self._run(shares[rank] if rank < len(shares) else None)
-
-    def _run(self, share: Share | None) -> None:
         self.count += 1
         error: Exception | None = None
         try:
             with self._lockstep.recording():
-                self._forward_backward(share)
+                self._forward_backward(share_of(distributed.rank()))
         except Exception as caught:
             self._lockstep.catch_up(caught)
             gradients.reset_sharding(self._module)
