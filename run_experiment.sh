@@ -15,6 +15,7 @@ Usage: bash run_experiment.sh [options] [NAME=value ...] [Hydra overrides ...]
   --cluster        GRPO on FSDP and vLLM (default where nvidia-smi finds a GPU)
   --embedded       SmolLM2-135M on CPU, set up by itself under .embedded/ (default elsewhere; Linux)
   --tiny           with --embedded: a random model of two layers, seconds per step
+  --remedy         TOKEN_CLIP, SEQUENCE_CLIP and LAYER_CLIP on; NAME=off leaves one of them out
   --python PYTHON  the Python with the patched verl (default: python3; with --embedded: one made for it)
   --dry-run        print the command and stop
   --help           print this
@@ -26,7 +27,7 @@ Settings, given as an argument NAME=value or as an environment variable:
 USAGE
 }
 
-profile='' tiny='' python='' dry_run='' help=''
+profile='' tiny='' remedy='' python='' dry_run='' help=''
 overrides=()
 declare -A given=()
 while (($#)); do
@@ -36,6 +37,7 @@ while (($#)); do
             profile=${1#--}
             ;;
         --tiny) tiny=1 ;;
+        --remedy) remedy=1 ;;
         --python)
             (($# > 1)) && [[ -n $2 ]] || die "--python needs the path of a Python interpreter after it"
             python=$2
@@ -126,6 +128,10 @@ setting BISECT_BUDGET_STEPS 128 128 "extra passes for one spike at most"
 setting BISECT_DUMP_DIR '' '' "directory of spikes.jsonl (default: OUTPUT_DIR/bisect_dump)"
 setting SPIKE_TRIGGER unit unit "unit: any micro-batch over its threshold; global: the whole gradient"
 setting SPIKE_ACTION log log "what to do about a spike"
+clip() { if [[ -n $remedy ]]; then echo "$1"; else echo off; fi; }
+setting TOKEN_CLIP "$(clip 2.0)" "$(clip 2.0)" "off, or the ratio to the rollout at which a token's weight is cut (--remedy: 2.0)"
+setting SEQUENCE_CLIP "$(clip 1.2)" "$(clip 1.2)" "off, or the mean ratio x: answers over x or under 1/x are left out (--remedy: 1.2)"
+setting LAYER_CLIP "$(clip zscore)" "$(clip zscore)" "off, or LayerClip's rule: zscore, ratio, fixed (--remedy: zscore)"
 [[ -z $help ]] || exit 0
 for name in "${!given[@]}"; do
     [[ $known == *" $name "* ]] || die "unknown setting $name: see --help for the settings"
@@ -133,6 +139,11 @@ done
 for name in NNODES GPUS_PER_NODE; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name is '${!name}': give a whole number of at least 1"
 done
+for name in TOKEN_CLIP SEQUENCE_CLIP; do
+    [[ ${!name} == off || ${!name} =~ ^[1-9][0-9]*(\.[0-9]+)?$ && ! ${!name} =~ ^1(\.0+)?$ ]] ||
+        die "$name is '${!name}': give a number over 1, or off"
+done
+[[ $LAYER_CLIP =~ ^(off|zscore|ratio|fixed)$ ]] || die "LAYER_CLIP is '$LAYER_CLIP': give zscore, ratio, fixed or off"
 OUTPUT_DIR=$(realpath -m -- "$OUTPUT_DIR")
 BISECT_DUMP_DIR=$(realpath -m -- "${BISECT_DUMP_DIR:-$OUTPUT_DIR/bisect_dump}")
 
@@ -197,6 +208,25 @@ if [[ $KL_LOSS_COEF == 0 || $KL_LOSS_COEF == 0.0 ]]; then
     args+=(actor_rollout_ref.actor.use_kl_loss=False)
 else
     args+=(actor_rollout_ref.actor.use_kl_loss=True "actor_rollout_ref.actor.kl_loss_coef=$KL_LOSS_COEF")
+fi
+# verl's own corrections of the rollout's probabilities; they need calculate_log_probs.
+if [[ $TOKEN_CLIP != off ]]; then
+    args+=(
+        algorithm.rollout_correction.rollout_is=token
+        "algorithm.rollout_correction.rollout_is_threshold=$TOKEN_CLIP"
+    )
+fi
+if [[ $SEQUENCE_CLIP != off ]]; then
+    args+=(
+        algorithm.rollout_correction.rollout_rs=geometric
+        "algorithm.rollout_correction.rollout_rs_threshold=$SEQUENCE_CLIP"
+    )
+fi
+if [[ $LAYER_CLIP != off ]]; then
+    args+=(
+        actor_rollout_ref.actor.layer_clip.enable=True
+        "actor_rollout_ref.actor.layer_clip.rule=$LAYER_CLIP"
+    )
 fi
 
 environment=()

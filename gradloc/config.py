@@ -25,8 +25,8 @@ class GradLocConfig:
     """When a gradient norm counts as a spike, and what to do about it.
 
     Args:
-        threshold (float): τ, the gradient norm of one token (its share of the loss divided by its weight in it) above
-            which the token is a culprit.
+        threshold (float | str): τ, the gradient norm of one token (its share of the loss divided by its weight in it)
+            above which the token is a culprit; "auto": from the run's own norms, as `AutoThreshold` has it.
         budget (int): At most so many extra forward/backward passes for one event.
         trigger (str): "unit": any micro-batch of any rank over its threshold starts a search; "global": only the
             norm of the reduced gradient does.
@@ -37,14 +37,14 @@ class GradLocConfig:
         ValueError: A value is out of range; the message names the configuration key to mend.
     """
 
-    threshold: float = 640.0
+    threshold: float | str = 640.0
     budget: int = 128
     trigger: str = "unit"
     action: str = "log"
 
     def __post_init__(self) -> None:
-        if not _is_number(self.threshold) or not 0 < self.threshold < math.inf:
-            raise ValueError(f"grad_norm_threshold must be a positive finite number, got {self.threshold!r}.")
+        if self.threshold != "auto" and not (_is_number(self.threshold) and 0 < self.threshold < math.inf):
+            raise ValueError(f"grad_norm_threshold must be a positive finite number or auto, got {self.threshold!r}.")
         if isinstance(self.budget, bool) or not isinstance(self.budget, int) or self.budget < 1:
             raise ValueError(f"bisect_budget_steps must be an integer of at least 1, got {self.budget!r}.")
         if self.trigger not in TRIGGERS:

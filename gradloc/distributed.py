@@ -51,6 +51,23 @@ def gather_objects(value: Any) -> list[Any]:
     return out
 
 
+def exchange(make: Callable[[], Any]) -> list[Any]:
+    """`make()` as evaluated on every rank, in rank order.
+
+    Raises:
+        RankFailedError: `make()` raised on some rank.
+    """
+    try:
+        mine = (make(), None)
+    except Exception as error:  # relayed: the others wait for this rank
+        mine = (None, f"{type(error).__name__}: {error}")
+    results = gather_objects(mine)
+    for rank, (_, error) in enumerate(results):
+        if error is not None:
+            raise RankFailedError(f"rank {rank} could not share its micro-batches: {error}")
+    return [value for value, _ in results]
+
+
 def broadcast(make: Callable[[], Any], source: int) -> Any:
     """`make()` as evaluated on rank `source`, on every rank.
 

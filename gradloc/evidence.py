@@ -111,7 +111,8 @@ def response_window(values: Tensor, response_mask: Tensor, position: int) -> lis
         position (int): The culprit's index in the response.
     """
     start = window_start(position)
-    stop = min(start + WINDOW, int(response_mask.nonzero().max()) + 1)
+    tokens = response_mask.nonzero()
+    stop = min(start + WINDOW, int(tokens.max()) + 1 if len(tokens) else 0)
     return [float(f"{value:.4g}") for value in values[start:stop].tolist()]
 
 

@@ -35,10 +35,21 @@ def chunks(gradient: Tensor) -> Sequence[Tensor]:
 
 
 @torch.no_grad()
+def piece_norms(gradient: Tensor) -> Tensor:
+    """The norms of pieces that are short enough for float32, which make up the gradient: float32, one-dimensional."""
+    flat = gradient.detach().flatten()
+    whole = len(flat) // _CPU_CHUNK if gradient.device.type == "cpu" else 0
+    if whole == 0:
+        return torch.linalg.vector_norm(flat, dtype=torch.float32).reshape(1)
+    rows, tail = flat[: whole * _CPU_CHUNK].view(whole, _CPU_CHUNK), flat[whole * _CPU_CHUNK :]
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    return torch.cat([norms, torch.linalg.vector_norm(tail, dtype=torch.float32).reshape(1)])
+
+
+@torch.no_grad()
 def squared_norm(gradient: Tensor) -> Tensor:
     """The squared norm, float64 of shape (); no host sync."""
-    norms = torch._foreach_norm(list(chunks(gradient.detach())), 2, dtype=torch.float32)
-    return torch.stack(norms).double().square().sum()
+    return piece_norms(gradient).double().square().sum()
 
 
 def _flat_handles(module: nn.Module) -> list[FlatParamHandle]:
@@ -74,9 +85,10 @@ def reduced_norm(module: nn.Module, device: torch.device) -> float:
     sharded = torch.zeros((), dtype=torch.float64, device=device)
     whole = torch.zeros((), dtype=torch.float64, device=device)
     for handle in handles:
-        if handle.flat_param.grad is not None:
-            square = squared_norm(handle.flat_param.grad)
-            (sharded if handle.uses_sharded_strategy else whole).add_(square.to(device))
+        # The flat gradient holds that of frozen parameters, too, which the optimizer does not see.
+        seen = handle.flat_param._params if handle._use_orig_params else [handle.flat_param]
+        for gradient in [holder.grad for holder in seen if holder.grad is not None]:
+            (sharded if handle.uses_sharded_strategy else whole).add_(squared_norm(gradient).to(device))
     dist.all_reduce(sharded, group=handles[0].process_group)
     return float((sharded + whole).sqrt())
 
@@ -183,6 +195,39 @@ def _reset_fsdp2(unit: FSDPModule) -> None:
         group._all_gather_result = None
         group._post_forward_indices.clear()
         unit.reshard()
+
+
+@contextmanager
+def all_reduced(module: nn.Module) -> Iterator[None]:
+    """Lets FSDP2 reduce zeros for parameters that a backward has not reached, such as idle experts.
+
+    It reduces the gradients of a unit in one call and leaves out parameters without one: ranks whose inputs reach
+    different experts would disagree about the size. (From torch 2.13 on, `set_reduce_scatter_unused_params` does this.)
+    """
+    groups = [group for unit in module.modules() if isinstance(unit, FSDPModule) for group in _parameter_groups(unit)]
+
+    def reduce_all(group: object) -> None:
+        parameters = [p.unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+        if any(parameter.grad is not None for parameter in parameters):
+            for parameter in parameters:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        type(group).post_backward(group)
+
+    for group in groups:
+        group.post_backward = lambda *_, group=group: reduce_all(group)
+    try:
+        yield
+    finally:
+        for group in groups:
+            del group.post_backward
+
+
+def _parameter_groups(unit: FSDPModule) -> list:
+    state = unit._get_fsdp_state()
+    # torch before 2.12 has one at most.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 @contextmanager

@@ -75,9 +75,14 @@ class Lockstep:
     and in all passes. When a pass breaks off on one rank (out of memory, an error of the model), the others wait in the
     next of these calls. This rank then makes the rest of them, as recorded in an earlier pass, with zeros for data: all
     ranks come to the end of the pass, where they can agree that it is worthless.
+
+    Args:
+        can_repeat (bool): Whether the calls of all passes are alike. With sequence parallelism they are not: shapes
+            follow the data, and a rank whose pass breaks off is lost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, can_repeat: bool = True) -> None:
+        self._can_repeat = can_repeat
         self._pattern: list[_Call] | None = None
         self._calls: list[_Call] = []
         self._inside = False
@@ -127,6 +132,8 @@ class Lockstep:
         traceback.clear_frames(error.__traceback__)  # they hold the pass's memory
         done = len(self._calls)
         try:
+            if not self._can_repeat:
+                raise RuntimeError("with sequence parallelism the calls of one pass do not fit another")
             if self._pattern is None or done > len(self._pattern):
                 raise RuntimeError("no pass with these collective calls was recorded before")
             for call in self._pattern[done:]:

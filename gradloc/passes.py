@@ -14,7 +14,7 @@
 """Extra forward/backward passes over micro-batches of any rank, in step on all ranks."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from . import distributed, gradients
+from .layer_gradients import LayerGradients
 from .lockstep import Lockstep
 from .taps import GradientTaps
 
@@ -43,29 +44,52 @@ class MicroBatch:
         rows (list[int]): Its rows in its rank's mini-batch.
         rng_state (tuple): torch's random state before the pass.
         tokens (dict[str, Tensor]): Figures of its tokens, each of shape (rows, response length).
-        squares (Tensor): The squared norm of its local gradient in each layer, float64.
+        squares (Tensor): The squared norm of its local gradient in each layer, float64; zero where not measured.
     """
 
     inputs: dict[str, Any]
     rows: list[int]
     rng_state: tuple[Tensor, Tensor | None]
     tokens: dict[str, Tensor] = field(default_factory=dict)
-    squares: Tensor | None = None
+    squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
 
-    def portable(self, scale: float) -> "MicroBatch":
-        """A copy on the CPU, with coefficients free of the loss scale."""
-        inputs = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in self.inputs.items()}
+    def broken(self, scaled: bool) -> Tensor:
+        """Where a log-prob or a coefficient is not a finite number, bool of shape (rows, response length).
+
+        Args:
+            scaled (bool): Whether the loss is scaled: then it may be that which makes a coefficient in half precision
+                infinite.
+        """
+        broken = ~self.tokens["log_prob"].isfinite()
+        for name in ("coefficient", "entropy_coefficient"):
+            if name in self.tokens:
+                coefficient = self.tokens[name]
+                half = coefficient.dtype in (torch.float16, torch.bfloat16)
+                broken |= coefficient.isnan() if scaled and half else ~coefficient.isfinite()
+        return broken
+
+    def portable(self, scale: float, inputs: bool = True) -> "MicroBatch":
+        """A copy on the CPU, with coefficients free of the loss scale, and with or without the inputs."""
+        kept = self.inputs.items() if inputs else ()
+        copies = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in kept}
         tokens = {
             name: tensor.cpu() if name == "token_id" else tensor.float().cpu() for name, tensor in self.tokens.items()
         }
         for name in ("coefficient", "entropy_coefficient"):
             tokens[name] = tokens[name] / scale if name in tokens else torch.zeros_like(tokens["weight"])
-        return MicroBatch(inputs, self.rows, self.rng_state, tokens)
+        tokens["broken"] = self.broken(scale != 1).cpu()
+        return MicroBatch(copies, self.rows, self.rng_state, tokens)
 
 
 @dataclass(frozen=True)
 class Share:
-    """Some of a micro-batch's tokens: those where `keep` (bool, shape (rows, response length)) holds."""
+    """Some of a micro-batch's tokens.
+
+    Args:
+        micro_batch (MicroBatch): The micro-batch.
+        keep (Tensor): Which tokens (bool), or what each one's share of the gradient is multiplied with (float); shape
+            (rows, response length).
+    """
 
     micro_batch: MicroBatch
     keep: Tensor
@@ -80,55 +104,101 @@ class Passes:
     and zeros elsewhere: the same as the true loss with every token outside of S detached. Rows without a token of S and
     everything after its last token play no part (in a causal model) and are not computed.
 
+    There are two meters. The local one reads each rank's own gradient off the taps, so that every rank measures a probe
+    of its own in each pass. Where a rank's gradient is not that of its data (sequence parallelism), the reduced one
+    takes the norm of the reduced gradient: one probe a pass, to which every rank adds what of it is in its own data.
+
     Args:
         module (nn.Module): The model.
-        taps (GradientTaps): Its taps.
+        meter (GradientTaps | LayerGradients): Its taps for the local meter; what measures the reduced gradient for the
+            other.
         forward (Forward): Computes (entropy, log_prob).
         device (torch.device): Where the model computes.
         lockstep (Lockstep): Has seen a training pass.
         scale (float): The loss scale of the training pass.
         own (MicroBatch): Any micro-batch of this rank, for passes in which it has nothing to measure.
+        sequence_parallel_size (int): So many neighbouring ranks share the same data.
+
+    Attributes:
+        count (int): The passes so far.
+        reduced (bool): Whether it measures the reduced gradient.
+        rank (int): This rank's number among those with data of their own.
+        world_size (int): How many ranks have data of their own.
+        width (int): How many probes a pass can measure.
+        layers (list[str]): The layer groups, in the order of the figures.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        taps: GradientTaps,
+        meter: GradientTaps | LayerGradients,
         forward: Forward,
         device: torch.device,
         lockstep: Lockstep,
         scale: float,
         own: MicroBatch,
+        sequence_parallel_size: int = 1,
     ) -> None:
         self.count = 0
+        self.reduced = isinstance(meter, LayerGradients)
+        self.rank = distributed.rank() // sequence_parallel_size
+        self.world_size = distributed.world_size() // sequence_parallel_size
+        self.width = 1 if self.reduced else self.world_size
+        self.layers = meter.layers
         self._module = module
-        self._taps = taps
+        self._meter = meter
         self._forward = forward
         self._device = device
         self._lockstep = lockstep
         self._scale = scale
         self._own = own
+        self._sequence_parallel_size = sequence_parallel_size
         self._cut = not _has_dropout(module)
 
-    def measure(self, shares: Sequence[Share]) -> Tensor:
-        """One pass in which rank r measures the r-th share. A collective call.
+    def exchange(self, make: Callable[[], Any]) -> list[Any]:
+        """`distributed.exchange` among the ranks with data of their own."""
+        return distributed.exchange(make)[:: self._sequence_parallel_size]
+
+    def measure(self, probes: Sequence[Mapping[int, Share]]) -> Tensor:
+        """One pass that measures up to `width` probes. A collective call.
 
         Args:
-            shares (Sequence[Share]): At most one for each rank, the same on every rank.
+            probes (Sequence[Mapping[int, Share]]): The shares of each probe, by the rank whose data they are; with the
+                local meter a single one, which any rank can measure.
 
         Returns:
-            Tensor: float64 of shape (shares, layers), squared norms of each share's gradient, free of the loss scale.
+            Tensor: float64 of shape (probes, layers), squared norms of each probe's gradient, free of the loss scale
+                and of the mean over the ranks.
 
         Raises:
             RankFailedError: The pass failed on some rank.
         """
-        self._taps.start()
+        if isinstance(self._meter, LayerGradients):
+            (probe,) = probes
+            try:
+                self.accumulate(probe.get)
+                squares = self._meter.squared_norms().cpu()
+            finally:
+                gradients.clear(self._module)
+            return (squares * (self.world_size / self._scale) ** 2).unsqueeze(0)
+        shares = [share for probe in probes for share in probe.values()]
+        self._meter.start()
         try:
             self.accumulate(lambda rank: shares[rank] if rank < len(shares) else None)
         finally:
-            squares = self._taps.stop().to(self._device)
+            squares = self._meter.stop().to(self._device)
             gradients.clear(self._module)
         return torch.stack(distributed.gather(squares / self._scale**2))[: len(shares)]
+
+    def batches(self, shares: Mapping[UnitName, Share]) -> Iterator[dict[int, Share]]:
+        """Spreads shares of units over as few passes as there can be: for each, what every rank computes."""
+        if self.reduced:
+            for index in sorted({index for _, index in shares}):
+                yield {rank: share for (rank, other), share in shares.items() if other == index}
+        else:
+            values = list(shares.values())
+            for i in range(0, len(values), self.world_size):
+                yield dict(enumerate(values[i : i + self.world_size]))
 
     def accumulate(self, share_of: Callable[[int], Share | None]) -> None:
         """Like `measure`, but keeps the gradient, averaged over the ranks, and adds it to what there is.
@@ -140,11 +210,13 @@ class Passes:
         self.count += 1
         error: Exception | None = None
         try:
-            with self._lockstep.recording():
-                self._forward_backward(share_of(distributed.rank()))
+            with self._lockstep.recording(), gradients.all_reduced(self._module):
+                self._forward_backward(share_of(self.rank))
         except Exception as caught:
-            self._lockstep.catch_up(caught)
-            gradients.reset_sharding(self._module)
+            try:
+                self._lockstep.catch_up(caught)
+            finally:  # or the gradients could not be put back, and that error would hide this one
+                gradients.reset_sharding(self._module)
             error = caught
         failed = torch.tensor([float(error is not None)], device=self._device)
         if not torch.stack(distributed.gather(failed)).any():
@@ -177,15 +249,17 @@ class Passes:
         """The rows to compute, and up to where; all of it for no token at all."""
         if not self._cut or not keep.any():
             return list(range(len(keep))), keep.shape[1]
-        rows = keep.any(1).nonzero().flatten().tolist()
-        return rows, int(keep.any(0).nonzero()[-1]) + 1
+        used = keep != 0
+        rows = used.any(1).nonzero().flatten().tolist()
+        return rows, int(used.any(0).nonzero()[-1]) + 1
 
 
 def _coefficient(micro_batch: MicroBatch, name: str, keep: Tensor, rows: list[int], scale: float) -> Tensor:
     if name not in micro_batch.tokens:
         return torch.zeros_like(keep, dtype=torch.float32)
     coefficient = micro_batch.tokens[name][rows, : keep.shape[1]]
-    return torch.where(keep.to(coefficient.device), coefficient * scale, 0.0)
+    keep = keep.to(coefficient.device)
+    return torch.where(keep != 0, coefficient * scale * keep, 0.0)
 
 
 def _has_dropout(module: nn.Module) -> bool:

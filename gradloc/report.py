@@ -134,8 +134,9 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         first, last = summary["first_step"], summary["last_step"]
         where = "" if first is None else f" in step {first}" if first == last else f" in steps {first} to {last}"
         console.print(Text.assemble((_count(summary["events"], "gradient spike") + where, "bold")))
-        thresholds = " and ".join(short(threshold) for threshold in summary["thresholds"])
-        facts = [_count(summary["culprits"], "culprit token"), f"threshold {thresholds}"]
+        lowest, highest = short(summary["thresholds"][0]), short(summary["thresholds"][-1])
+        threshold = lowest if lowest == highest else f"{lowest} to {highest}"
+        facts = [_count(summary["culprits"], "culprit token"), f"threshold {threshold}"]
         if summary["culprits"]:
             facts.append(f"largest token gradient {short(summary['largest_grad_norm'])}")
         facts.append(f"{_count(summary['passes'], 'extra pass', 'extra passes')}, {summary['seconds']:.1f} s")

@@ -150,14 +150,15 @@ function intro() {
   }
   const total = (name) => events.reduce((sum, event) => sum + number(event[name]), 0);
   const incomplete = events.filter((event) => !event.complete).length;
-  const thresholds = [...new Set(events.map((event) => short(event.threshold)))];
+  const thresholds = events.map((event) => number(event.threshold));
+  const ends = [...new Set([Math.min(...thresholds), Math.max(...thresholds)].map(short))];
   const figures = [
     ["Spikes", whole(data.events_in_all), ""],
     ["Culprit tokens", whole(data.culprits_in_all), ""],
     [
       "Largest token gradient",
       culprits.length ? short(culprits[0].grad_norm) : "–",
-      `threshold ${thresholds.join(", ")}`,
+      events.length ? `threshold ${ends.join(" to ")}` : "",
     ],
     ["Searches complete", whole(events.length - incomplete), `of ${whole(events.length)}`],
     ["Extra passes", whole(total("passes")), `${whole(Math.round(total("seconds")))} s in all`],

@@ -54,7 +54,7 @@ _UNIT = _object(
 
 _DIFFUSE = _object(
     {
-        "rank": _INDEX,
+        "rank": _INTEGER_OR_NULL,
         "micro_batch": _INDEX,
         "rows": {"type": "array", "items": _INDEX},
         "tokens": _INDEX,
@@ -79,7 +79,7 @@ _CULPRIT = _object(
         "weight": _NUMBER,
         "coefficient": _NUMBER,
         "suspicion": _NUMBER,
-        "share": _NUMBER,
+        "share": _NUMBER_OR_NULL,
         "advantage": _NUMBER_OR_NULL,
         "log_prob": _NUMBER,
         "old_log_prob": _NUMBER_OR_NULL,
@@ -132,7 +132,9 @@ EVENT = {
             "complete": {"type": "boolean"},
             "open_segments": {
                 "type": "array",
-                "items": _object({"rank": _INDEX, "micro_batch": _INDEX, "tokens": _INDEX, "threshold": _NUMBER}),
+                "items": _object(
+                    {"rank": _INTEGER_OR_NULL, "micro_batch": _INDEX, "tokens": _INDEX, "threshold": _NUMBER}
+                ),
             },
             "action": {"enum": ["log", "skip", "drop"]},
             "applied": {"type": "boolean"},

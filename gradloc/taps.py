@@ -20,17 +20,21 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .gradients import squared_norm
+from .gradients import piece_norms
 from .layers import layer_groups
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a parameter sits in the model: `getattr(owner, attribute)`, a member of layer group `layer`."""
+    """Where a parameter sits in the model: `getattr(owner, attribute)`, a member of layer group `layer`.
+
+    What is found there may be a view of a flat parameter, which does not say whether the `original` one is frozen.
+    """
 
     owner: nn.Module
     attribute: str
     layer: int
+    original: Tensor | None
 
 
 class GradientTaps:
@@ -54,8 +58,8 @@ class GradientTaps:
         self.layers: list[str] = []
         self._device = device
         self._recording = False
-        self._squares: list[tuple[int, Tensor]] = []
-        self._order: list[int] = []
+        self._norms: list[tuple[int, Tensor]] = []
+        self._order: list[tuple[int, int]] = []
         self._index: Tensor | None = None
         self._hooked_leaves = WeakTensorKeyDictionary()
         self._handles = []
@@ -64,7 +68,7 @@ class GradientTaps:
 
     def start(self) -> None:
         """Begins a recording; what an earlier one left is dropped."""
-        self._squares.clear()
+        self._norms.clear()
         self._recording = True
 
     def stop(self) -> Tensor:
@@ -74,15 +78,16 @@ class GradientTaps:
             Tensor: float64 of shape (len(layers),), each layer's squared gradient norm, without a host sync.
         """
         self._recording = False
-        recorded, self._squares = self._squares, []
+        recorded, self._norms = self._norms, []
         total = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         if not recorded:
             return total
-        order = [layer for layer, _ in recorded]
+        order = [(layer, len(norms)) for layer, norms in recorded]
         if self._index is None or order != self._order:
             # Kept from pass to pass, because copying it to the device waits for the device.
-            self._order, self._index = order, torch.tensor(order, device=self._device)
-        return total.index_add_(0, self._index, torch.stack([square for _, square in recorded]))
+            layers = [layer for layer, pieces in order for _ in range(pieces)]
+            self._order, self._index = order, torch.tensor(layers, device=self._device)
+        return total.index_add_(0, self._index, torch.cat([norms for _, norms in recorded]).double().square())
 
     def remove(self) -> None:
         """Takes all hooks off the model."""
@@ -96,14 +101,14 @@ class GradientTaps:
         slots: dict[nn.Module, list[_Slot]] = {}
         parameters = _flat_parameters(module) or _plain_parameters(module)
         found = {
-            f"{owner_name}.{attribute}".lstrip("."): (owner, attribute, unit)
+            f"{owner_name}.{attribute}".lstrip("."): (owner, attribute, unit, original)
             for owner_name, owner in module.named_modules()
-            for attribute, unit in parameters.get(owner, ())
+            for attribute, unit, original in parameters.get(owner, ())
         }
         groups = layer_groups(found)
         self.layers = list(dict.fromkeys(groups.values()))
-        for name, (owner, attribute, unit) in found.items():
-            slots.setdefault(unit, []).append(_Slot(owner, attribute, self.layers.index(groups[name])))
+        for name, (owner, attribute, unit, original) in found.items():
+            slots.setdefault(unit, []).append(_Slot(owner, attribute, self.layers.index(groups[name]), original))
         return slots
 
     def _pre_forward_hook(self, slots: list[_Slot]):
@@ -111,7 +116,8 @@ class GradientTaps:
             if not self._recording or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
                 return
             for slot in slots:
-                self._tap(getattr(slot.owner, slot.attribute), slot.layer)
+                if slot.original is None or slot.original.requires_grad:
+                    self._tap(getattr(slot.owner, slot.attribute), slot.layer)
 
         return hook
 
@@ -121,31 +127,37 @@ class GradientTaps:
 
         def hook(gradient: Tensor) -> None:
             if self._recording:
-                self._squares.append((layer, squared_norm(gradient)))
+                self._norms.append((layer, piece_norms(gradient)))
 
         handle = parameter.register_hook(hook)
         if parameter.is_leaf:
             self._hooked_leaves[parameter] = handle
 
 
-def _flat_parameters(module: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Module]]]:
-    """FSDP1's parameters: owner -> (attribute, unit)."""
-    found: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
+# attribute, unit, original parameter
+_Place = tuple[str, nn.Module, Tensor | None]
+
+
+def _flat_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
+    """FSDP1's parameters, by their owners."""
+    found: dict[nn.Module, list[_Place]] = {}
     for fsdp in FullyShardedDataParallel.fsdp_modules(module):
         if fsdp._handle is not None:
-            for attribute, owner, _ in fsdp._handle.flat_param._param_infos:
-                found.setdefault(owner, []).append((attribute, fsdp._fsdp_wrapped_module))
+            flat = fsdp._handle.flat_param
+            originals = flat._params if fsdp._handle._use_orig_params else [flat] * len(flat._param_infos)
+            for (attribute, owner, _), original in zip(flat._param_infos, originals, strict=True):
+                found.setdefault(owner, []).append((attribute, fsdp._fsdp_wrapped_module, original))
     return found
 
 
-def _plain_parameters(module: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Module]]]:
-    """The parameters under FSDP2 or without sharding: owner -> (attribute, unit). A tied one counts once."""
+def _plain_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
+    """The parameters under FSDP2 or without sharding, by their owners. A tied one counts once."""
     units = {name: unit for name, unit in module.named_modules() if isinstance(unit, FSDPModule) or unit is module}
-    found: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
+    found: dict[nn.Module, list[_Place]] = {}
     for name, _ in module.named_parameters():
         owner_name, _, attribute = name.rpartition(".")
         unit_name = owner_name
         while unit_name not in units:
             unit_name = unit_name.rpartition(".")[0]
-        found.setdefault(module.get_submodule(owner_name), []).append((attribute, units[unit_name]))
+        found.setdefault(module.get_submodule(owner_name), []).append((attribute, units[unit_name], None))
     return found

@@ -18,10 +18,12 @@ from actor_cases import (
     build_actor,
     build_batch,
     compare_runs,
+    dp_actor,
     local,
     stock_dp_actor,
     train,
 )
+from verl import DataProto
 
 DETECTION = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
 
@@ -126,8 +128,13 @@ def broken_activation(case: Case, rank: int, row: int, position: int) -> tuple[d
     return compare_runs(run, stock), run
 
 
-def diffuse(case: Case) -> tuple[float, float, str]:
+def diffuse(case: Case, scope: str = "all", budget: int = 128) -> tuple[float, float, str]:
     """A batch of one token over and over, and a threshold over every token's norm but under some unit's.
+
+    Args:
+        case (Case): The actor.
+        scope (str): Which tokens have an advantage: "all", those of one "rank" (1) or of one "row" (6) of it.
+        budget (int): That of the search.
 
     Returns:
         tuple: The largest token norm, the largest unit's token equivalent, and the actor's events.
@@ -136,10 +143,163 @@ def diffuse(case: Case) -> tuple[float, float, str]:
     mask = batch.batch["attention_mask"]
     batch.batch["input_ids"] = torch.full_like(mask, 5) * mask
     batch.batch["responses"] = batch.batch["input_ids"][:, PROMPT:]
-    batch.batch["advantages"] = batch.batch["response_mask"].clone()
+    rows = torch.arange(case.rows).unsqueeze(1)
+    of_scope = {"all": rows >= 0, "rank": rows * 0 == dist.get_rank() - 1, "row": (rows == 6) & (dist.get_rank() == 1)}
+    batch.batch["advantages"] = batch.batch["response_mask"] * of_scope[scope]
     units, _ = brute_force(case, batch, tokens=True)
     token = max(token.norm for unit in units for token in unit.each)
     unit = max(unit.norm / unit.weight for unit in units)
-    actor = build_actor(case, spike_detection=True, grad_norm_threshold=1.01 * token)
+    actor = build_actor(case, spike_detection=True, grad_norm_threshold=1.01 * token, bisect_budget_steps=budget)
     actor.update_policy(batch)
     return token, unit, json.dumps(actor.gradloc.events)
+
+
+# Of one token, in the batch: what is set, and to what. (Old and reference log-probs that are NaN make the loss NaN, but
+# no gradient: verl's losses clamp the difference, and clamping has none there.)
+POISONS = {
+    "advantage is NaN": ("advantages", math.nan),
+    "advantage is Inf": ("advantages", math.inf),
+    "advantage is -Inf": ("advantages", -math.inf),
+    "rollout weight is Inf": ("rollout_is_weights", math.inf),
+}
+
+
+def poisoned(case: Case, poison: str, places: list[tuple[int, int, int]]) -> tuple[dict[str, bool], Run]:
+    """A run on a batch with some poisoned places, against the unpatched actor."""
+    name, value = POISONS[poison]
+
+    def change_batch(batch: DataProto) -> None:
+        for rank, row, position in places:
+            if rank == dist.get_rank():
+                batch.batch[name][row, position] = value
+
+    run = train(case, change_batch=change_batch, **DETECTION)
+    stock = train(case, stock_dp_actor(), change_batch=change_batch)
+    return compare_runs(run, stock), run
+
+
+def empty_mask(case: Case) -> tuple[dict[str, bool], Run]:
+    """Rank 1 has no response token at all."""
+
+    def change_batch(batch: DataProto) -> None:
+        if dist.get_rank() == 1:
+            batch.batch["response_mask"].zero_()
+            batch.batch["advantages"].zero_()
+
+    run = train(case, change_batch=change_batch, **DETECTION)
+    stock = train(case, stock_dp_actor(), change_batch=change_batch)
+    return compare_runs(run, stock), run
+
+
+def layer_of_a_model(actor: Any, index: int) -> torch.nn.Module:
+    return [m for m in actor.actor_module.modules() if type(m).__name__.endswith("LlamaDecoderLayer")][index]
+
+
+def broken_backward(case: Case, place: tuple[int, int, int] | None) -> tuple[dict[str, bool], Run]:
+    """A layer whose backward gives NaN: for one token and those that it attends to, or, without a place, for all."""
+
+    def prepare(actor: Any) -> None:
+        layer = layer_of_a_model(actor, 1)
+        ids = None if place is None else build_batch(case, place[0]).batch["input_ids"][place[1]]
+        inputs: list[torch.Tensor] = []
+
+        def spoil(_: torch.nn.Module, arguments: tuple, output: torch.Tensor) -> torch.Tensor:
+            here = torch.ones(output.shape[:2], dtype=torch.bool)
+            if ids is not None:
+                last = PROMPT + place[2]
+                here[:] = False
+                if output.shape[1] > last:
+                    here[:, last] = (inputs[-1][:, : last + 1] == ids[: last + 1]).all(-1)
+            factor = torch.where(here.unsqueeze(-1), math.nan, 1.0)
+            output.register_hook(lambda gradient: gradient * factor)
+            return output
+
+        actor.actor_module.register_forward_pre_hook(
+            lambda _, __, options: inputs.append(options["input_ids"]), with_kwargs=True
+        )
+        layer.register_forward_hook(spoil)
+
+    run = train(case, prepare=prepare, **DETECTION)
+    stock = train(case, stock_dp_actor(), prepare=prepare)
+    return compare_runs(run, stock), run
+
+
+def broken_weight(case: Case, value: float, name: str, index: int) -> Run:
+    """One element of one weight is not a number, before the model is sharded."""
+
+    def change_model(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            dict(model.named_parameters())[name].view(-1)[index] = value
+
+    return train(case, change_model=change_model, **DETECTION)
+
+
+def overflow(case: Case, poisoned: list[tuple[int, int, int]]) -> tuple[dict[str, bool], list[float], Run]:
+    """A step in float16, with NaN for some advantages, against the unpatched actor; also both scales after it."""
+    scalers = []
+
+    def prepare(actor: Any) -> None:
+        scalers.append(actor.scaler)
+
+    def change_batch(batch: DataProto) -> None:
+        for rank, row, position in poisoned:
+            if rank == dist.get_rank():
+                batch.batch["advantages"][row, position] = math.nan
+
+    run = train(case, prepare=prepare, change_batch=change_batch, **DETECTION)
+    stock = train(case, stock_dp_actor(), prepare=prepare, change_batch=change_batch)
+    return compare_runs(run, stock), [scaler.get_scale() for scaler in scalers], run
+
+
+def update_of_the_worker(case: Case, action: str) -> tuple[str, list[float], list[int], list[bool]]:
+    """Two updates by verl's worker, whose parameters and optimizer are offloaded between them.
+
+    Returns:
+        tuple: The events that the first update hands up; the learning rate after each update; the optimizer's steps
+            after each; whether the parameters are those of an unpatched actor after each.
+    """
+    import contextlib
+    from types import SimpleNamespace
+
+    from verl.workers.fsdp_workers import ActorRolloutRefWorker
+
+    import embedded  # noqa: F401  what torch lacks on a CPU
+
+    def build(module: Any, **options: Any) -> SimpleNamespace:
+        actor = build_actor(case, module, **options)
+        actor.gradloc = getattr(actor, "gradloc", None)  # the unpatched actor has none
+        return SimpleNamespace(
+            _is_actor=True,
+            _is_offload_param=True,
+            _is_offload_optimizer=True,
+            actor=actor,
+            actor_module_fsdp=actor.actor_module,
+            actor_optimizer=actor.actor_optimizer,
+            actor_lr_scheduler=torch.optim.lr_scheduler.LambdaLR(actor.actor_optimizer, lambda step: 1 / (1 + step)),
+            ulysses_sharding_manager=contextlib.nullcontext(),
+            flops_counter=SimpleNamespace(estimate_flops=lambda *_: (0.0, 1.0)),
+            config=SimpleNamespace(actor=actor.config),
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+        )
+
+    def update(worker: SimpleNamespace, seed: int) -> DataProto:
+        batch = build_batch(case, dist.get_rank(), seed)
+        batch.meta_info["global_token_num"] = [1]
+        return ActorRolloutRefWorker.update_actor(worker, batch)
+
+    worker, stock = build(dp_actor, spike_action=action, **DETECTION), build(stock_dp_actor())
+    events, rates, steps, same = [], [], [], []
+    for seed in range(2):
+        output = update(worker, seed)
+        if seed or action == "log":
+            update(stock, seed)
+        else:
+            stock.actor_lr_scheduler.step()
+        events.append(output.meta_info.get("gradloc_events"))
+        rates.append(worker.actor_lr_scheduler.get_last_lr()[0])
+        state = worker.actor_optimizer.state.values()
+        steps.append(max((int(entry["step"]) for entry in state), default=0))
+        ours, theirs = ([local(p) for p in one.actor_module_fsdp.parameters()] for one in (worker, stock))
+        same.append(all(map(torch.equal, ours, theirs)))
+    return json.dumps(events), rates, steps, same

@@ -18,14 +18,31 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from verl import DataProto
+from verl.models.transformers.monkey_patch import apply_monkey_patch, patch_forward_with_backends
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
+from verl.utils import attention_utils
 from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_placement_fn
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from verl.workers.actor import dp_actor
@@ -37,10 +54,14 @@ TEMPERATURE = 0.9
 # A step moves log-probs by a few percent: enough to see, too little to clip what it trained on.
 LEARNING_RATE = 1e-3
 KL_COEF, ENTROPY_COEF = 0.3, 0.05
+# Tokens whose ratio is further from 1 are rejected in bypass_mode.
+BYPASS_RATIO = 1.03
 # What a planted token's advantage is multiplied with: far above the spread of ordinary tokens, weights included.
 SPIKE = 5e3
 # Between ordinary and planted tokens with a wide margin, for runs that the brute force cannot follow.
 IDENTITY_THRESHOLD = 1e3
+# The vision-language model's tokens for an image: these follow the up to three padding tokens of a prompt.
+VISION_START, IMAGE, VISION_END = 1, 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +69,19 @@ class Case:
     """One way of running the actor. Batch sizes are those of one rank."""
 
     wrap: str = "fsdp2"
+    # "llama", "lora", "frozen", "moe" or "vision"
+    model: str = "llama"
+    precision: str = "float32"
+    layers: int = 3
+    # For float16; also what the brute force multiplies its losses with.
+    loss_scale: float = 1.0
+    # Two replicas of a model that is sharded over half of the ranks.
+    hsdp: bool = False
+    # FSDP2's own offloading of parameters, gradients and optimizer.
+    offload_policy: bool = False
+    # Without the padding tokens; the log-probs fused with the LM head.
+    packed: bool = False
+    fused: bool = False
     checkpointing: bool = False
     tied: bool = False
     dropout: float = 0.0
@@ -62,10 +96,13 @@ class Case:
     kl: bool = False
     entropy: bool = False
     rollout: bool = False
+    rollout_weights: bool = False
     trigger: str = "unit"
     # (rank, row, position) of tokens with a spike, with a spike that PPO's clipping removes, and with a NaN.
     planted: tuple[tuple[int, int, int], ...] = ()
     clipped: tuple[tuple[int, int, int], ...] = ()
+    # With a large ratio and a negative advantage, which only dual clipping removes.
+    dual_clipped: tuple[tuple[int, int, int], ...] = ()
     nan: tuple[tuple[int, int, int], ...] = ()
 
     @property
@@ -73,6 +110,8 @@ class Case:
         words = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.name == "loss_scale":
+                continue
             if isinstance(value, str) and (field.name == "wrap" or value != field.default):
                 words.append(value)
             elif isinstance(value, tuple) and value:
@@ -86,6 +125,29 @@ class Case:
     @property
     def on_policy(self) -> bool:
         return self.rows == self.mini_batch and self.epochs == 1
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error of a norm.
+
+        In float32, norms are sums over a few 10,000 gradient entries, whose rounding differs with the order of
+        summation. In half precision every value on the way through the three layers, some thirty in a row, is rounded
+        to 8 or 11 bits: √30 roundings of 2^-9 or 2^-12, taken twice for a norm to spare.
+        """
+        return {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}[self.precision]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.precision)
+
+
+@dataclasses.dataclass
+class BypassLossConfig(PolicyLossConfig):
+    """verl's, with what its trainer adds for bypass_mode."""
+
+    rollout_correction: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"rollout_rs": "token", "rollout_rs_threshold": BYPASS_RATIO}
+    )
 
 
 @dataclasses.dataclass
@@ -119,49 +181,103 @@ class Unit:
         return self.epoch, self.mini_batch, self.rank, self.micro_batch
 
 
-def build_model(case: Case) -> LlamaForCausalLM:
+def build_model(case: Case) -> torch.nn.Module:
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        tie_word_embeddings=case.tied,
-        attention_dropout=case.dropout,
-        attn_implementation="sdpa",
-        torch_dtype="float32",
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+    }
+    if case.model == "moe":
+        # Short inputs leave some of the experts idle.
+        experts = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, attn_implementation="sdpa"))
+    elif case.model == "vision":
+        vision = {
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.2,
+        }
+        config = Qwen2_5_VLConfig(
+            text_config={**sizes, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
+            vision_config=vision,
+            vision_start_token_id=VISION_START,
+            image_token_id=IMAGE,
+            vision_end_token_id=VISION_END,
+            attn_implementation="sdpa",
+        )
+        model = Qwen2_5_VLForConditionalGeneration(config)
+        apply_monkey_patch(model, use_remove_padding=False)
+    else:
+        config = LlamaConfig(
+            **sizes,
+            tie_word_embeddings=case.tied,
+            attention_dropout=case.dropout,
+            attn_implementation="sdpa",
+            torch_dtype="float32",
+        )
+        model = LlamaForCausalLM(config)
+    if case.packed:
+        attention_utils._get_attention_functions = padding_functions
+    if case.fused:
+        model.__class__ = type("FusedModel", (type(model),), {})  # it is the class whose forward verl replaces
+        patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="torch")
+    model = train_only_parts(model, case.model, case.wrap)
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 
-def wrap(case: Case, model: LlamaForCausalLM) -> torch.nn.Module:
+def train_only_parts(model: torch.nn.Module, kind: str, wrapping: str) -> torch.nn.Module:
+    """The model with a frozen layer and embedding ("frozen"), or with adapters ("lora"); as it is for other kinds."""
+    if kind == "frozen":
+        model.model.layers[1].requires_grad_(False)
+        if wrapping != "fsdp1":  # which wants a flat parameter to be trainable as a whole
+            model.model.embed_tokens.requires_grad_(False)
+    if kind == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        # Without zeros in them: they would leave half of the adapters without a gradient.
+        options = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        model = get_peft_model(model, options)
+    return model
+
+
+def wrap(case: Case, model: torch.nn.Module) -> torch.nn.Module:
     """Shards a model the way verl's worker does; the weights are the same on each rank from the start."""
     if case.wrap == "none":
         return model
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=["fsdp"])
+    shape = (2, dist.get_world_size() // 2) if case.hsdp else (dist.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=["ddp", "fsdp"] if case.hsdp else ["fsdp"])
     if case.wrap == "fsdp2":
-        precision = MixedPrecisionPolicy(
-            param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=True
-        )
+        precision = MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
         options = {
             "mesh": mesh,
             "mp_policy": precision,
             "reshard_after_forward": True,
-            "shard_placement_fn": get_shard_placement_fn(fsdp_size=mesh.size()),
+            "shard_placement_fn": get_shard_placement_fn(fsdp_size=shape[-1]),
         }
+        if case.offload_policy:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         apply_fsdp2(model, options, {})
         return model
     return FullyShardedDataParallel(
         model,
-        auto_wrap_policy=get_fsdp_wrap_policy(model),
+        auto_wrap_policy=get_fsdp_wrap_policy(model, is_lora=case.model == "lora"),
         device_id=torch.device("cpu"),
         device_mesh=mesh,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if case.hsdp else ShardingStrategy.FULL_SHARD,
+        mixed_precision=MixedPrecision(param_dtype=case.dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32),
         use_orig_params={"fsdp1": False, "fsdp1-orig": True}[case.wrap],
     )
 
@@ -175,13 +291,16 @@ def build_config(case: Case, **gradloc: Any) -> FSDPActorConfig:
         use_dynamic_bsz=case.dynamic,
         ppo_max_token_len_per_gpu=2 * (PROMPT + RESPONSE),
         ppo_epochs=case.epochs,
-        policy_loss=PolicyLossConfig(loss_mode=case.loss_mode),
+        # clip_cov would draw at random those that it clips, were it not all of them.
+        policy_loss=BypassLossConfig(loss_mode=case.loss_mode, clip_cov_ratio=1.0, kl_cov_ratio=0.2),
         loss_agg_mode=case.loss_agg_mode,
         use_kl_loss=case.kl,
         kl_loss_coef=KL_COEF,
         entropy_coeff=ENTROPY_COEF if case.entropy else 0,
         use_torch_compile=False,
-        fsdp_config=FSDPEngineConfig(dtype="float32"),
+        use_remove_padding=case.packed,
+        use_fused_kernels=case.fused,
+        fsdp_config=FSDPEngineConfig(dtype=case.precision),
         **gradloc,
     )
 
@@ -196,11 +315,44 @@ def stock_dp_actor() -> ModuleType:
     return sys.modules["stock_dp_actor"]
 
 
-def build_actor(case: Case, module: ModuleType = dp_actor, **gradloc: Any) -> Any:
-    model = wrap(case, build_model(case))
+def build_actor(
+    case: Case,
+    module: ModuleType = dp_actor,
+    change_model: Callable[[torch.nn.Module], None] = lambda _: None,
+    **gradloc: Any,
+) -> Any:
+    model = build_model(case)
+    change_model(model)
+    model = wrap(case, model)
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
     optimizer = kinds[case.optimizer](model.parameters(), lr=LEARNING_RATE)
-    return module.DataParallelPPOActor(build_config(case, **gradloc), model, optimizer)
+    actor = module.DataParallelPPOActor(build_config(case, **gradloc), model, optimizer)
+    if case.precision == "float16":
+        # The actor's own is for GPUs, and disabled here.
+        actor.scaler = ShardedGradScaler(device="cpu", init_scale=case.loss_scale)
+    return actor
+
+
+def padding_functions() -> tuple[Callable[..., Any], ...]:
+    """Stand-ins for flash-attention's functions around the removal of padding, which need a GPU."""
+
+    def index_first_axis(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return values[indices]
+
+    def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
+        padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+        return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+
+    def rearrange(values: torch.Tensor, pattern: str) -> torch.Tensor:
+        assert pattern == "b s ... -> (b s) ..."
+        return values.flatten(0, 1)
+
+    def unpad_input(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        indices = mask.flatten().nonzero().flatten()
+        lengths = torch.nn.functional.pad(mask.sum(-1).cumsum(0), (1, 0))
+        return values.flatten(0, 1)[indices], indices, lengths
+
+    return index_first_axis, pad_input, rearrange, unpad_input
 
 
 def response_length(rank: int, row: int) -> int:
@@ -211,15 +363,26 @@ def response_length(rank: int, row: int) -> int:
 def build_batch(case: Case, rank: int, seed: int = 0) -> DataProto:
     """One rank's rows: left-padded prompts, right-padded responses, log-probs near those of the model."""
     random = torch.Generator().manual_seed(1000 * seed + rank)
-    tokens = torch.randint(1, VOCABULARY, (case.rows, PROMPT + RESPONSE), generator=random)
+    special = VISION_END if case.model == "vision" else 0
+    tokens = torch.randint(special + 1, VOCABULARY, (case.rows, PROMPT + RESPONSE), generator=random)
     mask = torch.zeros_like(tokens)
     for row in range(case.rows):
         mask[row, row % 4 : PROMPT + response_length(rank, row)] = 1
     response_mask = mask[:, PROMPT:].float()
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    images = np.array([None] * case.rows, dtype=object)
+    if case.model == "vision":
+        # Of the text and of the three axes of an image: as wide as one token, it leaves all four alike.
+        position_ids = position_ids.unsqueeze(1).expand(-1, 4, -1).clone()
+        for row in range(0, case.rows, 3):
+            # Four patches make one token; two rows of three have no image.
+            tokens[row, PROMPT - 3 : PROMPT] = torch.tensor([VISION_START, IMAGE, VISION_END])
+            patches = torch.randn(4, 3 * 2 * 4 * 4, generator=random)
+            images[row] = {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 2, 2]])}
     tensors = {
         "input_ids": tokens * mask,
         "attention_mask": mask,
-        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        "position_ids": position_ids,
         "responses": (tokens * mask)[:, PROMPT:],
         "response_mask": response_mask,
     }
@@ -227,12 +390,18 @@ def build_batch(case: Case, rank: int, seed: int = 0) -> DataProto:
     def noise(size: float) -> torch.Tensor:
         return size * torch.randn(case.rows, RESPONSE, generator=random)
 
+    others = {"multi_modal_inputs": images} if case.model == "vision" else {}
     with torch.no_grad():
-        log_probs = log_probs_and_entropy(build_model(case).eval(), tensors)[0]
+        log_probs = log_probs_and_entropy(case, build_model(case).eval(), {**tensors, **others})[0].float()
     old_log_probs = log_probs + noise(0.05)
     advantages = torch.randn(case.rows, 1, generator=random).sign() + noise(0.2)
     # The first call of a run has the spikes; those after it are ordinary.
-    for places, value, log_ratio in (case.planted, SPIKE, 0), (case.clipped, SPIKE, 1), (case.nan, math.nan, 0):
+    for places, value, log_ratio in (
+        (case.planted, SPIKE, 0),
+        (case.clipped, SPIKE, 1),
+        (case.dual_clipped, -SPIKE, 2),
+        (case.nan, math.nan, 0),
+    ):
         for _, row, position in [place for place in places if place[0] == rank and seed == 0]:
             assert response_mask[row, position] == 1, f"no response token at row {row}, position {position}"
             advantages[row, position] = value if row % 2 or log_ratio else -value
@@ -242,10 +411,19 @@ def build_batch(case: Case, rank: int, seed: int = 0) -> DataProto:
     tensors["advantages"] = advantages * response_mask
     if case.rollout:
         tensors["rollout_log_probs"] = (old_log_probs + noise(0.02)) * response_mask
-    return DataProto.from_dict(tensors, meta_info={"temperature": TEMPERATURE, "global_steps": 7 + seed})
+    if case.rollout_weights:
+        tensors["rollout_is_weights"] = noise(0.3).exp() * response_mask
+    return DataProto.from_dict(tensors, others, meta_info={"temperature": TEMPERATURE, "global_steps": 7 + seed})
 
 
-def log_probs_and_entropy(model: torch.nn.Module, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def log_probs_and_entropy(
+    case: Case, model: torch.nn.Module, rows: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of an unsharded model: by plain torch, or by the unpatched actor where there is more to it."""
+    if case.precision != "float32" or case.packed or case.fused or case.model == "vision":
+        actor = stock_dp_actor().DataParallelPPOActor(build_config(case), model)
+        entropy, log_probs = actor._forward_micro_batch(rows, TEMPERATURE, calculate_entropy=True)
+        return log_probs, entropy
     logits = model(
         input_ids=rows["input_ids"],
         attention_mask=rows["attention_mask"],
@@ -266,58 +444,74 @@ def split_rows(case: Case, config: FSDPActorConfig, mini_batch: DataProto) -> li
 def token_weights(case: Case, mask: torch.Tensor, factor: float) -> torch.Tensor:
     """How much each token's own loss counts in the loss that is differentiated."""
     lengths = mask.sum(-1, keepdim=True)
-    sequences = (lengths > 0).sum()
-    mode = "seq-mean-token-mean" if case.loss_mode == "gspo" else case.loss_agg_mode
+    # The geometric mean alone counts sequences without a token, too.
+    sequences = len(mask) if case.loss_mode == "geo_mean" else (lengths > 0).sum()
+    of_sequences = case.loss_mode in ("gspo", "sapo", "geo_mean")
+    mode = "seq-mean-token-mean" if of_sequences else case.loss_agg_mode
     weight = {
-        "token-mean": 1 / lengths.sum(),
+        "token-mean": 1 / lengths.sum().clamp(min=1),
         "seq-mean-token-sum": 1 / sequences,
         "seq-mean-token-mean": 1 / (sequences * lengths.clamp(min=1)),
         "seq-mean-token-sum-norm": torch.tensor(1 / mask.shape[1]),
     }[mode]
-    return factor * weight * mask
+    return torch.where(mask > 0, factor * weight, 0.0)
 
 
 def layer_of(parameter: str) -> str:
     patterns = {
-        r"model\.embed_tokens\.": "embed_tokens",
-        r"model\.(layers\.\d+)\.": r"\1",
+        r"embed_tokens\.": "embed_tokens",
+        r"(visual\.blocks\.\d+)\.": r"\1",
+        r"(visual\..*)\.(weight|bias)": r"\1",
+        r"(layers\.\d+)\.mlp\.gate\.": r"\1.router",
+        r"(layers\.\d+)\.": r"\1",
         r"model\.norm\.": "norm",
         r"lm_head\.": "lm_head",
     }
     for pattern, name in patterns.items():
-        if match := re.match(pattern, parameter):
+        if match := re.search(pattern, parameter):
             return match.expand(name)
     raise KeyError(parameter)
 
 
-def take_norms(model: torch.nn.Module) -> tuple[float, dict[str, float]]:
+def take_gradients(case: Case, model: torch.nn.Module) -> list[torch.Tensor]:
+    """In float32, free of the loss scale, of all parameters; zero where a backward did not come."""
+    return [
+        torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.float() / case.loss_scale
+        for p in model.parameters()
+    ]
+
+
+def take_norms(case: Case, model: torch.nn.Module) -> tuple[float, dict[str, float]]:
     squares: dict[str, float] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            square = parameter.grad.double().square().sum().item()
-            squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + square
+    for (name, _), gradient in zip(model.named_parameters(), take_gradients(case, model), strict=True):
+        squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + gradient.double().square().sum().item()
     return math.sqrt(sum(squares.values())), {name: math.sqrt(square) for name, square in squares.items()}
 
 
-def brute_force(case: Case, batch: DataProto, tokens: bool) -> tuple[list[Unit], list[float]]:
-    """Every unit of one update_policy call, and the norm of every step's reduced gradient.
+def brute_force(case: Case, batch: DataProto, tokens: bool, steps: int | None = None) -> tuple[list[Unit], list[float]]:
+    """Every unit of one update_policy call (or of its first steps), and the norm of every step's reduced gradient.
 
     They come from plain autograd on an unsharded copy of the model, which is trained alongside. Each rank takes the
     units of its own rows; all ranks get all of them. Without dropout and with SGD only.
     """
     config = build_config(case)
     model = build_model(case)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(case.dtype)
     units, norms = [], []
     for epoch in range(case.epochs):
         for number, mini_batch in enumerate(batch.split(case.mini_batch)):
-            total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+            if steps is not None and len(norms) == steps:
+                break
+            total = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
             micro_batches = split_rows(case, config, mini_batch)
             for micro_batch, rows in enumerate(micro_batches):
                 unit = Unit(epoch, number, dist.get_rank(), micro_batch, rows, 0, 0.0, 0.0, {})
                 factor = len(rows) / case.mini_batch if case.dynamic else case.micro_batch / case.mini_batch
-                measure_unit(case, config, model, unit, dict(mini_batch.batch[rows]), factor, tokens)
-                for part, parameter in zip(total, model.parameters(), strict=True):
-                    part += parameter.grad
+                others = {name: values[rows] for name, values in mini_batch.non_tensor_batch.items()}
+                measure_unit(case, config, model, unit, {**mini_batch.batch[rows], **others}, factor, tokens)
+                for part, gradient in zip(total, take_gradients(case, model), strict=True):
+                    part += gradient
                 units.append(unit)
             norms.append(step(model, total, config.grad_clip))
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -330,7 +524,7 @@ def measure_unit(
     config: FSDPActorConfig,
     model: torch.nn.Module,
     unit: Unit,
-    rows: dict[str, torch.Tensor],
+    rows: dict[str, Any],
     factor: float,
     tokens: bool,
 ) -> None:
@@ -339,7 +533,13 @@ def measure_unit(
     weights = token_weights(case, mask, factor)
     unit.tokens = int(mask.sum())
     unit.weight = weights.square().sum().sqrt().item()
-    log_prob, entropy = log_probs_and_entropy(model, rows)
+    log_prob, entropy = log_probs_and_entropy(case, model, rows)
+    if case.loss_mode == "bypass_mode":
+        accepted = mask * ((log_prob - rows["old_log_probs"]).abs() <= math.log(BYPASS_RATIO))
+        assert 0 < accepted.sum() < mask.sum()
+        of_loss = token_weights(case, accepted, factor)
+        weights = torch.where(accepted.bool() | (not case.kl), of_loss, weights)
+        unit.weight = weights.square().sum().sqrt().item()
 
     def loss(log_prob: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         value, _ = get_policy_loss_fn(case.loss_mode)(
@@ -349,6 +549,7 @@ def measure_unit(
             response_mask=mask,
             loss_agg_mode=case.loss_agg_mode,
             config=config,
+            rollout_is_weights=rows.get("rollout_is_weights"),
         )
         if case.entropy:
             value = value - ENTROPY_COEF * agg_loss(entropy, mask, case.loss_agg_mode)
@@ -364,12 +565,13 @@ def measure_unit(
 
     leaf = log_prob.detach().requires_grad_()
     (coefficients,) = torch.autograd.grad(loss(leaf, entropy.detach()), leaf)
-    total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    total = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
     for row, position in mask.nonzero().tolist() if tokens else []:
         model.zero_grad()
-        loss(only(log_prob, row, position), only(entropy, row, position)).backward(retain_graph=True)
+        share = loss(only(log_prob, row, position), only(entropy, row, position))
+        (case.loss_scale * share).backward(retain_graph=True)
         weight = weights[row, position].item()
-        norm, layer_norms = take_norms(model)
+        norm, layer_norms = take_norms(case, model)
         token = Token(
             row=unit.rows[row],
             position=position,
@@ -380,18 +582,18 @@ def measure_unit(
             facts=token_facts(case, rows, log_prob, entropy, row, position),
         )
         unit.each.append(token)
-        for part, parameter in zip(total, model.parameters(), strict=True):
-            part += parameter.grad
+        for part, gradient in zip(total, take_gradients(case, model), strict=True):
+            part += gradient
     model.zero_grad()
-    loss(log_prob, entropy).backward()
-    unit.norm, unit.layer_norms = take_norms(model)
+    (case.loss_scale * loss(log_prob, entropy)).backward()
+    unit.norm, unit.layer_norms = take_norms(case, model)
     if tokens:
-        gaps = [(part - p.grad).norm() for part, p in zip(total, model.parameters(), strict=True)]
-        unit.residual = torch.stack(gaps).norm().item() / unit.norm
+        gaps = [(part - g).norm() for part, g in zip(total, take_gradients(case, model), strict=True)]
+        unit.residual = torch.stack(gaps).norm().item() / (unit.norm or 1.0)
 
 
 def token_facts(
-    case: Case, rows: dict[str, torch.Tensor], log_prob: torch.Tensor, entropy: torch.Tensor, row: int, position: int
+    case: Case, rows: dict[str, Any], log_prob: torch.Tensor, entropy: torch.Tensor, row: int, position: int
 ) -> dict[str, float | None]:
     """What the evidence says of a token besides its gradient; None where the run has no such data."""
     # On-policy, verl takes the log-probs of this very forward for the old ones.
@@ -405,7 +607,7 @@ def token_facts(
         "old_log_prob": old[row, position],
         "ratio": (log_prob - old)[row, position].exp(),
         "ref_log_prob": rows["ref_log_prob"][row, position] if case.kl else None,
-        "entropy": entropy[row, position] if case.entropy else None,
+        "entropy": entropy[row, position] if case.entropy or case.fused else None,
         "rollout_log_prob": None if rollout is None else rollout[row, position],
         "rollout_ratio": None if rollout is None else (log_prob - rollout)[row, position].exp(),
         "sequence_ratio": differences.mean().exp(),
@@ -422,7 +624,8 @@ def step(model: torch.nn.Module, gradients: list[torch.Tensor], max_norm: float)
     if norm.isfinite():
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= LEARNING_RATE * gradient * (max_norm / (norm + 1e-6)).clamp(max=1)
+                if parameter.requires_grad:
+                    parameter -= LEARNING_RATE * gradient * (max_norm / (norm + 1e-6)).clamp(max=1)
     return norm.item()
 
 
@@ -448,9 +651,11 @@ def train(
     module: ModuleType = dp_actor,
     calls: int = 1,
     prepare: Callable[[Any], None] | None = None,
+    change_model: Callable[[torch.nn.Module], None] = lambda _: None,
+    change_batch: Callable[[DataProto], None] = lambda _: None,
     **gradloc: Any,
 ) -> Run:
-    actor = build_actor(case, module, **gradloc)
+    actor = build_actor(case, module, change_model, **gradloc)
     run = Run([], [], [], [], [], torch.empty(0), [])
     count = 0
 
@@ -471,6 +676,7 @@ def train(
         count = 0
         with torch.random.fork_rng():
             batch = build_batch(case, dist.get_rank(), seed)
+        change_batch(batch)
         run.metrics.append(actor.update_policy(batch))
         run.forwards.append(count)
         if getattr(actor, "gradloc", None) is not None:
@@ -495,7 +701,7 @@ def search(case: Case) -> tuple[list[Unit], list[float], float, Run]:
         for token in unit.each:
             place = (unit.rank, unit.mini_batch * case.mini_batch + token.row, token.position)
             (above if place in case.planted else below).append(token.norm)
-    assert len(above) == len(case.planted) * case.epochs and min(above) > 100 * max(below)
+    assert len(above) == len(case.planted) * case.epochs and min(above) > 50 * max(below)
     threshold = math.sqrt(min(above) * max(below))
     run = train(
         case,

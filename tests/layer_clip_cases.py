@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -97,17 +98,9 @@ def build_model(case: Case) -> nn.Module:
         )
         return Qwen2MoeForCausalLM(config)
     model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=case.model == "tied", attention_bias=True))
-    if case.model == "frozen":
-        model.model.layers[1].requires_grad_(False)
-        if case.wrap != "fsdp1":  # which wants a flat parameter to be trainable as a whole
-            model.model.embed_tokens.requires_grad_(False)
-    if case.model == "lora":
-        from peft import LoraConfig, get_peft_model
+    import actor_cases
 
-        # Without zeros in them: they would leave half of the adapters without a gradient.
-        options = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-        model = get_peft_model(model, options)
-    return model
+    return actor_cases.train_only_parts(model, case.model, case.wrap)
 
 
 def wrap(case: Case, model: nn.Module) -> nn.Module:
@@ -251,13 +244,26 @@ def count_collectives(function: Callable[[], Any]) -> list[Any]:
             setattr(dist, name, original)
 
 
-def gradient_steps(wrap_as: str, steps: range, state: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Clips the same gradients whatever the number of ranks: what each step found, and the state in the end."""
+def gradient_steps(
+    wrap_as: str, steps: range, saved_to: str | None = None, loaded_from: str | None = None
+) -> list[dict[str, Any]]:
+    """Clips the same gradients whatever the number of ranks; returns what each step found.
+
+    Args:
+        steps (range): Which gradients.
+        saved_to (str, optional): Where verl's checkpoint manager puts a checkpoint in the end.
+        loaded_from (str, optional): Where it finds the extra state, to begin with.
+    """
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
     case = Case(wrap_as)
     model = wrap(case, build_model(case))
     clip = LayerClip(model, LayerClipConfig(rule="zscore", warmup_steps=3))
-    if state is not None:
-        clip.load_state_dict(state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options = {"checkpoint_config": {"load_contents": ["extra"]}, "layer_clip": clip}
+    manager = FSDPCheckpointManager(model, optimizer, None, **options) if wrap_as != "none" else None
+    if loaded_from is not None:
+        manager.load_checkpoint(loaded_from)
     found = []
     for step in steps:
         model.zero_grad()
@@ -265,7 +271,9 @@ def gradient_steps(wrap_as: str, steps: range, state: dict[str, Any] | None = No
         (model(input_ids=ids, labels=ids).loss * (50 if step == 5 else 1)).backward()
         clip.clip()
         found.append(clip.last_step)
-    return [*found, clip.state_dict()]
+    if saved_to is not None:
+        manager.save_checkpoint(saved_to)
+    return found
 
 
 def run_actor(
@@ -342,6 +350,49 @@ def off_and_stock(wrap_as: str) -> dict[str, bool]:
         "random state": torch.equal(stock.rng, off.rng),
         "collectives": collectives[0] == collectives[1],
     }
+
+
+def host_reads(wrap_as: str) -> tuple[list[str], list[str]]:
+    """Where the host waits for the device to step and to log the norm: in the stock actor, and with LayerClip."""
+    import actor_cases
+    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
+
+    case = actor_cases.Case(wrap=wrap_as)
+    # All layers are clipped, so that scaling them is counted, too.
+    options = VerlLayerClipConfig(enable=True, rule="fixed", max_norm=1e-3)
+    actors = [
+        actor_cases.build_actor(case, actor_cases.stock_dp_actor()),
+        actor_cases.build_actor(case, layer_clip=options),
+    ]
+    for actor in actors:
+        actor.update_policy(actor_cases.build_batch(case, dist.get_rank()))  # what is done only once
+        backward(actor.actor_module, dist.get_rank())
+    stock, ours = map(reads_of_a_step, actors)
+    assert {layer["factor"] < 1 for layer in actors[1].layer_clip.last_step.values()} == {True}
+    return stock, ours
+
+
+def reads_of_a_step(actor: Any) -> list[str]:
+    """How the host reads tensors, but for the norm that LayerClip returns, which is on the host already."""
+    reads: list[str] = []
+    on_host: list[Tensor] = []
+
+    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: Tensor, *arguments: Any) -> Any:
+            if tensor.data_ptr() not in [norm.data_ptr() for norm in on_host]:
+                reads.append(name)
+            return original(tensor, *arguments)
+
+        return read
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__"):
+            patch.setattr(Tensor, name, watched(name, getattr(Tensor, name)))
+        if getattr(actor, "layer_clip", None) is not None:
+            clip = actor.layer_clip.clip
+            patch.setattr(actor.layer_clip, "clip", lambda *arguments: on_host.append(clip(*arguments)) or on_host[0])
+        actor._optimizer_step().detach().item()
+    return reads
 
 
 def stock_norms(case: dict[str, Any]) -> list[float]:

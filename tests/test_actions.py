@@ -6,7 +6,7 @@ import json
 
 import action_cases
 import pytest
-from actor_cases import Case
+from actor_cases import LEARNING_RATE, Case
 from test_actor import ONE, THREE, WRAPS, Launch, as_list, cases, launch, same_events
 
 __all__ = ["launch"]
@@ -93,3 +93,36 @@ def test_a_spike_of_many_tokens_together_has_no_culprit(launch: Launch, world: i
         assert part["norm"] > part["threshold"] and part["tokens"] > 1
         assert all(largest["grad_norm"] <= event["threshold"] for largest in part["largest_tokens"])
     assert event["trigger"]["norm"] == pytest.approx(max(u["norm"] for u in event["units"]))
+
+
+@pytest.mark.parametrize("scope", ["rank", "row"])
+def test_a_diffuse_spike_is_narrowed_down_to_where_it_is(launch: Launch, scope: str) -> None:
+    results = launch(2, action_cases.diffuse, Case(loss_agg_mode="seq-mean-token-sum"), scope)
+    (event,) = json.loads(results[0][2])
+    assert event["diagnosis"] == "diffuse" and event["complete"] and event["diffuse"] and event["culprits"] == []
+    assert {part["rank"] for part in event["diffuse"]} == {1}
+    assert scope == "rank" or {row for part in event["diffuse"] for row in part["rows"]} == {6}
+    # No pass measures less than one part for each rank, and the parts are a binary tree over the tokens at most.
+    tokens = sum(unit["tokens"] for unit in event["units"])
+    assert event["passes"] <= tokens
+
+
+def test_a_diffuse_spike_that_spends_the_budget(launch: Launch) -> None:
+    results = launch(2, action_cases.diffuse, Case(loss_agg_mode="seq-mean-token-sum"), "all", 3)
+    (event,) = json.loads(results[0][2])
+    assert event["diagnosis"] == "incomplete" and event["passes"] == 3
+    assert not event["complete"] and event["open_segments"]
+
+
+@pytest.mark.parametrize("action", ["log", "skip"])
+def test_schedule_and_counters_go_on_in_the_worker(launch: Launch, action: str) -> None:
+    """Also with parameters and optimizer offloaded between updates (verl cannot do that with FSDP1 on a CPU)."""
+    case = Case("fsdp2", optimizer="adamw", planted=ONE)
+    results = launch(2, action_cases.update_of_the_worker, case, action)
+    for rank, (events, rates, steps, same) in enumerate(results):
+        first, second = json.loads(events)
+        # Rank 0 hands the events up for all.
+        assert (len(first), second) == (1, []) if rank == 0 else (first, second) == (None, None)
+        assert rates == [LEARNING_RATE / 2, LEARNING_RATE / 3]
+        assert steps == ([0, 1] if action == "skip" else [1, 2])
+        assert same == [True, True]

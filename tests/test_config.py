@@ -53,6 +53,7 @@ def test_keys_are_overridden_without_a_plus() -> None:
     assert config.spike_detection is True and config.bisect_dump_dir == "/elsewhere"
     gradloc = config.gradloc_config()
     assert (gradloc.threshold, gradloc.budget, gradloc.trigger, gradloc.action) == (80, 9, "global", "log")
+    assert actor_config("grad_norm_threshold=auto").gradloc_config().threshold == "auto"
 
 
 @pytest.mark.parametrize(
@@ -71,12 +72,6 @@ def test_bad_values_are_refused_at_start(override: str, message: str) -> None:
     # Hydra wraps what the dataclass raises.
     with pytest.raises(Exception, match=message):
         actor_config(override)
-
-
-def test_ulysses_is_refused_as_long_as_it_is_not_supported() -> None:
-    with pytest.raises(Exception, match="Ulysses"):
-        actor_config("spike_detection=True", "ulysses_sequence_parallel_size=2")
-    assert actor_config("ulysses_sequence_parallel_size=2").spike_detection is False
 
 
 def test_the_generated_reference_mirrors_the_composed_config() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 THRESHOLD = 80.0
-ANSWERS, STEPS = 8, 3
+ANSWERS, STEPS = 16, 3
 
 
 @contextlib.contextmanager
@@ -54,7 +54,15 @@ def processes_naming(text: str) -> set[int]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> dict:
     directory = tmp_path_factory.mktemp("run")
-    arguments = ["algorithm.adv_estimator=planted_spike", "ROLLOUT_N=2", f"TOTAL_STEPS={STEPS}"]
+    # Four answers of a rank make a mini-batch, in micro-batches of about two that verl fills by their lengths.
+    arguments = [
+        "algorithm.adv_estimator=planted_spike",
+        "ROLLOUT_N=4",
+        f"TOTAL_STEPS={STEPS}",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=120",
+        "--remedy",
+    ]
     environment = {
         "VERL_USE_EXTERNAL_MODULES": "planted_spike",
         "PLANTED_SPIKE_FILE": str(directory / "planted.json"),
@@ -87,6 +95,7 @@ def test_the_planted_token_is_the_only_culprit(run: dict) -> None:
     per_rank, per_mini_batch = ANSWERS // 2, ANSWERS // 4
     rank_row = event["mini_batch"] * per_mini_batch + culprit["row"]
     assert culprit["rank"] * per_rank + rank_row == planted["batch_row"]
+    assert event["units"][0]["rows"] < per_mini_batch
 
 
 def test_the_evidence_describes_the_token(run: dict) -> None:
@@ -97,6 +106,7 @@ def test_the_evidence_describes_the_token(run: dict) -> None:
     assert unit["norm"] > unit["threshold"]
     assert culprit["grad_norm"] > culprit["threshold"] == event["threshold"] == THRESHOLD
     assert culprit["share"] == pytest.approx(1.0, abs=0.01)
+    assert set(event["layer_clip"]) == set(culprit["layer_norms"])
 
     from transformers import AutoTokenizer
 
@@ -120,6 +130,8 @@ def test_metrics_are_logged_in_every_step(run: dict) -> None:
     assert triggered == {step: float(step == run["planted"]["global_step"]) for step in range(1, STEPS + 1)}
     for name in ("token_norm_max", "culprits", "passes", "seconds"):
         assert len(re.findall(rf"actor/gradloc/{name}:", run["log"])) == STEPS
+    for name in ("actor/layer_clip/fraction", "rollout_corr/rollout_is_mean", "rollout_corr/rollout_rs_mean"):
+        assert len(re.findall(rf"{name}:", run["log"])) == STEPS
 
 
 def test_the_summary_shows_the_culprit(run: dict) -> None:

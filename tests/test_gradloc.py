@@ -18,7 +18,7 @@ from gradloc.taps import GradientTaps
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"threshold": -1.0}, "grad_norm_threshold must be a positive finite number, got -1.0."),
+        ({"threshold": -1.0}, "grad_norm_threshold must be a positive finite number or auto, got -1.0."),
         ({"threshold": 0}, "grad_norm_threshold"),
         ({"threshold": math.nan}, "grad_norm_threshold"),
         ({"threshold": math.inf}, "grad_norm_threshold"),

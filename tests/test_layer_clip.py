@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import random
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -466,17 +467,22 @@ def test_norms_and_clipped_gradients_are_those_of_one_process(launch: Launch, si
         assert all(result.norms == results[0].norms for result in results)  # bit for bit: no rank decides otherwise
 
 
-def test_statistics_do_not_depend_on_the_number_of_ranks(launch: Launch) -> None:
+def test_statistics_do_not_depend_on_the_number_of_ranks(launch: Launch, tmp_path: Path) -> None:
+    """verl names a checkpoint's files by the number of ranks; for another one they are copied to its names."""
     steps = layer_clip_cases.gradient_steps
-    *whole, _ = launch(2, steps, "fsdp2", range(8))[0]
-    *_, state = launch(2, steps, "fsdp2", range(4))[0]
+    whole = launch(2, steps, "fsdp2", range(8))[0]
+    launch(2, steps, "fsdp2", range(4), str(tmp_path))
     assert any(layer["factor"] < 1 for layer in whole[5].values())
-    for size, wrap in ((1, "none"), (2, "fsdp2"), (3, "fsdp1"), (4, "fsdp2")):
-        for *rest, _ in launch(size, steps, wrap, range(4, 8), state):
-            assert {name: layer["bound"] for name, layer in rest[0].items()} == {
+    for size, wrap in ((2, "fsdp2"), (1, "fsdp2"), (3, "fsdp1"), (4, "fsdp2")):
+        for rank in range(size):
+            target = tmp_path / f"extra_state_world_size_{size}_rank_{rank}.pt"
+            if size != 2:
+                shutil.copy(tmp_path / f"extra_state_world_size_2_rank_{rank % 2}.pt", target)
+        for resumed in launch(size, steps, wrap, range(4, 8), None, str(tmp_path)):
+            assert {name: layer["bound"] for name, layer in resumed[0].items()} == {
                 name: layer["bound"] for name, layer in whole[4].items()
             }
-            for found, expected in zip(rest, whole[4:], strict=True):
+            for found, expected in zip(resumed, whole[4:], strict=True):
                 for name in expected:
                     assert found[name] == pytest.approx(expected[name], rel=EXACT)
 
@@ -488,6 +494,13 @@ def test_statistics_do_not_depend_on_the_number_of_ranks(launch: Launch) -> None
 def test_off_is_stock(launch: Launch, wrap: str) -> None:
     for result in launch(2, layer_clip_cases.off_and_stock, wrap):
         assert all(result.values()), result
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_the_host_waits_for_the_device_as_often_as_without(launch: Launch, wrap: str) -> None:
+    for stock, ours in launch(2, layer_clip_cases.host_reads, wrap):
+        assert len(ours) == len(stock) > 0, (stock, ours)
+        assert ours.count("tolist") == 1  # all layers' norms at once
 
 
 def run_actor(launch: Launch, case: dict[str, Any], options: dict[str, Any], *others: Any) -> dict[str, Any]:

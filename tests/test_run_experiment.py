@@ -77,6 +77,37 @@ def test_settings_come_from_arguments_before_the_environment(recorder: Path) -> 
     assert config.data.train_files == ["a b.parquet", "it's.parquet"]
 
 
+CLIPS = {"TOKEN_CLIP": "3", "SEQUENCE_CLIP": "1.05", "LAYER_CLIP": "ratio"}
+
+
+def clips(recorder: Path, *arguments: str) -> tuple:
+    """The thresholds of the token and the sequence clip and the rule of the layer clip; None where one is off."""
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    config = composed(overrides_of(recorder, *arguments))
+    validate_config(config, use_reference_policy=False, use_critic=False)
+    correction = config.algorithm.rollout_correction
+    assert correction.rollout_is in (None, "token") and correction.rollout_rs in (None, "geometric")
+    assert not correction.bypass_mode and config.actor_rollout_ref.rollout.calculate_log_probs
+    layer_clip = omega_conf_to_dataclass(config.actor_rollout_ref.actor).layer_clip
+    return (
+        correction.rollout_is and correction.rollout_is_threshold,
+        correction.rollout_rs and correction.rollout_rs_threshold,
+        layer_clip.rule if layer_clip.enable else None,
+    )
+
+
+@pytest.mark.parametrize("profile", ["--cluster", "--embedded"])
+def test_one_switch_turns_all_clips_on_and_each_can_be_left_out(recorder: Path, profile: str) -> None:
+    assert clips(recorder, profile) == (None, None, None)
+    remedy = clips(recorder, profile, "--remedy")
+    assert remedy == (2.0, 1.2, "zscore")
+    for i, name in enumerate(CLIPS):
+        expected = [*remedy[:i], None, *remedy[i + 1 :]]
+        assert list(clips(recorder, profile, "--remedy", f"{name}=off")) == expected
+    assert clips(recorder, profile, *(f"{name}={value}" for name, value in CLIPS.items())) == (3.0, 1.05, "ratio")
+
+
 def test_overrides_keep_their_quoting_and_win(recorder: Path) -> None:
     awkward = [
         "+a.b='two words'",
@@ -114,6 +145,9 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["--cluster", "--embedded"], "exclude each other"),
         (["--cluster", "--tiny"], "--tiny belongs to --embedded"),
         (["NNODES=two"], "NNODES is 'two': give a whole number"),
+        (["TOKEN_CLIP=1.0"], "TOKEN_CLIP is '1.0': give a number over 1, or off"),
+        (["--remedy", "SEQUENCE_CLIP=no"], "SEQUENCE_CLIP is 'no': give a number over 1, or off"),
+        (["LAYER_CLIP=True"], "LAYER_CLIP is 'True': give zscore, ratio, fixed or off"),
     ],
 )
 def test_bad_arguments_get_one_sentence(arguments: list[str], sentence: str) -> None:

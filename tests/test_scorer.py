@@ -1,6 +1,9 @@
 """The math_verify reward: scores, the hard time limit, and a pool that outlives whatever happens around it."""
 
+import ast
 import asyncio
+import inspect
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from verl.utils.reward_score import default_compute_score, math_verify
+from verl.utils.reward_score import DATA_SOURCES, default_compute_score, math_verify
 
 # Sympy computes this tower digit by digit, in C.
 HANGING = "The answer is \\boxed{9^{9^{9^{9}}}}."
@@ -53,8 +56,10 @@ def is_alive(pid: int) -> bool:
 
 
 def workers(pid: int | None = None) -> list[psutil.Process]:
-    children = [child for child in psutil.Process(pid).children(recursive=True) if is_alive(child.pid)]
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    """The children of the fork server, which is a child of the process."""
+    children = [child for child in psutil.Process(pid).children() if is_alive(child.pid)]
+    servers = [child for child in children if "forkserver" in " ".join(child.cmdline())]
+    return [worker for server in servers for worker in server.children() if is_alive(worker.pid)]
 
 
 def new_workers() -> list[psutil.Process]:
@@ -85,7 +90,8 @@ def run_script(text: str) -> subprocess.CompletedProcess:
     ],
 )
 def test_scores(answer: str, truth: str, expected: float) -> None:
-    result = score(answer, truth)
+    # A worker's first symbolic answer takes a moment.
+    result = default_compute_score("math_verify", answer, truth, timeout=30)
     assert isinstance(result, float) and result == expected
 
 
@@ -177,17 +183,20 @@ def test_killed_with_answers_on_their_way() -> None:
 
 
 def test_killed_again_and_again_over_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker has finished of its chunk counts, and what it has not begun with goes to another."""
     monkeypatch.setenv("VERL_MATH_VERIFY_TIMEOUT", "600")
     new_workers()
+    answers, truths, expected = map(list, zip(*map(numbered, range(1, 60)), strict=True))
+    answers[30], expected[30] = HANGING, 0.25
     with ThreadPoolExecutor(1) as executor:
-        result = executor.submit(math_verify.compute_score, HANGING, "7", timeout_score=0.25)
+        batch = executor.submit(math_verify.compute_score_batch, [], answers, truths, timeout_score=0.25)
         for _ in range(math_verify.ATTEMPTS):
             # Starting a worker takes less time than this.
-            while not (busy := [worker for worker in workers() if worker.cpu_times().user > 2]):
+            while not (busy := [worker for worker in workers() if worker.cpu_times().user > 0.7]):
                 time.sleep(0.1)
             busy[0].kill()
             assert score("\\boxed{7}", "7") == 1.0
-        assert result.result(timeout=60) == 0.25
+        assert batch.result(timeout=60) == expected
     monkeypatch.undo()
     new_workers()
 
@@ -210,13 +219,137 @@ def test_missing_package(package: str) -> None:
         ("VERL_MATH_VERIFY_TIMEOUT", "-1"),
         ("VERL_MATH_VERIFY_TIMEOUT", "inf"),
         ("VERL_MATH_VERIFY_TIMEOUT", "nan"),
+        ("VERL_MATH_VERIFY_MEMORY_MB", "255"),
+        ("VERL_MATH_VERIFY_PRECISION", "-1"),
+        ("VERL_MATH_VERIFY_GOLD_TARGET", ""),
+        ("VERL_MATH_VERIFY_PRED_TARGET", "latex;expr"),
     ],
 )
 def test_bad_settings(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_verify, "_pool", None)
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=f"{variable} .* {value!r}"):
         score("1", "1")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"timeout": 0}, ValueError, "timeout .* 0"),
+        ({"timeout": "soon"}, ValueError, "timeout .* 'soon'"),
+        ({"precision": 1.5}, ValueError, "precision .* 1.5"),
+        ({"pred_extraction_target": []}, ValueError, r"pred_extraction_target .* \[\]"),
+        ({"gold_extraction_target": ["tex"]}, ValueError, r"gold_extraction_target .* \['tex'\]"),
+        ({"workers": 3}, ValueError, "2 workers of 1024 MiB.* not for 3 "),
+        ({"memory_mb": 2048}, ValueError, "2 workers of 1024 MiB.* of 2048 "),
+        ({"time_out": 3}, TypeError, "no option 'time_out'; it has timeout, workers"),
+    ],
+)
+def test_bad_options(options: dict, error: type, message: str) -> None:
+    score("1", "1")
+    with pytest.raises(error, match=message):
+        default_compute_score("math_verify", "1", "1", **options)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "options", "expected"),
+    [
+        # 0.333 is one third to three places.
+        ("0.333", "\\frac{1}{3}", {}, 0),
+        ("0.333", "\\frac{1}{3}", {"precision": 3}, 1),
+        ("0.333", "\\frac{1}{3}", {"precision": 4}, 0),
+        ("I get 7", "7", {"pred_extraction_target": "latex"}, 0),
+        ("I get $7$", "7", {"pred_extraction_target": ["latex"]}, 1),
+        ("7", "\\frac{14}{2}", {"gold_extraction_target": "expr"}, 0),
+        ("7", "7", {"gold_extraction_target": ("expr", "latex")}, 1),
+        ("The answer is B.", "B", {"gold_extraction_target": "string", "pred_extraction_target": "string"}, 1),
+        ("The answer is C.", "B", {"gold_extraction_target": "string", "pred_extraction_target": "string"}, 0),
+        # Those of other scorers and of verl's managers
+        ("7", "7", {"gamma": 0.1, "reward_router_address": None}, 1),
+        (HANGING, "7", {"timeout": 0.3, "timeout_score": 0.25}, 0.25),
+    ],
+)
+def test_options(answer: str, truth: str, options: dict, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_compute_score("math_verify", answer, truth, **options) == expected
+    variables = {
+        "precision": "PRECISION",
+        "gold_extraction_target": "GOLD_TARGET",
+        "pred_extraction_target": "PRED_TARGET",
+    }
+    for name, value in options.items():
+        if name in variables:
+            text = value if isinstance(value, int | str) else ",".join(value)
+            monkeypatch.setenv(f"VERL_MATH_VERIFY_{variables[name]}", str(text))
+    if options.keys() <= variables.keys():
+        assert score(answer, truth) == expected
+
+
+def test_a_batch_is_scored_in_order() -> None:
+    answers, truths, expected = map(list, zip(*map(numbered, range(1, 300)), strict=True))
+    for hanging in 5, 6, 7, 150, 298:
+        answers[hanging], expected[hanging] = HANGING, 0.25
+    options = {"timeout": LIMIT, "timeout_score": 0.25}
+    assert math_verify.compute_score_batch(["any"] * 299, answers, truths, [{}] * 299, **options) == expected
+    assert math_verify.compute_score_batch([], [], []) == []
+    with pytest.raises(ValueError, match="longer|shorter"):
+        math_verify.compute_score_batch(["any"] * 2, ["1", "2"], ["1"])
+
+
+def test_batches_and_single_answers_side_by_side() -> None:
+    answers, truths, expected = map(list, zip(*map(numbered, range(1, 100)), strict=True))
+    with ThreadPoolExecutor(8) as executor:
+        batches = [executor.submit(math_verify.compute_score_batch, [], answers, truths) for _ in range(3)]
+        assert list(executor.map(score, answers, truths)) == expected
+        assert all(batch.result() == expected for batch in batches)
+
+
+def test_the_fork_server_is_killed() -> None:
+    old = new_workers()
+    old[0].parent().kill()
+    assert score("\\boxed{7}", "7") == 1.0
+    while math_verify._pool.pool.active:
+        time.sleep(0.1)
+    assert score("\\boxed{8}", "7") == 0.0
+    assert not psutil.wait_procs(old, timeout=20)[1]
+    assert len(workers()) == 2
+
+
+def test_a_broken_pool_that_another_caller_gave_up_on() -> None:
+    """It leaves with the slots in its hands, which would never come free."""
+    new_workers()
+    pool = math_verify._pool
+    for _ in range(2):
+        pool.slots.get(timeout=5)
+    pool.close()
+    assert score("\\boxed{7}", "7") == 1.0
+    assert math_verify._pool is not pool
+
+
+def test_under_a_lower_memory_limit_than_the_setting() -> None:
+    limit = "resource.RLIMIT_AS, (800 * 2**20,) * 2"
+    result = run_script(f"import resource\nresource.setrlimit({limit})\nprint(scorer.compute_score('1', '1'))")
+    assert result.stdout == "1.0\n", result.stderr
+
+
+def test_other_pools_stay_as_they_are() -> None:
+    score("1", "1")
+    for method in multiprocessing.get_all_start_methods():
+        assert multiprocessing.get_context(method).Process.__module__ == "multiprocessing.context"
+
+
+def test_an_unknown_data_source_is_told_the_known_ones() -> None:
+    with pytest.raises(NotImplementedError, match="data_source='nope'.* openai/gsm8k, .*aime.*, math_verify, ps_grpo"):
+        default_compute_score("nope", "1", "1")
+
+
+def test_the_known_data_sources_are_all_that_the_function_compares_with() -> None:
+    compared = []
+    for node in ast.walk(ast.parse(inspect.getsource(default_compute_score))):
+        if isinstance(node, ast.Compare) and ast.unparse(node.left) == "data_source":
+            (right,) = node.comparators
+            compared += [ast.literal_eval(item) for item in getattr(right, "elts", [right])]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "data_source.startswith":
+            compared.append(ast.literal_eval(node.args[0]) + "*")
+    assert sorted(compared) == sorted(DATA_SOURCES)
 
 
 def test_forked_children_get_a_pool_of_their_own() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gradloc.search import Search, Segment
+from gradloc.search import Code, Search, Segment
 
 THRESHOLD = 10.0
 
@@ -24,48 +24,84 @@ class Tokens:
         if ragged:
             self.weights *= 1 + 4 * torch.rand(n, generator=generator, dtype=torch.float64)
 
-    def norm(self, tokens: list[int]) -> float:
-        return float((self.gradients[tokens] * self.weights[tokens][:, None]).sum(0).norm())
+    def norm(self, tokens: list[int], factors: list[float] | None = None) -> float:
+        scaled = self.weights[tokens] * torch.tensor(factors or [1.0] * len(tokens), dtype=torch.float64)
+        return float((self.gradients[tokens] * scaled[:, None]).sum(0).norm())
 
-    def suspicion(self, helpful: bool) -> torch.Tensor:
+    def suspicion(self, helpful: bool | None) -> torch.Tensor:
+        if helpful is None:
+            return torch.ones_like(self.weights)
         true = self.gradients.norm(dim=1) * self.weights
         return true if helpful else 1 / true
 
 
-def run(search: Search, tokens: dict[str, Tokens], probes_a_pass: int) -> tuple[int, int]:
-    """Runs the search to its end; returns passes and probes."""
+def run(search: Search, tokens: dict[str, Tokens], probes_a_pass: int, coded: bool = False) -> tuple[int, int]:
+    """Runs the search to its end, with or without codes; returns passes and probes."""
     passes = probes = 0
     while segments := search.next(probes_a_pass):
         assert len(set(segments)) == len(segments) <= probes_a_pass
         passes += 1
         probes += len(segments)
         search.record([(s, tokens[s.unit].norm(search.candidates(s))) for s in segments])
+        if coded and (code := search.code(probes_a_pass)):
+            passes += math.ceil(code.digits / probes_a_pass)
+            probes += code.digits
+            unit = tokens[code.unit]
+            norms = [unit.norm(code.candidates, code.factors(digit)) for digit in range(code.digits)]
+            if (candidate := code.read(norms)) is not None:
+                search.suspect(code.unit, candidate)
     return passes, probes
 
 
-def start(tokens: dict[str, Tokens], helpful: bool = True) -> Search:
-    search = Search(THRESHOLD)
+def start(tokens: dict[str, Tokens], helpful: bool | None = True, ordinary: float | None = None) -> Search:
+    search = Search(THRESHOLD, ordinary)
     for name, unit in tokens.items():
         search.add_unit(name, unit.norm(list(range(len(unit.weights)))), unit.suspicion(helpful), unit.weights)
     return search
 
 
+@pytest.mark.parametrize("coded", [True, False])
 @pytest.mark.parametrize("helpful", [True, False])
 @pytest.mark.parametrize("probes_a_pass", [1, 2, 4, 7])
 @pytest.mark.parametrize("n", [1, 2, 3, 64, 500])
 @pytest.mark.parametrize("count", [1, 3])
-def test_finds_exactly_the_planted_tokens(n: int, count: int, probes_a_pass: int, helpful: bool) -> None:
+def test_finds_exactly_the_planted_tokens(n: int, count: int, probes_a_pass: int, helpful: bool, coded: bool) -> None:
     for seed in range(5):
         places = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:count].tolist()
         # Two units; each planted token alone lifts any segment that holds it over the segment's threshold.
         planted = {place: 3 * THRESHOLD * math.sqrt(n) * (i + 1) for i, place in enumerate(places)}
         tokens = {"a": Tokens(n, planted, seed, ragged=True), "b": Tokens(n, planted, seed + 100)}
-        search = start(tokens, helpful)
-        run(search, tokens, probes_a_pass)
+        search = start(tokens, helpful, ordinary=1.0 if coded else None)
+        run(search, tokens, probes_a_pass, coded)
         assert sorted((c.unit, c.candidate) for c in search.culprits) == sorted((u, p) for u in "ab" for p in planted)
         for culprit in search.culprits:
             assert culprit.norm == pytest.approx(tokens[culprit.unit].norm([culprit.candidate]))
         assert search.open_segments == []
+
+
+def test_tokens_that_hide_under_the_threshold_of_their_segment_are_found() -> None:
+    """One token takes the unit over its threshold; others, over τ but not over τ·sqrt(n), can hide among the rest."""
+    n = 500
+    hidden = {7: 10 * THRESHOLD, 123: 5 * THRESHOLD, 321: 4 * THRESHOLD}
+    plain = 0
+    for seed in range(10):
+        tokens = {"a": Tokens(n, {250: 100 * THRESHOLD, **hidden}, seed)}
+        searches = start(tokens), start(tokens, ordinary=1.0)
+        for search in searches:
+            run(search, tokens, 2)
+            assert search.open_segments == [] and search.diffuse == []
+        plain += len(searches[0].culprits)
+        assert {c.candidate for c in searches[1].culprits} == {250, *hidden}
+    assert plain < 40  # it is the ordinary level that finds them all
+
+
+def test_loud_segments_without_a_culprit_are_soon_left_alone() -> None:
+    tokens = {"a": Tokens(500, {250: 1000 * THRESHOLD})}
+    passes, _ = run(start(tokens), tokens, 4)
+    search = start(tokens, ordinary=0.01)  # every segment is far louder than that
+    loud_passes, _ = run(search, tokens, 4)
+    assert [c.candidate for c in search.culprits] == [250]
+    assert passes <= loud_passes <= passes + 4
 
 
 @pytest.mark.parametrize("n", [64, 1024])
@@ -79,6 +115,27 @@ def test_a_helpful_prior_needs_two_probes_and_a_misleading_one_stays_logarithmic
         assert probes <= 2 * (math.log2(10 * n) + 1)
 
 
+@pytest.mark.parametrize(("probes_a_pass", "most"), [(2, 5), (4, 4)])
+def test_a_code_names_a_culprit_that_the_prior_hides(probes_a_pass: int, most: int) -> None:
+    n = 1024
+    for seed in range(10):
+        tokens = {"a": Tokens(n, {(311 * seed) % n: 20 * THRESHOLD * math.sqrt(n)}, seed)}
+        search = start(tokens, helpful=False, ordinary=1.0)
+        passes, _ = run(search, tokens, probes_a_pass, coded=True)
+        assert [c.candidate for c in search.culprits] == [(311 * seed) % n]
+        assert passes <= most
+        bisected, _ = run(start(tokens, helpful=False), tokens, probes_a_pass)
+        assert passes < bisected
+
+
+def test_a_code_that_fits_no_single_token_is_not_read() -> None:
+    code = Code("a", 1.0, [7, 8, 9, 10, 11], base=5, digits=1)
+    assert [code.read([factor]) for factor in code.factors(0)] == [7, 8, 9, 10, 11]
+    assert code.read([math.sqrt(0.5 / 4)]) is None  # between two digits
+    assert code.read([math.sqrt(5 / 4)]) is None and code.read([math.nan]) is None
+    assert Code("a", 1.0, [7, 8, 9], base=5, digits=1).read([1.0]) is None  # no token has this number
+
+
 def test_what_a_sibling_cannot_account_for_is_split_without_a_probe() -> None:
     tokens = {"a": Tokens(8, {5: 1000 * THRESHOLD})}
     search = Search(THRESHOLD)
@@ -87,6 +144,54 @@ def test_what_a_sibling_cannot_account_for_is_split_without_a_probe() -> None:
     assert 5 not in search.candidates(first)
     search.record([(first, tokens["a"].norm(search.candidates(first)))])
     assert all(segment.size < 8 - first.size for segment in search.open_segments)
+
+
+class Coherent(Tokens):
+    """Tokens under τ that share a direction: (cosine between any two) is about `cosine`."""
+
+    def __init__(self, n: int, cosine: float, planted: dict[int, float], seed: int) -> None:
+        super().__init__(n, planted, seed)
+        common = torch.randn(256, generator=torch.Generator().manual_seed(seed + 1000), dtype=torch.float64)
+        norms = self.gradients.norm(dim=1, keepdim=True)
+        mixed = math.sqrt(1 - cosine) * self.gradients / norms + math.sqrt(cosine) * common / common.norm()
+        size = 0.99 * THRESHOLD / mixed.norm(dim=1).max()
+        alone = torch.tensor([place in planted for place in range(n)])
+        self.gradients = torch.where(alone[:, None], self.gradients, size * mixed)
+
+
+@pytest.mark.parametrize("cosine", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("n", [64, 1000])
+def test_tokens_that_pull_the_same_way_are_left_after_a_few_passes(n: int, cosine: float) -> None:
+    tokens = {"a": Coherent(n, cosine, {}, seed=n)}
+    search = start(tokens)
+    passes, _ = run(search, tokens, 2)
+    assert search.culprits == [] and search.open_segments == []
+    assert passes <= 30
+    assert search.diffuse and all(norm > search.threshold(segment) for segment, norm in search.diffuse)
+
+
+@pytest.mark.parametrize("helpful", [True, None])
+@pytest.mark.parametrize("n", [64, 500])
+def test_a_token_over_the_threshold_of_its_unit_is_found_among_those_that_pull_the_same_way(
+    n: int, helpful: bool | None
+) -> None:
+    """What it adds is half of what all others do together; the prior knows it, or nothing."""
+    for seed in range(5):
+        place = seed * n // 5
+        tokens = {"a": Coherent(n, 0.9, {place: n * THRESHOLD / 2}, seed)}
+        search = start(tokens, helpful)
+        run(search, tokens, 2)
+        assert [c.candidate for c in search.culprits] == [place]
+
+
+def test_many_tokens_over_the_threshold_that_pull_the_same_way_are_all_found() -> None:
+    """A response that repeats itself: every token is a culprit."""
+    tokens = {"a": Coherent(64, 0.9, {}, seed=1)}
+    tokens["a"].gradients *= 1.2
+    search = start(tokens)
+    run(search, tokens, 2)
+    over = (tokens["a"].gradients.norm(dim=1) > THRESHOLD).sum()
+    assert over > 40 and len(search.culprits) == over
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

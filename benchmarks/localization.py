@@ -1,0 +1,295 @@
+"""What finding the tokens behind a gradient spike costs: GradLoc against the published schedule.
+
+Real part: verl's own `update_policy` with GradLoc, on a tiny model with random weights, under FSDP on W processes. Each
+event is solved in the same run by GradLoc and by the published schedule (`published_schedule.py`), with the same
+forward and loss; passes are counted by a hook on the model. A batch is W ranks × M micro-batches × N response tokens.
+
+- Ordinary tokens have advantages of either sign, log-normal with median 1 (sigma 0.5), and random token ids. The
+  threshold τ is `--level` times the median of their gradient norms.
+- A planted token is `suspected` (its advantage is scaled, which the prior of the search sees) or `unsuspected` (its
+  gradient is scaled behind the LM head, which the prior cannot see).
+- Its gradient norm is drawn log-uniformly: `clear` 1.5 to 15 τ·sqrt(W N), so that it lifts its micro-batch over the
+  threshold by itself, on its rank and in the mean over the ranks; `diluted` 1.1 τ·sqrt(N) to 0.95 τ·sqrt(W N): on its
+  rank only; `hidden` 1.2 τ to τ·sqrt(N)/1.2: on neither.
+- Events: `suspected` and `unsuspected` are one clear token; `several` 2 to 5 clear ones, each suspected or not at
+  random; `mixed` one clear, two hidden in the same micro-batch of the same rank, one diluted in another (if W > 1).
+- Truth: brute force, one backward pass on an unsharded model for each token: all tokens up to N = 64, for larger N
+  the planted ones, a sample of the others, and every other token that either way names.
+
+Then the standing cost of the taps, memory, and what the communication of the gradient reduction takes of a pass.
+`--simulate` runs the search without a model, for sizes up to W = 1024 and N = 32768: `localization_simulation.py`.
+
+The real part needs the patched verl, for instance that of the tests:
+    bash tests/run.sh -k published_schedule
+    PYTHONPATH=build/verl build/venv/bin/python benchmarks/localization.py --base-tree build/base
+
+`--device cuda` uses NCCL and one GPU for each rank. It has not been tried on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+WAYS = ("gradloc", "published")
+EVENTS = {"suspected": 2, "unsuspected": 3, "several": 1, "mixed": 1}
+# (hidden, intermediate, layers, heads, key-value heads, vocabulary, rows, length): a small Llama, and SmolLM2-135M with
+# 8 of its 30 layers and 8192 of its 49152 token ids.
+SMALL = (256, 768, 4, 4, 2, 4096)
+MEDIUM = (576, 1536, 8, 9, 3, 8192)
+COST_ROWS = {256: (2, 128), 1024: (4, 256)}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller settings: a minute or two")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--strategy", choices=["fsdp2", "fsdp"], default="fsdp2", help="verl's name of the sharding")
+    parser.add_argument("--world-sizes", type=int, nargs="+", metavar="W", help="default: 1 2 4")
+    parser.add_argument("--micro-batches", type=int, nargs="+", metavar="M", help="default: 1 4 8")
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="default: 64 512 4096")
+    parser.add_argument("--events", type=int, help="events of each kind (default: 2, 3, 1, 1)")
+    parser.add_argument("--level", type=float, default=18.0, help="τ in medians of the ordinary tokens (default: 18)")
+    parser.add_argument(
+        "--sample", type=int, default=64, help="ordinary tokens of each rank in the sample (default: 64)"
+    )
+    parser.add_argument("--rounds", type=int, help="rounds of the timings (default: 15)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--base-tree", type=Path, help="a tree with the unpatched verl, to time its actor as well")
+    parser.add_argument("--parts", nargs="+", choices=["events", "costs"], default=["events", "costs"])
+    parser.add_argument("--json", type=Path, help="write all figures to this file, too")
+    parser.add_argument("--simulate", action="store_true", help="the simulation instead of the real part")
+    parser.add_argument("--plot", type=Path, help="with --simulate: draw the curves (SVG or PNG; needs matplotlib)")
+    args = parser.parse_args()
+    small = args.quick
+    args.world_sizes = args.world_sizes or ([2] if small else [1, 2, 4])
+    args.micro_batches = args.micro_batches or ([4] if small else [1, 4, 8])
+    args.tokens = args.tokens or ([64, 512] if small else [64, 512, 4096])
+    args.rounds = args.rounds or (5 if small else 15)
+    if any(n < 2 or n % (2 if n < 512 else 256) for n in args.tokens):
+        parser.error("--tokens must be even numbers, from 512 on multiples of 256")
+    if min(args.world_sizes + args.micro_batches + [args.sample]) < 1 or not args.level > 0:
+        parser.error("sizes must be positive")
+    if args.rounds < 2:
+        parser.error("--rounds must be 2 or more")
+    if args.plot and not args.simulate:
+        parser.error("--plot belongs to --simulate")
+    if args.base_tree and not (args.base_tree / "verl/workers/actor/dp_actor.py").is_file():
+        parser.error(f"{args.base_tree} has no verl/workers/actor/dp_actor.py")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.simulate:
+        from localization_simulation import simulate
+
+        simulate(args.quick, args.seed, args.plot)
+        return
+    verl = importlib.util.find_spec("verl")
+    if verl is None or not (Path(verl.origin).parent / "utils/gradloc").is_dir():
+        sys.exit("No patched verl here: put one on PYTHONPATH (see --help), or patch with apply_patch.py --installed.")
+    records: list[Record] = []
+    if "events" in args.parts:
+        for world_size in args.world_sizes:
+            records += run_ranks("events", world_size, args)
+        print_events(records)
+    if "costs" in args.parts:
+        world_size = 2 if 2 in args.world_sizes else args.world_sizes[0]
+        records += run_ranks("timings", world_size, args)
+        # Otherwise the peak of resident memory would be that of what malloc keeps.
+        os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+        records += run_ranks("memory", world_size, args)
+        print_costs(records)
+    if args.json:
+        args.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def run_ranks(part: str, world_size: int, args: argparse.Namespace) -> list[Record]:
+    """Runs a part on so many processes; an error in one ends all."""
+    import torch
+
+    if args.device == "cuda" and torch.cuda.device_count() < world_size:
+        sys.exit(f"{world_size} ranks need as many GPUs; there are {torch.cuda.device_count()}: lower --world-sizes.")
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or verl takes the GPU
+    print(f"{part} on {world_size} ranks", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(_rank, (part, world_size, directory, args), nprocs=world_size)
+        return [json.loads(line) for line in (Path(directory) / "records").read_text().splitlines()]
+
+
+def _rank(rank: int, part: str, world_size: int, directory: str, args: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    sys.stdout = sys.stderr  # verl prints
+    warnings.simplefilter("ignore")
+    if args.device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        {"cpu": "gloo", "cuda": "nccl"}[args.device],
+        store=dist.FileStore(f"{directory}/store", world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(minutes=10),
+    )
+    from localization_actor import Ranks
+
+    ranks = Ranks(torch.device(args.device, rank if args.device == "cuda" else None), args.strategy)
+    with open(f"{directory}/records" if rank == 0 else os.devnull, "w") as file:
+        for record in {"events": _events, "timings": _timings, "memory": _memory}[part](ranks, args):
+            print(json.dumps(record), file=file, flush=True)
+    dist.destroy_process_group()
+
+
+def _events(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
+    from localization_actor import solve_events
+
+    for micro_batches in args.micro_batches:
+        for tokens in args.tokens:
+            counts = dict.fromkeys(EVENTS, args.events) if args.events else EVENTS
+            if ranks.rank == 0:
+                print(f"  M = {micro_batches}, N = {tokens}", file=sys.stderr, flush=True)
+            sample = args.sample if tokens > 64 else micro_batches * tokens
+            yield from solve_events(ranks, micro_batches, tokens, counts, sample, 1 / args.level, args.seed)
+
+
+def _timings(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
+    from localization_actor import Shape, measure_reduction, measure_taps
+
+    settings = [(SMALL, 256), (SMALL, 1024)] + [(MEDIUM, 256)] * (not args.quick)
+    shapes = [Shape(*model, *COST_ROWS[tokens]) for model, tokens in settings]
+    for shape in shapes:
+        if ranks.rank == 0:
+            print(f"  hidden size {shape.hidden}, {shape.tokens} tokens", file=sys.stderr, flush=True)
+        yield {"part": "taps"} | measure_taps(ranks, shape, 2, args.rounds, args.base_tree)
+        yield {"part": "reduction"} | measure_reduction(ranks, shape, args.rounds)
+
+
+def _memory(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
+    from localization_actor import Shape, measure_memory
+
+    for micro_batches in (1, 2):
+        shape = Shape(*(SMALL if args.quick else MEDIUM), *COST_ROWS[256])
+        yield {"part": "memory"} | measure_memory(ranks, shape, micro_batches)
+
+
+def table(head: list[str], rows: list[list[str]]) -> None:
+    for row in [head, ["---"] * len(head), *rows]:
+        print(f"| {' | '.join(row)} |")
+    print()
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def middle_and_worst(values: list[int]) -> str:
+    return f"{median(values):g} ({max(values)})"
+
+
+def print_events(records: list[Record]) -> None:
+    cells = list(dict.fromkeys((e["W"], e["M"], e["N"]) for e in records))
+    print("Passes beyond training, median (worst): GradLoc / published schedule\n")
+    rows = []
+    for cell in cells:
+        row = [*map(str, cell)]
+        for kind in EVENTS:
+            events = [e for e in records if (e["W"], e["M"], e["N"]) == cell and e["kind"] == kind]
+            row.append(" / ".join(middle_and_worst([e[way]["passes"] for e in events]) for way in WAYS))
+        rows.append(row)
+    table(["W", "M", "N", *EVENTS], rows)
+
+    rows = []
+    for kind in EVENTS:
+        events = [e for e in records if e["kind"] == kind]
+        row = [kind, str(len(events))]
+        for figure in "passes", "seconds":
+            ratios = [e["published"][figure] / e["gradloc"][figure] for e in events if e["gradloc"]["passes"]]
+            row.append(f"{median(ratios):.1f}× ({min(ratios):.1f}×)" if ratios else "–")
+        rows.append(row + [_accuracy(events, way) for way in WAYS])
+    print("Published schedule over GradLoc in the same event, median (least); recall, precision over all settings:\n")
+    table(["events", "number", "passes", "wall time", "GradLoc", "published"], rows)
+
+    rows = []
+    for name in ("clear", "diluted", "hidden"):
+        planted = sum(e["planted"].count(name) for e in records)
+        if planted:
+            missed = [sum(e[way]["missed"].count(name) for e in records) for way in WAYS]
+            rows.append([name, str(planted), *(f"{1 - number / planted:.3f}" for number in missed)])
+    print("Recall by the size of the token, over all settings:\n")
+    table(["token", "planted", "GradLoc", "published"], rows)
+    gap = max(e["restored"] for e in records)
+    print(f"Searches that GradLoc called complete: {sum(e['complete'] for e in records)} of {len(records)}.")
+    print(f"Largest relative error of a gradient restored by recomputation: {gap:.1e}.\n")
+
+
+def _accuracy(events: list[Record], way: str) -> str:
+    culprits = sum(e["culprits"] for e in events)
+    missed = sum(len(e[way]["missed"]) for e in events)
+    found, wrong = (sum(e[way][name] for e in events) for name in ("found", "wrong"))
+    precision = f"{1 - wrong / found:.3f}" if found else "–"
+    return f"{1 - missed / culprits:.3f}, {precision}"
+
+
+def middle_half(shares: list[float]) -> str:
+    low, middle, high = statistics.quantiles(shares, n=4)
+    return f"{middle:+.1%} ({low:+.1%} to {high:+.1%})"
+
+
+def tokens_of(record: Record) -> str:
+    return str(record["shape"]["rows"] * record["shape"]["length"])
+
+
+def print_costs(records: list[Record]) -> None:
+    rows = []
+    for record in (r for r in records if r["part"] == "taps"):
+        model = f"{record['parameters'] / 1e6:.1f}M, {record['shape']['layers']} layers of {record['shape']['hidden']}"
+        row = [model, tokens_of(record), *(f"{median(record['times'][way]):.3f}" for way in ("off", "on"))]
+        for times in record["times"], record["processor"]:
+            for base in "off", "stock":
+                pairs = zip(times["on"], times[base], strict=True) if base in times else []
+                added = [on / other - 1 for on, other in pairs]
+                row.append(middle_half(added) if added else "–")
+        rows.append(row)
+    print("Seconds of update_policy with two micro-batches a rank, and what detection adds without a spike, against")
+    print("off and against the unpatched actor; median of the rounds (quartiles):\n")
+    heads = ["wall: on / off", "on / stock", "processor: on / off", "on / stock"]
+    table(["model", "tokens a micro-batch", "off", "on", *heads], rows)
+
+    rows = []
+    for record in (r for r in records if r["part"] == "reduction"):
+        times = record["times"]
+        shares = [1 - without / whole for whole, without in zip(times["with"], times["without"], strict=True)]
+        seconds = f"{median(times['with']):.3f}"
+        rows.append([str(record["shape"]["hidden"]), tokens_of(record), seconds, middle_half(shares)])
+    print("Share of the communication of the gradient reduction in a pass, median (quartiles):\n")
+    table(["hidden size", "tokens", "seconds of a pass", "share"], rows)
+
+    rows = []
+    for record in (r for r in records if r["part"] == "memory"):
+        sizes = {name: value / 1e6 for name, value in record["bytes"].items()}
+        extra = (sizes["search"] - sizes["off"]) / sizes["sharded gradient"]
+        row = [f"{sizes[name]:.0f}" for name in ("sharded gradient", "off", "on", "search")]
+        rows.append([str(record["M"]), *row, f"{extra:.2f}"])
+    print("Peak memory of update_policy over what is held before it, in MB a rank:\n")
+    table(["M", "sharded gradient", "off", "on", "with a search", "(search − off) / gradient"], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,588 @@
+"""What the processes of `localization.py` do: real actors, planted spikes, brute force, and the costs.
+
+Every function here runs on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from published_schedule import Part, localize
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from verl import DataProto
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_clip_grad_norm_, get_fsdp_wrap_policy, get_shard_placement_fn
+from verl.workers.actor import dp_actor
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+
+# (rank, micro-batch, token): the token is an index into the micro-batch's response tokens, row by row.
+Place = tuple[int, int, int]
+
+PROMPT = 4
+NEVER = 1e30
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a model, and the tokens of a micro-batch in rows of one length."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    vocabulary: int
+    rows: int
+    length: int
+    init: float = 0.02
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+def tiny(tokens: int) -> Shape:
+    """The model of the planted events; with such weights the gradient norms vary from token to token."""
+    rows = max(2, tokens // 256)
+    return Shape(32, 64, 2, 4, 2, 67, rows, tokens // rows, init=0.2)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process runs.
+
+    Args:
+        device (torch.device): Its device.
+        strategy (str): verl's name of the sharding: fsdp2 or fsdp.
+    """
+
+    device: torch.device
+    strategy: str
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def clock(self) -> float:
+        """The time at which all ranks have come here."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        dist.barrier()
+        return time.perf_counter()
+
+
+def build_model(shape: Shape, ranks: Ranks) -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        initializer_range=shape.init,
+        max_position_embeddings=PROMPT + shape.length,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).to(ranks.device).train()
+
+
+def shard(model: LlamaForCausalLM, ranks: Ranks) -> torch.nn.Module:
+    """Wraps a model as verl's worker does."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=["fsdp"])
+    if ranks.strategy == "fsdp":
+        policy = get_fsdp_wrap_policy(model)
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=ranks.device, device_mesh=mesh)
+    precision = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    options = {"mesh": mesh, "mp_policy": precision, "shard_placement_fn": get_shard_placement_fn(mesh.size())}
+    apply_fsdp2(model, {**options, "reshard_after_forward": True}, {})
+    return model
+
+
+def stock_dp_actor(base_tree: Path) -> ModuleType:
+    """The module of the unpatched actor, beside the patched one."""
+    path = base_tree / "verl/workers/actor/dp_actor.py"
+    spec = importlib.util.spec_from_file_location("stock_dp_actor", path)
+    sys.modules["stock_dp_actor"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_config(shape: Shape, micro_batches: int, ranks: Ranks, **gradloc: Any) -> FSDPActorConfig:
+    return FSDPActorConfig(
+        strategy=ranks.strategy,
+        rollout_n=1,
+        ppo_mini_batch_size=micro_batches * shape.rows,
+        ppo_micro_batch_size_per_gpu=shape.rows,
+        use_torch_compile=False,
+        fsdp_config=FSDPEngineConfig(dtype="float32"),
+        **gradloc,
+    )
+
+
+def build_actor(shape: Shape, micro_batches: int, ranks: Ranks, module: ModuleType = dp_actor, **gradloc: Any) -> Any:
+    """A real actor. Its learning rate is 0, so that each update starts from the same weights."""
+    config = build_config(shape, micro_batches, ranks, **gradloc)
+    model = shard(build_model(shape, ranks), ranks)
+    return module.DataParallelPPOActor(config, model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0))
+
+
+def build_batch(shape: Shape, micro_batches: int, ranks: Ranks, seed: int) -> DataProto:
+    """One rank's rows, without padding; advantages of either sign, log-normal with median 1."""
+    generator = torch.Generator().manual_seed(1000 * seed + ranks.rank)
+    rows = micro_batches * shape.rows
+    tokens = torch.randint(0, shape.vocabulary, (rows, PROMPT + shape.length), generator=generator)
+    noise = torch.randn(2, rows, shape.length, generator=generator)
+    tensors = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens).contiguous(),
+        "responses": tokens[:, PROMPT:].contiguous(),
+        "response_mask": torch.ones(rows, shape.length),
+        # Read by the actor, but not used in an on-policy update.
+        "old_log_probs": torch.zeros(rows, shape.length),
+        "advantages": noise[0].sign() * (noise[1] / 2).exp(),
+    }
+    return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "global_steps": 0})
+
+
+class Amplifier:
+    """Enlarges the gradient of single tokens behind the LM head, as a layer that explodes would.
+
+    Neither log-probs nor ∂L/∂log p change, so suspicion cannot see such a token. A row is known by its prompt, which is
+    random: that works for whatever part of a batch a forward is given.
+
+    Args:
+        model (nn.Module): A model on which it acts; more can be attached.
+
+    Attributes:
+        factors (dict): prompt -> {position in the response: factor}.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.factors: dict[tuple[int, ...], dict[int, float]] = {}
+        self._input_ids = torch.empty(0)
+        self.attach(model)
+
+    def attach(self, model: torch.nn.Module) -> None:
+        model.register_forward_pre_hook(self._see_input, with_kwargs=True)
+        (head,) = [module for name, module in model.named_modules() if name.endswith("lm_head")]
+        head.register_forward_pre_hook(self._before_head)
+
+    def _see_input(self, _model: torch.nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+        self._input_ids = kwargs["input_ids"]
+
+    def _before_head(self, _head: torch.nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
+        if not self.factors:
+            return None
+        factors = torch.ones(self._input_ids.shape)
+        for row, ids in enumerate(self._input_ids[:, :PROMPT].tolist()):
+            for position, factor in self.factors.get(tuple(ids), {}).items():
+                # The hidden state that predicts a token is the one before it.
+                if PROMPT + position - 1 < factors.shape[1]:
+                    factors[row, PROMPT + position - 1] = factor
+        factors = factors.to(inputs[0].device)[..., None]
+        hidden = inputs[0].view_as(inputs[0])
+        hidden.register_hook(lambda gradient: gradient * factors)
+        return (hidden,)
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A token to plant.
+
+    Args:
+        name (str): "clear": it lifts its micro-batch over the threshold on its rank and in the mean over all ranks;
+            "diluted": on its rank only; "hidden": neither, though it is over the token-level threshold.
+        size (float): Its gradient norm in thresholds.
+        suspected (bool): By a scaled advantage, which suspicion sees; otherwise by the amplifier, which it cannot see.
+    """
+
+    name: str
+    size: float
+    suspected: bool
+
+
+class Events:
+    """Planted events of one (W, M, N), solved in both ways, with the truth from brute force.
+
+    Args:
+        shape (Shape): Of the model and the micro-batches (N).
+        micro_batches (int): M.
+        ranks (Ranks): The processes (W).
+        level (float): The median gradient norm of ordinary tokens, in thresholds: this sets the threshold.
+        sample (int): How many ordinary tokens of each rank brute force measures; all where there are no more.
+        seed (int): Of the data, the places and the sizes.
+    """
+
+    def __init__(self, shape: Shape, micro_batches: int, ranks: Ranks, level: float, sample: int, seed: int) -> None:
+        self.shape = shape
+        self.micro_batches = micro_batches
+        self.ranks = ranks
+        self.batch = build_batch(shape, micro_batches, ranks, seed)
+        self.random = random.Random(f"{seed} {ranks.world_size} {micro_batches} {shape.tokens}")
+        self.whole_model = build_model(shape, ranks)
+        self.loss_config = build_config(shape, micro_batches, ranks)
+        own = [(ranks.rank, m, t) for m in range(micro_batches) for t in range(shape.tokens)]
+        own = random.Random(ranks.rank).sample(own, min(sample, len(own)))
+        self.amplifier = Amplifier(self.whole_model)
+        self.ordinary = self._everywhere({place: self.token_norm(self.batch, place) for place in own})
+        self.threshold = median(self.ordinary.values()) / level
+        self.actor = build_actor(
+            shape,
+            micro_batches,
+            ranks,
+            spike_detection=True,
+            grad_norm_threshold=self.threshold,
+            bisect_budget_steps=100_000,
+        )
+        self.amplifier.attach(self.actor.actor_module)
+        self._forwards = 0
+        self.actor.actor_module.register_forward_pre_hook(self._count_forward)
+
+    def solve(self, kind: str) -> dict[str, Any]:
+        """Plants one event and solves it in both ways.
+
+        Returns:
+            dict: `planted`, the names of the planted tokens; for each way the names of the `missed`, how many were
+                `found` and `wrong`, `passes` and `seconds`; `complete`, as GradLoc sees it; `restored`, the relative
+                error of the gradient after the recomputation.
+        """
+        planted = self._draw(kind)
+        spiked, norms = self._plant(planted)
+        truth = {place for place, norm in (self.ordinary | norms).items() if norm > self.threshold}
+        if not truth >= set(planted):
+            raise RuntimeError(f"a planted token is not over the threshold of {self.threshold}: {norms}")
+        found: dict[str, dict[str, Any]] = {}
+        found["published"], restored = self._published(spiked)
+        found["gradloc"], complete = self._gradloc(spiked)
+        record = {"kind": kind, "planted": sorted(token.name for token in planted.values()), "culprits": len(truth)}
+        for way, result in found.items():
+            culprits = result.pop("culprits")
+            # Not every ordinary token was measured: the unexpected ones are measured now.
+            unexpected = [place for place in culprits - truth if place[0] == self.ranks.rank]
+            measured = self._everywhere({place: self.token_norm(spiked, place) for place in unexpected})
+            missed = truth - culprits
+            record[way] = result | {
+                "found": len(culprits),
+                "wrong": sum(not norm > self.threshold for norm in measured.values()),
+                "missed": sorted(planted[place].name if place in planted else "ordinary" for place in missed),
+            }
+        return record | {"complete": complete, "restored": restored}
+
+    def token_norm(self, batch: DataProto, place: Place) -> float:
+        """‖g_t‖ of one of this rank's tokens, by brute force: the loss of that token alone on the unsharded model."""
+        row, position = self._indices(place)
+        rows = {name: tensor[row : row + 1].to(self.ranks.device) for name, tensor in batch.batch.items()}
+        logits = self.whole_model(input_ids=rows["input_ids"][:, : PROMPT + position], use_cache=False).logits[:, -1:]
+        here = slice(position, position + 1)
+        log_prob = logits.log_softmax(-1).gather(-1, rows["responses"][:, here, None])[..., 0]
+        loss, _ = get_policy_loss_fn("vanilla")(
+            old_log_prob=log_prob.detach(),
+            log_prob=log_prob,
+            advantages=rows["advantages"][:, here],
+            response_mask=rows["response_mask"][:, here],
+            loss_agg_mode="token-mean",
+            config=self.loss_config,
+        )
+        self.whole_model.zero_grad()
+        loss.backward()
+        squares = [p.grad.double().square().sum() for p in self.whole_model.parameters() if p.grad is not None]
+        return float(torch.stack(squares).sum().sqrt())
+
+    def _draw(self, kind: str) -> dict[Place, Planted]:
+        """What to plant where; the same on every rank."""
+        world_size, n = self.ranks.world_size, self.shape.tokens
+        sizes = {
+            "clear": (1.5 * math.sqrt(world_size * n), 15 * math.sqrt(world_size * n)),
+            "diluted": (1.1 * math.sqrt(n), 0.95 * math.sqrt(world_size * n)),
+            "hidden": (1.2, math.sqrt(n) / 1.2),
+        }
+        if kind == "mixed":
+            names = ["clear", "hidden", "hidden"] + ["diluted"] * (world_size > 1)
+        else:
+            names = ["clear"] * (self.random.randint(2, 5) if kind == "several" else 1)
+        units = [(rank, m) for rank in range(world_size) for m in range(self.micro_batches)]
+        first = self.random.choice(units)
+        planted: dict[Place, Planted] = {}
+        for number, name in enumerate(names):
+            unit = first if number == 0 or name == "hidden" else self.random.choice(units)
+            while name == "diluted" and unit == first:
+                unit = self.random.choice(units)
+            token = self.random.choice([t for t in range(n) if (*unit, t) not in planted])
+            low, high = sizes[name]
+            size = low * (high / low) ** self.random.random()
+            suspected = kind != "unsuspected" and (kind == "suspected" or self.random.random() < 0.5)
+            planted[(*unit, token)] = Planted(name, size, suspected)
+        return planted
+
+    def _plant(self, planted: dict[Place, Planted]) -> tuple[DataProto, dict[Place, float]]:
+        """This rank's batch with the planted tokens, and their norms by brute force."""
+        spiked = DataProto.from_dict(
+            {**self.batch.batch, "advantages": self.batch.batch["advantages"].clone()},
+            meta_info=dict(self.batch.meta_info),
+        )
+        self.amplifier.factors = {}
+        own = {place: token for place, token in planted.items() if place[0] == self.ranks.rank}
+        amplified = []
+        for place, token in own.items():
+            row, position = self._indices(place)
+            prompt = tuple(self.batch.batch["input_ids"][row, :PROMPT].tolist())
+            if token.suspected:
+                norm = self.token_norm(self.batch, place)
+                spiked.batch["advantages"][row, position] *= token.size * self.threshold / norm
+            else:
+                whole, head = (self._amplified_norm(place, prompt, factor) for factor in (1.0, 0.0))
+                square = ((token.size * self.threshold) ** 2 - head**2) / (whole**2 - head**2)
+                amplified.append((prompt, position, math.sqrt(square)))
+        self.amplifier.factors = {}
+        for prompt, position, factor in (entry for part in self.ranks.gather(amplified) for entry in part):
+            self.amplifier.factors.setdefault(prompt, {})[position] = factor
+        return spiked, self._everywhere({place: self.token_norm(spiked, place) for place in own})
+
+    def _amplified_norm(self, place: Place, prompt: tuple[int, ...], factor: float) -> float:
+        self.amplifier.factors = {prompt: {self._indices(place)[1]: factor}}
+        return self.token_norm(self.batch, place)
+
+    def _gradloc(self, batch: DataProto) -> tuple[dict[str, Any], bool]:
+        """Our search, in the real update_policy."""
+        self._forwards = 0
+        self.actor.update_policy(batch)
+        passes = self._forwards - self.micro_batches
+        events = self.actor.gradloc.events
+        places = [
+            (culprit["rank"], culprit["micro_batch"], culprit["row"], culprit["position"])
+            for event in events
+            for culprit in event["culprits"]
+        ]
+        culprits = {
+            (rank, micro_batch, (row - micro_batch * self.shape.rows) * self.shape.length + position)
+            for rank, micro_batch, row, position in places
+        }
+        result = {"culprits": culprits, "passes": passes, "seconds": sum(event["seconds"] for event in events)}
+        return result, all(event["complete"] for event in events)
+
+    def _published(self, batch: DataProto) -> tuple[dict[str, Any], float]:
+        """The published schedule, with the actor's forward and loss, from a gradient that is there already."""
+        self.actor.actor_optimizer.zero_grad()
+        self._accumulate(batch)
+        before = self._gradient()
+        self._forwards = 0
+        started = self.ranks.clock()
+
+        def over(part: Part) -> bool:
+            self.actor.actor_optimizer.zero_grad()
+            self._forward_backward(batch, part)
+            tokens = len(part.ranks) * len(part.tokens)
+            # Each token's weight is 1/(M N), and the mean over the ranks gives it another 1/W.
+            weight = 1 / (self.micro_batches * self.shape.tokens * self.ranks.world_size)
+            return not self._reduced_norm() <= self.threshold * math.sqrt(tokens) * weight
+
+        culprits = localize(over, self.ranks.world_size, self.micro_batches, self.shape.tokens)
+        self.actor.actor_optimizer.zero_grad()
+        self._accumulate(batch)
+        seconds = self.ranks.clock() - started
+        gaps = [float((a - b).norm() / b.norm()) for a, b in zip(self._gradient(), before, strict=True) if b.any()]
+        self.actor.actor_optimizer.zero_grad()
+        return {"culprits": set(culprits), "passes": self._forwards, "seconds": seconds}, max(gaps)
+
+    def _accumulate(self, batch: DataProto) -> None:
+        everything = range(self.ranks.world_size), range(self.shape.tokens)
+        for micro_batch in range(self.micro_batches):
+            self._forward_backward(batch, Part(micro_batch, *everything))
+
+    def _forward_backward(self, batch: DataProto, part: Part) -> None:
+        """One pass over a micro-batch, with all tokens outside of `part` detached."""
+        shape = self.shape
+        rows = slice(part.micro_batch * shape.rows, (part.micro_batch + 1) * shape.rows)
+        tensors = {name: tensor[rows].to(self.ranks.device) for name, tensor in batch.batch.items()}
+        keep = torch.zeros(shape.tokens, dtype=torch.bool)
+        if self.ranks.rank in part.ranks:
+            keep[part.tokens.start : part.tokens.stop] = True
+        keep = keep.view(shape.rows, shape.length).to(self.ranks.device)
+        _, log_prob = self.actor._forward_micro_batch(tensors, temperature=batch.meta_info["temperature"])
+        loss, _ = get_policy_loss_fn("vanilla")(
+            old_log_prob=log_prob.detach(),
+            log_prob=torch.where(keep, log_prob, log_prob.detach()),
+            advantages=tensors["advantages"],
+            response_mask=tensors["response_mask"],
+            loss_agg_mode="token-mean",
+            config=self.loss_config,
+        )
+        (loss / self.micro_batches).backward()
+
+    def _reduced_norm(self) -> float:
+        """The norm that the actor clips, which an infinite bound leaves alone."""
+        module = self.actor.actor_module
+        if self.ranks.strategy == "fsdp":
+            return float(module.clip_grad_norm_(math.inf))
+        norm = fsdp2_clip_grad_norm_(module.parameters(), max_norm=math.inf)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _gradient(self) -> list[Tensor]:
+        gradients = [p.grad for p in self.actor.actor_module.parameters() if p.grad is not None]
+        return [_local(gradient).clone() for gradient in gradients]
+
+    def _count_forward(self, *_: Any) -> None:
+        self._forwards += 1
+
+    def _indices(self, place: Place) -> tuple[int, int]:
+        """A token's row in its rank's mini-batch, and its position."""
+        _, micro_batch, token = place
+        row, position = divmod(token, self.shape.length)
+        return micro_batch * self.shape.rows + row, position
+
+    def _everywhere(self, norms: dict[Place, float]) -> dict[Place, float]:
+        """The norms that the ranks have measured, all together."""
+        return {place: norm for part in self.ranks.gather(norms) for place, norm in part.items()}
+
+
+def solve_events(
+    ranks: Ranks, micro_batches: int, tokens: int, counts: dict[str, int], sample: int, level: float, seed: int
+) -> Iterator[dict[str, Any]]:
+    """The events of one (W, M, N); `counts` says how many of each kind."""
+    cell = Events(tiny(tokens), micro_batches, ranks, level, sample, seed)
+    sizes = {"W": ranks.world_size, "M": micro_batches, "N": tokens, "ordinary_measured": len(cell.ordinary)}
+    for kind, count in counts.items():
+        for _ in range(count):
+            yield {"part": "events"} | sizes | cell.solve(kind)
+
+
+def measure_taps(ranks: Ranks, shape: Shape, micro_batches: int, rounds: int, base_tree: Path | None) -> dict[str, Any]:
+    """The time of update_policy without GradLoc, with it but without a spike, and of the unpatched actor.
+
+    They take turns, in an order that changes from round to round. Their AdamW steps have a learning rate of 0. Beside
+    the wall time there is the processor time of rank 0, on which other load of the machine tells less.
+    """
+    actors = {
+        "off": build_actor(shape, micro_batches, ranks),
+        "on": build_actor(shape, micro_batches, ranks, spike_detection=True, grad_norm_threshold=NEVER),
+    }
+    if base_tree is not None:
+        actors["stock"] = build_actor(shape, micro_batches, ranks, stock_dp_actor(base_tree))
+    batch = build_batch(shape, micro_batches, ranks, seed=0)
+    times: dict[str, list[float]] = {name: [] for name in actors}
+    processor: dict[str, list[float]] = {name: [] for name in actors}
+    for number in range(-1, rounds):  # the first round warms up
+        for name in random.Random(number).sample(sorted(actors), len(actors)):
+            started, used = ranks.clock(), time.process_time()
+            actors[name].update_policy(batch)
+            used, seconds = time.process_time() - used, ranks.clock() - started
+            if number >= 0:
+                times[name].append(seconds)
+                processor[name].append(used)
+    assert actors["on"].gradloc.events == []
+    parameters = sum(p.numel() for p in build_model(shape, ranks).parameters())
+    sizes = {"shape": asdict(shape), "parameters": parameters, "W": ranks.world_size, "M": micro_batches}
+    return sizes | {"times": times, "processor": processor}
+
+
+def measure_memory(ranks: Ranks, shape: Shape, micro_batches: int) -> dict[str, Any]:
+    """The peak of update_policy over the memory held before it: without GradLoc, with it, and with a search.
+
+    In bytes, of the rank where it is largest.
+    """
+    batch = build_batch(shape, micro_batches, ranks, seed=0)
+    spiked = build_batch(shape, micro_batches, ranks, seed=0)
+    spiked.batch["advantages"][0, 0] *= 1e6
+    peaks: dict[str, int] = {}
+
+    def measure(name: str, actor: Any, data: DataProto) -> dict[str, Any]:
+        for _ in range(2):  # allocates the optimizer's state, and whatever libraries keep
+            actor.update_policy(batch)
+        peaks[name], metrics = _peak(ranks.device, lambda: actor.update_policy(data))
+        return metrics
+
+    measure("off", build_actor(shape, micro_batches, ranks), batch)
+    never = build_actor(shape, micro_batches, ranks, spike_detection=True, grad_norm_threshold=NEVER)
+    ordinary = measure("on", never, batch)["actor/gradloc/token_norm_max"]
+    actor = build_actor(shape, micro_batches, ranks, spike_detection=True, grad_norm_threshold=10 * ordinary)
+    measure("search", actor, spiked)
+    passes = sum(event["passes"] for event in actor.gradloc.events)
+    if not passes:
+        raise RuntimeError("the planted spike set off no search")
+    gradient = sum(_local(p).numel() * p.element_size() for p in actor.actor_module.parameters())
+    everywhere = ranks.gather({**peaks, "sharded gradient": gradient})
+    bytes_ = {name: max(part[name] for part in everywhere) for name in everywhere[0]}
+    return {"shape": asdict(shape), "W": ranks.world_size, "M": micro_batches, "passes": passes, "bytes": bytes_}
+
+
+def measure_reduction(ranks: Ranks, shape: Shape, rounds: int) -> dict[str, Any]:
+    """The time of a whole micro-batch's pass, with and without the communication of FSDP's gradient reduction."""
+    actor = build_actor(shape, 1, ranks)
+    batch = build_batch(shape, 1, ranks, seed=0)
+    tensors = {name: tensor.to(ranks.device) for name, tensor in batch.batch.items()}
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    for number in range(-1, rounds):
+        for name in random.Random(number).sample(sorted(times), 2):
+            with _no_reduction() if name == "without" else nullcontext():
+                started = ranks.clock()
+                actor._forward_micro_batch(tensors, temperature=1.0)[1].sum().backward()
+                seconds = ranks.clock() - started
+            actor.actor_optimizer.zero_grad()
+            if number >= 0:
+                times[name].append(seconds)
+    return {"shape": asdict(shape), "W": ranks.world_size, "times": times}
+
+
+@contextmanager
+def _no_reduction() -> Iterator[None]:
+    """FSDP's reduce-scatter does nothing; the reduced gradient is then whatever was in its memory."""
+    original = dist.reduce_scatter_tensor
+    dist.reduce_scatter_tensor = lambda *_args, **_kwargs: None
+    try:
+        yield
+    finally:
+        dist.reduce_scatter_tensor = original
+
+
+def _peak(device: torch.device, call: Callable[[], Any]) -> tuple[int, Any]:
+    """The most memory that a call took at once, in bytes, and what it returned.
+
+    On a CPU that is resident memory: right to a few pages only where malloc gives freed memory back at once.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = call()
+        return torch.cuda.max_memory_allocated(device) - before, result
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    result = call()
+    return _status("VmHWM") - before, result
+
+
+def _status(name: str) -> int:
+    """A figure of this process from Linux's /proc, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

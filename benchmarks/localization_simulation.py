@@ -1,0 +1,285 @@
+"""GradLoc's search and the published schedule without a model, for sizes that no test machine holds.
+
+Token gradients are vectors of 64 dimensions in random directions, all of weight 1. Ordinary norms are log-normal with
+median `level`·τ and sigma 0.5 (drawn again when over τ/1.2); suspicion is norm·exp(0.16·z), z standard normal: a rank
+correlation of about 0.95, as measured on a real model. A planted token's suspicion is that of its own norm (suspected)
+or that of an ordinary token (unsuspected). Its norm is drawn log-uniformly: clear, 1.5 to 15 τ·sqrt(W N); hidden, 1.2 τ
+to τ·sqrt(N)/1.2, in the micro-batch of a clear one. M = 4 micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from published_schedule import Part, localize
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from gradloc.search import Search
+
+MICRO_BATCHES = 4
+DIMENSIONS = 64
+SIGMA = 0.5
+# Of the logarithm of suspicion around that of the norm: a correlation of 0.954 of the logarithms, 0.95 of the ranks.
+SUSPICION_NOISE = 0.157
+LEVELS = (1 / 18, 1 / 5)
+
+# Everything is in units of τ.
+THRESHOLD = 1.0
+
+WAYS = ("gradloc", "published")
+
+Unit = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One event: the passes of both ways, and of how many planted tokens of each kind they found how many."""
+
+    gradloc_passes: int
+    published_passes: int
+    planted: dict[str, int]
+    gradloc: dict[str, int]
+    published: dict[str, int]
+    wrong: int
+
+
+class Event:
+    """A batch with planted tokens in one or more units.
+
+    Args:
+        world_size (int), tokens (int): W and N.
+        level (float): The median norm of ordinary tokens.
+        names (list[str]): "clear" or "hidden", for each planted token.
+        suspected (list[bool]): Whether suspicion sees it.
+        generator (torch.Generator): Of all that is random.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        tokens: int,
+        level: float,
+        names: list[str],
+        suspected: list[bool],
+        generator: torch.Generator,
+    ) -> None:
+        self.world_size, self.tokens, self.level, self.generator = world_size, tokens, level, generator
+        self.names: dict[tuple[Unit, int], str] = {}
+        self.vectors: dict[Unit, Tensor] = {}
+        self.suspicion: dict[Unit, Tensor] = {}
+        unit: Unit = (0, 0)
+        for i, (name, seen) in enumerate(zip(names, suspected, strict=True)):
+            if i == 0 or name == "clear":
+                unit = (self._integer(world_size), self._integer(MICRO_BATCHES))
+            self._plant(unit, name, seen)
+        # The sums of the units without planted tokens: independent entries, of the right squared norm on average.
+        square = tokens * (level * math.exp(SIGMA**2)) ** 2
+        shape = (world_size, MICRO_BATCHES, DIMENSIONS)
+        self.sums = torch.randn(shape, generator=generator, dtype=torch.float64) * math.sqrt(square / DIMENSIONS)
+        for (rank, micro_batch), vectors in self.vectors.items():
+            self.sums[rank, micro_batch] = vectors.sum(0)
+
+    def _integer(self, below: int) -> int:
+        return int(torch.randint(below, (), generator=self.generator))
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def _plant(self, unit: Unit, name: str, suspected: bool) -> None:
+        n = self.tokens
+        if unit not in self.vectors:
+            norms = self.level * (SIGMA * self._normal(n)).exp()
+            while (high := norms > THRESHOLD / 1.2).any():
+                norms[high] = self.level * (SIGMA * self._normal(int(high.sum()))).exp()
+            directions = self._normal(n, DIMENSIONS)
+            self.vectors[unit] = directions * (norms / directions.norm(dim=1))[:, None]
+            self.suspicion[unit] = norms * (SUSPICION_NOISE * self._normal(n)).exp()
+        token = self._integer(n)
+        while (unit, token) in self.names:
+            token = self._integer(n)
+        low, high = {
+            "clear": (1.5 * math.sqrt(self.world_size * n), 15 * math.sqrt(self.world_size * n)),
+            "hidden": (1.2, math.sqrt(n) / 1.2),
+        }[name]
+        size = low * (high / low) ** float(torch.rand((), generator=self.generator))
+        vector = self.vectors[unit][token]
+        ratio = size / float(vector.norm())
+        self.vectors[unit][token] = vector * ratio
+        if suspected:
+            self.suspicion[unit][token] *= ratio
+        self.names[unit, token] = name
+
+    def solve(self) -> Result:
+        gradloc_passes, gradloc = self._gradloc()
+        published_passes, published = self._published()
+        names = self.names.values()
+
+        def count(found: set[tuple[Unit, int]]) -> dict[str, int]:
+            return {name: sum(self.names.get(token) == name for token in found) for name in names}
+
+        wrong = len((gradloc | published) - set(self.names))
+        planted = count(set(self.names))
+        return Result(gradloc_passes, published_passes, planted, count(gradloc), count(published), wrong)
+
+    def _gradloc(self) -> tuple[int, set[tuple[Unit, int]]]:
+        norms = {unit: float(vectors.sum(0).norm()) for unit, vectors in self.vectors.items()}
+        threshold = THRESHOLD * math.sqrt(self.tokens)
+        waiting = sorted((unit for unit in norms if norms[unit] > threshold), key=lambda unit: -norms[unit])
+        # What the micro-batches under their thresholds show: the root mean square of ordinary norms.
+        search = Search(THRESHOLD, ordinary=self.level * math.exp(SIGMA**2))
+        passes = 0
+        while True:
+            while waiting and len(search.open_segments) < self.world_size:
+                unit = waiting.pop(0)
+                search.add_unit(unit, norms[unit], self.suspicion[unit], torch.ones(self.tokens))
+            segments = search.next(self.world_size)
+            if not segments:
+                return passes, {(culprit.unit, culprit.candidate) for culprit in search.culprits}
+            passes += 1
+            sums = [self.vectors[s.unit][search.candidates(s)].sum(0) for s in segments]
+            search.record([(segment, float(total.norm())) for segment, total in zip(segments, sums, strict=True)])
+            code = search.code(self.world_size)
+            if code is not None:
+                passes += math.ceil(code.digits / self.world_size)
+                factors = [torch.tensor(code.factors(digit)) for digit in range(code.digits)]
+                sums = [(self.vectors[code.unit][code.candidates] * factor[:, None]).sum(0) for factor in factors]
+                candidate = code.read([float(total.norm()) for total in sums])
+                if candidate is not None:
+                    search.suspect(code.unit, candidate)
+
+    def _published(self) -> tuple[int, set[tuple[Unit, int]]]:
+        passes = 0
+
+        def over(part: Part) -> bool:
+            nonlocal passes
+            passes += 1
+            if len(part.tokens) == self.tokens:
+                total = self.sums[part.ranks.start : part.ranks.stop, part.micro_batch].sum(0)
+            else:
+                total = self.vectors[part.ranks[0], part.micro_batch][part.tokens.start : part.tokens.stop].sum(0)
+            return float(total.norm()) > THRESHOLD * math.sqrt(len(part.ranks) * len(part.tokens))
+
+        found = localize(over, self.world_size, MICRO_BATCHES, self.tokens)
+        return passes + MICRO_BATCHES, {((rank, micro_batch), token) for rank, micro_batch, token in found}
+
+
+def solve(world_size: int, tokens: int, level: float, count: int, seed: int, kind: str) -> list[Result]:
+    """So many events of one kind: one suspected or unsuspected token, or several, or with hidden ones."""
+    results = []
+    for number in range(count):
+        generator = torch.Generator().manual_seed(seed + 1000 * number + 7 * world_size + tokens)
+        names = ["clear"]
+        if kind == "several":
+            names = ["clear"] * int(torch.randint(2, 6, (), generator=generator))
+        if kind == "hidden":
+            names = ["clear", "hidden", "hidden", "hidden"]
+        suspected = [kind == "suspected"]
+        if kind in ("several", "hidden"):
+            suspected = (torch.rand(len(names), generator=generator) < 0.5).tolist()
+        results.append(Event(world_size, tokens, level, names, suspected, generator).solve())
+    return results
+
+
+def simulate(quick: bool, seed: int, plot: Path | None) -> None:
+    """Prints the tables, and draws the plot if asked to."""
+    count = 5 if quick else 20
+    print(f"Rank correlation of suspicion and norm of ordinary tokens: {_rank_correlation(seed):.2f}\n")
+    print("Passes for one culprit, median (worst), M = 4, ordinary tokens at τ/18; ratio to the published schedule\n")
+    world_sizes = [1, 8, 64] if quick else [1, 2, 4, 8, 64, 1024]
+    sizes = [512, 4096] if quick else [512, 4096, 32768]
+    print("| W | N | suspected | unsuspected | published | ratio |")
+    print("|---|---|---|---|---|---|")
+    for world_size in world_sizes:
+        for tokens in sizes:
+            runs = [solve(world_size, tokens, LEVELS[0], count, seed, kind) for kind in ("suspected", "unsuspected")]
+            ours = [[result.gradloc_passes for result in results] for results in runs]
+            published = [result.published_passes for results in runs for result in results]
+            ratios = [statistics.median(published) / statistics.median(passes) for passes in ours]
+            cells = [f"{statistics.median(passes):g} ({max(passes)})" for passes in (*ours, published)]
+            print(f"| {world_size} | {tokens} | {' | '.join(cells)} | {ratios[0]:.0f}×, {ratios[1]:.1f}× |", flush=True)
+
+    print("\nRecall, median (worst) passes; half of the planted tokens suspected\n")
+    print("`several`: 2 to 5 clear tokens anywhere. `hidden`: one clear and three hidden in one micro-batch.\n")
+    heads = ["ordinary tokens", "W", "N", "event", "clear: GradLoc", "published", "hidden: GradLoc", "published"]
+    print(f"| {' | '.join([*heads, 'passes: GradLoc', 'published'])} |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for level in LEVELS:
+        for world_size in [8] if quick else [1, 8, 64]:
+            for tokens in sizes:
+                for kind in ("several", "hidden"):
+                    results = solve(world_size, tokens, level, count, seed, kind)
+                    recalls = [_recall(results, name, way) for name in ("clear", "hidden") for way in WAYS]
+                    passes = [[getattr(result, f"{way}_passes") for result in results] for way in WAYS]
+                    cells = recalls + [f"{statistics.median(p):g} ({max(p)})" for p in passes]
+                    print(f"| τ/{1 / level:g} | {world_size} | {tokens} | {kind} | {' | '.join(cells)} |", flush=True)
+                    if any(result.wrong for result in results):
+                        raise RuntimeError("a token under the threshold was named")
+    if plot is not None:
+        draw(plot, count, seed)
+
+
+def _recall(results: list[Result], name: str, way: str) -> str:
+    planted = sum(result.planted.get(name, 0) for result in results)
+    found = sum(getattr(result, way).get(name, 0) for result in results)
+    return f"{found / planted:.2f}" if planted else "–"
+
+
+def _rank_correlation(seed: int) -> float:
+    event = Event(1, 4096, LEVELS[0], ["clear"], [True], torch.Generator().manual_seed(seed))
+    ((unit, vectors),) = event.vectors.items()
+    ranks = torch.stack(
+        [values.argsort().argsort().double() for values in (vectors.norm(dim=1), event.suspicion[unit])]
+    )
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def draw(path: Path, count: int, seed: int) -> None:
+    """The passes for one culprit over W and over N: medians, and bands from the best to the worst event."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    # One grey and three hues that can be read on white and on black; the same file gives the same bytes.
+    grey, colours = "#7d8590", {"published": "#d1822b", "unsuspected": "#3b8eea", "suspected": "#2da44e"}
+    plt.rcParams |= {"svg.hashsalt": "localization", "svg.fonttype": "none", "font.size": 10, "axes.labelcolor": grey}
+    plt.rcParams |= {"axes.edgecolor": grey, "xtick.color": grey, "ytick.color": grey, "axes.titlecolor": grey}
+    world_sizes, sizes = [2**i for i in range(11)], [2**i for i in range(6, 16)]
+    panels = [
+        ("ranks W (N = 8192)", world_sizes, [(world_size, 8192) for world_size in world_sizes]),
+        ("response tokens of a micro-batch N (W = 8)", sizes, [(8, tokens) for tokens in sizes]),
+    ]
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    for axis, (label, values, settings) in zip(axes, panels, strict=True):
+        passes: dict[str, list[list[int]]] = {name: [] for name in colours}
+        for world_size, tokens in settings:
+            for kind in ("suspected", "unsuspected"):
+                results = solve(world_size, tokens, LEVELS[0], count, seed, kind)
+                passes[kind].append([result.gradloc_passes for result in results])
+            passes["published"].append([result.published_passes for result in results])
+        for name, colour in colours.items():
+            text = "published schedule" if name == "published" else f"GradLoc, {name}"
+            middle = [statistics.median(of_setting) for of_setting in passes[name]]
+            axis.plot(values, middle, color=colour, label=text, marker="o", markersize=3)
+            axis.fill_between(
+                values, *zip(*((min(p), max(p)) for p in passes[name]), strict=True), color=colour, alpha=0.2, lw=0
+            )
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        ticks = values[::2] if len(values) > 10 else values[::3]
+        axis.set_xticks(ticks, [str(value) for value in ticks])
+        axis.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+        axis.minorticks_off()
+        axis.grid(color=grey, alpha=0.25, lw=0.5)
+        axis.set_xlabel(label)
+    axes[0].set_ylabel("extra passes for one culprit")
+    lines, names = axes[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside upper center", ncols=3, frameon=False, labelcolor=grey)
+    figure.savefig(path, transparent=True, metadata={"Date": None} if path.suffix == ".svg" else None)

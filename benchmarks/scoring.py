@@ -1,0 +1,173 @@
+"""How fast the math_verify reward scores: its pool, a fresh process per answer, and plain calls in this process.
+
+Ordinary answers are fractions, decimals, roots, sets and polynomials in a few sentences of text, half of them right.
+For each way of scoring them the table says
+
+- answers/s: by the clock;
+- of plain: that, over the plain calls', over the cores that the workers can use;
+- CPU ms: processor time of an answer, in all processes together;
+- CPU of plain: the plain calls' processor time over that, which other load on the machine does not disturb.
+
+Rounds of all ways are interleaved, and the median over the rounds is printed. A fresh process is measured on fewer
+answers: by spawn (each imports Math-Verify anew), and by fork of this process, which has it imported, but also torch.
+
+Then 1% of the answers hang, and the table says how long all take, what the hanging ones alone must take
+(hangs x limit / workers), what all took without them, the rest, and how many others a busy machine took over the limit.
+
+Usage: PYTHONPATH=<patched verl> python benchmarks/scoring.py [--answers N] [--rounds N] [--workers N] [--limit SECONDS]
+"""
+
+import argparse
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from statistics import median
+
+HANGING = "The answer is \\boxed{9^{9^{9^{9}}}}."
+FRESH = 20
+THREADS = 16
+Pair = tuple[str, str]
+
+
+def ordinary_answers(n: int, seed: int = 0) -> tuple[list[Pair], list[float]]:
+    """Responses with their truths, and the scores."""
+    numbers = random.Random(seed)
+    pairs, scores = [], []
+    for i in range(n):
+        a, b, c = numbers.randint(2, 999), numbers.randint(2, 99), numbers.randint(2, 99)
+        right = i % 2
+        d = a + 1 - right
+        answer, truth = (
+            (f"{a}", f"{d}"),
+            (f"\\frac{{{a}}}{{{1000 + b}}}", f"\\frac{{{d}}}{{{1000 + b}}}"),
+            (f"{a}.{b}", f"{d}.{b}"),
+            (f"{a}\\sqrt{{{b}}}", f"{d}\\sqrt{{{b}}}"),
+            (f"\\{{{a + 2000}, {b}\\}}", f"\\{{{b}, {d + 2000}\\}}"),
+            (f"{a}x^2 + {b}x + {c}", f"{d}x^2 + {b}x + {c}"),
+        )[i // 2 % 6]
+        text = f"First we find {b} and {c}. With these, step {i} gives the rest."
+        pairs.append((f"{text} The final answer is $\\boxed{{{answer}}}$.", truth))
+        scores.append(float(right))
+    return pairs, scores
+
+
+def plain(pair: Pair) -> float:
+    """What verl's own scorer does, without the limits of Math-Verify's that are for main threads only."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    answer = parse(pair[0], (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=None)
+    truth = parse(f"\\boxed{{{pair[1]}}}", (LatexExtractionConfig(),), parsing_timeout=None)
+    return float(verify(truth, answer, timeout_seconds=None))
+
+
+def send_plain(pair: Pair, pipe: Connection) -> None:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    pipe.send(plain(pair))
+
+
+def fresh_process(method: str, pair: Pair) -> float:
+    """A process that scores one answer and ends."""
+    context = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_plain, args=(pair, sender))
+    process.start()
+    sender.close()
+    score = receiver.recv()
+    process.join()
+    return score
+
+
+def processor_time() -> float:
+    """Of this process and all its children, living and dead, in seconds."""
+    import psutil
+
+    dead = resource.getrusage(resource.RUSAGE_CHILDREN)
+    living = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return time.process_time() + dead.ru_utime + dead.ru_stime + sum(t.user + t.system for t in living)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--limit", type=float, default=2.0, help="seconds, for the hanging answers")
+    arguments = parser.parse_args()
+    if min(arguments.answers, arguments.rounds, arguments.workers, arguments.limit) <= 0:
+        parser.error("all numbers must be greater than 0")
+
+    from verl.utils.reward_score import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    options = {"workers": arguments.workers, "timeout": arguments.limit}
+    cores = min(arguments.workers, len(os.sched_getaffinity(0)))
+    pairs, expected = ordinary_answers(arguments.answers)
+
+    def in_batches(chosen: list[Pair]) -> list[float]:
+        return math_verify.compute_score_batch([], *map(list, zip(*chosen, strict=True)), **options)
+
+    def from_threads(chosen: list[Pair]) -> list[float]:
+        with ThreadPoolExecutor(THREADS) as threads:
+            return list(threads.map(lambda pair: math_verify.compute_score(*pair, **options), chosen))
+
+    plain_name = "plain calls in this process"
+    ways: dict[str, tuple[Callable[[list[Pair]], list[float]], int, int]] = {
+        plain_name: (lambda chosen: [plain(pair) for pair in chosen], len(pairs), 1),
+        "pool, as a batch": (in_batches, len(pairs), cores),
+        f"pool, one by one from {THREADS} threads": (from_threads, len(pairs), cores),
+        "a fresh process, spawned": (lambda chosen: [fresh_process("spawn", pair) for pair in chosen], FRESH, 1),
+        "a fresh process, forked": (lambda chosen: [fresh_process("fork", pair) for pair in chosen], FRESH, 1),
+    }
+    for way, n, _ in ways.values():
+        way(pairs[: min(n, 500)])
+    wall: dict[str, list[float]] = {name: [] for name in ways}
+    work: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(arguments.rounds):
+        for name, (way, n, _) in ways.items():
+            begun, begun_work = time.perf_counter(), processor_time()
+            scores = way(pairs[:n])
+            wall[name].append((time.perf_counter() - begun) / len(scores))
+            work[name].append((processor_time() - begun_work) / len(scores))
+            if scores != expected[:n]:
+                raise SystemExit(f"{name}: wrong scores")
+
+    print(
+        f"{arguments.answers} ordinary answers, {arguments.workers} workers, {cores} cores, {arguments.rounds} rounds"
+    )
+    print("| scored by | answers/s | of plain | CPU ms | CPU of plain |\n|---|---|---|---|---|")
+    for name, (_, _, used) in ways.items():
+        of_plain = median(p / (w * used) for p, w in zip(wall[plain_name], wall[name], strict=True))
+        of_work = median(p / w for p, w in zip(work[plain_name], work[name], strict=True))
+        speed, cost = 1 / median(wall[name]), 1000 * median(work[name])
+        print(f"| {name} | {speed:.1f} | {of_plain:.1%} | {cost:.2f} | {of_work:.1%} |", flush=True)
+    for method in "spawned", "forked":
+        fresh = f"a fresh process, {method}"
+        faster = median(f / w for f, w in zip(wall[fresh], wall["pool, as a batch"], strict=True))
+        cheaper = median(f / w for f, w in zip(work[fresh], work["pool, as a batch"], strict=True))
+        print(f"The batch is {faster:.0f} times as fast as {fresh}, at 1/{cheaper:.0f} of the processor time.")
+
+    hangs = range(50, len(pairs), 100)
+    for index in hangs:
+        pairs[index], expected[index] = (HANGING, "7"), 0.0
+    bound = len(hangs) * arguments.limit / arguments.workers
+    print(f"\nWith {len(hangs)} answers that hang, limit {arguments.limit:g} s")
+    print("| scored by | seconds | hangs x limit / workers | without the hangs | the rest | others over the limit |")
+    print("|---|---|---|---|---|---|")
+    for name in list(ways)[1:3]:
+        begun = time.perf_counter()
+        scores = ways[name][0](pairs)
+        seconds = time.perf_counter() - begun
+        over = sum(score != right for score, right in zip(scores, expected, strict=True))
+        without = median(wall[name]) * len(pairs)
+        rest = seconds - bound - without
+        print(f"| {name} | {seconds:.1f} | {bound:.1f} | {without:.1f} | {rest:.1f} | {over} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

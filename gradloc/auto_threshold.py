@@ -1,0 +1,72 @@
+# Copyright 2026 The GradLoc Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A threshold that sets itself from the norms that a run usually has."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+# Mini-batches: from so many on there is a threshold, and so many of the last ones count.
+WARMUP = 20
+WINDOW = 256
+
+# With these the false alarms stay under one mini-batch in 1,000 where the logarithms of the norms have exponential
+# tails (Laplace, Gumbel), and there are practically none where they are normal, drifting ones included.
+_DEVIATIONS = 6.0
+_SMALL_SAMPLE = 16.0
+# The deviation is at least this much, or a run whose norms are all but constant would alarm at a few percent more.
+_DEVIATION_FLOOR = 0.1
+
+# For normal numbers: standard deviation over median absolute deviation.
+_PER_MEDIAN_DEVIATION = 1.4826
+
+
+class AutoThreshold:
+    """τ from the largest token-equivalent norms of the last mini-batches.
+
+    It is exp(median + 6 deviations) of their logarithms, with the median absolute deviation, so that spikes among them
+    move it little: half of the mini-batches would have to spike. A lasting shift of the norms is followed within half a
+    window, 128 mini-batches.
+    """
+
+    def __init__(self) -> None:
+        self._logarithms: deque[float] = deque(maxlen=WINDOW)
+
+    @property
+    def value(self) -> float | None:
+        """τ for the next mini-batch; None during the warm-up."""
+        count = len(self._logarithms)
+        if count < WARMUP:
+            return None
+        middle = median(self._logarithms)
+        deviation = _PER_MEDIAN_DEVIATION * median(abs(logarithm - middle) for logarithm in self._logarithms)
+        # The deviation of a few numbers is uncertain.
+        deviations = _DEVIATIONS * (1 + _SMALL_SAMPLE / count)
+        return math.exp(middle + deviations * max(deviation, _DEVIATION_FLOOR))
+
+    def take_in(self, norm: float) -> None:
+        """Counts a mini-batch's largest token-equivalent norm; zeros and non-finite ones do not count."""
+        if norm > 0 and math.isfinite(norm):
+            self._logarithms.append(math.log(norm))
+
+    def norms(self) -> list[float]:
+        """The norms that count, oldest first."""
+        return [math.exp(logarithm) for logarithm in self._logarithms]
+
+    def restart_from(self, norms: Sequence[float]) -> None:
+        """Goes on from what `norms` gave."""
+        self._logarithms.clear()
+        for norm in norms:
+            self.take_in(norm)

@@ -1,0 +1,183 @@
+"""Searches that are disturbed, and small ones drawn at random."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from action_cases import DETECTION
+from actor_cases import (
+    PROMPT,
+    Case,
+    Run,
+    brute_force,
+    build_batch,
+    compare_runs,
+    response_length,
+    stock_dp_actor,
+    train,
+)
+from verl import DataProto
+
+PLACES = ["before the forward", "in a layer", "after the forward", "in the backward"]
+
+
+def disturb(actor: Any, where: str, when: int, disturbance: Callable[[], None]) -> None:
+    """Has something happen in an extra pass, or in an ordinary one of an unpatched actor: the one number `when`."""
+    count = 0
+
+    def strike(*_: Any) -> None:
+        nonlocal count
+        if not hasattr(actor, "gradloc") or actor.gradloc._current is None:
+            count += 1
+            if count == when:
+                disturbance()
+
+    forward = actor._forward_micro_batch
+
+    def striking_forward(*arguments: Any, **options: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+        if where == "before the forward":
+            strike()
+        entropy, log_prob = forward(*arguments, **options)
+        if where == "after the forward":
+            strike()
+        elif where == "in the backward":
+            log_prob.register_hook(strike)
+        return entropy, log_prob
+
+    if where == "in a layer":
+        layers = [m for m in actor.actor_module.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]
+        layers[1].register_forward_hook(strike)
+    else:
+        actor._forward_micro_batch = striking_forward
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def failing_search(case: Case, where: str, ranks: list[int], when: int) -> tuple[dict[str, bool], Run]:
+    """A run in which an extra pass runs out of memory on some ranks, compared with the unpatched actor."""
+
+    def prepare(actor: Any) -> None:
+        if dist.get_rank() in ranks:
+            disturb(actor, where, when, run_out_of_memory)
+
+    stock = train(case, stock_dp_actor(), calls=2)
+    run = train(case, calls=2, prepare=prepare, **DETECTION)
+    return compare_runs(run, stock), run
+
+
+def killed(case: Case, stock: bool) -> None:
+    """Rank 1 is killed in the middle of an extra pass, or of an ordinary one of an unpatched actor."""
+
+    def prepare(actor: Any) -> None:
+        if dist.get_rank() == 1:
+            disturb(actor, "in a layer", 2, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    if stock:
+        train(case, stock_dp_actor(), prepare=prepare)
+    else:
+        train(case, prepare=prepare, **DETECTION)
+
+
+def unequal_lengths(case: Case) -> tuple[dict[str, bool], Run]:
+    """All responses of rank 0 are cut to one token: under dynamic batch sizes it would need fewer micro-batches."""
+
+    def change_batch(batch: DataProto) -> None:
+        if dist.get_rank() == 0:
+            batch.batch["attention_mask"][:, PROMPT + 1 :] = 0
+            batch.batch["response_mask"][:, 1:] = 0
+
+    stock = train(case, stock_dp_actor(), change_batch=change_batch)
+    run = train(case, change_batch=change_batch, **DETECTION)
+    return compare_runs(run, stock), run
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """A small configuration with a search in it.
+
+    Args:
+        case (Case): The actor and what is planted.
+        options (dict): GradLoc's settings.
+        fault (tuple, optional): Rank, place, and number of the extra pass that fails.
+    """
+
+    case: Case
+    options: dict[str, Any]
+    fault: tuple[int, str, int] | None
+
+
+LOSSES = ["vanilla", "gspo", "sapo", "gpg", "kl_cov", "cispo", "geo_mean"]
+AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+def draw(seed: int, world: int) -> Draw:
+    """The configuration number `seed`, the same whoever asks."""
+    choice = random.Random(seed)
+    rows = 4
+    mini_batch = choice.choice([2, 4])
+    tokens = [(r, row, t) for r in range(world) for row in range(rows) for t in range(response_length(r, row))]
+    planted = tuple(choice.sample(tokens, choice.choice([1, 1, 2, 3])))
+    nan = tuple(place for place in choice.sample(tokens, choice.choice([0, 0, 0, 1])) if place not in planted)
+    micro_batch, dynamic = choice.choice([1, 2]), choice.random() < 0.3
+    case = Case(
+        wrap=choice.choice(["fsdp1", "fsdp1-orig", "fsdp2"]),
+        checkpointing=choice.random() < 0.3,
+        tied=choice.random() < 0.3,
+        rows=rows,
+        mini_batch=mini_batch,
+        micro_batch=micro_batch,
+        dynamic=dynamic,
+        epochs=choice.choice([1, 1, 1, 2]),
+        loss_mode=choice.choice(LOSSES),
+        loss_agg_mode=choice.choice(AGGREGATIONS),
+        kl=choice.random() < 0.3,
+        entropy=choice.random() < 0.3,
+        # verl's metrics of rollout log-probs refuse a micro-batch without response tokens.
+        rollout=choice.random() < 0.3 and micro_batch == 2 and not dynamic,
+        trigger=choice.choice(["unit", "unit", "global"]),
+        planted=planted,
+        nan=nan,
+        layers=2,
+    )
+    options = {
+        "spike_detection": True,
+        "grad_norm_threshold": choice.choice([100.0, 1e3]),
+        "spike_trigger": case.trigger,
+        "spike_action": choice.choice(["log", "skip", "drop"]),
+        "bisect_budget_steps": choice.choice([1, 4, 500, 500, 500]),
+    }
+    fault = (choice.randrange(world), choice.choice(PLACES), choice.choice([1, 2, 3]))
+    return Draw(case, options, fault if choice.random() < 0.3 else None)
+
+
+def try_draw(seed: int) -> tuple[str, dict[tuple[int, int, int], tuple[float, float]]]:
+    """Runs a configuration.
+
+    Returns:
+        tuple: The actor's events; and from brute force, for the tokens of the first mini-batch, by rank, row and
+            position: the norm, and the token-equivalent norm that the token alone would give its unit.
+    """
+    drawn = draw(seed, dist.get_world_size())
+    case = drawn.case
+
+    def prepare(actor: Any) -> None:
+        if drawn.fault is not None and drawn.fault[0] == dist.get_rank():
+            disturb(actor, *drawn.fault[1:], run_out_of_memory)
+
+    units, _ = brute_force(case, build_batch(case, dist.get_rank()), tokens=True, steps=1)
+    run = train(case, prepare=prepare, **drawn.options)
+    tokens = {
+        (unit.rank, token.row, token.position): (token.norm, token.norm * token.weight / unit.weight)
+        for unit in units
+        for token in unit.each
+    }
+    return run.events[0], tokens

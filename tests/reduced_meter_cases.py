@@ -1,0 +1,138 @@
+"""Actors whose search reads only the reduced gradient, with and without sequence parallelism.
+
+The sequence parallelism is verl's own, Ulysses. There are stand-ins for flash attention and its way of removing
+padding, which need a GPU, and for an all-to-all call, which gloo lacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from actor_cases import IDENTITY_THRESHOLD, Case, Unit, brute_force, build_actor, build_batch, build_model, local
+from verl.models.transformers import monkey_patch
+from verl.utils import ulysses
+from verl.utils.gradloc import GradLoc
+
+
+@dataclasses.dataclass
+class Run:
+    """What one update_policy call left behind, on one rank."""
+
+    metrics: dict[str, Any]
+    events: str
+    gradients: list[list[torch.Tensor]]
+    parameters: list[torch.Tensor]
+    rng: torch.Tensor
+
+
+def train(case: Case, size: int, meter: str = "reduced", detect: bool = True, **gradloc: Any) -> Run:
+    """One update with groups of `size` ranks that share their data; with the reduced meter they split it."""
+    actor = build_actor(case, **({"spike_detection": True, "bisect_budget_steps": 200, **gradloc} if detect else {}))
+    if size > 1 and meter == "reduced":
+        split_sequences(actor, case, size)
+    if detect:
+        actor.gradloc = GradLoc(
+            actor.actor_module,
+            actor.config.gradloc_config(),
+            forward=actor._forward_rows,
+            device=actor.device_name,
+            sequence_parallel_size=size if meter == "reduced" else 1,
+            meter=meter,
+        )
+    run = Run({}, "", [], [], torch.empty(0))
+
+    def keep_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        run.gradients.append([local(p.grad) for p in parameters if p.grad is not None])
+
+    actor.actor_optimizer.register_step_pre_hook(keep_gradients)
+    batch = build_batch(case, dist.get_rank() // size)
+    torch.manual_seed(5 + dist.get_rank())
+    run.metrics = actor.update_policy(batch)
+    ulysses.set_ulysses_sequence_parallel_group(None)
+    run.events = json.dumps(actor.gradloc.events) if detect else "[]"
+    run.parameters = [local(p) for p in actor.actor_module.parameters()]
+    run.rng = torch.get_rng_state()
+    return run
+
+
+def split_sequences(actor: Any, case: Case, size: int) -> None:
+    """Has neighbouring ranks share the computation of their sequences, as verl's worker does."""
+    actor.ulysses_sequence_parallel_size, actor.use_ulysses_sp = size, True
+    monkey_patch.apply_monkey_patch(build_model(case), ulysses_sp_size=size, use_remove_padding=True)
+    monkey_patch._flash_attention_forward = packed_attention
+    dist.all_to_all = all_to_all
+    for module in actor.actor_module.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "flash_attention_2"
+    group, _ = dist.new_subgroups(size)
+    ulysses.set_ulysses_sequence_parallel_group(group)
+
+
+def packed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, position_ids: torch.Tensor, **__: Any
+) -> torch.Tensor:
+    """Causal attention within each of the sequences in a row; tensors of shape (1, length, heads, head size)."""
+    sequence = (position_ids[0] == 0).cumsum(0)
+    seen = (sequence[:, None] == sequence) & torch.ones(len(sequence), len(sequence), dtype=torch.bool).tril()
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
+    return attended.transpose(1, 2)
+
+
+def all_to_all(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup, async_op: bool
+) -> None:
+    assert not async_op
+    whole = torch.stack([tensor.contiguous() for tensor in inputs])
+    everything = [torch.empty_like(whole) for _ in inputs]
+    dist.all_gather(everything, whole, group=group)
+    for output, theirs in zip(outputs, everything, strict=True):
+        output.copy_(theirs[dist.get_rank(group)])
+
+
+def search(case: Case, size: int) -> tuple[list[Unit], list[float], float, Run, dict[str, bool]]:
+    """The brute force, and a run with a threshold between the planted tokens and the others.
+
+    Returns:
+        tuple: Units (of each group of ranks once), reduced norms, the threshold, the run, and what of it is
+            bit-identical to a run without a search.
+    """
+    units, norms = brute_force(case, build_batch(case, dist.get_rank() // size), tokens=True)
+    units = [dataclasses.replace(unit, rank=unit.rank // size) for unit in units if unit.rank % size == 0]
+    above, below = [], []
+    for unit in units:
+        for token in unit.each:
+            place = (unit.rank, unit.mini_batch * case.mini_batch + token.row, token.position)
+            (above if place in case.planted else below).append(token.norm)
+    assert len(above) == len(case.planted) and min(above) > 100 * max(below)
+    threshold = math.sqrt(min(above) * max(below))
+    run = train(case, size, grad_norm_threshold=threshold)
+    off = train(case, size, detect=False)
+    pairs = zip(run.gradients, off.gradients, strict=True)
+    same = {
+        "gradients": all(all(map(torch.equal, ours, theirs)) for ours, theirs in pairs),
+        "parameters": all(map(torch.equal, run.parameters, off.parameters)),
+        "rng": torch.equal(run.rng, off.rng),
+    }
+    return units, norms, threshold, run, same
+
+
+def drop(case: Case, size: int) -> tuple[float, Run]:
+    """The relative distance from the gradient that the local meter leaves after taking the culprits out.
+
+    Groups of ranks with the same data and no split have the same mean gradient as groups that split it.
+    """
+    detection = {"spike_action": "drop", "grad_norm_threshold": IDENTITY_THRESHOLD}
+    run = train(case, size, **detection)
+    other = train(case, size, meter="local", **detection)
+    ((ours,), (theirs,)) = run.gradients, other.gradients
+    gap = sum(float((a - b).square().sum()) for a, b in zip(ours, theirs, strict=True))
+    sums = torch.tensor([gap, sum(float(b.square().sum()) for b in theirs)])
+    dist.all_reduce(sums)
+    return float((sums[0] / sums[1]).sqrt()), run

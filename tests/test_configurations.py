@@ -1,0 +1,35 @@
+"""GradLoc in every configuration of the FSDP actor, against brute force."""
+
+from __future__ import annotations
+
+from actor_cases import Case
+from test_actor import ONE, THREE, WRAPS, Launch, cases, check_planted_tokens, launch
+
+__all__ = ["launch"]
+
+# On each replica of the model, and on both shards of one.
+REPLICAS = ((0, 0, 4), (2, 4, 2), (3, 7, 0))
+HALF_PRECISION = [("bfloat16", 1.0), ("float16", 8.0)]
+
+
+@cases(
+    *[(2, Case(wrap, model="lora", planted=THREE)) for wrap in WRAPS],
+    *[(2, Case(wrap, model="frozen", planted=ONE)) for wrap in WRAPS],
+    # Whole micro-batches reach every expert on every rank, or FSDP2 could not train on them; parts of them do not.
+    *[(2, Case(wrap, model="moe", micro_batch=8, planted=THREE)) for wrap in ("fsdp1", "fsdp2")],
+    # Mixed batches: two rows of three have no image.
+    *[(2, Case(wrap, model="vision", planted=THREE)) for wrap in ("fsdp1-orig", "fsdp2")],
+    *[
+        (2, Case(wrap, precision=precision, loss_scale=scale, planted=THREE))
+        for wrap in ("fsdp1", "fsdp2")
+        for precision, scale in HALF_PRECISION
+    ],
+    *[(4, Case(wrap, hsdp=True, planted=REPLICAS)) for wrap in ("fsdp1", "fsdp2")],
+    (2, Case(offload_policy=True, checkpointing=True, planted=THREE)),
+    (2, Case("fsdp1", packed=True, planted=THREE)),
+    (2, Case("fsdp2", packed=True, entropy=True, dynamic=True, planted=THREE)),
+    (2, Case("fsdp1-orig", fused=True, planted=THREE)),
+    (2, Case("fsdp2", packed=True, fused=True, entropy=True, planted=THREE)),
+)
+def test_planted_tokens(launch: Launch, world: int, case: Case) -> None:
+    check_planted_tokens(launch, world, case)

@@ -1,0 +1,88 @@
+"""Whatever happens during a search: it ends on all ranks alike, and training goes on, or fails as it would without."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import fault_cases
+import pytest
+from actor_cases import Case
+from cluster import Cluster, RankFailed
+from fault_cases import draw
+from test_actor import ONE, THREE, Launch, cases, launch, same_events
+
+__all__ = ["launch"]
+
+
+@cases(
+    (2, Case("fsdp1", planted=THREE)),
+    (2, Case("fsdp2", checkpointing=True, planted=THREE)),
+    (4, Case("fsdp1", hsdp=True, planted=THREE)),
+    (4, Case("fsdp2", hsdp=True, planted=THREE)),
+)
+@pytest.mark.parametrize("where", ["in a layer", "in the backward"])
+def test_out_of_memory(launch: Launch, world: int, case: Case, where: str) -> None:
+    results = launch(world, fault_cases.failing_search, case, where, [1] if world == 2 else [1, 2], 2)
+    (event,), second = same_events([run for _, run in results])
+    assert "OutOfMemoryError" in event["error"] and not event["complete"] and second == []
+    for same, _ in results:
+        assert all(same.values()), same
+
+
+@pytest.mark.parametrize(("wrap", "stock"), [("fsdp1", False), ("fsdp2", False), ("fsdp2", True)])
+def test_a_killed_process(wrap: str, stock: bool) -> None:
+    """The rank that is left fails by itself, in a search as in the training of the unpatched actor."""
+    cluster = Cluster(2)
+    with pytest.raises(RankFailed, match="rank 1: died with exit code -9") as failure:
+        cluster.run(fault_cases.killed, Case(wrap, planted=THREE), stock)
+    assert "rank 0: Traceback" in str(failure.value) and "no answer" not in str(failure.value)
+    assert stock or "RankLostError" in str(failure.value)
+
+
+@cases((2, Case("fsdp1", dynamic=True, planted=ONE)), (2, Case("fsdp2", dynamic=True, planted=ONE)))
+def test_unequal_lengths_under_dynamic_batch_sizes(launch: Launch, world: int, case: Case) -> None:
+    """verl gives every rank as many micro-batches as the one that needs the most."""
+    results = launch(world, fault_cases.unequal_lengths, case)
+    ((event,),) = same_events([run for _, run in results])
+    assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [*ONE] and event["complete"]
+    for same, run in results:
+        assert run.forwards == results[0][1].forwards
+        assert all(same.values()), same
+
+
+DRAWS = {2: range(170), 3: range(1000, 1030)}
+
+
+@pytest.mark.parametrize("world", DRAWS)
+def test_random_configurations(launch: Launch, world: int) -> None:
+    for seed in DRAWS[world]:
+        try:
+            results = launch(world, fault_cases.try_draw, seed, timeout=40)
+            check_draw(seed, world, results)
+        except (RankFailed, AssertionError) as error:
+            pytest.fail(f"draw {seed}, {draw(seed, world)}: {error}")
+
+
+def check_draw(seed: int, world: int, results: list[tuple[str, dict]]) -> None:
+    drawn = draw(seed, world)
+    threshold = drawn.options["grad_norm_threshold"]
+    tokens = {place: figures for _, of_rank in results for place, figures in of_rank.items()}
+    assert len({events for events, _ in results}) == 1, "the ranks disagree"
+    events = json.loads(results[0][0])
+    for event in events:
+        assert event["passes"] <= event["budget"]
+        assert event["complete"] or event["error"] or event["passes"] == event["budget"]
+        assert drawn.fault or not event["error"]
+    alone = {place for place, (_, equivalent) in tokens.items() if not equivalent < 3 * threshold}
+    first = [event for event in events if (event["epoch"], event["mini_batch"]) == (0, 0)]
+    if not first:
+        assert drawn.case.trigger == "global" or not alone, "a spike was overlooked"
+        return
+    culprits = {(c["rank"], c["row"], c["position"]): c["grad_norm"] for c in first[0]["culprits"]}
+    for place, norm in culprits.items():
+        assert not tokens[place][0] < threshold, f"{place} is no culprit"
+        assert norm == pytest.approx(tokens[place][0], rel=1e-4, nan_ok=True) or math.isnan(norm)
+    # The geometric mean makes a spike of the whole response, whose tokens may cancel out in part.
+    if first[0]["complete"] and drawn.case.loss_mode != "geo_mean":
+        assert alone <= set(culprits), "a culprit was not found"

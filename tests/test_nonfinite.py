@@ -1,0 +1,138 @@
+"""Gradients that are not numbers: traced to the token that they come from, or to none where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import action_cases
+import pytest
+from action_cases import POISONS
+from actor_cases import VOCABULARY, Case
+from test_actor import MODES, WRAPS, Launch, cases, launch, same_events
+
+__all__ = ["launch"]
+
+PLACE = (1, 3, 4)
+
+
+def places(event: dict[str, Any]) -> list[tuple[int, int, int]]:
+    return sorted((culprit["rank"], culprit["row"], culprit["position"]) for culprit in event["culprits"])
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_one_poisoned_token(launch: Launch, poison: str) -> None:
+    case = Case(mini_batch=4, kl=True, rollout_weights=True)
+    results = launch(2, action_cases.poisoned, case, poison, [PLACE])
+    ((event,),) = same_events([run for _, run in results])
+    assert places(event) == [PLACE] and event["culprits"][0]["source"] == "nonfinite"
+    assert event["diagnosis"] == "tokens" and event["complete"]
+    (unit,) = event["units"]
+    assert unit["broken_tokens"] == 1
+    for same, _ in results:
+        assert all(same.values()), same
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_poisoned_padding(launch: Launch, mode: str) -> None:
+    """The masks multiply it by zero, which NaN survives. Row 1 of rank 0 has no token at all."""
+    poisoned = [(0, 1, 3), (1, 3, 9)]
+    results = launch(2, action_cases.poisoned, Case(loss_agg_mode=mode), "advantage is NaN", poisoned)
+    ((event,),) = same_events([run for _, run in results])
+    assert places(event) == poisoned and event["diagnosis"] == "tokens" and event["complete"]
+    for same, _ in results:
+        assert all(same.values()), same
+
+
+def test_every_token_poisoned(launch: Launch) -> None:
+    case = Case("fsdp1")
+    everywhere = [(rank, row, position) for rank in (0, 1) for row in range(8) for position in range(10)]
+    results = launch(2, action_cases.poisoned, case, "advantage is NaN", everywhere)
+    ((event,),) = same_events([run for _, run in results])
+    assert (event["diagnosis"], event["passes"], event["culprits"]) == ("nonfinite", 0, [])
+    assert event["complete"] and len(event["units"]) == 8
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_without_response_tokens(launch: Launch, mode: str) -> None:
+    case = Case(loss_agg_mode=mode, planted=((0, 0, 4),))
+    results = launch(2, action_cases.empty_mask, case)
+    ((event,),) = same_events([run for _, run in results])
+    assert places(event) == [(0, 0, 4)] and event["complete"]
+    for same, _ in results:
+        # Where the mean is taken over no token, its loss is NaN and not equal to itself; its gradient is zero.
+        assert all(value for name, value in same.items() if name != "metrics"), same
+
+
+# The index is that of a row's first element: its token's.
+TOKEN = 11
+WEIGHTS = [
+    ("nan", "model.layers.1.mlp.up_proj.weight", 5),
+    ("inf", "model.layers.2.self_attn.q_proj.weight", 7),
+    ("nan", "lm_head.weight", 3),
+    ("inf", "model.norm.weight", 0),
+]
+
+
+@pytest.mark.parametrize(("value", "name", "index"), WEIGHTS)
+def test_one_broken_weight_breaks_all_tokens(launch: Launch, value: str, name: str, index: int) -> None:
+    runs = launch(2, action_cases.broken_weight, Case("fsdp1"), float(value), name, index)
+    ((event,),) = same_events(runs)
+    assert (event["diagnosis"], event["passes"], event["culprits"]) == ("nonfinite", 0, [])
+    assert event["complete"] and len(event["units"]) == 8
+
+
+def test_a_broken_embedding_is_traced_to_its_token(launch: Launch) -> None:
+    runs = launch(2, action_cases.broken_weight, Case(), float("nan"), "model.embed_tokens.weight", TOKEN * 32)
+    ((event,),) = same_events(runs)
+    assert event["culprits"] and event["complete"] and TOKEN < VOCABULARY
+    # A prompt may have the token, too: then the row is broken from its first response token on.
+    found = {culprit["token_id"] for culprit in event["culprits"] if culprit["position"] > 0}
+    assert found == {TOKEN}
+
+
+@cases(*[(2, Case(wrap)) for wrap in WRAPS])
+def test_a_backward_that_breaks_for_one_token(launch: Launch, world: int, case: Case) -> None:
+    results = launch(world, action_cases.broken_backward, case, PLACE)
+    ((event,),) = same_events([run for _, run in results])
+    assert places(event) == [PLACE] and event["culprits"][0]["source"] == "nonfinite" and event["complete"]
+    assert event["passes"] <= 8
+    for same, _ in results:
+        assert all(same.values()), same
+
+
+@cases((2, Case("fsdp1", micro_batch=1)), (2, Case("fsdp2", micro_batch=1)))
+def test_a_backward_that_breaks_for_all_tokens(launch: Launch, world: int, case: Case) -> None:
+    """One pass tells, however many units there are."""
+    results = launch(world, action_cases.broken_backward, case, None)
+    ((event,),) = same_events([run for _, run in results])
+    assert (event["diagnosis"], event["passes"], event["culprits"]) == ("nonfinite", 1, [])
+    assert event["complete"] and len(event["units"]) == 16
+    for same, _ in results:
+        assert all(same.values()), same
+
+
+# Over what float16 holds, whatever the gradient; and well within.
+TOO_LARGE, SMALL = 2.0**40, 8.0
+
+
+@cases(*[(2, Case(wrap, precision="float16", loss_scale=TOO_LARGE)) for wrap in ("fsdp1", "fsdp2")])
+def test_an_overflow_is_no_token(launch: Launch, world: int, case: Case) -> None:
+    """The scaler leaves the step out and lowers its scale, as it does without GradLoc."""
+    results = launch(world, action_cases.overflow, case, [])
+    ((event,),) = same_events([run for _, _, run in results])
+    assert (event["diagnosis"], event["passes"], event["culprits"]) == ("overflow", 0, [])
+    assert event["loss_scale"] == TOO_LARGE and event["complete"]
+    for same, scales, _ in results:
+        assert all(same.values()), same
+        assert scales[0] == scales[1] < TOO_LARGE
+
+
+@cases(*[(2, Case("fsdp2", precision="float16", loss_scale=scale)) for scale in (SMALL, TOO_LARGE)])
+def test_a_poisoned_token_is_no_overflow(launch: Launch, world: int, case: Case) -> None:
+    """Not even where there is an overflow, too."""
+    results = launch(world, action_cases.overflow, case, [PLACE])
+    ((event,),) = same_events([run for _, _, run in results])
+    assert event["diagnosis"] == "tokens" and places(event) == [PLACE] and event["complete"]
+    for same, scales, _ in results:
+        assert all(same.values()), same
+        assert scales[0] == scales[1]

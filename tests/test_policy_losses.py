@@ -1,0 +1,110 @@
+"""The weight of a token in the loss, and the search, with every policy loss that verl has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from actor_cases import BypassLossConfig, Case
+from test_actor import MODES, Launch, cases, check_planted_tokens, launch
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
+from verl.workers.actor.dp_actor import DataParallelPPOActor
+from verl.workers.config import FSDPActorConfig
+
+__all__ = ["launch"]
+
+# The last row has no tokens.
+MASK = (torch.arange(7) < torch.tensor([5, 7, 1, 3, 0]).unsqueeze(1)).float()
+WHOLE_BATCH = {"dp_size": 2, "batch_num_tokens": 41, "global_batch_size": 12, "loss_scale_factor": 9}
+
+
+def actor_weights(config: FSDPActorConfig, log_prob: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:
+    return DataParallelPPOActor._token_weights(SimpleNamespace(config=config), MASK, log_prob, old_log_prob)
+
+
+def build_config(mode: str, agg_mode: str, **options: Any) -> FSDPActorConfig:
+    correction = {"loss_type": "reinforce", "rollout_rs": "token", "rollout_rs_threshold": 1.5}
+    return FSDPActorConfig(
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=5,
+        loss_agg_mode=agg_mode,
+        policy_loss=BypassLossConfig(loss_mode=mode, rollout_correction=correction),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("info", [{}, WHOLE_BATCH], ids=["local", "global"])
+@pytest.mark.parametrize("agg_mode", MODES)
+@pytest.mark.parametrize("mode", list(POLICY_LOSS_REGISTRY))
+def test_weights_are_those_of_the_loss_itself(mode: str, agg_mode: str, info: dict[str, int]) -> None:
+    """With a ratio of 1 and an advantage of -1, a token's loss changes as fast as its log-prob."""
+    config = build_config(mode, agg_mode, global_batch_info=info)
+    log_prob = torch.randn(MASK.shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    loss, _ = get_policy_loss_fn(mode)(
+        old_log_prob=log_prob.detach(),
+        log_prob=log_prob,
+        advantages=-MASK,
+        response_mask=MASK,
+        loss_agg_mode=agg_mode,
+        config=config,
+    )
+    loss.backward()
+    weights = actor_weights(config, log_prob, log_prob.detach())
+    assert weights.flatten().tolist() == pytest.approx(log_prob.grad.flatten().tolist(), rel=1e-5)
+    assert (weights > 0).equal(MASK.bool())
+
+
+@pytest.mark.parametrize("agg_mode", MODES)
+def test_tokens_that_bypass_mode_rejects(agg_mode: str) -> None:
+    config = build_config("bypass_mode", agg_mode)
+    log_prob = torch.zeros(MASK.shape, requires_grad=True)
+    rejected = MASK.bool() & (torch.arange(35).reshape(5, 7) % 3 == 0)
+    rollout = torch.where(rejected, -1.0, 0.0)
+    loss, _ = get_policy_loss_fn("bypass_mode")(
+        old_log_prob=rollout,
+        log_prob=log_prob,
+        advantages=-MASK,
+        response_mask=MASK,
+        loss_agg_mode=agg_mode,
+        config=config,
+    )
+    loss.backward()
+    weights = actor_weights(config, log_prob, rollout)
+    assert weights.flatten().tolist() == pytest.approx(log_prob.grad.flatten().tolist(), rel=1e-5)
+    assert (weights > 0).equal(MASK.bool() & ~rejected)
+    with_kl = actor_weights(build_config("bypass_mode", agg_mode, use_kl_loss=True), log_prob, rollout)
+    plain = actor_weights(build_config("vanilla", agg_mode), log_prob, rollout)
+    assert with_kl.equal(torch.where(rejected, plain, weights))
+
+
+def test_a_weight_keeps_its_precision_with_half_precision_log_probs() -> None:
+    config = build_config("vanilla", "token-mean")
+    log_prob = torch.zeros(MASK.shape, dtype=torch.bfloat16)
+    assert actor_weights(config, log_prob, log_prob)[0, 0].item() == pytest.approx(1 / 16, rel=1e-6)
+
+
+ROW = tuple((0, 0, position) for position in range(5))
+FIRST = ((0, 0, 4), (1, 3, 0))
+
+
+@cases(
+    (
+        2,
+        Case(
+            loss_mode="vanilla", mini_batch=4, rollout_weights=True, dual_clipped=((0, 2, 1), (1, 2, 1)), planted=FIRST
+        ),
+    ),
+    (2, Case("fsdp1", loss_mode="sapo", planted=FIRST)),
+    (2, Case("fsdp1", loss_mode="gpg", mini_batch=4, rollout_weights=True, planted=FIRST)),
+    (2, Case(loss_mode="clip_cov", planted=FIRST)),
+    (2, Case("fsdp1", loss_mode="kl_cov", mini_batch=4, planted=FIRST)),
+    # An advantage is the sequence's here: so is the spike.
+    (2, Case(loss_mode="geo_mean", rollout_weights=True, planted=ROW)),
+    (2, Case("fsdp1", loss_mode="cispo", mini_batch=4, planted=FIRST)),
+    (2, Case(loss_mode="bypass_mode", mini_batch=4, kl=True, planted=FIRST)),
+)
+def test_planted_tokens(launch: Launch, world: int, case: Case) -> None:
+    check_planted_tokens(launch, world, case)

@@ -1,0 +1,80 @@
+"""The search by the reduced gradient alone, as sequence parallelism needs it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import reduced_meter_cases
+from actor_cases import Case
+from test_actor import ONE, THREE, WRAPS, Launch, check_unit, launch, near
+from verl.utils.gradloc.evidence import jsonable
+from verl.utils.gradloc.schema import EVENT, conforms
+
+__all__ = ["launch"]
+
+CASES = [
+    *[(2, 1, Case(wrap, planted=THREE)) for wrap in WRAPS],
+    (2, 1, Case("fsdp1", dynamic=True, kl=True, entropy=True, loss_agg_mode="seq-mean-token-mean", planted=ONE)),
+    (1, 1, Case("none", planted=((0, 5, 9),))),
+    (2, 2, Case("fsdp2", packed=True, entropy=True, planted=((0, 0, 4), (0, 6, 1)))),
+    *[(4, 2, Case(wrap, packed=True, planted=THREE)) for wrap in ("fsdp1", "fsdp2")],
+]
+
+
+@pytest.mark.parametrize(("world", "size", "case"), [pytest.param(*c, id=f"{c[0]}-{c[1]}-{c[2].id}") for c in CASES])
+def test_planted_tokens_are_found(launch: Launch, world: int, size: int, case: Case) -> None:
+    results = launch(world, reduced_meter_cases.search, case, size)
+    units, (norm,), threshold, run, _ = results[0]
+    assert len({run.events for *_, run, _ in results}) == 1
+    (event,) = json.loads(run.events)
+    assert conforms(jsonable(event), EVENT)
+    assert event["complete"] and event["search"] == "reduced" and event["world_size"] == world // size
+    assert event["trigger"]["kind"] == "global" and event["global_norm"] == near(norm)
+    expected = {
+        (unit.rank, unit.micro_batch, token.row, token.position): (unit, token)
+        for unit in units
+        for token in unit.each
+        if token.norm > threshold
+    }
+    assert len(expected) == len(case.planted)
+    culprits = {(c["rank"], c["micro_batch"], c["row"], c["position"]): c for c in event["culprits"]}
+    assert set(culprits) == set(expected)
+    for key, (unit, token) in expected.items():
+        assert culprits[key]["grad_norm"] == near(token.norm)
+        assert culprits[key]["layer_norms"] == {name: near(value) for name, value in token.layer_norms.items()}
+        assert culprits[key]["weight"] == near(token.weight)
+        assert culprits[key]["share"] == near(token.weight * token.norm / unit.norm)
+    found = {(unit["rank"], unit["micro_batch"]): unit for unit in event["units"]}
+    with_culprits = {(unit.rank, unit.micro_batch): unit for unit, _ in expected.values()}
+    assert set(found) == set(with_culprits)
+    for key, unit in with_culprits.items():
+        check_unit(found[key], unit, threshold, case.tolerance)
+    for *_, same in results:
+        assert all(same.values()), same
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_tokens_that_produce_nan(launch: Launch, wrap: str) -> None:
+    case = Case(wrap, planted=ONE, nan=((0, 2, 7),))
+    results = launch(2, reduced_meter_cases.train, case, 1)
+    assert len({run.events for run in results}) == 1
+    (event,) = json.loads(results[0].events)
+    found = {(c["rank"], c["row"], c["position"]): c["source"] for c in event["culprits"]}
+    assert found.pop((0, 2, 7)) == "nonfinite" and set(found) == set(case.planted)
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "case"),
+    [
+        (2, 1, Case("fsdp1", planted=THREE)),
+        (2, 1, Case("fsdp2", planted=ONE)),
+        (4, 2, Case("fsdp2", packed=True, planted=ONE)),
+        (4, 2, Case("fsdp1", packed=True, nan=((1, 3, 2),))),
+    ],
+)
+def test_drop_leaves_what_the_local_meter_leaves(launch: Launch, world: int, size: int, case: Case) -> None:
+    for distance, run in launch(world, reduced_meter_cases.drop, case, size):
+        (event,) = json.loads(run.events)
+        assert event["applied"] and len(event["culprits"]) == len(case.planted) + len(case.nan)
+        assert distance < 1e-5

@@ -1,0 +1,255 @@
+"""Rewards through verl's own managers: ps_grpo, the batch functions, and options from the command line."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import verl
+from hydra import compose, initialize_config_dir
+from tensordict import TensorDict
+from verl import DataProto
+from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
+from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
+from verl.utils.reward_score import default_compute_score, math_verify, ps_grpo
+from verl.workers.reward_manager import BatchRewardManager
+
+HANGING = "\\boxed{9^{9^{9^{9}}}}"
+SCORERS = "custom_reward_function.path=pkg://verl.utils.reward_score"
+KEYS = ["score", "acc", "has_drop", "max_relative_drop", "num_steps"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pool() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_MATH_VERIFY_WORKERS", "2")
+        yield
+
+
+class Tokenizer:
+    """Of responses that are their own bytes."""
+
+    def decode(self, ids: torch.Tensor, skip_special_tokens: bool = True) -> str:
+        return bytes(ids.tolist()).decode()
+
+
+def batch(responses: list[str], truths: list[str], source: str, extras: list[dict[str, Any]]) -> DataProto:
+    length = max(map(len, responses))
+    ids = torch.zeros(len(responses), length, dtype=torch.long)
+    mask = torch.ones(len(responses), 1 + length, dtype=torch.long)
+    for row, response in enumerate(responses):
+        ids[row, : len(response)] = torch.tensor(list(response.encode()))
+        mask[row, 1 + len(response) :] = 0
+    tensors = {"prompts": torch.full((len(responses), 1), ord("?")), "responses": ids, "attention_mask": mask}
+    others = {
+        "data_source": [source] * len(responses),
+        "reward_model": [{"ground_truth": truth} for truth in truths],
+        "extra_info": [dict(extra) for extra in extras],
+    }
+    arrays = {name: np.array(values, dtype=object) for name, values in others.items()}
+    return DataProto(TensorDict(tensors, batch_size=len(responses)), arrays)
+
+
+def manager(*overrides: str) -> Any:
+    """As `main_ppo` makes it."""
+    directory = str(Path(verl.__file__).parent / "trainer" / "config")
+    with initialize_config_dir(directory, version_base=None):
+        config = compose("ppo_trainer", overrides=list(overrides))
+    return load_reward_manager(config, Tokenizer(), 0, **config.reward_model.get("reward_kwargs", {}))
+
+
+def rewards(tensor: torch.Tensor, responses: list[str]) -> list[float]:
+    """The rewards, which lie on the last tokens."""
+    last = torch.tensor([len(response) - 1 for response in responses])
+    found = tensor[torch.arange(len(responses)), last]
+    assert tensor.abs().sum() == found.abs().sum()
+    return found.tolist()
+
+
+# step scores, outcome, gamma, rho, min_steps; score, has_drop, max_relative_drop: worked out by hand
+SHAPES = [
+    ([0.9, 0.9, 0.9], True, {}, 1.0, 0.0, 0.0),
+    ([0.5, 0.7, 0.9], True, {}, 1.0, 0.0, 0.0),
+    ([0.8, 0.4, 0.9], True, {}, 0.5, 1.0, 0.5),
+    ([0.8, 0.4, 0.9], False, {}, 0.0, 1.0, 0.5),
+    ([0.9, 0.9, 0.9], False, {}, 0.0, 0.0, 0.0),
+    # A fall by exactly rho counts, whatever binary fractions make of it.
+    ([0.8, 0.56], True, {}, 0.5, 1.0, 0.3),
+    ([0.8, 0.57], True, {}, 1.0, 0.0, 0.2875),
+    ([1.0, 0.7], True, {}, 0.5, 1.0, 0.3),
+    # Many small falls are no drop moment; neither is a fall between steps that are no neighbours.
+    ([1.0, 0.8, 0.64, 0.512], True, {}, 1.0, 0.0, 0.2),
+    ([1.0, 0.25, 1.0, 0.5], True, {}, 0.5, 1.0, 0.75),
+    ([0.5, 0.0, 0.0, 0.5], True, {}, 0.5, 1.0, 1.0),
+    ([0.0, 0.0], True, {}, 1.0, 0.0, 0.0),
+    ([0.8, 0.4], True, {"gamma": 0.2}, 0.8, 1.0, 0.5),
+    ([0.8, 0.4], True, {"gamma": 0}, 1.0, 1.0, 0.5),
+    ([0.8, 0.4], True, {"gamma": 1}, 0.0, 1.0, 0.5),
+    ([0.8, 0.4], True, {"rho": 0.6}, 1.0, 0.0, 0.5),
+    ([0.8, 0.8], True, {"rho": 0.01}, 1.0, 0.0, 0.0),
+    # Too few steps
+    ([0.9], True, {}, 0.5, 0.0, 0.0),
+    ([], True, {}, 0.5, 0.0, 0.0),
+    ([0.9], False, {}, 0.0, 0.0, 0.0),
+    ([0.9], True, {"min_steps": 1}, 1.0, 0.0, 0.0),
+    ([], True, {"min_steps": 0}, 1.0, 0.0, 0.0),
+    ([0.9] * 3, True, {"min_steps": 4}, 0.5, 0.0, 0.0),
+    ([0.9] * 4, True, {"min_steps": 4, "gamma": 0.3}, 1.0, 0.0, 0.0),
+    # Both reasons to lower it lower it once.
+    ([0.9, 0.1], True, {"min_steps": 4}, 0.5, 1.0, 8 / 9),
+    # As parquet and torch deliver them
+    (np.array([0.75, 0.375], dtype=np.float32), True, {}, 0.5, 1.0, 0.5),
+    (torch.tensor([0.75, 0.375]), True, {}, 0.5, 1.0, 0.5),
+    ((1, 0), True, {}, 0.5, 1.0, 1.0),
+]
+
+
+@pytest.mark.parametrize(("steps", "right", "options", "score", "has_drop", "drop"), SHAPES)
+def test_ps_grpo(steps: Any, right: bool, options: dict, score: float, has_drop: float, drop: float) -> None:
+    answer = "\\boxed{7}" if right else "\\boxed{8}"
+    result = default_compute_score("ps_grpo", answer, "7", {"step_scores": steps}, **options)
+    assert list(result) == KEYS
+    assert all(type(value) is float for value in result.values())
+    expected = (score, float(right), has_drop, drop, len(steps))
+    assert list(result.values()) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (None, "no step scores"),
+        ({}, "no step scores"),
+        ({"step_scores": None}, "no step scores"),
+        ({"step_scores": 0.5}, "malformed step scores"),
+        ({"step_scores": "0.5"}, "malformed step scores"),
+        ({"step_scores": ["0.5"]}, "malformed step scores"),
+        ({"step_scores": [0.5, None]}, "malformed step scores"),
+        ({"step_scores": [0.5, float("nan")]}, "malformed step scores"),
+        ({"step_scores": [0.5, float("inf")]}, "malformed step scores"),
+        ({"step_scores": [0.5, 1.01]}, "malformed step scores"),
+        ({"step_scores": [-0.01]}, "malformed step scores"),
+        ({"step_scores": [[0.5]]}, "malformed step scores"),
+        ({"step_scores": {"0": 0.5}}, "malformed step scores"),
+        ({"step_scores": np.array(0.5)}, "malformed step scores"),
+    ],
+)
+def test_bad_step_scores_name_the_data_source(extra: dict | None, message: str) -> None:
+    """Also where the answer is wrong and earned nothing anyway."""
+    for answer in "\\boxed{7}", "\\boxed{8}":
+        with pytest.raises(ValueError, match=f"data source 'ps_grpo' has {message}"):
+            default_compute_score("ps_grpo", answer, "7", extra)
+    good = {"step_scores": [1.0, 1.0]}
+    with pytest.raises(ValueError, match=f"data source 'mine' has {message}"):
+        ps_grpo.compute_score_batch(["yours", "mine"], ["7", "7"], ["7", "7"], [good, extra])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gamma": 1.5}, "gamma must be .* 1.5"),
+        ({"gamma": -0.1}, "gamma must be .* -0.1"),
+        ({"rho": 0}, "rho must be .* 0"),
+        ({"rho": float("nan")}, "rho must be .* nan"),
+        ({"min_steps": -1}, "min_steps must be .* -1"),
+        ({"min_steps": 1.5}, "min_steps must be .* 1.5"),
+        ({"timeout": -1}, "timeout must be .* -1"),
+    ],
+)
+def test_bad_parameters(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        default_compute_score("ps_grpo", "7", "7", {"step_scores": [1.0, 1.0]}, **options)
+
+
+def test_an_outcome_that_takes_too_long_is_wrong() -> None:
+    extra = {"step_scores": [1.0, 1.0]}
+    result = default_compute_score("ps_grpo", HANGING, "7", extra, timeout=0.5, timeout_score=0.9)
+    assert (result["score"], result["acc"]) == (0.0, 0.0)
+
+
+RESPONSES = ["So \\boxed{7}", "\\boxed{7}, short", "\\boxed{7}", "\\boxed{8}"]
+STEPS = [[0.9, 0.9], [0.9, 0.3], [0.9], [0.9, 0.9, 0.9]]
+SHAPED = [1.0, 0.5, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_verl_logs_what_ps_grpo_returns(batched: bool, tmp_path: Path) -> None:
+    overrides = [f"{SCORERS}.ps_grpo", "custom_reward_function.name=compute_score_batch", "reward_manager.name=batch"]
+    data = batch(RESPONSES, ["7"] * 4, "ps_grpo", [{"step_scores": steps} for steps in STEPS])
+    result = manager(*overrides if batched else [])(data, return_dict=True)
+    assert rewards(result["reward_tensor"], RESPONSES) == SHAPED
+    extra = result["reward_extra_info"]
+    assert extra["acc"] == [1, 1, 1, 0] and extra["has_drop"] == [0, 1, 0, 0] and extra["num_steps"] == [2, 2, 1, 3]
+    assert extra["score"] == SHAPED and extra["max_relative_drop"] == pytest.approx([0, 2 / 3, 0, 0])
+
+    logged = process_validation_metrics(["ps_grpo"] * 4, ["a", "a", "b", "b"], extra)["ps_grpo"]
+    assert set(logged) == set(KEYS)
+    assert {key: logged[key]["mean@2"] for key in KEYS} == pytest.approx({key: np.mean(extra[key]) for key in KEYS})
+    # The trainer holds them as numpy arrays when it dumps rollouts.
+    columns = {key: np.array(values) for key, values in extra.items()}
+    trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+    trainer.global_steps = 1
+    trainer._dump_generations(RESPONSES, RESPONSES, ["7"] * 4, SHAPED, columns, str(tmp_path))
+    lines = (tmp_path / "1.jsonl").read_text().splitlines()
+    assert [json.loads(line)["num_steps"] for line in lines] == [2, 2, 1, 3]
+
+
+def test_the_reward_loop_takes_ps_grpo() -> None:
+    """verl's default since 0.7: one sample at a time, from an executor's thread."""
+
+    async def run() -> list[dict]:
+        loop = NaiveRewardManager(None, Tokenizer())
+        data = batch(RESPONSES, ["7"] * 4, "ps_grpo", [{"step_scores": steps} for steps in STEPS])
+        return await asyncio.gather(*(loop.run_single(data[row : row + 1]) for row in range(4)))
+
+    results = asyncio.run(run())
+    assert [result["reward_score"] for result in results] == SHAPED
+    assert all(set(result["reward_extra_info"]) == set(KEYS) for result in results)
+
+
+def test_batches_through_verls_batch_manager() -> None:
+    """The overrides are the README's."""
+    overrides = [
+        "reward_model.use_reward_loop=False",
+        "reward_manager.name=batch",
+        f"{SCORERS}.math_verify",
+        "custom_reward_function.name=compute_score_batch",
+        "+custom_reward_function.reward_kwargs.timeout=1",
+        "+custom_reward_function.reward_kwargs.timeout_score=0.25",
+        "+custom_reward_function.reward_kwargs.pred_extraction_target=[latex]",
+    ]
+    made = manager(*overrides)
+    assert type(made) is BatchRewardManager
+    responses = ["\\boxed{7}", "\\boxed{8}", HANGING, "no box, but 7", "$7$"] * 4
+    data = batch(responses, ["7"] * 20, "whatever", [{}] * 20)
+    assert rewards(made(data), responses) == [1.0, 0.0, 0.25, 0.0, 1.0] * 4
+
+
+def test_options_reach_default_compute_score() -> None:
+    """The overrides are the README's."""
+    made = manager(
+        SCORERS,
+        "custom_reward_function.name=default_compute_score",
+        "+custom_reward_function.reward_kwargs.precision=2",
+        "+custom_reward_function.reward_kwargs.gamma=0.2",
+    )
+    responses = ["\\boxed{0.33}", "\\boxed{0.34}"]
+    extras = [{"step_scores": [0.9, 0.1]}] * 2
+    assert rewards(made(batch(responses, ["\\frac{1}{3}"] * 2, "math_verify", extras)), responses) == [1.0, 0.0]
+    shaped = rewards(made(batch(responses, ["\\frac{1}{3}"] * 2, "ps_grpo", extras)), responses)
+    assert shaped == pytest.approx([0.8, 0.0])
+
+
+def test_reward_functions_can_be_sent_to_other_processes() -> None:
+    from ray import cloudpickle
+
+    directory = str(Path(verl.__file__).parent / "trainer" / "config")
+    with initialize_config_dir(directory, version_base=None):
+        config = compose("ppo_trainer", [f"{SCORERS}.math_verify", "custom_reward_function.name=compute_score_batch"])
+    math_verify.compute_score("1", "1")
+    function = cloudpickle.loads(cloudpickle.dumps(get_custom_reward_fn(config)))
+    assert function(data_sources=["x"], solution_strs=["7"], ground_truths=["7"], extra_infos=[{}]) == [1.0]

@@ -1,0 +1,170 @@
+"""The math_verify reward on answers of every form, right, wrong and hostile."""
+
+import contextlib
+import random
+import resource
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from math_verify import ExprExtractionConfig, LatexExtractionConfig
+from math_verify.metric import math_metric
+from verl.utils.reward_score import math_verify
+
+from answer_forms import FORMS, QUIRKS
+from hostile_answers import hostile_answers
+
+MEBIBYTE = 2**20
+TIMED_OUT = 0.25
+# No answer here is this number.
+TRUTH = "\\frac{123457}{7}"
+
+
+def new_pool(patch: pytest.MonkeyPatch, workers: int, timeout: float, memory_mb: int = 1024) -> None:
+    if math_verify._pool is not None:
+        math_verify._discard(math_verify._pool)
+    patch.setenv("VERL_MATH_VERIFY_WORKERS", str(workers))
+    patch.setenv("VERL_MATH_VERIFY_TIMEOUT", str(timeout))
+    patch.setenv("VERL_MATH_VERIFY_MEMORY_MB", str(memory_mb))
+
+
+@pytest.fixture(scope="module")
+def ordinary_pool() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        new_pool(patch, workers=2, timeout=30)
+        yield
+
+
+@pytest.fixture(scope="module")
+def hostile_pool() -> Iterator[None]:
+    """More workers than cores, since most of their time is spent waiting for the limit."""
+    with pytest.MonkeyPatch.context() as patch:
+        new_pool(patch, workers=8, timeout=1, memory_mb=512)
+        yield
+        # The next pool is another one.
+        new_pool(patch, workers=2, timeout=1)
+
+
+def workers() -> list[psutil.Process]:
+    return [worker for server in psutil.Process().children() for worker in server.children()]
+
+
+def in_pool(pairs: list[tuple[str, str]]) -> list[float]:
+    answers, truths = zip(*pairs, strict=True)
+    return math_verify.compute_score_batch(["any"] * len(pairs), answers, truths, timeout_score=TIMED_OUT)
+
+
+def test_answer_forms(ordinary_pool: None) -> None:
+    entries = [(kind, *entry) for kind, form in FORMS.items() for entry in form]
+    scores = in_pool([(answer, truth) for _, answer, truth, _ in entries])
+    wrong = [(*entry, score) for entry, score in zip(entries, scores, strict=True) if score != entry[-1]]
+    assert not wrong
+    assert len(entries) >= 150
+    assert {expected for *_, expected in entries} == {0, 1}
+
+
+def test_quirks_of_math_verify(ordinary_pool: None) -> None:
+    """If one of these fails, Math-Verify has changed: move the entry to the table."""
+    scores = in_pool([(answer, truth) for answer, truth, *_ in QUIRKS])
+    assert scores == [says for _, _, _, says, _ in QUIRKS]
+    assert all(deserved != says and reason for _, _, deserved, says, reason in QUIRKS)
+
+
+def test_the_pool_scores_as_math_verify_does_in_process(ordinary_pool: None) -> None:
+    pairs = [entry[:2] for form in FORMS.values() for entry in form] + [entry[:2] for entry in QUIRKS]
+    metric = math_metric((LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig()))
+
+    def in_process(answer: str, truth: str) -> float:
+        try:
+            return metric([f"\\boxed{{{truth}}}"], [answer])[0]
+        except ValueError:  # no truth in the truth
+            return 0.0
+
+    expected = [in_process(*pair) for pair in pairs]
+    assert in_pool(pairs) == expected
+    assert [math_verify.compute_score(*pair) for pair in pairs] == expected
+
+
+def among_hostile(hostile: list[str], seed: int) -> tuple[list[float], list[float]]:
+    """The scores of hostile answers, and what those of ordinary answers among them are off by."""
+    n = len(hostile)
+    pairs = [(answer, TRUTH) for answer in hostile]
+    pairs += [(f"Therefore \\boxed{{\\frac{{{i}}}{{7}}}}", f"\\frac{{{i + i % 2}}}{{7}}") for i in range(n)]
+    order = list(range(2 * n))
+    random.Random(seed).shuffle(order)
+    scores = dict(zip(order, in_pool([pairs[i] for i in order]), strict=True))
+    return [scores[i] for i in range(n)], [scores[n + i] - (i % 2 == 0) for i in range(n)]
+
+
+@pytest.mark.timeout(240)
+def test_hostile_answers(hostile_pool: None) -> None:
+    """Without limits, hardly any of the powers alone would end within the test's time."""
+    hostile = hostile_answers()
+    assert len(hostile) >= 300
+    scores, errors = among_hostile(list(hostile.values()), seed=0)
+    assert not [name for name, score in zip(hostile, scores, strict=True) if score not in (0.0, TIMED_OUT)]
+    assert scores.count(TIMED_OUT) > 50
+    assert not any(errors)
+
+
+def test_workers_have_a_memory_limit(hostile_pool: None) -> None:
+    in_pool([("1", "1")])
+    # One that has just been started for a killed one sets its limit before its first answer.
+    deadline = time.monotonic() + 30
+    limits: set[tuple[int, int]] = set()
+    while limits != {(512 * MEBIBYTE, 512 * MEBIBYTE)} and time.monotonic() < deadline:
+        time.sleep(0.1)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended since
+            limits = {worker.rlimit(resource.RLIMIT_AS) for worker in workers()}
+    assert limits == {(512 * MEBIBYTE, 512 * MEBIBYTE)}
+
+
+FRAGMENTS = st.sampled_from(
+    "0 1 7 -3 0.5 9^9 x \\pi ! ^ _ { } ( ) [ ] $ $$ \\[ \\] \\( \\) , = < + - * / % & \\\\ \\ \\frac \\sqrt \\boxed{ "
+    "\\text{ \\left( \\right) \\{ \\} \\begin{pmatrix} \\end{pmatrix} \\sum_{n=1}^{99} \\int \\infty \\cup answer: "
+    "and final%sis {0} \0 \ud800 \u202e 数 ½ √ \n".split(" ")
+)
+TEXTS = st.one_of(
+    st.text(st.characters(exclude_categories=()), max_size=50),
+    st.lists(FRAGMENTS, max_size=30).map("".join),
+    st.lists(FRAGMENTS, max_size=15).map(lambda parts: f"\\boxed{{{''.join(parts)}}}"),
+    st.tuples(FRAGMENTS, FRAGMENTS, st.integers(2, 3000)).map(lambda t: f"${t[0] * t[2]}1{t[1] * t[2]}$"),
+)
+
+
+@pytest.mark.timeout(240)
+@settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(TEXTS, min_size=20, max_size=20), st.integers(0, 9))
+def test_generated_answers(hostile_pool: None, hostile: list[str], seed: int) -> None:
+    scores, errors = among_hostile(hostile, seed)
+    assert set(scores) <= {0.0, TIMED_OUT}
+    assert not any(errors)
+
+
+def peak(process: psutil.Process) -> int:
+    """The most memory that a process has ever used, in bytes."""
+    with open(f"/proc/{process.pid}/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answer, with room and without: what does not fit is unparsable, and no burden to later answers."""
+    hog = "$$" + "a" * (3 * MEBIBYTE)
+    new_pool(monkeypatch, workers=1, timeout=60, memory_mb=2048)
+    assert in_pool([(hog, "7")]) == [0.0]
+    (worker,) = workers()
+    assert peak(worker) > 256 * MEBIBYTE
+
+    new_pool(monkeypatch, workers=1, timeout=60, memory_mb=256)
+    assert in_pool([("7", "7")]) == [1.0]
+    (worker,) = workers()
+    assert in_pool([(hog, "7")]) == [0.0]
+    assert worker.is_running() and 128 * MEBIBYTE < peak(worker) <= 256 * MEBIBYTE
+    assert in_pool([("7", "7"), ("8", "7")]) == [1.0, 0.0]
+    assert not worker.is_running()
+    # More than the worker could even receive
+    assert in_pool([("7", "7"), ("7 " + "a" * (64 * MEBIBYTE), "7"), ("7", "7")]) == [1.0, 0.0, 1.0]
+    new_pool(monkeypatch, workers=2, timeout=1)

@@ -1,0 +1,99 @@
+"""The evidence that the trainer writes, also where the disk fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from verl import DataProto
+
+PROMPT, RESPONSE, ROWS = 3, 5, 4
+# Three events fit, of some 5 kB each.
+DISK = 16 * 1024
+
+Record = Callable[[Path, int], None]
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    """Writes an event with one culprit as the trainer does: two ranks with two rows each."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    ids = torch.arange(ROWS * (PROMPT + RESPONSE)).reshape(ROWS, -1)
+    batch = DataProto.from_dict(
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, PROMPT:]}
+    )
+
+    def write(directory: Path, step: int) -> None:
+        actor = SimpleNamespace(bisect_dump_dir=str(directory), ppo_mini_batch_size=ROWS)
+        trainer = SimpleNamespace(
+            config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=1))),
+            tokenizer=SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids))),
+        )
+        trainer._describe_token = lambda *arguments: RayPPOTrainer._describe_token(trainer, *arguments)
+        culprits = [{"rank": 1, "row": 1, "position": 2}]
+        event = {"global_step": step, "mini_batch": 0, "world_size": 2, "culprits": culprits, "filler": "x" * 5000}
+        RayPPOTrainer._record_gradloc_events(trainer, batch, [event])
+
+    return write
+
+
+def events(directory: Path) -> list[dict[str, Any]]:
+    """What can be read of the file: a failing disk may leave half a line behind."""
+    found = []
+    for line in (directory / "spikes.jsonl").read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            assert line.startswith('{"global_step"') or not line
+    return found
+
+
+def test_the_culprit_is_described(record: Record, tmp_path: Path) -> None:
+    record(tmp_path, 1)
+    (event,) = events(tmp_path)
+    # Row 1 of rank 1 is row 3 of the batch, which begins with token 24.
+    assert event["culprits"][0]["token"] == "29" and event["culprits"][0]["prompt"] == "24 25 26"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_full_disk(record: Record, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not permitted")
+    try:
+        for step in range(1, 5):
+            record(tmp_path, step)
+        assert "No space left on device" in caplog.text
+        subprocess.run(["mount", "-o", f"remount,size={2 * DISK}", str(tmp_path)], check=True)
+        record(tmp_path, 5)
+        # What was cut off is one line; what was written before and after it can be read.
+        assert [event["global_step"] for event in events(tmp_path)] == [1, 2, 3, 5]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_device_that_takes_nothing(record: Record, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "spikes.jsonl").symlink_to("/dev/full")
+    record(tmp_path, 1)
+    assert "No space left on device" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made(record: Record, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    record(tmp_path / "file" / "dump", 1)
+    assert "could not be written" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission(record: Record, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path.chmod(0o500)
+    record(tmp_path / "dump", 1)
+    assert "Permission denied" in caplog.text
