@@ -329,8 +329,13 @@ def build_actor(
     actor = module.DataParallelPPOActor(build_config(case, **gradloc), model, optimizer)
     if case.precision == "float16":
         # The actor's own is for GPUs, and disabled here.
-        actor.scaler = ShardedGradScaler(device="cpu", init_scale=case.loss_scale)
+        actor.scaler = grad_scaler(case.loss_scale)
     return actor
+
+
+def grad_scaler(scale: float) -> ShardedGradScaler:
+    # Its default group is the one of its module's import, which other tests have destroyed.
+    return ShardedGradScaler(device="cpu", init_scale=scale, process_group=dist.group.WORLD)
 
 
 def padding_functions() -> tuple[Callable[..., Any], ...]:

@@ -287,7 +287,6 @@ def run_actor(
         scale (float, optional): The loss scale, for fp16.
     """
     import actor_cases
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
     from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
     options = {**options, "layer_clip": VerlLayerClipConfig(enable=True, **options.get("layer_clip", {}))}
@@ -296,7 +295,7 @@ def run_actor(
     def prepare(actor: Any) -> None:
         found["actor"] = actor
         if scale is not None:
-            actor.scaler = ShardedGradScaler(device="cpu", init_scale=scale)
+            actor.scaler = actor_cases.grad_scaler(scale)
         original = actor.layer_clip._gradients.squared_norms
 
         def counted() -> Tensor:
