@@ -21,7 +21,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gradloc.search import Search
+from gradloc.search import Probe, Search
 
 MICRO_BATCHES = 4
 DIMENSIONS = 64
@@ -139,20 +139,17 @@ class Event:
             while waiting and len(search.open_segments) < self.world_size:
                 unit = waiting.pop(0)
                 search.add_unit(unit, norms[unit], self.suspicion[unit], torch.ones(self.tokens))
-            segments = search.next(self.world_size)
-            if not segments:
+            probes = search.next(self.world_size)
+            if not probes:
                 return passes, {(culprit.unit, culprit.candidate) for culprit in search.culprits}
             passes += 1
-            sums = [self.vectors[s.unit][search.candidates(s)].sum(0) for s in segments]
-            search.record([(segment, float(total.norm())) for segment, total in zip(segments, sums, strict=True)])
-            code = search.code(self.world_size)
-            if code is not None:
-                passes += math.ceil(code.digits / self.world_size)
-                factors = [torch.tensor(code.factors(digit)) for digit in range(code.digits)]
-                sums = [(self.vectors[code.unit][code.candidates] * factor[:, None]).sum(0) for factor in factors]
-                candidate = code.read([float(total.norm()) for total in sums])
-                if candidate is not None:
-                    search.suspect(code.unit, candidate)
+            search.record([(probe, self._norm(probe)) for probe in probes])
+
+    def _norm(self, probe: Probe) -> float:
+        vectors = self.vectors[probe.unit][probe.candidates]
+        if probe.factors is not None:
+            vectors = vectors * torch.tensor(probe.factors)[:, None]
+        return float(vectors.sum(0).norm())
 
     def _published(self) -> tuple[int, set[tuple[Unit, int]]]:
         passes = 0

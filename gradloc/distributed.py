@@ -13,7 +13,8 @@
 # limitations under the License.
 """The few collective operations of the search."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,19 @@ def gather_objects(value: Any) -> list[Any]:
     out: list[Any] = [None] * world_size()
     dist.all_gather_object(out, value)
     return out
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """Goes around what is the same on every rank: an error in it is one on every rank, too.
+
+    Raises:
+        RankFailedError: Instead of any other exception.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise RankFailedError(f"{type(error).__name__}: {error}") from error
 
 
 def exchange(make: Callable[[], Any]) -> list[Any]:

@@ -17,12 +17,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle
-from torch.distributed.tensor import DTensor
 
 # On the CPU a norm runs in one float32 accumulator, which costs 1e-3 of it at 28 million elements; in chunks of this
 # size 2e-7. GPUs sum in blocks anyway.
@@ -64,51 +62,18 @@ def _holders(module: nn.Module) -> list[Tensor]:
     return list({id(holder): holder for holder in holders}.values())
 
 
-@torch.no_grad()
-def reduced_norm(module: nn.Module, device: torch.device) -> float:
-    """The norm of the gradient that the optimizer would see. A collective call where the module is sharded.
-
-    Every parameter counts once, however it is sharded or replicated (FSDP1, FSDP2, HSDP, one process).
-
-    Args:
-        module (nn.Module): The model.
-        device (torch.device): Where it computes and communicates; offloaded gradients lie elsewhere.
-    """
-    handles = _flat_handles(module)
-    if not handles:
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        if not gradients:
-            return 0.0
-        norm = torch.nn.utils.get_total_norm(gradients).to(device)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-    sharded = torch.zeros((), dtype=torch.float64, device=device)
-    whole = torch.zeros((), dtype=torch.float64, device=device)
-    for handle in handles:
-        # The flat gradient holds that of frozen parameters, too, which the optimizer does not see.
-        seen = handle.flat_param._params if handle._use_orig_params else [handle.flat_param]
-        for gradient in [holder.grad for holder in seen if holder.grad is not None]:
-            (sharded if handle.uses_sharded_strategy else whole).add_(squared_norm(gradient).to(device))
-    dist.all_reduce(sharded, group=handles[0].process_group)
-    return float((sharded + whole).sqrt())
-
-
 class SetAside:
     """Takes all gradients off a module while new ones are computed; leaving it puts the very same bits back.
 
-    A context manager. After `subtract()` in it, what it puts back is the old gradient less the one computed meanwhile;
-    after `replace()`, the new one.
+    A context manager. After `replace()` in it, the new ones stay.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._outcome = "restore"
-
-    def subtract(self) -> None:
-        self._outcome = "subtract"
+        self._replaced = False
 
     def replace(self) -> None:
-        self._outcome = "replace"
+        self._replaced = True
 
     def __enter__(self) -> "SetAside":
         self._kept = [(holder, holder.grad, _copy_if_reused(holder)) for holder in _holders(self._module)]
@@ -117,19 +82,12 @@ class SetAside:
 
     @torch.no_grad()
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is None and self._outcome == "replace":
+        if error is None and self._replaced:
             return
-        # FSDP1's original parameters see what is done to the flat ones.
-        flat = {id(handle.flat_param) for handle in _flat_handles(self._module)}
-        new = [holder.grad for holder, _, _ in self._kept]
         clear(self._module)
-        for (holder, gradient, copy), change in zip(self._kept, new, strict=True):
+        for holder, gradient, copy in self._kept:
             if copy is not None:
-                change = change.clone() if change is not None else None
                 gradient.copy_(copy)
-            if error is None and self._outcome == "subtract" and change is not None:
-                if not flat or id(holder) in flat:
-                    gradient.sub_(change)
             holder.grad = gradient
 
 
@@ -231,14 +189,21 @@ def _parameter_groups(unit: FSDPModule) -> list:
 
 
 @contextmanager
-def training_flags(module: nn.Module) -> Iterator[None]:
-    """Puts every module's training flag back."""
+def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Puts back what forwards may change besides gradients: buffers, training flags and the random state."""
     flags = [(child, child.training) for child in module.modules()]
+    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
+    rng_state = get_rng_state(device)
     try:
         yield
     finally:
+        set_rng_state(rng_state, device)
         for child, training in flags:
             child.training = training
+        with torch.no_grad():
+            for buffer, version, copy in buffers:
+                if buffer._version != version:
+                    buffer.copy_(copy)
 
 
 def get_rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

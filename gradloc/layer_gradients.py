@@ -79,7 +79,6 @@ class LayerGradients:
         self._plan: list[tuple[int, float]] = []
         self._plan_on_device: tuple[Tensor, Tensor] | None = None
 
-    @torch.no_grad()
     def squared_norms(self) -> Tensor:
         """The layers' squared norms. A collective call (one all-reduce) where the module is sharded; no host sync.
 
@@ -87,6 +86,17 @@ class LayerGradients:
             Tensor: float64 of shape (len(layers),), the same on every rank of a sharded module. 0 for a layer without
                 a gradient.
         """
+        return self.add_up(self.own_squares())
+
+    def add_up(self, squares: Tensor) -> Tensor:
+        """Sums every rank's `own_squares`, in place. A collective call where the module is sharded."""
+        if self._sharded:
+            dist.all_reduce(squares)
+        return squares
+
+    @torch.no_grad()
+    def own_squares(self) -> Tensor:
+        """What this rank's part of the gradient adds to the layers' squared norms: float64 of shape (len(layers),)."""
         squares = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         parts, plan = [], []
         for layer, piece in self._pieces:
@@ -102,8 +112,6 @@ class LayerGradients:
             norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)).to(self._device)
             index, shares = self._on_device(plan)
             squares.index_add_(0, index, norms.double().square() * shares)
-        if self._sharded:
-            dist.all_reduce(squares)
         return squares
 
     @torch.no_grad()

@@ -15,7 +15,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,14 +25,10 @@ from torch import Tensor, nn
 
 from . import distributed, evidence, gradients
 from .passes import MicroBatch, Passes, Share, UnitName
-from .search import Search, Segment
+from .search import Probe, Search, Segment
 
 # How many of the largest tokens an event names for a spike without a culprit.
 _LARGEST_TOKENS = 3
-
-# The culprits' gradient may be subtracted from the whole if what is left is no smaller than this share of it: float32
-# then keeps five digits. Otherwise the rest is computed anew.
-_CANCELLATION = 1e-2
 
 # What the search takes for one unit. With the local meter a micro-batch of one rank: (rank, index). With the reduced
 # meter, which cannot tell ranks apart, the micro-batches of all ranks with the same index: (None, index).
@@ -233,25 +229,34 @@ class Localization:
         except distributed.RankFailedError as error:
             self.error = str(error)
 
-    def drop(self, module: nn.Module, device: torch.device) -> bool:
-        """Takes the culprits' gradient out of the module's. A collective call.
+    def drop(self, module: nn.Module, reduced_norm: Callable[[], float]) -> bool:
+        """Computes the mini-batch's gradient anew, without the culprits. A collective call.
+
+        To subtract the culprits' gradient would take fewer passes, but in half precision what is left of a spike would
+        be rounding errors.
+
+        Args:
+            module (nn.Module): The model.
+            reduced_norm (Callable): Measures its gradient.
 
         Returns:
-            bool: Whether it is out; if not, the gradient is as it was.
+            bool: Whether the culprits are out; if not, the gradient is as it was.
         """
         culprits = self._shares_by_unit(self._culprits())
-        if not culprits or self.error is not None:
+        count = 1 + max(index for _, index in self.units)
+        if not culprits or self.error is not None or self._passes.count + count > self._budget:
             return False
-        subtracted = False
         try:
-            if math.isfinite(gradients.reduced_norm(module, device)):
-                subtracted, precise = self._subtract(module, device, culprits)
-                if precise:
-                    return True
-            return self._recompute(module, device, culprits) or subtracted
+            with gradients.SetAside(module) as gradient:
+                for index in range(count):
+                    self._passes.accumulate(partial(self._share_without, culprits, index))
+                finite = math.isfinite(reduced_norm())
+                if finite:
+                    gradient.replace()
+            return finite
         except distributed.RankFailedError as error:
             self.error = str(error)
-            return subtracted
+            return False
 
     def culprit_evidence(self) -> list[dict[str, Any]]:
         """The evidence on each culprit, the largest first."""
@@ -347,35 +352,19 @@ class Localization:
             if rows:
                 self._narrow(rows)
                 continue
-            segments = self._search.next(width)
-            if not segments:
+            with distributed.alike():
+                probes = self._search.next(width, self._budget - self._passes.count)
+            if not probes:
                 return
-            squares = self._passes.measure([self._probe(segment) for segment in segments])
-            for segment, norms in zip(segments, squares.sqrt().tolist(), strict=True):
-                if segment.size == 1:
-                    self._measured[self._tokens_of(segment)[0]] = norms
+            squares = self._passes.measure([partial(self._shares_of, probe) for probe in probes])
+            for probe, norms in zip(probes, squares.sqrt().tolist(), strict=True):
+                if isinstance(probe, Segment) and probe.size == 1:
+                    self._measured[self._tokens_of(probe)[0]] = norms
             known = len(self._search.broken)
-            self._search.record(list(zip(segments, squares.sum(1).sqrt().tolist(), strict=True)))
+            with distributed.alike():
+                self._search.record(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
             for group in self._search.broken[known:]:
                 self._suspect_rows(group)
-            self._read_number()
-
-    def _read_number(self) -> None:
-        """Finds a culprit that the prior does not expect by its number, where the budget allows. A collective call."""
-        if self._passes.count + 1 >= self._budget:
-            return
-        code = self._search.code(self._passes.width)
-        if code is None or self._passes.count + math.ceil(code.digits / self._passes.width) >= self._budget:
-            return
-        tokens = self._tokens(code.unit, code.candidates)
-        norms: list[float] = []
-        while len(norms) < code.digits:
-            digits = range(len(norms), min(len(norms) + self._passes.width, code.digits))
-            squares = self._passes.measure([self._shares(tokens, code.factors(digit)) for digit in digits])
-            norms += squares.sum(1).sqrt().tolist()
-        candidate = code.read(norms)
-        if candidate is not None:
-            self._search.suspect(code.unit, candidate)
 
     def _broken_tokens_of(self, group: GroupName) -> int:
         return sum(self.units[name].broken_tokens for name in self._groups[group])
@@ -393,7 +382,7 @@ class Localization:
         sample = begun[: self._passes.width]
         for group in sample:
             self._obtain(group)
-        squares = self._passes.measure([self._probe(Segment(group, 0, 0)) for group in sample])
+        squares = self._passes.measure([partial(self._shares_of, Segment(group, [])) for group in sample])
         broken = not squares.sum(1).isfinite().any()
         self._search.broken += sample if broken else []
         return broken
@@ -426,7 +415,7 @@ class Localization:
             for name in self._groups[group]:
                 self._look_into(name)
         energies = {
-            group: sum(float(self._suspicion(name).square().sum()) for name in names)
+            group: math.fsum(energy for name in names for energy in self._suspicion(name).square().tolist())
             for group, names in self._groups.items()
         }
         whole = sum(energies.values())
@@ -478,7 +467,9 @@ class Localization:
     def _narrow(self, rows: list[_BrokenRow]) -> None:
         """One pass that narrows down where in some rows the forward breaks. A collective call."""
         cuts = [(row, index) for row in rows for index in row.cuts(self._passes.width // len(rows))]
-        squares = self._passes.measure([self._shares([(row.unit, row.row, row.positions[i])]) for row, i in cuts])
+        squares = self._passes.measure(
+            [partial(self._shares, [(row.unit, row.row, row.positions[i])]) for row, i in cuts]
+        )
         for (row, index), broken in zip(cuts, ~squares.sum(1).isfinite(), strict=True):
             row.record(index, bool(broken))
 
@@ -487,56 +478,29 @@ class Localization:
         for name in sorted({name for name, _, _ in self._culprits()}):
             if self._passes.count >= self._budget:
                 return
-            whole = Share(self._shared[name], self._shared[name].tokens["response_mask"].bool())
-            (squares,) = self._passes.measure([{name[0]: whole}])
+            (squares,) = self._passes.measure([partial(self._whole, name)])
             layer_norms = dict(zip(self._passes.layers, squares.sqrt().tolist(), strict=True))
             self.units[name] = replace(self.units[name], norm=float(squares.sum().sqrt()), layer_norms=layer_norms)
 
-    def _subtract(self, module: nn.Module, device: torch.device, culprits: dict[UnitName, Share]) -> tuple[bool, bool]:
-        """Measures the culprits' own gradient and takes it away.
+    def _whole(self, name: UnitName) -> dict[int, Share]:
+        return {name[0]: Share(self._shared[name], self._shared[name].tokens["response_mask"].bool())}
 
-        Returns:
-            tuple[bool, bool]: Whether it was taken away, and whether enough is left to be precise.
-        """
-        batches = list(self._passes.batches(culprits))
-        if self._passes.count + len(batches) > self._budget:
-            return False, False
-        with gradients.SetAside(module) as gradient:
-            for batch in batches:
-                self._passes.accumulate(batch.get)
-            taken = gradients.reduced_norm(module, device)
-            gradient.subtract()
-        return True, gradients.reduced_norm(module, device) >= _CANCELLATION * taken
+    def _share_without(self, culprits: Mapping[UnitName, Share], index: int, rank: int) -> Share | None:
+        """A rank's own micro-batch less the culprits."""
+        if (rank, index) not in self.units:
+            return None
+        micro_batch = self._micro_batches[index].portable(self._scale)
+        keep = micro_batch.tokens["response_mask"].bool()
+        culprit = culprits.get((rank, index))
+        return Share(micro_batch, keep if culprit is None else keep & ~culprit.keep)
 
-    def _recompute(self, module: nn.Module, device: torch.device, culprits: dict[UnitName, Share]) -> bool:
-        """Computes the mini-batch's gradient anew without the culprits."""
-
-        def share_of(rank: int, index: int) -> Share | None:
-            if (rank, index) not in self.units:
-                return None
-            micro_batch = self._micro_batches[index].portable(self._scale)
-            keep = micro_batch.tokens["response_mask"].bool()
-            culprit = culprits.get((rank, index))
-            return Share(micro_batch, keep if culprit is None else keep & ~culprit.keep)
-
-        count = 1 + max(index for _, index in self.units)
-        if self._passes.count + count > self._budget:
-            return False
-        with gradients.SetAside(module) as gradient:
-            for i in range(count):
-                self._passes.accumulate(partial(share_of, index=i))
-            finite = math.isfinite(gradients.reduced_norm(module, device))
-            if finite:
-                gradient.replace()
-        return finite
-
-    def _probe(self, segment: Segment) -> dict[int, Share]:
-        """What the ranks compute to measure a segment: without any token, their whole micro-batches."""
-        if segment.size:
-            return self._shares(self._tokens_of(segment))
+    def _shares_of(self, probe: Probe) -> dict[int, Share]:
+        """What the ranks compute for a probe: without any token, their whole micro-batches."""
+        if probe.candidates:
+            return self._shares(self._tokens_of(probe), probe.factors)
         empty = {
             name: torch.zeros_like(self._shared[name].tokens["response_mask"], dtype=torch.bool)
-            for name in self._groups[segment.unit]
+            for name in self._groups[probe.unit]
         }
         return {name[0]: Share(self._shared[name], keep) for name, keep in empty.items()}
 
@@ -556,12 +520,9 @@ class Localization:
             shares[name] = Share(self._shared[name], keep.bool() if factors is None else keep)
         return shares
 
-    def _tokens_of(self, segment: Segment) -> list[Token]:
-        return self._tokens(segment.unit, self._search.candidates(segment))
-
-    def _tokens(self, group: GroupName, candidates: Sequence[int]) -> list[Token]:
-        places = self._candidates[group][candidates].tolist()
-        return [((rank, group[1]), row, position) for rank, row, position in places]
+    def _tokens_of(self, probe: Probe) -> list[Token]:
+        places = self._candidates[probe.unit][probe.candidates].tolist()
+        return [((rank, probe.unit[1]), row, position) for rank, row, position in places]
 
     def _culprits(self) -> list[Token]:
         rows = [(row.unit, row.row, row.positions[row.low]) for row in self._broken_rows if row.found]

@@ -35,8 +35,7 @@ from .taps import GradientTaps
 
 logger = logging.getLogger(__name__)
 
-# In the warm-up of an automatic threshold only NaN and Inf are spikes: no finite norm reaches this many times the
-# largest one.
+# In the warm-up of an automatic threshold only NaN and Inf are spikes: τ is this many times the largest finite norm.
 _WARMUP_MARGIN = 10.0
 
 
@@ -67,16 +66,16 @@ class GradLoc:
             (len(rows), response_length), of some rows of a micro-batch, with their responses cut to that length.
         device (str | torch.device): Where the model computes.
         loss_scale (Callable): Gives the factor by which backward passes are scaled (for fp16); 1 by default.
-        squared_norms (Callable, optional): `LayerClip.squared_norms`, where that is on too: then the reduced gradient
-            is measured once for both.
+        squared_norms (Callable, optional): `LayerClip.squared_norms`, where that is on too: it measures the reduced
+            gradient.
         sequence_parallel_size (int): So many neighbouring ranks work on the same data. If it is over 1, no rank's
             gradient is that of its data, and the meter is the reduced one.
         meter (str): "local": every rank's own gradient is measured, in training passes, too. "reduced": only the
             gradient after FSDP's mean, in passes of the search.
 
     Attributes:
-        squared_norms (Tensor | None): What it gave, less the loss scale, for the gradient that `locate` has left
-            behind; None where that was not measured.
+        squared_norms (Tensor | None): The layers' squared norms, less the loss scale, of the gradient that `locate` has
+            left behind; None where that was not measured.
         events (list[dict]): The events since `start_update`, the same on every rank, ready for `evidence.jsonable`.
     """
 
@@ -98,15 +97,13 @@ class GradLoc:
         self._forward = forward
         self._device = torch.device(device)
         self._loss_scale = loss_scale
-        self._measure = squared_norms
         self._event: dict[str, Any] | None = None
         self._sequence_parallel_size = sequence_parallel_size
         self._data_parallel_size = distributed.world_size() // sequence_parallel_size
-        self._taps = self._layer_gradients = None
-        if meter == "reduced" or sequence_parallel_size > 1:
-            self._layer_gradients = LayerGradients(module, self._device)
-        else:
-            self._taps = GradientTaps(module, self._device)
+        self._layer_gradients = LayerGradients(module, self._device)
+        self._measure = squared_norms or self._layer_gradients.squared_norms
+        reduced = meter == "reduced" or sequence_parallel_size > 1
+        self._taps = None if reduced else GradientTaps(module, self._device)
         self._lockstep = Lockstep(can_repeat=sequence_parallel_size == 1)
         self._micro_batches: list[MicroBatch] = []
         self._current: MicroBatch | None = None
@@ -185,8 +182,8 @@ class GradLoc:
             bool: Whether the optimizer is to step.
 
         Raises:
-            RankLostError: A pass failed on this rank in the middle of FSDP's collective calls, and it could not make
-                the rest of them. Any other error of the search is logged, and training goes on.
+            RankLostError: Something failed on this rank that the others do not know of, or that kept it from making
+                FSDP's collective calls: they would wait for it. Any other error is logged, and training goes on.
         """
         micro_batches, self._micro_batches = self._micro_batches, []
         self._event = self.squared_norms = None
@@ -194,7 +191,12 @@ class GradLoc:
             return self._locate(micro_batches, epoch, mini_batch)
         except RankLostError:
             raise
-        except Exception:
+        except Exception as error:
+            if distributed.world_size() > 1 and not isinstance(error, distributed.RankFailedError):
+                raise RankLostError(
+                    f"the search for the tokens behind a gradient spike failed on this rank ({type(error).__name__}: "
+                    f"{error}), and the other ranks may wait for it"
+                ) from error
             logger.warning("the search for the tokens behind a gradient spike failed; training goes on", exc_info=True)
             return True
 
@@ -227,9 +229,10 @@ class GradLoc:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Goes on from `state_dict`; from None, of a checkpoint without it, an automatic threshold begins anew."""
-        if state is None and self.config.threshold == "auto":
+        norms = state["token_norms"] if state is not None else ()
+        if not norms and self.config.threshold == "auto":
             logger.warning("The checkpoint holds no norms for grad_norm_threshold=auto; its warm-up begins anew.")
-        self._auto_threshold.restart_from(state["token_norms"] if state is not None else ())
+        self._auto_threshold.restart_from(norms)
 
     def _locate(self, micro_batches: list[MicroBatch], epoch: int, mini_batch: int) -> bool:
         started = time.perf_counter()
@@ -271,28 +274,24 @@ class GradLoc:
             self._device,
             self._lockstep,
             scale,
-            own=micro_batches[0],
+            own=micro_batches,
             sequence_parallel_size=self._sequence_parallel_size,
         )
         localization = Localization(
             threshold, self.config.budget, passes, micro_batches, units, scale, global_norm, self._ordinary
         )
-        rng_state = gradients.get_rng_state(self._device)
-        with gradients.training_flags(self._module):
-            try:
-                with gradients.SetAside(self._module):
-                    localization.run()
-                applied = self._act(localization, global_norm, scale)
-            finally:
-                gradients.set_rng_state(rng_state, self._device)
+        with gradients.undisturbed(self._module, self._device):
+            with gradients.SetAside(self._module):
+                localization.run()
+            applied = self._act(localization, global_norm, scale)
 
         trigger = {"kind": "global", "norm": global_norm, "threshold": global_threshold}
         if kind == "unit":
             worst = units[localization.suspects[0]]
             trigger = {"kind": "unit", "norm": worst.norm, "threshold": threshold * worst.root_square_weight}
         clocks = distributed.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
-        self.events.append(
-            {
+        with distributed.alike():
+            self._event = {
                 "schema": evidence.SCHEMA,
                 "time": clocks[0][1],
                 "global_step": self._global_step,
@@ -320,18 +319,19 @@ class GradLoc:
                 "error": localization.error,
                 "layer_clip": None,
             }
-        )
-        self._event = self.events[-1]
+        self.events.append(self._event)
         return not (self.config.action == "skip" and applied)
 
     def _next_threshold(self, token_norm_max: float, finite_max: float) -> float:
         """τ for a mini-batch with these largest token-equivalents, of all units and of those that are finite."""
+        automatic = self._auto_threshold.value
+        # Also with a given threshold, so that a resumed run may change to an automatic one.
+        self._auto_threshold.take_in(token_norm_max)
         if self.config.threshold != "auto":
             self._threshold = float(self.config.threshold)
             return self._threshold
-        self._threshold = self._auto_threshold.value
-        self._auto_threshold.take_in(token_norm_max)
-        return self._threshold or _WARMUP_MARGIN * finite_max or 1.0
+        self._threshold = automatic
+        return automatic or _WARMUP_MARGIN * finite_max or 1.0
 
     def _compare_with_rollout(self, misaligned: float, tokens: float) -> None:
         self._misaligned += misaligned
@@ -346,8 +346,6 @@ class GradLoc:
             )
 
     def _reduced_norm(self, scale: float) -> float:
-        if self._measure is None:
-            return gradients.reduced_norm(self._module, self._device) / scale
         self.squared_norms = self._measure() / scale**2
         return float(self.squared_norms.sum().sqrt())
 
@@ -357,13 +355,23 @@ class GradLoc:
             # After an overflow the gradient scaler leaves the step out itself, and has to see it to lower its scale.
             return scale == 1 or math.isfinite(global_norm)
         if self.config.action == "drop":
-            self.squared_norms = None
-            return localization.drop(self._module, self._device)
+            squared_norms = self.squared_norms
+            dropped = localization.drop(self._module, lambda: self._reduced_norm(scale))
+            if not dropped:
+                self.squared_norms = squared_norms
+            return dropped
         return True
 
     def _share_units(
         self, micro_batches: list[MicroBatch], squares: Tensor, square_weights: Tensor, scale: float
     ) -> dict[UnitName, Unit]:
+        by_rank = distributed.exchange(lambda: self._own_units(micro_batches, squares, square_weights, scale))
+        by_rank = by_rank[:: self._sequence_parallel_size]
+        return {(rank, i): unit for rank, units in enumerate(by_rank) for i, unit in enumerate(units)}
+
+    def _own_units(
+        self, micro_batches: list[MicroBatch], squares: Tensor, square_weights: Tensor, scale: float
+    ) -> list[Unit]:
         roots = squares.sqrt().cpu()
         own = []
         for i, micro_batch in enumerate(micro_batches):
@@ -378,8 +386,7 @@ class GradLoc:
                 layer_norms = dict(zip(self._taps.layers, roots[i].tolist(), strict=True))
                 unit = replace(unit, norm=float(roots[i].square().sum().sqrt()), layer_norms=layer_norms)
             own.append(unit)
-        by_rank = distributed.gather_objects(own)[:: self._sequence_parallel_size]
-        return {(rank, i): unit for rank, units in enumerate(by_rank) for i, unit in enumerate(units)}
+        return own
 
 
 def _catch(tokens: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:

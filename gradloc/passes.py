@@ -14,7 +14,7 @@
 """Extra forward/backward passes over micro-batches of any rank, in step on all ranks."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,7 +116,7 @@ class Passes:
         device (torch.device): Where the model computes.
         lockstep (Lockstep): Has seen a training pass.
         scale (float): The loss scale of the training pass.
-        own (MicroBatch): Any micro-batch of this rank, for passes in which it has nothing to measure.
+        own (list[MicroBatch]): This rank's micro-batches, one row of which it computes where it has nothing to measure.
         sequence_parallel_size (int): So many neighbouring ranks share the same data.
 
     Attributes:
@@ -136,7 +136,7 @@ class Passes:
         device: torch.device,
         lockstep: Lockstep,
         scale: float,
-        own: MicroBatch,
+        own: Sequence[MicroBatch],
         sequence_parallel_size: int = 1,
     ) -> None:
         self.count = 0
@@ -152,6 +152,7 @@ class Passes:
         self._lockstep = lockstep
         self._scale = scale
         self._own = own
+        self._idle = _healthy_row(own, scaled=scale != 1)
         self._sequence_parallel_size = sequence_parallel_size
         self._cut = not _has_dropout(module)
 
@@ -159,12 +160,12 @@ class Passes:
         """`distributed.exchange` among the ranks with data of their own."""
         return distributed.exchange(make)[:: self._sequence_parallel_size]
 
-    def measure(self, probes: Sequence[Mapping[int, Share]]) -> Tensor:
+    def measure(self, probes: Sequence[Callable[[], Mapping[int, Share]]]) -> Tensor:
         """One pass that measures up to `width` probes. A collective call.
 
         Args:
-            probes (Sequence[Mapping[int, Share]]): The shares of each probe, by the rank whose data they are; with the
-                local meter a single one, which any rank can measure.
+            probes (Sequence[Callable]): Each gives the shares of a probe, by the rank whose data they are; with the
+                local meter a single one, which any rank can measure. Called where they are measured; may raise.
 
         Returns:
             Tensor: float64 of shape (probes, layers), squared norms of each probe's gradient, free of the loss scale
@@ -173,45 +174,49 @@ class Passes:
         Raises:
             RankFailedError: The pass failed on some rank.
         """
-        if isinstance(self._meter, LayerGradients):
+        meter = self._meter
+        if isinstance(meter, LayerGradients):
             (probe,) = probes
             try:
-                self.accumulate(probe.get)
-                squares = self._meter.squared_norms().cpu()
+                own = self.accumulate(lambda rank: probe().get(rank), meter.own_squares)
             finally:
                 gradients.clear(self._module)
-            return (squares * (self.world_size / self._scale) ** 2).unsqueeze(0)
-        shares = [share for probe in probes for share in probe.values()]
-        self._meter.start()
+            return (meter.add_up(own).cpu() * (self.world_size / self._scale) ** 2).unsqueeze(0)
+
+        def share_of(rank: int) -> Share | None:
+            if rank >= len(probes):
+                return None
+            (share,) = probes[rank]().values()
+            return share
+
+        meter.start()
         try:
-            self.accumulate(lambda rank: shares[rank] if rank < len(shares) else None)
+            own = self.accumulate(share_of, lambda: meter.stop().to(self._device) / self._scale**2)
         finally:
-            squares = self._meter.stop().to(self._device)
+            meter.cancel()
             gradients.clear(self._module)
-        return torch.stack(distributed.gather(squares / self._scale**2))[: len(shares)]
+        return torch.stack(distributed.gather(own))[: len(probes)]
 
-    def batches(self, shares: Mapping[UnitName, Share]) -> Iterator[dict[int, Share]]:
-        """Spreads shares of units over as few passes as there can be: for each, what every rank computes."""
-        if self.reduced:
-            for index in sorted({index for _, index in shares}):
-                yield {rank: share for (rank, other), share in shares.items() if other == index}
-        else:
-            values = list(shares.values())
-            for i in range(0, len(values), self.world_size):
-                yield dict(enumerate(values[i : i + self.world_size]))
-
-    def accumulate(self, share_of: Callable[[int], Share | None]) -> None:
-        """Like `measure`, but keeps the gradient, averaged over the ranks, and adds it to what there is.
+    def accumulate(
+        self, share_of: Callable[[int], Share | None], read: Callable[[], Tensor | None] = lambda: None
+    ) -> Tensor | None:
+        """One pass that adds the gradient of every rank's share, averaged over the ranks, to what there is.
 
         Args:
-            share_of (Callable): Gives the share of a rank, called for this rank only. It may raise: then the pass has
+            share_of (Callable): Gives the share of a rank, called for this rank only.
+            read (Callable): What to return, called after the pass. If one of the two raises on some rank, the pass has
                 failed, on all ranks alike.
+
+        Raises:
+            RankFailedError: The pass failed on some rank.
         """
         self.count += 1
         error: Exception | None = None
+        result: Tensor | None = None
         try:
             with self._lockstep.recording(), gradients.all_reduced(self._module):
                 self._forward_backward(share_of(self.rank))
+            result = read()
         except Exception as caught:
             try:
                 self._lockstep.catch_up(caught)
@@ -220,7 +225,7 @@ class Passes:
             error = caught
         failed = torch.tensor([float(error is not None)], device=self._device)
         if not torch.stack(distributed.gather(failed)).any():
-            return
+            return result
         if error is not None:
             logger.warning("a pass of the gradient search failed; training goes on", exc_info=error)
         messages = distributed.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
@@ -230,8 +235,11 @@ class Passes:
 
     def _forward_backward(self, share: Share | None) -> None:
         if share is None:
-            micro_batch, keep = self._own, torch.zeros_like(self._own.tokens["response_mask"], dtype=torch.bool)
-            rows, length, scale = [0], 1, 1.0  # as little as there can be
+            if self._idle is None and self.reduced:
+                raise ValueError("each of this rank's rows has a log-prob or coefficient that is not a finite number")
+            micro_batch, row = self._idle or (self._own[0], 0)
+            keep = torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool)
+            rows, length, scale = [row], 1, 1.0  # as little as there can be
         else:
             micro_batch, keep, scale = share.micro_batch, share.keep, self._scale
             rows, length = self._extent(keep)
@@ -262,9 +270,20 @@ def _coefficient(micro_batch: MicroBatch, name: str, keep: Tensor, rows: list[in
     return torch.where(keep != 0, coefficient * scale * keep, 0.0)
 
 
+def _healthy_row(micro_batches: Sequence[MicroBatch], scaled: bool) -> tuple[MicroBatch, int] | None:
+    """A row in which everything is a finite number: times a coefficient of zero, its gradient is zero."""
+    for micro_batch in micro_batches:
+        healthy = (~micro_batch.broken(scaled).any(1)).nonzero()
+        if len(healthy):
+            return micro_batch, int(healthy[0])
+    return None
+
+
 def _has_dropout(module: nn.Module) -> bool:
     """Whether a part of a micro-batch would see other random masks than the whole did."""
     return any(
-        (isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0) or getattr(child, "attention_dropout", 0)
+        (isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0)
+        # Models that drop by a function keep its rate as `dropout`, `attention_dropout`, `resid_pdrop`, ...
+        or any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(child).items())
         for child in module.modules()
     )

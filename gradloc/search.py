@@ -11,15 +11,16 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Which segment of tokens to measure next: a best-first search over many suspect units at once.
+"""What to measure next: a best-first search for the culprits of many suspect units at once.
 
 Pure bookkeeping on every rank alike: the same calls give the same answers, so no rank needs to be asked.
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,36 +34,55 @@ _SLACK = 1e-3
 
 # A segment under its threshold is still searched for a token over τ if its norm is this many times what ordinary tokens
 # give it. Sets of ordinary tokens, whose norms have heavy tails, seldom reach that.
-_LOUD = 2.0
+_LOUD = 1.75
 
-# A code's base is at most this many times the norm of its unit over what ordinary tokens give it, which blur the
+# A code's base is at most this many times the norm of its segment over what ordinary tokens give it, which blur the
 # reading; what it is where that is not known; and its limit. A reading may be off by this share of a digit.
 _BASE_PER_CONTRAST, _BASE_UNKNOWN, _BASE_MOST = 1.0, 8, 64
 _READING_ERROR = 0.45
+
+# So many numbers of tokens of a unit are read without finding a culprit.
+_READINGS = 3
+
+# Where the tokens that a pass can measure alone hold this much of the prior, they are measured before a number is read.
+_CONCENTRATED = 0.5
 
 # After so many probes in a row that point at no token, a unit's spike is a matter of all its tokens. Of a unit that is
 # left, so many of the likeliest tokens are measured.
 _POINTLESS = 24
 _SAMPLE = 3
 
-# So many passes in a row may go into loud segments without finding a culprit.
-_PATIENCE = 4
+# So many probes, or at least so many passes, in a row may go into loud segments without finding a culprit.
+_PATIENCE_PROBES, _PATIENCE_PASSES = 16, 4
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Segment:
-    """Tokens `low` to `high` (exclusive) of a unit's candidates in order of suspicion.
+    """Some tokens of a unit, whose gradient is to be measured as it is.
 
     An empty one measures what a unit's gradient is without any token: anything but zero means that it is broken.
+
+    Args:
+        unit (Hashable): The unit.
+        candidates (list[int]): Indices into the candidates given to `add_unit`, the most suspicious first.
+        prior (float): How likely it is to hold the unit's culprit.
+        weight (float): Σ |w_t|.
+        square (float): Σ w_t².
+        lightest (float): The smallest |w_t|.
     """
 
+    factors: ClassVar[None] = None
+
     unit: Hashable
-    low: int
-    high: int
+    candidates: list[int]
+    prior: float = 0.0
+    weight: float = 0.0
+    square: float = 0.0
+    lightest: float = 0.0
 
     @property
     def size(self) -> int:
-        return self.high - self.low
+        return len(self.candidates)
 
 
 @dataclass(frozen=True)
@@ -74,18 +94,19 @@ class Culprit:
     norm: float
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Code:
-    """Numbers for a unit's open tokens, written in digits, of which a probe reads one.
+    """Numbers for tokens of which one is a culprit, written in digits, of which a probe reads one.
 
     In the probe of a digit d, each token's share of the gradient is multiplied by sqrt(d / (base - 1)). If one token
-    outweighs all others, the squared norm over the unit's is d / (base - 1) of that token. So a culprit that the prior
-    does not expect is named by about log(n) / log(base) probes, which need not wait for each other as in bisection.
+    outweighs all others, the squared norm over that of them all is d / (base - 1) of that token. So a culprit that the
+    prior does not expect is named by about log(n) / log(base) probes, which need not wait for each other as in
+    bisection.
 
     Args:
-        unit (Hashable): The unit.
-        norm (float): The norm of its gradient.
-        candidates (list[int]): Its open tokens, as indices into the candidates given to `add_unit`.
+        unit (Hashable): Their unit.
+        norm (float): The norm of their gradient.
+        candidates (list[int]): The tokens, as indices into the candidates given to `add_unit`.
         base (int): Of the digits.
         digits (int): How many each number has.
     """
@@ -95,16 +116,16 @@ class Code:
     candidates: list[int]
     base: int
     digits: int
+    norms: dict[int, float] = field(default_factory=dict)
 
-    def factors(self, digit: int) -> list[float]:
-        """What the probe of a digit multiplies each of the tokens with."""
-        values = [number // self.base**digit % self.base for number in range(len(self.candidates))]
-        return [math.sqrt(value / (self.base - 1)) for value in values]
+    @property
+    def unread(self) -> "list[Digit]":
+        return [Digit(self, digit) for digit in range(self.digits) if digit not in self.norms]
 
-    def read(self, norms: list[float]) -> int | None:
+    def read(self) -> int | None:
         """The candidate that the norms of all digits' probes name; None if they do not fit a single token."""
         number = 0
-        for digit, norm in enumerate(norms):
+        for digit, norm in self.norms.items():
             reading = (norm / self.norm) ** 2 * (self.base - 1)
             value = round(reading) if math.isfinite(reading) else -1
             if not 0 <= value < self.base or abs(reading - value) > _READING_ERROR:
@@ -113,33 +134,91 @@ class Code:
         return self.candidates[number] if number < len(self.candidates) else None
 
 
-@dataclass
+@dataclass(eq=False)
+class Digit:
+    """A probe that reads one digit of a code: the candidates, and what each one's share is multiplied with."""
+
+    code: Code
+    digit: int
+
+    @property
+    def unit(self) -> Hashable:
+        return self.code.unit
+
+    @property
+    def candidates(self) -> list[int]:
+        return self.code.candidates
+
+    @property
+    def factors(self) -> list[float]:
+        base = self.code.base
+        digits = (number // base**self.digit % base for number in range(len(self.candidates)))
+        return [math.sqrt(digit / (base - 1)) for digit in digits]
+
+
+Probe = Segment | Digit
+
+
+@dataclass(eq=False)
 class _Parent:
     """A segment over its threshold, and what its unmeasured parts still hold together.
 
-    `rest` is a lower bound of the norm of their sum: by the triangle inequality the segment's own norm less the norms
-    of the parts measured so far. `parts` counts the unmeasured ones; `explained` says whether a part of it, or of its
-    parts, was over its own threshold; `loud` that the segment itself is not.
+    Args:
+        segment (Segment): The segment; empty for parts that are measured for another reason.
+        norm (float): Its norm.
+        rest (float): A lower bound of the norm of the unmeasured parts' sum: by the triangle inequality the segment's
+            own norm less the norms of the parts measured so far.
+        above (list[_Parent]): What it is a part of.
+        joined (bool): Whether it stands for open parts of all those above.
+        loud (bool): Whether the segment is not over its threshold, but loud.
+        single (bool): Whether, for all that is known, one culprit may be all that is over it.
+        tried (bool): Whether a number has been given to its tokens.
+        parts (int): How many parts are unmeasured.
+        explained (bool): Whether a part of it, or of its parts, was over its own threshold.
+        over (list[_Parent]): Its parts that were.
     """
 
     segment: Segment
     norm: float
-    rest: float
-    above: "_Parent | None" = None
+    rest: float = 0.0
+    above: "list[_Parent]" = field(default_factory=list)
+    joined: bool = False
     loud: bool = False
-    parts: int = 1
+    single: bool = True
+    tried: bool = False
+    parts: int = 0
     explained: bool = False
+    over: "list[_Parent]" = field(default_factory=list)
+    energy: float = field(init=False)
+    prior: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        # What of the squared norm and of the prior is in the unmeasured parts.
+        self.energy = self.norm * self.norm
+        self.prior = self.segment.prior if self.segment.size else 1.0
 
     def explain(self) -> None:
-        self.explained = True
-        if self.above is not None and not self.above.explained:
-            self.above.explain()
+        if not self.explained:
+            self.explained = True
+            for parent in self.above:
+                parent.explain()
+
+    def lineage(self) -> "set[_Parent]":
+        """It, and all that it is a part of."""
+        found, queue = {self}, [self]
+        while queue:
+            above = set(queue.pop().above) - found
+            found |= above
+            queue += above
+        return found
 
 
 class _Unit:
-    """The candidates of one unit, most suspicious first, with running sums of prior and squared weight."""
+    """The candidates of one unit, their priors and weights, and what is known of the unit as a whole."""
 
-    def __init__(self, number: int, norm: float, suspicion: Tensor, weights: Tensor, probe_empty: bool) -> None:
+    def __init__(
+        self, name: Hashable, number: int, norm: float, suspicion: Tensor, weights: Tensor, probe_empty: bool
+    ) -> None:
         weights = weights.double().abs()
         # A token's expected share of the squared norm, per squared weight: what is compared with the threshold.
         energy = (suspicion.double() / weights).square()
@@ -147,33 +226,51 @@ class _Unit:
         ceiling = 10 * energy[finite].max() if finite.any() and energy[finite].max() > 0 else torch.ones(())
         energy = torch.where(finite, energy, ceiling)
         n = len(energy)
-        total = energy.sum()
+        # Exact, so that it is the same on every rank: a tensor's sum depends on the number of threads.
+        total = math.fsum(energy.tolist())
         prior = _TRUST * energy / total + (1 - _TRUST) / n if total > 0 else torch.full_like(energy, 1 / n)
         order = torch.argsort(prior, descending=True, stable=True)
+        self.name = name
         self.number = number
         self.norm = norm
         self.probe_empty = probe_empty
         self.passes = 0
-        self.coded = False
         self.pointless = 0
+        self.readings = 0
         self.left = False
-        self.alone: set[int] = set()
-        self.order: list[int] = order.tolist()
-        self.total: list[float] = [0.0, *weights[order].cumsum(0).tolist()]
-        self.prior: list[float] = [0.0, *prior[order].cumsum(0).tolist()]
-        self.square: list[float] = [0.0, *weights[order].square().cumsum(0).tolist()]
-        self.weights: list[float] = weights[order].tolist()
+        self.measured_alone: set[int] = set()
+        self.place: list[int] = order.argsort().tolist()
+        self.prior: list[float] = prior.tolist()
+        self.weights: list[float] = weights.tolist()
+        self.whole = self.segment(order.tolist())
+        # Of the parts that are not settled, as in `_Parent`.
+        self.rest = norm
+        self.energy = norm * norm
 
-    def mass(self, segment: Segment) -> float:
-        return self.prior[segment.high] - self.prior[segment.low]
+    def segment(self, candidates: Sequence[int]) -> Segment:
+        weights = [self.weights[candidate] for candidate in candidates]
+        return Segment(
+            self.name,
+            sorted(candidates, key=self.place.__getitem__),
+            prior=sum(self.prior[candidate] for candidate in candidates),
+            weight=sum(weights),
+            square=sum(weight**2 for weight in weights),
+            lightest=min(weights, default=0.0),
+        )
 
-    def halve(self, low: int, high: int) -> int:
-        """Where to cut so that both sides hold about half of the prior."""
-        half = (self.prior[low] + self.prior[high]) / 2
-        cut = bisect_left(self.prior, half, low + 1, high)
-        if cut > low + 1 and half - self.prior[cut - 1] < self.prior[min(cut, high)] - half:
-            cut -= 1
-        return min(max(cut, low + 1), high - 1)
+    def halves(self, segment: Segment) -> tuple[Segment, Segment]:
+        """Two parts that hold about half of the prior each."""
+        sums = list(accumulate(self.prior[candidate] for candidate in segment.candidates))
+        cut = min(range(segment.size - 1), key=lambda i: abs(sums[i] - segment.prior / 2)) + 1
+        return self.segment(segment.candidates[:cut]), self.segment(segment.candidates[cut:])
+
+    def is_concentrated(self, count: int) -> bool:
+        """Whether the prior expects the culprit among its `count` likeliest tokens."""
+        return sum(self.prior[candidate] for candidate in self.whole.candidates[:count]) > _CONCENTRATED
+
+    def settle(self, norm: float) -> None:
+        """Takes in the norm of a part that is not split any further."""
+        self.rest, self.energy = _remainder(self.rest, norm), _less(self.energy, norm)
 
 
 class Search:
@@ -181,7 +278,8 @@ class Search:
 
     A segment S of a unit is over its threshold when the norm of its gradient exceeds τ·sqrt(Σ_{t∈S} w_t²), or is not a
     finite number. A single token over it is a culprit, any other segment over it is split. Splits halve the prior
-    probability, so that a likely token is soon alone in its segment.
+    probability, so that a likely token is soon alone in its segment. Where the prior expects no token, the culprit's
+    number is read instead (see `Code`). Once a culprit is found, what is open beside it is measured as one.
 
     A segment of n tokens under its threshold may still hide a token between τ and τ·sqrt(n). It is dropped if its norm
     is too small for one token over τ, or is what ordinary tokens account for. Any other is loud: it is split as well,
@@ -198,8 +296,6 @@ class Search:
 
     Attributes:
         culprits (list[Culprit]): The single tokens over the threshold so far.
-        diffuse (list[tuple[Segment, float]]): Segments over their threshold, with their norms, of which no part is: the
-            smallest that hold a spike without a culprit.
         broken (list[Hashable]): Units whose gradient is not a number even without any token.
     """
 
@@ -211,8 +307,9 @@ class Search:
         self._units: dict[Hashable, _Unit] = {}
         self._open: dict[Segment, _Parent] = {}
         self._first: set[Segment] = set()
+        self._codes: list[Code] = []
         self._unexplained: list[_Parent] = []
-        self._patience = _PATIENCE
+        self._fruitless = 0
 
     @property
     def open_segments(self) -> list[Segment]:
@@ -221,6 +318,8 @@ class Search:
 
     @property
     def diffuse(self) -> list[tuple[Segment, float]]:
+        """Segments over their threshold, with their norms, of which no part is: the smallest that hold a spike without
+        a culprit."""
         return [(parent.segment, parent.norm) for parent in self._unexplained if not parent.explained]
 
     def add_unit(
@@ -245,102 +344,60 @@ class Search:
         """
         if len(weights) == 0:
             return
-        self._units[unit] = _Unit(len(self._units), norm, suspicion, weights, probe_empty)
-        whole = Segment(unit, 0, len(weights))
+        whole = _Unit(unit, len(self._units), norm, suspicion, weights, probe_empty)
+        self._units[unit] = whole
         if not measured:
-            self._open[whole] = _Parent(Segment(unit, 0, 0), norm, rest=0.0)
+            self._add(whole.whole, _Parent(Segment(unit, []), norm))
             return
         if not math.isfinite(norm):
             self._probe_empty(unit)
-        parent = _Parent(whole, norm, rest=norm)
-        if whole.size == 1:
-            self._open[whole] = parent
+        parent = _Parent(whole.whole, norm, rest=norm)
+        if whole.whole.size == 1:
+            self._add(whole.whole, parent)
         else:
-            self._split(whole, parent)
+            self._split(whole.whole, parent)
 
-    def next(self, count: int) -> list[Segment]:
-        """The up to `count` segments to measure in the next pass, all different; none when the search is over."""
+    def next(self, count: int, passes_left: float = math.inf) -> list[Probe]:
+        """What to measure in the next pass; none when the search is over.
+
+        Args:
+            count (int): At most so many probes.
+            passes_left (float): So many passes can still be made: no number is begun that could not be made use of.
+        """
         if not self.open_segments:
-            if self._patience == 0:
+            if self._fruitless >= max(math.ceil(_PATIENCE_PROBES / count), _PATIENCE_PASSES):
                 return []
-            self._patience -= 1
-        while 0 < len(self._open) < count:
+            self._fruitless += 1
+        self._begin_codes(count, passes_left)
+        digits = [digit for code in self._codes for digit in code.unread][:count]
+        while 0 < len(self._open) < count - len(digits):
             widest = max((s for s in self._open if s.size > 1), key=self._expected_square, default=None)
             if widest is None:
                 break
-            self._split(widest, self._open.pop(widest))
-        return sorted(self._open, key=self._urgency)[:count]
+            self._split(widest, self._take(widest))
+        segments = sorted(self._open, key=self._urgency)
+        first = [segment for segment in segments if segment in self._first]
+        return [*first, *digits, *(segment for segment in segments if segment not in self._first)][:count]
 
-    def code(self, width: int) -> Code | None:
-        """How to find the culprit of a unit by its number, where that takes fewer passes than going on as before.
-
-        That is so for units in which a pass has found nothing; each is tried once.
-
-        Args:
-            width (int): How many probes a pass can measure.
-        """
-        found = {culprit.unit for culprit in self.culprits}
-        for name, unit in self._units.items():
-            if unit.coded or unit.passes == 0 or name in found or not math.isfinite(unit.norm):
-                continue
-            open_here = [segment for segment in self.open_segments if segment.unit == name]
-            candidates = sorted(candidate for segment in open_here for candidate in self.candidates(segment))
-            if len(candidates) < 2:
-                continue
-            base = self._largest_base(unit)
-            digits = max(math.ceil(math.log(len(candidates), base) - 1e-9), 1)
-            if math.ceil(digits / width) + 1 >= math.log(len(candidates), max(width, 2)):
-                continue
-            unit.coded = True
-            # The smallest base that does tells digits apart best.
-            base = max(math.ceil(len(candidates) ** (1 / digits) - 1e-9), 2)
-            return Code(name, unit.norm, candidates, base, digits)
-        return None
-
-    def suspect(self, unit: Hashable, candidate: int) -> None:
-        """Has a candidate measured alone and first, if it has not been measured yet."""
-        place = self._units[unit].order.index(candidate)
-        for segment, parent in list(self._open.items()):
-            if segment.unit == unit and segment.low <= place < segment.high:
-                del self._open[segment]
-                alone = Segment(unit, place, place + 1)
-                parts = [Segment(unit, segment.low, place), alone, Segment(unit, place + 1, segment.high)]
-                parent.parts -= 1
-                for part in parts:
-                    if part.size:
-                        parent.parts += 1
-                        self._open[part] = parent
-                self._first.add(alone)
-
-    def record(self, measured: list[tuple[Segment, float]]) -> None:
-        """Takes in the norms of segments that `next` named. A NaN or Inf counts as over the threshold."""
-        for unit in {segment.unit for segment, _ in measured}:
-            self._units[unit].passes += 1
-        for segment, norm in measured:
-            parent = self._open.pop(segment)
-            parent.parts -= 1
-            parent.rest = _remainder(parent.rest, norm)
-            over = not norm <= self.threshold(segment)
-            self._count_pointless(segment, norm, over, parent)
-            if not math.isfinite(norm) and segment.size:
-                self._probe_empty(segment.unit)
-            if segment.size == len(self._units[segment.unit].order):
-                self._units[segment.unit].norm = norm
-            if segment.size == 1:
-                self._units[segment.unit].alone.add(segment.low)
-            if over and segment.size == 0:
-                self.broken.append(segment.unit)
-            elif over and segment.size == 1:
-                self.culprits.append(Culprit(segment.unit, self.candidates(segment)[0], norm))
-            elif over:
-                self._split(segment, _Parent(segment, norm, rest=norm, above=parent))
-            elif segment.size > 1 and self._is_loud(segment, norm):
-                self._split(segment, _Parent(segment, norm, rest=norm, above=parent, loud=True))
-            if over:
-                parent.explain()
-                self._patience = _PATIENCE
-            elif parent.parts == 0 and not parent.loud and parent.segment.size > 0:
-                self._unexplained.append(parent)
+    def record(self, measured: Sequence[tuple[Probe, float]]) -> None:
+        """Takes in the norms of what `next` named. A NaN or Inf counts as over the threshold."""
+        segments = [(probe, norm) for probe, norm in measured if isinstance(probe, Segment)]
+        for name in {segment.unit for segment, _ in segments}:
+            self._units[name].passes += 1
+        known = len(self.culprits)
+        for segment, norm in segments:
+            self._record(segment, norm)
+        for name in dict.fromkeys(culprit.unit for culprit in self.culprits[known:]):
+            self._go_on_beside_culprit(name)
+        for probe, norm in measured:
+            if isinstance(probe, Digit):
+                probe.code.norms[probe.digit] = norm
+        for code in [code for code in self._codes if not code.unread]:
+            self._codes.remove(code)
+            self._units[code.unit].readings += 1
+            candidate = code.read()
+            if candidate is not None:
+                self._suspect(code.unit, candidate)
         self._close_broken_units()
         self._split_without_measuring()
         for name in [name for name, unit in self._units.items() if unit.pointless >= _POINTLESS and not unit.left]:
@@ -348,41 +405,161 @@ class Search:
 
     def threshold(self, segment: Segment) -> float:
         """τ(S) = τ·sqrt(Σ w_t²)."""
-        square = self._units[segment.unit].square
-        return self._threshold * math.sqrt(max(square[segment.high] - square[segment.low], 0.0))
+        return self._threshold * math.sqrt(segment.square)
 
-    def candidates(self, segment: Segment) -> list[int]:
-        """The segment's tokens, as indices into the candidates given to `add_unit`."""
-        return self._units[segment.unit].order[segment.low : segment.high]
+    def _record(self, segment: Segment, norm: float) -> None:
+        unit, parent = self._units[segment.unit], self._take(segment)
+        parent.rest, parent.energy = _remainder(parent.rest, norm), _less(parent.energy, norm)
+        parent.prior -= segment.prior
+        over = not norm <= self.threshold(segment)
+        self._count_pointless(segment, norm, over, parent)
+        if not math.isfinite(norm) and segment.size:
+            self._probe_empty(segment.unit)
+        if segment.size == len(unit.place):
+            unit.norm, unit.rest, unit.energy = norm, norm, norm * norm
+        if segment.size == 1:
+            unit.measured_alone.add(segment.candidates[0])
+        if segment.size == 1 or not over:
+            unit.settle(norm)
+        if over and segment.size == 0:
+            self.broken.append(segment.unit)
+        elif over and segment.size == 1:
+            self.culprits.append(Culprit(segment.unit, segment.candidates[0], norm))
+        elif over:
+            child = _Parent(segment, norm, rest=norm, above=[parent], single=parent.single and not parent.tried)
+            parent.over.append(child)
+            if len(parent.over) > 1:  # what could not be read in them together may be read in each
+                for part in parent.over:
+                    part.single = True
+            self._split(segment, child)
+        elif segment.size > 1 and self._is_loud(segment, norm):
+            self._split(segment, _Parent(segment, norm, rest=norm, above=[parent], loud=True))
+        if over:
+            parent.explain()
+            self._fruitless = 0
+        elif parent.parts == 0:
+            self._close(parent)
 
-    def _probe_empty(self, unit: Hashable) -> None:
-        if self._units[unit].probe_empty:
-            self._units[unit].probe_empty = False
-            empty = Segment(unit, 0, 0)
-            self._open[empty] = _Parent(empty, self._units[unit].norm, rest=0.0)
+    def _probe_empty(self, name: Hashable) -> None:
+        unit = self._units[name]
+        if unit.probe_empty:
+            unit.probe_empty = False
+            empty = Segment(name, [])
+            self._first.add(empty)  # it may settle the whole unit
+            self._add(empty, _Parent(empty, unit.norm))
 
-    def _largest_base(self, unit: _Unit) -> int:
-        if not self._ordinary:
-            return _BASE_UNKNOWN
-        contrast = unit.norm / (self._ordinary * math.sqrt(unit.square[-1]))
-        return int(min(max(_BASE_PER_CONTRAST * contrast, 2), _BASE_MOST))
+    def _add(self, segment: Segment, parent: _Parent) -> None:
+        self._open[segment] = parent
+        parent.parts += 1
+
+    def _take(self, segment: Segment) -> _Parent:
+        parent = self._open.pop(segment)
+        parent.parts -= 1
+        return parent
+
+    def _split(self, segment: Segment, parent: _Parent) -> None:
+        for half in self._units[segment.unit].halves(segment):
+            self._add(half, parent)
+
+    def _close(self, parent: _Parent) -> None:
+        """Notes a segment whose parts are all measured if none of them was over its threshold."""
+        if parent.joined:
+            for above in parent.above:
+                above.parts -= 1
+                if above.parts == 0 and not above.explained:
+                    self._close(above)
+        elif not parent.loud and parent.segment.size and parent not in self._unexplained:
+            self._unexplained.append(parent)
 
     def _is_loud(self, segment: Segment, norm: float) -> bool:
         if self._ordinary is None:
             return False
         unit = self._units[segment.unit]
-        ordinary = self._ordinary * self.threshold(segment) / self._threshold
-        return norm > max(self._threshold * min(unit.weights[segment.low : segment.high]), _LOUD * ordinary)
+        square = max(segment.square, segment.prior * unit.whole.square)
+        return norm > max(self._threshold * segment.lightest, _LOUD * self._ordinary * math.sqrt(square))
 
-    def _split(self, segment: Segment, parent: _Parent) -> None:
-        cut = self._units[segment.unit].halve(segment.low, segment.high)
-        parent.parts += 1
-        self._open[Segment(segment.unit, segment.low, cut)] = parent
-        self._open[Segment(segment.unit, cut, segment.high)] = parent
+    def _begin_codes(self, count: int, passes_left: float) -> None:
+        """Numbers the open tokens of parents that may hold a single culprit, where that takes fewer passes."""
+        parts: dict[_Parent, list[Segment]] = {}
+        for segment, parent in self._open.items():
+            parts.setdefault(parent, []).append(segment)
+        spare = count - len(self.open_segments) - sum(len(code.unread) for code in self._codes)
+        for parent in sorted(filter(self._is_readable, parts), key=lambda parent: -parent.norm):
+            unit = self._units[parent.segment.unit]
+            candidates = sorted(candidate for segment in parts[parent] for candidate in segment.candidates)
+            if len(candidates) < 2:
+                continue
+            digits = max(math.ceil(math.log(len(candidates), self._largest_base(parent)) - 1e-9), 1)
+            passes = math.ceil(digits / count) + 1
+            splits = math.log(len(candidates), max(count, 2))
+            if digits > spare and (passes >= splits or (unit.passes == 0 and unit.is_concentrated(count))):
+                continue
+            if passes > math.ceil(splits) or passes > passes_left:
+                continue
+            parent.tried = True
+            spare -= digits
+            # The smallest base that does tells digits apart best.
+            base = max(math.ceil(len(candidates) ** (1 / digits) - 1e-9), 2)
+            self._codes.append(Code(unit.name, parent.norm, candidates, base, digits))
+
+    def _is_readable(self, parent: _Parent) -> bool:
+        if not parent.segment.size or not math.isfinite(parent.norm):
+            return False
+        if parent.tried or not parent.single or parent.joined or parent.explained or parent.loud:
+            return False
+        return self._units[parent.segment.unit].readings < _READINGS
+
+    def _largest_base(self, parent: _Parent) -> int:
+        if not self._ordinary:
+            return _BASE_UNKNOWN
+        contrast = parent.norm / (self._ordinary * math.sqrt(parent.segment.square))
+        return int(min(max(_BASE_PER_CONTRAST * contrast, 2), _BASE_MOST))
+
+    def _suspect(self, name: Hashable, candidate: int) -> None:
+        """Has a candidate measured alone, and all beside it as one, if it has not been measured yet."""
+        unit = self._units[name]
+        for segment in list(self._open):
+            if segment.unit == name and candidate in segment.candidates:
+                parent = self._take(segment)
+                alone = unit.segment([candidate])
+                self._first.add(alone)
+                self._add(alone, parent)
+                if segment.size > 1:
+                    self._add(unit.segment([other for other in segment.candidates if other != candidate]), parent)
+                self._join(name, parent.lineage())
+                return
+
+    def _go_on_beside_culprit(self, name: Hashable) -> None:
+        self._units[name].readings = 0
+        self._codes = [code for code in self._codes if code.unit != name]
+        self._join(name)
+        for parent in self._open.values():
+            if parent.segment.unit == name:
+                parent.single = True
+
+    def _join(self, name: Hashable, lineage: Set[_Parent] = frozenset()) -> None:
+        """Makes one segment of what is open of a unit, but for parents none of whose parts has been over yet.
+
+        Args:
+            lineage (set[_Parent]): Counts as having such a part.
+        """
+        unit = self._units[name]
+        here = [(s, p) for s, p in self._open.items() if s.unit == name and s.size and not p.loud]
+        joined = [(s, p) for s, p in here if (p.explained or p in lineage) and s not in self._first]
+        if len(joined) < 2:
+            return
+        # What it holds at least is known if nothing else is open.
+        rest = unit.rest if len(joined) == len(here) else 0.0
+        parent = _Parent(unit.whole, unit.norm, rest=rest, above=[p for _, p in joined], joined=True, single=False)
+        parent.energy, parent.prior = unit.energy, sum(segment.prior for segment, _ in joined)
+        for segment, _ in joined:
+            del self._open[segment]
+        self._add(unit.segment([candidate for segment, _ in joined for candidate in segment.candidates]), parent)
 
     def _close_broken_units(self) -> None:
         broken = set(self.broken)
         self._open = {segment: parent for segment, parent in self._open.items() if segment.unit not in broken}
+        self._codes = [code for code in self._codes if code.unit not in broken]
         self.culprits = [culprit for culprit in self.culprits if culprit.unit not in broken]
 
     def _split_without_measuring(self) -> None:
@@ -392,8 +569,7 @@ class Search:
             found = False
             for segment, parent in list(self._open.items()):
                 if parent.parts == 1 and segment.size > 1 and parent.rest > (1 + _SLACK) * self.threshold(segment):
-                    del self._open[segment]
-                    self._split(segment, parent)
+                    self._split(segment, self._take(segment))
                     found = True
 
     def _count_pointless(self, segment: Segment, norm: float, over: bool, parent: _Parent) -> None:
@@ -402,32 +578,31 @@ class Search:
         if not over or segment.size == 0 or parent.segment.size == 0 or unit.left:
             return
         points = norm * self.threshold(parent.segment) > parent.norm * self.threshold(segment)
-        shared = norm > self._threshold * (unit.total[segment.high] - unit.total[segment.low])
+        shared = norm > self._threshold * segment.weight
         unit.pointless = 0 if points or shared or not math.isfinite(norm) else unit.pointless + 1
 
     def _leave(self, name: Hashable) -> None:
         """Closes what is open of a unit, but for a sample of its likeliest tokens."""
         unit = self._units[name]
         unit.left = True
+        self._codes = [code for code in self._codes if code.unit != name]
         for segment in [segment for segment in self._open if segment.unit == name]:
-            parent = self._open.pop(segment)
-            if parent.segment.size and not parent.loud and all(parent is not other for other in self._unexplained):
-                self._unexplained.append(parent)
-        for i in range(min(_SAMPLE, len(unit.order))):
-            if i not in unit.alone:
-                self._open[Segment(name, i, i + 1)] = _Parent(Segment(name, 0, 0), unit.norm, rest=0.0)
+            parent = self._take(segment)
+            if parent.parts == 0:
+                self._close(parent)
+        for candidate in unit.whole.candidates[:_SAMPLE]:
+            if candidate not in unit.measured_alone:
+                self._add(unit.segment([candidate]), _Parent(Segment(name, []), unit.norm))
 
     def _expected_square(self, segment: Segment) -> float:
-        unit, parent = self._units[segment.unit], self._open[segment]
-        if segment.size == 0 or segment in self._first:  # first of all, since it may settle the whole unit
+        parent = self._open[segment]
+        if segment in self._first:
             return math.inf
-        norm = parent.norm if math.isfinite(parent.norm) else 1e150
-        share = unit.mass(segment) / unit.mass(parent.segment) if parent.segment.size else unit.mass(segment)
-        return norm**2 * share
+        energy = parent.energy if math.isfinite(parent.energy) else 1e300
+        return energy * segment.prior / max(parent.prior, segment.prior)
 
     def _urgency(self, segment: Segment) -> tuple:
-        unit = self._units[segment.unit]
-        return (self._open[segment].loud, -self._expected_square(segment), unit.number, segment.low)
+        return (self._open[segment].loud, -self._expected_square(segment), self._units[segment.unit].number)
 
 
 def _remainder(whole: float, part: float) -> float:
@@ -435,3 +610,8 @@ def _remainder(whole: float, part: float) -> float:
     if not math.isfinite(part):
         return 0.0
     return whole - part if math.isfinite(whole) else math.inf
+
+
+def _less(energy: float, norm: float) -> float:
+    """What is left of a squared norm without a part, as if the two were orthogonal."""
+    return max(energy - norm * norm, 0.0) if math.isfinite(norm) else energy

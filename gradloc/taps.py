@@ -89,6 +89,11 @@ class GradientTaps:
             self._order, self._index = order, torch.tensor(layers, device=self._device)
         return total.index_add_(0, self._index, torch.cat([norms for _, norms in recorded]).double().square())
 
+    def cancel(self) -> None:
+        """Ends the recording, if there is one, and drops it."""
+        self._recording = False
+        self._norms.clear()
+
     def remove(self) -> None:
         """Takes all hooks off the model."""
         for handle in self._handles:

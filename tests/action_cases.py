@@ -72,6 +72,12 @@ def drop(case: Case) -> tuple[list[float], Run]:
     return distances, run
 
 
+def drop_without_budget(case: Case, budget: int) -> tuple[dict[str, bool], Run]:
+    """A budget that is enough to find the culprit, but not to compute the mini-batch anew without it."""
+    run = train(case, spike_action="drop", **{**DETECTION, "bisect_budget_steps": budget})
+    return compare_runs(run, train(case, stock_dp_actor())), run
+
+
 def broken_weights(case: Case) -> tuple[dict[str, bool], Run]:
     """Every weight is NaN; an unpatched actor leaves its steps out, too."""
 

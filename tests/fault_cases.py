@@ -74,6 +74,38 @@ def failing_search(case: Case, where: str, ranks: list[int], when: int) -> tuple
     return compare_runs(run, stock), run
 
 
+def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], Run]:
+    """Rank 1 runs out of memory where a search only looks at figures; compared with the unpatched actor.
+
+    Args:
+        case (Case): The actor.
+        what (str): "the units", which are shared before the first probe; "a norm", read after one.
+    """
+
+    def prepare(actor: Any) -> None:
+        if dist.get_rank() != 1:
+            return
+        if what == "the units":
+            actor.gradloc._own_units = lambda *_: run_out_of_memory()
+        else:
+            stop = actor.gradloc._taps.stop
+            actor.gradloc._taps.stop = lambda: stop() if actor.gradloc._current else run_out_of_memory()
+
+    stock = train(case, stock_dp_actor(), calls=2)
+    run = train(case, calls=2, prepare=prepare, **DETECTION)
+    return compare_runs(run, stock), run
+
+
+def failing_alone(case: Case) -> None:
+    """Rank 1 fails where the others cannot know of it."""
+
+    def prepare(actor: Any) -> None:
+        if dist.get_rank() == 1:
+            actor.gradloc._compare_with_rollout = lambda *_: run_out_of_memory()
+
+    train(case, prepare=prepare, **DETECTION)
+
+
 def killed(case: Case, stock: bool) -> None:
     """Rank 1 is killed in the middle of an extra pass, or of an ordinary one of an unpatched actor."""
 

@@ -9,11 +9,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import IDENTITY_THRESHOLD, Case, Unit, brute_force, build_actor, build_batch, build_model, local
+from actor_cases import (
+    IDENTITY_THRESHOLD,
+    PROMPT,
+    Case,
+    Unit,
+    brute_force,
+    build_actor,
+    build_batch,
+    build_model,
+    local,
+)
 from verl.models.transformers import monkey_patch
 from verl.utils import ulysses
 from verl.utils.gradloc import GradLoc
@@ -30,9 +41,17 @@ class Run:
     rng: torch.Tensor
 
 
-def train(case: Case, size: int, meter: str = "reduced", detect: bool = True, **gradloc: Any) -> Run:
+def train(
+    case: Case,
+    size: int,
+    meter: str = "reduced",
+    detect: bool = True,
+    prepare: Callable[[Any], None] = lambda actor: None,
+    **gradloc: Any,
+) -> Run:
     """One update with groups of `size` ranks that share their data; with the reduced meter they split it."""
     actor = build_actor(case, **({"spike_detection": True, "bisect_budget_steps": 200, **gradloc} if detect else {}))
+    prepare(actor)
     if size > 1 and meter == "reduced":
         split_sequences(actor, case, size)
     if detect:
@@ -121,6 +140,24 @@ def search(case: Case, size: int) -> tuple[list[Unit], list[float], float, Run, 
         "rng": torch.equal(run.rng, off.rng),
     }
     return units, norms, threshold, run, same
+
+
+def broken_row(case: Case, rank: int, row: int, meter: str) -> Run:
+    """A token of one rank's prompt has NaN for its embedding."""
+    original = build_batch(case, rank).batch["input_ids"][row]
+
+    def spoil(_: torch.nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        tokens = arguments[0]
+        here = (tokens == original[: tokens.shape[1]]).all(-1)
+        output = output.clone()
+        output[here, PROMPT - 1] = math.nan
+        return output
+
+    def prepare(actor: Any) -> None:
+        embeddings = [m for m in actor.actor_module.modules() if isinstance(m, torch.nn.Embedding)]
+        embeddings[0].register_forward_hook(spoil)
+
+    return train(case, 1, meter=meter, prepare=prepare, grad_norm_threshold=IDENTITY_THRESHOLD)
 
 
 def drop(case: Case, size: int) -> tuple[float, Run]:

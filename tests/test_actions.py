@@ -8,6 +8,7 @@ import action_cases
 import pytest
 from actor_cases import LEARNING_RATE, Case
 from test_actor import ONE, THREE, WRAPS, Launch, as_list, cases, launch, same_events
+from test_configurations import HALF_PRECISION
 
 __all__ = ["launch"]
 
@@ -24,13 +25,17 @@ def test_skip_leaves_the_step_out(launch: Launch, world: int, case: Case) -> Non
 
 
 DROP_CASES = [
-    # The culprits' gradient is some thousand times the rest: too much to subtract, so the rest is computed anew.
     *[(2, Case(wrap, planted=THREE)) for wrap in WRAPS],
     *[(2, Case(wrap, checkpointing=True, kl=True, entropy=True, dynamic=True, planted=ONE)) for wrap in WRAPS],
     (2, Case(nan=((0, 2, 7),))),
     (2, Case("fsdp1", nan=((0, 2, 7), (1, 3, 2)), loss_agg_mode="seq-mean-token-mean")),
     (1, Case("none", planted=((0, 5, 9),))),
     (4, Case("fsdp2", planted=((0, 0, 4), (3, 7, 0)))),
+    *[
+        (2, Case(wrap, precision=precision, loss_scale=scale, planted=ONE))
+        for wrap in WRAPS
+        for precision, scale in HALF_PRECISION
+    ],
 ]
 
 
@@ -41,8 +46,15 @@ def test_drop_takes_the_culprits_out(launch: Launch, world: int, case: Case) -> 
     assert event["action"] == "drop" and event["applied"] and event["complete"]
     assert len(event["culprits"]) == len(case.planted) + len(case.nan)
     for distances, _ in results:
-        # float32's rounding in two orders of summation.
-        assert len(distances) == 1 and distances[0] < 1e-5
+        assert len(distances) == 1 and distances[0] < case.tolerance
+
+
+def test_drop_without_the_passes_for_it_leaves_the_gradient_as_it_was(launch: Launch) -> None:
+    results = launch(2, action_cases.drop_without_budget, Case(planted=ONE), 4)
+    ((event,),) = [same_events([run for _, run in results])[0]]
+    assert len(event["culprits"]) == 1 and not event["applied"]
+    for same, _ in results:
+        assert all(same.values()), same
 
 
 @cases(*[(2, Case(wrap)) for wrap in WRAPS])

@@ -30,6 +30,26 @@ def test_out_of_memory(launch: Launch, world: int, case: Case, where: str) -> No
         assert all(same.values()), same
 
 
+@cases((2, Case("fsdp1", planted=THREE)), (2, Case("fsdp2", planted=THREE)))
+@pytest.mark.parametrize("what", ["the units", "a norm"])
+def test_out_of_memory_beside_the_passes(launch: Launch, world: int, case: Case, what: str) -> None:
+    results = launch(world, fault_cases.failing_beside_the_passes, case, what)
+    first, second = same_events([run for _, run in results])
+    assert second == []
+    if what == "a norm":
+        (event,) = first
+        assert "OutOfMemoryError" in event["error"] and not event["complete"]
+    else:
+        assert first == []
+    for same, _ in results:
+        assert all(same.values()), same
+
+
+def test_an_error_that_the_other_ranks_cannot_know_of_ends_the_run_instead_of_hanging_it() -> None:
+    with pytest.raises(RankFailed, match="rank 1: (.|\n)*RankLostError: .* failed on this rank"):
+        Cluster(2).run(fault_cases.failing_alone, Case(planted=THREE))
+
+
 @pytest.mark.parametrize(("wrap", "stock"), [("fsdp1", False), ("fsdp2", False), ("fsdp2", True)])
 def test_a_killed_process(wrap: str, stock: bool) -> None:
     """The rank that is left fails by itself, in a search as in the training of the unpatched actor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import reduced_meter_cases
@@ -62,6 +63,22 @@ def test_tokens_that_produce_nan(launch: Launch, wrap: str) -> None:
     (event,) = json.loads(results[0].events)
     found = {(c["rank"], c["row"], c["position"]): c["source"] for c in event["culprits"]}
     assert found.pop((0, 2, 7)) == "nonfinite" and set(found) == set(case.planted)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_broken_row_of_a_rank_that_has_nothing_to_measure_spoils_no_probe(launch: Launch, wrap: str) -> None:
+    """What is measured together is averaged: zero times NaN would reach the other rank's tokens."""
+    case = Case(wrap, planted=((0, 4, 2),))
+    found = {}
+    for meter in ("local", "reduced"):
+        results = launch(2, reduced_meter_cases.broken_row, case, 1, 0, meter)
+        assert len({run.events for run in results}) == 1
+        (event,) = json.loads(results[0].events)
+        assert event["complete"]
+        found[meter] = {(c["rank"], c["row"], c["position"]): c for c in event["culprits"]}
+    assert set(found["reduced"]) == set(found["local"]) == {(0, 4, 2), (1, 0, 0)}
+    expected = found["local"][0, 4, 2]["grad_norm"]
+    assert math.isfinite(expected) and found["reduced"][0, 4, 2]["grad_norm"] == near(expected)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gradloc.search import Code, Search, Segment
+from gradloc.search import Code, Probe, Search, Segment
 
 THRESHOLD = 10.0
 
@@ -28,6 +28,9 @@ class Tokens:
         scaled = self.weights[tokens] * torch.tensor(factors or [1.0] * len(tokens), dtype=torch.float64)
         return float((self.gradients[tokens] * scaled[:, None]).sum(0).norm())
 
+    def measure(self, probe: Probe) -> float:
+        return self.norm(probe.candidates, probe.factors)
+
     def suspicion(self, helpful: bool | None) -> torch.Tensor:
         if helpful is None:
             return torch.ones_like(self.weights)
@@ -35,21 +38,14 @@ class Tokens:
         return true if helpful else 1 / true
 
 
-def run(search: Search, tokens: dict[str, Tokens], probes_a_pass: int, coded: bool = False) -> tuple[int, int]:
-    """Runs the search to its end, with or without codes; returns passes and probes."""
+def run(search: Search, tokens: dict[str, Tokens], probes_a_pass: int) -> tuple[int, int]:
+    """Runs the search to its end; returns passes and probes."""
     passes = probes = 0
-    while segments := search.next(probes_a_pass):
-        assert len(set(segments)) == len(segments) <= probes_a_pass
+    while found := search.next(probes_a_pass):
+        assert len(set(found)) == len(found) <= probes_a_pass
         passes += 1
-        probes += len(segments)
-        search.record([(s, tokens[s.unit].norm(search.candidates(s))) for s in segments])
-        if coded and (code := search.code(probes_a_pass)):
-            passes += math.ceil(code.digits / probes_a_pass)
-            probes += code.digits
-            unit = tokens[code.unit]
-            norms = [unit.norm(code.candidates, code.factors(digit)) for digit in range(code.digits)]
-            if (candidate := code.read(norms)) is not None:
-                search.suspect(code.unit, candidate)
+        probes += len(found)
+        search.record([(probe, tokens[probe.unit].measure(probe)) for probe in found])
     return passes, probes
 
 
@@ -60,19 +56,21 @@ def start(tokens: dict[str, Tokens], helpful: bool | None = True, ordinary: floa
     return search
 
 
-@pytest.mark.parametrize("coded", [True, False])
+@pytest.mark.parametrize("ordinary", [1.0, None])
 @pytest.mark.parametrize("helpful", [True, False])
 @pytest.mark.parametrize("probes_a_pass", [1, 2, 4, 7])
 @pytest.mark.parametrize("n", [1, 2, 3, 64, 500])
 @pytest.mark.parametrize("count", [1, 3])
-def test_finds_exactly_the_planted_tokens(n: int, count: int, probes_a_pass: int, helpful: bool, coded: bool) -> None:
+def test_finds_exactly_the_planted_tokens(
+    n: int, count: int, probes_a_pass: int, helpful: bool, ordinary: float | None
+) -> None:
     for seed in range(5):
         places = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:count].tolist()
         # Two units; each planted token alone lifts any segment that holds it over the segment's threshold.
         planted = {place: 3 * THRESHOLD * math.sqrt(n) * (i + 1) for i, place in enumerate(places)}
         tokens = {"a": Tokens(n, planted, seed, ragged=True), "b": Tokens(n, planted, seed + 100)}
-        search = start(tokens, helpful, ordinary=1.0 if coded else None)
-        run(search, tokens, probes_a_pass, coded)
+        search = start(tokens, helpful, ordinary)
+        run(search, tokens, probes_a_pass)
         assert sorted((c.unit, c.candidate) for c in search.culprits) == sorted((u, p) for u in "ab" for p in planted)
         for culprit in search.culprits:
             assert culprit.norm == pytest.approx(tokens[culprit.unit].norm([culprit.candidate]))
@@ -115,35 +113,72 @@ def test_a_helpful_prior_needs_two_probes_and_a_misleading_one_stays_logarithmic
         assert probes <= 2 * (math.log2(10 * n) + 1)
 
 
-@pytest.mark.parametrize(("probes_a_pass", "most"), [(2, 5), (4, 4)])
-def test_a_code_names_a_culprit_that_the_prior_hides(probes_a_pass: int, most: int) -> None:
-    n = 1024
+@pytest.mark.parametrize("n", [64, 512, 4096])
+@pytest.mark.parametrize(("probes_a_pass", "most"), [(1, 4), (2, 2), (4, 2), (64, 2)])
+def test_the_number_of_a_culprit_that_the_prior_hides_is_read(probes_a_pass: int, most: int, n: int) -> None:
+    """Passes for two digits, one for the token alone and (in the same where two probes fit) for all beside it."""
     for seed in range(10):
-        tokens = {"a": Tokens(n, {(311 * seed) % n: 20 * THRESHOLD * math.sqrt(n)}, seed)}
+        place = (311 * seed) % n
+        tokens = {"a": Tokens(n, {place: 20 * THRESHOLD * math.sqrt(n)}, seed)}
         search = start(tokens, helpful=False, ordinary=1.0)
-        passes, _ = run(search, tokens, probes_a_pass, coded=True)
-        assert [c.candidate for c in search.culprits] == [(311 * seed) % n]
+        passes, _ = run(search, tokens, probes_a_pass)
+        assert [c.candidate for c in search.culprits] == [place]
         assert passes <= most
-        bisected, _ = run(start(tokens, helpful=False), tokens, probes_a_pass)
-        assert passes < bisected
 
 
-def test_a_code_that_fits_no_single_token_is_not_read() -> None:
-    code = Code("a", 1.0, [7, 8, 9, 10, 11], base=5, digits=1)
-    assert [code.read([factor]) for factor in code.factors(0)] == [7, 8, 9, 10, 11]
-    assert code.read([math.sqrt(0.5 / 4)]) is None  # between two digits
-    assert code.read([math.sqrt(5 / 4)]) is None and code.read([math.nan]) is None
-    assert Code("a", 1.0, [7, 8, 9], base=5, digits=1).read([1.0]) is None  # no token has this number
+def test_no_number_is_begun_that_the_budget_does_not_let_be_used() -> None:
+    tokens = {"a": Tokens(1000, {311: 1000 * THRESHOLD})}
+    for left in range(1, 5):
+        (probe,) = start(tokens, helpful=False, ordinary=1.0).next(1, passes_left=left)
+        assert isinstance(probe, Segment) == (left < 3)
+
+
+def test_a_number_that_fits_no_single_token_is_not_read() -> None:
+    def read(norm: float, candidates: int = 5) -> int | None:
+        code = Code("a", 1.0, list(range(7, 7 + candidates)), base=5, digits=1)
+        code.norms[0] = norm
+        return code.read()
+
+    (digit,) = Code("a", 1.0, [7, 8, 9, 10, 11], base=5, digits=1).unread
+    assert [read(factor) for factor in digit.factors] == [7, 8, 9, 10, 11]
+    assert read(math.sqrt(0.5 / 4)) is None  # between two digits
+    assert read(math.sqrt(5 / 4)) is None and read(math.nan) is None
+    assert read(1.0, candidates=3) is None  # no token has this number
+
+
+def test_numbers_that_tell_nothing_are_soon_given_up() -> None:
+    """Tokens that spike together, each of no more than its share: no single one has a number to read."""
+    n = 512
+    tokens = {"a": Tokens(n, {})}
+    tokens["a"].gradients = torch.ones(n, 4, dtype=torch.float64)
+    search, digits = start(tokens, ordinary=0.1), 0
+    while probes := search.next(1):
+        digits += sum(not isinstance(probe, Segment) for probe in probes)
+        search.record([(probe, tokens["a"].measure(probe)) for probe in probes])
+    assert search.culprits == [] and search.diffuse
+    assert 0 < digits <= 3 * 3
 
 
 def test_what_a_sibling_cannot_account_for_is_split_without_a_probe() -> None:
     tokens = {"a": Tokens(8, {5: 1000 * THRESHOLD})}
     search = Search(THRESHOLD)
     search.add_unit("a", tokens["a"].norm(list(range(8))), torch.ones(8), tokens["a"].weights)
-    first = search.next(1)[0]
-    assert 5 not in search.candidates(first)
-    search.record([(first, tokens["a"].norm(search.candidates(first)))])
+    (first,) = search.next(1, passes_left=1)
+    assert 5 not in first.candidates
+    search.record([(first, tokens["a"].measure(first))])
     assert all(segment.size < 8 - first.size for segment in search.open_segments)
+
+
+def test_what_is_open_beside_a_culprit_is_measured_as_one() -> None:
+    tokens = {"a": Tokens(512, {100: 1e4 * THRESHOLD})}
+    search = start(tokens, helpful=False, ordinary=1.0)
+    while not search.culprits:
+        (probe,) = search.next(1)
+        search.record([(probe, tokens["a"].measure(probe))])
+    (rest,) = search.next(1)
+    assert sorted(rest.candidates) == [i for i in range(512) if i != 100]
+    search.record([(rest, tokens["a"].measure(rest))])
+    assert search.next(1) == [] and search.diffuse == []
 
 
 class Coherent(Tokens):
@@ -202,7 +237,7 @@ def test_a_nonfinite_token_is_a_culprit(bad: float) -> None:
     suspicion[17] = math.nan
     search.add_unit("a", math.nan, suspicion, tokens.weights)
     while segments := search.next(2):
-        search.record([(s, bad if 17 in search.candidates(s) else tokens.norm(search.candidates(s))) for s in segments])
+        search.record([(s, bad if 17 in s.candidates else tokens.measure(s)) for s in segments])
     assert [c.candidate for c in search.culprits] == [17] and search.broken == []
 
 
@@ -218,8 +253,8 @@ def test_a_unit_that_is_not_finite_without_any_token_is_broken_and_costs_one_pas
 def test_thresholds_are_the_published_ones_for_equal_weights() -> None:
     search = Search(THRESHOLD)
     search.add_unit("a", 1e9, torch.ones(64), torch.full((64,), 1 / 64))
-    assert search.threshold(Segment("a", 0, 64)) == pytest.approx(THRESHOLD / math.sqrt(64))
-    assert search.threshold(Segment("a", 3, 4)) == pytest.approx(THRESHOLD / 64)
+    for segment in search.open_segments:
+        assert search.threshold(segment) == pytest.approx(THRESHOLD * math.sqrt(segment.size) / 64)
 
 
 def test_a_spike_of_many_small_tokens_has_no_culprit_and_ends() -> None:

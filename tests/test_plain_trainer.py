@@ -1,0 +1,123 @@
+"""GradLoc in a training loop of its own, without verl: one process, a model that is not sharded."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import OPTConfig, OPTForCausalLM
+
+from gradloc import GradLoc, GradLocConfig
+
+ROWS, RESPONSE, PROMPT, VOCABULARY = 4, 8, 4, 37
+CULPRIT = (2, 3)
+SPIKE = 3e3
+
+
+class Forward:
+    """(None, log-probs of the responses) of some rows, by a language model."""
+
+    def __init__(self, logits: nn.Module) -> None:
+        self.logits = logits
+        self.ids = torch.randint(3, VOCABULARY, (ROWS, PROMPT + RESPONSE), generator=torch.Generator().manual_seed(1))
+
+    def __call__(self, inputs: dict[str, Any], rows: list[int], response_length: int) -> tuple[None, Tensor]:
+        ids = inputs["ids"][rows][:, : PROMPT + response_length]
+        log_prob = torch.log_softmax(self.logits(ids)[:, PROMPT - 1 : -1], -1)
+        return None, log_prob.gather(-1, ids[:, PROMPT:, None])[..., 0]
+
+
+def train_pass(model: nn.Module, forward: Forward, config: GradLocConfig | None) -> GradLoc | None:
+    """One training pass with a spike in it, and the search for it if there is a config."""
+    gradloc = None if config is None else GradLoc(model, config, forward)
+    advantage, weight = torch.ones(ROWS, RESPONSE), torch.full((ROWS, RESPONSE), 1 / (ROWS * RESPONSE))
+    advantage[CULPRIT] = SPIKE
+    inputs = {"ids": forward.ids}
+    if gradloc is not None:
+        gradloc.start_update()
+        gradloc.begin_pass(inputs, range(ROWS))
+    _, log_prob = forward(inputs, list(range(ROWS)), RESPONSE)
+    if gradloc is not None:
+        mask = torch.ones(ROWS, RESPONSE)
+        gradloc.observe(log_prob, None, weight, response_mask=mask, token_id=forward.ids[:, PROMPT:])
+    (-log_prob * advantage * weight).sum().backward()
+    if gradloc is not None:
+        gradloc.end_pass()
+        assert gradloc.locate(epoch=0, mini_batch=0)
+    return gradloc
+
+
+def found(gradloc: GradLoc) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The event and its only culprit."""
+    ((event,),) = [gradloc.events]
+    (culprit,) = event["culprits"]
+    assert (culprit["row"], culprit["position"]) == CULPRIT and event["complete"]
+    return event, culprit
+
+
+class Plain(nn.Module):
+    """A model of one matrix for every token alone, which counts in a buffer how often it was called."""
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCABULARY, size)
+        self.lm_head = nn.Linear(size, VOCABULARY)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        return self.lm_head(self.embed_tokens(ids))
+
+
+def test_buffers_are_what_they_were() -> None:
+    models = []
+    for config in (None, GradLocConfig(threshold=20.0)):
+        torch.manual_seed(0)
+        models.append(Plain())
+        gradloc = train_pass(models[-1], Forward(models[-1]), config)
+    event, _ = found(gradloc)
+    assert event["passes"] > 0
+    for expected, buffer in zip(models[0].buffers(), models[1].buffers(), strict=True):
+        assert torch.equal(expected, buffer)
+
+
+def test_a_model_that_drops_by_a_function_is_probed_with_the_same_masks() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = OPTConfig(vocab_size=VOCABULARY, word_embed_proj_dim=16, max_position_embeddings=64, dropout=0.1, **sizes)
+    model = OPTForCausalLM(config).train()
+    forward = Forward(lambda ids: model(input_ids=ids).logits)
+    torch.manual_seed(5)
+    _, log_prob = forward({"ids": forward.ids}, list(range(ROWS)), RESPONSE)
+    (log_prob[CULPRIT] * SPIKE).backward()
+    expected = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None]).norm()
+    model.zero_grad()
+    torch.manual_seed(5)
+    _, culprit = found(train_pass(model, forward, GradLocConfig(threshold=float(expected) / 8)))
+    assert culprit["grad_norm"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_norm_of_a_large_gradient_is_exact() -> None:
+    """A single float32 accumulator is off by 6e-4 at this size."""
+    torch.manual_seed(0)
+    model = Plain(size=2**16)
+    gradloc = train_pass(model, Forward(model), GradLocConfig(threshold=1.0, trigger="global"))
+    (event,) = gradloc.events
+    expected = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()
+    assert event["global_norm"] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_norms_are_taken_in_with_a_given_threshold_too(caplog: pytest.LogCaptureFixture) -> None:
+    model = Plain()
+    state = train_pass(model, Forward(model), GradLocConfig(threshold=1e9)).state_dict()
+    assert len(json.loads(json.dumps(state))["token_norms"]) == 1
+    resumed = GradLoc(model, GradLocConfig(threshold="auto"), Forward(model))
+    resumed.load_state_dict(state)
+    assert "warm-up" not in caplog.text
+    for nothing in (None, {"token_norms": []}):
+        caplog.clear()
+        resumed.load_state_dict(nothing)
+        assert "its warm-up begins anew" in caplog.text
