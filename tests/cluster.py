@@ -7,6 +7,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -60,6 +61,10 @@ class Cluster:
             if failures:
                 deadline = min(deadline, time.monotonic() + AFTER_FAILURE)
         if failures:
+            for rank, process in enumerate(self.processes):
+                if rank not in results and "no answer" in failures[rank] and process.is_alive():
+                    os.kill(process.pid, signal.SIGUSR1)  # says where it is
+            time.sleep(0.5)
             self.stop()
             raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
         return [results[rank] for rank in range(self.world_size)]
@@ -90,6 +95,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -105,10 +111,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             return
         try:
             function, arguments, timeout = pickle.loads(message)
-            # Says where a rank hangs, just before it is killed.
-            faulthandler.dump_traceback_later(max(1, timeout - 2), file=sys.__stderr__)
             reply = pickle.dumps((True, function(*arguments)))
         except BaseException:
             reply = pickle.dumps((False, traceback.format_exc()))
-        faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(reply)

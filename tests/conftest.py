@@ -11,8 +11,9 @@ import trees
 
 
 def pytest_configure() -> None:
-    # A shell starts its background jobs with SIGINT ignored, and whatever they start inherits that.
+    # A shell starts its background jobs with SIGINT ignored, nohup with SIGHUP, and whatever they start inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
