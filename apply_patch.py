@@ -4,7 +4,8 @@
 What is checked before anything is written:
   - the patch has the required SHA-256, is a plain git diff with full blob hashes and changes files below verl/ only;
   - every file it changes has exactly the content the patch was made for, by blob hash. This also holds for trees
-    without git, and --force does not skip it;
+    without git, and --force does not skip it. Files that only a patched verl has may be there already (pip and git
+    leave them when they restore verl), if they are exactly as the patch makes them;
   - in a git checkout: HEAD is the base commit (patches/BASE_COMMIT, or the tag gradloc-base of a development
     checkout) and the tree is clean. --force skips this. A tree in a subfolder of another repository has no HEAD of
     its own and is decided by content alone. --reverse looks at content only;
@@ -12,6 +13,9 @@ What is checked before anything is written:
 
 Then all files are replaced through a journal in verl/.gradloc_patch and read back. Whatever fails or interrupts,
 every file is put back, after a kill -9 by the next run. A second run at the same time is refused.
+
+To go from one version of the patch to another: --reverse with the project that the old one came from, then apply the
+new one. Do it before verl is reinstalled, too: pip leaves the files behind that only a patched verl has.
 
 exit codes:
    0  done, or nothing to do (already applied; with --reverse: not applied); with --check: applicable
@@ -44,6 +48,7 @@ import ipaddress
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -397,10 +402,16 @@ class Situation:
     patched: list[str]
     other: list[str]
     crlf: list[str]
+    created: set[str]  # those that only a patched verl has
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether verl's own files are as in the base, but some are there that only a patched verl has."""
+        return bool(self.patched or self.other) and self.created.issuperset(self.patched + self.other)
 
 
 def survey(tree: Path, patches: list[FilePatch]) -> Situation:
-    found = Situation([], [], [], [])
+    found = Situation([], [], [], [], {patch.path for patch in patches if patch.old is None})
     for patch in patches:
         content = read_target(tree, patch.path)
         value = blob_hash(content)
@@ -418,12 +429,31 @@ def listing(paths: list[str]) -> str:
 
 
 def check_content(tree: Path, found: Situation, reverse: bool) -> None:
-    """Refuses a tree in which not every file is at the same side of the patch."""
+    """Refuses a tree in which not every file is at the same side of the patch, but for files left behind."""
     if found.crlf:
         raise Stop(f"CRLF line ends: {listing(found.crlf)}; check out again with core.autocrlf=false", WRONG_BASE)
-    if found.patched and (found.base or found.other):
-        odd = f"changed: {listing(found.other)}" if found.other else f"still as in the base: {listing(found.base)}"
-        raise Stop(f"{tree} is partly patched ({odd}); restore those files, or all of verl, and run again", PARTLY)
+    if found.left_behind:
+        if found.other:
+            command = shlex.join(["rm", *(str(tree / path) for path in found.other)])
+            raise Stop(
+                f"{tree} is as in the base, but a patched verl left {listing(found.other)} there, which are not as "
+                f"this patch makes them; if they hold no work of yours, delete them and run again: {command}",
+                PARTLY,
+            )
+        return
+    if found.other and (found.patched or not found.created.isdisjoint(found.other)):
+        raise Stop(
+            f"{tree} is patched, but not as by this patch ({listing(found.other)}); if an older version of the patch "
+            "is in it, take that out with the project it came from (apply_patch.py --reverse); if you changed these "
+            "files, restore all of verl from git or by reinstalling it; then run again",
+            PARTLY,
+        )
+    if found.patched and found.base:
+        raise Stop(
+            f"{tree} is partly patched (still as in the base: {listing(found.base)}); restore all of verl from git or "
+            "by reinstalling it, and run again",
+            PARTLY,
+        )
     if found.other and reverse:
         raise Stop(f"the patch is not applied to {tree} ({listing(found.other)} differ), so it cannot be reversed")
     if found.other:
@@ -471,8 +501,10 @@ def check_head(tree: Path, commit: str) -> bool:
     return True
 
 
-def check_clean(tree: Path) -> None:
-    dirty = git(tree, "status", "--porcelain", "-z", "--untracked-files=normal", "--", ".", f":(exclude){STATE}")
+def check_clean(tree: Path, known: list[str]) -> None:
+    """Refuses a checkout with local changes other than the known files."""
+    exclude = [f":(exclude,literal){path}" for path in [STATE, *known]]
+    dirty = git(tree, "status", "--porcelain", "-z", "--untracked-files=normal", "--", ".", *exclude)
     if dirty:
         raise Stop(f"{tree} has local changes ({dirty.split(chr(0))[0][3:]}); commit or stash them, or pass --force")
 
@@ -624,7 +656,7 @@ def roll_back(tree: Path, state: Path) -> None:
             if blob_hash(read_target(tree, path)) != old:
                 raise Stop(f"{path} does not read back as it was")
     except (OSError, Stop) as error:
-        advice = f"restore verl from git or by reinstalling it, and delete {state}"
+        advice = f"restore verl from git or by reinstalling it, delete {state}, and run again"
         raise Stop(f"an interrupted change could not be put back ({one_line(error)}); {advice}", 4) from None
     for path, old, _ in entries:
         if old is None:
@@ -646,7 +678,7 @@ def read_journal(journal: Path) -> list[tuple[str, str | None, str | None]]:
                 raise ValueError
         return entries
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, Stop):
-        advice = f"restore verl from git or by reinstalling it, and delete {journal.parent}"
+        advice = f"restore verl from git or by reinstalling it, delete {journal.parent}, and run again"
         raise Stop(f"{journal} of an interrupted run is damaged; {advice}") from None
 
 
@@ -704,10 +736,13 @@ def inspect(args: argparse.Namespace, tree: Path, commit: str, patches: list[Fil
     done = found.base if args.reverse else found.patched
     if len(done) == len(patches):
         return found
-    checkout = not args.reverse and not args.force and not found.patched and check_head(tree, commit)
+    start = found.left_behind or not found.patched  # with other files patched, that is what there is to say
+    checkout = not args.reverse and not args.force and start and check_head(tree, commit)
     check_content(tree, found, args.reverse)
     if checkout:
-        check_clean(tree)
+        check_clean(tree, found.patched)
+    if found.left_behind:
+        say_once(f"{tree} has files that a patched verl left there, as this patch makes them: {listing(found.patched)}")
     return found
 
 
@@ -715,30 +750,31 @@ def check(args: argparse.Namespace, tree: Path, commit: str, patches: list[FileP
     if (tree / STATE / "journal.json").exists():
         raise Stop(f"{tree}: a run is at work or was interrupted; run again without --check to put it right", PARTLY)
     found = inspect(args, tree, commit, patches)
-    if found.patched:
+    if not found.base:
         say(f"already applied to {tree}")
         return APPLIED
     for patch in patches:
-        patch.result(read_target(tree, patch.path))
-    say(f"applicable to {tree} ({len(patches)} files)")
+        if patch.path in found.base:
+            patch.result(read_target(tree, patch.path))
+    say(f"applicable to {tree} ({len(found.base)} files)")
     return 0
 
 
 def change(args: argparse.Namespace, tree: Path, commit: str, patches: list[FilePatch]) -> int:
-    def needed() -> bool:
+    def pending() -> list[FilePatch]:
         found = inspect(args, tree, commit, patches)
-        if found.patched if args.reverse else found.base:
-            return True
-        say(f"not applied to {tree}; nothing to reverse" if args.reverse else f"already applied to {tree}")
-        return False
+        paths = found.patched if args.reverse else found.base
+        if not paths:
+            say(f"not applied to {tree}; nothing to reverse" if args.reverse else f"already applied to {tree}")
+        return [patch for patch in patches if patch.path in paths]
 
     # A first look, so that a refused or needless run does not touch the tree, which may be read-only.
-    if not (tree / STATE).exists() and not needed():
+    if not (tree / STATE).exists() and not pending():
         return 0
     with locked(tree) as state:
-        if needed():
-            replace_files(tree, state, [patch.reversed() for patch in patches] if args.reverse else patches)
-            say(f"{'reversed in' if args.reverse else 'applied to'} {tree} ({len(patches)} files, all verified)")
+        if todo := pending():
+            replace_files(tree, state, [patch.reversed() for patch in todo] if args.reverse else todo)
+            say(f"{'reversed in' if args.reverse else 'applied to'} {tree} ({len(todo)} files, all verified)")
     return 0
 
 
@@ -748,7 +784,8 @@ def main(arguments: list[str] | None = None) -> int:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stdout is not None:  # with its descriptor closed (>&-), there is none
+        sys.stdout.reconfigure(errors="backslashreplace")
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)

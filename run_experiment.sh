@@ -2,6 +2,7 @@
 # Launches training with the patched verl: on a GPU cluster, or in a small form on a machine without a GPU.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$root/embedded/find_python.sh"
 
 die() {
     printf 'run_experiment.sh: %s\n' "$*" >&2
@@ -39,7 +40,7 @@ while (($#)); do
         --tiny) tiny=1 ;;
         --remedy) remedy=1 ;;
         --python)
-            (($# > 1)) && [[ -n $2 ]] || die "--python needs the path of a Python interpreter after it"
+            (($# > 1)) && [[ -n $2 && $2 != -* ]] || die "--python needs the path of a Python interpreter after it"
             python=$2
             shift
             ;;
@@ -52,6 +53,7 @@ while (($#)); do
         -*) die "unknown option $1: see --help for the options, or put -- before arguments meant for verl" ;;
         *)
             if [[ $1 =~ ^([A-Z][A-Z0-9_]*)=(.*)$ ]]; then
+                [[ -n ${BASH_REMATCH[2]} ]] || die "${BASH_REMATCH[1]} is empty: give it a value, or leave it out"
                 given[${BASH_REMATCH[1]}]=${BASH_REMATCH[2]}
             elif [[ $1 == *=* || $1 == '~'* ]]; then
                 overrides+=("$1")
@@ -71,7 +73,8 @@ state=$root/.embedded
 prepared=$state/smollm2
 [[ -z $tiny ]] || prepared=$state/tiny
 
-# setting NAME CLUSTER EMBEDDED [TINY] MEANING: the argument NAME=value wins, then the environment, then the default.
+# setting NAME CLUSTER EMBEDDED [TINY] MEANING: the argument NAME=value wins, then the environment (an empty variable
+# counts as none), then the default.
 known=' '
 setting() {
     local name=$1 default=$2 meaning=${*: -1}
@@ -80,7 +83,7 @@ setting() {
     known+="$name "
     [[ $default != - || -z ${given[$name]+x} ]] || die "$name has no effect in the $profile profile: leave it out"
     [[ -z $help ]] || printf "$help_row" "$name" "${2:--}" "${3/#"$prepared"*/(prepared)}" "$meaning"
-    printf -v "$name" '%s' "${given[$name]-${!name-$default}}"
+    printf -v "$name" '%s' "${given[$name]-${!name:-$default}}"
 }
 
 now=$(date +%Y%m%d-%H%M%S)
@@ -93,8 +96,14 @@ fi
 setting MODEL_PATH Qwen/Qwen3-4B "$prepared/model" "directory of the model, or its Hugging Face id"
 setting TRAIN_FILES data/train.parquet "$prepared/train.parquet" "training data in verl's parquet form; several: a,b"
 setting VAL_FILES data/val.parquet "$prepared/val.parquet" "validation data; several: a,b"
-setting OUTPUT_DIR outputs/qwen3-4b-grpo "outputs/embedded-$now" "checkpoints, logs and evidence"
-setting EXPERIMENT qwen3-4b-grpo embedded "name of the run in its logs"
+# A run of another model, or with the remedy, must not resume from this one's checkpoints.
+run=$(basename -- "$MODEL_PATH")
+run=${run,,}
+[[ -z $help ]] || run=MODEL
+run+=-grpo${remedy:+-remedy}
+setting OUTPUT_DIR "outputs/$run" "outputs/embedded-$now" \
+    "checkpoints, logs and evidence; on a cluster, a checkpoint in it is resumed (--remedy: MODEL-grpo-remedy)"
+setting EXPERIMENT "$run" embedded "name of the run in its logs"
 setting PROJECT gradloc gradloc "name of the project in its logs"
 setting LOGGER console,tensorboard console "verl's loggers; several: a,b"
 setting NNODES "${SLURM_JOB_NUM_NODES:-1}" 1 "nodes; for more than one, start Ray on them first (RAY_ADDRESS)"
@@ -123,7 +132,7 @@ setting TEST_FREQ 10 -1 "steps between validations; -1: none"
 setting SAVE_FREQ 20 -1 "steps between checkpoints; -1: none"
 setting SEED 1 1 "of the data's order"
 setting SPIKE_DETECTION True True "GradLoc on or off"
-setting GRAD_NORM_THRESHOLD 640.0 90.0 "token gradient norm that counts as a spike"
+setting GRAD_NORM_THRESHOLD 640.0 90.0 "token gradient norm that counts as a spike; auto: from the run's own norms"
 setting BISECT_BUDGET_STEPS 128 128 "extra passes for one spike at most"
 setting BISECT_DUMP_DIR '' '' "directory of spikes.jsonl (default: OUTPUT_DIR/bisect_dump)"
 setting SPIKE_TRIGGER unit unit "unit: any micro-batch over its threshold; global: the whole gradient"
@@ -318,23 +327,11 @@ say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
 is() { [[ -f $1 && $(<"$1") == "$2" ]]; }
 hash_of() { cat -- "$@" | sha256sum | cut -d' ' -f1; }
 
-find_python() {
-    local candidate
-    for candidate in python3.11 python3.12 python3.10 python3; do
-        # Running it is the only proof: a launcher on PATH may stand for a version that is not installed.
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' \
-            >/dev/null 2>&1; then
-            echo "$candidate"
-            return
-        fi
-    done
-    die "no Python 3.10, 3.11 or 3.12 with the venv module was found: install one, or name one by --python"
-}
-
 set_up_venv() {
     local base wanted site
     unset PYTHONPATH # pip and apply_patch.py must see this environment only; it is set again for training
-    base=$(find_python)
+    base=$(find_python) ||
+        die "no Python 3.10, 3.11 or 3.12 with the venv module was found: install one, or name one by --python"
     wanted=$("$base" -VV | cat - "$root"/embedded/requirements*.txt | sha256sum)
     if ! is "$venv/ready" "$wanted"; then
         say "Installing the requirements into .embedded/venv (some minutes, once)"
@@ -381,7 +378,8 @@ import importlib.util as util
 spec = util.find_spec("verl")
 print(spec.submodule_search_locations[0] if spec else "")') || die "$python does not run"
     [[ -n $found ]] || die "$python has no verl: install verl 0.7.0 there and run: $python $root/apply_patch.py --installed"
-    [[ -d $found/utils/gradloc ]] ||
+    # The folder alone proves nothing: it stays when pip or git restore verl.
+    [[ -d $found/utils/gradloc ]] && grep -q gradloc "$found/workers/actor/dp_actor.py" ||
         die "the verl in $found is not patched: run $python $root/apply_patch.py --installed"
 }
 
@@ -422,6 +420,10 @@ trap 'stop 143' TERM
 
 if [[ $profile == cluster ]]; then
     check_verl
+    latest=$OUTPUT_DIR/latest_checkpointed_iteration.txt # verl's note of its last checkpoint
+    if [[ -f $latest && ! "${overrides[*]}" =~ trainer\.(resume_mode=(disable|resume_path)|default_local_dir=) ]]; then
+        say "Resuming from step $(<"$latest") in $OUTPUT_DIR (to start anew: another OUTPUT_DIR, or trainer.resume_mode=disable)"
+    fi
     setsid "${command[@]}" &
     session=$!
     status=0

@@ -7,21 +7,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 build=$root/build
 venv=$build/venv
+source embedded/find_python.sh
 say() { printf '%s\n' "run.sh: $*"; }
-
-find_python() {
-    local candidate
-    for candidate in python3.11 python3.12 python3.10 python3; do
-        # Running it is the only proof: a launcher on PATH may stand for a version that is not installed.
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' \
-            >/dev/null 2>&1; then
-            echo "$candidate"
-            return
-        fi
-    done
-    say "no Python 3.10, 3.11 or 3.12 with the venv module was found; install one of them" >&2
-    return 1
-}
 
 pip_install() {
     "$venv/bin/python" -m pip install --progress-bar off "$@" |
@@ -32,7 +19,10 @@ pip_install() {
 # The virtual environment is made anew when a requirement file or the interpreter changes.
 set_up_venv() {
     local python file wanted
-    python=$(find_python)
+    if ! python=$(find_python); then
+        say "no Python 3.10, 3.11 or 3.12 with the venv module was found; install one of them" >&2
+        return 1
+    fi
     local files=(tests/requirements.txt)
     for file in embedded/requirements.txt embedded/requirements-no-deps.txt; do
         [[ ! -f $file ]] || files+=("$file")
@@ -79,17 +69,18 @@ set_up_patched() {
     mv "$build/verl.new" "$build/verl"
 }
 
-# The report is tested in a real browser.
+# The report is tested in a real browser. Without one those tests fail, and all others run.
 set_up_browser() {
     if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then return 0; fi
-    if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
-        say "Chromium and its driver are missing; install them: apt-get install chromium chromium-driver" >&2
-        return 1
+    local chosen
+    chosen=$("$venv/bin/python" -m pytest --collect-only -q "$@" 2>&1) || true # the run itself tells what is wrong
+    [[ $chosen == *test_report_browser.py* ]] || return 0
+    if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+        say "installing Chromium for the tests of the report"
+        if apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+            chromium chromium-driver fonts-dejavu-core >/dev/null; then return 0; fi
     fi
-    say "installing Chromium"
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-        chromium chromium-driver fonts-dejavu-core >/dev/null
+    say "the tests of the report in a browser will fail: Chromium or its driver is missing" >&2
 }
 
 mkdir -p "$build"
@@ -97,7 +88,6 @@ exec 9>"$build/lock"
 flock 9 # two runs side by side must not set up the same files
 set_up_venv
 set_up_base
-set_up_browser
 
 say "ruff"
 "$venv/bin/ruff" check .
@@ -105,9 +95,10 @@ say "ruff"
 say "the patch"
 PYTHON=$venv/bin/python bash make_patch.sh --check --base-tree build/base
 set_up_patched
+# The patched verl comes before the unpatched one that is installed in the environment.
+export GRADLOC_BASE_TREE=$build/base PYTHONPATH=$build/verl:$root
+set_up_browser "$@"
 exec 9>&-
 
 say "pytest"
-# The patched verl comes before the unpatched one that is installed in the environment.
-export GRADLOC_BASE_TREE=$build/base PYTHONPATH=$build/verl:$root
 exec "$venv/bin/python" -m pytest "$@"

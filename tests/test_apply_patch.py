@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -71,15 +72,77 @@ def test_foreign_files_are_kept(project: Project, tree: Path) -> None:
     assert note.read_text() == "mine" and not (tree / NEW).exists()
 
 
-def test_partly_applied(project: Project, tree: Path) -> None:
-    (tree / "verl/utils/gradloc").mkdir()
-    (tree / NEW).write_text("x = 1\n")
+def test_partly_applied(project: Project, tree: Path, tmp_path: Path) -> None:
+    assert project.apply("--repo", tree).returncode == 0
+    trees.copy_base(tree, [ALGOS])
     before = snapshot(tree)
     refused(project.apply("--repo", tree, "--check"), 11, "partly", ALGOS)
-    refused(project.apply("--repo", tree), 3, "partly")
+    refused(project.apply("--repo", tree), 3, "partly", "restore all of verl")
     refused(project.apply("--repo", tree, "--force"), 3, "partly")
     refused(project.apply("--repo", tree, "--reverse"), 3, "partly")
     assert snapshot(tree) == before
+    trees.copy_base(tree)  # as the message says
+    assert project.apply("--repo", tree).returncode == 0
+    assert snapshot(tree) == expected(tmp_path)
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_files_left_behind_are_no_obstacle(project: Project, tree: Path, tmp_path: Path, some: bool) -> None:
+    """pip and git restore verl's own files, and leave those that only the patch makes."""
+    before = snapshot(tree)
+    assert project.apply("--repo", tree).returncode == 0
+    trees.copy_base(tree)
+    if some:
+        (tree / NEW).unlink()
+    left = snapshot(tree)
+    done = project.apply("--repo", tree, "--check")
+    assert done.returncode == 0 and "left there" in done.stdout and "tool.py" in done.stdout, done.stderr
+    assert snapshot(tree) == left
+    assert project.apply("--repo", tree, "--reverse").returncode == 0
+    assert snapshot(tree) == before
+    assert project.apply("--repo", tree).returncode == 0
+    trees.copy_base(tree)
+    done = project.apply("--repo", tree)
+    assert done.returncode == 0 and done.stdout.count("left there") == 1, done.stderr
+    assert snapshot(tree) == expected(tmp_path)
+    assert project.apply("--repo", tree, "--check").returncode == 10
+
+
+def test_unknown_files_left_behind_are_named_with_the_command(project: Project, tree: Path, tmp_path: Path) -> None:
+    tree = tree.rename(tmp_path / "a tree")
+    assert project.apply("--repo", tree).returncode == 0
+    trees.copy_base(tree)
+    (tree / NEW).write_text("x = 0  # of an older patch, or the user's\n")
+    left = snapshot(tree)
+    refused(project.apply("--repo", tree, "--check"), 11, "left", NEW)
+    for arguments in ([], ["--force"], ["--reverse"]):
+        refused(project.apply("--repo", tree, *arguments), 3, "left", NEW)
+    assert snapshot(tree) == left
+    command = project.apply("--repo", tree).stderr.partition("run again: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert project.apply("--repo", tree).returncode == 0
+    assert snapshot(tree) == expected(tmp_path)
+
+
+def test_tree_of_an_older_patch(project: Project, tree: Path, tmp_path: Path) -> None:
+    """--reverse with the old project leads to the new patch, and so does restoring verl."""
+    scratch = trees.copy_base(tmp_path / "scratch")
+    trees.commit_all(scratch)
+    (scratch / ACTOR).write_text("# older\n")
+    (scratch / "verl/utils/gradloc").mkdir()
+    (scratch / NEW).write_text("x = 0\n")
+    trees.git(scratch, "add", "-A")
+    diff = trees.git(scratch, "diff", "--cached", "--full-index", "HEAD") + "\n"
+    older = Project(tmp_path / "older", diff.encode())
+    assert older.apply("--repo", tree).returncode == 0
+    patched = snapshot(tree)
+    refused(project.apply("--repo", tree, "--check"), 11, ACTOR, "older version", "--reverse")
+    for arguments in ([], ["--force"], ["--reverse"]):
+        refused(project.apply("--repo", tree, *arguments), 3, ACTOR, "older version", "--reverse")
+    assert snapshot(tree) == patched
+    assert older.apply("--repo", tree, "--reverse").returncode == 0
+    assert project.apply("--repo", tree).returncode == 0
+    assert snapshot(tree) == expected(tmp_path)
 
 
 def test_changed_file_of_a_patched_tree(project: Project, tree: Path) -> None:
@@ -175,6 +238,21 @@ def test_changed_target_is_named_in_a_checkout(project: Project, checkout: Path)
     (checkout / ACTOR).write_text("# mine\n")
     refused(project.apply("--repo", checkout), 3, ACTOR)
     refused(project.apply("--repo", checkout, "--force"), 3, ACTOR)
+
+
+def test_files_left_behind_in_a_checkout(project: Project, checkout: Path, tmp_path: Path) -> None:
+    assert project.apply("--repo", checkout).returncode == 0
+    trees.git(checkout, "checkout", "-q", ".")
+    (checkout / "notes.txt").write_text("mine")
+    refused(project.apply("--repo", checkout), 3, "local changes (notes.txt)")
+    (checkout / "notes.txt").unlink()
+    assert project.apply("--repo", checkout).returncode == 0
+    assert snapshot(checkout) == expected(tmp_path)
+    trees.git(checkout, "checkout", "-q", ".")
+    (checkout / "README").write_text("new\n")
+    trees.git(checkout, "add", "README")
+    trees.git(checkout, "commit", "-q", "-m", "newer")
+    refused(project.apply("--repo", checkout), 3, "HEAD")
 
 
 def test_symlink_to_a_checkout_is_checked(project: Project, checkout: Path, tmp_path: Path) -> None:
@@ -304,6 +382,15 @@ def test_usage(project: Project, tree: Path) -> None:
         assert done.returncode == 2 and "Traceback" not in done.stderr, arguments
     shown = project.apply("--help").stdout
     assert "exit codes" in shown and "11  --check: partly applied" in shown
+
+
+def test_closed_output(project: Project, tree: Path) -> None:
+    script = project.place / "apply_patch.py"
+    for stream in (">&-", "2>&-", ">&- 2>&-"):
+        for arguments, code in (("", 0), ("--check", 10), ("--reverse", 0), ("--patch-sha256 " + "0" * 64, 3)):
+            command = f'exec "{sys.executable}" "{script}" --repo "{tree}" {arguments} {stream}'
+            done = trees.run("bash", "-c", command)
+            assert done.returncode == code and "Traceback" not in done.stderr, (command, done)
 
 
 def replaced(old: str, new: str):
@@ -544,6 +631,19 @@ def test_signals(project: Project, tree: Path, tmp_path: Path, name: str) -> Non
     assert snapshot(tree) == before
     # Once files are being changed, the few moments that this takes are finished.
     assert project.apply_with(at_call("replace", 3, action), "--repo", tree).returncode == 0
+    assert snapshot(tree) == expected(tmp_path)
+
+
+def test_advice_after_a_damaged_journal_helps(project: Project, tree: Path, tmp_path: Path) -> None:
+    kill = at_call("replace", 7, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert project.apply_with(kill, "--repo", tree).returncode == -9
+    assert (tree / NEW).exists()
+    state = tree / apply_patch.STATE
+    (state / "journal.json").write_text("{")
+    refused(project.apply("--repo", tree), 3, "restore verl", f"delete {state}", "run again")
+    trees.copy_base(tree)
+    shutil.rmtree(state)
+    assert project.apply("--repo", tree).returncode == 0
     assert snapshot(tree) == expected(tmp_path)
 
 

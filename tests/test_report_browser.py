@@ -77,7 +77,10 @@ class Page:
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    driver = browser.start(tmp_path_factory.mktemp("browser"))
+    try:
+        driver = browser.start(tmp_path_factory.mktemp("browser"))
+    except FileNotFoundError as error:
+        pytest.fail(str(error), pytrace=False)
     yield Page(driver)
     driver.quit()
 

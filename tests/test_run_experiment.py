@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,6 +124,27 @@ def test_overrides_keep_their_quoting_and_win(recorder: Path) -> None:
     assert composed([override for override in overrides[:-2] if "break" not in override]).trainer.nnodes == 7
 
 
+def test_an_empty_variable_of_the_environment_counts_as_none(recorder: Path) -> None:
+    assert composed(overrides_of(recorder, "--cluster", TRAIN_BATCH_SIZE="")).data.train_batch_size == 128
+
+
+def test_help_tells_of_auto_and_of_resuming() -> None:
+    rows = {line.split()[0]: line for line in launch("--help").stdout.splitlines() if line.startswith("  ")}
+    assert "auto" in rows["GRAD_NORM_THRESHOLD"]
+    assert "outputs/MODEL-grpo " in rows["OUTPUT_DIR"] and "resumed" in rows["OUTPUT_DIR"]
+
+
+def test_runs_of_another_model_or_with_the_remedy_have_a_directory_of_their_own(recorder: Path) -> None:
+    names = {}
+    for model in ("Qwen/Qwen3-4B", "/models/Llama 3.1-8B/"):
+        for remedy in ([], ["--remedy"]):
+            trainer = composed(overrides_of(recorder, "--cluster", f"MODEL_PATH={model}", *remedy)).trainer
+            assert trainer.default_local_dir == os.path.abspath(f"outputs/{trainer.experiment_name}")
+            names[trainer.experiment_name] = model
+    expected = ["qwen3-4b-grpo", "qwen3-4b-grpo-remedy", "llama 3.1-8b-grpo", "llama 3.1-8b-grpo-remedy"]
+    assert list(names) == expected
+
+
 def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "val.parquet").touch()
     model, train, val = tmp_path / "model", tmp_path / "no such.parquet", tmp_path / "val.parquet"
@@ -142,6 +164,8 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["FAST=1"], "unknown setting FAST"),
         (["train.parquet"], "'train.parquet' is neither an option nor a Hydra override"),
         (["--python"], "--python needs the path of a Python"),
+        (["--dry-run", "--python", "--remedy"], "--python needs the path of a Python"),
+        (["--dry-run", "TRAIN_BATCH_SIZE="], "TRAIN_BATCH_SIZE is empty: give it a value, or leave it out"),
         (["--cluster", "--embedded"], "exclude each other"),
         (["--cluster", "--tiny"], "--tiny belongs to --embedded"),
         (["NNODES=two"], "NNODES is 'two': give a whole number"),
@@ -171,6 +195,14 @@ def test_unpatched_verl_is_refused(tmp_path: Path) -> None:
     assert "is not patched" in refused.stderr and "apply_patch.py --installed" in refused.stderr
 
 
+def test_a_folder_left_behind_is_no_patched_verl(tmp_path: Path) -> None:
+    shutil.copytree(Path(os.environ["GRADLOC_BASE_TREE"]) / "verl", tmp_path / "verl")
+    (tmp_path / "verl/utils/gradloc").mkdir()
+    refused = launch("--cluster", "--python", sys.executable, *files_that_exist(tmp_path), PYTHONPATH=str(tmp_path))
+    assert refused.returncode == 2
+    assert "is not patched" in refused.stderr
+
+
 def test_missing_verl_is_refused(tmp_path: Path) -> None:
     python = make_executable(tmp_path / "python", f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     refused = launch("--cluster", "--python", str(python), *files_that_exist(tmp_path))
@@ -184,6 +216,32 @@ def test_a_gpu_decides_the_profile(recorder: Path, tmp_path: Path, exit_code: in
     make_executable(tmp_path / "nvidia-smi", text)
     overrides = overrides_of(recorder, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert f"actor_rollout_ref.rollout.name={rollout}" in overrides
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], True),
+        (["trainer.resume_mode=auto"], True),
+        (["trainer.resume_mode=disable"], False),
+        (["trainer.default_local_dir=elsewhere"], False),
+    ],
+)
+def test_a_checkpoint_that_will_be_resumed_is_told(tmp_path: Path, arguments: list[str], told: bool) -> None:
+    from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, get_checkpoint_tracker_filename
+
+    python = make_executable(
+        tmp_path / "python", f'#!/bin/sh\n[ "$1" = -m ] && echo training && exit\nexec {sys.executable} "$@"\n'
+    )
+    command = ["--cluster", "--python", str(python), *files_that_exist(tmp_path), *arguments]
+    assert "Resuming" not in launch(*command).stdout
+    output = tmp_path / "out"
+    (output / "global_step_40").mkdir(parents=True)
+    Path(get_checkpoint_tracker_filename(str(output))).write_text("40")
+    assert find_latest_ckpt_path(str(output))
+    lines = launch(*command).stdout.splitlines()
+    assert lines.index("training") == told
+    assert ("Resuming from step 40" in lines[0] and str(output) in lines[0]) == told
 
 
 # Ray's workers lead process groups of their own, and may not heed SIGTERM.
@@ -219,14 +277,12 @@ def test_no_process_survives(tmp_path: Path, how: signal.Signals | str, exit_cod
     """A stand-in for verl's processes; a run with Ray itself is interrupted in test_end_to_end.py."""
     trainer, pids = tmp_path / "trainer.py", tmp_path / "pids"
     trainer.write_text(STUBBORN)
-    (tmp_path / "verl/utils/gradloc").mkdir(parents=True)
-    (tmp_path / "verl/__init__.py").touch()
     python = make_executable(
         tmp_path / "python",
         f'#!/bin/sh\n[ "$1" = -m ] && exec {sys.executable} {trainer} {pids} {how}\nexec {sys.executable} "$@"\n',
     )
     command = ["bash", SCRIPT, "--cluster", "--python", python, *files_that_exist(tmp_path)]
-    script = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    script = subprocess.Popen(command)
     deadline = time.monotonic() + 30
     while not pids.exists() and time.monotonic() < deadline:
         time.sleep(0.1)

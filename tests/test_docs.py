@@ -1,0 +1,45 @@
+"""The documentation: its links lead somewhere, and it names every field of the evidence."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradloc import schema
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def fields(form: Any) -> set[str]:
+    """The names of all fields in a JSON Schema, at any depth."""
+    if isinstance(form, list):
+        return set().union(*map(fields, form))
+    if not isinstance(form, dict):
+        return set()
+    return set(form.get("properties", ())) | fields(list(form.values()))
+
+
+@pytest.mark.parametrize("form", [schema.EVENT, schema.NOTE], ids=["event", "note"])
+def test_every_field_of_the_evidence_is_explained(form: dict[str, Any]) -> None:
+    explained = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", (ROOT / "docs/evidence.md").read_text()))))
+    assert fields(form) - explained == set()

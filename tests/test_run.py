@@ -1,0 +1,68 @@
+"""tests/run.sh: what it does about a browser that is missing. Everything it sets up is there already."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOOLS = "bash cat cp cut dirname flock mkdir mv rm sed sha256sum".split()
+
+
+def write(file: Path, text: str, mode: int = 0o644) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(mode)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The tests of the page and one other, and a PATH of its own (bin/): no Chromium, an apt-get that takes notes."""
+    for name in ("tests/run.sh", "embedded/find_python.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    for name in TOOLS:
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    write(tmp_path / "bin/apt-get", f"#!/bin/sh\necho $1 >>{tmp_path}/apt\nexit 1\n", 0o755)
+    for name in ("bin/python3.11", "build/venv/bin/python"):
+        write(tmp_path / name, f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755)
+    write(tmp_path / "build/venv/bin/ruff", "#!/bin/sh\n", 0o755)
+    for name in ("apply_patch.py", "make_patch.sh", "patches/gradloc.patch", "tests/requirements.txt"):
+        write(tmp_path / name, "")
+    write(tmp_path / "patches/BASE_COMMIT", "VERSION=0.7.0\n")
+    write(tmp_path / "build/base/verl/__init__.py", "")
+    write(tmp_path / "build/base/ready", "0.7.0\n")
+    version = subprocess.run([sys.executable, "-VV"], capture_output=True, check=True).stdout
+    write(tmp_path / "build/venv/ready", hashlib.sha256(version).hexdigest())
+    write(tmp_path / "tests/test_other.py", "def test_other():\n    pass\n")
+    for name in ("browser.py", "evidence_samples.py", "test_report_browser.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
+    (tmp_path / "gradloc").symlink_to(ROOT / "gradloc")
+    return tmp_path
+
+
+def run(project: Path, user: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    write(project / "bin/id", f"#!/bin/sh\necho {user}\n", 0o755)
+    environment = os.environ | {"PATH": str(project / "bin")}
+    command = [project / "bin/bash", project / "tests/run.sh", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_tests_without_the_browser_do_not_ask_for_it(project: Path) -> None:
+    done = run(project, 0, "-k", "other")
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+    assert "Chromium" not in done.stdout + done.stderr
+    assert not (project / "apt").exists()
+
+
+def test_without_a_browser_all_other_tests_run(project: Path) -> None:
+    done = run(project, 1000)
+    assert done.returncode == 1 and "1 passed" in done.stdout, done.stdout + done.stderr
+    assert "the tests of the report in a browser will fail" in done.stderr
+    assert "apt-get install chromium chromium-driver" in done.stdout and "Traceback" not in done.stdout
+    assert not (project / "apt").exists()
