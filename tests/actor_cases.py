@@ -307,12 +307,17 @@ def build_config(case: Case, **gradloc: Any) -> FSDPActorConfig:
 
 def stock_dp_actor() -> ModuleType:
     """The module of the unpatched actor, beside the patched one."""
-    path = Path(os.environ["GRADLOC_BASE_TREE"]) / "verl/workers/actor/dp_actor.py"
-    if "stock_dp_actor" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("stock_dp_actor", path)
-        sys.modules["stock_dp_actor"] = module = importlib.util.module_from_spec(spec)
+    return stock_module("verl/workers/actor/dp_actor.py")
+
+
+def stock_module(path: str) -> ModuleType:
+    """A module of the unpatched tree, beside the patched one."""
+    name = "stock_" + Path(path).stem
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(os.environ["GRADLOC_BASE_TREE"]) / path)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    return sys.modules["stock_dp_actor"]
+    return sys.modules[name]
 
 
 def build_actor(
@@ -800,6 +805,15 @@ def failing_search(case: Case, where: str) -> tuple[dict[str, bool], Run]:
 
 def watch(case: Case, threshold: float, calls: int) -> Run:
     return train(case, calls=calls, spike_detection=True, grad_norm_threshold=threshold)
+
+
+def metrics_with_rejected_rows(rejected: tuple[int, int], case: Case, detection: bool = False) -> dict[str, Any]:
+    """What an update reports once rejection sampling has left nothing of the first few rows of both ranks."""
+
+    def reject(batch: DataProto) -> None:
+        batch.batch["response_mask"][: rejected[dist.get_rank()]] = 0
+
+    return train(case, change_batch=reject, spike_detection=detection).metrics[0]
 
 
 def gradloc_of_a_default_actor() -> Any:

@@ -12,7 +12,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -328,27 +329,54 @@ def run_actor(
     }
 
 
-def off_and_stock(wrap_as: str) -> dict[str, bool]:
-    """Whether the actor with LayerClip off leaves everything that the stock actor does, with the same calls."""
+def off_and_stock(wrap_as: str, rollout: bool) -> dict[str, bool]:
+    """Whether the actor with all off leaves everything that the stock actor does, with the same calls and host reads.
+
+    Args:
+        rollout (bool): Whether the batch holds the rollout's log-probs.
+    """
     import actor_cases
     from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
-    case = actor_cases.Case(wrap=wrap_as, mini_batch=4)
-    runs, collectives = [], []
-    for module, options in (
-        (actor_cases.stock_dp_actor(), {}),
-        (actor_cases.dp_actor, {"layer_clip": VerlLayerClipConfig()}),
+    case = actor_cases.Case(wrap=wrap_as, mini_batch=4, rollout=rollout)
+    helper = "verl.trainer.ppo.rollout_corr_helper"
+    runs, collectives, reads = [], [], []
+    for module, modules, options in (
+        (actor_cases.stock_dp_actor(), {helper: actor_cases.stock_module(helper.replace(".", "/") + ".py")}, {}),
+        (actor_cases.dp_actor, {}, {"layer_clip": VerlLayerClipConfig()}),
     ):
-        run, *calls = count_collectives(lambda m=module, o=options: actor_cases.train(case, m, calls=2, **o))
+        reads.append([])
+        with pytest.MonkeyPatch.context() as patch:
+            for name in modules:
+                patch.setitem(sys.modules, name, modules[name])
+            watch_reads(patch, reads[-1])
+            run, *calls = count_collectives(lambda m=module, o=options: actor_cases.train(case, m, calls=2, **o))
         runs.append(run)
         collectives.append(calls)
     stock, off = runs
     return {
         "metrics": stock.metrics == off.metrics,
+        "rollout metrics": rollout == any(name.startswith("rollout_corr/") for name in stock.metrics[0]),
         "parameters": all(torch.equal(a, b) for a, b in zip(stock.parameters, off.parameters, strict=True)),
         "random state": torch.equal(stock.rng, off.rng),
         "collectives": collectives[0] == collectives[1],
+        "host reads": reads[0] == reads[1] != [],
     }
+
+
+def watch_reads(patch: pytest.MonkeyPatch, reads: list[str], on_host: Sequence[Tensor] = ()) -> None:
+    """Notes how the host reads tensors, but for those that are on the host already."""
+
+    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: Tensor, *arguments: Any) -> Any:
+            if tensor.data_ptr() not in [other.data_ptr() for other in on_host]:
+                reads.append(name)
+            return original(tensor, *arguments)
+
+        return read
+
+    for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__"):
+        patch.setattr(Tensor, name, watched(name, getattr(Tensor, name)))
 
 
 def host_reads(wrap_as: str) -> tuple[list[str], list[str]]:
@@ -375,18 +403,8 @@ def reads_of_a_step(actor: Any) -> list[str]:
     """How the host reads tensors, but for the norm that LayerClip returns, which is on the host already."""
     reads: list[str] = []
     on_host: list[Tensor] = []
-
-    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def read(tensor: Tensor, *arguments: Any) -> Any:
-            if tensor.data_ptr() not in [norm.data_ptr() for norm in on_host]:
-                reads.append(name)
-            return original(tensor, *arguments)
-
-        return read
-
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__"):
-            patch.setattr(Tensor, name, watched(name, getattr(Tensor, name)))
+        watch_reads(patch, reads, on_host)
         if getattr(actor, "layer_clip", None) is not None:
             clip = actor.layer_clip.clip
             patch.setattr(actor.layer_clip, "clip", lambda *arguments: on_host.append(clip(*arguments)) or on_host[0])

@@ -490,9 +490,10 @@ def test_statistics_do_not_depend_on_the_number_of_ranks(launch: Launch, tmp_pat
 # The actor
 
 
+@pytest.mark.parametrize("rollout", [False, True])
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_off_is_stock(launch: Launch, wrap: str) -> None:
-    for result in launch(2, layer_clip_cases.off_and_stock, wrap):
+def test_off_is_stock(launch: Launch, wrap: str, rollout: bool) -> None:
+    for result in launch(2, layer_clip_cases.off_and_stock, wrap, rollout):
         assert all(result.values()), result
 
 
