@@ -170,7 +170,7 @@ class LayerClip:
         return self._gradients.squared_norms()
 
     def clip(self, squared_norms: Tensor | None = None) -> Tensor:
-        """Clips the gradient and takes its norms in. A collective call. Not called for a step that is left out.
+        """Clips the gradient and takes its norms in. A collective call. For a step that is left out there is `preview`.
 
         If any norm is NaN or infinite, nothing is changed: the optimizer step will be left out.
 
@@ -182,25 +182,29 @@ class LayerClip:
         """
         if squared_norms is None:
             squared_norms = self._gradients.squared_norms()
-        # The one host sync; the norm returned needs none any more when it is logged.
-        squares = squared_norms.tolist()
-        norms = [math.sqrt(square) for square in squares]
-        finite = all(math.isfinite(norm) for norm in norms)
-        bounds = self._bounds()
-        factors = [
-            bound / norm if finite and bound is not None and norm > bound else 1.0
-            for norm, bound in zip(norms, bounds, strict=True)
-        ]
-        self._gradients.scale_({i: factor for i, factor in enumerate(factors) if factor < 1})
-        if finite and self._config.rule != "fixed":
-            for layer, norm, factor in zip(self.layers, norms, factors, strict=True):
-                self._statistics[layer].take_in(norm * factor, self._config)
-        self.last_step = {
-            layer: {"norm": norm, "bound": bound, "factor": factor}
-            for layer, norm, bound, factor in zip(self.layers, norms, bounds, factors, strict=True)
-        }
+        step = self.preview(squared_norms)
+        figures = list(step.values())
+        self._gradients.scale_({i: layer["factor"] for i, layer in enumerate(figures) if layer["factor"] < 1})
+        if self._config.rule != "fixed" and all(math.isfinite(layer["norm"]) for layer in figures):
+            for name, layer in step.items():
+                self._statistics[name].take_in(layer["norm"] * layer["factor"], self._config)
+        self.last_step = step
         self._steps.append(self.last_step)
-        return torch.tensor(math.sqrt(sum(squares)))
+        return torch.tensor(math.sqrt(sum(layer["norm"] ** 2 for layer in figures)))
+
+    def preview(self, squared_norms: Tensor) -> dict[str, dict[str, float | None]]:
+        """What `clip` would do to the gradient with these norms, as `last_step` has it. Nothing is changed."""
+        # The one host sync; the norm that `clip` returns needs none any more when it is logged.
+        norms = [math.sqrt(square) for square in squared_norms.tolist()]
+        finite = all(math.isfinite(norm) for norm in norms)
+        return {
+            layer: {
+                "norm": norm,
+                "bound": bound,
+                "factor": bound / norm if finite and bound is not None and norm > bound else 1.0,
+            }
+            for layer, norm, bound in zip(self.layers, norms, self._bounds(), strict=True)
+        }
 
     def metrics(self) -> dict[str, float | list[float]]:
         """The figures since the last call for the training log, the same on every rank; lists have one per step.

@@ -94,6 +94,8 @@ class Case:
     loss_mode: str = "vanilla"
     loss_agg_mode: str = "token-mean"
     kl: bool = False
+    # The log-probs of the reference policy, which a KL penalty in the reward needs, too.
+    reference: bool = False
     entropy: bool = False
     rollout: bool = False
     rollout_weights: bool = False
@@ -417,7 +419,9 @@ def build_batch(case: Case, rank: int, seed: int = 0) -> DataProto:
             advantages[row, position] = value if row % 2 or log_ratio else -value
             old_log_probs[row, position] = log_probs[row, position] - log_ratio
     tensors["old_log_probs"] = old_log_probs * response_mask
-    tensors["ref_log_prob"] = (log_probs + noise(0.3)) * response_mask
+    reference = (log_probs + noise(0.3)) * response_mask
+    if case.reference or case.kl:
+        tensors["ref_log_prob"] = reference
     tensors["advantages"] = advantages * response_mask
     if case.rollout:
         tensors["rollout_log_probs"] = (old_log_probs + noise(0.02)) * response_mask
@@ -616,7 +620,8 @@ def token_facts(
         "log_prob": log_prob[row, position],
         "old_log_prob": old[row, position],
         "ratio": (log_prob - old)[row, position].exp(),
-        "ref_log_prob": rows["ref_log_prob"][row, position] if case.kl else None,
+        # Without a KL loss, a KL penalty in the reward has it in the batch.
+        "ref_log_prob": rows["ref_log_prob"][row, position] if "ref_log_prob" in rows else None,
         "entropy": entropy[row, position] if case.entropy or case.fused else None,
         "rollout_log_prob": None if rollout is None else rollout[row, position],
         "rollout_ratio": None if rollout is None else (log_prob - rollout)[row, position].exp(),

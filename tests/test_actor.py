@@ -110,7 +110,7 @@ SEARCH_CASES = [
     *[(2, Case(wrap, planted=THREE)) for wrap in WRAPS],
     *[(2, Case(wrap, checkpointing=True, mini_batch=4, kl=True, entropy=True, planted=ONE)) for wrap in WRAPS],
     *[(2, Case(loss_agg_mode=mode, dynamic=True, planted=THREE)) for mode in MODES],
-    (2, Case("fsdp1", mini_batch=4, rollout=True, planted=THREE, clipped=((0, 3, 1), (1, 4, 3)))),
+    (2, Case("fsdp1", mini_batch=4, rollout=True, reference=True, planted=THREE, clipped=((0, 3, 1), (1, 4, 3)))),
     (2, Case("fsdp2", mini_batch=4, epochs=2, kl=True, planted=ONE)),
     (2, Case("fsdp2", loss_mode="gspo", mini_batch=4, planted=THREE)),
     (2, Case("fsdp1-orig", dynamic=True, trigger="global", planted=THREE)),
@@ -190,6 +190,7 @@ def check_event(
         assert culprit["threshold"] == near(threshold)
         assert culprit["coefficient"] == near(token.coefficient, case.tolerance)
         assert culprit["share"] == near(token.weight * token.norm / unit.norm, case.tolerance)
+        assert (culprit["response_kl"] is None) == (culprit["ref_log_prob"] is None)
         # A log-prob is a difference of larger numbers, so its own size does not bound its error.
         for name, value in token.facts.items():
             assert culprit[name] == (
@@ -233,6 +234,7 @@ def test_tokens_that_produce_nan(launch: Launch, world: int, case: Case) -> None
 
 
 IDENTITY_CASES = [
+    (2, Case(reference=True, planted=ONE)),
     *[(2, Case(wrap, dropout=0.2, optimizer="adamw", planted=THREE)) for wrap in WRAPS],
     # gpg has no ratio to clip: dropout alone can move that far.
     *[

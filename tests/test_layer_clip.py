@@ -589,9 +589,18 @@ def test_a_skipped_step_updates_no_statistics(launch: Launch) -> None:
     options = {**DETECT, "spike_action": "skip", "layer_clip": {"rule": "ratio", "warmup_steps": 1}}
     result = run_actor(launch, SPIKE, options)
     (event,) = json.loads(result["events"][0])
-    assert event["applied"] and event["layer_clip"] is None
+    assert event["applied"]
     assert {layer["count"] for layer in result["statistics"].values()} == {0}
     assert "actor/layer_clip/fraction" not in result["metrics"][0]
+    # What it would have done is told all the same.
+    assert set(event["layer_clip"]) == set(result["layers"]) and result["last_step"] == {}
+    assert {(layer["bound"], layer["factor"]) for layer in event["layer_clip"].values()} == {(None, 1.0)}
+    assert result["measured"] == 1
+    taken = run_actor(launch, SPIKE, {**DETECT, "layer_clip": {"rule": "fixed"}})
+    skipped = run_actor(launch, SPIKE, {**DETECT, "spike_action": "skip", "layer_clip": {"rule": "fixed"}})
+    (would_be,), (done,) = (json.loads(run["events"][0]) for run in (skipped, taken))
+    assert would_be["layer_clip"] == done["layer_clip"] == taken["last_step"]
+    assert any(layer["factor"] < 1 for layer in taken["last_step"].values())
     # After a skipped mini-batch, the next one's own gradient is measured.
     result = run_actor(launch, {**SPIKE, "mini_batch": 4}, {**options, "spike_trigger": "global"})
     assert {layer["count"] for layer in result["statistics"].values()} == {1}
