@@ -29,8 +29,10 @@ logger = logging.getLogger(__name__)
 
 RULES = ("zscore", "ratio", "fixed")
 
-# The mean never falls below this share of the warm-up's median: an average of zero could not rise again.
+# The mean never falls below this share of an average that is so many times slower, so that a quiet phase does not
+# close the bound, and a lasting fall of the norms is followed.
 _MEAN_FLOOR = 0.1
+_FLOOR_SLOWNESS = 5.0
 # Nor the deviation below this share of the mean: with no spread at all every norm above the mean would be clipped.
 _DEVIATION_FLOOR = 0.1
 # A norm counts in the deviation with at most so many deviations, so that spikes in a row widen the bound slowly.
@@ -103,7 +105,7 @@ class LayerStatistics:
         mean (float): Of the norms.
         deviation (float): The mean absolute deviation from the mean, times sqrt(pi / 2): the standard deviation if the
             norms were normal.
-        floor (float): The mean does not fall below it.
+        floor (float): The mean does not fall below it: a tenth of the norms' average, five times slower than the mean.
     """
 
     warmup: list[float] = field(default_factory=list)
@@ -125,6 +127,7 @@ class LayerStatistics:
         weight = (1 - config.beta) / (1 - config.beta**self.count)
         distance = min(abs(norm - self.mean), _DEVIATION_CAP * self.deviation)
         self.deviation += weight * (_PER_MEAN_DEVIATION * distance - self.deviation)
+        self.floor += weight / _FLOOR_SLOWNESS * (_MEAN_FLOOR * norm - self.floor)
         self.mean = max(self.mean + weight * (norm - self.mean), self.floor)
         self.deviation = max(self.deviation, _DEVIATION_FLOOR * self.mean)
 
