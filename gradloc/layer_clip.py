@@ -250,13 +250,16 @@ class LayerClip:
         """Goes on from saved statistics.
 
         Args:
-            state (Mapping, optional): From `state_dict`; None from a checkpoint without any: the warm-up begins anew.
+            state (Mapping, optional): From `state_dict`; None where none is loaded: the warm-up begins anew.
 
         Raises:
             ValueError: The statistics are those of other layers.
         """
         if state is None:
-            logger.warning("The checkpoint holds no LayerClip statistics; the warm-up begins anew.")
+            logger.warning(
+                "No LayerClip statistics are loaded (the checkpoint or checkpoint.load_contents is without them, "
+                "which are part of 'extra'); the warm-up begins anew."
+            )
             return
         if set(state) != set(self.layers):
             extra, missing = sorted(set(state) - set(self.layers)), sorted(set(self.layers) - set(state))

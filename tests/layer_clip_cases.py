@@ -307,6 +307,10 @@ def run_actor(
 
     run = actor_cases.train(actor_cases.Case(**case), calls=calls, prepare=prepare, **options)
     actor = found.pop("actor")
+    shards = torch.zeros((), dtype=torch.float64)
+    for gradient in run.gradients[-1] if run.gradients else []:
+        shards += gradient.double().square().sum()
+    dist.all_reduce(shards)
     seen = []
     # FSDP1's optimizer sees flat parameters, which are no layers.
     for gradients in run.gradients if actor_cases.Case(**case).wrap == "fsdp2" else []:
@@ -326,6 +330,7 @@ def run_actor(
         "layers": actor.layer_clip.layers,
         "steps": len(run.gradients),
         "seen": seen,
+        "seen_norm": shards.sqrt().item(),
     }
 
 
@@ -419,28 +424,37 @@ def stock_norms(case: dict[str, Any]) -> list[float]:
     return actor_cases.train(actor_cases.Case(**case), actor_cases.stock_dp_actor()).metrics[0]["actor/grad_norm"]
 
 
-def resume(folder: str, wrap_as: str, old: bool = False) -> tuple[list[Any], list[Any], list[str]]:
+def resume(
+    folder: str, wrap_as: str, change: Callable[[dict[str, Any]], None] | None = None, **options: Any
+) -> tuple[list[Any], list[Any], list[str]]:
     """Each update's figures after a checkpoint: of the run that went on, and of one that was started from it.
 
     Args:
         folder (str): Where the checkpoint goes.
-        old (bool): Take the statistics out of the checkpoint first.
+        change (Callable, optional): Changes the checkpoint's extra state first.
+        options (Any): The manager's `checkpoint_config`, and what else the actor's configuration takes.
 
     Returns:
-        tuple: Both lists of `LayerClip.last_step`, and the warnings of the loading.
+        tuple: Both lists of `LayerClip.last_step`, and what the loading has warned of.
     """
     import actor_cases
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
     case = actor_cases.Case(wrap=wrap_as, rows=4, mini_batch=2)
+    checkpoint_config = options.pop("checkpoint_config", None)
 
     def start() -> tuple[Any, FSDPCheckpointManager]:
-        options = VerlLayerClipConfig(enable=True, warmup_steps=3, rule="ratio", ratio=1.05)
-        actor = actor_cases.build_actor(case, layer_clip=options)
+        layer_clip = VerlLayerClipConfig(enable=True, warmup_steps=3, rule="ratio", ratio=1.05)
+        actor = actor_cases.build_actor(case, layer_clip=layer_clip, **options)
         scheduler = torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0)
         return actor, FSDPCheckpointManager(
-            actor.actor_module, actor.actor_optimizer, scheduler, layer_clip=actor.layer_clip
+            actor.actor_module,
+            actor.actor_optimizer,
+            scheduler,
+            checkpoint_config=checkpoint_config,
+            layer_clip=actor.layer_clip,
+            gradloc=actor.gradloc,
         )
 
     def update(actor: Any, seeds: range) -> list[Any]:
@@ -454,10 +468,10 @@ def resume(folder: str, wrap_as: str, old: bool = False) -> tuple[list[Any], lis
     update(actor, range(3))
     manager.save_checkpoint(folder)
     straight = update(actor, range(3, 5))
-    if old:
+    if change is not None:
         path = os.path.join(folder, f"extra_state_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
         state = torch.load(path, weights_only=False)
-        del state["layer_clip"]
+        change(state)
         torch.save(state, path)
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -466,4 +480,21 @@ def resume(folder: str, wrap_as: str, old: bool = False) -> tuple[list[Any], lis
     actor, manager = start()
     manager.load_checkpoint(folder)
     logging.getLogger().removeHandler(handler)
-    return straight, update(actor, range(3, 5)), [text for text in warnings if "LayerClip" in text]
+    return straight, update(actor, range(3, 5)), [text for text in warnings if "warm-up" in text]
+
+
+def without_statistics(state: dict[str, Any]) -> None:
+    """Makes an older checkpoint of it."""
+    del state["layer_clip"]
+
+
+def of_another_model(state: dict[str, Any]) -> None:
+    """Makes the checkpoint of a model with other layers of it."""
+    state["layer_clip"]["layers.7"] = state["layer_clip"].pop("layers.2")
+
+
+def resume_without_extra(folder: str) -> list[str]:
+    """What the loading warns of where it leaves the extra state out."""
+    contents = {"load_contents": ["model", "optimizer"], "save_contents": ["model", "optimizer", "extra"]}
+    auto = {"spike_detection": True, "grad_norm_threshold": "auto"}
+    return resume(folder, "fsdp2", checkpoint_config=contents, **auto)[2]
