@@ -8,7 +8,8 @@ warm-up, a few seeds. For each rule the table says
 - 10x, 100x: what such a spike is scaled down to, in medians;
 - ten 100x: by how much ten 100x spikes in a row raise the bound;
 - start: the first bound after a warm-up with one 100x spike in it, in average bounds (smallest to largest);
-- follow 3x, 100x: steps after a lasting shift of the norms until the bound has covered 80% of it (median, worst).
+- follow 3x, 100x: steps after a lasting shift of the norms until the bound has covered 80% of it (median, worst);
+- follow 1/10, 1/100: the same for lasting falls, until the bound is at most 1.5 times what it should be.
 
 Usage: python benchmarks/layer_clip.py [--seeds N]
 """
@@ -43,8 +44,8 @@ def follow(
 ) -> int:
     """How many steps the bound needs to reach a goal once all norms are `shift` times what they were."""
     statistics = copy.deepcopy(statistics)
-    steps = 0
-    while statistics.bound(config) < goal and steps < STEPS:
+    steps, direction = 0, 1 if shift > 1 else -1
+    while direction * statistics.bound(config) < direction * goal and steps < STEPS:
         step(statistics, shift * norms.lognormvariate(0, spread), config)
         steps += 1
     return steps
@@ -77,6 +78,10 @@ def simulate(config: LayerClipConfig, spread: float, seed: int) -> dict[str, flo
     for i in range(config.warmup_steps):
         step(started, norms.lognormvariate(0, spread) * (100 if i == 7 else 1), config)
     found["start"] = started.bound(config) / found["bound"]
+
+    for fall in (10, 100):
+        goal = 1.5 / fall * found["bound"]
+        found[f"fall_{fall}"] = follow(statistics, config, norms, spread, goal, 1 / fall)
     return found
 
 
@@ -84,8 +89,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20, help="runs for each line of the table (default: 20)")
     seeds = parser.parse_args().seeds
-    print("| rule | spread | bound | clipped (first 100) | 10x | 100x | ten 100x | start | follow 3x | follow 100x |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    columns = ["rule", "spread", "bound", "clipped (first 100)", "10x", "100x", "ten 100x", "start"]
+    columns += ["follow 3x", "follow 100x", "follow 1/10", "follow 1/100"]
+    print("| " + " | ".join(columns) + " |")
+    print("|---" * len(columns) + "|")
     for config in RULES:
         for spread in SPREADS:
             runs = [simulate(config, spread, seed) for seed in range(seeds)]
@@ -97,7 +104,9 @@ def main() -> None:
                 f"| {mean(values['spike_10']):.1f} | {mean(values['spike_100']):.1f} "
                 f"| x{mean(values['ten_spikes']):.2f} | {min(values['start']):.2f} to {max(values['start']):.2f} "
                 f"| {median(values['follow_3']):.0f}, {max(values['follow_3'])} "
-                f"| {median(values['follow_100']):.0f}, {max(values['follow_100'])} |"
+                f"| {median(values['follow_100']):.0f}, {max(values['follow_100'])} "
+                f"| {median(values['fall_10']):.0f}, {max(values['fall_10'])} "
+                f"| {median(values['fall_100']):.0f}, {max(values['fall_100'])} |"
             )
 
 

@@ -29,8 +29,10 @@ logger = logging.getLogger(__name__)
 
 RULES = ("zscore", "ratio", "fixed")
 
-# The mean never falls below this share of the warm-up's median: an average of zero could not rise again.
+# The mean never falls below this share of an average that is so many times slower, so that a quiet phase does not
+# close the bound, and a lasting fall of the norms is followed.
 _MEAN_FLOOR = 0.1
+_FLOOR_SLOWNESS = 5.0
 # Nor the deviation below this share of the mean: with no spread at all every norm above the mean would be clipped.
 _DEVIATION_FLOOR = 0.1
 # A norm counts in the deviation with at most so many deviations, so that spikes in a row widen the bound slowly.
@@ -103,7 +105,7 @@ class LayerStatistics:
         mean (float): Of the norms.
         deviation (float): The mean absolute deviation from the mean, times sqrt(pi / 2): the standard deviation if the
             norms were normal.
-        floor (float): The mean does not fall below it.
+        floor (float): The mean does not fall below it: a tenth of the norms' average, five times slower than the mean.
     """
 
     warmup: list[float] = field(default_factory=list)
@@ -125,6 +127,7 @@ class LayerStatistics:
         weight = (1 - config.beta) / (1 - config.beta**self.count)
         distance = min(abs(norm - self.mean), _DEVIATION_CAP * self.deviation)
         self.deviation += weight * (_PER_MEAN_DEVIATION * distance - self.deviation)
+        self.floor += weight / _FLOOR_SLOWNESS * (_MEAN_FLOOR * norm - self.floor)
         self.mean = max(self.mean + weight * (norm - self.mean), self.floor)
         self.deviation = max(self.deviation, _DEVIATION_FLOOR * self.mean)
 
@@ -170,7 +173,7 @@ class LayerClip:
         return self._gradients.squared_norms()
 
     def clip(self, squared_norms: Tensor | None = None) -> Tensor:
-        """Clips the gradient and takes its norms in. A collective call. Not called for a step that is left out.
+        """Clips the gradient and takes its norms in. A collective call. For a step that is left out there is `preview`.
 
         If any norm is NaN or infinite, nothing is changed: the optimizer step will be left out.
 
@@ -182,25 +185,29 @@ class LayerClip:
         """
         if squared_norms is None:
             squared_norms = self._gradients.squared_norms()
-        # The one host sync; the norm returned needs none any more when it is logged.
-        squares = squared_norms.tolist()
-        norms = [math.sqrt(square) for square in squares]
-        finite = all(math.isfinite(norm) for norm in norms)
-        bounds = self._bounds()
-        factors = [
-            bound / norm if finite and bound is not None and norm > bound else 1.0
-            for norm, bound in zip(norms, bounds, strict=True)
-        ]
-        self._gradients.scale_({i: factor for i, factor in enumerate(factors) if factor < 1})
-        if finite and self._config.rule != "fixed":
-            for layer, norm, factor in zip(self.layers, norms, factors, strict=True):
-                self._statistics[layer].take_in(norm * factor, self._config)
-        self.last_step = {
-            layer: {"norm": norm, "bound": bound, "factor": factor}
-            for layer, norm, bound, factor in zip(self.layers, norms, bounds, factors, strict=True)
-        }
+        step = self.preview(squared_norms)
+        figures = list(step.values())
+        self._gradients.scale_({i: layer["factor"] for i, layer in enumerate(figures) if layer["factor"] < 1})
+        if self._config.rule != "fixed" and all(math.isfinite(layer["norm"]) for layer in figures):
+            for name, layer in step.items():
+                self._statistics[name].take_in(layer["norm"] * layer["factor"], self._config)
+        self.last_step = step
         self._steps.append(self.last_step)
-        return torch.tensor(math.sqrt(sum(squares)))
+        return torch.tensor(math.sqrt(sum(layer["norm"] ** 2 for layer in figures)))
+
+    def preview(self, squared_norms: Tensor) -> dict[str, dict[str, float | None]]:
+        """What `clip` would do to the gradient with these norms, as `last_step` has it. Nothing is changed."""
+        # The one host sync; the norm that `clip` returns needs none any more when it is logged.
+        norms = [math.sqrt(square) for square in squared_norms.tolist()]
+        finite = all(math.isfinite(norm) for norm in norms)
+        return {
+            layer: {
+                "norm": norm,
+                "bound": bound,
+                "factor": bound / norm if finite and bound is not None and norm > bound else 1.0,
+            }
+            for layer, norm, bound in zip(self.layers, norms, self._bounds(), strict=True)
+        }
 
     def metrics(self) -> dict[str, float | list[float]]:
         """The figures since the last call for the training log, the same on every rank; lists have one per step.
@@ -243,13 +250,16 @@ class LayerClip:
         """Goes on from saved statistics.
 
         Args:
-            state (Mapping, optional): From `state_dict`; None from a checkpoint without any: the warm-up begins anew.
+            state (Mapping, optional): From `state_dict`; None where none is loaded: the warm-up begins anew.
 
         Raises:
             ValueError: The statistics are those of other layers.
         """
         if state is None:
-            logger.warning("The checkpoint holds no LayerClip statistics; the warm-up begins anew.")
+            logger.warning(
+                "No LayerClip statistics are loaded (the checkpoint or checkpoint.load_contents is without them, "
+                "which are part of 'extra'); the warm-up begins anew."
+            )
             return
         if set(state) != set(self.layers):
             extra, missing = sorted(set(state) - set(self.layers)), sorted(set(self.layers) - set(state))

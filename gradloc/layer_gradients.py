@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from .distributed import world_size
 from .gradients import chunks
 from .layers import layer_groups
+from .sharding import DTensor
 
 
 @dataclass(frozen=True)

@@ -228,10 +228,13 @@ class GradLoc:
         return {"token_norms": self._auto_threshold.norms()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from `state_dict`; from None, of a checkpoint without it, an automatic threshold begins anew."""
+        """Goes on from `state_dict`; from None, where none is loaded, an automatic threshold begins anew."""
         norms = state["token_norms"] if state is not None else ()
         if not norms and self.config.threshold == "auto":
-            logger.warning("The checkpoint holds no norms for grad_norm_threshold=auto; its warm-up begins anew.")
+            logger.warning(
+                "No norms are loaded for grad_norm_threshold=auto (the checkpoint or checkpoint.load_contents is "
+                "without them, which are part of 'extra'); its warm-up begins anew."
+            )
         self._auto_threshold.restart_from(norms)
 
     def _locate(self, micro_batches: list[MicroBatch], epoch: int, mini_batch: int) -> bool:

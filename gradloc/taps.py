@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .gradients import piece_norms
 from .layers import layer_groups
+from .sharding import FSDPModule
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,8 @@ class Case:
     loss_mode: str = "vanilla"
     loss_agg_mode: str = "token-mean"
     kl: bool = False
+    # The log-probs of the reference policy, which a KL penalty in the reward needs, too.
+    reference: bool = False
     entropy: bool = False
     rollout: bool = False
     rollout_weights: bool = False
@@ -307,12 +309,17 @@ def build_config(case: Case, **gradloc: Any) -> FSDPActorConfig:
 
 def stock_dp_actor() -> ModuleType:
     """The module of the unpatched actor, beside the patched one."""
-    path = Path(os.environ["GRADLOC_BASE_TREE"]) / "verl/workers/actor/dp_actor.py"
-    if "stock_dp_actor" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("stock_dp_actor", path)
-        sys.modules["stock_dp_actor"] = module = importlib.util.module_from_spec(spec)
+    return stock_module("verl/workers/actor/dp_actor.py")
+
+
+def stock_module(path: str) -> ModuleType:
+    """A module of the unpatched tree, beside the patched one."""
+    name = "stock_" + Path(path).stem
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(os.environ["GRADLOC_BASE_TREE"]) / path)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    return sys.modules["stock_dp_actor"]
+    return sys.modules[name]
 
 
 def build_actor(
@@ -412,7 +419,9 @@ def build_batch(case: Case, rank: int, seed: int = 0) -> DataProto:
             advantages[row, position] = value if row % 2 or log_ratio else -value
             old_log_probs[row, position] = log_probs[row, position] - log_ratio
     tensors["old_log_probs"] = old_log_probs * response_mask
-    tensors["ref_log_prob"] = (log_probs + noise(0.3)) * response_mask
+    reference = (log_probs + noise(0.3)) * response_mask
+    if case.reference or case.kl:
+        tensors["ref_log_prob"] = reference
     tensors["advantages"] = advantages * response_mask
     if case.rollout:
         tensors["rollout_log_probs"] = (old_log_probs + noise(0.02)) * response_mask
@@ -611,7 +620,8 @@ def token_facts(
         "log_prob": log_prob[row, position],
         "old_log_prob": old[row, position],
         "ratio": (log_prob - old)[row, position].exp(),
-        "ref_log_prob": rows["ref_log_prob"][row, position] if case.kl else None,
+        # Without a KL loss, a KL penalty in the reward has it in the batch.
+        "ref_log_prob": rows["ref_log_prob"][row, position] if "ref_log_prob" in rows else None,
         "entropy": entropy[row, position] if case.entropy or case.fused else None,
         "rollout_log_prob": None if rollout is None else rollout[row, position],
         "rollout_ratio": None if rollout is None else (log_prob - rollout)[row, position].exp(),
@@ -800,6 +810,15 @@ def failing_search(case: Case, where: str) -> tuple[dict[str, bool], Run]:
 
 def watch(case: Case, threshold: float, calls: int) -> Run:
     return train(case, calls=calls, spike_detection=True, grad_norm_threshold=threshold)
+
+
+def metrics_with_rejected_rows(rejected: tuple[int, int], case: Case, detection: bool = False) -> dict[str, Any]:
+    """What an update reports once rejection sampling has left nothing of the first few rows of both ranks."""
+
+    def reject(batch: DataProto) -> None:
+        batch.batch["response_mask"][: rejected[dist.get_rank()]] = 0
+
+    return train(case, change_batch=reject, spike_detection=detection).metrics[0]
 
 
 def gradloc_of_a_default_actor() -> Any:

@@ -12,7 +12,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -306,6 +307,10 @@ def run_actor(
 
     run = actor_cases.train(actor_cases.Case(**case), calls=calls, prepare=prepare, **options)
     actor = found.pop("actor")
+    shards = torch.zeros((), dtype=torch.float64)
+    for gradient in run.gradients[-1] if run.gradients else []:
+        shards += gradient.double().square().sum()
+    dist.all_reduce(shards)
     seen = []
     # FSDP1's optimizer sees flat parameters, which are no layers.
     for gradients in run.gradients if actor_cases.Case(**case).wrap == "fsdp2" else []:
@@ -325,30 +330,58 @@ def run_actor(
         "layers": actor.layer_clip.layers,
         "steps": len(run.gradients),
         "seen": seen,
+        "seen_norm": shards.sqrt().item(),
     }
 
 
-def off_and_stock(wrap_as: str) -> dict[str, bool]:
-    """Whether the actor with LayerClip off leaves everything that the stock actor does, with the same calls."""
+def off_and_stock(wrap_as: str, rollout: bool) -> dict[str, bool]:
+    """Whether the actor with all off leaves everything that the stock actor does, with the same calls and host reads.
+
+    Args:
+        rollout (bool): Whether the batch holds the rollout's log-probs.
+    """
     import actor_cases
     from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
-    case = actor_cases.Case(wrap=wrap_as, mini_batch=4)
-    runs, collectives = [], []
-    for module, options in (
-        (actor_cases.stock_dp_actor(), {}),
-        (actor_cases.dp_actor, {"layer_clip": VerlLayerClipConfig()}),
+    case = actor_cases.Case(wrap=wrap_as, mini_batch=4, rollout=rollout)
+    helper = "verl.trainer.ppo.rollout_corr_helper"
+    runs, collectives, reads = [], [], []
+    for module, modules, options in (
+        (actor_cases.stock_dp_actor(), {helper: actor_cases.stock_module(helper.replace(".", "/") + ".py")}, {}),
+        (actor_cases.dp_actor, {}, {"layer_clip": VerlLayerClipConfig()}),
     ):
-        run, *calls = count_collectives(lambda m=module, o=options: actor_cases.train(case, m, calls=2, **o))
+        reads.append([])
+        with pytest.MonkeyPatch.context() as patch:
+            for name in modules:
+                patch.setitem(sys.modules, name, modules[name])
+            watch_reads(patch, reads[-1])
+            run, *calls = count_collectives(lambda m=module, o=options: actor_cases.train(case, m, calls=2, **o))
         runs.append(run)
         collectives.append(calls)
     stock, off = runs
     return {
         "metrics": stock.metrics == off.metrics,
+        "rollout metrics": rollout == any(name.startswith("rollout_corr/") for name in stock.metrics[0]),
         "parameters": all(torch.equal(a, b) for a, b in zip(stock.parameters, off.parameters, strict=True)),
         "random state": torch.equal(stock.rng, off.rng),
         "collectives": collectives[0] == collectives[1],
+        "host reads": reads[0] == reads[1] != [],
     }
+
+
+def watch_reads(patch: pytest.MonkeyPatch, reads: list[str], on_host: Sequence[Tensor] = ()) -> None:
+    """Notes how the host reads tensors, but for those that are on the host already."""
+
+    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: Tensor, *arguments: Any) -> Any:
+            if tensor.data_ptr() not in [other.data_ptr() for other in on_host]:
+                reads.append(name)
+            return original(tensor, *arguments)
+
+        return read
+
+    for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__"):
+        patch.setattr(Tensor, name, watched(name, getattr(Tensor, name)))
 
 
 def host_reads(wrap_as: str) -> tuple[list[str], list[str]]:
@@ -375,18 +408,8 @@ def reads_of_a_step(actor: Any) -> list[str]:
     """How the host reads tensors, but for the norm that LayerClip returns, which is on the host already."""
     reads: list[str] = []
     on_host: list[Tensor] = []
-
-    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def read(tensor: Tensor, *arguments: Any) -> Any:
-            if tensor.data_ptr() not in [norm.data_ptr() for norm in on_host]:
-                reads.append(name)
-            return original(tensor, *arguments)
-
-        return read
-
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__"):
-            patch.setattr(Tensor, name, watched(name, getattr(Tensor, name)))
+        watch_reads(patch, reads, on_host)
         if getattr(actor, "layer_clip", None) is not None:
             clip = actor.layer_clip.clip
             patch.setattr(actor.layer_clip, "clip", lambda *arguments: on_host.append(clip(*arguments)) or on_host[0])
@@ -401,28 +424,37 @@ def stock_norms(case: dict[str, Any]) -> list[float]:
     return actor_cases.train(actor_cases.Case(**case), actor_cases.stock_dp_actor()).metrics[0]["actor/grad_norm"]
 
 
-def resume(folder: str, wrap_as: str, old: bool = False) -> tuple[list[Any], list[Any], list[str]]:
+def resume(
+    folder: str, wrap_as: str, change: Callable[[dict[str, Any]], None] | None = None, **options: Any
+) -> tuple[list[Any], list[Any], list[str]]:
     """Each update's figures after a checkpoint: of the run that went on, and of one that was started from it.
 
     Args:
         folder (str): Where the checkpoint goes.
-        old (bool): Take the statistics out of the checkpoint first.
+        change (Callable, optional): Changes the checkpoint's extra state first.
+        options (Any): The manager's `checkpoint_config`, and what else the actor's configuration takes.
 
     Returns:
-        tuple: Both lists of `LayerClip.last_step`, and the warnings of the loading.
+        tuple: Both lists of `LayerClip.last_step`, and what the loading has warned of.
     """
     import actor_cases
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
     case = actor_cases.Case(wrap=wrap_as, rows=4, mini_batch=2)
+    checkpoint_config = options.pop("checkpoint_config", None)
 
     def start() -> tuple[Any, FSDPCheckpointManager]:
-        options = VerlLayerClipConfig(enable=True, warmup_steps=3, rule="ratio", ratio=1.05)
-        actor = actor_cases.build_actor(case, layer_clip=options)
+        layer_clip = VerlLayerClipConfig(enable=True, warmup_steps=3, rule="ratio", ratio=1.05)
+        actor = actor_cases.build_actor(case, layer_clip=layer_clip, **options)
         scheduler = torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0)
         return actor, FSDPCheckpointManager(
-            actor.actor_module, actor.actor_optimizer, scheduler, layer_clip=actor.layer_clip
+            actor.actor_module,
+            actor.actor_optimizer,
+            scheduler,
+            checkpoint_config=checkpoint_config,
+            layer_clip=actor.layer_clip,
+            gradloc=actor.gradloc,
         )
 
     def update(actor: Any, seeds: range) -> list[Any]:
@@ -436,10 +468,10 @@ def resume(folder: str, wrap_as: str, old: bool = False) -> tuple[list[Any], lis
     update(actor, range(3))
     manager.save_checkpoint(folder)
     straight = update(actor, range(3, 5))
-    if old:
+    if change is not None:
         path = os.path.join(folder, f"extra_state_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
         state = torch.load(path, weights_only=False)
-        del state["layer_clip"]
+        change(state)
         torch.save(state, path)
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -448,4 +480,21 @@ def resume(folder: str, wrap_as: str, old: bool = False) -> tuple[list[Any], lis
     actor, manager = start()
     manager.load_checkpoint(folder)
     logging.getLogger().removeHandler(handler)
-    return straight, update(actor, range(3, 5)), [text for text in warnings if "LayerClip" in text]
+    return straight, update(actor, range(3, 5)), [text for text in warnings if "warm-up" in text]
+
+
+def without_statistics(state: dict[str, Any]) -> None:
+    """Makes an older checkpoint of it."""
+    del state["layer_clip"]
+
+
+def of_another_model(state: dict[str, Any]) -> None:
+    """Makes the checkpoint of a model with other layers of it."""
+    state["layer_clip"]["layers.7"] = state["layer_clip"].pop("layers.2")
+
+
+def resume_without_extra(folder: str) -> list[str]:
+    """What the loading warns of where it leaves the extra state out."""
+    contents = {"load_contents": ["model", "optimizer"], "save_contents": ["model", "optimizer", "extra"]}
+    auto = {"spike_detection": True, "grad_norm_threshold": "auto"}
+    return resume(folder, "fsdp2", checkpoint_config=contents, **auto)[2]

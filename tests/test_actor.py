@@ -11,8 +11,10 @@ import actor_cases
 import pytest
 from actor_cases import Case, Run, Unit
 from cluster import Cluster
+from verl import DataProto
 from verl.utils.gradloc.evidence import jsonable
 from verl.utils.gradloc.schema import EVENT, conforms
+from verl.utils.metric import reduce_metrics
 
 WRAPS = ["fsdp1", "fsdp1-orig", "fsdp2"]
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -108,7 +110,7 @@ SEARCH_CASES = [
     *[(2, Case(wrap, planted=THREE)) for wrap in WRAPS],
     *[(2, Case(wrap, checkpointing=True, mini_batch=4, kl=True, entropy=True, planted=ONE)) for wrap in WRAPS],
     *[(2, Case(loss_agg_mode=mode, dynamic=True, planted=THREE)) for mode in MODES],
-    (2, Case("fsdp1", mini_batch=4, rollout=True, planted=THREE, clipped=((0, 3, 1), (1, 4, 3)))),
+    (2, Case("fsdp1", mini_batch=4, rollout=True, reference=True, planted=THREE, clipped=((0, 3, 1), (1, 4, 3)))),
     (2, Case("fsdp2", mini_batch=4, epochs=2, kl=True, planted=ONE)),
     (2, Case("fsdp2", loss_mode="gspo", mini_batch=4, planted=THREE)),
     (2, Case("fsdp1-orig", dynamic=True, trigger="global", planted=THREE)),
@@ -188,6 +190,7 @@ def check_event(
         assert culprit["threshold"] == near(threshold)
         assert culprit["coefficient"] == near(token.coefficient, case.tolerance)
         assert culprit["share"] == near(token.weight * token.norm / unit.norm, case.tolerance)
+        assert (culprit["response_kl"] is None) == (culprit["ref_log_prob"] is None)
         # A log-prob is a difference of larger numbers, so its own size does not bound its error.
         for name, value in token.facts.items():
             assert culprit[name] == (
@@ -231,6 +234,7 @@ def test_tokens_that_produce_nan(launch: Launch, world: int, case: Case) -> None
 
 
 IDENTITY_CASES = [
+    (2, Case(reference=True, planted=ONE)),
     *[(2, Case(wrap, dropout=0.2, optimizer="adamw", planted=THREE)) for wrap in WRAPS],
     # gpg has no ratio to clip: dropout alone can move that far.
     *[
@@ -274,6 +278,25 @@ def test_a_failure_on_one_rank_ends_the_search_on_all(launch: Launch, wrap: str,
     assert second == [] and not event["complete"]
     for same, _ in results:
         assert all(same.values()), same
+
+
+# Micro-batches have two rows, ranks eight: one micro-batch, one rank, everything.
+@pytest.mark.parametrize("detection", [False, True])
+@pytest.mark.parametrize("rejected", [(2, 0), (0, 8), (8, 8)])
+def test_metrics_of_rejected_answers_are_averaged(launch: Launch, rejected: tuple[int, int], detection: bool) -> None:
+    case = Case(rollout=True, mini_batch=4, kl=True, entropy=True)
+    ordinary = launch(2, actor_cases.metrics_with_rejected_rows, (0, 0), case)
+    found = launch(2, actor_cases.metrics_with_rejected_rows, rejected, case, detection)
+    together = DataProto.concat([DataProto(meta_info={"metrics": metrics}) for metrics in found])
+    averages = reduce_metrics(together.meta_info["metrics"])
+    assert not {name: value for name, value in averages.items() if not math.isfinite(value)}
+    for rank, count in enumerate(rejected):
+        for name, values in ordinary[rank].items():
+            if name.startswith("rollout_corr/"):
+                # The other micro-batches report what they would have reported, but for an optimizer step in between.
+                neutral = 1.0 if "ppl" in name and "log" not in name else 0.0
+                assert found[rank][name][: count // 2] == [neutral] * (count // 2)
+                assert found[rank][name][count // 2 :] == pytest.approx(values[count // 2 :], rel=0.1, abs=1e-3)
 
 
 def test_detection_is_off_by_default(launch: Launch) -> None:

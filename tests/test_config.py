@@ -1,5 +1,8 @@
 """GradLoc's keys in verl's own configuration: yaml, dataclass, and the rules that verl sets for both."""
 
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -97,3 +100,25 @@ def test_the_trainer_refuses_workers_without_gradloc() -> None:
     config = composed("trainer.use_legacy_worker_impl=disable", "actor_rollout_ref.actor.spike_detection=True")
     with pytest.raises(ValueError, match="spike_detection needs the FSDP workers"):
         RayPPOTrainer(config, None, {Role.ActorRollout: None}, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "older_place", "imported"),
+    [
+        ("fsdp.FSDPModule", True, "verl.workers.config"),
+        ("fsdp.FSDPModule", False, "gradloc"),
+        ("tensor.DTensor", True, "gradloc"),
+    ],
+)
+def test_the_configuration_needs_no_recent_torch(name: str, older_place: bool, imported: str) -> None:
+    """Whoever trains without FSDP imports it, too. Names that torch has moved are where they were, or nowhere."""
+    code = f"""
+        import sys
+        import torch.distributed._composable.fsdp, torch.distributed._tensor, torch.distributed.{name.split(".")[0]}
+        del torch.distributed.{name}
+        if not {older_place}:
+            sys.modules["torch.distributed._composable.fsdp"] = None
+        import {imported}
+        assert any(name.endswith("gradloc.sharding") for name in sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradloc import GradLocConfig, record_events, text_evidence, token_weights
+from gradloc import GradLoc, GradLocConfig, record_events, text_evidence, token_weights
 from gradloc.evidence import classify, jsonable, response_kl, token_evidence
 from gradloc.layers import layer_name
 from gradloc.taps import GradientTaps
@@ -188,3 +188,14 @@ def test_the_package_needs_only_torch_and_the_standard_library() -> None:
     root = Path(__file__).resolve().parent.parent
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_token_tensors_of_different_shapes_are_named() -> None:
+    gradloc = GradLoc(torch.nn.Linear(2, 2), GradLocConfig(), forward=lambda *_: None)
+    gradloc.start_update()
+    gradloc.begin_pass({}, rows=[0, 1])
+    tokens = torch.zeros(2, 5)
+    with pytest.raises(ValueError) as error:
+        gradloc.observe(tokens, None, tokens, response_mask=tokens, token_id=tokens, advantage=tokens[:, :1])
+    assert "of one shape (rows, response length)" in str(error.value)
+    assert "'log_prob': (2, 5)" in str(error.value) and "'advantage': (2, 1)" in str(error.value)

@@ -16,7 +16,7 @@ from typing import Any
 import layer_clip_cases
 import pytest
 import torch
-from cluster import Cluster
+from cluster import Cluster, RankFailed
 from layer_clip_cases import Case, Comparison
 
 from gradloc import LayerClip, LayerClipConfig
@@ -157,6 +157,36 @@ def test_a_lasting_shift_is_followed_within_300_steps(config: LayerClipConfig, s
 
 
 @both_rules
+@pytest.mark.parametrize(("shift", "steps"), [(0.1, 300), (0.05, 360), (0.01, 600)])
+@pytest.mark.parametrize("spread", [0.3, 0.5, 0.8])
+def test_a_lasting_fall_is_followed(config: LayerClipConfig, shift: float, steps: int, spread: float) -> None:
+    for seed in range(10):
+        norms = log_normal(500 + steps, spread, seed)
+        statistics, usual = LayerStatistics(), []
+        for norm in norms[:500]:
+            step(statistics, norm, config)
+            usual.append(statistics.bound(config))
+        for norm in norms[500:]:
+            step(statistics, shift * norm, config)
+        assert statistics.bound(config) < 1.5 * shift * sum(usual[100:]) / 400
+
+
+@both_rules
+@pytest.mark.parametrize(("quiet", "closed_to"), [(50, 0.3), (100, 0.1), (200, 0.03), (5000, 0.0)])
+def test_a_quiet_phase_does_not_close_the_bound(config: LayerClipConfig, quiet: int, closed_to: float) -> None:
+    norms = log_normal(1100)
+    statistics = statistics_of(norms[:500], config)
+    before = statistics.bound(config)
+    for _ in range(quiet):
+        step(statistics, 1e-6, config)
+    assert statistics.bound(config) > closed_to * before
+    # From however far it has to come.
+    for norm in norms[500:]:
+        step(statistics, norm, config)
+    assert statistics.bound(config) > 0.8 * before
+
+
+@both_rules
 def test_ordinary_norms_are_hardly_ever_clipped_and_keep_their_average(config: LayerClipConfig) -> None:
     statistics = LayerStatistics()
     clipped = 0
@@ -168,10 +198,9 @@ def test_ordinary_norms_are_hardly_ever_clipped_and_keep_their_average(config: L
 
 
 @both_rules
-def test_bounds_have_a_floor(config: LayerClipConfig) -> None:
+def test_bounds_have_a_minimum(config: LayerClipConfig) -> None:
     config = LayerClipConfig(rule=config.rule)
     start = [1.0] * 20
-    assert statistics_of(start + [1e-9] * 2000, config).mean == pytest.approx(0.1)
     assert statistics_of([1.0] * 500, config).bound(config) >= 1.5  # not 1, though nothing deviates
     with_minimum = LayerClipConfig(rule=config.rule, min_bound=7.0)
     assert statistics_of(start, with_minimum).bound(with_minimum) == 7.0
@@ -332,7 +361,7 @@ def test_statistics_are_saved_and_loaded(caplog: pytest.LogCaptureFixture) -> No
         assert straight.last_step == resumed.last_step
     assert caplog.text == ""
     resumed.load_state_dict(None)
-    assert "The checkpoint holds no LayerClip statistics; the warm-up begins anew." in caplog.text
+    assert "No LayerClip statistics are loaded" in caplog.text
 
 
 def test_statistics_of_another_model_are_refused() -> None:
@@ -490,9 +519,10 @@ def test_statistics_do_not_depend_on_the_number_of_ranks(launch: Launch, tmp_pat
 # The actor
 
 
+@pytest.mark.parametrize("rollout", [False, True])
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_off_is_stock(launch: Launch, wrap: str) -> None:
-    for result in launch(2, layer_clip_cases.off_and_stock, wrap):
+def test_off_is_stock(launch: Launch, wrap: str, rollout: bool) -> None:
+    for result in launch(2, layer_clip_cases.off_and_stock, wrap, rollout):
         assert all(result.values()), result
 
 
@@ -541,18 +571,21 @@ def test_the_global_clip_sees_the_clipped_gradient_and_grad_norm_the_unclipped(l
 
 
 @pytest.mark.parametrize("detection", [False, True])
-def test_fp16_norms_are_those_without_the_loss_scale(launch: Launch, detection: bool) -> None:
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_fp16_norms_are_those_without_the_loss_scale(launch: Launch, wrap: str, detection: bool) -> None:
     # With the detection they are measured before the gradient is unscaled, without it afterwards.
     options = {
         "spike_detection": detection,
         "spike_trigger": "global",
         "layer_clip": {"rule": "fixed", "max_norm": 0.1},
     }
-    plain = run_actor(launch, {}, options)
-    scaled = run_actor(launch, {}, options, 1024.0)
+    plain = run_actor(launch, {"wrap": wrap}, options)
+    scaled = run_actor(launch, {"wrap": wrap}, options, 1024.0)
     for name, layer in plain["last_step"].items():
         assert scaled["last_step"][name] == pytest.approx(layer, rel=EXACT)
-    assert scaled["seen"][0] == pytest.approx(plain["seen"][0], rel=EXACT)
+    if wrap == "fsdp2":
+        assert scaled["seen"][0] == pytest.approx(plain["seen"][0], rel=EXACT)
+    assert scaled["seen_norm"] == pytest.approx(plain["seen_norm"], rel=EXACT)
 
 
 def test_an_overflow_under_fp16_updates_nothing(launch: Launch) -> None:
@@ -584,13 +617,53 @@ def test_events_hold_the_bounds_and_the_gradient_is_measured_once(launch: Launch
         assert layer["factor"] == pytest.approx(min(1.0, layer["bound"] / layer["norm"]))
 
 
+def test_metrics_have_their_names_in_the_log(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from verl import DataProto
+    from verl.utils.metric import reduce_metrics
+    from verl.utils.tracking import Tracking
+
+    options = {**DETECT, "layer_clip": {"rule": "fixed", "log_layers": True}}
+    ranks = launch(2, layer_clip_cases.run_actor, {**SPIKE, "mini_batch": 4, "rollout": True}, options)
+    together = DataProto.concat([DataProto(meta_info={"metrics": rank["metrics"][0]}) for rank in ranks])
+    metrics = reduce_metrics(together.meta_info["metrics"])
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path))
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    tracking = Tracking("project", "experiment", default_backend=["tensorboard", "file"])
+    tracking.log(metrics, step=3)
+    for logger in tracking.logger.values():
+        logger.finish()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 3, "data": metrics}
+    written = EventAccumulator(str(tmp_path)).Reload()
+    assert set(written.Tags()["scalars"]) == set(metrics)
+    names = {name for name in metrics if "gradloc" in name or "layer_clip" in name}
+    gradloc = ["token_norm_max", "threshold", "triggered", "culprits", "passes", "seconds", "skipped"]
+    layer_clip = ["fraction", "min_factor", "tightest_layer", "norm_max_ratio"]
+    layer_clip += [f"{figure}/{layer}" for figure in ("norm", "bound") for layer in ranks[0]["layers"]]
+    assert names == {f"actor/gradloc/{name}" for name in [*gradloc, "misaligned_share"]} | {
+        f"actor/layer_clip/{name}" for name in layer_clip
+    }
+    for name in names:
+        (point,) = written.Scalars(name)
+        assert (point.step, point.value) == (3, pytest.approx(metrics[name], rel=1e-6))
+
+
 def test_a_skipped_step_updates_no_statistics(launch: Launch) -> None:
     options = {**DETECT, "spike_action": "skip", "layer_clip": {"rule": "ratio", "warmup_steps": 1}}
     result = run_actor(launch, SPIKE, options)
     (event,) = json.loads(result["events"][0])
-    assert event["applied"] and event["layer_clip"] is None
+    assert event["applied"]
     assert {layer["count"] for layer in result["statistics"].values()} == {0}
     assert "actor/layer_clip/fraction" not in result["metrics"][0]
+    # What it would have done is told all the same.
+    assert set(event["layer_clip"]) == set(result["layers"]) and result["last_step"] == {}
+    assert {(layer["bound"], layer["factor"]) for layer in event["layer_clip"].values()} == {(None, 1.0)}
+    assert result["measured"] == 1
+    taken = run_actor(launch, SPIKE, {**DETECT, "layer_clip": {"rule": "fixed"}})
+    skipped = run_actor(launch, SPIKE, {**DETECT, "spike_action": "skip", "layer_clip": {"rule": "fixed"}})
+    (would_be,), (done,) = (json.loads(run["events"][0]) for run in (skipped, taken))
+    assert would_be["layer_clip"] == done["layer_clip"] == taken["last_step"]
+    assert any(layer["factor"] < 1 for layer in taken["last_step"].values())
     # After a skipped mini-batch, the next one's own gradient is measured.
     result = run_actor(launch, {**SPIKE, "mini_batch": 4}, {**options, "spike_trigger": "global"})
     assert {layer["count"] for layer in result["statistics"].values()} == {1}
@@ -617,10 +690,29 @@ def test_resuming_from_a_checkpoint_is_like_never_stopping(launch: Launch, tmp_p
         assert warnings == []
 
 
+NOT_LOADED = (
+    "No LayerClip statistics are loaded (the checkpoint or checkpoint.load_contents is without them, which are part of "
+    "'extra'); the warm-up begins anew."
+)
+
+
 def test_a_checkpoint_without_statistics_loads_with_a_warning(launch: Launch, tmp_path: Path) -> None:
-    for _, resumed, warnings in launch(2, layer_clip_cases.resume, str(tmp_path), "fsdp2", True):
-        assert warnings == ["The checkpoint holds no LayerClip statistics; the warm-up begins anew."]
+    change = layer_clip_cases.without_statistics
+    for _, resumed, warnings in launch(2, layer_clip_cases.resume, str(tmp_path), "fsdp2", change):
+        assert warnings == [NOT_LOADED]
         assert {layer["bound"] for layer in resumed[0].values()} == {None}
+
+
+def test_a_checkpoint_whose_extra_state_is_not_loaded_gives_a_warning(launch: Launch, tmp_path: Path) -> None:
+    for warnings in launch(2, layer_clip_cases.resume_without_extra, str(tmp_path)):
+        assert len(warnings) == 2 and warnings[0] == NOT_LOADED
+        assert warnings[1].startswith("No norms are loaded for grad_norm_threshold=auto")
+
+
+def test_a_checkpoint_of_another_model_is_refused(launch: Launch, tmp_path: Path) -> None:
+    other = r"layers only in the checkpoint: \['layers.7'\]; layers only in this model: \['layers.2'\]"
+    with pytest.raises(RankFailed, match=f"ValueError: The checkpoint's LayerClip statistics .*{other}"):
+        launch(2, layer_clip_cases.resume, str(tmp_path), "fsdp2", layer_clip_cases.of_another_model)
 
 
 # The configuration

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from verl import DataProto
@@ -97,3 +98,28 @@ def test_a_folder_without_permission(record: Record, tmp_path: Path, caplog: pyt
     tmp_path.chmod(0o500)
     record(tmp_path / "dump", 1)
     assert "Permission denied" in caplog.text
+
+
+def test_a_step_whose_answers_are_all_rejected_has_metrics() -> None:
+    from verl.trainer.ppo.metric_utils import compute_data_metrics
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+    def metrics(rollout_log_prob: float) -> dict[str, Any]:
+        ids, per_token = torch.ones(ROWS, PROMPT + RESPONSE, dtype=torch.long), torch.zeros(ROWS, RESPONSE)
+        rewards = torch.arange(ROWS).float().unsqueeze(1) * torch.eye(RESPONSE)[-1]
+        tensors = {"attention_mask": ids, "responses": ids[:, PROMPT:], "response_mask": torch.ones_like(per_token)}
+        tensors |= {"old_log_probs": per_token - 1, "rollout_log_probs": per_token + rollout_log_prob}
+        tensors |= {"token_level_scores": rewards, "token_level_rewards": rewards}
+        batch = DataProto.from_dict(tensors, {"uid": np.array(["a"] * ROWS, dtype=object)})
+        batch, _ = compute_rollout_correction_and_add_to_batch(
+            batch, {"rollout_rs": "geometric", "rollout_rs_threshold": 1.2}
+        )
+        return compute_data_metrics(compute_advantage(batch, adv_estimator="grpo"), use_critic=False)
+
+    accepted, rejected = metrics(-1.0), metrics(-9.0)
+    assert accepted["critic/advantages/max"] > 0 > accepted["critic/advantages/min"]
+    assert rejected.keys() == accepted.keys()
+    for name, value in accepted.items():
+        trained_on = name.startswith(("critic/advantages", "critic/returns"))
+        assert rejected[name] == (0.0 if trained_on else value)
