@@ -18,6 +18,7 @@ for the next time.
 """
 
 import argparse
+import heapq
 import importlib
 import json
 import math
@@ -42,78 +43,146 @@ SOURCES = {
     "misaligned": "Most log-probs of the response differ from the rollout's by over a nat: a bug, not a spike.",
     "other": "None of the rules holds.",
 }
+# What `Localization.diagnosis` says, for people: what it means, and what to look at.
+DIAGNOSES = {
+    "tokens": "Single tokens are over the threshold: look at what is wrong with each of them.",
+    "diffuse": "No single token is over the threshold, but many that pull the same way add up: "
+    "look at the responses in the parts listed, at their advantages and at repeated text.",
+    "nonfinite": "NaN or Inf is in everything, not in the share of a token: "
+    "look at the weights after the step before, then at rewards and advantages.",
+    "overflow": "The scaled fp16 gradients overflowed, while log-probs and advantages are fine: "
+    "the gradient scaler handles it; look at the loss scale if it happens again and again.",
+    "incomplete": "The search ended before it found a culprit: "
+    "look at its error if there is one, or raise bisect_budget_steps.",
+}
+# What the actions did, and what came of those that could not be done.
+APPLIED = {
+    "log": "Training went on as usual.",
+    "skip": "The optimizer step was skipped.",
+    "drop": "The gradient of the culprits found was taken out of the step.",
+}
+NOT_APPLIED = {
+    "log": "Training went on as usual.",
+    "skip": "The step was left to the gradient scaler, which leaves it out after an overflow.",
+    "drop": "No culprit's gradient could be taken out of the step: its gradient was left as it was.",
+}
 TABLE_ROWS, DETAILED = 20, 500
 # Beyond these the page would be slow: it keeps the largest.
 PAGE_ROWS = 5_000
+PARTS = 20
 TEXT_CHARACTERS = 4000
 SPARK_BINS = 60
 
 Event = dict[str, Any]
 Culprit = dict[str, Any]
+# A culprit with what it is sorted by: its size, and among equals the first; and with the index of its event.
+Ranked = tuple[float, int, int, Culprit]
 
 
 @dataclass
 class Evidence:
-    """What the files hold, in the order in which it was written.
+    """What the files hold, as far as the report needs it: the files may be far larger than the memory.
 
     Attributes:
+        top (int): So many culprits keep their texts and layers: the largest of each event, then others.
+        events (list[Event]): In the order in which they were written, as the page shows them.
         skipped (int): Lines that are no event of this version.
+        sources (Counter): Of all culprits, kept or not.
+        tokens (Counter): Likewise; by the token, and its id if it is not known.
+        largest (list[Ranked]): The largest culprit of each event.
+        others (list[Ranked]): The largest of the other culprits, as many as the page may show; a heap.
     """
 
     path: str
+    top: int = DETAILED
     events: list[Event] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
     skipped: int = 0
+    sources: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[tuple[str | None, int | None]] = field(default_factory=Counter)
+    largest: list[Ranked] = field(default_factory=list)
+    others: list[Ranked] = field(default_factory=list)
+    _detailed: list[tuple[bool, float, int, Culprit]] = field(default_factory=list)
 
-    @property
-    def culprits(self) -> list[tuple[Event, Culprit]]:
-        """All culprits with their events, the largest first."""
-        pairs = [(event, culprit) for event in self.events for culprit in event["culprits"]]
-        return sorted(pairs, key=lambda pair: -_severity(pair[1]))
+    def add(self, event: Event) -> None:
+        """Takes in an event, and of its culprits what may be shown."""
+        largest = max(event["culprits"], key=lambda culprit: _size(culprit["grad_norm"]), default=None)
+        index, before = len(self.events), self.sources.total()
+        self.events.append(_event(event, largest))
+        for order, culprit in enumerate(event["culprits"], before):
+            token = culprit.get("token")
+            self.sources[culprit["source"]] += 1
+            self.tokens[token, culprit["token_id"] if token is None else None] += 1
+            row = _row(event, culprit)
+            ranked = (_size(culprit["grad_norm"]), -order, index, row)
+            if culprit is largest:
+                self.largest.append(ranked)
+            else:
+                heapq.heappush(self.others, ranked)
+                if len(self.others) > max(PAGE_ROWS, self.top):
+                    heapq.heappop(self.others)
+            row["details"] = {name: culprit.get(name) for name in _DETAILS}
+            heapq.heappush(self._detailed, (culprit is largest, *ranked[:2], row))
+            if len(self._detailed) > self.top:
+                del heapq.heappop(self._detailed)[-1]["details"]
+
+    def culprits(self) -> list[Ranked]:
+        """Those that are kept, the largest first."""
+        return sorted(self.largest + self.others, reverse=True)
 
 
-def read(path: str, since: int | None = None) -> Evidence:
+def read(path: str, since: int | None = None, top: int = DETAILED) -> Evidence:
     """Reads a directory with evidence, or a file; `spikes.jsonl` stands for the older files beside it as well.
 
     Args:
         path (str): The directory or file.
         since (int, optional): Leave out events of earlier steps, and those without a step.
+        top (int): See `Evidence`.
     """
-    found = Evidence(path)
-    for line in _lines(path):
+    found = Evidence(path, top)
+    for line, finished in _lines(path):
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
-            entry = None
-        target = found.events if conforms(entry, EVENT) else found.notes if conforms(entry, NOTE) else None
-        if target is None:
+            found.skipped += finished
+            continue
+        is_event = conforms(entry, EVENT)
+        if not is_event and not conforms(entry, NOTE):
             found.skipped += 1
         elif since is None or (entry["global_step"] is not None and entry["global_step"] >= since):
-            target.append(entry)
+            found.add(entry) if is_event else found.notes.append(entry)
     return found
 
 
 def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
     """The figures of the terminal's summary, ready for `jsonable`."""
-    pairs = evidence.culprits
+    ranked = evidence.culprits()
     events = evidence.events
     steps = [event["global_step"] for event in events if event["global_step"] is not None]
-    tokens = Counter(_name(culprit) for _, culprit in pairs)
     return {
         "path": evidence.path,
         "events": len(events),
-        "culprits": len(pairs),
+        "culprits": evidence.sources.total(),
         "first_step": min(steps, default=None),
         "last_step": max(steps, default=None),
         "events_by_step": dict(sorted(Counter(steps).items())),
         "thresholds": sorted({number(event["threshold"]) for event in events}),
-        "largest_grad_norm": number(pairs[0][1]["grad_norm"]) if pairs else None,
-        "sources": dict(Counter(culprit["source"] for _, culprit in pairs).most_common()),
-        "tokens": [{"token": token, "culprits": count} for token, count in tokens.most_common(10)],
+        "largest_grad_norm": number(ranked[0][-1]["grad_norm"]) if ranked else None,
+        "diagnoses": dict(Counter(event["diagnosis"] for event in events).most_common()),
+        "diffuse": _largest_parts(events, top),
+        "sources": dict(evidence.sources.most_common()),
+        "tokens": [
+            {"token": _name({"token": token, "token_id": token_id}), "culprits": count}
+            for (token, token_id), count in evidence.tokens.most_common(10)
+        ],
         "incomplete_events": sum(not event["complete"] for event in events),
+        "not_applied": dict(Counter(event["action"] for event in events if not event["applied"])),
+        "errors": dict(Counter(event["error"] for event in events if event["error"] is not None)),
         "passes": sum(event["passes"] for event in events),
         "seconds": sum(event["seconds"] for event in events),
-        "largest_culprits": [_row(event, culprit) for event, culprit in pairs[:top]],
+        "largest_culprits": [
+            _rounded({name: row[name] for name in row if name != "details"}) for *_, row in ranked[:top]
+        ],
         "notes": [note["message"] for note in evidence.notes],
         "skipped_lines": evidence.skipped,
     }
@@ -145,10 +214,39 @@ def print_summary(summary: Mapping[str, Any]) -> None:
             spark = _sparkline(summary["events_by_step"], SPARK_BINS)
             console.print(Text.assemble("\n", (f"{first} ", "dim"), (spark, "red"), (f" {last}", "dim")))
 
+    def headed(title: str) -> Table:
+        return Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+
+    if summary["events"]:
+        table = headed("What was found")
+        table.add_column("diagnosis", style="bold")
+        table.add_column("spikes", justify="right")
+        table.add_column("meaning", style="dim")
+        for diagnosis, count in summary["diagnoses"].items():
+            table.add_row(diagnosis, str(count), DIAGNOSES[diagnosis])
+        console.print()
+        console.print(table)
+
+    if summary["diffuse"]:
+        table = headed("The largest parts over their threshold without a culprit in them")
+        for name in ("step", "rank", "rows", "tokens", "norm", "× threshold"):
+            table.add_column(name, justify="right")
+        table.add_column("largest tokens measured (row, position: norm)", style="dim")
+        for part in summary["diffuse"]:
+            table.add_row(
+                "–" if part["global_step"] is None else str(part["global_step"]),
+                "several" if part["rank"] is None else str(part["rank"]),
+                part["rows"],
+                str(part["tokens"]),
+                short(part["norm"]),
+                short(_times(part)),
+                "; ".join(f"{t['row']}, {t['position']}: {short(t['grad_norm'])}" for t in part["largest_tokens"]),
+            )
+        console.print()
+        console.print(table)
+
     if summary["culprits"]:
-        table = Table(
-            title="What looks wrong", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
-        )
+        table = headed("What looks wrong")
         table.add_column("source", style="bold")
         table.add_column("culprits", justify="right")
         table.add_column("share", justify="right")
@@ -159,7 +257,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         console.print(table)
 
         title = "The culprits" if len(summary["largest_culprits"]) == summary["culprits"] else "The largest culprits"
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+        table = headed(title)
         for name in ("step", "rank"):
             table.add_column(name, justify="right", no_wrap=True)
         wide = console.width >= 110
@@ -173,7 +271,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
                 str(row["rank"]),
                 Text.assemble((quoted(_name(row)), "bold red"), visible(f"  {_around(row)}") if wide else ""),
                 short(row["grad_norm"]),
-                short(number(row["grad_norm"]) / number(row["threshold"])),
+                short(_times({"norm": row["grad_norm"], "threshold": row["threshold"]})),
                 *(short(row[name]) for name in ("ratio", "advantage", "reward")),
                 row["source"],
             )
@@ -187,6 +285,10 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     warnings = [f"Note in the file: {visible(note)}." for note in _collapse(summary["notes"])]
     if incomplete := summary["incomplete_events"]:
         warnings.append(f"{_count(incomplete, 'search', 'searches')} ended early: there may be more culprits.")
+    for error, count in summary["errors"].items():
+        warnings.append(f"{_count(count, 'search', 'searches')} met an error: {visible(error)}.")
+    for action, count in summary["not_applied"].items():
+        warnings.append(f"{_count(count, 'spike')}, with spike_action={action}: {NOT_APPLIED[action]}")
     if summary["skipped_lines"]:
         warnings.append(f"{_count(summary['skipped_lines'], 'line')} skipped: malformed, or of another version.")
     if warnings:
@@ -194,10 +296,10 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     console.print()
 
 
-def write_page(evidence: Evidence, out: str, top: int) -> None:
+def write_page(evidence: Evidence, out: str) -> None:
     """Writes the HTML page; readers of an older one never see half of it."""
     offline = _need("plotly.offline", "The HTML report")
-    data = json.dumps(jsonable(page_data(evidence, top)), allow_nan=False, separators=(",", ":"))
+    data = json.dumps(jsonable(page_data(evidence)), allow_nan=False, separators=(",", ":"))
     unfinished = f"{out}.{os.getpid()}"
     os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
     try:
@@ -209,50 +311,53 @@ def write_page(evidence: Evidence, out: str, top: int) -> None:
             os.remove(unfinished)
 
 
-def page_data(evidence: Evidence, top: int) -> dict[str, Any]:
-    """What the page shows, with everything that may be long kept to a bounded size.
+def page_data(evidence: Evidence) -> dict[str, Any]:
+    """What the page shows, with everything that may be long kept to a bounded size; its totals are of everything.
 
-    Args:
-        evidence (Evidence): What `read` returns.
-        top (int): So many culprits are shown with their response and layers: the largest of each event, then others.
+    Of too many events those with the largest norms are left, and of too many culprits the largest of each event, then
+    others.
     """
-    pairs = evidence.culprits
-    events = evidence.events
-    if len(events) > PAGE_ROWS:
-        kept = {id(event) for event, _ in pairs[:PAGE_ROWS]}
-        events = [event for event in events if id(event) in kept]
-    indexes = {id(event): i for i, event in enumerate(events)}
-    largest_of_event = set({id(event): id(culprit) for event, culprit in reversed(pairs)}.values())
-    # Sorting keeps the order by size among equals.
-    in_turn = sorted((id(culprit) for _, culprit in pairs), key=lambda culprit: culprit not in largest_of_event)
-    detailed = set(in_turn[:top])
+    kept = heapq.nlargest(PAGE_ROWS, range(len(evidence.events)), key=lambda i: evidence.events[i]["size"])
+    indexes = {index: i for i, index in enumerate(sorted(kept))}
+    shown = [*sorted(evidence.largest, reverse=True), *sorted(evidence.others, reverse=True)]
+    shown = sorted([ranked for ranked in shown if ranked[2] in indexes][:PAGE_ROWS], reverse=True)
     strips: dict[tuple[int, ...], dict[str, Any]] = {}
     numbers: dict[tuple[int, ...], int] = {}
     culprits = []
-    for event, culprit in pairs[:PAGE_ROWS]:
-        shown = {**_row(event, culprit), "event": indexes[id(event)]}
-        if id(culprit) in detailed:
-            start = culprit.get("response_tokens_start", window_start(culprit["position"]))
-            heat = culprit["response_suspicion"]
-            key = (indexes[id(event)], culprit["rank"], culprit["row"], start)
+    for _, _, index, row in shown:
+        row = {**row, "event": indexes[index]}
+        if details := row.pop("details", None):
+            start = details["response_tokens_start"]
+            start = window_start(row["position"]) if start is None else start
+            heat = details["response_suspicion"]
+            key = (index, row["rank"], row["row"], start)
             if heat is not None:
-                strips.setdefault(key, {"start": start, "tokens": culprit.get("response_tokens"), "heat": heat})
-            shown |= {
+                strips.setdefault(key, {"start": start, "tokens": details["response_tokens"], "heat": heat})
+            row |= {
                 "strip": numbers.setdefault(key, len(numbers)) if key in strips else None,
-                "layer_norms": _rounded(culprit["layer_norms"]),
-                "prompt": _clipped(culprit.get("prompt")),
-                "response": None if key in strips else _clipped(culprit.get("response")),
-                "ground_truth": _clipped(culprit.get("ground_truth")),
+                "layer_norms": _rounded(details["layer_norms"]),
+                "prompt": _clipped(details["prompt"]),
+                "response": None if key in strips else _clipped(details["response"]),
+                "ground_truth": _clipped(details["ground_truth"]),
             }
-        culprits.append(shown)
+        culprits.append(_rounded(row))
+    summary = summarize(evidence, 0)
+    totals = ("events", "culprits", "first_step", "last_step", "sources", "incomplete_events", "passes", "seconds")
+    thresholds = summary["thresholds"]
     return {
-        "top": top,
-        "sources": SOURCES,
-        "events": [_event(event) for event in events],
+        "top": evidence.top,
+        "source_rules": SOURCES,
+        "diagnoses": DIAGNOSES,
+        "applied": APPLIED,
+        "not_applied": NOT_APPLIED,
+        "events": [evidence.events[index] for index in indexes],
         "culprits": culprits,
         "strips": list(strips.values()),
-        "events_in_all": len(evidence.events),
-        "culprits_in_all": len(pairs),
+        "totals": {name: summary[name] for name in totals} | {"thresholds": [*thresholds[:1], *thresholds[-1:]]},
+        "tokens": [
+            {"token": token, "token_id": token_id, "count": count}
+            for (token, token_id), count in evidence.tokens.most_common(8)
+        ],
         "notes": _collapse(note["message"] for note in evidence.notes),
         "skipped": evidence.skipped,
     }
@@ -298,14 +403,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.html:
         _need("plotly.offline", "The HTML report")
     try:
-        evidence = read(options.path, options.since)
+        evidence = read(options.path, options.since, options.top or (DETAILED if options.html else TABLE_ROWS))
         summary = summarize(evidence, options.top or TABLE_ROWS)
         if options.json:
             print(json.dumps(jsonable(summary), indent=2, allow_nan=False))
         else:
             print_summary(summary)
         if options.html:
-            write_page(evidence, options.html, options.top or DETAILED)
+            write_page(evidence, options.html)
             print(f"The report: {options.html}", file=sys.stderr if options.json else sys.stdout)
     except BrokenPipeError:  # the reader of the output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -315,8 +420,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _lines(path: str) -> Iterable[bytes]:
-    """All lines but one that is still being written."""
+def _lines(path: str) -> Iterable[tuple[bytes, bool]]:
+    """All lines, and whether each is finished: the last one may still be being written."""
     directory = path if os.path.isdir(path) else os.path.dirname(path) or "."
     if path != directory and os.path.basename(path) != "spikes.jsonl":
         files = [path]
@@ -327,21 +432,13 @@ def _lines(path: str) -> Iterable[bytes]:
     for index, file in enumerate(files):
         with open(file, "rb") as lines:
             for line in lines:
-                if line.endswith(b"\n") or index < len(files) - 1 or _is_json(line):
-                    yield line
+                yield line, line.endswith(b"\n") or index < len(files) - 1
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
-def _severity(culprit: Culprit) -> float:
-    norm = number(culprit["grad_norm"])
-    return math.inf if math.isnan(norm) else norm
+def _size(norm: float | str) -> float:
+    """A norm to sort by: NaN is worse than any number."""
+    value = number(norm)
+    return math.inf if math.isnan(value) else value
 
 
 def _name(culprit: Mapping[str, Any]) -> str:
@@ -356,27 +453,68 @@ def _around(culprit: Mapping[str, Any], before: int = 12) -> str:
     return ("…" if start else "") + context[start:]
 
 
+_ROW = ("rank", "micro_batch", "row", "position", "token_id", "token", "context", "grad_norm", "threshold")
+_ROW += ("weight", "coefficient", "suspicion", "share", "advantage", "log_prob", "old_log_prob", "ratio")
+_ROW += ("ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "sequence_ratio", "misaligned_share")
+_ROW += ("source", "reward", "data_source", "uid")
+_DETAILS = ("response_tokens", "response_tokens_start", "response_suspicion", "layer_norms")
+_DETAILS += ("prompt", "response", "ground_truth")
+
+
 def _row(event: Event, culprit: Culprit) -> dict[str, Any]:
     """A culprit as one row of a table."""
-    names = ("rank", "micro_batch", "row", "position", "token_id", "token", "context", "grad_norm", "threshold")
-    names += ("weight", "coefficient", "suspicion", "share", "advantage", "log_prob", "old_log_prob", "ratio")
-    names += ("ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "sequence_ratio", "misaligned_share")
-    names += ("source", "reward", "data_source", "uid")
     where = {name: event[name] for name in ("global_step", "epoch", "mini_batch")}
-    return where | _rounded({name: culprit.get(name) for name in names})
+    return where | {name: culprit.get(name) for name in _ROW}
 
 
-def _event(event: Event) -> dict[str, Any]:
+def _event(event: Event, largest: Culprit | None) -> Event:
     """An event without its culprits and without the layers of its units."""
     names = ("global_step", "epoch", "mini_batch", "trigger", "threshold", "global_norm", "global_threshold")
-    names += ("passes", "complete", "action", "seconds", "world_size", "error")
+    names += ("passes", "complete", "action", "applied", "diagnosis", "seconds", "world_size", "error")
     ordinary = event["ordinary_layer_norms"]
+    units = [_rounded({key: unit[key] for key in unit if key != "layer_norms"}) for unit in event["units"]]
+    norms = [unit["token_equivalent"] for unit in units] if largest is None else [largest["grad_norm"]]
+    parts = sorted(event["diffuse"], key=lambda part: -_size(_times(part)))
     return {
         **_rounded({name: event[name] for name in names}),
         "ordinary_layer_norms": None if ordinary is None else _rounded(ordinary),
-        "units": [_rounded({key: unit[key] for key in unit if key != "layer_norms"}) for unit in event["units"]],
+        "units": units,
         "open_tokens": sum(segment["tokens"] for segment in event["open_segments"]),
+        "culprits_in_all": len(event["culprits"]),
+        "size": max(map(_size, norms), default=0.0),
+        "diffuse": [_part(part) for part in parts[:PARTS]],
+        "diffuse_in_all": len(parts),
     }
+
+
+def _times(part: Mapping[str, Any]) -> float:
+    """How far a norm is over its threshold, which may be zero in a file by another hand."""
+    threshold = number(part["threshold"])
+    return number(part["norm"]) / threshold if threshold else math.inf
+
+
+def _largest_parts(events: Sequence[Event], most: int) -> list[dict[str, Any]]:
+    """The parts of diffuse events that are farthest over their thresholds."""
+    parts = [{"global_step": event["global_step"], **part} for event in events for part in event["diffuse"]]
+    return heapq.nlargest(most, parts, key=lambda part: _size(_times(part)))
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of an event without culprits, with its rows in words."""
+    tokens = [_rounded(token) for token in part["largest_tokens"]]
+    return {**_rounded(part), "rows": _ranges(part["rows"]), "largest_tokens": tokens}
+
+
+def _ranges(numbers: Sequence[int], most: int = 8) -> str:
+    """Ascending numbers as "0 to 3, 7"."""
+    ranges: list[list[int]] = []
+    for n in numbers:
+        if ranges and n == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [n]
+        else:
+            ranges.append([n])
+    texts = [" to ".join(map(str, ends)) for ends in ranges[:most]]
+    return ", ".join(texts + ["…"] * (len(ranges) > most))
 
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:

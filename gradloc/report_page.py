@@ -194,10 +194,19 @@ th[aria-sort="ascending"] button::after { content: "↑"; }
 td.words { max-width: 250px; min-width: 200px; overflow: hidden; text-overflow: ellipsis; }
 td.words .tok:first-child { color: var(--accent); font-weight: 700; margin-right: 12px; }
 td.words .around { color: var(--soft); font-size: 12.5px; }
-tbody tr { cursor: pointer; }
-tbody tr + tr td { border-top: 1px solid var(--faint); }
-tbody tr:hover, tbody tr[aria-current="true"] { background: color-mix(in srgb, var(--faint) 55%, transparent); }
-tbody tr:focus-visible { outline-offset: -2px; }
+tbody tr + tr > * { border-top: 1px solid var(--faint); }
+#rows tr { cursor: pointer; }
+#rows tr:hover, #rows tr[aria-current="true"] { background: color-mix(in srgb, var(--faint) 55%, transparent); }
+#rows tr:focus-visible { outline-offset: -2px; }
+th { color: var(--soft); font-weight: 560; }
+#diagnosis { margin-top: 8px; }
+#diagnosis b { color: var(--ink); font-weight: 620; }
+#parts { margin-top: 24px; }
+#parts td { vertical-align: top; }
+#parts td.rows { white-space: normal; min-width: 90px; }
+#parts-left, #left { margin-top: 10px; }
+#layers-figures .scroll { max-height: 300px; overflow-y: auto; margin-top: 10px; }
+#layers-figures :is(th, td) { padding-top: 5px; padding-bottom: 5px; }
 .none { padding: 28px 20px; color: var(--soft); }
 .more { margin-top: 14px; }
 .help { border-top: 1px solid var(--rule); padding-top: 24px; }
@@ -232,7 +241,7 @@ _BODY = r"""
 <section aria-labelledby="h-time">
   <h2 id="h-time">When</h2>
   <p class="hint">Every culprit by the norm of its own gradient. Select one to see it below.</p>
-  <div class="chart" id="timeline"></div>
+  <div class="chart" id="timeline" role="img"></div>
 </section>
 <section class="two of-culprits">
   <div>
@@ -255,7 +264,22 @@ _BODY = r"""
   </div>
   <div class="card">
     <p class="story" id="story"></p>
+    <p class="story" id="diagnosis"></p>
+    <div id="parts">
+      <h3>Parts over their threshold without a culprit in them</h3>
+      <div class="scroll" tabindex="0" role="region" aria-label="Parts over their threshold without a culprit in them">
+        <table>
+          <thead><tr><th scope="col" class="num">Rank</th><th scope="col" class="num">Micro-batch</th>
+            <th scope="col">Rows</th><th scope="col" class="num">Tokens</th><th scope="col" class="num">Norm</th>
+            <th scope="col" class="num">Threshold</th><th scope="col" class="num">× threshold</th>
+            <th scope="col">Largest tokens measured</th></tr></thead>
+          <tbody id="parts-rows"></tbody>
+        </table>
+      </div>
+      <p class="hint" id="parts-left"></p>
+    </div>
     <div class="chips" id="chips" role="group" aria-label="Culprits of this spike"></div>
+    <p class="hint" id="left"></p>
     <div id="culprit">
       <div class="head" id="head"></div>
       <p class="hint" id="why"></p>
@@ -272,8 +296,18 @@ _BODY = r"""
         </div>
         <div>
           <h3>Gradient norm by layer</h3>
-          <div class="chart" id="layers"></div>
+          <div class="chart" id="layers" role="img"></div>
           <p class="hint" id="layers-hint"></p>
+          <details id="layers-figures">
+            <summary>The figures by layer</summary>
+            <div class="scroll" tabindex="0" role="region" aria-label="The figures by layer">
+              <table>
+                <thead><tr><th scope="col">Layer</th><th scope="col" class="num">Culprit</th>
+                  <th scope="col" class="num">Ordinary token</th><th scope="col" class="num">Ratio</th></tr></thead>
+                <tbody id="layers-rows"></tbody>
+              </table>
+            </div>
+          </details>
         </div>
       </div>
       <dl class="numbers" id="numbers"></dl>

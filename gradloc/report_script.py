@@ -19,7 +19,7 @@ It builds everything from the data as text nodes, so that text of a model never 
 SCRIPT = r"""
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const { events, culprits, strips } = data;
+const { events, culprits, strips, totals } = data;
 const number = (value) => (value === null || value === undefined ? null : Number(value));
 events.forEach((event, i) => (event.index = i));
 culprits.forEach((culprit, i) => (culprit.index = i));
@@ -127,41 +127,36 @@ let tipped = null;
 const table = { key: "severity", down: true, words: "", source: "", token: null, rows: 100 };
 
 function intro() {
-  const places = events.map(place);
-  const [first, last] = [Math.min(...places), Math.max(...places)];
+  const [first, last] = [totals.first_step, totals.last_step];
   const where = !steps ? "" : first === last ? ` in step ${first}` : `, steps ${first} to ${last}`;
-  get("title").textContent = events.length ? count(data.events_in_all, "gradient spike") + where : "No gradient spike";
+  get("title").textContent = events.length ? count(totals.events, "gradient spike") + where : "No gradient spike";
   document.title = get("title").textContent + " · GradLoc";
   const lead = get("lead");
   if (!events.length) lead.append("No event is in this evidence: no micro-batch was over its threshold.");
   else if (!culprits.length) lead.append("No single token was found to be over the threshold.");
   else {
     const worst = culprits[0];
-    const them = events.length === 1 ? "it" : "them";
-    const many = `${count(data.culprits_in_all, "token")} are behind ${them}. The largest is `;
+    const them = totals.events === 1 ? "it" : "them";
+    const many = `${count(totals.culprits, "token")} are behind ${them}. The largest is `;
     const size = Number.isFinite(worst.times)
       ? `with a gradient ${times(worst.times)} the threshold`
       : "whose gradient is not finite";
     lead.append(
-      data.culprits_in_all === 1 ? "One token is behind it: " : many,
+      totals.culprits === 1 ? "One token is behind it: " : many,
       make("b", {}, token(worst)),
       ` in ${placeName.toLowerCase()} ${place(events[worst.event])}, ${size}.`,
     );
   }
-  const total = (name) => events.reduce((sum, event) => sum + number(event[name]), 0);
-  const incomplete = events.filter((event) => !event.complete).length;
-  const thresholds = events.map((event) => number(event.threshold));
-  const ends = [...new Set([Math.min(...thresholds), Math.max(...thresholds)].map(short))];
   const figures = [
-    ["Spikes", whole(data.events_in_all), ""],
-    ["Culprit tokens", whole(data.culprits_in_all), ""],
+    ["Spikes", whole(totals.events), ""],
+    ["Culprit tokens", whole(totals.culprits), ""],
     [
       "Largest token gradient",
       culprits.length ? short(culprits[0].grad_norm) : "–",
-      events.length ? `threshold ${ends.join(" to ")}` : "",
+      events.length ? `threshold ${[...new Set(totals.thresholds.map(short))].join(" to ")}` : "",
     ],
-    ["Searches complete", whole(events.length - incomplete), `of ${whole(events.length)}`],
-    ["Extra passes", whole(total("passes")), `${whole(Math.round(total("seconds")))} s in all`],
+    ["Searches complete", whole(totals.events - totals.incomplete_events), `of ${whole(totals.events)}`],
+    ["Extra passes", whole(totals.passes), `${whole(Math.round(number(totals.seconds)))} s in all`],
   ];
   if (events.length)
     get("figures").append(
@@ -171,11 +166,16 @@ function intro() {
     );
   else document.querySelectorAll("section").forEach((section) => (section.hidden = true));
   const notes = data.notes.map((note) => `The file notes: ${note}.`);
-  if (incomplete) notes.push(`${count(incomplete, "search", "searches")} ended early: there may be more culprits.`);
+  if (totals.incomplete_events)
+    notes.push(`${count(totals.incomplete_events, "search", "searches")} ended early: there may be more culprits.`);
   if (data.skipped)
     notes.push(`${count(data.skipped, "line")} of the evidence skipped: malformed, or of another version.`);
-  if (culprits.length < data.culprits_in_all)
-    notes.push(`The page shows the ${count(culprits.length, "largest culprit")} of ${whole(data.culprits_in_all)}.`);
+  const cut = [];
+  if (events.length < totals.events)
+    cut.push(`the ${count(events.length, "spike")} with the largest norms of ${whole(totals.events)}`);
+  if (culprits.length < totals.culprits)
+    cut.push(`${count(culprits.length, "culprit")} of ${whole(totals.culprits)}, the largest of each spike first`);
+  if (cut.length) notes.push(`The page shows ${cut.join(", and ")}. Its totals are of all.`);
   get("notes").hidden = !notes.length;
   get("notes").append(...notes.map((note) => make("li", {}, note)));
 }
@@ -205,9 +205,9 @@ function timeline() {
   const height = (norm) => (Number.isFinite(norm) ? norm : ceiling);
   const places = events.map(place);
   const [first, last] = [Math.min(...places), Math.max(...places)];
-  const margin = Math.max((last - first) * 0.03, 2);
+  const margin = Math.max((last - first) * 0.03, 1);
   const size = events.length > 150 ? 8 : 11;
-  const traces = Object.keys(data.sources)
+  const traces = Object.keys(data.source_rules)
     .map((source) => {
       const mine = culprits.filter((culprit) => culprit.source === source);
       return {
@@ -311,6 +311,12 @@ function timeline() {
     }),
     plotted,
   ).then((chart) => {
+    const norms = finite.length ? `, from ${short(Math.min(...finite))} to ${short(Math.max(...finite))}` : "";
+    chart.setAttribute(
+      "aria-label",
+      `Chart: gradient norms of ${count(culprits.length, "culprit")} in ${count(events.length, "spike")}${norms}. ` +
+        "The list of spikes and the table of all culprits lead to the same places.",
+    );
     markCurrent();
     chart.removeAllListeners("plotly_click");
     chart.on(
@@ -351,30 +357,28 @@ function bars(id, entries, pressed, press) {
     ),
   );
 }
-function tally(key) {
-  const counts = new Map();
-  for (const culprit of culprits) counts.set(key(culprit), (counts.get(key(culprit)) ?? 0) + 1);
-  return sorted(counts, ([, n]) => -n);
-}
 function shares() {
   bars(
     "sources",
-    tally((culprit) => culprit.source).map(([source, n]) => ({
+    Object.entries(totals.sources).map(([source, n]) => ({
       source,
       count: n,
       label: source,
-      title: data.sources[source],
+      title: data.source_rules[source],
       shade: `var(--${source})`,
-      values: [whole(n), `${Math.round((100 * n) / culprits.length)} %`],
+      values: [whole(n), `${Math.round((100 * n) / totals.culprits)} %`],
     })),
     (entry) => entry.source === table.source,
     (entry) => filter({ source: table.source === entry.source ? "" : entry.source }),
   );
   bars(
     "tokens",
-    tally(named)
-      .slice(0, 8)
-      .map(([name, n]) => ({ name, count: n, label: make("span", { class: "tok" }, name), values: [whole(n)] })),
+    data.tokens.map((entry) => ({
+      name: named(entry),
+      count: entry.count,
+      label: make("span", { class: "tok" }, named(entry)),
+      values: [whole(entry.count)],
+    })),
     (entry) => entry.name === table.token,
     (entry) => filter({ token: table.token === entry.name ? null : entry.name }),
   );
@@ -427,26 +431,48 @@ function story(event) {
   const cause = kind === "global" ? "The gradient of all ranks" : "A micro-batch's gradient";
   const parts = [
     `${cause} had norm ${short(norm)}, over its threshold of ${short(threshold)}.`,
-    `${count(event.passes, "extra pass", "extra passes")} (${short(Number(event.seconds.toFixed(2)))} s) found ` +
-      count(event.culprits?.length ?? 0, "culprit") +
+    `${count(event.passes, "extra pass", "extra passes")} (${short(number(event.seconds).toFixed(2))} s) found ` +
+      count(event.culprits_in_all, "culprit") +
       (event.complete ? "." : `; the search ended early, with ${count(event.open_tokens, "token")} not looked at.`),
   ];
   if (event.error) parts.push(`It met an error: ${event.error}.`);
-  parts.push(
-    {
-      log: "Training went on as usual.",
-      skip: "The optimizer step was skipped.",
-      drop: "The culprits were taken out of the step.",
-    }[event.action],
-  );
+  parts.push((event.applied ? data.applied : data.not_applied)[event.action]);
   return parts.join(" ");
+}
+function parts(event) {
+  get("parts").hidden = !event.diffuse.length;
+  get("parts-rows").replaceChildren(
+    ...event.diffuse.map((part) => {
+      const largest = part.largest_tokens.map(
+        ({ row, position, grad_norm }) => `token ${position} of row ${row}: ${short(grad_norm)}`,
+      );
+      const cells = [
+        [part.rank === null ? "several" : String(part.rank), "num"],
+        [String(part.micro_batch), "num"],
+        [part.rows, "rows"],
+        [whole(part.tokens), "num"],
+        [short(part.norm), "num"],
+        [short(part.threshold), "num"],
+        [times(number(part.norm) / number(part.threshold)), "num"],
+        [largest.map((text) => make("div", {}, text)), null],
+      ];
+      return make("tr", {}, ...cells.map(([content, kind]) => make("td", { class: kind }, ...[content].flat())));
+    }),
+  );
+  const left = event.diffuse_in_all - event.diffuse.length;
+  get("parts-left").hidden = !left;
+  get("parts-left").textContent = `${count(left, "smaller part")} left out here.`;
 }
 
 function detail() {
   const event = currentEvent;
   get("spike").textContent = `${placeName} ${place(event)}`;
   get("story").textContent = story(event);
+  const diagnosis = make("b", {}, `Diagnosis: ${event.diagnosis}.`);
+  get("diagnosis").replaceChildren(diagnosis, " " + data.diagnoses[event.diagnosis]);
+  parts(event);
   const all = event.culprits ?? [];
+  const left = event.culprits_in_all - all.length;
   get("chips").hidden = all.length < 2;
   get("chips").replaceChildren(
     ...all.map((culprit) =>
@@ -465,6 +491,8 @@ function detail() {
       ),
     ),
   );
+  get("left").hidden = !left;
+  get("left").textContent = `The page leaves out ${count(left, "smaller culprit")} of this spike.`;
   get("culprit").hidden = current === null;
   if (!current) return;
   get("head").replaceChildren(
@@ -477,7 +505,7 @@ function detail() {
     ),
     badge(current.source),
   );
-  get("why").textContent = data.sources[current.source];
+  get("why").textContent = data.source_rules[current.source];
   strip();
   ladder();
   layers();
@@ -620,7 +648,10 @@ function stripEvents() {
       Home: all[0],
       End: all.at(-1),
     };
-    if (press.key === "Enter") all[at]?.click();
+    if (press.key === "Enter" || press.key === " ") {
+      press.preventDefault();
+      all[at]?.click();
+    }
     if (!(press.key in to)) return;
     press.preventDefault();
     if (!to[press.key]) return;
@@ -711,7 +742,7 @@ function layers() {
   const mine = names.map((name) => number(norms[name]));
   const theirs = names.map((name) => number(ordinary?.[name]));
   const good = (x) => x !== null && Number.isFinite(x) && x > 0;
-  get("layers").hidden = !mine.some(good);
+  get("layers").hidden = get("layers-figures").hidden = !mine.some(good);
   get("layers-hint").textContent = !mine.some(good)
     ? "There are no finite norms by layer to show for this culprit."
     : ordinary
@@ -720,6 +751,25 @@ function layers() {
   if (!mine.some(good)) return;
   const known = [...mine, ...theirs].filter(good);
   const [low, high] = [Math.min(...known) / 2, Math.max(...known) * 2];
+  const over = (i) => (good(mine[i]) && good(theirs[i]) ? times(mine[i] / theirs[i]) : "–");
+  const top = mine.reduce((best, x, i) => (good(x) && !(mine[best] >= x) ? i : best), 0);
+  get("layers").setAttribute(
+    "aria-label",
+    `Chart: the culprit's gradient norm in each of ${count(names.length, "layer")}. The largest is ` +
+      `${short(mine[top])} in ${visible(names[top])}` +
+      (good(theirs[top]) ? `, ${over(top)} an ordinary token's.` : ".") +
+      " All figures are in the table below it.",
+  );
+  get("layers-rows").replaceChildren(
+    ...names.map((name, i) =>
+      make(
+        "tr",
+        {},
+        make("th", { scope: "row" }, visible(name)),
+        ...[short(mine[i]), short(theirs[i]), over(i)].map((text) => make("td", { class: "num" }, text)),
+      ),
+    ),
+  );
   const label = names.map((name) =>
     name
       .replace(/^(layers|h|blocks)\./, "")
@@ -903,11 +953,15 @@ function rows() {
       ),
     ),
   );
+  const left = totals.culprits - culprits.length;
   get("count").textContent =
-    found.length === culprits.length
-      ? count(culprits.length, "culprit")
-      : `${whole(found.length)} of ${count(culprits.length, "culprit")}`;
+    (found.length < culprits.length ? `${whole(found.length)} of ` : "") +
+    count(culprits.length, "culprit") +
+    (left ? `, ${whole(left)} left out` : "");
   get("none").hidden = found.length > 0;
+  get("none").textContent = left
+    ? `No culprit on this page matches; ${whole(left)} smaller ones are not on it.`
+    : "No culprit matches.";
   get("more").hidden = found.length <= shown.length;
   get("more").textContent =
     `Show ${Math.min(200, found.length - shown.length)} more of ${whole(found.length - shown.length)}`;
@@ -915,7 +969,7 @@ function rows() {
 function tableEvents() {
   get("words").addEventListener("input", () => filter({ words: get("words").value }));
   get("source").append(
-    ...tally((culprit) => culprit.source).map(([source]) => make("option", { value: source }, source)),
+    ...Object.keys(totals.sources).map((source) => make("option", { value: source }, source)),
   );
   get("source").addEventListener("change", () => filter({ source: get("source").value }));
   get("clear").addEventListener("click", () => {
@@ -955,7 +1009,10 @@ function tableEvents() {
 }
 function help() {
   get("help").append(
-    ...Object.entries(data.sources).flatMap(([source, rule]) => [make("dt", {}, badge(source)), make("dd", {}, rule)]),
+    ...Object.entries(data.source_rules).flatMap(([source, rule]) => [
+      make("dt", {}, badge(source)),
+      make("dd", {}, rule),
+    ]),
   );
 }
 

@@ -14,6 +14,8 @@
 """The JSON Schema of a line of spikes.jsonl: an event, or a note on what was left out."""
 
 import math
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 from .evidence import SCHEMA
@@ -24,6 +26,7 @@ _NUMBER_OR_NULL = {"anyOf": [*_NUMBER["anyOf"], {"type": "null"}]}
 _POSITIVE = {"type": "number", "exclusiveMinimum": 0}
 _INDEX = {"type": "integer", "minimum": 0}
 _INTEGER_OR_NULL = {"type": ["integer", "null"]}
+_TEXT = {"type": "string"}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 _NUMBERS = {"type": "array", "items": _NUMBER}
 _NUMBERS_BY_LAYER = {"type": "object", "additionalProperties": _NUMBER}
@@ -100,7 +103,7 @@ _CULPRIT = _object(
     context=_TEXT_OR_NULL,
     prompt=_TEXT_OR_NULL,
     response=_TEXT_OR_NULL,
-    response_tokens={"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+    response_tokens={"anyOf": [{"type": "array", "items": _TEXT}, {"type": "null"}]},
     response_tokens_start=_INDEX,
     ground_truth={},
     reward=_NUMBER_OR_NULL,
@@ -185,8 +188,12 @@ _TYPES = {
 def conforms(value: Any, schema: dict[str, Any]) -> bool:
     """Whether a value has the form of one of this module's schemas; fields that the schema does not name may be there.
 
-    It knows the keywords in use here, so that reading evidence needs no package for JSON Schema.
+    It knows the keywords in use here, so that reading evidence needs no package for JSON Schema. An integer that is too
+    large for a float does not conform: no figure is one.
     """
+    # Nearly all of a file are figures and texts of which the type says all, so asking for it first makes reading fast.
+    if type(value) is float and (schema is _NUMBER or schema is _NUMBER_OR_NULL):
+        return True
     if "anyOf" in schema:
         return any(conforms(value, option) for option in schema["anyOf"])
     if "enum" in schema:
@@ -203,9 +210,20 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
         known, rest = schema.get("properties", {}), schema.get("additionalProperties", False)
         if not all(name in value for name in schema.get("required", ())):
             return False
+        if not known and _all_plain(value.values(), rest):
+            return True
         return all(conforms(entry, known.get(name, rest or {})) for name, entry in value.items())
     if isinstance(value, list):
-        return all(conforms(entry, schema.get("items", {})) for entry in value)
+        items = schema.get("items", {})
+        return _all_plain(value, items) or all(conforms(entry, items) for entry in value)
     if isinstance(value, (int, float)):
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            return False
         return value >= schema.get("minimum", value) and value > schema.get("exclusiveMinimum", -math.inf)
     return True
+
+
+def _all_plain(values: Iterable[Any], schema: dict[str, Any]) -> bool:
+    """Whether all values are floats or texts, and the schema asks for no more than that."""
+    plain = float if schema is _NUMBER else str if schema is _TEXT else None
+    return plain is not None and set(map(type, values)) <= {plain}

@@ -152,6 +152,25 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
     }
 
 
+def without_culprits(step: int, diagnosis: str, random: random.Random, **changes: Any) -> dict[str, Any]:
+    """An event of which no token is the culprit."""
+    root = math.sqrt(TOKENS) / (TOKENS * 24)
+    norm = {"nonfinite": math.nan, "overflow": math.inf}.get(diagnosis, 4 * THRESHOLD * root)
+    unit = {"rank": 1, "micro_batch": 2, "rows": 4, "tokens": TOKENS, "broken_tokens": 0, "norm": norm}
+    unit |= {"threshold": THRESHOLD * root, "token_equivalent": norm / root, "layer_norms": dict.fromkeys(LAYERS, norm)}
+    changes = {"diagnosis": diagnosis, "units": [unit], "global_norm": norm} | changes
+    if diagnosis == "diffuse":
+        tokens = [{"row": 9, "position": 3 * i, "grad_norm": 600.0 - i} for i in range(3)]
+        part = {"rank": 1, "micro_batch": 2, "rows": [8, 9, 11], "tokens": 48, "norm": norm / 2}
+        part |= {"threshold": THRESHOLD * root * math.sqrt(48 / TOKENS), "largest_tokens": tokens}
+        changes = {"diffuse": [part, {**part, "rank": None, "norm": norm / 3, "largest_tokens": []}]} | changes
+    if diagnosis == "incomplete":
+        segment = {"rank": 1, "micro_batch": 2, "tokens": 224, "threshold": 10.6}
+        changes = {"complete": False, "passes": 128, "open_segments": [segment]} | changes
+    found = event(step, [], random, **changes)
+    return {**found, "trigger": {**found["trigger"], "norm": norm}}
+
+
 def samples(count: int, seed: int = 1) -> list[dict[str, Any]]:
     """Events of a run that goes wrong more and more often."""
     generator = random.Random(seed)
@@ -185,7 +204,7 @@ def samples(count: int, seed: int = 1) -> list[dict[str, Any]]:
         changes = {}
         if generator.random() < 0.04:
             segment = {"rank": 1, "micro_batch": 2, "tokens": 224, "threshold": 10.6}
-            changes = {"complete": False, "diagnosis": "incomplete", "passes": 128, "open_segments": [segment]}
+            changes = {"complete": False, "passes": 128, "open_segments": [segment]}
         events.append(event(step, found, generator, **changes))
     return events
 

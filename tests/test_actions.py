@@ -9,6 +9,7 @@ import pytest
 from actor_cases import LEARNING_RATE, Case
 from test_actor import ONE, THREE, WRAPS, Launch, as_list, cases, launch, same_events
 from test_configurations import HALF_PRECISION
+from valid_events import valid_events
 
 __all__ = ["launch"]
 
@@ -98,7 +99,7 @@ def test_a_spike_of_many_tokens_together_has_no_culprit(launch: Launch, world: i
     token, unit, _ = results[0]
     assert unit > 1.01 * token, "the batch has no unit whose tokens pull together"
     assert len({events for _, _, events in results}) == 1
-    (event,) = json.loads(results[0][2])
+    (event,) = valid_events(results[0][2])
     assert event["diagnosis"] == "diffuse" and event["culprits"] == [] and event["complete"]
     assert event["diffuse"]
     for part in event["diffuse"]:
@@ -110,7 +111,7 @@ def test_a_spike_of_many_tokens_together_has_no_culprit(launch: Launch, world: i
 @pytest.mark.parametrize("scope", ["rank", "row"])
 def test_a_diffuse_spike_is_narrowed_down_to_where_it_is(launch: Launch, scope: str) -> None:
     results = launch(2, action_cases.diffuse, Case(loss_agg_mode="seq-mean-token-sum"), scope)
-    (event,) = json.loads(results[0][2])
+    (event,) = valid_events(results[0][2])
     assert event["diagnosis"] == "diffuse" and event["complete"] and event["diffuse"] and event["culprits"] == []
     assert {part["rank"] for part in event["diffuse"]} == {1}
     assert scope == "rank" or {row for part in event["diffuse"] for row in part["rows"]} == {6}
@@ -121,7 +122,7 @@ def test_a_diffuse_spike_is_narrowed_down_to_where_it_is(launch: Launch, scope: 
 
 def test_a_diffuse_spike_that_spends_the_budget(launch: Launch) -> None:
     results = launch(2, action_cases.diffuse, Case(loss_agg_mode="seq-mean-token-sum"), "all", 3)
-    (event,) = json.loads(results[0][2])
+    (event,) = valid_events(results[0][2])
     assert event["diagnosis"] == "incomplete" and event["passes"] == 3
     assert not event["complete"] and event["open_segments"]
 

@@ -11,9 +11,8 @@ import actor_cases
 import pytest
 from actor_cases import Case, Run, Unit
 from cluster import Cluster
+from valid_events import valid_events
 from verl import DataProto
-from verl.utils.gradloc.evidence import jsonable
-from verl.utils.gradloc.schema import EVENT, conforms
 from verl.utils.metric import reduce_metrics
 
 WRAPS = ["fsdp1", "fsdp1-orig", "fsdp2"]
@@ -50,11 +49,9 @@ def as_list(value: Any) -> list[float]:
 
 
 def same_events(runs: list[Run]) -> list[list[dict[str, Any]]]:
-    """The events of every call, after checking that all ranks have the same."""
+    """The events of every call, after checking that all ranks have the same and that they are valid."""
     assert all(run.events == runs[0].events for run in runs)
-    found = [json.loads(events) for events in runs[0].events]
-    assert all(conforms(jsonable(event), EVENT) for events in found for event in events)
-    return found
+    return [valid_events(events) for events in runs[0].events]
 
 
 def check_unit(found: dict[str, Any], unit: Unit, threshold: float, tolerance: float) -> None:

@@ -15,6 +15,7 @@ import pytest
 from actor_cases import Case
 from cluster import Cluster
 from test_actor import Launch, launch
+from valid_events import valid_events
 
 from gradloc.auto_threshold import WARMUP, WINDOW, AutoThreshold
 
@@ -95,7 +96,7 @@ def test_a_resumed_run_has_the_same_thresholds_and_finds_the_spike(launch: Launc
         assert resumed == pytest.approx(straight, rel=1e-12)
         assert anew == [None, None, None]  # 12 mini-batches are no warm-up
         assert events == results[0][-1]
-        (event,) = json.loads(events)
+        (event,) = valid_events(events)
         assert [(c["rank"], c["micro_batch"], c["position"]) for c in event["culprits"]] == [(1, 0, 6)]
         assert event["trigger"]["threshold"] < event["trigger"]["norm"]
 
@@ -103,7 +104,7 @@ def test_a_resumed_run_has_the_same_thresholds_and_finds_the_spike(launch: Launc
 def test_in_the_warm_up_only_nan_is_a_spike(launch: Launch) -> None:
     case = Case("fsdp2", planted=((1, 3, 6),), nan=((0, 2, 7),))
     for run in launch(2, auto_threshold_cases.warm_up, case):
-        first, second = (json.loads(events) for events in run.events)
+        first, second = (valid_events(events) for events in run.events)
         (event,) = first
         assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} >= {(0, 2, 7)}
         assert second == [] and "actor/gradloc/threshold" not in run.metrics[0]

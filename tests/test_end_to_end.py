@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pandas
 import pytest
+from valid_events import valid_events
 
 ROOT = Path(__file__).parents[1]
 THRESHOLD = 80.0
@@ -75,7 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict:
         "output": output,
         "log": (directory / "out/train.log").read_text(),
         "planted": json.loads((directory / "planted.json").read_text()),
-        "events": [json.loads(line) for line in evidence.read_text().splitlines()],
+        "events": valid_events(f"[{','.join(evidence.read_text().splitlines())}]"),
         "ray": f"/tmp/gradloc-{script.pid}",
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import fault_cases
@@ -11,6 +10,7 @@ from actor_cases import Case
 from cluster import Cluster, RankFailed
 from fault_cases import draw
 from test_actor import ONE, THREE, Launch, cases, launch, same_events
+from valid_events import valid_events
 
 __all__ = ["launch"]
 
@@ -89,7 +89,7 @@ def check_draw(seed: int, world: int, results: list[tuple[str, dict]]) -> None:
     threshold = drawn.options["grad_norm_threshold"]
     tokens = {place: figures for _, of_rank in results for place, figures in of_rank.items()}
     assert len({events for events, _ in results}) == 1, "the ranks disagree"
-    events = json.loads(results[0][0])
+    events = valid_events(results[0][0])
     for event in events:
         assert event["passes"] <= event["budget"]
         assert event["complete"] or event["error"] or event["passes"] == event["budget"]

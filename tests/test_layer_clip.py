@@ -18,6 +18,7 @@ import pytest
 import torch
 from cluster import Cluster, RankFailed
 from layer_clip_cases import Case, Comparison
+from valid_events import valid_events
 
 from gradloc import LayerClip, LayerClipConfig
 from gradloc.layer_clip import LayerStatistics
@@ -543,6 +544,8 @@ def run_actor(launch: Launch, case: dict[str, Any], options: dict[str, Any], *ot
         for result in results
     ]
     assert repr(ours[0]) == repr(ours[1])
+    for events in results[0]["events"]:
+        valid_events(events)
     return results[0]
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import reduced_meter_cases
 from actor_cases import Case
 from test_actor import ONE, THREE, WRAPS, Launch, check_unit, launch, near
-from verl.utils.gradloc.evidence import jsonable
-from verl.utils.gradloc.schema import EVENT, conforms
+from valid_events import valid_events
 
 __all__ = ["launch"]
 
@@ -28,8 +26,7 @@ def test_planted_tokens_are_found(launch: Launch, world: int, size: int, case: C
     results = launch(world, reduced_meter_cases.search, case, size)
     units, (norm,), threshold, run, _ = results[0]
     assert len({run.events for *_, run, _ in results}) == 1
-    (event,) = json.loads(run.events)
-    assert conforms(jsonable(event), EVENT)
+    (event,) = valid_events(run.events)
     assert event["complete"] and event["search"] == "reduced" and event["world_size"] == world // size
     assert event["trigger"]["kind"] == "global" and event["global_norm"] == near(norm)
     expected = {
@@ -60,7 +57,7 @@ def test_tokens_that_produce_nan(launch: Launch, wrap: str) -> None:
     case = Case(wrap, planted=ONE, nan=((0, 2, 7),))
     results = launch(2, reduced_meter_cases.train, case, 1)
     assert len({run.events for run in results}) == 1
-    (event,) = json.loads(results[0].events)
+    (event,) = valid_events(results[0].events)
     found = {(c["rank"], c["row"], c["position"]): c["source"] for c in event["culprits"]}
     assert found.pop((0, 2, 7)) == "nonfinite" and set(found) == set(case.planted)
 
@@ -73,7 +70,7 @@ def test_a_broken_row_of_a_rank_that_has_nothing_to_measure_spoils_no_probe(laun
     for meter in ("local", "reduced"):
         results = launch(2, reduced_meter_cases.broken_row, case, 1, 0, meter)
         assert len({run.events for run in results}) == 1
-        (event,) = json.loads(results[0].events)
+        (event,) = valid_events(results[0].events)
         assert event["complete"]
         found[meter] = {(c["rank"], c["row"], c["position"]): c for c in event["culprits"]}
     assert set(found["reduced"]) == set(found["local"]) == {(0, 4, 2), (1, 0, 0)}
@@ -92,6 +89,6 @@ def test_a_broken_row_of_a_rank_that_has_nothing_to_measure_spoils_no_probe(laun
 )
 def test_drop_leaves_what_the_local_meter_leaves(launch: Launch, world: int, size: int, case: Case) -> None:
     for distance, run in launch(world, reduced_meter_cases.drop, case, size):
-        (event,) = json.loads(run.events)
+        (event,) = valid_events(run.events)
         assert event["applied"] and len(event["culprits"]) == len(case.planted) + len(case.nan)
         assert distance < 1e-5

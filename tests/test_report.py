@@ -15,8 +15,9 @@ from typing import Any
 
 import jsonschema
 import pytest
+from valid_events import valid_events
 
-from evidence_samples import culprit, event, samples
+from evidence_samples import culprit, event, samples, without_culprits
 from gradloc import evidence, record_events, report
 from gradloc.schema import EVENT, NOTE, conforms
 
@@ -98,6 +99,7 @@ def test_samples_and_real_events_have_the_same_form(real_events: list[dict[str, 
         (["threshold"], True),
         (["threshold"], None),
         (["threshold"], 0),
+        (["culprits", 0, "response_suspicion"], [0.5, "x"]),
         (["global_step"], 1.5),
         (["complete"], 1),
         (["action"], "explode"),
@@ -130,6 +132,19 @@ def test_a_field_of_a_later_patch_is_refused_by_the_schema_but_read() -> None:
     with pytest.raises(jsonschema.ValidationError, match="mood"):
         jsonschema.validate(sample, EVENT)
     assert conforms(sample, EVENT)
+
+
+def test_events_of_the_tests_are_validated_to_the_last_field() -> None:
+    sample = spike(grad_norm=math.nan)
+    assert valid_events(json.dumps([sample]))[0]["culprits"][0]["source"] == "nonfinite"
+    with pytest.raises(jsonschema.ValidationError, match="mood"):
+        valid_events(json.dumps([{**sample, "mood": "bad"}]))
+
+
+def test_an_integer_too_large_for_a_float_is_no_figure() -> None:
+    sample = evidence.jsonable(spike())
+    sample["culprits"][0]["grad_norm"] = 10**400
+    assert not conforms(sample, EVENT)
 
 
 # Files and their limits
@@ -240,6 +255,22 @@ def test_a_line_being_written_is_no_error(tmp_path: Path, run: Any) -> None:
     assert "2 gradient spikes in steps 5 to 6" in out and "skipped" not in out
 
 
+@pytest.mark.parametrize("torn", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b"1" * 5000])
+def test_whatever_a_line_being_written_holds_it_is_left(tmp_path: Path, run: Any, torn: bytes) -> None:
+    out = run(events=[spike(5)])
+    with open(tmp_path / "spikes.jsonl", "ab") as file:
+        file.write(torn)
+    assert run() == out and "skipped" not in out
+
+
+def test_a_figure_that_no_float_can_hold_is_malformed(tmp_path: Path, run: Any) -> None:
+    broken = evidence.jsonable(spike(1))
+    broken["culprits"][0]["grad_norm"] = 10**400
+    (tmp_path / "spikes.jsonl").write_text(json.dumps(broken) + "\n")
+    out = run("--html", str(tmp_path / "page.html"), events=[spike(8)])
+    assert "1 gradient spike in step 8" in out and "1 line skipped" in out
+
+
 def test_a_last_line_without_its_line_break_is_read(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text(json.dumps(evidence.jsonable(spike(5))))
@@ -274,6 +305,32 @@ def test_the_summary_says_what_there_is(run: Any) -> None:
     ):
         assert text in out
     assert "4 ▄····█ 9" in out
+
+
+def test_the_summary_says_what_was_found_and_done_where_there_is_no_culprit(run: Any) -> None:
+    generator = random.Random(1)
+    events = [without_culprits(step, diagnosis, generator) for step, diagnosis in enumerate(report.DIAGNOSES, 1)]
+    events[0] = spike(1)
+    events[1] |= {"action": "drop", "applied": False}
+    events[3] |= {"action": "skip", "applied": False}
+    events[4] |= {"error": "rank 1: out of\x1b memory"}
+    out = " ".join(run(events=events).split())
+    for diagnosis, meaning in report.DIAGNOSES.items():
+        assert f"{diagnosis} 1 " in out and meaning.split(":")[0] in out
+    assert "9, 0: 600; 9, 3: 599; 9, 6: 598" in out and "8 to 9, 11" in out
+    assert f"1 spike, with spike_action=drop: {report.NOT_APPLIED['drop']}" in out
+    assert f"1 spike, with spike_action=skip: {report.NOT_APPLIED['skip']}" in out
+    assert "1 search met an error: rank 1: out of\\x1b memory." in out
+    summary = json.loads(run("--json"))
+    assert summary["diagnoses"] == dict.fromkeys(report.DIAGNOSES, 1)
+    assert [part["rank"] for part in summary["diffuse"]] == [1, None]
+
+
+def test_every_diagnosis_source_and_action_of_the_schema_is_explained() -> None:
+    fields = EVENT["properties"]
+    assert set(report.DIAGNOSES) == set(fields["diagnosis"]["enum"])
+    assert set(report.APPLIED) == set(report.NOT_APPLIED) == set(fields["action"]["enum"])
+    assert set(report.SOURCES) == set(fields["culprits"]["items"]["properties"]["source"]["enum"])
 
 
 def test_notes_of_the_file_are_told(run: Any) -> None:
@@ -360,7 +417,7 @@ def test_runs_from_the_sources_and_from_the_patched_verl(tmp_path: Path, module:
 
 
 def page_data(tmp_path: Path, top: int = 500) -> dict[str, Any]:
-    return report.page_data(report.read(str(tmp_path)), top)
+    return report.page_data(report.read(str(tmp_path), top=top))
 
 
 def test_the_largest_culprit_of_every_event_is_detailed_before_any_other(tmp_path: Path) -> None:
@@ -387,16 +444,76 @@ def test_the_page_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     record_events(str(tmp_path), [spike(i, grad_norm=1000.0 + i, prompt="é" * 100_000) for i in range(30)])
     data = page_data(tmp_path)
     assert [c["global_step"] for c in data["culprits"]] == list(range(29, 19, -1))
-    assert len(data["events"]) == 10 and data["culprits_in_all"] == data["events_in_all"] == 30
+    assert len(data["events"]) == 10 and data["totals"]["culprits"] == data["totals"]["events"] == 30
     assert all(len(c["prompt"]) < 4100 for c in data["culprits"])
     assert all(data["events"][c["event"]]["global_step"] == c["global_step"] for c in data["culprits"])
+
+
+def test_what_the_page_leaves_out_counts_in_its_totals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "PAGE_ROWS", 10)
+    generator = random.Random(1)
+    events = []
+    for step in range(8):
+        # The later the milder; each has a mild culprit and a milder one with another token and source.
+        norms = [9000.0 - 100 * step, 2000.0, 1000.0 - step]
+        found = [culprit(i, ["a", "b", "c"], norm, generator, ratio=1.0) for i, norm in enumerate(norms)]
+        found[2] |= {"source": "sequence"}
+        events.append(event(step, found, generator, passes=3, complete=step % 2 == 0))
+    events.append(without_culprits(9, "diffuse", generator, passes=3))
+    for entry in events:
+        record_events(str(tmp_path), [entry])
+    data = page_data(tmp_path, top=2)
+    # The largest of every event is there, and then the largest others.
+    assert len(data["events"]) == 9 and len(data["culprits"]) == 10
+    assert {c["event"] for c in data["culprits"]} == set(range(8))
+    assert [e["culprits_in_all"] for e in data["events"]] == [3] * 8 + [0]
+    assert data["totals"]["culprits"] == 24 and data["totals"]["sources"]["sequence"] == 8
+    assert sum(data["totals"]["sources"].values()) == 24
+    assert data["totals"]["passes"] == 27 and data["totals"]["incomplete_events"] == 4
+    assert {entry["token"]: entry["count"] for entry in data["tokens"]} == {"a": 8, "b": 8, "c": 8}
+    # Of too many events, those with the largest norms are shown, among them those without a culprit.
+    monkeypatch.setattr(report, "PAGE_ROWS", 3)
+    data = page_data(tmp_path, top=2)
+    assert [e["global_step"] for e in data["events"]] == [0, 1, 2]
+    assert [c["event"] for c in data["culprits"]] == [0, 1, 2]
+    assert data["totals"]["events"] == 9 and data["totals"]["last_step"] == 9
+
+
+def test_reading_keeps_the_texts_of_those_only_that_the_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "PAGE_ROWS", 20)
+    generator = random.Random(1)
+    for step in range(30):
+        norms = [generator.uniform(700, 9000) for _ in range(4)]
+        found = [culprit(i, ["a", "b", "c", "d"], norm, generator) for i, norm in enumerate(norms)]
+        record_events(str(tmp_path), [event(step, found, generator)])
+    found = report.read(str(tmp_path), top=40)
+    ranked = found.culprits()
+    assert len(found.largest) == 30 and len(found.others) == 40
+    detailed = [norm for norm, *_, row in ranked if "details" in row]
+    others = sorted((norm for norm, *_ in found.others), reverse=True)
+    assert len(detailed) == 40 and set(detailed) == {norm for norm, *_ in found.largest} | set(others[:10])
+    assert found.sources.total() == 120
+
+
+def test_the_page_shows_the_parts_of_a_diffuse_event(tmp_path: Path) -> None:
+    sample = without_culprits(1, "diffuse", random.Random(1))
+    part = sample["diffuse"][0]
+    sample["diffuse"] = [{**part, "norm": float(i), "rows": list(range(0, 60, 2))} for i in range(1, 31)]
+    record_events(str(tmp_path), [sample])
+    (shown,) = page_data(tmp_path)["events"]
+    assert (shown["diagnosis"], shown["diffuse_in_all"]) == ("diffuse", 30)
+    assert [part["norm"] for part in shown["diffuse"]] == [float(i) for i in range(30, 10, -1)]
+    assert shown["diffuse"][0]["rows"] == "0, 2, 4, 6, 8, 10, 12, 14, …"
+    assert shown["diffuse"][0]["largest_tokens"][0] == {"row": 9, "position": 0, "grad_norm": 600.0}
 
 
 def test_the_page_holds_no_markup_of_a_model(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script><!--"
     record_events(str(tmp_path), [spike(1, tokens=("a", hostile, "b"), ground_truth={"answer": hostile})])
     out = tmp_path / "page.html"
-    report.write_page(report.read(str(tmp_path)), str(out), 500)
+    report.write_page(report.read(str(tmp_path)), str(out))
     text = out.read_text(encoding="utf-8")
     assert "alert(1)" in text and hostile not in text and "<script>alert" not in text
     assert text.count("<!--") == text.split('<script type="application/json"')[0].count("<!--") + plotly_comments()
@@ -417,5 +534,7 @@ def test_a_failing_disk_still_is_a_warning(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_samples_are_events() -> None:
-    for sample in samples(30):
+    generator = random.Random(1)
+    bare = [without_culprits(1, diagnosis, generator) for diagnosis in report.DIAGNOSES]
+    for sample in samples(30) + bare:
         jsonschema.validate(evidence.jsonable(sample), EVENT)

@@ -17,7 +17,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import browser
-from evidence_samples import culprit, event, samples
+from evidence_samples import culprit, event, samples, without_culprits
 from gradloc import record_events, report
 
 HOSTILE = "<b>x</b></script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u202e"
@@ -99,7 +99,7 @@ def page(chromium: Page) -> Iterator[Page]:
 def build(directory: Path, events: list[dict[str, Any]], top: int = 500) -> Path:
     for entry in events:
         record_events(str(directory), [entry])
-    report.write_page(report.read(str(directory)), str(directory / "page.html"), top)
+    report.write_page(report.read(str(directory), top=top), str(directory / "page.html"))
     return directory / "page.html"
 
 
@@ -207,7 +207,7 @@ def test_the_keyboard_is_enough(page: Page, forty: Path) -> None:
         page.press(Keys.TAB)
     first = page.focused()
     assert first.get_attribute("data-culprit") == "0"
-    page.press(Keys.ARROW_DOWN, Keys.ARROW_DOWN)
+    page.press(*[Keys.ARROW_DOWN] * 3)  # to the first whose norms are finite
     row = page.focused()
     step = row.find_element(By.CSS_SELECTOR, "td").text
     page.press(Keys.ENTER)
@@ -224,10 +224,126 @@ def test_the_keyboard_is_enough(page: Page, forty: Path) -> None:
     assert f"position\n{position - 1}" in page.one("#tip").text
     page.press(Keys.ESCAPE)
     assert not page.all("#tip")
+    # The layer chart's figures are in a table that the keyboard opens.
+    for _ in range(10):
+        if page.focused().tag_name == "summary":
+            break
+        page.press(Keys.TAB)
+    page.press(Keys.ENTER)
+    rows = [row.text.split() for row in page.all("#layers-rows tr")]
+    assert [row[0] for row in rows[:2]] == ["embed_tokens", "layers.0"] and len(rows) == 32
+    found = next(c for e in samples(40) for c in e["culprits"] if f"{e['global_step']}" == step)
+    largest = max(found["layer_norms"], key=found["layer_norms"].get)
+    ratio = dict((row[0], row[3]) for row in rows)[largest]
+    label = page.one("#layers").get_attribute("aria-label")
+    assert f"in {largest}, {ratio} an ordinary token's" in label and page.one("#layers").aria_role == "image"
+    assert f"gradient norms of {page.one('#count').text} in 40 spikes" in page.one("#timeline").get_attribute(
+        "aria-label"
+    )
     page.driver.execute_script("document.getElementById('next').focus()")
     index = int(page.one("#event").get_property("value"))
     page.press(Keys.ENTER)
     assert int(page.one("#event").get_property("value")) == index + 1
+
+
+@pytest.mark.parametrize("key", [Keys.ENTER, Keys.SPACE])
+def test_a_key_selects_another_culprit_of_the_response(page: Page, tmp_path: Path, key: str) -> None:
+    generator = random.Random(1)
+    tokens = ["a", " b", " c"]
+    found = [culprit(i, tokens, 9000.0 - i, generator) for i in (0, 2)]
+    page.open(build(tmp_path, [event(1, found, generator)]))
+    page.driver.execute_script("document.querySelector('#strip .current').focus({preventScroll: true})")
+    page.press(Keys.ARROW_DOWN)
+    assert page.focused().get_attribute("data-position") == "2" and page.focused().aria_role == "button"
+    before = page.driver.execute_script("return scrollY")
+    page.press(key)
+    assert page.one("#strip .current").get_attribute("data-position") == "2"
+    assert page.focused().get_attribute("data-position") == "2"
+    assert page.driver.execute_script("return scrollY") == before
+
+
+def test_the_page_says_what_was_found_and_done(page: Page, tmp_path: Path) -> None:
+    generator = random.Random(1)
+    kept = event(1, [culprit(0, ["a"], 9000.0, generator)], generator, action="drop", applied=False)
+    dropped = event(2, [culprit(0, ["a"], 8000.0, generator)], generator, action="drop")
+    bare = [without_culprits(10 + i, kind, generator) for i, kind in enumerate(report.DIAGNOSES) if kind != "tokens"]
+    bare[2] |= {"action": "skip", "applied": False}
+    events = [kept, dropped, *bare, event(20, [], generator, action="skip")]
+    page.open(build(tmp_path, events))
+    for i, entry in enumerate(events):
+        Select(page.one("#event")).select_by_index(i)
+        diagnosis = entry["diagnosis"]
+        assert page.one("#diagnosis").text == f"Diagnosis: {diagnosis}. {report.DIAGNOSES[diagnosis]}"
+        done = report.APPLIED if entry["applied"] else report.NOT_APPLIED
+        assert page.one("#story").text.endswith(done[entry["action"]])
+        assert page.one("#parts").is_displayed() == (diagnosis == "diffuse")
+        if diagnosis == "diffuse":
+            rows = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")] for row in page.all("#parts-rows tr")]
+            tokens = "token 0 of row 9: 600\ntoken 3 of row 9: 599\ntoken 6 of row 9: 598"
+            assert rows[0] == ["1", "2", "8 to 9, 11", "48", "4.216", "1.155", "3.7×", tokens]
+            assert rows[1][0] == "several" and len(rows) == 2
+
+
+def small(position: int, norm: float, generator: random.Random) -> dict[str, Any]:
+    """A culprit with little text: thousands of them are still written in seconds."""
+    found = culprit(position, ["a", " b", " c"] * 4, norm, generator, response_suspicion=None, response_tokens=None)
+    return {**found, "source": "token"}
+
+
+def test_more_culprits_than_a_page_takes(page: Page, tmp_path: Path) -> None:
+    generator = random.Random(1)
+    events = []
+    for step in range(500):
+        found = [small(i, 700.0 + 10 * (500 - step) + i, generator) for i in range(12)]
+        found[0]["source"] = "sequence"
+        events.append(event(step, found, generator))
+    record_events(str(tmp_path), events)
+    page.open(build(tmp_path, []))
+    assert page.one("h1").text == "500 gradient spikes, steps 0 to 499"
+    figures = [element.text for element in page.all("#figures dd")]
+    assert figures[:2] == ["500", "6,000"] and figures[3] == "500\nof 500"
+    assert figures[4].startswith(f"{sum(e['passes'] for e in events):,}\n")
+    note = "The page shows 5,000 culprits of 6,000, the largest of each spike first. Its totals are of all."
+    assert note in page.one("#notes").text
+    assert [row.text.split() for row in page.all("#sources li")] == [
+        ["token", "5,500", "92", "%"],
+        ["sequence", "500", "8", "%"],
+    ]
+    assert [row.text.split() for row in page.all("#tokens li")] == [[t, "2,000"] for t in ("␣c", "␣b", "a")]
+    names = page.driver.execute_script("return [...document.querySelectorAll('#event option')].map((o) => o.text)")
+    assert len(names) == 500 and not any("no culprit" in name for name in names)
+    assert page.one("#count").text == "5,000 culprits, 1,000 left out"
+    assert not page.one("#left").is_displayed() and len(page.all("#chips button")) == 12
+    Select(page.one("#event")).select_by_index(499)
+    assert "found 12 culprits." in page.one("#story").text
+    assert page.one("#left").text == "The page leaves out 11 smaller culprits of this spike."
+    assert len(page.all("#timeline .scatterlayer .trace path.point")) == 5001
+    # Those of that source are among the ones left out, in the later spikes.
+    Select(page.one("#source")).select_by_value("sequence")
+    page.one("#words").send_keys("step 499")
+    assert "1,000 smaller ones are not on it" in page.one("#none").text
+
+
+def test_more_spikes_than_a_page_takes(page: Page, tmp_path: Path) -> None:
+    generator = random.Random(1)
+    one = event(0, [small(0, 9000.0, generator)], generator)
+    events = [
+        {**one, "global_step": step, "culprits": [{**one["culprits"][0], "grad_norm": 9000.0 - step}]}
+        for step in range(5200)
+    ]
+    events[1000] = without_culprits(1000, "diffuse", generator)
+    events[1001] = without_culprits(1001, "nonfinite", generator)
+    record_events(str(tmp_path), events)
+    page.open(build(tmp_path, []))
+    assert page.one("h1").text == "5,200 gradient spikes, steps 0 to 5199"
+    assert [element.text.split()[0] for element in page.all("#figures dd")][:4] == ["5,200", "5,198", "9,000", "5,200"]
+    cut = "The page shows the 5,000 spikes with the largest norms of 5,200, and 4,999 culprits of 5,198"
+    assert cut in page.one("#notes").text
+    names = page.driver.execute_script("return [...document.querySelectorAll('#event option')].map((o) => o.text)")
+    # The diffuse one is milder than all of those shown; NaN is worse than any.
+    bare = [name for name in names if "no culprit found" in name]
+    assert len(names) == 5000 and len(bare) == 1 and bare[0].startswith("Step 1001")
+    assert page.one("#sources li").text.split() == ["token", "5,198", "100", "%"]
 
 
 def test_the_text_of_a_model_stays_text(page: Page, tmp_path: Path) -> None:
