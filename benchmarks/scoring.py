@@ -14,7 +14,8 @@ answers: by spawn (each imports Math-Verify anew), and by fork of this process, 
 Then 1% of the answers hang, and the table says how long all take, what the hanging ones alone must take
 (hangs x limit / workers), what all took without them, the rest, and how many others a busy machine took over the limit.
 
-Usage: PYTHONPATH=<patched verl> python benchmarks/scoring.py [--answers N] [--rounds N] [--workers N] [--limit SECONDS]
+Usage: PYTHONPATH=<patched verl> python benchmarks/scoring.py [--answers N] [--rounds N] [--workers N]
+           [--limit SECONDS] [--fresh N]
 """
 
 import argparse
@@ -30,7 +31,6 @@ from multiprocessing.connection import Connection
 from statistics import median
 
 HANGING = "The answer is \\boxed{9^{9^{9^{9}}}}."
-FRESH = 20
 THREADS = 16
 Pair = tuple[str, str]
 
@@ -98,9 +98,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--limit", type=float, default=2.0, help="seconds, for the hanging answers")
+    parser.add_argument("--fresh", type=int, default=20, help="answers scored by a fresh process each; 0: not measured")
     arguments = parser.parse_args()
     if min(arguments.answers, arguments.rounds, arguments.workers, arguments.limit) <= 0:
-        parser.error("all numbers must be greater than 0")
+        parser.error("all numbers but --fresh must be greater than 0")
 
     from verl.utils.reward_score import math_verify
 
@@ -121,9 +122,14 @@ def main() -> None:
         plain_name: (lambda chosen: [plain(pair) for pair in chosen], len(pairs), 1),
         "pool, as a batch": (in_batches, len(pairs), cores),
         f"pool, one by one from {THREADS} threads": (from_threads, len(pairs), cores),
-        "a fresh process, spawned": (lambda chosen: [fresh_process("spawn", pair) for pair in chosen], FRESH, 1),
-        "a fresh process, forked": (lambda chosen: [fresh_process("fork", pair) for pair in chosen], FRESH, 1),
     }
+    if arguments.fresh > 0:
+        for method, name in ("spawn", "spawned"), ("fork", "forked"):
+            ways[f"a fresh process, {name}"] = (
+                lambda chosen, method=method: [fresh_process(method, pair) for pair in chosen],
+                min(arguments.fresh, len(pairs)),
+                1,
+            )
     for way, n, _ in ways.values():
         way(pairs[: min(n, 500)])
     wall: dict[str, list[float]] = {name: [] for name in ways}
@@ -146,8 +152,7 @@ def main() -> None:
         of_work = median(p / w for p, w in zip(work[plain_name], work[name], strict=True))
         speed, cost = 1 / median(wall[name]), 1000 * median(work[name])
         print(f"| {name} | {speed:.1f} | {of_plain:.1%} | {cost:.2f} | {of_work:.1%} |", flush=True)
-    for method in "spawned", "forked":
-        fresh = f"a fresh process, {method}"
+    for fresh in list(ways)[3:]:
         faster = median(f / w for f, w in zip(wall[fresh], wall["pool, as a batch"], strict=True))
         cheaper = median(f / w for f, w in zip(work[fresh], work["pool, as a batch"], strict=True))
         print(f"The batch is {faster:.0f} times as fast as {fresh}, at 1/{cheaper:.0f} of the processor time.")

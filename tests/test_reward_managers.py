@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,7 @@ KEYS = ["score", "acc", "has_drop", "max_relative_drop", "num_steps"]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_pool() -> Any:
+def small_pool() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VERL_MATH_VERIFY_WORKERS", "2")
         yield
@@ -105,6 +108,12 @@ SHAPES = [
     # As parquet and torch deliver them
     (np.array([0.75, 0.375], dtype=np.float32), True, {}, 0.5, 1.0, 0.5),
     (torch.tensor([0.75, 0.375]), True, {}, 0.5, 1.0, 0.5),
+    # A fall by exactly rho, which these are below in float32
+    (torch.tensor([0.9, 0.63]), True, {}, 0.5, 1.0, 0.3),
+    (np.array([1.0, 0.99], dtype=np.float32), True, {"rho": 0.01}, 0.5, 1.0, 0.01),
+    (torch.tensor([0.9, 0.64]), True, {}, 1.0, 0.0, 26 / 90),
+    ([0.9, 0.9], True, {"rho": 1e-9}, 1.0, 0.0, 0.0),
+    ([0.8, 0.4], True, {"gamma": np.float32(0.25), "min_steps": np.int64(2)}, 0.75, 1.0, 0.5),
     ((1, 0), True, {}, 0.5, 1.0, 1.0),
 ]
 
@@ -116,7 +125,8 @@ def test_ps_grpo(steps: Any, right: bool, options: dict, score: float, has_drop:
     assert list(result) == KEYS
     assert all(type(value) is float for value in result.values())
     expected = (score, float(right), has_drop, drop, len(steps))
-    assert list(result.values()) == pytest.approx(expected, abs=1e-12)
+    # Step scores may be float32.
+    assert list(result.values()) == pytest.approx(expected, abs=1e-12 if isinstance(steps, list) else 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +146,11 @@ def test_ps_grpo(steps: Any, right: bool, options: dict, score: float, has_drop:
         ({"step_scores": [[0.5]]}, "malformed step scores"),
         ({"step_scores": {"0": 0.5}}, "malformed step scores"),
         ({"step_scores": np.array(0.5)}, "malformed step scores"),
+        ("{'step_scores': [1, 1]}", "malformed step scores: extra_info must be a dict"),
+        ([1.0, 1.0], "malformed step scores: extra_info must be a dict"),
     ],
 )
-def test_bad_step_scores_name_the_data_source(extra: dict | None, message: str) -> None:
+def test_bad_step_scores_name_the_data_source(extra: Any, message: str) -> None:
     """Also where the answer is wrong and earned nothing anyway."""
     for answer in "\\boxed{7}", "\\boxed{8}":
         with pytest.raises(ValueError, match=f"data source 'ps_grpo' has {message}"):
@@ -153,6 +165,10 @@ def test_bad_step_scores_name_the_data_source(extra: dict | None, message: str) 
     [
         ({"gamma": 1.5}, "gamma must be .* 1.5"),
         ({"gamma": -0.1}, "gamma must be .* -0.1"),
+        ({"gamma": "0.5"}, "gamma must be a number .* '0.5'"),
+        ({"gamma": None}, "gamma must be a number .* None"),
+        ({"rho": "0.3"}, "rho must be a number .* '0.3'"),
+        ({"min_steps": "2"}, "min_steps must be .* '2'"),
         ({"rho": 0}, "rho must be .* 0"),
         ({"rho": float("nan")}, "rho must be .* nan"),
         ({"min_steps": -1}, "min_steps must be .* -1"),
@@ -242,6 +258,49 @@ def test_options_reach_default_compute_score() -> None:
     assert rewards(made(batch(responses, ["\\frac{1}{3}"] * 2, "math_verify", extras)), responses) == [1.0, 0.0]
     shaped = rewards(made(batch(responses, ["\\frac{1}{3}"] * 2, "ps_grpo", extras)), responses)
     assert shaped == pytest.approx([0.8, 0.0])
+
+
+@pytest.fixture
+def prm_url() -> Iterator[str]:
+    """A stand-in for a process reward model's server: it doubts every step with a question mark."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert asked["question"] == "What is 3 + 4?"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps([0.3 if "?" in step else 0.9 for step in asked["steps"]]).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_example_that_asks_a_process_reward_model(prm_url: str) -> None:
+    """The overrides are the README's."""
+    made = manager(
+        f"custom_reward_function.path={Path(__file__).parent.parent / 'docs' / 'prm_reward.py'}",
+        "custom_reward_function.name=compute_score",
+        f"+custom_reward_function.reward_kwargs.prm_url={prm_url}",
+        "+custom_reward_function.reward_kwargs.gamma=0.4",
+    )
+    responses = [
+        "3 is 1 + 2.\n\nSo \\boxed{7}",
+        "3 is 1 + 2.\n\n\n\nIs it \\boxed{7}?",
+        "\\boxed{7}",
+        "4\n\n\\boxed{8}",
+    ]
+    data = batch(responses, ["7"] * 4, "sums", [{"question": "What is 3 + 4?"}] * 4)
+    result = made(data, return_dict=True)
+    assert rewards(result["reward_tensor"], responses) == pytest.approx([1.0, 0.6, 0.6, 0.0])
+    extra = result["reward_extra_info"]
+    assert extra["num_steps"] == [2, 2, 1, 2] and extra["has_drop"] == [0, 1, 0, 0]
 
 
 def test_reward_functions_can_be_sent_to_other_processes() -> None:

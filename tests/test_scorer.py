@@ -70,7 +70,7 @@ def new_workers() -> list[psutil.Process]:
 
 
 def run_script(text: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-"], input=PRELUDE + text, text=True, capture_output=True, timeout=60)
+    return subprocess.run([sys.executable, "-"], input=PRELUDE + text, text=True, capture_output=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,26 @@ def test_missing_package(package: str) -> None:
     result = run_script(text)
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
-    assert last.startswith("ImportError") and package.replace("_", "-") in last and "pip install" in last
+    assert last.startswith("ImportError") and package.replace("_", "-") in last
+    assert "pip install 'math-verify>=0.8' pebble" in last
+
+
+@pytest.mark.parametrize("says", ["False", "True", "signal.alarm(timeout_seconds)", "missing"])
+def test_an_unusable_math_verify(says: str, tmp_path: Path) -> None:
+    """Releases before 0.8 fail without timeouts of their own, and call every answer wrong. A stand-in for them."""
+    (tmp_path / "math_verify.py").write_text(f"""
+import signal
+ExprExtractionConfig = LatexExtractionConfig = StringExtractionConfig = object
+def parse(*_, parsing_timeout):
+    return []
+def verify(*_, timeout_seconds, **options):
+    return {says}
+""")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    text = PRELUDE + "scorer.compute_score('7', '7', workers=2)"
+    result = subprocess.run([sys.executable, "-c", text], text=True, capture_output=True, timeout=100, env=environment)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: The math_verify reward needs math-verify>=0.8: `pip install"), result.stderr
 
 
 @pytest.mark.parametrize(
@@ -219,6 +238,7 @@ def test_missing_package(package: str) -> None:
         ("VERL_MATH_VERIFY_TIMEOUT", "-1"),
         ("VERL_MATH_VERIFY_TIMEOUT", "inf"),
         ("VERL_MATH_VERIFY_TIMEOUT", "nan"),
+        ("VERL_MATH_VERIFY_TIMEOUT", "86401"),
         ("VERL_MATH_VERIFY_MEMORY_MB", "255"),
         ("VERL_MATH_VERIFY_PRECISION", "-1"),
         ("VERL_MATH_VERIFY_GOLD_TARGET", ""),
@@ -236,6 +256,7 @@ def test_bad_settings(variable: str, value: str, monkeypatch: pytest.MonkeyPatch
     [
         ({"timeout": 0}, ValueError, "timeout .* 0"),
         ({"timeout": "soon"}, ValueError, "timeout .* 'soon'"),
+        ({"timeout": 1e10}, ValueError, "timeout .* at most 86400, but is 10000000000.0"),
         ({"precision": 1.5}, ValueError, "precision .* 1.5"),
         ({"pred_extraction_target": []}, ValueError, r"pred_extraction_target .* \[\]"),
         ({"gold_extraction_target": ["tex"]}, ValueError, r"gold_extraction_target .* \['tex'\]"),
@@ -265,6 +286,7 @@ def test_bad_options(options: dict, error: type, message: str) -> None:
         ("The answer is C.", "B", {"gold_extraction_target": "string", "pred_extraction_target": "string"}, 0),
         # Those of other scorers and of verl's managers
         ("7", "7", {"gamma": 0.1, "reward_router_address": None}, 1),
+        ("7", "7", {"timeout": 86400}, 1),
         (HANGING, "7", {"timeout": 0.3, "timeout_score": 0.25}, 0.25),
     ],
 )
@@ -300,6 +322,126 @@ def test_batches_and_single_answers_side_by_side() -> None:
         batches = [executor.submit(math_verify.compute_score_batch, [], answers, truths) for _ in range(3)]
         assert list(executor.map(score, answers, truths)) == expected
         assert all(batch.result() == expected for batch in batches)
+
+
+class Doomed:
+    """Has the first workers killed as soon as they are started."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, lives: int, end: BaseException | None = None) -> None:
+        self.lives, self.end, self.launch = lives, end, math_verify._Popen._launch
+        patch.setattr(math_verify._Popen, "_launch", lambda popen, process: self(popen, process))
+        patch.setattr(math_verify, "BACKOFF", (0.1, 0.2))
+        if math_verify._pool is not None:
+            math_verify._discard(math_verify._pool)
+
+    def __call__(self, popen: object, process: object) -> None:
+        self.lives -= 1
+        if self.lives >= 0 and self.end:
+            raise self.end
+        self.launch(popen, process)
+        if self.lives >= 0:
+            os.kill(popen.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", [None, OSError(24, "Too many open files")])
+def test_workers_that_die_before_they_score_anything(end: OSError | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    doomed = Doomed(monkeypatch, 20, end)
+    answers, truths, expected = map(list, zip(*map(numbered, range(1, 60)), strict=True))
+    assert math_verify.compute_score_batch([], answers, truths) == expected
+    assert doomed.lives < 0
+
+
+def test_workers_that_cannot_be_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    doomed = Doomed(monkeypatch, 10**9)
+    monkeypatch.setattr(math_verify, "GIVE_UP", 3)
+    with pytest.raises(RuntimeError, match="cannot be kept alive"):
+        score("7", "7")
+    doomed.lives = 0
+    assert score("\\boxed{7}", "7") == 1.0
+
+
+def test_interrupts_while_workers_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than there are workers: each could take a worker's place for good."""
+    doomed = Doomed(monkeypatch, 5, KeyboardInterrupt())
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            score("7", "7")
+    assert doomed.lives == 0
+    with ThreadPoolExecutor(4) as executor:
+        assert list(executor.map(score, ["\\boxed{7}", "\\boxed{8}"] * 4, ["7"] * 8)) == [1.0, 0.0] * 4
+
+
+def test_an_interrupt_sets_the_workers_free() -> None:
+    result = run_script(f"""
+import signal, threading
+for _ in range(2):
+    threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        scorer.compute_score_batch([], [{HANGING!r}] * 9, ["7"] * 9, workers=2, timeout=600)
+    except KeyboardInterrupt:
+        print(scorer.compute_score("7", "7", workers=2))
+""")
+    assert result.stdout == "1.0\n1.0\n", result.stderr
+
+
+@pytest.mark.parametrize("room", [0, 8, 13])
+def test_no_file_descriptors_for_a_while(room: int) -> None:
+    """Neither for the pool nor for its workers, at the start and when a worker is replaced."""
+    result = run_script(f"""
+import resource, threading
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+
+def score_without_descriptors(answer):
+    held = []
+    try:
+        while True:
+            held.append(os.dup(0))
+    except OSError:
+        pass
+    for _ in range({room}):
+        os.close(held.pop())
+    threading.Timer(2, lambda: [os.close(fd) for fd in held]).start()
+    return scorer.compute_score(answer, "7", workers=2, timeout=1)
+
+print(score_without_descriptors("7"))
+for worker in __import__("multiprocessing").active_children():
+    worker.kill()
+print(score_without_descriptors("7"), scorer.compute_score("8", "7", workers=2))
+""")
+    assert result.stdout == "1.0\n1.0 0.0\n", result.stderr
+
+
+def test_a_worker_dies_before_the_pool_has_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the caller's machine is too busy to run the thread that listens; pebble then forgets the answer."""
+    from pebble.pool.process import PoolManager
+
+    monkeypatch.setattr(math_verify, "START_GRACE", 10_000)
+    new_workers()
+    hear, delays = PoolManager.process_next_message, [4]
+
+    def hear_late(manager: PoolManager, timeout: float) -> None:
+        if delays and len(manager.task_manager.tasks) == 2:
+            time.sleep(delays.pop())
+        hear(manager, timeout)
+
+    with ThreadPoolExecutor(1) as executor:
+        # pebble forgets only where another worker is busy.
+        other = executor.submit(math_verify.compute_score, HANGING, "7", timeout=15, timeout_score=0.25)
+        while not any(math_verify._pool.owners):
+            time.sleep(0.1)
+        time.sleep(0.5)
+        monkeypatch.setattr(PoolManager, "process_next_message", hear_late)
+        assert math_verify.compute_score(HANGING, "7", timeout=0.5, timeout_score=0.25) == 0.25
+        assert not delays
+        assert other.result() == 0.25
+
+
+def test_errors_of_the_workers_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer would meet them, and none would be at fault. (Here, a timer that takes no such number.)"""
+    monkeypatch.setattr(math_verify, "DAY", 1e12)
+    with pytest.raises((OSError, OverflowError)):
+        math_verify.compute_score("7", "7", timeout=1e11)
+    assert score("\\boxed{7}", "7") == 1.0
 
 
 def test_the_fork_server_is_killed() -> None:
@@ -401,7 +543,36 @@ def test_no_worker_is_left_behind(end: str, monkeypatch: pytest.MonkeyPatch) -> 
     pids = [int(pid) for pid in result.stdout.split()]
     assert len(pids) == 2, result.stderr
     assert result.returncode == {"": 0, "sys.exit(3)": 3, "raise ValueError": 1}.get(end, -signal.SIGKILL)
-    deadline = time.monotonic() + (30 if "kill" in end else 0)
+    assert not still_alive(pids, 30 if "kill" in end else 0)
+
+
+def still_alive(pids: list[int], seconds: float) -> list[int]:
+    deadline = time.monotonic() + seconds
     while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not left
+    return left
+
+
+def test_no_worker_is_left_behind_with_a_forked_child_of_a_killed_process(tmp_path: Path) -> None:
+    # Python's resource tracker lives as long as the child, and would hold a pipe open.
+    text = """
+import time
+from multiprocessing import active_children
+scorer.compute_score("1", "1", workers=2)
+child = os.fork()
+if child == 0:
+    time.sleep(100)
+    os._exit(0)
+print(child, scorer._server._forkserver_pid, *(worker.pid for worker in active_children()), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    with open(tmp_path / "out", "w+") as out:
+        subprocess.run([sys.executable, "-c", PRELUDE + text], stdout=out, stderr=subprocess.STDOUT, timeout=90)
+        out.seek(0)
+        child, *pids = map(int, out.read().split())
+    try:
+        assert len(pids) == 3 and is_alive(child)
+        assert not still_alive(pids, 30)
+        assert is_alive(child)
+    finally:
+        os.kill(child, signal.SIGKILL)

@@ -3,8 +3,10 @@
 import contextlib
 import random
 import resource
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -99,6 +101,50 @@ def among_hostile(hostile: list[str], seed: int) -> tuple[list[float], list[floa
     return [scores[i] for i in range(n)], [scores[n + i] - (i % 2 == 0) for i in range(n)]
 
 
+# Seconds that a busy machine may take to start a worker and hand it an answer, less than the pool itself allows for.
+GRACE = 90
+
+
+@contextlib.contextmanager
+def watched_memory() -> Iterator[dict[int, int]]:
+    """The largest address spaces that workers have had so far, in bytes, by process."""
+    peaks: dict[int, int] = {}
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            pool = math_verify._pool
+            for pid in set(pool.owners) - {0} if pool is not None else ():
+                with contextlib.suppress(OSError):  # it has ended
+                    peaks[pid] = max(peaks.get(pid, 0), peak(pid, "VmPeak"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield peaks
+    finally:
+        done.set()
+        watcher.join()
+
+
+@pytest.mark.timeout(400)
+def test_every_hostile_answer_returns_within_its_limit_and_memory(hostile_pool: None) -> None:
+    """Each is a call of its own, as in verl's reward loop."""
+    hostile = hostile_answers()
+
+    def timed(answer: str) -> tuple[float, float]:
+        begun = time.monotonic()
+        return math_verify.compute_score(answer, TRUTH, timeout_score=TIMED_OUT), time.monotonic() - begun
+
+    # One thread for each worker: no call waits for another.
+    with watched_memory() as peaks, ThreadPoolExecutor(8) as executor:
+        results = dict(zip(hostile, executor.map(timed, hostile.values()), strict=True))
+    assert {score for score, _ in results.values()} == {0.0, TIMED_OUT}
+    assert not {name: seconds for name, (_, seconds) in results.items() if seconds > 1 + GRACE}
+    assert len(peaks) > 50
+    assert max(peaks.values()) <= 512 * MEBIBYTE
+
+
 @pytest.mark.timeout(240)
 def test_hostile_answers(hostile_pool: None) -> None:
     """Without limits, hardly any of the powers alone would end within the test's time."""
@@ -144,10 +190,11 @@ def test_generated_answers(hostile_pool: None, hostile: list[str], seed: int) ->
     assert not any(errors)
 
 
-def peak(process: psutil.Process) -> int:
+def peak(pid: int, what: str = "VmHWM") -> int:
     """The most memory that a process has ever used, in bytes."""
-    with open(f"/proc/{process.pid}/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    with open(f"/proc/{pid}/status") as status:
+        # A process that has just ended has none.
+        return next((int(line.split()[1]) * 1024 for line in status if line.startswith(what)), 0)
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +203,13 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     new_pool(monkeypatch, workers=1, timeout=60, memory_mb=2048)
     assert in_pool([(hog, "7")]) == [0.0]
     (worker,) = workers()
-    assert peak(worker) > 256 * MEBIBYTE
+    assert peak(worker.pid) > 256 * MEBIBYTE
 
     new_pool(monkeypatch, workers=1, timeout=60, memory_mb=256)
     assert in_pool([("7", "7")]) == [1.0]
     (worker,) = workers()
     assert in_pool([(hog, "7")]) == [0.0]
-    assert worker.is_running() and 128 * MEBIBYTE < peak(worker) <= 256 * MEBIBYTE
+    assert worker.is_running() and 128 * MEBIBYTE < peak(worker.pid) <= 256 * MEBIBYTE
     assert in_pool([("7", "7"), ("8", "7")]) == [1.0, 0.0]
     assert not worker.is_running()
     # More than the worker could even receive
