@@ -37,13 +37,13 @@ def chunks(gradient: Tensor) -> Sequence[Tensor]:
 @torch.no_grad()
 def piece_norms(gradient: Tensor) -> Tensor:
     """The norms of pieces that are short enough for float32, which make up the gradient: float32, one-dimensional."""
-    flat = gradient.detach().flatten()
-    whole = len(flat) // _CPU_CHUNK if gradient.device.type == "cpu" else 0
+    whole = gradient.numel() // _CPU_CHUNK if gradient.device.type == "cpu" else 0
     if whole == 0:
-        return torch.linalg.vector_norm(flat, dtype=torch.float32).reshape(1)
+        return torch.linalg.vector_norm(gradient, dtype=torch.float32).reshape(1)
+    flat = gradient.flatten()
     rows, tail = flat[: whole * _CPU_CHUNK].view(whole, _CPU_CHUNK), flat[whole * _CPU_CHUNK :]
     norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
-    return torch.cat([norms, torch.linalg.vector_norm(tail, dtype=torch.float32).reshape(1)])
+    return torch.cat([norms, torch.linalg.vector_norm(tail, dtype=torch.float32).reshape(1)]) if len(tail) else norms
 
 
 @torch.no_grad()
