@@ -47,9 +47,9 @@ _READINGS = 3
 # Where the tokens that a pass can measure alone hold this much of the prior, they are measured before a number is read.
 _CONCENTRATED = 0.5
 
-# After so many probes in a row that point at no token, a unit's spike is a matter of all its tokens. Of a unit that is
-# left, so many of the likeliest tokens are measured.
-_POINTLESS = 24
+# After so many probes in a row that point at no token, in so many passes at least, a unit's spike is a matter of all
+# its tokens. Of a unit that is left, so many of the likeliest tokens are measured.
+_POINTLESS_PROBES, _POINTLESS_PASSES = 24, 3
 _SAMPLE = 3
 
 # So many probes, or at least so many passes, in a row may go into loud segments without finding a culprit.
@@ -235,7 +235,8 @@ class _Unit:
         self.norm = norm
         self.probe_empty = probe_empty
         self.passes = 0
-        self.pointless = 0
+        # The probes over their threshold that point at no token, in each of the last passes.
+        self.pointless: list[int] = []
         self.readings = 0
         self.left = False
         self.measured_alone: set[int] = set()
@@ -382,8 +383,9 @@ class Search:
     def record(self, measured: Sequence[tuple[Probe, float]]) -> None:
         """Takes in the norms of what `next` named. A NaN or Inf counts as over the threshold."""
         segments = [(probe, norm) for probe, norm in measured if isinstance(probe, Segment)]
-        for name in {segment.unit for segment, _ in segments}:
+        for name in dict.fromkeys(segment.unit for segment, _ in segments):
             self._units[name].passes += 1
+            self._count_pointless(name, [(segment, norm) for segment, norm in segments if segment.unit == name])
         known = len(self.culprits)
         for segment, norm in segments:
             self._record(segment, norm)
@@ -400,8 +402,10 @@ class Search:
                 self._suspect(code.unit, candidate)
         self._close_broken_units()
         self._split_without_measuring()
-        for name in [name for name, unit in self._units.items() if unit.pointless >= _POINTLESS and not unit.left]:
-            self._leave(name)
+        for name, unit in self._units.items():
+            long = len(unit.pointless) >= _POINTLESS_PASSES and sum(unit.pointless) >= _POINTLESS_PROBES
+            if long and not unit.left:
+                self._leave(name)
 
     def threshold(self, segment: Segment) -> float:
         """τ(S) = τ·sqrt(Σ w_t²)."""
@@ -412,7 +416,6 @@ class Search:
         parent.rest, parent.energy = _remainder(parent.rest, norm), _less(parent.energy, norm)
         parent.prior -= segment.prior
         over = not norm <= self.threshold(segment)
-        self._count_pointless(segment, norm, over, parent)
         if not math.isfinite(norm) and segment.size:
             self._probe_empty(segment.unit)
         if segment.size == len(unit.place):
@@ -572,14 +575,21 @@ class Search:
                     self._split(segment, self._take(segment))
                     found = True
 
-    def _count_pointless(self, segment: Segment, norm: float, over: bool, parent: _Parent) -> None:
-        """Counts the probes in a row that are over their threshold, but point at no token."""
-        unit = self._units[segment.unit]
-        if not over or segment.size == 0 or parent.segment.size == 0 or unit.left:
-            return
-        points = norm * self.threshold(parent.segment) > parent.norm * self.threshold(segment)
-        shared = norm > self._threshold * segment.weight
-        unit.pointless = 0 if points or shared or not math.isfinite(norm) else unit.pointless + 1
+    def _count_pointless(self, name: Hashable, measured: Sequence[tuple[Segment, float]]) -> None:
+        """Counts the probes of a pass that are over their threshold, but point at no token, unless some other does."""
+        count = 0
+        for segment, norm in measured:
+            parent = self._open[segment]
+            if norm <= self.threshold(segment) or segment.size == 0 or parent.segment.size == 0:
+                continue
+            points = norm * self.threshold(parent.segment) > parent.norm * self.threshold(segment)
+            shared = norm > self._threshold * segment.weight
+            if points or shared or not math.isfinite(norm):
+                self._units[name].pointless = []
+                return
+            count += 1
+        if count:
+            self._units[name].pointless.append(count)
 
     def _leave(self, name: Hashable) -> None:
         """Closes what is open of a unit, but for a sample of its likeliest tokens."""

@@ -1,6 +1,8 @@
 """The search on its own, against vectors whose norms are known."""
 
 import math
+import random
+from typing import Any
 
 import pytest
 import torch
@@ -38,11 +40,11 @@ class Tokens:
         return true if helpful else 1 / true
 
 
-def run(search: Search, tokens: dict[str, Tokens], probes_a_pass: int) -> tuple[int, int]:
-    """Runs the search to its end; returns passes and probes."""
+def run(search: Search, tokens: dict[Any, Tokens], probes_a_pass: int, most: int = 10_000) -> tuple[int, int]:
+    """Runs the search to its end, which has to come after `most` passes at the latest; returns passes and probes."""
     passes = probes = 0
     while found := search.next(probes_a_pass):
-        assert len(set(found)) == len(found) <= probes_a_pass
+        assert len(set(found)) == len(found) <= probes_a_pass and passes < most
         passes += 1
         probes += len(found)
         search.record([(probe, tokens[probe.unit].measure(probe)) for probe in found])
@@ -274,3 +276,66 @@ def test_a_unit_without_candidates_has_nothing_to_measure() -> None:
     search = Search(THRESHOLD)
     search.add_unit("a", 1e9, torch.zeros(0), torch.zeros(0))
     assert search.next(4) == []
+
+
+def test_a_wide_pass_does_not_leave_a_unit_in_which_it_sees_a_way() -> None:
+    """Most of its probes point at no token, as most tokens pull the same way; one of them holds what is broken."""
+    tokens = Coherent(500, 0.9, {}, seed=3)
+    search = Search(THRESHOLD)
+    search.add_unit("a", math.nan, torch.ones(500), tokens.weights)
+    while segments := search.next(64):
+        search.record([(s, math.nan if 17 in s.candidates else tokens.measure(s)) for s in segments])
+    assert [c.candidate for c in search.culprits] == [17]
+
+
+class Drawn(Tokens):
+    """Tokens of any kind: norms with heavy tails, some coherent, planted ones of any size, now and then a NaN."""
+
+    def __init__(self, choice: random.Random) -> None:
+        n = choice.choice([1, 2, 3, 5, 17, 64, 200])
+        self.planted = {choice.randrange(n) for _ in range(choice.choice([0, 1, 1, 2, 3, 5]))}
+        super().__init__(n, {}, seed=choice.randrange(10**6), ragged=choice.random() < 0.5)
+        generator = torch.Generator().manual_seed(choice.randrange(10**6))
+        common = torch.randn(256, generator=generator, dtype=torch.float64)
+        mixed = self.gradients + choice.choice([0, 0, 0.5, 3]) * common / common.norm()
+        norms = (choice.choice([0.1, 0.5, 1.0]) * torch.randn(n, generator=generator, dtype=torch.float64)).exp()
+        norms = (norms * choice.choice([0.1, 1.0, 3.0])).clamp(max=0.95 * THRESHOLD)
+        for place in self.planted:
+            norms[place] = THRESHOLD * math.exp(choice.uniform(0.1, math.log(20 * math.sqrt(n) + 2)))
+        self.gradients = mixed / mixed.norm(dim=1, keepdim=True) * norms[:, None]
+        self.broken = {choice.randrange(n)} if choice.random() < 0.1 else set()
+        self.kind = choice.choice(["good", "bad", "flat", "zero"])
+
+    def measure(self, probe: Probe) -> float:
+        return math.nan if self.broken & set(probe.candidates) else super().measure(probe)
+
+    def suspicion(self, helpful: bool | None) -> torch.Tensor:
+        flat = {"flat": 1.0, "zero": 0.0}
+        return torch.full_like(self.weights, flat[self.kind]) if self.kind in flat else super().suspicion(helpful)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_searches_end_and_find_what_stands_out(seed: int) -> None:
+    choice = random.Random(seed)
+    for _ in range(100):
+        tokens = {name: Drawn(choice) for name in range(choice.choice([1, 1, 2, 4]))}
+        search = Search(THRESHOLD, choice.choice([None, 0.1, 1.0, 3.0]))
+        known = choice.random() < 0.8
+        for name, unit in tokens.items():
+            norm = unit.measure(Segment(name, list(range(len(unit.weights)))))
+            over = not norm <= THRESHOLD * float(unit.weights.norm())
+            if over or not known:
+                expected = norm if known or math.isfinite(norm) else 1e9
+                search.add_unit(name, expected, unit.suspicion(unit.kind == "good"), unit.weights, measured=known)
+        width = choice.choice([1, 2, 3, 4, 8, 64])
+        run(search, tokens, width, most=1000)
+        found = [(culprit.unit, culprit.candidate) for culprit in search.culprits]
+        assert len(set(found)) == len(found) and search.open_segments == []
+        for name, unit in tokens.items():
+            norms = unit.gradients.norm(dim=1) * unit.weights
+            here = {candidate for other, candidate in found if other == name}
+            assert all(i in unit.broken or norms[i] > THRESHOLD * unit.weights[i] for i in here)
+            assert unit.broken <= here
+            if not unit.broken:
+                clear = {i for i in unit.planted if norms[i] > 3 * THRESHOLD * unit.weights.norm()}
+                assert clear <= here
