@@ -194,7 +194,12 @@ def _parameter_groups(unit: FSDPModule) -> list:
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Puts back what forwards may change besides gradients: buffers, training flags and the random state."""
     flags = [(child, child.training) for child in module.modules()]
-    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
+    buffers = [
+        (child, name, buffer, buffer.clone())
+        for child in module.modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None
+    ]
     rng_state = get_rng_state(device)
     try:
         yield
@@ -202,10 +207,10 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
         set_rng_state(rng_state, device)
         for child, training in flags:
             child.training = training
-        with torch.no_grad():
-            for buffer, version, copy in buffers:
-                if buffer._version != version:
-                    buffer.copy_(copy)
+        for child, name, buffer, copy in buffers:
+            child._buffers[name] = buffer
+            with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+                buffer.copy_(copy)
 
 
 def get_rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

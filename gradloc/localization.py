@@ -13,6 +13,7 @@
 # limitations under the License.
 """One search: from the units over their threshold to the culprits."""
 
+import logging
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 from . import distributed, evidence, gradients
 from .passes import MicroBatch, Passes, Share, UnitName
 from .search import Probe, Search, Segment
+
+logger = logging.getLogger(__name__)
 
 # How many of the largest tokens an event names for a spike without a culprit.
 _LARGEST_TOKENS = 3
@@ -127,6 +130,7 @@ class Localization:
     Args:
         threshold (float): τ.
         budget (int): At most so many passes.
+        reserve (int): So many of them are for `drop`, if the budget is larger than that.
         passes (Passes): Measures segments.
         micro_batches (list[MicroBatch]): This rank's.
         units (dict[UnitName, Unit]): Those of all ranks.
@@ -139,6 +143,7 @@ class Localization:
         self,
         threshold: float,
         budget: int,
+        reserve: int,
         passes: Passes,
         micro_batches: list[MicroBatch],
         units: dict[UnitName, Unit],
@@ -150,6 +155,7 @@ class Localization:
         self.units = units
         self._threshold = threshold
         self._budget = budget
+        self._search_budget = budget - reserve if budget > reserve else budget
         self._passes = passes
         self._micro_batches = micro_batches
         self._scale = scale
@@ -198,6 +204,11 @@ class Localization:
 
     @property
     def complete(self) -> bool:
+        return self._ended and not self._search.given_up
+
+    @property
+    def _ended(self) -> bool:
+        """Whether the search came to its end by itself."""
         settled = all(row.settled for row in self._broken_rows)
         return self.error is None and settled and not self._waiting and not self._search.open_segments
 
@@ -212,7 +223,7 @@ class Localization:
             return "overflow"
         if self._search.broken:
             return "nonfinite"
-        return "diffuse" if self.complete else "incomplete"
+        return "diffuse" if self._ended else "incomplete"
 
     def run(self) -> None:
         """Measures until every suspect unit is settled, the budget is spent, or a pass failed. A collective call."""
@@ -243,8 +254,17 @@ class Localization:
             bool: Whether the culprits are out; if not, the gradient is as it was.
         """
         culprits = self._shares_by_unit(self._culprits())
+        if not culprits or self.error is not None:
+            return False
         count = 1 + max(index for _, index in self.units)
-        if not culprits or self.error is not None or self._passes.count + count > self._budget:
+        if self._passes.count + count > self._budget:
+            logger.warning(
+                "The culprits' gradient is not dropped: that takes %d passes, and of bisect_budget_steps=%d the search "
+                "has used %d.",
+                count,
+                self._budget,
+                self._passes.count,
+            )
             return False
         try:
             with gradients.SetAside(module) as gradient:
@@ -326,7 +346,8 @@ class Localization:
 
     def open_segments(self) -> list[dict[str, Any]]:
         """What the search did not get to, best first; a unit not begun is a segment of all its tokens."""
-        begun = [(s.unit, s.size, self._search.threshold(s)) for s in self._search.open_segments if s.size]
+        unmeasured = self._search.open_segments + self._search.given_up
+        begun = [(s.unit, s.size, self._search.threshold(s)) for s in unmeasured if s.size]
         waiting = [
             (
                 group,
@@ -342,7 +363,7 @@ class Localization:
 
     def _search_tokens(self) -> None:
         width = self._passes.width
-        while self._passes.count < self._budget:
+        while self._passes.count < self._search_budget:
             if self._passes.reduced and self._waiting:
                 self._open_all()
             while self._waiting and len(self._search.open_segments) < width:
@@ -353,7 +374,7 @@ class Localization:
                 self._narrow(rows)
                 continue
             with distributed.alike():
-                probes = self._search.next(width, self._budget - self._passes.count)
+                probes = self._search.next(width, self._search_budget - self._passes.count)
             if not probes:
                 return
             squares = self._passes.measure([partial(self._shares_of, probe) for probe in probes])
@@ -363,8 +384,8 @@ class Localization:
             known = len(self._search.broken)
             with distributed.alike():
                 self._search.record(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
-            for group in self._search.broken[known:]:
-                self._suspect_rows(group)
+                for group in self._search.broken[known:]:
+                    self._suspect_rows(group)
 
     def _broken_tokens_of(self, group: GroupName) -> int:
         return sum(self.units[name].broken_tokens for name in self._groups[group])
@@ -405,13 +426,19 @@ class Localization:
     def _open(self, name: UnitName) -> None:
         """Opens a suspect for the search. A collective call."""
         self._obtain(name)
-        self._look_into(name)
-        self._add_to_search(name, self.units[name].norm)
+        with distributed.alike():
+            self._look_into(name)
+            self._add_to_search(name, self.units[name].norm)
 
     def _open_all(self) -> None:
         """Opens all units for the search; none of their norms is known. A collective call."""
         for group in self._waiting:
             self._obtain(group)
+        with distributed.alike():
+            self._add_all_to_search()
+
+    def _add_all_to_search(self) -> None:
+        for group in self._waiting:
             for name in self._groups[group]:
                 self._look_into(name)
         energies = {
@@ -476,7 +503,7 @@ class Localization:
     def _measure_units_of_culprits(self) -> None:
         """With the reduced meter: the norms of the units that hold culprits, as far as the budget goes."""
         for name in sorted({name for name, _, _ in self._culprits()}):
-            if self._passes.count >= self._budget:
+            if self._passes.count >= self._search_budget:
                 return
             (squares,) = self._passes.measure([partial(self._whole, name)])
             layer_norms = dict(zip(self._passes.layers, squares.sqrt().tolist(), strict=True))

@@ -280,20 +280,22 @@ class GradLoc:
             own=micro_batches,
             sequence_parallel_size=self._sequence_parallel_size,
         )
+        # A drop computes every micro-batch anew.
+        reserve = 1 + max(index for _, index in units) if self.config.action == "drop" else 0
         localization = Localization(
-            threshold, self.config.budget, passes, micro_batches, units, scale, global_norm, self._ordinary
+            threshold, self.config.budget, reserve, passes, micro_batches, units, scale, global_norm, self._ordinary
         )
         with gradients.undisturbed(self._module, self._device):
             with gradients.SetAside(self._module):
                 localization.run()
             applied = self._act(localization, global_norm, scale)
 
-        trigger = {"kind": "global", "norm": global_norm, "threshold": global_threshold}
-        if kind == "unit":
-            worst = units[localization.suspects[0]]
-            trigger = {"kind": "unit", "norm": worst.norm, "threshold": threshold * worst.root_square_weight}
         clocks = distributed.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
         with distributed.alike():
+            trigger = {"kind": "global", "norm": global_norm, "threshold": global_threshold}
+            if kind == "unit":
+                worst = units[localization.suspects[0]]
+                trigger = {"kind": "unit", "norm": worst.norm, "threshold": threshold * worst.root_square_weight}
             self._event = {
                 "schema": evidence.SCHEMA,
                 "time": clocks[0][1],

@@ -154,7 +154,7 @@ class Passes:
         self._own = own
         self._idle = _healthy_row(own, scaled=scale != 1)
         self._sequence_parallel_size = sequence_parallel_size
-        self._cut = not _has_dropout(module)
+        self._cut = not _depends_on_the_whole(module)
 
     def exchange(self, make: Callable[[], Any]) -> list[Any]:
         """`distributed.exchange` among the ranks with data of their own."""
@@ -279,10 +279,12 @@ def _healthy_row(micro_batches: Sequence[MicroBatch], scaled: bool) -> tuple[Mic
     return None
 
 
-def _has_dropout(module: nn.Module) -> bool:
-    """Whether a part of a micro-batch would see other random masks than the whole did."""
+def _depends_on_the_whole(module: nn.Module) -> bool:
+    """Whether a part of a micro-batch would see other random masks or position encodings than the whole did."""
     return any(
         (isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0)
+        # Rotary frequencies that follow the length of what is computed.
+        or getattr(child, "rope_type", None) in ("dynamic", "longrope")
         # Models that drop by a function keep its rate as `dropout`, `attention_dropout`, `resid_pdrop`, ...
         or any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(child).items())
         for child in module.modules()

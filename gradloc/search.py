@@ -29,16 +29,17 @@ from torch import Tensor
 # least 0.1/n of the prior and is reached by at most log2(10 n) splits, however misleading suspicion is.
 _TRUST = 0.9
 
-# A bound must clear the threshold by this much before it replaces a measurement: far over float32's rounding.
-_SLACK = 1e-3
+# A bound must clear the threshold by this share of the norms that it comes from before it replaces a measurement: in
+# half precision, two measurements of one gradient differ by as much.
+_SLACK = 1e-2
 
 # A segment under its threshold is still searched for a token over τ if its norm is this many times what ordinary tokens
 # give it. Sets of ordinary tokens, whose norms have heavy tails, seldom reach that.
 _LOUD = 1.75
 
-# A code's base is at most this many times the norm of its segment over what ordinary tokens give it, which blur the
-# reading; what it is where that is not known; and its limit. A reading may be off by this share of a digit.
-_BASE_PER_CONTRAST, _BASE_UNKNOWN, _BASE_MOST = 1.0, 8, 64
+# A code's base is at most the norm of its segment over what ordinary tokens give it, as they blur the reading; what it
+# is where that is not known; and its limit. A reading may be off by this share of a digit.
+_BASE_UNKNOWN, _BASE_MOST = 8, 64
 _READING_ERROR = 0.45
 
 # So many numbers of tokens of a unit are read without finding a culprit.
@@ -47,8 +48,8 @@ _READINGS = 3
 # Where the tokens that a pass can measure alone hold this much of the prior, they are measured before a number is read.
 _CONCENTRATED = 0.5
 
-# After so many probes in a row that point at no token, in so many passes at least, a unit's spike is a matter of all
-# its tokens. Of a unit that is left, so many of the likeliest tokens are measured.
+# After so many probes in a row that point at no token, in so many passes at least, a unit's spike may be a matter of
+# all its tokens. Of a unit that is left, so many of the likeliest tokens are measured.
 _POINTLESS_PROBES, _POINTLESS_PASSES = 24, 3
 _SAMPLE = 3
 
@@ -237,6 +238,9 @@ class _Unit:
         self.passes = 0
         # The probes over their threshold that point at no token, in each of the last passes.
         self.pointless: list[int] = []
+        # The segment that is followed down to a single token before the unit is left.
+        self.focus: _Parent | None = None
+        self.has_loud = False
         self.readings = 0
         self.left = False
         self.measured_alone: set[int] = set()
@@ -270,7 +274,7 @@ class _Unit:
         return sum(self.prior[candidate] for candidate in self.whole.candidates[:count]) > _CONCENTRATED
 
     def settle(self, norm: float) -> None:
-        """Takes in the norm of a part that is not split any further."""
+        """Takes in the norm of a part that is under its threshold, or a single token."""
         self.rest, self.energy = _remainder(self.rest, norm), _less(self.energy, norm)
 
 
@@ -288,7 +292,8 @@ class Search:
 
     Where ordinary tokens pull the same way, every segment of theirs is over its threshold, down to pairs of them. The
     way to a culprit looks different: a part that holds it is further over its threshold than the whole, or tokens are
-    over τ even if they share the norm evenly. Where no probe shows that any more, the unit is left: it is diffuse.
+    over τ even if they share the norm evenly. Where no probe shows that any more, the loudest segment is followed down
+    to a single token. If that is not over τ either, the unit is left: it is diffuse.
 
     Args:
         threshold (float): τ.
@@ -298,11 +303,13 @@ class Search:
     Attributes:
         culprits (list[Culprit]): The single tokens over the threshold so far.
         broken (list[Hashable]): Units whose gradient is not a number even without any token.
+        given_up (list[Segment]): What was not measured of diffuse units, and of segments over their threshold.
     """
 
     def __init__(self, threshold: float, ordinary: float | None = None) -> None:
         self.culprits: list[Culprit] = []
         self.broken: list[Hashable] = []
+        self.given_up: list[Segment] = []
         self._threshold = threshold
         self._ordinary = ordinary
         self._units: dict[Hashable, _Unit] = {}
@@ -402,10 +409,8 @@ class Search:
                 self._suspect(code.unit, candidate)
         self._close_broken_units()
         self._split_without_measuring()
-        for name, unit in self._units.items():
-            long = len(unit.pointless) >= _POINTLESS_PASSES and sum(unit.pointless) >= _POINTLESS_PROBES
-            if long and not unit.left:
-                self._leave(name)
+        for unit in self._units.values():
+            self._follow(unit)
 
     def threshold(self, segment: Segment) -> float:
         """τ(S) = τ·sqrt(Σ w_t²)."""
@@ -436,6 +441,7 @@ class Search:
                     part.single = True
             self._split(segment, child)
         elif segment.size > 1 and self._is_loud(segment, norm):
+            unit.has_loud = True
             self._split(segment, _Parent(segment, norm, rest=norm, above=[parent], loud=True))
         if over:
             parent.explain()
@@ -516,7 +522,7 @@ class Search:
         if not self._ordinary:
             return _BASE_UNKNOWN
         contrast = parent.norm / (self._ordinary * math.sqrt(parent.segment.square))
-        return int(min(max(_BASE_PER_CONTRAST * contrast, 2), _BASE_MOST))
+        return int(min(max(contrast, 2), _BASE_MOST))
 
     def _suspect(self, name: Hashable, candidate: int) -> None:
         """Has a candidate measured alone, and all beside it as one, if it has not been measured yet."""
@@ -533,7 +539,8 @@ class Search:
                 return
 
     def _go_on_beside_culprit(self, name: Hashable) -> None:
-        self._units[name].readings = 0
+        unit = self._units[name]
+        unit.readings, unit.pointless, unit.focus = 0, [], None
         self._codes = [code for code in self._codes if code.unit != name]
         self._join(name)
         for parent in self._open.values():
@@ -551,8 +558,8 @@ class Search:
         joined = [(s, p) for s, p in here if (p.explained or p in lineage) and s not in self._first]
         if len(joined) < 2:
             return
-        # What it holds at least is known if nothing else is open.
-        rest = unit.rest if len(joined) == len(here) else 0.0
+        # What it holds at least is known if nothing else is open, nor parts of what has been settled as a whole.
+        rest = unit.rest if len(joined) == len(here) and not unit.has_loud else 0.0
         parent = _Parent(unit.whole, unit.norm, rest=rest, above=[p for _, p in joined], joined=True, single=False)
         parent.energy, parent.prior = unit.energy, sum(segment.prior for segment, _ in joined)
         for segment, _ in joined:
@@ -571,7 +578,8 @@ class Search:
         while found:
             found = False
             for segment, parent in list(self._open.items()):
-                if parent.parts == 1 and segment.size > 1 and parent.rest > (1 + _SLACK) * self.threshold(segment):
+                slack = _SLACK * parent.norm if math.isfinite(parent.norm) else 0.0
+                if parent.parts == 1 and segment.size > 1 and parent.rest > self.threshold(segment) + slack:
                     self._split(segment, self._take(segment))
                     found = True
 
@@ -591,22 +599,40 @@ class Search:
         if count:
             self._units[name].pointless.append(count)
 
-    def _leave(self, name: Hashable) -> None:
-        """Closes what is open of a unit, but for a sample of its likeliest tokens."""
-        unit = self._units[name]
-        unit.left = True
-        self._codes = [code for code in self._codes if code.unit != name]
-        for segment in [segment for segment in self._open if segment.unit == name]:
+    def _follow(self, unit: _Unit) -> None:
+        """Where a unit's probes point at no token, follows its loudest segment down; if in vain, leaves the unit."""
+        pointless = len(unit.pointless) >= _POINTLESS_PASSES and sum(unit.pointless) >= _POINTLESS_PROBES
+        if unit.left or not (pointless or unit.focus):
+            return
+        if unit.focus is None:
+            parents = [p for s, p in self._open.items() if s.unit == unit.name and p.segment.size and not p.loud]
+            unit.focus = max(parents, key=self._loudness, default=None)
+        while unit.focus is not None and unit.focus.over:
+            unit.focus = max(unit.focus.over, key=self._loudness)
+        if unit.focus is None or unit.focus.parts == 0:
+            self._leave(unit)
+
+    def _loudness(self, parent: _Parent) -> float:
+        return parent.norm / self.threshold(parent.segment) if math.isfinite(parent.norm) else math.inf
+
+    def _leave(self, unit: _Unit) -> None:
+        """Gives up what is open of a unit, but for a sample of its likeliest tokens."""
+        unit.left, unit.focus = True, None
+        self._codes = [code for code in self._codes if code.unit != unit.name]
+        sample = set(unit.whole.candidates[:_SAMPLE]) - unit.measured_alone
+        for segment in [segment for segment in self._open if segment.unit == unit.name]:
             parent = self._take(segment)
+            for candidate in [candidate for candidate in segment.candidates if candidate in sample]:
+                self._add(unit.segment([candidate]), parent)
+            rest = [candidate for candidate in segment.candidates if candidate not in sample]
+            if rest and not parent.loud:
+                self.given_up.append(unit.segment(rest))
             if parent.parts == 0:
                 self._close(parent)
-        for candidate in unit.whole.candidates[:_SAMPLE]:
-            if candidate not in unit.measured_alone:
-                self._add(unit.segment([candidate]), _Parent(Segment(name, []), unit.norm))
 
     def _expected_square(self, segment: Segment) -> float:
         parent = self._open[segment]
-        if segment in self._first:
+        if segment in self._first or parent is self._units[segment.unit].focus:
             return math.inf
         energy = parent.energy if math.isfinite(parent.energy) else 1e300
         return energy * segment.prior / max(parent.prior, segment.prior)

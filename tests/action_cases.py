@@ -72,10 +72,14 @@ def drop(case: Case) -> tuple[list[float], Run]:
     return distances, run
 
 
-def drop_without_budget(case: Case, budget: int) -> tuple[dict[str, bool], Run]:
-    """A budget that is enough to find the culprit, but not to compute the mini-batch anew without it."""
+def drop_without_budget(case: Case, budget: int) -> tuple[dict[str, bool], Run, list[str]]:
+    """A budget that is enough to find the culprit, but not to compute the mini-batch anew without it, and warnings."""
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("verl.utils.gradloc.localization").addHandler(handler)
     run = train(case, spike_action="drop", **{**DETECTION, "bisect_budget_steps": budget})
-    return compare_runs(run, train(case, stock_dp_actor())), run
+    return compare_runs(run, train(case, stock_dp_actor())), run, warnings
 
 
 def broken_weights(case: Case) -> tuple[dict[str, bool], Run]:

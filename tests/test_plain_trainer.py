@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from gradloc import GradLoc, GradLocConfig
 
@@ -59,17 +59,24 @@ def found(gradloc: GradLoc) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class Plain(nn.Module):
-    """A model of one matrix for every token alone, which counts in a buffer how often it was called."""
+    """A model that looks at every token alone, and that changes its buffers in every way that there is."""
 
     def __init__(self, size: int = 8) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCABULARY, size)
         self.lm_head = nn.Linear(size, VOCABULARY)
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.statistics = nn.BatchNorm1d(size, affine=False)
+        with torch.inference_mode():
+            self.register_buffer("made_in_inference_mode", torch.zeros(()))
 
     def forward(self, ids: Tensor) -> Tensor:
         self.calls += 1
-        return self.lm_head(self.embed_tokens(ids))
+        self.replaced = self.replaced + 1
+        hidden = self.embed_tokens(ids)
+        self.statistics(hidden.detach().flatten(0, 1))
+        return self.lm_head(hidden)
 
 
 def test_buffers_are_what_they_were() -> None:
@@ -96,6 +103,23 @@ def test_a_model_that_drops_by_a_function_is_probed_with_the_same_masks() -> Non
     expected = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None]).norm()
     model.zero_grad()
     torch.manual_seed(5)
+    _, culprit = found(train_pass(model, forward, GradLocConfig(threshold=float(expected) / 8)))
+    assert culprit["grad_norm"] == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_a_model_whose_positions_depend_on_the_length_is_probed_whole(rope: str) -> None:
+    torch.manual_seed(0)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 8}
+    scaling = {"rope_type": rope, "factor": 4.0, **(factors if rope == "longrope" else {})}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=8, rope_scaling=scaling, **sizes)
+    model = LlamaForCausalLM(config).train()
+    forward = Forward(lambda ids: model(input_ids=ids).logits)
+    _, log_prob = forward({"ids": forward.ids}, list(range(ROWS)), RESPONSE)
+    (log_prob[CULPRIT] * SPIKE).backward()
+    expected = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None]).norm()
+    model.zero_grad()
     _, culprit = found(train_pass(model, forward, GradLocConfig(threshold=float(expected) / 8)))
     assert culprit["grad_norm"] == pytest.approx(float(expected), rel=1e-5)
 

@@ -54,7 +54,7 @@ def run(project: Path, user: int, *arguments: str) -> subprocess.CompletedProces
 
 
 def test_tests_without_the_browser_do_not_ask_for_it(project: Path) -> None:
-    done = run(project, 0, "-k", "other")
+    done = run(project, 0, "-k", "test_other")
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
     assert "Chromium" not in done.stdout + done.stderr
     assert not (project / "apt").exists()

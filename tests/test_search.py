@@ -231,6 +231,38 @@ def test_many_tokens_over_the_threshold_that_pull_the_same_way_are_all_found() -
     assert over > 40 and len(search.culprits) == over
 
 
+@pytest.mark.parametrize("probes_a_pass", [1, 4])
+@pytest.mark.parametrize("cosine", [0.3, 0.8])
+def test_culprits_that_sit_evenly_and_pull_the_same_way_are_found(cosine: float, probes_a_pass: int) -> None:
+    """The last tokens of 24 responses: until a segment holds only one of them, none stands out more than the whole."""
+    n = 24 * 160
+    places = list(range(159, n, 160))
+    tokens = {"a": Coherent(n, cosine, {}, seed=2)}
+    common = tokens["a"].gradients[places] / tokens["a"].gradients[places].norm(dim=1, keepdim=True)
+    tokens["a"].gradients = Tokens(n, {}, seed=2).gradients
+    tokens["a"].gradients[places] = common * 1.3 * THRESHOLD * math.sqrt(n)
+    search = start(tokens, helpful=None, ordinary=1.0)
+    passes = 0
+    while passes < 128 and (probes := search.next(probes_a_pass, 128 - passes)):
+        passes += 1
+        search.record([(probe, tokens["a"].measure(probe)) for probe in probes])
+    found = {culprit.candidate for culprit in search.culprits}
+    assert found <= set(places)
+    assert found == set(places) if probes_a_pass == 4 else search.open_segments and len(found) > 2
+
+
+def test_what_a_diffuse_unit_leaves_unmeasured_is_told() -> None:
+    tokens = {"a": Coherent(1000, 0.5, {}, seed=0)}
+    search = start(tokens, helpful=None)
+    measured = set()
+    while probes := search.next(2):
+        measured.update(*(probe.candidates for probe in probes if len(probe.candidates) == 1))
+        search.record([(probe, tokens["a"].measure(probe)) for probe in probes])
+    given_up = [candidate for segment in search.given_up for candidate in segment.candidates]
+    assert search.diffuse and search.culprits == [] and search.open_segments == []
+    assert len(given_up) == len(set(given_up)) > 0 and not measured & set(given_up)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_nonfinite_token_is_a_culprit(bad: float) -> None:
     tokens = Tokens(100, {})
