@@ -571,6 +571,7 @@ class Search:
         self._open = {segment: parent for segment, parent in self._open.items() if segment.unit not in broken}
         self._codes = [code for code in self._codes if code.unit not in broken]
         self.culprits = [culprit for culprit in self.culprits if culprit.unit not in broken]
+        self.given_up = [segment for segment in self.given_up if segment.unit not in broken]
 
     def _split_without_measuring(self) -> None:
         """Splits what must be over its threshold because its siblings cannot account for the parent's norm."""
