@@ -46,12 +46,6 @@ def piece_norms(gradient: Tensor) -> Tensor:
     return torch.cat([norms, torch.linalg.vector_norm(tail, dtype=torch.float32).reshape(1)]) if len(tail) else norms
 
 
-@torch.no_grad()
-def squared_norm(gradient: Tensor) -> Tensor:
-    """The squared norm, float64 of shape (); no host sync."""
-    return piece_norms(gradient).double().square().sum()
-
-
 def _flat_handles(module: nn.Module) -> list[FlatParamHandle]:
     """FSDP1's handles, one for each flat parameter."""
     units = FullyShardedDataParallel.fsdp_modules(module)
