@@ -329,14 +329,11 @@ class GradLoc:
 
     def _next_threshold(self, token_norm_max: float, finite_max: float) -> float:
         """τ for a mini-batch with these largest token-equivalents, of all units and of those that are finite."""
-        automatic = self._auto_threshold.value
+        automatic = self.config.threshold == "auto"
+        self._threshold = self._auto_threshold.value if automatic else float(self.config.threshold)
         # Also with a given threshold, so that a resumed run may change to an automatic one.
         self._auto_threshold.take_in(token_norm_max)
-        if self.config.threshold != "auto":
-            self._threshold = float(self.config.threshold)
-            return self._threshold
-        self._threshold = automatic
-        return automatic or _WARMUP_MARGIN * finite_max or 1.0
+        return self._threshold or _WARMUP_MARGIN * finite_max or 1.0
 
     def _compare_with_rollout(self, misaligned: float, tokens: float) -> None:
         self._misaligned += misaligned
