@@ -54,7 +54,7 @@ COST_ROWS = {256: (2, 128), 1024: (4, 256)}
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller settings: a minute or two")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller settings: two minutes or so")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--strategy", choices=["fsdp2", "fsdp"], default="fsdp2", help="verl's name of the sharding")
     parser.add_argument("--world-sizes", type=int, nargs="+", metavar="W", help="default: 1 2 4")
