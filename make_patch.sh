@@ -131,7 +131,7 @@ fetch_wheel() {
     wheel=$root/build/wheel/verl-$version-py3-none-any.whl
     [[ -f $wheel ]] && return
     mkdir -p "$root/build"
-    "$@" "$python" -m pip download -q --no-deps  --only-binary verl -d "$scratch/wheel" \
+    "$@" "$python" -m pip download -q --no-deps --only-binary verl -d "$scratch/wheel" \
         "verl==$version" >&2 || return 1
     mkdir -p "$root/build/wheel"
     mv "$scratch/wheel/$(basename "$wheel")" "$wheel"
@@ -251,8 +251,9 @@ regenerate() {
         if [[ -f $patch ]]; then
             index=ancestor
             g read-tree "$base_tree"
-            g apply --cached "$patch" 2>"$scratch/said" ||
-                die "the present $patch does not apply to the base ($(head -n 1 "$scratch/said")); check --base, or restore it"
+            # The package alone: the hooks may be written for another base.
+            g apply --cached --include="$package/*" "$patch" 2>"$scratch/said" ||
+                die "the present $patch cannot be read ($(head -n 1 "$scratch/said")); restore it"
             ancestor=$(package_tree)
         fi
         # An empty side is a checkout without the patch, or half a clone: not a wish to delete the package.

@@ -9,6 +9,8 @@ die() {
     exit 2
 }
 
+[[ $OSTYPE == linux* ]] && ((BASH_VERSINFO[0] >= 4)) || die "this needs Linux and bash 4 or later"
+
 usage() {
     cat <<'USAGE'
 Usage: bash run_experiment.sh [options] [NAME=value ...] [Hydra overrides ...]
@@ -23,7 +25,7 @@ Usage: bash run_experiment.sh [options] [NAME=value ...] [Hydra overrides ...]
   --               pass everything after it to verl as it is
 
 Hydra overrides (key=value, +key=value, ~key) come last in the command, so they win.
-Settings, given as an argument NAME=value or as an environment variable:
+Settings, given as an argument NAME=value or as an environment variable (-: no effect in that profile):
 
 USAGE
 }
@@ -65,7 +67,8 @@ while (($#)); do
     shift
 done
 if [[ -z $profile ]]; then
-    if [[ -z $tiny ]] && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then profile=cluster; else profile=embedded; fi
+    profile=embedded
+    if [[ -z $tiny && $(nvidia-smi -L 2>/dev/null) =~ (^|$'\n')GPU\ [0-9] ]]; then profile=cluster; fi
 fi
 [[ -z $tiny || $profile == embedded ]] || die "--tiny belongs to --embedded: leave it out, or give --embedded"
 
@@ -82,7 +85,7 @@ setting() {
     if [[ -n $tiny && $# == 5 ]]; then default=$4; fi
     known+="$name "
     [[ $default != - || -z ${given[$name]+x} ]] || die "$name has no effect in the $profile profile: leave it out"
-    [[ -z $help ]] || printf "$help_row" "$name" "${2:--}" "${3/#"$prepared"*/(prepared)}" "$meaning"
+    [[ -z $help ]] || printf "$help_row" "$name" "$2" "${3/#"$prepared"*/(prepared)}" "$meaning"
     printf -v "$name" '%s' "${given[$name]-${!name:-$default}}"
 }
 
@@ -134,9 +137,9 @@ setting SEED 1 1 "of the data's order"
 setting SPIKE_DETECTION True True "GradLoc on or off"
 setting GRAD_NORM_THRESHOLD 640.0 90.0 "token gradient norm that counts as a spike; auto: from the run's own norms"
 setting BISECT_BUDGET_STEPS 128 128 "extra passes for one spike at most"
-setting BISECT_DUMP_DIR '' '' "directory of spikes.jsonl (default: OUTPUT_DIR/bisect_dump)"
+setting BISECT_DUMP_DIR OUTPUT_DIR/bisect_dump OUTPUT_DIR/bisect_dump "directory of spikes.jsonl"
 setting SPIKE_TRIGGER unit unit "unit: any micro-batch over its threshold; global: the whole gradient"
-setting SPIKE_ACTION log log "what to do about a spike"
+setting SPIKE_ACTION log log "on a spike, log: step as usual; skip: do not step; drop: step without the culprits"
 clip() { if [[ -n $remedy ]]; then echo "$1"; else echo off; fi; }
 setting TOKEN_CLIP "$(clip 2.0)" "$(clip 2.0)" "off, or the ratio to the rollout at which a token's weight is cut (--remedy: 2.0)"
 setting SEQUENCE_CLIP "$(clip 1.2)" "$(clip 1.2)" "off, or the mean ratio x: answers over x or under 1/x are left out (--remedy: 1.2)"
@@ -153,8 +156,15 @@ for name in TOKEN_CLIP SEQUENCE_CLIP; do
         die "$name is '${!name}': give a number over 1, or off"
 done
 [[ $LAYER_CLIP =~ ^(off|zscore|ratio|fixed)$ ]] || die "LAYER_CLIP is '$LAYER_CLIP': give zscore, ratio, fixed or off"
+for name in OUTPUT_DIR BISECT_DUMP_DIR; do
+    [[ ${!name} != *://* ]] || die "$name is '${!name}': give a directory, on several nodes one that all of them share"
+done
 OUTPUT_DIR=$(realpath -m -- "$OUTPUT_DIR")
-BISECT_DUMP_DIR=$(realpath -m -- "${BISECT_DUMP_DIR:-$OUTPUT_DIR/bisect_dump}")
+BISECT_DUMP_DIR=$(realpath -m -- "${BISECT_DUMP_DIR/#OUTPUT_DIR\//$OUTPUT_DIR/}")
+for override in "${overrides[@]}"; do
+    [[ $override != *actor_rollout_ref.actor.bisect_dump_dir=* ]] ||
+        die "bisect_dump_dir is the setting BISECT_DUMP_DIR here: give BISECT_DUMP_DIR=${override#*=}"
+done
 
 # hydra_value TEXT: TEXT as a Hydra value, quoted where its grammar needs it.
 hydra_value() {
@@ -371,16 +381,21 @@ prepare() {
 
 # Refuses a Python whose verl is not the patched one.
 check_verl() {
-    local found
+    local found patch_it
     command -v "$python" >/dev/null || die "there is no Python at $python: name one by --python"
     found=$("$python" -c '
 import importlib.util as util
 spec = util.find_spec("verl")
 print(spec.submodule_search_locations[0] if spec else "")') || die "$python does not run"
-    [[ -n $found ]] || die "$python has no verl: install verl 0.7.0 there and run: $python $root/apply_patch.py --installed"
+    if [[ -z $found || $found == */@(site|dist)-packages/verl ]]; then
+        printf -v patch_it '%q ' "$python" "$root/apply_patch.py" --installed
+    else
+        printf -v patch_it '%q ' "$python" "$root/apply_patch.py" --repo "${found%/verl}"
+    fi
+    [[ -n $found ]] || die "$python has no verl: install verl 0.7.0 there and run: $patch_it"
     # The folder alone proves nothing: it stays when pip or git restore verl.
     [[ -d $found/utils/gradloc ]] && grep -q gradloc "$found/workers/actor/dp_actor.py" ||
-        die "the verl in $found is not patched: run $python $root/apply_patch.py --installed"
+        die "the verl in $found is not patched: run $patch_it"
 }
 
 # Training runs in a session of its own, which all of its Ray processes inherit.
@@ -428,8 +443,13 @@ if [[ $profile == cluster ]]; then
     session=$!
     status=0
     wait "$session" || status=$?
-    say "Evidence of spikes: $BISECT_DUMP_DIR/spikes.jsonl"
-    say "To look at it: $python -m verl.utils.gradloc.report $BISECT_DUMP_DIR --html report.html"
+    if [[ -f $BISECT_DUMP_DIR/spikes.jsonl ]]; then
+        say "The evidence of spikes is $BISECT_DUMP_DIR/spikes.jsonl. To look at it:"
+        printf '%q ' "$python" -m verl.utils.gradloc.report "$BISECT_DUMP_DIR" --html report.html
+        echo
+    else
+        say "There is no spikes.jsonl in $BISECT_DUMP_DIR: no spike was recorded, or the driver ran on another node"
+    fi
     exit "$status"
 fi
 
@@ -448,15 +468,13 @@ unset RAY_ADDRESS
 mkdir -m 700 "$ray_dir"
 setsid "${command[@]}" >"$log" 2>&1 &
 session=$!
-"$python" "$root/embedded/summary.py" follow "$log" "$session" &
+"$python" "$root/embedded/follow.py" "$log" "$session" &
 follower=$!
 status=0
 wait "$session" || status=$?
 wait "$follower" || true
-"$python" "$root/embedded/summary.py" report "$BISECT_DUMP_DIR" "$log" || true
-if [[ -f $BISECT_DUMP_DIR/spikes.jsonl ]] &&
-    "$python" -m gradloc.report "$BISECT_DUMP_DIR" --html "$OUTPUT_DIR/report.html" >/dev/null; then
-    say "To look at in a browser: $OUTPUT_DIR/report.html"
+if [[ -f $BISECT_DUMP_DIR/spikes.jsonl ]]; then
+    "$python" -m gradloc.report "$BISECT_DUMP_DIR" --html "$OUTPUT_DIR/report.html" || true
 fi
 if ((status)); then
     say "Training failed (exit code $status). The end of $log:"

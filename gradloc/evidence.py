@@ -58,7 +58,7 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
 
     Returns:
         dict: Floats; None where there is no data. `misaligned_share` is the share of the response's tokens whose
-            log-prob differs from the rollout's by more than a nat.
+            log-prob differs from the rollout's by more than a nat, or is NaN there.
     """
 
     def value(name: str) -> float | None:
@@ -82,7 +82,7 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
         "ratio": _ratio(value("log_prob"), value("old_log_prob")),
         "rollout_ratio": _ratio(value("log_prob"), value("rollout_log_prob")),
         "sequence_ratio": None if reference is None else _exp(float(reference.mean())),
-        "misaligned_share": None if rollout is None else float((rollout.abs() > MISALIGNED_NATS).double().mean()),
+        "misaligned_share": None if rollout is None else float((~(rollout.abs() <= MISALIGNED_NATS)).double().mean()),
     }
 
 
@@ -137,8 +137,8 @@ def classify(culprit: Mapping[str, Any]) -> str:
 
     - "nonfinite": its gradient norm is NaN or Inf.
     - "misaligned": most log-probs of the response differ by more than a nat from the rollout's: a bug, not a spike.
-    - "token": its importance ratio (to the old policy or to the rollout's) is over 2 or under 1/2.
-    - "sequence": the geometric mean of the response's ratios is over 1.2 or under 1/1.2.
+    - "token": its importance ratio (to the old policy or to the rollout's) is over 2 or under 1/2, or NaN.
+    - "sequence": the geometric mean of the response's ratios is over 1.2 or under 1/1.2, or NaN.
     - "layer": the ratios are fine, but one layer carries over half of the squared norm.
     - "other": none of these.
     """

@@ -132,6 +132,12 @@ def _reset_handle(handle: FlatParamHandle) -> None:
 
 
 def _reset_fsdp2(unit: FSDPModule) -> None:
+    for group in _parameter_groups(unit):
+        for parameter in group.fsdp_params:
+            # What a backward left here, unreduced, would be added to the next one's.
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
     state = unit._get_fsdp_state()
     if hasattr(unit, "reset_iter_state"):
         if state._is_root:

@@ -72,6 +72,8 @@ class GradLoc:
             gradient is that of its data, and the meter is the reduced one.
         meter (str): "local": every rank's own gradient is measured, in training passes, too. "reduced": only the
             gradient after FSDP's mean, in passes of the search.
+        recover (Callable, optional): Called on a rank on which an error has broken a pass off, to tidy up what is
+            neither the model's nor FSDP's.
 
     Attributes:
         squared_norms (Tensor | None): The layers' squared norms, less the loss scale, of the gradient that `locate` has
@@ -89,6 +91,7 @@ class GradLoc:
         squared_norms: Callable[[], Tensor] | None = None,
         sequence_parallel_size: int = 1,
         meter: str = "local",
+        recover: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
         self.squared_norms: Tensor | None = None
@@ -96,6 +99,7 @@ class GradLoc:
         self._module = module
         self._forward = forward
         self._device = torch.device(device)
+        self._recover = recover
         self._loss_scale = loss_scale
         self._event: dict[str, Any] | None = None
         self._sequence_parallel_size = sequence_parallel_size
@@ -279,6 +283,7 @@ class GradLoc:
             scale,
             own=micro_batches,
             sequence_parallel_size=self._sequence_parallel_size,
+            recover=self._recover,
         )
         # A drop computes every micro-batch anew.
         reserve = 1 + max(index for _, index in units) if self.config.action == "drop" else 0

@@ -14,7 +14,7 @@
 """Extra forward/backward passes over micro-batches of any rank, in step on all ranks."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +118,7 @@ class Passes:
         scale (float): The loss scale of the training pass.
         own (list[MicroBatch]): This rank's micro-batches, one row of which it computes where it has nothing to measure.
         sequence_parallel_size (int): So many neighbouring ranks share the same data.
+        recover (Callable, optional): Called after a pass that an error broke off on this rank.
 
     Attributes:
         count (int): The passes so far.
@@ -138,6 +139,7 @@ class Passes:
         scale: float,
         own: Sequence[MicroBatch],
         sequence_parallel_size: int = 1,
+        recover: Callable[[], None] | None = None,
     ) -> None:
         self.count = 0
         self.reduced = isinstance(meter, LayerGradients)
@@ -152,8 +154,11 @@ class Passes:
         self._lockstep = lockstep
         self._scale = scale
         self._own = own
+        self._recover = recover
         self._idle = _healthy_row(own, scaled=scale != 1)
         self._sequence_parallel_size = sequence_parallel_size
+        # Those without a row to idle with; known from the first measurement on.
+        self._broken_ranks: list[int] | None = None
         self._cut = not _depends_on_the_whole(module)
 
     def exchange(self, make: Callable[[], Any]) -> list[Any]:
@@ -177,6 +182,7 @@ class Passes:
         meter = self._meter
         if isinstance(meter, LayerGradients):
             (probe,) = probes
+            self._refuse_broken_idlers(probe().keys())
             try:
                 own = self.accumulate(lambda rank: probe().get(rank), meter.own_squares)
             finally:
@@ -222,6 +228,8 @@ class Passes:
                 self._lockstep.catch_up(caught)
             finally:  # or the gradients could not be put back, and that error would hide this one
                 gradients.reset_sharding(self._module)
+                if self._recover is not None:
+                    self._recover()
             error = caught
         failed = torch.tensor([float(error is not None)], device=self._device)
         if not torch.stack(distributed.gather(failed)).any():
@@ -235,8 +243,6 @@ class Passes:
 
     def _forward_backward(self, share: Share | None) -> None:
         if share is None:
-            if self._idle is None and self.reduced:
-                raise ValueError("each of this rank's rows has a log-prob or coefficient that is not a finite number")
             micro_batch, row = self._idle or (self._own[0], 0)
             keep = torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool)
             rows, length, scale = [row], 1, 1.0  # as little as there can be
@@ -252,6 +258,21 @@ class Passes:
             coefficients.append(_coefficient(micro_batch, "entropy_coefficient", keep, rows, scale))
         coefficients = [c.to(output) for c, output in zip(coefficients, outputs, strict=True)]
         torch.autograd.backward(outputs, coefficients)
+
+    def _refuse_broken_idlers(self, busy: Collection[int]) -> None:
+        """With the reduced meter, one rank that cannot compute anything finite spoils what the others measure.
+
+        Raises:
+            RankFailedError: On all ranks, if there is one that is not busy with a share of its own.
+        """
+        if self._broken_ranks is None:
+            flags = distributed.gather(torch.tensor([float(self._idle is None)], device=self._device))
+            self._broken_ranks = [rank for rank, flag in enumerate(flags[:: self._sequence_parallel_size]) if flag]
+        for rank in self._broken_ranks:
+            if rank not in busy:
+                raise distributed.RankFailedError(
+                    f"rank {rank}: each of its rows has a log-prob or coefficient that is not a finite number"
+                )
 
     def _extent(self, keep: Tensor) -> tuple[list[int], int]:
         """The rows to compute, and up to where; all of it for no token at all."""

@@ -18,6 +18,7 @@ for the next time.
 """
 
 import argparse
+import errno
 import heapq
 import importlib
 import json
@@ -85,6 +86,7 @@ class Evidence:
 
     Attributes:
         top (int): So many culprits keep their texts and layers: the largest of each event, then others.
+        since (int, optional): Events of earlier steps are left out.
         events (list[Event]): In the order in which they were written, as the page shows them.
         skipped (int): Lines that are no event of this version.
         sources (Counter): Of all culprits, kept or not.
@@ -95,6 +97,7 @@ class Evidence:
 
     path: str
     top: int = DETAILED
+    since: int | None = None
     events: list[Event] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
     skipped: int = 0
@@ -135,11 +138,11 @@ def read(path: str, since: int | None = None, top: int = DETAILED) -> Evidence:
     """Reads a directory with evidence, or a file; `spikes.jsonl` stands for the older files beside it as well.
 
     Args:
-        path (str): The directory or file.
+        path (str): The directory or file. A run's directory stands for the `bisect_dump` in it.
         since (int, optional): Leave out events of earlier steps, and those without a step.
         top (int): See `Evidence`.
     """
-    found = Evidence(path, top)
+    found = Evidence(path, top, since)
     for line, finished in _lines(path):
         try:
             entry = json.loads(line)
@@ -161,6 +164,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
     steps = [event["global_step"] for event in events if event["global_step"] is not None]
     return {
         "path": evidence.path,
+        "since": evidence.since,
         "events": len(events),
         "culprits": evidence.sources.total(),
         "first_step": min(steps, default=None),
@@ -198,7 +202,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
     console.print()
     if not summary["events"]:
-        console.print(f"No gradient spike in {visible(summary['path'])}.", markup=False)
+        since = "" if summary["since"] is None else f" from step {summary['since']} on"
+        console.print(f"No gradient spike in {visible(summary['path'])}{since}.", markup=False)
     else:
         first, last = summary["first_step"], summary["last_step"]
         where = "" if first is None else f" in step {first}" if first == last else f" in steps {first} to {last}"
@@ -262,7 +267,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
             table.add_column(name, justify="right", no_wrap=True)
         wide = console.width >= 110
         table.add_column("token in its context" if wide else "token", no_wrap=True)
-        for name in ("norm", "× threshold", "ratio", "advantage", "reward"):
+        figures = ("ratio", "advantage", "reward") if console.width >= 80 else ()
+        for name in ("norm", "× threshold", *figures):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("source", no_wrap=True)
         for row in summary["largest_culprits"]:
@@ -272,7 +278,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
                 Text.assemble((quoted(_name(row)), "bold red"), visible(f"  {_around(row)}") if wide else ""),
                 short(row["grad_norm"]),
                 short(_times({"norm": row["grad_norm"], "threshold": row["threshold"]})),
-                *(short(row[name]) for name in ("ratio", "advantage", "reward")),
+                *(short(row[name]) for name in figures),
                 row["source"],
             )
         console.print()
@@ -386,8 +392,8 @@ def short(value: float | str | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="report", description=__doc__)
-    parser.add_argument("path", metavar="PATH", help="the directory with spikes.jsonl, or a file")
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__)
+    parser.add_argument("path", metavar="PATH", help="the directory with spikes.jsonl, or a file; or a run's directory")
     parser.add_argument("--html", metavar="OUT", help="write a page for the browser to OUT")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--since", metavar="STEP", type=int, help="leave out earlier steps")
@@ -422,13 +428,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _lines(path: str) -> Iterable[tuple[bytes, bool]]:
     """All lines, and whether each is finished: the last one may still be being written."""
-    directory = path if os.path.isdir(path) else os.path.dirname(path) or "."
-    if path != directory and os.path.basename(path) != "spikes.jsonl":
-        files = [path]
+    if os.path.isdir(path):
+        files = evidence_files(path)
+        nested = os.path.join(path, "bisect_dump")
+        if not files and os.path.isdir(nested):
+            files = evidence_files(nested)
+        if not files:
+            raise FileNotFoundError(errno.ENOENT, "No spikes.jsonl, which a run makes with its first spike", path)
+    elif os.path.basename(path) == "spikes.jsonl":
+        files = evidence_files(os.path.dirname(path) or ".") or [path]
     else:
-        files = evidence_files(directory)
-        if path != directory and not files:
-            files = [path]
+        files = [path]
     for index, file in enumerate(files):
         with open(file, "rb") as lines:
             for line in lines:

@@ -40,9 +40,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from verl import DataProto
+from verl.models.transformers import tiled_mlp
 from verl.models.transformers.monkey_patch import apply_monkey_patch, patch_forward_with_backends
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
-from verl.utils import attention_utils
+from verl.utils import activation_offload, attention_utils
 from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_placement_fn
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from verl.workers.actor import dp_actor
@@ -69,7 +70,7 @@ class Case:
     """One way of running the actor. Batch sizes are those of one rank."""
 
     wrap: str = "fsdp2"
-    # "llama", "lora", "frozen", "moe" or "vision"
+    # "llama", "lora", "frozen", "moe", "tiled" or "vision"
     model: str = "llama"
     precision: str = "float32"
     layers: int = 3
@@ -82,6 +83,9 @@ class Case:
     # Without the padding tokens; the log-probs fused with the LM head.
     packed: bool = False
     fused: bool = False
+    # Images in responses, as tools may give them, and not in prompts.
+    tool_images: bool = False
+    activation_offload: bool = False
     checkpointing: bool = False
     tied: bool = False
     dropout: float = 0.0
@@ -229,6 +233,10 @@ def build_model(case: Case) -> torch.nn.Module:
             torch_dtype="float32",
         )
         model = LlamaForCausalLM(config)
+    if case.model == "tiled":
+        for layer in model.model.layers:  # verl does this to the whole class
+            layer.mlp.__class__ = type("TiledLlamaMLP", (type(layer.mlp),), {})
+            tiled_mlp._patch_mlp_class(type(layer.mlp), tiled_mlp._mlp_forward_fn, num_shards=3)
     if case.packed:
         attention_utils._get_attention_functions = padding_functions
     if case.fused:
@@ -284,9 +292,14 @@ def wrap(case: Case, model: torch.nn.Module) -> torch.nn.Module:
     )
 
 
+def strategy(case: Case) -> str:
+    """verl's word for the way of wrapping."""
+    return "fsdp2" if case.wrap == "fsdp2" else "fsdp"
+
+
 def build_config(case: Case, **gradloc: Any) -> FSDPActorConfig:
     return FSDPActorConfig(
-        strategy="fsdp2" if case.wrap == "fsdp2" else "fsdp",
+        strategy=strategy(case),
         rollout_n=1,
         ppo_mini_batch_size=case.mini_batch,
         ppo_micro_batch_size_per_gpu=case.micro_batch,
@@ -331,6 +344,9 @@ def build_actor(
     model = build_model(case)
     change_model(model)
     model = wrap(case, model)
+    if case.activation_offload:
+        activation_offload.SynchronizedGroupOffloadHandler.offload.__defaults__ = (False,)  # pinned memory takes a GPU
+        activation_offload.enable_activation_offloading(model, strategy(case), case.checkpointing)
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
     optimizer = kinds[case.optimizer](model.parameters(), lr=LEARNING_RATE)
     actor = module.DataParallelPPOActor(build_config(case, **gradloc), model, optimizer)
@@ -388,7 +404,12 @@ def build_batch(case: Case, rank: int, seed: int = 0) -> DataProto:
         position_ids = position_ids.unsqueeze(1).expand(-1, 4, -1).clone()
         for row in range(0, case.rows, 3):
             # Four patches make one token; two rows of three have no image.
-            tokens[row, PROMPT - 3 : PROMPT] = torch.tensor([VISION_START, IMAGE, VISION_END])
+            start = PROMPT - 3
+            if case.tool_images:
+                start = PROMPT + 1
+                assert response_length(rank, row) > 4
+                response_mask[row, 1:4] = 0
+            tokens[row, start : start + 3] = torch.tensor([VISION_START, IMAGE, VISION_END])
             patches = torch.randn(4, 3 * 2 * 4 * 4, generator=random)
             images[row] = {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 2, 2]])}
     tensors = {
@@ -509,7 +530,7 @@ def brute_force(case: Case, batch: DataProto, tokens: bool, steps: int | None = 
     units of its own rows; all ranks get all of them. Without dropout and with SGD only.
     """
     config = build_config(case)
-    model = build_model(case)
+    model = build_model(dataclasses.replace(case, model="llama") if case.model == "tiled" else case)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(case.dtype)
     units, norms = [], []

@@ -25,7 +25,7 @@ from actor_cases import (
 )
 from verl import DataProto
 
-PLACES = ["before the forward", "in a layer", "after the forward", "in the backward"]
+PLACES = ["before the forward", "in a layer", "after the forward", "in the backward", "in a layer's backward"]
 
 
 def disturb(actor: Any, where: str, when: int, disturbance: Callable[[], None]) -> None:
@@ -51,9 +51,16 @@ def disturb(actor: Any, where: str, when: int, disturbance: Callable[[], None]) 
             log_prob.register_hook(strike)
         return entropy, log_prob
 
+    def strike_in_backward(_module: torch.nn.Module, _arguments: Any, output: torch.Tensor) -> None:
+        # Gradient checkpointing runs the forward again in the backward.
+        if torch._C._current_graph_task_id() == -1 and output.requires_grad:
+            output.register_hook(strike)
+
+    layers = [m for m in actor.actor_module.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]
     if where == "in a layer":
-        layers = [m for m in actor.actor_module.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]
         layers[1].register_forward_hook(strike)
+    elif where == "in a layer's backward":
+        layers[1].register_forward_hook(strike_in_backward)
     else:
         actor._forward_micro_batch = striking_forward
 

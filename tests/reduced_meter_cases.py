@@ -54,7 +54,7 @@ def train(
     prepare(actor)
     if size > 1 and meter == "reduced":
         split_sequences(actor, case, size)
-    if detect:
+    if detect and case.model != "tiled":
         actor.gradloc = GradLoc(
             actor.actor_module,
             actor.config.gradloc_config(),

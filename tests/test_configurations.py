@@ -19,6 +19,8 @@ HALF_PRECISION = [("bfloat16", 1.0), ("float16", 8.0)]
     *[(2, Case(wrap, model="moe", micro_batch=8, planted=THREE)) for wrap in ("fsdp1", "fsdp2")],
     # Mixed batches: two rows of three have no image.
     *[(2, Case(wrap, model="vision", planted=THREE)) for wrap in ("fsdp1-orig", "fsdp2")],
+    (2, Case("fsdp2", model="vision", tool_images=True, planted=THREE)),
+    *[(2, Case(wrap, activation_offload=True, checkpointing=True, planted=ONE)) for wrap in ("fsdp1", "fsdp2")],
     *[
         (2, Case(wrap, precision=precision, loss_scale=scale, planted=THREE))
         for wrap in ("fsdp1", "fsdp2")

@@ -18,10 +18,11 @@ __all__ = ["launch"]
 @cases(
     (2, Case("fsdp1", planted=THREE)),
     (2, Case("fsdp2", checkpointing=True, planted=THREE)),
+    (2, Case("fsdp2", activation_offload=True, planted=THREE)),
     (4, Case("fsdp1", hsdp=True, planted=THREE)),
     (4, Case("fsdp2", hsdp=True, planted=THREE)),
 )
-@pytest.mark.parametrize("where", ["in a layer", "in the backward"])
+@pytest.mark.parametrize("where", ["in a layer", "in the backward", "in a layer's backward"])
 def test_out_of_memory(launch: Launch, world: int, case: Case, where: str) -> None:
     results = launch(world, fault_cases.failing_search, case, where, [1] if world == 2 else [1, 2], 2)
     (event,), second = same_events([run for _, run in results])

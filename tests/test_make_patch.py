@@ -249,6 +249,29 @@ def test_base_head_and_output(made: tuple[Project, Path], tmp_path: Path) -> Non
     refused(project.make("--repo", checkout, "--output", tmp_path / "absent/x"), 3, "existing directory")
 
 
+def test_a_newer_base_with_a_conflict(made: tuple[Project, Path], tmp_path: Path) -> None:
+    """The way that CONTRIBUTING.md describes."""
+    project, _ = made
+    newer = trees.copy_base(tmp_path / "newer")
+    trees.commit_all(newer)
+    actor = newer / ACTOR
+    theirs = actor.read_text() + "# theirs\n"
+    actor.write_text(theirs)
+    project.pin(trees.commit_all(newer))
+    trees.git(newer, "tag", "gradloc-base")
+    shutil.copytree(newer, tmp_path / "unpatched")
+    conflict = trees.run("git", "-C", newer, "apply", "--3way", project.patch)
+    assert conflict.returncode == 1 and "<<<<<<<" in actor.read_text()
+    actor.write_text(theirs + "# last\n")
+    package = snapshot(project.place / "gradloc")
+    done = project.make("--repo", newer)
+    assert done.returncode == 0, done.stderr
+    assert snapshot(project.place / "gradloc") == package
+    assert project.make("--check", "--base-tree", tmp_path / "unpatched").returncode == 0
+    assert project.apply("--repo", tmp_path / "unpatched").returncode == 0
+    assert snapshot(tmp_path / "unpatched") == snapshot(newer)
+
+
 @pytest.mark.parametrize(
     ("path", "content", "words"),
     [

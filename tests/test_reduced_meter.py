@@ -16,6 +16,8 @@ CASES = [
     *[(2, 1, Case(wrap, planted=THREE)) for wrap in WRAPS],
     (2, 1, Case("fsdp1", dynamic=True, kl=True, entropy=True, loss_agg_mode="seq-mean-token-mean", planted=ONE)),
     (1, 1, Case("none", planted=((0, 5, 9),))),
+    # The actor itself chooses this meter.
+    (2, 1, Case("fsdp2", model="tiled", planted=THREE)),
     (2, 2, Case("fsdp2", packed=True, entropy=True, planted=((0, 0, 4), (0, 6, 1)))),
     *[(4, 2, Case(wrap, packed=True, planted=THREE)) for wrap in ("fsdp1", "fsdp2")],
 ]
@@ -76,6 +78,17 @@ def test_a_broken_row_of_a_rank_that_has_nothing_to_measure_spoils_no_probe(laun
     assert set(found["reduced"]) == set(found["local"]) == {(0, 4, 2), (1, 0, 0)}
     expected = found["local"][0, 4, 2]["grad_norm"]
     assert math.isfinite(expected) and found["reduced"][0, 4, 2]["grad_norm"] == near(expected)
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 1), (4, 2)])
+def test_a_rank_whose_rows_are_all_broken_ends_the_search_on_all(launch: Launch, world: int, size: int) -> None:
+    broken = {(1, row, 0) for row in range(Case().rows)}
+    case = Case("fsdp2", packed=True, planted=((0, 0, 4),), nan=tuple(broken))
+    results = launch(world, reduced_meter_cases.train, case, size)
+    assert len({run.events for run in results}) == 1
+    (event,) = valid_events(results[0].events)
+    assert event["error"].startswith("rank 1: each of its rows") and not event["complete"]
+    assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == broken
 
 
 @pytest.mark.parametrize(

@@ -338,14 +338,14 @@ def test_notes_of_the_file_are_told(run: Any) -> None:
     assert "1 more events of this step are not written" in out
 
 
-def test_since_and_top(run: Any) -> None:
+def test_since_and_top(tmp_path: Path, run: Any) -> None:
     events = [spike(step, grad_norm=1000.0 * step) for step in range(1, 31)]
     everything = json.loads(run("--json", events=events))
     assert everything["events"] == 30 and len(everything["largest_culprits"]) == 20
     late = json.loads(run("--json", "--since", "25", "--top", "3"))
     assert (late["events"], late["first_step"], late["last_step"]) == (6, 25, 30)
     assert [c["global_step"] for c in late["largest_culprits"]] == [30, 29, 28]
-    assert "No gradient spike" in run("--since", "31")
+    assert f"No gradient spike in {tmp_path} from step 31 on" in run("--since", "31")
     assert "The largest culprits" in run("--top", "2")
     with pytest.raises(SystemExit):
         run("--top", "0")
@@ -376,10 +376,27 @@ def test_events_without_texts_steps_or_culprits_are_shown(tmp_path: Path, run: A
     assert (tmp_path / "page.html").stat().st_size > 1_000_000
 
 
-def test_no_spike_and_no_directory(tmp_path: Path, run: Any, capsys: pytest.CaptureFixture) -> None:
-    assert "No gradient spike in" in run()
-    assert report.main([str(tmp_path / "nowhere")]) == 2
-    assert capsys.readouterr().err == f"No such file or directory: {tmp_path}/nowhere\n"
+def test_no_evidence_is_not_taken_for_no_spike(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert report.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"No spikes.jsonl, which a run makes with its first spike: {tmp_path}\n"
+    for nowhere in (tmp_path / "nowhere", tmp_path / "spikes.jsonl"):
+        assert report.main([str(nowhere)]) == 2
+        assert capsys.readouterr().err == f"No such file or directory: {nowhere}\n"
+    (tmp_path / "spikes.jsonl").touch()
+    assert report.main([str(tmp_path)]) == 0
+    assert "No gradient spike in" in capsys.readouterr().out
+
+
+def test_the_directory_of_a_run_will_do(tmp_path: Path, run: Any) -> None:
+    record_events(str(tmp_path / "bisect_dump"), [spike(3)])
+    assert "1 gradient spike in step 3" in run()
+
+
+def test_a_narrow_terminal_gets_fewer_columns(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    culprits = run(events=[spike(4)]).partition("The culprits")[2]
+    assert "9000" in culprits and "threshold" in culprits and "other" in culprits
+    assert "ratio" not in culprits and "…" not in culprits
 
 
 @pytest.mark.parametrize(

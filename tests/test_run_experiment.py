@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -172,6 +173,8 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["TOKEN_CLIP=1.0"], "TOKEN_CLIP is '1.0': give a number over 1, or off"),
         (["--remedy", "SEQUENCE_CLIP=no"], "SEQUENCE_CLIP is 'no': give a number over 1, or off"),
         (["LAYER_CLIP=True"], "LAYER_CLIP is 'True': give zscore, ratio, fixed or off"),
+        (["OUTPUT_DIR=hdfs://host/run"], "OUTPUT_DIR is 'hdfs://host/run': give a directory"),
+        (["actor_rollout_ref.actor.bisect_dump_dir=/x"], "give BISECT_DUMP_DIR=/x"),
     ],
 )
 def test_bad_arguments_get_one_sentence(arguments: list[str], sentence: str) -> None:
@@ -192,7 +195,8 @@ def test_unpatched_verl_is_refused(tmp_path: Path) -> None:
     arguments = ["--cluster", "--python", sys.executable, *files_that_exist(tmp_path)]
     refused = launch(*arguments, PYTHONPATH=os.environ["GRADLOC_BASE_TREE"])
     assert refused.returncode == 2
-    assert "is not patched" in refused.stderr and "apply_patch.py --installed" in refused.stderr
+    base_tree = os.environ["GRADLOC_BASE_TREE"]
+    assert "is not patched" in refused.stderr and f"apply_patch.py --repo {base_tree}" in refused.stderr
 
 
 def test_a_folder_left_behind_is_no_patched_verl(tmp_path: Path) -> None:
@@ -201,6 +205,20 @@ def test_a_folder_left_behind_is_no_patched_verl(tmp_path: Path) -> None:
     refused = launch("--cluster", "--python", sys.executable, *files_that_exist(tmp_path), PYTHONPATH=str(tmp_path))
     assert refused.returncode == 2
     assert "is not patched" in refused.stderr
+
+
+def test_the_evidence_is_named_where_there_is_some(tmp_path: Path) -> None:
+    python = make_executable(tmp_path / "python", f'#!/bin/sh\n[ "$1" = -m ] && exit\nexec {sys.executable} "$@"\n')
+    evidence = tmp_path / "all spikes"
+    settings = [*files_that_exist(tmp_path), f"BISECT_DUMP_DIR={evidence}"]
+    command = ["--cluster", "--python", str(python), *settings]
+    assert f"There is no spikes.jsonl in {evidence}" in launch(*command).stdout
+    evidence.mkdir()
+    (evidence / "spikes.jsonl").touch()
+    out = launch(*command).stdout
+    assert f"{evidence}/spikes.jsonl" in out
+    printed = out.splitlines()[-1]
+    assert shlex.split(printed)[1:] == ["-m", "verl.utils.gradloc.report", str(evidence), "--html", "report.html"]
 
 
 def test_missing_verl_is_refused(tmp_path: Path) -> None:
@@ -212,7 +230,8 @@ def test_missing_verl_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("exit_code", "rollout"), [(0, "vllm"), (9, "hf")])
 def test_a_gpu_decides_the_profile(recorder: Path, tmp_path: Path, exit_code: int, rollout: str) -> None:
-    text = f"#!/bin/sh\n[ {exit_code} = 0 ] && echo 'GPU 0: some GPU'\nexit {exit_code}\n"
+    lines = "echo 'GPU 0: some GPU' && sleep 0.2 && echo 'GPU 1: some GPU'"
+    text = f"#!/bin/sh\n[ {exit_code} != 0 ] || {{ {lines} || exit 1; }}\nexit {exit_code}\n"
     make_executable(tmp_path / "nvidia-smi", text)
     overrides = overrides_of(recorder, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert f"actor_rollout_ref.rollout.name={rollout}" in overrides
