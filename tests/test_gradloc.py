@@ -108,6 +108,8 @@ def test_token_evidence_has_what_there_is_and_invents_nothing() -> None:
     facts = token_evidence(tokens(rollout_log_prob=[-1.0, -4.0, -3.0, 0.0]), 0, 1)
     assert facts["rollout_ratio"] == pytest.approx(math.exp(2)) and facts["ratio"] is None
     assert facts["misaligned_share"] == pytest.approx(1 / 3)
+    facts = token_evidence(tokens(rollout_log_prob=[math.nan, -4.0, -3.0, math.nan]), 0, 1)
+    assert facts["misaligned_share"] == pytest.approx(2 / 3)  # as the metric counts
 
 
 def test_kl_estimates_of_the_response() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from verl.utils.reward_score import DATA_SOURCES, default_compute_score, math_verify
@@ -269,6 +270,19 @@ def test_bad_options(options: dict, error: type, message: str) -> None:
     score("1", "1")
     with pytest.raises(error, match=message):
         default_compute_score("math_verify", "1", "1", **options)
+
+
+@pytest.mark.parametrize("truth", [None, ["5"], {"target": 5}, np.array(["5"]), b"5"])
+def test_a_ground_truth_that_is_neither_text_nor_number(truth: object) -> None:
+    with pytest.raises(TypeError, match="must be a string or a number, got "):
+        score("5", truth)
+    with pytest.raises(TypeError, match="must be a string or a number, got "):
+        math_verify.compute_score_batch(["x"], ["5"], [truth])
+
+
+@pytest.mark.parametrize("truth", [5, 5.0, np.int64(5), np.str_("5")])
+def test_a_ground_truth_may_be_a_number(truth: object) -> None:
+    assert score("5", truth) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +29,11 @@ def record() -> Record:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     ids = torch.arange(ROWS * (PROMPT + RESPONSE)).reshape(ROWS, -1)
+    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, PROMPT:]}
+    # Reward functions of one's own may take anything.
+    columns = {"data_source": 3, "uid": uuid.UUID(int=7), "reward_model": "no mapping"}
     batch = DataProto.from_dict(
-        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, PROMPT:]}
+        tensors, {name: np.array([value] * ROWS, dtype=object) for name, value in columns.items()}
     )
 
     def write(directory: Path, step: int) -> None:
@@ -61,7 +65,9 @@ def test_the_culprit_is_described(record: Record, tmp_path: Path) -> None:
     record(tmp_path, 1)
     (event,) = events(tmp_path)
     # Row 1 of rank 1 is row 3 of the batch, which begins with token 24.
-    assert event["culprits"][0]["token"] == "29" and event["culprits"][0]["prompt"] == "24 25 26"
+    (culprit,) = event["culprits"]
+    assert culprit["token"] == "29" and culprit["prompt"] == "24 25 26"
+    assert culprit["data_source"] == "3" and culprit["uid"] == str(uuid.UUID(int=7)) and culprit["ground_truth"] is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
