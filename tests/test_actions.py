@@ -118,7 +118,7 @@ def test_a_diffuse_spike_is_narrowed_down_to_where_it_is(launch: Launch, scope: 
     assert event["complete"] == (not event["open_segments"])
     assert {part["rank"] for part in event["diffuse"]} == {1}
     assert scope == "rank" or {row for part in event["diffuse"] for row in part["rows"]} == {6}
-    # A unit is left after 24 probes, two in a pass, that point at no token; its parts are a binary tree over its tokens.
+    # A unit is left after 24 probes, two in a pass, that point at no token; its parts are a tree over its tokens.
     tokens = sum(unit["tokens"] for unit in event["units"])
     assert event["passes"] <= min(tokens, 16 * len(event["units"]))
 
