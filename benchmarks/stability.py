@@ -445,6 +445,11 @@ def summary(settings: Settings, run: dict[str, Any], clean: dict[str, Any]) -> d
     }
 
 
+def decimal(value: float, digits: int) -> str:
+    """Without a sign before a rounded zero."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"
+
+
 def print_tables(settings: Settings, variants: list[Variant], results: dict[str, Any]) -> None:
     """Prints the figures over all seeds whose runs are complete, as tables in Markdown."""
     seeds = complete_seeds(results, variants)
@@ -458,8 +463,8 @@ def print_tables(settings: Settings, variants: list[Variant], results: dict[str,
 
     def cell(name: str, kind: str, figure: str, digits: int = 3) -> str:
         values = [each[figure] for each in found[name, kind]]
-        spread = f" ({stdev(values):.{digits}f})" if len(values) > 1 else ""
-        return f"{mean(values):.{digits}f}{spread}"
+        spread = f" ({decimal(stdev(values), digits)})" if len(values) > 1 else ""
+        return decimal(mean(values), digits) + spread
 
     print("| end · lost · recover · distance | no spikes: end | layer | token | sequence |\n|---|---|---|---|---|")
     short = {"end": 3, "lost": 3, "recover": 0, "distance": 2}
@@ -467,7 +472,7 @@ def print_tables(settings: Settings, variants: list[Variant], results: dict[str,
         cells = [f"{mean(each['end'] for each in found[variant.name, 'no']):.3f}"]
         for kind in KINDS[1:]:
             values = {name: mean(map(itemgetter(name), found[variant.name, kind])) for name in short}
-            cells.append(" · ".join(f"{value:.{short[name]}f}" for name, value in values.items()))
+            cells.append(" · ".join(decimal(value, short[name]) for name, value in values.items()))
         print(f"| {variant.name} | {' | '.join(cells)} |")
     digits = {"lowest": 3, "end": 3, "recover": 0, "lost": 3, "distance": 2, "step": 1, "speed": 2, "events": 1}
     for kind in KINDS[1:]:
@@ -481,7 +486,11 @@ def print_tables(settings: Settings, variants: list[Variant], results: dict[str,
         gains = [ours - theirs for ours, theirs in zip(means[variant.name], means["global"], strict=True)]
         spread = f" ({stdev(gains):.4f})" if len(gains) > 1 else ""
         clipped = mean(each["clipped"] for each in found[variant.name, "no"])
-        cells = [cell(variant.name, "no", "end"), cell(variant.name, "no", "recover", 0), f"{mean(gains):.4f}{spread}"]
+        cells = [
+            cell(variant.name, "no", "end"),
+            cell(variant.name, "no", "recover", 0),
+            decimal(mean(gains), 4) + spread,
+        ]
         cells += [f"{clipped:.2%}", cell(variant.name, "no", "events", 1)]
         print(f"| {variant.name} | {' | '.join(cells)} |")
     before = mean(each["before"] for each in found["global", "no"])
