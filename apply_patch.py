@@ -355,11 +355,14 @@ def find_installed(version: str) -> Path:
     if spec is None or not spec.origin or Path(spec.origin).name != "__init__.py":
         raise Stop(f"{sys.executable} has no verl installed; run this with the Python that trains, or use --repo")
     package = Path(spec.origin).absolute().parent
+    here = Path.cwd() / "verl"
+    if (here / "__init__.py").is_file() and here.resolve() != package.resolve():
+        raise Stop(f"Python started here would import {here}, not {package}; go elsewhere, or use --repo")
     try:
         found = (package / "version" / "version").read_text().strip()
     except (OSError, ValueError):
         found = "of unknown version"
-    if found != version:
+    if found != version and not found.startswith(f"{version}.dev"):  # as in the commit, where the wheel has the release
         raise Stop(f"the installed verl ({package}) is {found}, but the patch is for {version}; install it", WRONG_BASE)
     return package.parent
 

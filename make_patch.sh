@@ -75,9 +75,11 @@ finish() {
     esac
 }
 
-# add_files WORK_TREE PATH: put all files below PATH into $index, whatever .gitignore says.
+# add_files WORK_TREE PATH: put all files below PATH into $index, whatever .gitignore says, but for what tools leave.
 add_files() {
-    (cd "$1" && g --work-tree=. add -A -f -- "$2" ':(exclude,glob)**/__pycache__/**' ':(exclude,glob)**/*.py[co]') ||
+    local left=() name
+    for name in '__pycache__/**' '*.py[co]' '*.orig' '*.rej' '*.sw[op]' '*~'; do left+=(":(exclude,glob)**/$name"); done
+    (cd "$1" && g --work-tree=. add -A -f -- "$2" "${left[@]}") ||
         die "the files of $1/$2 could not be read"
 }
 
@@ -124,6 +126,15 @@ check_content() {
     bad=$(awk '/^\+\+\+ / { name = substr($0, 7) } /^\\ No newline/ && last ~ /^\+/ { print name; exit }
                { last = $0 }' "$file")
     [[ -z $bad ]] || die "$bad lacks the newline at its end; add it"
+    bad=$("$python" -c '
+import sys
+sys.path.insert(0, sys.argv[1])
+import apply_patch
+try:
+    apply_patch.parse_patch(open(sys.argv[2], "rb").read())
+except apply_patch.Stop as stop:
+    print(stop)' "$root" "$file") || die "$python cannot run apply_patch.py, to see that it takes the patch"
+    [[ -z $bad ]] || die "apply_patch.py would not take the patch: $bad"
 }
 
 # Downloads the wheel once into build/, or fails.
@@ -145,7 +156,7 @@ unpack() {
         set -- "$scratch/unzipped" "$2"
     fi
     [[ -f $1/verl/__init__.py ]] || die "$1 has no verl/__init__.py; give a verl checkout, wheel or tree"
-    [[ $(tr -d '[:space:]' <"$1/verl/version/version") == "$version" ]] ||
+    [[ $(tr -d '[:space:]' <"$1/verl/version/version") =~ ^"$version"(\.dev.*)?$ ]] ||
         die "$1 is not verl $version, which the patch is made for"
     cp -R "$1/verl" "$2/verl"
     find "$2/verl" -name __pycache__ -prune -exec rm -rf {} +

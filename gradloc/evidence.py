@@ -212,10 +212,10 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
         for event in of_step[:EVENTS_PER_STEP]:
             lines.append(_line(_without_texts(event)))
             if (bare := len(event.get("culprits", ())) - CULPRITS_WITH_TEXT) > 0:
-                message = f"of this step's event above, the {bare} smallest culprits are written without their texts"
+                message = f"of a spike, the {bare} smallest culprits are written without their texts"
                 lines.append(_note("text_limit", step, bare, message))
         if (dropped := len(of_step) - EVENTS_PER_STEP) > 0:
-            message = f"{dropped} more events of this step are not written: {EVENTS_PER_STEP} are the limit"
+            message = f"{dropped} more spikes are not written: {EVENTS_PER_STEP} in a step are the limit"
             lines.append(_note("rate_limit", step, dropped, message))
     try:
         os.makedirs(directory, exist_ok=True)

@@ -187,7 +187,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "largest_culprits": [
             _rounded({name: row[name] for name in row if name != "details"}) for *_, row in ranked[:top]
         ],
-        "notes": [note["message"] for note in evidence.notes],
+        "notes": _collapse(evidence.notes),
         "skipped_lines": evidence.skipped,
     }
 
@@ -285,14 +285,14 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         console.print(table)
 
         if summary["tokens"][0]["culprits"] > 1:
-            counts = [f"{quoted(entry['token'])} ({entry['culprits']})" for entry in summary["tokens"]]
+            counts = [f"{quoted(entry['token'][:40])} ({entry['culprits']})" for entry in summary["tokens"]]
             console.print(Text.assemble("\n", ("Most frequent culprits  ", "bold"), "   ".join(counts)))
 
-    warnings = [f"Note in the file: {visible(note)}." for note in _collapse(summary["notes"])]
+    warnings = [f"Note in the file: {visible(note)}." for note in summary["notes"]]
     if incomplete := summary["incomplete_events"]:
         warnings.append(f"{_count(incomplete, 'search', 'searches')} ended early: there may be more culprits.")
     for error, count in summary["errors"].items():
-        warnings.append(f"{_count(count, 'search', 'searches')} met an error: {visible(error)}.")
+        warnings.append(f"{_count(count, 'search', 'searches')} met an error: {visible(error).rstrip('.')}.")
     for action, count in summary["not_applied"].items():
         warnings.append(f"{_count(count, 'spike')}, with spike_action={action}: {NOT_APPLIED[action]}")
     if summary["skipped_lines"]:
@@ -364,7 +364,7 @@ def page_data(evidence: Evidence) -> dict[str, Any]:
             {"token": token, "token_id": token_id, "count": count}
             for (token, token_id), count in evidence.tokens.most_common(8)
         ],
-        "notes": _collapse(note["message"] for note in evidence.notes),
+        "notes": summary["notes"],
         "skipped": evidence.skipped,
     }
 
@@ -388,7 +388,11 @@ def number(value: float | str) -> float:
 
 
 def short(value: float | str | None) -> str:
-    return "–" if value is None else f"{number(value):.4g}".replace("nan", "NaN").replace("inf", "∞")
+    """Four digits, or the whole number where that is longer but can be read."""
+    if value is None:
+        return "–"
+    text = f"{number(value):,.0f}" if 1e4 <= abs(number(value)) < 1e7 else f"{number(value):.4g}"
+    return text.replace("nan", "NaN").replace("inf", "∞")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -421,7 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        print(f"{error.strerror}: {error.filename}", file=sys.stderr)
+        print(f"{error.strerror}: {error.filename2 or error.filename}", file=sys.stderr)
         return 2
     return 0
 
@@ -483,7 +487,9 @@ def _event(event: Event, largest: Culprit | None) -> Event:
     names += ("passes", "complete", "action", "applied", "diagnosis", "seconds", "world_size", "error")
     ordinary = event["ordinary_layer_norms"]
     units = [_rounded({key: unit[key] for key in unit if key != "layer_norms"}) for unit in event["units"]]
-    norms = [unit["token_equivalent"] for unit in units] if largest is None else [largest["grad_norm"]]
+    # What a single token would have to have; the units may not be known.
+    trigger = number(event["threshold"]) * _times(event["trigger"])
+    norms = [trigger, *(unit["token_equivalent"] for unit in units)] if largest is None else [largest["grad_norm"]]
     parts = sorted(event["diffuse"], key=lambda part: -_size(_times(part)))
     return {
         **_rounded({name: event[name] for name in names}),
@@ -544,9 +550,17 @@ def _clipped(text: Any) -> str | None:
     return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
 
 
-def _collapse(notes: Iterable[str]) -> list[str]:
-    """The notes, each text once with the number of times that it occurs."""
-    return [text if count == 1 else f"{text} ({count} times)" for text, count in Counter(notes).items()]
+def _collapse(notes: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The notes' messages, each once, with the steps that it is of."""
+    steps: dict[str, list[int]] = {}
+    for note in notes:
+        steps.setdefault(note["message"], []).append(note["global_step"])
+    texts = []
+    for message, of in steps.items():
+        known = sorted({step for step in of if step is not None})
+        where = f"in step{'s' * (len(known) > 1)} {_ranges(known)}: " if known else ""
+        texts.append(where + message)
+    return texts
 
 
 def _sparkline(counts: Mapping[int, int], bins: int) -> str:

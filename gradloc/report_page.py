@@ -21,18 +21,19 @@ from .report_script import SCRIPT
 _STYLE = r"""
 :root {
   color-scheme: light dark; --paper: #faf9f6; --card: #ffffff; --ink: #1c1e22; --soft: #5e636d; --faint: #e7e4dd;
-  --rule: #d9d5cb; --accent: #c4321f; --heat: 205, 92, 12; --quiet: #8d929b; --focus: #2563c9; --token: #c4321f;
-  --sequence: #b97700; --layer: #2b6cb8; --nonfinite: #7d3ca8; --misaligned: #0c8077; --other: #757a83;
+  --rule: #d9d5cb; --accent: #c4321f; --heat: 205, 92, 12; --quiet: #848a94; --focus: #2563c9; --token: #c4321f;
+  --sequence: #8f5b00; --layer: #2b6cb8; --nonfinite: #7d3ca8; --misaligned: #0c8077; --other: #757a83;
   --sans: Inter, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
   --mono: ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
 }
 @media (prefers-color-scheme: dark) {
-  :root {
+  :root:not(.print) {
     --paper: #131519; --card: #1a1d22; --ink: #e9e7e2; --soft: #a1a6b0; --faint: #272b32; --rule: #353a43;
-    --accent: #ff7462; --heat: 240, 130, 50; --quiet: #7d838e; --focus: #79aef5; --token: #ff7462;
+    --accent: #ff7462; --heat: 190, 80, 20; --quiet: #7d838e; --focus: #79aef5; --token: #ff7462;
     --sequence: #eab04a; --layer: #6fb0f5; --nonfinite: #c79af2; --misaligned: #4cc9bc; --other: #969ca7;
   }
 }
+:root.print { color-scheme: light; }
 * { box-sizing: border-box; }
 [hidden] { display: none !important; }
 html { scroll-behavior: smooth; }
@@ -83,6 +84,7 @@ button { cursor: pointer; }
 }
 .bars.wide button { grid-template-columns: minmax(64px, 110px) 1fr 30px; }
 .bars button:hover, .bars button[aria-pressed="true"] { background: var(--faint); }
+.bars button[aria-pressed="true"] { box-shadow: inset 0 0 0 2px var(--focus); }
 .bars .label { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; font-weight: 560; }
 .bars .track { height: 10px; border-radius: 3px; }
 .bars .fill { height: 10px; border-radius: 3px; min-width: 3px; background: var(--shade, var(--quiet)); }
@@ -91,7 +93,7 @@ button { cursor: pointer; }
 
 .pick { display: flex; flex-wrap: wrap; gap: 10px; align-items: center; margin: 14px 0 18px; }
 .pick select, .pick button, .tools input, .tools select, .more {
-  border: 1px solid var(--rule); background: var(--card); border-radius: 8px; padding: 7px 12px; min-height: 38px;
+  border: 1px solid var(--quiet); background: var(--card); border-radius: 8px; padding: 7px 12px; min-height: 38px;
   max-width: 100%;
 }
 .pick button:hover:enabled, .more:hover { border-color: var(--soft); }
@@ -101,9 +103,12 @@ button { cursor: pointer; }
   display: flex; flex-wrap: wrap; gap: 8px; margin: 18px 0 0; padding: 2px; max-height: 124px; overflow-y: auto;
 }
 .chips button {
-  border: 1px solid var(--rule); background: none; border-radius: 999px; padding: 3px 13px; font-size: 13.5px;
+  border: 1px solid var(--quiet); background: none; border-radius: 999px; padding: 3px 13px; font-size: 13.5px;
 }
 .chips button[aria-pressed="true"] { background: var(--ink); color: var(--card); border-color: var(--ink); }
+.chips .tok {
+  display: inline-block; max-width: 22ch; overflow: hidden; text-overflow: ellipsis; vertical-align: bottom;
+}
 .chips .times { opacity: 0.75; margin-left: 7px; }
 .head { display: flex; flex-wrap: wrap; align-items: baseline; gap: 6px 18px; margin: 26px 0 4px; }
 .head .tok {
@@ -181,7 +186,7 @@ details pre {
 .tools output { color: var(--soft); font-size: 13.5px; margin-left: auto; }
 .scroll { overflow-x: auto; border: 1px solid var(--faint); border-radius: 12px; background: var(--card); }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
-th, td { padding: 9px 11px; text-align: left; white-space: nowrap; }
+th, td { padding: 9px 8px; text-align: left; white-space: nowrap; }
 th:first-child, td:first-child { padding-left: 20px; }
 th:last-child, td:last-child { padding-right: 20px; }
 thead th { border-bottom: 1px solid var(--rule); padding-top: 6px; padding-bottom: 6px; font-weight: 560; }
@@ -191,7 +196,7 @@ th button::after { content: "\2002"; display: inline-block; width: 1em; text-ali
 th[aria-sort="descending"] button::after { content: "↓"; }
 th[aria-sort="ascending"] button::after { content: "↑"; }
 .num { text-align: right; }
-td.words { max-width: 250px; min-width: 200px; overflow: hidden; text-overflow: ellipsis; }
+td.words { max-width: 170px; min-width: 130px; overflow: hidden; text-overflow: ellipsis; }
 td.words .tok:first-child { color: var(--accent); font-weight: 700; margin-right: 12px; }
 td.words .around { color: var(--soft); font-size: 12.5px; }
 tbody tr + tr > * { border-top: 1px solid var(--faint); }
@@ -227,6 +232,13 @@ th { color: var(--soft); font-weight: 560; }
   .figures { grid-template-columns: repeat(2, 1fr); }
   .lead { font-size: 16px; }
 }
+@media print {
+  * { print-color-adjust: exact; }
+  main { padding: 0; }
+  .strip, .chips, .scroll, details pre { max-height: none !important; overflow: visible; }
+  .scroll table { font-size: 9px; }
+  th, td { padding: 4px; }
+}
 """
 
 _BODY = r"""
@@ -240,7 +252,7 @@ _BODY = r"""
 </header>
 <section aria-labelledby="h-time">
   <h2 id="h-time">When</h2>
-  <p class="hint">Every culprit by the norm of its own gradient. Select one to see it below.</p>
+  <p class="hint" id="when">Every culprit by the norm of its own gradient. Select one to see it below.</p>
   <div class="chart" id="timeline" role="img"></div>
 </section>
 <section class="two of-culprits">
@@ -287,7 +299,7 @@ _BODY = r"""
       <div class="legend" id="legend">
         <span><span class="mark">a</span>culprit</span>
         <span>suspicion: low<span class="ramp"></span>high</span>
-        <span>Point at a token for its numbers.</span>
+        <span>Point at a token, or go there with the arrow keys, for its numbers.</span>
       </div>
       <div class="panes">
         <div>

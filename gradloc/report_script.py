@@ -193,15 +193,23 @@ function timeline() {
     .map((culprit) => number(culprit.grad_norm))
     .filter((norm) => Number.isFinite(norm) && norm > 0);
   const bare = events.filter((event) => !event.culprits);
-  const unitNorm = (event) => Math.max(...event.units.map((unit) => number(unit.token_equivalent)), 0);
+  // What a single token would have to have to be all of it; the units are not always known.
+  const wholeNorm = ({ threshold, trigger, units }) =>
+    Math.max(
+      (number(threshold) * number(trigger.norm)) / number(trigger.threshold),
+      ...units.map((unit) => number(unit.token_equivalent)),
+    );
   const thresholds = events.map((event) => number(event.threshold));
   const low = Math.min(...thresholds, ...finite) / 1.6;
-  const most = Math.max(...thresholds, ...finite, ...bare.map(unitNorm).filter(Number.isFinite)) * 1.8;
+  const largest = Math.max(...thresholds, ...finite, ...bare.map(wholeNorm).filter(Number.isFinite));
+  // Room for the largest mark, however many decades there are.
+  const room = Math.max(1.8, (largest / low) ** 0.08);
+  const most = largest * room;
   // Norms that are not finite get a place of their own above the others.
   const endless =
     culprits.some((culprit) => !Number.isFinite(number(culprit.grad_norm))) ||
-    bare.some((event) => !Number.isFinite(unitNorm(event)));
-  const ceiling = most * 1.6;
+    bare.some((event) => !Number.isFinite(wholeNorm(event)));
+  const ceiling = most * room;
   const height = (norm) => (Number.isFinite(norm) ? norm : ceiling);
   const places = events.map(place);
   const [first, last] = [Math.min(...places), Math.max(...places)];
@@ -228,7 +236,7 @@ function timeline() {
           symbol: symbols[source],
           size,
           color: color(source),
-          opacity: culprits.length > 150 ? 0.72 : 0.95,
+          opacity: culprits.length > 150 ? 0.85 : 0.95,
           line: {
             width: symbols[source].endsWith("open") ? 2 : 1,
             color: symbols[source].endsWith("open") ? color(source) : color("paper"),
@@ -237,16 +245,21 @@ function timeline() {
       };
     })
     .filter((trace) => trace.x.length);
+  get("when").textContent =
+    (culprits.length ? "Every culprit by the norm of its own gradient" : "") +
+    (culprits.length && bare.length ? "; " : "") +
+    (bare.length ? "bars are spikes without a culprit, by the norm that a single token would need" : "") +
+    ". Select one to see it below.";
   if (bare.length)
     traces.push({
       type: "scatter",
       mode: "markers",
       name: "no culprit found",
       x: bare.map(place),
-      y: bare.map((event) => height(unitNorm(event))),
+      y: bare.map((event) => height(wholeNorm(event))),
       customdata: bare.map((event) => ({ event: event.index })),
       text: bare.map(
-        (event) => `<b>no culprit found</b><br>largest norm of a micro-batch, per token ${short(unitNorm(event))}`,
+        (event) => `<b>no culprit found</b><br>a single token would need norm ${short(wholeNorm(event))}`,
       ),
       hovertemplate: "%{text}<extra></extra>",
       marker: {
@@ -297,7 +310,12 @@ function timeline() {
         tickformat: "d",
         ...(last - first < 6 ? { dtick: 1 } : {}),
       },
-      yaxis: { type: "log", range: [Math.log10(low), Math.log10(endless ? ceiling * 1.6 : most)], ...ticks },
+      yaxis: {
+        type: "log",
+        range: [Math.log10(low), Math.log10(endless ? ceiling * room : most)],
+        title: { text: "gradient norm of a token", standoff: 8 },
+        ...ticks,
+      },
       legend: {
         orientation: "h",
         x: 0,
@@ -384,19 +402,18 @@ function shares() {
   );
 }
 
+function placed(event) {
+  const part = `, mini-batch ${event.mini_batch}` + (event.epoch ? ` of epoch ${event.epoch}` : "");
+  return `${placeName} ${place(event)}` + (event.mini_batch || event.epoch ? part : "");
+}
 function picker() {
   get("event").replaceChildren(
     ...events.map((event, i) => {
       const worst = event.culprits?.[0];
-      const name =
-        `${placeName} ${place(event)}` +
-        (event.mini_batch || event.epoch
-          ? `, mini-batch ${event.mini_batch}` + (event.epoch ? ` of epoch ${event.epoch}` : "")
-          : "");
       return make(
         "option",
         { value: i },
-        name +
+        placed(event) +
           (worst
             ? `: ${named(worst).slice(0, 20)}  ${Number.isFinite(worst.times) ? times(worst.times) : "not finite"}`
             : ": no culprit found"),
@@ -404,8 +421,12 @@ function picker() {
     }),
   );
   get("event").addEventListener("change", () => showEvent(events[get("event").value]));
-  get("previous").addEventListener("click", () => showEvent(events[currentEvent.index - 1]));
-  get("next").addEventListener("click", () => showEvent(events[currentEvent.index + 1]));
+  // A button that is disabled loses the focus.
+  for (const [id, step, other] of [["previous", -1, "next"], ["next", 1, "previous"]])
+    get(id).addEventListener("click", () => {
+      showEvent(events[currentEvent.index + step]);
+      if (get(id).disabled) get(other).focus();
+    });
 }
 function showEvent(event) {
   event.culprits ? show(event.culprits[0]) : show(null, event);
@@ -435,7 +456,7 @@ function story(event) {
       count(event.culprits_in_all, "culprit") +
       (event.complete ? "." : `; the search ended early, with ${count(event.open_tokens, "token")} not looked at.`),
   ];
-  if (event.error) parts.push(`It met an error: ${event.error}.`);
+  if (event.error) parts.push(`It met an error: ${event.error.replace(/\.+$/, "")}.`);
   parts.push((event.applied ? data.applied : data.not_applied)[event.action]);
   return parts.join(" ");
 }
@@ -466,7 +487,7 @@ function parts(event) {
 
 function detail() {
   const event = currentEvent;
-  get("spike").textContent = `${placeName} ${place(event)}`;
+  get("spike").textContent = placed(event);
   get("story").textContent = story(event);
   const diagnosis = make("b", {}, `Diagnosis: ${event.diagnosis}.`);
   get("diagnosis").replaceChildren(diagnosis, " " + data.diagnoses[event.diagnosis]);
@@ -772,9 +793,10 @@ function layers() {
   );
   const label = names.map((name) =>
     name
-      .replace(/^(layers|h|blocks)\./, "")
       .replace(/^embed_tokens$/, "embed")
-      .replace(/^lm_head$/, "head"),
+      .replace(/^lm_head$/, "head")
+      .replace(/^.*?(\d+)(\.router)?$/, (_, layer, router) => layer + (router ? "r" : ""))
+      .slice(-8),
   );
   const text = names.map(
     (name, i) =>
@@ -786,7 +808,8 @@ function layers() {
   const hover = { text, hovertemplate: "%{text}<extra></extra>" };
   const every = Math.ceil(names.length / Math.max(4, Math.floor(get("layers").clientWidth / 46)));
   const ticks = at.filter((i) => i % every === 0);
-  const width = Math.max(2, Math.min(14, (get("layers").clientWidth - 60) / names.length / 2.2));
+  const routers = names.some((name) => name.endsWith(".router"));
+  const width = Math.max(4, Math.min(14, (get("layers").clientWidth - 60) / names.length / 2.2));
   Plotly.react(
     "layers",
     [
@@ -835,9 +858,16 @@ function layers() {
         range: [-0.7, names.length - 0.3],
         showgrid: false,
         tickangle: 0,
+        title: { text: routers ? "layer (r: its router)" : "layer", standoff: 6 },
       },
-      yaxis: { type: "log", range: [Math.log10(low), Math.log10(high)], ...logTicks(low, high) },
+      yaxis: {
+        type: "log",
+        range: [Math.log10(low), Math.log10(high)],
+        title: { text: "gradient norm", standoff: 6 },
+        ...logTicks(low, high),
+      },
       legend: {
+        itemsizing: "constant",
         orientation: "h",
         x: 0,
         y: 1.02,
@@ -861,11 +891,11 @@ const columns = [
   },
   { key: "severity", name: "Gradient norm", num: true, cell: (culprit) => short(culprit.grad_norm) },
   { key: "times", name: "× threshold", num: true, cell: (culprit) => times(culprit.times) },
+  { key: "source", name: "Source", cell: (culprit) => badge(culprit.source) },
   { key: "ratio", name: "Ratio", num: true },
   { key: "rollout_ratio", name: "Rollout ratio", num: true },
   { key: "advantage", name: "Advantage", num: true },
   { key: "log_prob", name: "log p", num: true },
-  { key: "source", name: "Source", cell: (culprit) => badge(culprit.source) },
   { key: "reward", name: "Reward", num: true },
 ];
 // The context from shortly before the culprit on: the cell is narrow.
@@ -906,6 +936,7 @@ function filter(change) {
 }
 function matching() {
   const words = table.words.toLowerCase().trim();
+  const [, field, wanted] = words.match(/^(step|rank) (\d+)$/) ?? [];
   const text = (culprit) =>
     (culprit.search ??= [
       named(culprit),
@@ -914,8 +945,6 @@ function matching() {
       culprit.source,
       culprit.uid,
       culprit.data_source,
-      `step ${culprit.global_step}`,
-      `rank ${culprit.rank}`,
     ]
       .join("\n")
       .toLowerCase());
@@ -923,7 +952,9 @@ function matching() {
     (culprit) =>
       (!table.source || culprit.source === table.source) &&
       (table.token === null || named(culprit) === table.token) &&
-      text(culprit).includes(words),
+      (field
+        ? String(field === "step" ? culprit.global_step : culprit.rank) === wanted
+        : text(culprit).includes(words)),
   );
   const column = columns.find((other) => other.key === table.key);
   const value = (culprit) => (column.num ? number(culprit[table.key]) : culprit[table.key]);
@@ -1028,10 +1059,27 @@ if (events.length) {
   timeline();
   rows();
   if (!culprits.length) document.querySelectorAll(".of-culprits").forEach((section) => (section.hidden = true));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  const draw = () => {
     timeline();
     if (current) layers();
+  };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  // The labels of the layers depend on the width.
+  let waiting;
+  addEventListener("resize", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => current && layers(), 200);
   });
+  // On paper: light colours, and charts as wide as an A4 page.
+  const printed = (on) => {
+    document.documentElement.classList.toggle("print", on);
+    draw();
+    const size = on ? { width: 640 } : { width: null, autosize: true };
+    for (const chart of ["timeline", ...(current && !get("layers").hidden ? ["layers"] : [])])
+      Plotly.relayout(chart, size);
+  };
+  addEventListener("beforeprint", () => printed(true));
+  addEventListener("afterprint", () => printed(false));
 }
 // The keyboard scrolls to what it moves to; the tip goes along.
 addEventListener("scroll", placeTip, { capture: true, passive: true });

@@ -335,7 +335,7 @@ def test_every_diagnosis_source_and_action_of_the_schema_is_explained() -> None:
 
 def test_notes_of_the_file_are_told(run: Any) -> None:
     out = run(events=[spike(1)] * 17)
-    assert "1 more events of this step are not written" in out
+    assert "Note in the file: in step 1: 1 more spikes are not written: 16 in a step are the limit." in out
 
 
 def test_since_and_top(tmp_path: Path, run: Any) -> None:

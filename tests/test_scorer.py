@@ -272,12 +272,18 @@ def test_bad_options(options: dict, error: type, message: str) -> None:
         default_compute_score("math_verify", "1", "1", **options)
 
 
-@pytest.mark.parametrize("truth", [None, ["5"], {"target": 5}, np.array(["5"]), b"5"])
+@pytest.mark.parametrize("truth", [None, ["5"], {"target": 5}, np.array(["5"]), b"5", True])
 def test_a_ground_truth_that_is_neither_text_nor_number(truth: object) -> None:
     with pytest.raises(TypeError, match="must be a string or a number, got "):
         score("5", truth)
     with pytest.raises(TypeError, match="must be a string or a number, got "):
         math_verify.compute_score_batch(["x"], ["5"], [truth])
+
+
+@pytest.mark.parametrize("answer", [None, 5, b"5", ["5"]])
+def test_a_response_that_is_no_text(answer: object) -> None:
+    with pytest.raises(TypeError, match="must be a string, got "):
+        score(answer, "5")
 
 
 @pytest.mark.parametrize("truth", [5, 5.0, np.int64(5), np.str_("5")])
