@@ -79,6 +79,9 @@ class SetAside:
     @torch.no_grad()
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None and self._replaced:
+            for holder, gradient, _ in self._kept:
+                if gradient is None:  # zeros in the place of none would have the optimizer step
+                    holder.grad = None
             return
         clear(self._module)
         for holder, gradient, copy in self._kept:
@@ -155,6 +158,13 @@ def _reset_fsdp2(unit: FSDPModule) -> None:
         group._all_gather_result = None
         group._post_forward_indices.clear()
         unit.reshard()
+
+
+def all_reached(module: nn.Module) -> bool:
+    """Whether a first pass has left a gradient for every parameter that FSDP2 has and that is trained."""
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    parameters = [p.sharded_param for unit in units for group in _parameter_groups(unit) for p in group.fsdp_params]
+    return all(parameter.grad is not None for parameter in parameters if parameter.requires_grad)
 
 
 @contextmanager

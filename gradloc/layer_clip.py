@@ -260,6 +260,7 @@ class LayerClip:
                 "No LayerClip statistics are loaded (the checkpoint or checkpoint.load_contents is without them, "
                 "which are part of 'extra'); the warm-up begins anew."
             )
+            self._statistics = {layer: LayerStatistics() for layer in self.layers}
             return
         if set(state) != set(self.layers):
             extra, missing = sorted(set(state) - set(self.layers)), sorted(set(self.layers) - set(state))

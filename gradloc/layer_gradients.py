@@ -25,7 +25,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from .distributed import world_size
 from .gradients import chunks
 from .layers import layer_groups
-from .sharding import DTensor
+from .sharding import DTensor, FSDPModule
+
+_FSDP = (FullyShardedDataParallel, FSDPModule)
 
 
 @dataclass(frozen=True)
@@ -75,22 +77,22 @@ class LayerGradients:
             self.numels[layer] += piece.numel
             self._pieces.append((layer, piece))
         self._device = device
-        self._sharded = any(piece.shards > 1 for piece in trainable)
+        # Also without shards: ranks must not come to other decisions than others.
+        self._summed = world_size() > 1 and any(isinstance(unit, _FSDP) for unit in module.modules())
         self._plan: list[tuple[int, float]] = []
         self._plan_on_device: tuple[Tensor, Tensor] | None = None
 
     def squared_norms(self) -> Tensor:
-        """The layers' squared norms. A collective call (one all-reduce) where the module is sharded; no host sync.
+        """The layers' squared norms. A collective call (one all-reduce) where FSDP wraps the module; no host sync.
 
         Returns:
-            Tensor: float64 of shape (len(layers),), the same on every rank of a sharded module. 0 for a layer without
-                a gradient.
+            Tensor: float64 of shape (len(layers),), then the same on every rank. 0 for a layer without a gradient.
         """
         return self.add_up(self.own_squares())
 
     def add_up(self, squares: Tensor) -> Tensor:
-        """Sums every rank's `own_squares`, in place. A collective call where the module is sharded."""
-        if self._sharded:
+        """Sums every rank's `own_squares`, in place. A collective call where FSDP wraps the module."""
+        if self._summed:
             dist.all_reduce(squares)
         return squares
 
@@ -104,7 +106,7 @@ class LayerGradients:
             if gradient is None or gradient.numel() == 0:
                 continue
             # The all-reduce adds up all replicas.
-            share = piece.shards / world_size() if self._sharded else 1.0
+            share = piece.shards / world_size() if self._summed else 1.0
             for chunk in chunks(gradient):
                 parts.append(chunk)
                 plan.append((layer, share))

@@ -232,6 +232,8 @@ class Localization:
         if self.overflow:
             self._waiting = [group for group in self._waiting if self._broken_tokens_of(group)]
         try:
+            if self._waiting:
+                self._passes.rehearse()
             if self._broken_without_tokens():
                 self._waiting = []
             self._search_tokens()
@@ -469,7 +471,7 @@ class Localization:
             involved = _involved(tokens)
             places = involved.nonzero()
             candidates.append(torch.cat([torch.full((len(places), 1), name[0]), places], 1))
-            suspicion.append(evidence.suspicion(tokens)[involved])
+            suspicion.append(tokens["suspicion"][involved])
             weights.append(tokens["weight"][involved])
             healthy &= not _broken(tokens).any()
         self._candidates[group] = torch.cat(candidates)
@@ -481,7 +483,7 @@ class Localization:
 
     def _suspicion(self, name: UnitName) -> Tensor:
         tokens = self._shared[name].tokens
-        return evidence.suspicion(tokens)[_involved(tokens)].double()
+        return tokens["suspicion"][_involved(tokens)].double()
 
     def _suspect_rows(self, group: GroupName) -> None:
         """Has the rows of a group narrowed down whose gradient is broken without a broken token."""
@@ -570,7 +572,7 @@ class Localization:
         name, row, position = token
         micro_batch, unit = self._shared[name], self.units[name]
         tokens = micro_batch.tokens
-        suspicion = evidence.suspicion(tokens)[row]
+        suspicion = tokens["suspicion"][row]
         if token in self._measured:
             grad_norm = self._grad_norm(token)
             layer_norms = [norm / self._weight(token) for norm in self._measured[token]]

@@ -35,8 +35,10 @@ from .taps import GradientTaps
 
 logger = logging.getLogger(__name__)
 
-# In the warm-up of an automatic threshold only NaN and Inf are spikes: τ is this many times the largest finite norm.
+# In the warm-up of an automatic threshold only NaN and Inf are spikes: τ is this many times the largest finite norm so
+# far, or this number where there is none.
 _WARMUP_MARGIN = 10.0
+_WARMUP_MOST = 1e30
 
 
 def token_weights(aggregate: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
@@ -166,7 +168,7 @@ class GradLoc:
         """Called after the backward of a training pass."""
         if self._current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
-        self._lockstep.stop()
+        self._lockstep.stop(whole=lambda: gradients.all_reached(self._module))
         if self._taps is not None:
             self._current.squares = self._taps.stop()
         self._micro_batches.append(self._current)
@@ -338,7 +340,7 @@ class GradLoc:
         self._threshold = self._auto_threshold.value if automatic else float(self.config.threshold)
         # Also with a given threshold, so that a resumed run may change to an automatic one.
         self._auto_threshold.take_in(token_norm_max)
-        return self._threshold or _WARMUP_MARGIN * finite_max or 1.0
+        return self._threshold or _WARMUP_MARGIN * max([finite_max, *self._auto_threshold.norms()]) or _WARMUP_MOST
 
     def _compare_with_rollout(self, misaligned: float, tokens: float) -> None:
         self._misaligned += misaligned

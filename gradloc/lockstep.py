@@ -84,14 +84,24 @@ class Lockstep:
     def __init__(self, can_repeat: bool = True) -> None:
         self._can_repeat = can_repeat
         self._pattern: list[_Call] | None = None
+        self._whole = False
         self._calls: list[_Call] = []
         self._inside = False
         self._originals: dict[str, Callable] = {}
 
     @property
     def has_pattern(self) -> bool:
-        """Whether a whole pass has been recorded."""
+        """Whether a pass has been recorded."""
         return self._pattern is not None
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether what is recorded is good for all passes to come, and needed at all."""
+        return self._whole or not self._can_repeat
+
+    def forget(self) -> None:
+        """Drops the pattern."""
+        self._pattern = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -112,11 +122,15 @@ class Lockstep:
             for name, function in self._originals.items():
                 setattr(dist, name, self._noting(function))
 
-    def stop(self) -> None:
-        """Ends a recording, if there is one under way, and keeps it as the pattern."""
+    def stop(self, whole: Callable[[], bool] = lambda: True) -> None:
+        """Ends a recording, if there is one under way, and keeps it as the pattern.
+
+        Args:
+            whole (Callable): Whether the pass has made all calls that a pass can make. Asked only if it was recorded.
+        """
         if self._originals:
             self._restore()
-            self._pattern = self._calls
+            self._pattern, self._whole = self._calls, whole()
 
     def _restore(self) -> None:
         for name, function in self._originals.items():

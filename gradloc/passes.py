@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import distributed, gradients
+from . import distributed, evidence, gradients
 from .layer_gradients import LayerGradients
 from .lockstep import Lockstep
 from .taps import GradientTaps
@@ -69,7 +69,7 @@ class MicroBatch:
         return broken
 
     def portable(self, scale: float, inputs: bool = True) -> "MicroBatch":
-        """A copy on the CPU, with coefficients free of the loss scale, and with or without the inputs."""
+        """A copy on the CPU, with coefficients free of the loss scale, suspicion, and with or without the inputs."""
         kept = self.inputs.items() if inputs else ()
         copies = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in kept}
         tokens = {
@@ -78,6 +78,8 @@ class MicroBatch:
         for name in ("coefficient", "entropy_coefficient"):
             tokens[name] = tokens[name] / scale if name in tokens else torch.zeros_like(tokens["weight"])
         tokens["broken"] = self.broken(scale != 1).cpu()
+        # Here, once for all ranks: on other processors exp has other last bits, and the search goes by it.
+        tokens["suspicion"] = evidence.suspicion(tokens)
         return MicroBatch(copies, self.rows, self.rng_state, tokens)
 
 
@@ -202,6 +204,22 @@ class Passes:
             meter.cancel()
             gradients.clear(self._module)
         return torch.stack(distributed.gather(own))[: len(probes)]
+
+    def rehearse(self) -> None:
+        """Has every rank know the collective calls of a pass, one of its own if need be. A collective call.
+
+        A training pass that has not reached all parameters makes fewer of them, or smaller ones.
+
+        Raises:
+            RankFailedError: That pass failed on some rank.
+        """
+        unknown = torch.tensor([float(not self._lockstep.knows_all)], device=self._device)
+        if self.world_size > 1 and torch.stack(distributed.gather(unknown)).any():
+            self._lockstep.forget()
+            try:
+                self.accumulate(lambda _: None)
+            finally:
+                gradients.clear(self._module)
 
     def accumulate(
         self, share_of: Callable[[int], Share | None], read: Callable[[], Tensor | None] = lambda: None

@@ -24,6 +24,7 @@ from actor_cases import (
     train,
 )
 from verl import DataProto
+from verl.utils.gradloc import evidence
 
 PLACES = ["before the forward", "in a layer", "after the forward", "in the backward", "in a layer's backward"]
 
@@ -79,6 +80,50 @@ def failing_search(case: Case, where: str, ranks: list[int], when: int) -> tuple
     stock = train(case, stock_dp_actor(), calls=2)
     run = train(case, calls=2, prepare=prepare, **DETECTION)
     return compare_runs(run, stock), run
+
+
+def failing_without_an_expert(case: Case) -> tuple[dict[str, bool], Run]:
+    """Rank 1 runs out of memory in its first extra pass over more than one token of one row."""
+
+    def prepare(actor: Any) -> None:
+        def strike(_module: torch.nn.Module, arguments: tuple[torch.Tensor], _output: torch.Tensor) -> None:
+            if actor.gradloc._current is None and arguments[0].shape[:2] != (1, PROMPT + 1):
+                run_out_of_memory()
+
+        if dist.get_rank() == 1:
+            layers = [m for m in actor.actor_module.modules() if type(m).__name__.endswith("DecoderLayer")]
+            layers[1].register_forward_hook(strike)
+
+    stock = train(case, stock_dp_actor(), calls=2, change_model=without_an_expert)
+    run = train(case, calls=2, prepare=prepare, change_model=without_an_expert, **DETECTION)
+    return compare_runs(run, stock), run
+
+
+def without_an_expert(model: torch.nn.Module) -> None:
+    """No token is ever routed to the last expert of a layer, which so has no gradient."""
+
+    def avoid(_module: torch.nn.Module, _arguments: Any, logits: torch.Tensor) -> torch.Tensor:
+        return torch.cat([logits[..., :-1], torch.full_like(logits[..., -1:], -1e9)], -1)
+
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(avoid)
+
+
+def dropping_without_an_expert(case: Case) -> tuple[list[int], list[int], str]:
+    """How many parameters have a gradient in each optimizer step, without and with a drop; and the drop's events."""
+    stock = train(case, stock_dp_actor(), change_model=without_an_expert)
+    run = train(case, change_model=without_an_expert, **{**DETECTION, "spike_action": "drop"})
+    return [len(step) for step in stock.gradients], [len(step) for step in run.gradients], run.events[0]
+
+
+def with_other_arithmetic(case: Case) -> Run:
+    """A search on ranks of which each one makes something else of suspicion, as other processors might."""
+    suspicion = evidence.suspicion
+    evidence.suspicion = lambda tokens: suspicion(tokens) * (1 + dist.get_rank() * torch.rand_like(tokens["weight"]))
+    try:
+        return train(case, **DETECTION)
+    finally:
+        evidence.suspicion = suspicion
 
 
 def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], Run]:

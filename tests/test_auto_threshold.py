@@ -110,6 +110,22 @@ def test_in_the_warm_up_only_nan_is_a_spike(launch: Launch) -> None:
         assert second == [] and "actor/gradloc/threshold" not in run.metrics[0]
 
 
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        (1, Case("none", rows=4, mini_batch=4, micro_batch=4, nan=((0, 2, 7),))),
+        (2, Case("fsdp2", model="tiled", rows=4, mini_batch=4, nan=((0, 2, 7),))),
+    ],
+)
+def test_without_any_finite_norm_only_nan_is_a_culprit(launch: Launch, world: int, case: Case) -> None:
+    """One micro-batch in all, and the reduced meter: a NaN leaves nothing to tell ordinary norms from."""
+    for run in launch(world, auto_threshold_cases.warm_up, case):
+        first, second = (valid_events(events) for events in run.events)
+        (event,) = first
+        assert event["complete"] and second == []
+        assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == {(0, 2, 7)}
+
+
 def test_on_the_embedded_model_clean_updates_are_silent_and_a_planted_token_is_found(tmp_path: Path) -> None:
     prepare = [sys.executable, str(ROOT / "embedded/prepare.py"), str(tmp_path)]
     subprocess.run(prepare, check=True, capture_output=True, timeout=300)

@@ -31,6 +31,40 @@ def test_out_of_memory(launch: Launch, world: int, case: Case, where: str) -> No
         assert all(same.values()), same
 
 
+def test_out_of_memory_where_an_expert_is_idle(launch: Launch) -> None:
+    """Probes make larger collective calls than training does there, also the first of them."""
+    case = Case("fsdp2", model="moe", micro_batch=8, planted=((0, 0, 4), (0, 6, 1), (1, 6, 9)))
+    results = launch(2, fault_cases.failing_without_an_expert, case)
+    (event,), second = same_events([run for _, run in results])
+    assert "OutOfMemoryError" in event["error"] and not event["complete"] and second == []
+    assert event["passes"] == 2  # the first one shows every rank the calls
+    for same, _ in results:
+        assert all(same.values()), same
+
+
+def test_a_drop_gives_no_gradient_to_what_had_none(launch: Launch) -> None:
+    case = Case("fsdp2", model="moe", micro_batch=8, planted=THREE)
+    for stock, dropped, events in launch(2, fault_cases.dropping_without_an_expert, case):
+        (event,) = valid_events(events)
+        assert event["applied"] and len(event["culprits"]) == len(THREE)
+        assert dropped == stock
+
+
+def test_ranks_with_other_arithmetic_search_alike(launch: Launch) -> None:
+    (events,) = same_events(launch(2, fault_cases.with_other_arithmetic, Case(planted=THREE)))
+    (event,) = events
+    assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == set(THREE) and event["complete"]
+
+
+@pytest.mark.parametrize("trigger", ["unit", "global"])
+def test_ranks_whose_gradients_are_not_averaged_decide_alike(launch: Launch, trigger: str) -> None:
+    """Where verl's fsdp_size is 1, FSDP1 neither shards nor averages."""
+    case = Case("fsdp1-orig", hsdp=True, trigger=trigger, planted=ONE)
+    results = launch(2, fault_cases.failing_search, case, "in a layer", [], 1)
+    (event,), second = same_events([run for _, run in results])
+    assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [*ONE] and second == []
+
+
 @cases((2, Case("fsdp1", planted=THREE)), (2, Case("fsdp2", planted=THREE)))
 @pytest.mark.parametrize("what", ["the units", "a norm"])
 def test_out_of_memory_beside_the_passes(launch: Launch, world: int, case: Case, what: str) -> None:

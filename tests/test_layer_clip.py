@@ -363,6 +363,7 @@ def test_statistics_are_saved_and_loaded(caplog: pytest.LogCaptureFixture) -> No
     assert caplog.text == ""
     resumed.load_state_dict(None)
     assert "No LayerClip statistics are loaded" in caplog.text
+    assert resumed.state_dict() == LayerClip(other, config).state_dict()
 
 
 def test_statistics_of_another_model_are_refused() -> None:
