@@ -49,9 +49,13 @@ _READINGS = 3
 _CONCENTRATED = 0.5
 
 # After so many probes in a row that point at no token, in so many passes at least, a unit's spike may be a matter of
-# all its tokens. Of a unit that is left, so many of the likeliest tokens are measured.
-_POINTLESS_PROBES, _POINTLESS_PASSES = 24, 3
+# all its tokens; where that is so of several units, they share the probes, down to so many for each. Of a unit that is
+# left, so many of the likeliest tokens are measured.
+_POINTLESS_PROBES, _POINTLESS_PASSES, _POINTLESS_LEAST = 24, 3, 8
 _SAMPLE = 3
+
+# After this many times the passes that bisection would take, without a new culprit, the search goes for single tokens.
+_DRY = 1.0
 
 # So many probes, or at least so many passes, in a row may go into loud segments without finding a culprit.
 _PATIENCE_PROBES, _PATIENCE_PASSES = 16, 4
@@ -318,6 +322,9 @@ class Search:
         self._codes: list[Code] = []
         self._unexplained: list[_Parent] = []
         self._fruitless = 0
+        # Passes in a row without a new culprit; and whether single tokens are gone for rather than the loudest parts.
+        self._dry = 0
+        self._deep = False
 
     @property
     def open_segments(self) -> list[Segment]:
@@ -376,6 +383,9 @@ class Search:
             if self._fruitless >= max(math.ceil(_PATIENCE_PROBES / count), _PATIENCE_PASSES):
                 return []
             self._fruitless += 1
+        sizes = [segment.size for segment in self._open]
+        if self._dry > _DRY * math.log(max([2, *sizes]), count + 1) + 1:
+            self._deep = True
         self._begin_codes(count, passes_left)
         digits = [digit for code in self._codes for digit in code.unread][:count]
         while 0 < len(self._open) < count - len(digits):
@@ -396,6 +406,7 @@ class Search:
         known = len(self.culprits)
         for segment, norm in segments:
             self._record(segment, norm)
+        self._dry = 0 if len(self.culprits) > known else self._dry + 1
         for name in dict.fromkeys(culprit.unit for culprit in self.culprits[known:]):
             self._go_on_beside_culprit(name)
         for probe, norm in measured:
@@ -602,7 +613,9 @@ class Search:
 
     def _follow(self, unit: _Unit) -> None:
         """Where a unit's probes point at no token, follows its loudest segment down; if in vain, leaves the unit."""
-        pointless = len(unit.pointless) >= _POINTLESS_PASSES and sum(unit.pointless) >= _POINTLESS_PROBES
+        alike = sum(bool(other.pointless) for other in self._units.values())
+        enough = max(_POINTLESS_PROBES // max(alike, 1), _POINTLESS_LEAST)
+        pointless = len(unit.pointless) >= _POINTLESS_PASSES and sum(unit.pointless) >= enough
         if unit.left or not (pointless or unit.focus):
             return
         if unit.focus is None:
@@ -610,6 +623,9 @@ class Search:
             unit.focus = max(parents, key=self._loudness, default=None)
         while unit.focus is not None and unit.focus.over:
             unit.focus = max(unit.focus.over, key=self._loudness)
+        if unit.focus is not None and unit.focus.parts and unit.focus not in self._open.values():
+            # Its parts have been joined to others.
+            unit.focus = next((p for p in self._open.values() if p.joined and unit.focus in p.above), None)
         if unit.focus is None or unit.focus.parts == 0:
             self._leave(unit)
 
@@ -639,7 +655,9 @@ class Search:
         return energy * segment.prior / max(parent.prior, segment.prior)
 
     def _urgency(self, segment: Segment) -> tuple:
-        return (self._open[segment].loud, -self._expected_square(segment), self._units[segment.unit].number)
+        # Among many culprits of one size, the parts with the most energy are the widest: none would be found for long.
+        size = segment.size if self._deep and segment.size else 1
+        return (self._open[segment].loud, -self._expected_square(segment) / size, self._units[segment.unit].number)
 
 
 def _remainder(whole: float, part: float) -> float:

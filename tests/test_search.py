@@ -251,6 +251,45 @@ def test_culprits_that_sit_evenly_and_pull_the_same_way_are_found(cosine: float,
     assert found == set(places) if probes_a_pass == 4 else search.open_segments and len(found) > 2
 
 
+class Aligned(Tokens):
+    """Ordinary tokens that all pull exactly the same way, with norms that differ as log-normal numbers do."""
+
+    def __init__(self, n: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.norms = 2 * torch.exp(0.5 * torch.randn(n, generator=generator)).double()
+        self.weights = torch.full((n,), 1 / n, dtype=torch.float64)
+
+    def norm(self, tokens: list[int], factors: list[float] | None = None) -> float:
+        scaled = self.weights[tokens] * torch.tensor(factors or [1.0] * len(tokens), dtype=torch.float64)
+        return float((self.norms[tokens] * scaled).sum())
+
+    def suspicion(self, helpful: bool | None) -> torch.Tensor:
+        return torch.rand(len(self.weights), generator=torch.Generator().manual_seed(len(self.weights)))
+
+
+@pytest.mark.parametrize("probes_a_pass", [8, 64, 128])
+def test_wide_passes_leave_diffuse_units_as_soon_as_narrow_ones(probes_a_pass: int) -> None:
+    """In a wide pass something always stands out by chance, and readings of numbers join what is followed."""
+    tokens = {seed: Aligned(32768, seed) for seed in range(4)}
+    search = start(tokens)
+    passes, _ = run(search, tokens, probes_a_pass)
+    assert passes < 40 and search.diffuse and search.given_up
+
+
+@pytest.mark.parametrize("units", [1, 4])
+def test_of_very_many_culprits_some_are_found_before_the_budget_is_spent(units: int) -> None:
+    """64 of one size, scattered over 4096 tokens, about which suspicion says nothing, one probe a pass."""
+    tokens = {seed: Tokens(4096, dict.fromkeys(range(13, 4096, 64), 1e5), seed) for seed in range(units)}
+    search = start(tokens, helpful=None, ordinary=1.0)
+    first = None
+    for number in range(128):
+        (probe,) = search.next(1, 128 - number)
+        search.record([(probe, tokens[probe.unit].measure(probe))])
+        first = number if first is None and search.culprits else first
+    assert first < 50 and len(search.culprits) >= 4
+    assert all(culprit.candidate % 64 == 13 for culprit in search.culprits)
+
+
 def test_what_a_diffuse_unit_leaves_unmeasured_is_told() -> None:
     tokens = {"a": Coherent(1000, 0.5, {}, seed=0)}
     search = start(tokens, helpful=None)
