@@ -54,9 +54,6 @@ _CONCENTRATED = 0.5
 _POINTLESS_PROBES, _POINTLESS_PASSES, _POINTLESS_LEAST = 24, 3, 8
 _SAMPLE = 3
 
-# After this many times the passes that bisection would take, without a new culprit, the search goes for single tokens.
-_DRY = 1.0
-
 # So many probes, or at least so many passes, in a row may go into loud segments without finding a culprit.
 _PATIENCE_PROBES, _PATIENCE_PASSES = 16, 4
 
@@ -322,7 +319,7 @@ class Search:
         self._codes: list[Code] = []
         self._unexplained: list[_Parent] = []
         self._fruitless = 0
-        # Passes in a row without a new culprit; and whether single tokens are gone for rather than the loudest parts.
+        # Passes in a row without a new culprit. After more than bisection takes, the search goes for single tokens.
         self._dry = 0
         self._deep = False
 
@@ -383,9 +380,8 @@ class Search:
             if self._fruitless >= max(math.ceil(_PATIENCE_PROBES / count), _PATIENCE_PASSES):
                 return []
             self._fruitless += 1
-        sizes = [segment.size for segment in self._open]
-        if self._dry > _DRY * math.log(max([2, *sizes]), count + 1) + 1:
-            self._deep = True
+        most = max((segment.size for segment in self._open), default=0)
+        self._deep |= self._dry > math.log(max(most, 2), count + 1) + 1
         self._begin_codes(count, passes_left)
         digits = [digit for code in self._codes for digit in code.unread][:count]
         while 0 < len(self._open) < count - len(digits):
