@@ -319,8 +319,8 @@ class Search:
         self._codes: list[Code] = []
         self._unexplained: list[_Parent] = []
         self._fruitless = 0
-        # Passes in a row without a new culprit. After more than bisection takes, the search goes for single tokens.
-        self._dry = 0
+        # Whether it goes for single tokens: after more passes without any culprit than bisection takes.
+        self._passes = 0
         self._deep = False
 
     @property
@@ -381,7 +381,7 @@ class Search:
                 return []
             self._fruitless += 1
         most = max((segment.size for segment in self._open), default=0)
-        self._deep |= self._dry > math.log(max(most, 2), count + 1) + 1
+        self._deep = not self.culprits and self._passes > math.log(max(most, 2), count + 1) + 1
         self._begin_codes(count, passes_left)
         digits = [digit for code in self._codes for digit in code.unread][:count]
         while 0 < len(self._open) < count - len(digits):
@@ -402,7 +402,7 @@ class Search:
         known = len(self.culprits)
         for segment, norm in segments:
             self._record(segment, norm)
-        self._dry = 0 if len(self.culprits) > known else self._dry + 1
+        self._passes += 1
         for name in dict.fromkeys(culprit.unit for culprit in self.culprits[known:]):
             self._go_on_beside_culprit(name)
         for probe, norm in measured:
