@@ -272,10 +272,13 @@ def print_summary(summary: Mapping[str, Any]) -> None:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("source", no_wrap=True)
         for row in summary["largest_culprits"]:
+            words = Text.assemble((quoted(_name(row)), "bold red"), visible(f"  {_around(row)}") if wide else "")
+            # The figures need the rest.
+            words.truncate(console.width - 85 if wide else 20 if figures else 14, overflow="ellipsis")
             table.add_row(
                 "–" if row["global_step"] is None else str(row["global_step"]),
                 str(row["rank"]),
-                Text.assemble((quoted(_name(row)), "bold red"), visible(f"  {_around(row)}") if wide else ""),
+                words,
                 short(row["grad_norm"]),
                 short(_times({"norm": row["grad_norm"], "threshold": row["threshold"]})),
                 *(short(row[name]) for name in figures),

@@ -392,6 +392,15 @@ def test_the_directory_of_a_run_will_do(tmp_path: Path, run: Any) -> None:
     assert "1 gradient spike in step 3" in run()
 
 
+@pytest.mark.parametrize("width", [60, 90, 120, 200])
+def test_long_texts_leave_room_for_the_figures(run: Any, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    culprits = run(events=[spike(4, token=" wordy" * 40, context="before «" + " wordy" * 40 + "»" + " after" * 40)])
+    heading, row = culprits.partition("The culprits")[2].strip().splitlines()[:2]
+    assert "step  rank" in heading and "× threshold" in heading and "source" in heading
+    assert row.split()[:2] == ["4", "1"] and "9,000" in row or "9000" in row
+
+
 def test_a_narrow_terminal_gets_fewer_columns(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     culprits = run(events=[spike(4)]).partition("The culprits")[2]
