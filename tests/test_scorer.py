@@ -466,9 +466,10 @@ def test_errors_of_the_workers_are_raised(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_fork_server_is_killed() -> None:
     old = new_workers()
+    pool = math_verify._pool.pool  # the score below may find it dead already, and come from another
     old[0].parent().kill()
     assert score("\\boxed{7}", "7") == 1.0
-    while math_verify._pool.pool.active:
+    while pool.active:
         time.sleep(0.1)
     assert score("\\boxed{8}", "7") == 0.0
     assert not psutil.wait_procs(old, timeout=20)[1]
