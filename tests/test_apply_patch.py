@@ -330,6 +330,17 @@ def test_installed_version(project: Project, tree: Path) -> None:
     (tree / "verl/version/version").write_text("0.8.0\n")
     refused(project.apply("--installed", PYTHONPATH=str(tree)), 3, "0.8.0")
     refused(project.apply("--installed", "--check", PYTHONPATH=str(tree)), 12, "0.8.0")
+    # As in an editable installation of the commit, where only the wheel has the release's number.
+    (tree / "verl/version/version").write_text("0.7.0.dev\n")
+    assert project.apply("--installed", "--check", PYTHONPATH=str(tree)).returncode == 0
+
+
+def test_another_verl_in_the_current_directory(project: Project, tree: Path, tmp_path: Path) -> None:
+    """What `python -m verl.trainer.main_ppo` would import there."""
+    elsewhere = trees.copy_base(tmp_path / "elsewhere")
+    command = [sys.executable, project.place / "apply_patch.py", "--installed"]
+    refused(trees.run(*command, cwd=elsewhere, PYTHONPATH=str(tree)), 3, str(elsewhere / "verl"), "--repo")
+    assert trees.run(*command, cwd=tree, PYTHONPATH=str(tree)).returncode == 0
 
 
 def test_nothing_installed(project: Project, tmp_path: Path) -> None:

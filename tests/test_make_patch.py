@@ -249,6 +249,23 @@ def test_base_head_and_output(made: tuple[Project, Path], tmp_path: Path) -> Non
     refused(project.make("--repo", checkout, "--output", tmp_path / "absent/x"), 3, "existing directory")
 
 
+def test_a_patch_that_would_not_be_taken_is_not_written(made: tuple[Project, Path]) -> None:
+    project, checkout = made
+    before = project.patch.read_bytes()
+    (checkout / ALGOS).chmod(0o755)
+    refused(project.make("--repo", checkout), 3, "apply_patch.py would not take the patch", ALGOS)
+    assert project.patch.read_bytes() == before
+
+
+def test_what_editors_and_tools_leave_is_no_edit(made: tuple[Project, Path]) -> None:
+    project, checkout = made
+    before = project.patch.read_bytes()
+    for name in ("protocol.py.orig", "protocol.py.rej", ".protocol.py.swp", "protocol.py~"):
+        (checkout / "verl" / name).write_text("left\n")
+    assert project.make("--repo", checkout).returncode == 0
+    assert project.patch.read_bytes() == before
+
+
 def test_a_newer_base_with_a_conflict(made: tuple[Project, Path], tmp_path: Path) -> None:
     """The way that CONTRIBUTING.md describes."""
     project, _ = made
