@@ -82,8 +82,13 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
         "ratio": _ratio(value("log_prob"), value("old_log_prob")),
         "rollout_ratio": _ratio(value("log_prob"), value("rollout_log_prob")),
         "sequence_ratio": None if reference is None else _exp(float(reference.mean())),
-        "misaligned_share": None if rollout is None else float((~(rollout.abs() <= MISALIGNED_NATS)).double().mean()),
+        "misaligned_share": None if rollout is None else float(off_the_rollout(rollout).double().mean()),
     }
+
+
+def off_the_rollout(difference: Tensor) -> Tensor:
+    """Which tokens' log-probs differ from the rollout's by more than a nat, or are NaN; from log p − log q."""
+    return ~(difference.abs() <= MISALIGNED_NATS)
 
 
 def suspicion(tokens: Mapping[str, Tensor]) -> Tensor:

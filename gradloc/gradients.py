@@ -110,6 +110,12 @@ def reset_sharding(module: nn.Module) -> None:
             unit._exec_order_data.next_iter()
         if unit._handle is not None:
             _reset_handle(unit._handle)
+    for group in _parameter_groups(module):
+        for parameter in group.fsdp_params:
+            # What a backward left here, unreduced, would be added to the next one's.
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             _reset_fsdp2(unit)
@@ -135,12 +141,6 @@ def _reset_handle(handle: FlatParamHandle) -> None:
 
 
 def _reset_fsdp2(unit: FSDPModule) -> None:
-    for group in _parameter_groups(unit):
-        for parameter in group.fsdp_params:
-            # What a backward left here, unreduced, would be added to the next one's.
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
     state = unit._get_fsdp_state()
     if hasattr(unit, "reset_iter_state"):
         if state._is_root:
@@ -162,8 +162,7 @@ def _reset_fsdp2(unit: FSDPModule) -> None:
 
 def all_reached(module: nn.Module) -> bool:
     """Whether a first pass has left a gradient for every parameter that FSDP2 has and that is trained."""
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-    parameters = [p.sharded_param for unit in units for group in _parameter_groups(unit) for p in group.fsdp_params]
+    parameters = [parameter.sharded_param for group in _parameter_groups(module) for parameter in group.fsdp_params]
     return all(parameter.grad is not None for parameter in parameters if parameter.requires_grad)
 
 
@@ -174,7 +173,7 @@ def all_reduced(module: nn.Module) -> Iterator[None]:
     It reduces the gradients of a unit in one call and leaves out parameters without one: ranks whose inputs reach
     different experts would disagree about the size. (From torch 2.13 on, `set_reduce_scatter_unused_params` does this.)
     """
-    groups = [group for unit in module.modules() if isinstance(unit, FSDPModule) for group in _parameter_groups(unit)]
+    groups = _parameter_groups(module)
 
     def reduce_all(group: object) -> None:
         parameters = [p.unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
@@ -193,11 +192,15 @@ def all_reduced(module: nn.Module) -> Iterator[None]:
             del group.post_backward
 
 
-def _parameter_groups(unit: FSDPModule) -> list:
-    state = unit._get_fsdp_state()
-    # torch before 2.12 has one at most.
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+def _parameter_groups(module: nn.Module) -> list:
+    """Those of all of FSDP2's units."""
+    found = []
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            state = unit._get_fsdp_state()
+            # torch before 2.12 has one at most.
+            found += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in found if group is not None]
 
 
 @contextmanager

@@ -411,8 +411,8 @@ def _count_misaligned(micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
     for tokens in (micro_batch.tokens for micro_batch in micro_batches):
         if "rollout_log_prob" in tokens:
             mask = tokens["response_mask"].bool()
-            near = (tokens["log_prob"] - tokens["rollout_log_prob"]).abs() <= evidence.MISALIGNED_NATS
-            counts += torch.stack([(mask & ~near).sum(), mask.sum()])
+            off = evidence.off_the_rollout(tokens["log_prob"] - tokens["rollout_log_prob"])
+            counts += torch.stack([(mask & off).sum(), mask.sum()])
     return counts[0], counts[1]
 
 

@@ -14,7 +14,7 @@
 """Extra forward/backward passes over micro-batches of any rank, in step on all ranks."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,7 +184,7 @@ class Passes:
         meter = self._meter
         if isinstance(meter, LayerGradients):
             (probe,) = probes
-            self._refuse_broken_idlers(probe().keys())
+            self._refuse_broken_idlers(probe)
             try:
                 own = self.accumulate(lambda rank: probe().get(rank), meter.own_squares)
             finally:
@@ -277,20 +277,20 @@ class Passes:
         coefficients = [c.to(output) for c, output in zip(coefficients, outputs, strict=True)]
         torch.autograd.backward(outputs, coefficients)
 
-    def _refuse_broken_idlers(self, busy: Collection[int]) -> None:
+    def _refuse_broken_idlers(self, probe: Callable[[], Mapping[int, Share]]) -> None:
         """With the reduced meter, one rank that cannot compute anything finite spoils what the others measure.
 
         Raises:
-            RankFailedError: On all ranks, if there is one that is not busy with a share of its own.
+            RankFailedError: On all ranks, if there is one without a share of its own.
         """
         if self._broken_ranks is None:
             flags = distributed.gather(torch.tensor([float(self._idle is None)], device=self._device))
             self._broken_ranks = [rank for rank, flag in enumerate(flags[:: self._sequence_parallel_size]) if flag]
-        for rank in self._broken_ranks:
-            if rank not in busy:
-                raise distributed.RankFailedError(
-                    f"rank {rank}: each of its rows has a log-prob or coefficient that is not a finite number"
-                )
+        idle = set(self._broken_ranks) - probe().keys() if self._broken_ranks else None
+        if idle:
+            raise distributed.RankFailedError(
+                f"rank {min(idle)}: each of its rows has a log-prob or coefficient that is not a finite number"
+            )
 
     def _extent(self, keep: Tensor) -> tuple[list[int], int]:
         """The rows to compute, and up to where; all of it for no token at all."""
