@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Launches training with the patched verl: on a GPU cluster, or in a small form on a machine without a GPU.
+# Privileged mode (-p) ignores functions and shell options of the environment; sh has none of what follows.
+case $- in *p*) ;; *) exec bash -p -- "$0" "$@" ;; esac
+set +o posix
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 source "$root/embedded/find_python.sh"
 
 die() {
@@ -54,9 +57,9 @@ while (($#)); do
             ;;
         -*) die "unknown option $1: see --help for the options, or put -- before arguments meant for verl" ;;
         *)
-            if [[ $1 =~ ^([A-Z][A-Z0-9_]*)=(.*)$ ]]; then
-                [[ -n ${BASH_REMATCH[2]} ]] || die "${BASH_REMATCH[1]} is empty: give it a value, or leave it out"
-                given[${BASH_REMATCH[1]}]=${BASH_REMATCH[2]}
+            if [[ $1 =~ ^[A-Z][A-Z0-9_]*= ]]; then
+                [[ -n ${1#*=} ]] || die "${1%%=*} is empty: give it a value, or leave it out"
+                given[${1%%=*}]=${1#*=}
             elif [[ $1 == *=* || $1 == '~'* ]]; then
                 overrides+=("$1")
             else
@@ -76,16 +79,64 @@ state=$root/.embedded
 prepared=$state/smollm2
 [[ -z $tiny ]] || prepared=$state/tiny
 
-# setting NAME CLUSTER EMBEDDED [TINY] MEANING: the argument NAME=value wins, then the environment (an empty variable
-# counts as none), then the default.
-known=' '
+# What a setting may be: a pattern of Hydra's grammar, and how a sentence says it.
+exponent='([eE][+-]?[0-9]+)?'
+amount="((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)$exponent"
+positive="([1-9][0-9]*(\.[0-9]*)?|0?\.[0-9]*[1-9][0-9]*)$exponent"
+declare -A kinds=(
+    [count]='^[1-9][0-9]{0,8}$ a whole number of at least 1'
+    [few]='^[1-9][0-9]{0,2}$ a whole number from 1 to 999'
+    [number]="^-?$amount\$ a number"
+    [amount]="^$amount\$ a number of at least 0"
+    [positive]="^$positive\$ a number over 0"
+    [share]='^(0?\.[0-9]*[1-9][0-9]*|1(\.0*)?)$ a number over 0 and at most 1'
+    [over1]='^(([2-9]|[1-9][0-9]+)(\.[0-9]*)?|1\.0*[1-9][0-9]*)$ a number over 1'
+    [switch]='^([Tt]rue|TRUE|[Ff]alse|FALSE)$ True or False'
+)
+
+# check_value NAME KIND: KIND is text, list (of texts) or dir, or a choice of the kinds above and of words: positive|auto.
+check_value() {
+    local choice choices wanted=''
+    case $2 in text | list | dir) check_text "$@"; return ;; esac
+    IFS='|' read -r -a choices <<<"$2"
+    for choice in "${choices[@]}"; do
+        if [[ -n ${kinds[$choice]+x} ]]; then
+            [[ ! ${!1} =~ ${kinds[$choice]%% *} ]] || return 0
+            choice=${kinds[$choice]#* }
+        else
+            [[ ${!1} != "$choice" ]] || return 0
+        fi
+        wanted+=", $choice"
+    done
+    wanted=${wanted#, }
+    [[ $wanted != *', '* ]] || wanted="${wanted%, *} or ${wanted##*, }"
+    die "$1 is '${!1}': give $wanted"
+}
+
+# Texts are quoted for Hydra, and arrive as they are, but for what no quoting can carry through verl.
+check_text() {
+    [[ ${!1} != *'${'* ]] || die "$1 is '${!1}': verl would resolve the \${ in it, so write out what it stands for"
+    [[ ,${!1}, != *,'???',* ]] || die "$1 is '${!1}': ??? means a missing value to Hydra, so give another"
+    iconv -f UTF-8 -t UTF-8 <<<"${!1}" >/dev/null 2>&1 || die "$1 is not valid UTF-8: rename what it names"
+    [[ $2 != dir || ${!1} != *://* ]] ||
+        die "$1 is '${!1}': give a directory, on several nodes one that all of them share"
+}
+
+# setting NAME KIND CLUSTER EMBEDDED [TINY] MEANING: the argument NAME=value wins, then the environment (an empty
+# variable counts as none), then the default.
+declare -A kind_of=()
+names=()
 setting() {
-    local name=$1 default=$2 meaning=${*: -1}
-    if [[ $profile == embedded ]]; then default=$3; fi
-    if [[ -n $tiny && $# == 5 ]]; then default=$4; fi
-    known+="$name "
-    [[ $default != - || -z ${given[$name]+x} ]] || die "$name has no effect in the $profile profile: leave it out"
-    [[ -z $help ]] || printf "$help_row" "$name" "$2" "${3/#"$prepared"*/(prepared)}" "$meaning"
+    local name=$1 default=$3 meaning=${*: -1}
+    if [[ $profile == embedded ]]; then default=$4; fi
+    if [[ -n $tiny && $# == 6 ]]; then default=$5; fi
+    [[ -z $help ]] || printf "$help_row" "$name" "$3" "${4/#"$prepared"*/(prepared)}" "$meaning"
+    if [[ $default == - ]]; then
+        [[ -z ${given[$name]+x} ]] || die "$name has no effect in the $profile profile: leave it out"
+        return
+    fi
+    names+=("$name")
+    kind_of[$name]=$2
     printf -v "$name" '%s' "${given[$name]-${!name:-$default}}"
 }
 
@@ -96,79 +147,98 @@ if [[ -n $help ]]; then
     printf "$help_row" NAME 'CLUSTER DEFAULT' 'EMBEDDED DEFAULT' MEANING
     now=TIME
 fi
-setting MODEL_PATH Qwen/Qwen3-4B "$prepared/model" "directory of the model, or its Hugging Face id"
-setting TRAIN_FILES data/train.parquet "$prepared/train.parquet" "training data in verl's parquet form; several: a,b"
-setting VAL_FILES data/val.parquet "$prepared/val.parquet" "validation data; several: a,b"
-# A run of another model, or with the remedy, must not resume from this one's checkpoints.
+setting MODEL_PATH text Qwen/Qwen3-4B "$prepared/model" "directory of the model, or its Hugging Face id"
+setting TRAIN_FILES list data/train.parquet "$prepared/train.parquet" "training data in verl's parquet form; several: a,b"
+setting VAL_FILES list data/val.parquet "$prepared/val.parquet" "validation data; several: a,b"
+clips='off off off' remedy_clips='2.0 1.2 zscore'
+[[ -z $remedy ]] || clips=$remedy_clips
+read -r token sequence layer <<<"$clips"
+setting TOKEN_CLIP 'over1|off' "$token" "$token" \
+    "off, or the ratio to the rollout at which a token's weight is cut (--remedy: 2.0)"
+setting SEQUENCE_CLIP 'over1|off' "$sequence" "$sequence" \
+    "off, or the mean ratio x: answers over x or under 1/x are left out (--remedy: 1.2)"
+setting LAYER_CLIP 'zscore|ratio|fixed|off' "$layer" "$layer" \
+    "off, or LayerClip's rule: zscore, ratio, fixed (--remedy: zscore)"
+# A run of another model, or with other clips, must not resume from this one's checkpoints.
 run=$(basename -- "$MODEL_PATH")
 run=${run,,}
 [[ -z $help ]] || run=MODEL
-run+=-grpo${remedy:+-remedy}
-setting OUTPUT_DIR "outputs/$run" "outputs/embedded-$now" \
+run+=-grpo
+clips="$TOKEN_CLIP $SEQUENCE_CLIP $LAYER_CLIP"
+case $clips in
+    'off off off') ;;
+    "$remedy_clips") run+=-remedy ;;
+    *) run+=-clip-${clips// /-} ;;
+esac
+setting OUTPUT_DIR dir "outputs/$run" "outputs/embedded-$now" \
     "checkpoints, logs and evidence; on a cluster, a checkpoint in it is resumed (--remedy: MODEL-grpo-remedy)"
-setting EXPERIMENT "$run" embedded "name of the run in its logs"
-setting PROJECT gradloc gradloc "name of the project in its logs"
-setting LOGGER console,tensorboard console "verl's loggers; several: a,b"
-setting NNODES "${SLURM_JOB_NUM_NODES:-1}" 1 "nodes; for more than one, start Ray on them first (RAY_ADDRESS)"
-setting GPUS_PER_NODE 8 2 "GPUs, or CPU workers, on each node"
-setting TRAIN_BATCH_SIZE 128 6 4 "prompts in a step"
-setting MINI_BATCH_SIZE 32 3 2 "prompts in an optimizer step"
-setting MICRO_BATCH_SIZE - 2 "answers in a forward pass of a worker (the cluster packs by tokens)"
-setting MAX_TOKENS_PER_GPU 18432 - "tokens in a forward pass of a GPU"
-setting ROLLOUT_N 8 4 "answers to each prompt"
-setting MAX_PROMPT_LENGTH 1024 48 "tokens of a prompt at most"
-setting MAX_RESPONSE_LENGTH 8192 32 12 "tokens of an answer at most"
-setting TEMPERATURE 1.0 1.0 "of sampling in training"
-setting TENSOR_PARALLEL 1 2 "workers that share a rollout engine"
-setting GPU_MEMORY_UTILIZATION 0.6 - "share of a GPU's memory for vLLM"
-setting STRATEGY fsdp fsdp2 "fsdp or fsdp2 (CPU: fsdp2 only)"
-setting OFFLOAD False False "keep parameters and optimizer in host memory between phases"
-setting LR 1e-6 1e-5 "learning rate"
-setting CLIP_RATIO_LOW 0.2 0.2 "lower clip range of the importance ratio"
-setting CLIP_RATIO_HIGH 0.28 0.28 "upper clip range of the importance ratio"
-setting LOSS_AGG_MODE token-mean token-mean "how token losses become one loss"
-setting KL_LOSS_COEF 0 0 "weight of the KL loss; 0 runs no reference model"
-setting ENTROPY_COEFF 0 0 "weight of the entropy bonus"
-setting TOTAL_EPOCHS 10 1 "passes over the training data"
-setting TOTAL_STEPS null 8 3 "training steps; null: as many as the epochs have"
-setting TEST_FREQ 10 -1 "steps between validations; -1: none"
-setting SAVE_FREQ 20 -1 "steps between checkpoints; -1: none"
-setting SEED 1 1 "of the data's order"
-setting SPIKE_DETECTION True True "GradLoc on or off"
-setting GRAD_NORM_THRESHOLD 640.0 90.0 "token gradient norm that counts as a spike; auto: from the run's own norms"
-setting BISECT_BUDGET_STEPS 128 128 "extra passes for one spike at most"
-setting BISECT_DUMP_DIR OUTPUT_DIR/bisect_dump OUTPUT_DIR/bisect_dump "directory of spikes.jsonl"
-setting SPIKE_TRIGGER unit unit "unit: any micro-batch over its threshold; global: the whole gradient"
-setting SPIKE_ACTION log log "on a spike, log: step as usual; skip: do not step; drop: step without the culprits"
-clip() { if [[ -n $remedy ]]; then echo "$1"; else echo off; fi; }
-setting TOKEN_CLIP "$(clip 2.0)" "$(clip 2.0)" "off, or the ratio to the rollout at which a token's weight is cut (--remedy: 2.0)"
-setting SEQUENCE_CLIP "$(clip 1.2)" "$(clip 1.2)" "off, or the mean ratio x: answers over x or under 1/x are left out (--remedy: 1.2)"
-setting LAYER_CLIP "$(clip zscore)" "$(clip zscore)" "off, or LayerClip's rule: zscore, ratio, fixed (--remedy: zscore)"
+setting EXPERIMENT text "$run" embedded "name of the run in its logs"
+setting PROJECT text gradloc gradloc "name of the project in its logs"
+setting LOGGER list console,tensorboard console "verl's loggers; several: a,b"
+setting NNODES count "${SLURM_JOB_NUM_NODES:-1}" 1 "nodes; for more than one, start Ray on them first (RAY_ADDRESS)"
+setting GPUS_PER_NODE few 8 2 "GPUs, or CPU workers, on each node"
+setting TRAIN_BATCH_SIZE count 128 6 4 "prompts in a step"
+setting MINI_BATCH_SIZE count 32 3 2 "prompts in an optimizer step"
+setting MICRO_BATCH_SIZE count - 2 "answers in a forward pass of a worker (the cluster packs by tokens)"
+setting MAX_TOKENS_PER_GPU count 18432 - "tokens in a forward pass of a GPU"
+setting ROLLOUT_N count 8 4 "answers to each prompt"
+setting MAX_PROMPT_LENGTH count 1024 48 "tokens of a prompt at most"
+setting MAX_RESPONSE_LENGTH count 8192 32 12 "tokens of an answer at most"
+setting TEMPERATURE positive 1.0 1.0 "of sampling in training"
+setting TENSOR_PARALLEL count 1 2 "workers that share a rollout engine"
+setting GPU_MEMORY_UTILIZATION share 0.6 - "share of a GPU's memory for vLLM"
+strategies='fsdp|fsdp2'
+[[ $profile == cluster ]] || strategies=fsdp2
+setting STRATEGY "$strategies" fsdp fsdp2 "fsdp or fsdp2 (CPU: fsdp2 only)"
+setting OFFLOAD switch False False "keep parameters and optimizer in host memory between phases"
+setting LR amount 1e-6 1e-5 "learning rate"
+setting CLIP_RATIO_LOW amount 0.2 0.2 "lower clip range of the importance ratio"
+setting CLIP_RATIO_HIGH amount 0.28 0.28 "upper clip range of the importance ratio"
+setting LOSS_AGG_MODE 'token-mean|seq-mean-token-sum|seq-mean-token-mean|seq-mean-token-sum-norm' token-mean token-mean \
+    "how token losses become one loss"
+setting KL_LOSS_COEF amount 0 0 "weight of the KL loss; 0 runs no reference model"
+setting ENTROPY_COEFF number 0 0 "weight of the entropy bonus"
+setting TOTAL_EPOCHS count 10 1 "passes over the training data"
+setting TOTAL_STEPS 'count|null' null 8 3 "training steps; null: as many as the epochs have"
+setting TEST_FREQ 'count|0|-1' 10 -1 "steps between validations; -1: none"
+setting SAVE_FREQ 'count|0|-1' 20 -1 "steps between checkpoints; -1: none"
+setting SEED 'count|0|null' 1 1 "of the data's order"
+setting SPIKE_DETECTION switch True True "GradLoc on or off"
+setting GRAD_NORM_THRESHOLD 'positive|auto' 640.0 90.0 \
+    "token gradient norm that counts as a spike; auto: from the run's own norms"
+setting BISECT_BUDGET_STEPS count 128 128 "extra passes for one spike at most"
+setting BISECT_DUMP_DIR dir OUTPUT_DIR/bisect_dump OUTPUT_DIR/bisect_dump "directory of spikes.jsonl"
+setting SPIKE_TRIGGER 'unit|global' unit unit "unit: any micro-batch over its threshold; global: the whole gradient"
+setting SPIKE_ACTION 'log|skip|drop' log log \
+    "on a spike, log: step as usual; skip: do not step; drop: step without the culprits"
 [[ -z $help ]] || exit 0
 for name in "${!given[@]}"; do
-    [[ $known == *" $name "* ]] || die "unknown setting $name: see --help for the settings"
+    [[ -n ${kind_of[$name]+x} ]] || die "unknown setting $name: see --help for the settings"
 done
-for name in NNODES GPUS_PER_NODE; do
-    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name is '${!name}': give a whole number of at least 1"
-done
-for name in TOKEN_CLIP SEQUENCE_CLIP; do
-    [[ ${!name} == off || ${!name} =~ ^[1-9][0-9]*(\.[0-9]+)?$ && ! ${!name} =~ ^1(\.0+)?$ ]] ||
-        die "$name is '${!name}': give a number over 1, or off"
-done
-[[ $LAYER_CLIP =~ ^(off|zscore|ratio|fixed)$ ]] || die "LAYER_CLIP is '$LAYER_CLIP': give zscore, ratio, fixed or off"
+for name in "${names[@]}"; do check_value "$name" "${kind_of[$name]}"; done
+[[ $BISECT_DUMP_DIR != OUTPUT_DIR/* ]] || BISECT_DUMP_DIR=$OUTPUT_DIR/${BISECT_DUMP_DIR#*/}
 for name in OUTPUT_DIR BISECT_DUMP_DIR; do
-    [[ ${!name} != *://* ]] || die "$name is '${!name}': give a directory, on several nodes one that all of them share"
+    IFS= read -r -d '' "$name" < <(realpath -m -z -- "${!name}") # $(...) would lose a newline at its end
+    check_value "$name" dir
 done
-OUTPUT_DIR=$(realpath -m -- "$OUTPUT_DIR")
-BISECT_DUMP_DIR=$(realpath -m -- "${BISECT_DUMP_DIR/#OUTPUT_DIR\//$OUTPUT_DIR/}")
 for override in "${overrides[@]}"; do
     [[ $override != *actor_rollout_ref.actor.bisect_dump_dir=* ]] ||
         die "bisect_dump_dir is the setting BISECT_DUMP_DIR here: give BISECT_DUMP_DIR=${override#*=}"
 done
 
-# hydra_value TEXT: TEXT as a Hydra value, quoted where its grammar needs it.
+# hydra_value TEXT: TEXT as a quoted value of Hydra, in which backslashes count only before a quote.
 hydra_value() {
-    if [[ $1 =~ ^[A-Za-z0-9_./:@%+-]+$ ]]; then printf '%s' "$1"; else printf "'%s'" "${1//\'/\\\'}"; fi
+    local char slashes='' quoted='' i
+    for ((i = 0; i < ${#1}; i++)); do
+        char=${1:i:1}
+        case $char in
+            \\) slashes+=\\ ;;
+            \') quoted+=$slashes\\ slashes='' ;;
+            *) slashes='' ;;
+        esac
+        quoted+=$char
+    done
+    printf "'%s'" "$quoted$slashes"
 }
 
 # hydra_list A,B: the same for a list.
@@ -223,10 +293,10 @@ args=(
     "trainer.test_freq=$TEST_FREQ"
     "trainer.save_freq=$SAVE_FREQ"
 )
-if [[ $KL_LOSS_COEF == 0 || $KL_LOSS_COEF == 0.0 ]]; then
-    args+=(actor_rollout_ref.actor.use_kl_loss=False)
-else
+if [[ $KL_LOSS_COEF =~ ^$positive$ ]]; then
     args+=(actor_rollout_ref.actor.use_kl_loss=True "actor_rollout_ref.actor.kl_loss_coef=$KL_LOSS_COEF")
+else
+    args+=(actor_rollout_ref.actor.use_kl_loss=False)
 fi
 # verl's own corrections of the rollout's probabilities; they need calculate_log_probs.
 if [[ $TOKEN_CLIP != off ]]; then
@@ -310,10 +380,11 @@ command=("$python" -m verl.trainer.main_ppo "${args[@]}" "${overrides[@]}")
 missing_paths() {
     local name item items
     for name in MODEL_PATH TRAIN_FILES VAL_FILES; do
-        IFS=, read -r -d '' -a items < <(printf '%s\0' "${!name}")
+        items=("${!name}")
+        [[ ${kind_of[$name]} != list ]] || IFS=, read -r -d '' -a items < <(printf '%s\0' "${!name}")
         for item in "${items[@]}"; do
             [[ -e $item || $item == *://* ]] && continue
-            [[ $name == MODEL_PATH && $item =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+$ ]] && continue
+            [[ $name == MODEL_PATH && $item =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?$ ]] && continue
             [[ $profile == embedded && $item == "$prepared"/* ]] && continue # made by the set-up
             printf '  %s=%s\n' "$name" "$item"
         done
@@ -379,9 +450,9 @@ prepare() {
     fi
 }
 
-# Refuses a Python whose verl is not the patched one.
+# Refuses a Python whose verl is not as the patch makes it.
 check_verl() {
-    local found patch_it
+    local found patch_it said status=0
     command -v "$python" >/dev/null || die "there is no Python at $python: name one by --python"
     found=$("$python" -c '
 import importlib.util as util
@@ -393,9 +464,14 @@ print(spec.submodule_search_locations[0] if spec else "")') || die "$python does
         printf -v patch_it '%q ' "$python" "$root/apply_patch.py" --repo "${found%/verl}"
     fi
     [[ -n $found ]] || die "$python has no verl: install verl 0.7.0 there and run: $patch_it"
-    # The folder alone proves nothing: it stays when pip or git restore verl.
-    [[ -d $found/utils/gradloc ]] && grep -q gradloc "$found/workers/actor/dp_actor.py" ||
-        die "the verl in $found is not patched: run $patch_it"
+    # By content: folders and words stay when pip or git restore verl, and an older patch has them, too.
+    said=$("$python" "$root/apply_patch.py" --check --force --repo "${found%/verl}" 2>&1) || status=$?
+    case $status in
+        10) ;;
+        0) die "the verl in $found is not patched: run $patch_it" ;;
+        *) die "the verl in $found is not as this patch makes it (${said#apply_patch: });" \
+            "to launch with it all the same, run what --dry-run prints" ;;
+    esac
 }
 
 # Training runs in a session of its own, which all of its Ray processes inherit.

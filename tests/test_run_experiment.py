@@ -13,16 +13,22 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "run_experiment.sh"
 
 
-def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        ["bash", SCRIPT, *arguments], env=os.environ | environment, capture_output=True, text=True, timeout=120
-    )
+def launch(
+    *arguments: str, script: Path = SCRIPT, shell: str = "bash", **environment: str
+) -> subprocess.CompletedProcess:
+    """Runs the script; what it says is read without any change of line ends."""
+    command, environ = [shell, script, *arguments], os.environ | environment
+    done = subprocess.run(command, env=environ, capture_output=True, timeout=120)
+    return subprocess.CompletedProcess(command, done.returncode, *(os.fsdecode(x) for x in (done.stdout, done.stderr)))
 
 
 def make_executable(file: Path, text: str) -> Path:
@@ -42,7 +48,11 @@ def overrides_of(recorder: Path, *arguments: str, **environment: str) -> list[st
     """The Hydra overrides that the printed command passes, found by running it."""
     printed = launch("--dry-run", "--python", str(recorder), *arguments, **environment)
     assert printed.returncode == 0, printed.stderr
-    ran = subprocess.run(["bash", "-c", printed.stdout], capture_output=True, text=True, check=True)
+    return executed(printed.stdout)
+
+
+def executed(command: str) -> list[str]:
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     module, overrides = json.loads(ran.stdout)[:2], json.loads(ran.stdout)[2:]
     assert module == ["-m", "verl.trainer.main_ppo"]
     return overrides
@@ -77,6 +87,70 @@ def test_settings_come_from_arguments_before_the_environment(recorder: Path) -> 
     assert (actor.optim.lr, config.trainer.nnodes, actor.spike_trigger) == (3e-6, 4, "global")
     assert (actor.use_kl_loss, actor.kl_loss_coef) == (True, 0.001)
     assert config.data.train_files == ["a b.parquet", "it's.parquet"]
+
+
+# What needs quoting in Hydra's grammar and in YAML, among all other characters.
+CHARACTERS = st.sampled_from("\\'\"${}[]():,=~#%@ \t\r\n01e.-_") | st.characters(
+    exclude_categories=["Cs"], exclude_characters="\0"
+)
+TEXTS = st.text(CHARACTERS, min_size=1, max_size=20).filter(lambda text: "${" not in text and "???" not in text)
+DIRECTORIES = TEXTS.filter(lambda text: "://" not in text)
+ITEMS = st.lists(TEXTS.map(lambda text: text.replace(",", "") or "x"), min_size=1, max_size=3)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(TEXTS, TEXTS, TEXTS, ITEMS, ITEMS, DIRECTORIES, st.booleans())
+@example("20250115", "2025_01_15", "1e3", ["null", "True"], ["nan"], "7", True)
+@example("0x10", "-1", "inf", [".5", "1_0"], ["None", "~"], "false", False)
+@example("a\\", "a\\'b", "'", ["\\\\", "it's"], ["\\\\'"], "out\\", True)
+@example("$HOME", "{a: b}", "[1]", ["(1)", "a b"], ["\n"], "line\n", False)
+def test_texts_arrive_as_they_are_given(
+    recorder: Path,
+    model: str,
+    experiment: str,
+    project: str,
+    files: list[str],
+    loggers: list[str],
+    output: str,
+    arguments: bool,
+) -> None:
+    """Through bash, the printed command, Hydra's parser and the resolving of the whole configuration in verl."""
+    given_values = {
+        "MODEL_PATH": model,
+        "EXPERIMENT": experiment,
+        "PROJECT": project,
+        "TRAIN_FILES": ",".join(files),
+        "LOGGER": ",".join(loggers),
+        "OUTPUT_DIR": output,
+    }
+    if arguments:
+        overrides = overrides_of(recorder, "--cluster", *(f"{name}={value}" for name, value in given_values.items()))
+    else:
+        overrides = overrides_of(recorder, "--cluster", **given_values)
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    config = OmegaConf.create({override.key_or_group: override.value() for override in parsed})
+    OmegaConf.resolve(config)
+    directory = os.path.realpath(output)
+    assert config["actor_rollout_ref.model.path"] == model
+    assert config["trainer.experiment_name"] == experiment
+    assert config["trainer.project_name"] == project
+    assert config["data.train_files"] == files
+    assert config["trainer.logger"] == loggers
+    assert config["trainer.default_local_dir"] == directory
+    assert config["hydra.run.dir"] == f"{directory}/hydra"
+    assert config["actor_rollout_ref.actor.bisect_dump_dir"] == f"{directory}/bisect_dump"
+
+
+@pytest.mark.parametrize("posix", [{}, {"POSIXLY_CORRECT": "1"}])
+def test_other_shells_options_and_links_do_not_matter(recorder: Path, tmp_path: Path, posix: dict[str, str]) -> None:
+    wanted = overrides_of(recorder, "--cluster")
+    hostile = posix | {"SHELLOPTS": "noclobber:noglob", "CDPATH": "/", "BASH_FUNC_printf%%": "() { false; }"}
+    done = launch("--dry-run", "--cluster", "--python", str(recorder), shell=shutil.which("sh"), **hostile)
+    assert done.returncode == 0, done.stderr
+    assert executed(done.stdout) == wanted
+    (tmp_path / "link").symlink_to(SCRIPT)
+    done = launch("--dry-run", "--cluster", "--python", str(recorder), script=tmp_path / "link", **hostile)
+    assert executed(done.stdout) == wanted, done.stderr
 
 
 CLIPS = {"TOKEN_CLIP": "3", "SEQUENCE_CLIP": "1.05", "LAYER_CLIP": "ratio"}
@@ -146,6 +220,56 @@ def test_runs_of_another_model_or_with_the_remedy_have_a_directory_of_their_own(
     assert list(names) == expected
 
 
+def test_runs_with_other_clips_have_a_directory_of_their_own(recorder: Path) -> None:
+    def directory(*arguments: str) -> str:
+        return composed(overrides_of(recorder, "--cluster", *arguments)).trainer.default_local_dir
+
+    plain, remedy = directory(), directory("--remedy")
+    assert directory("TOKEN_CLIP=2.0", "SEQUENCE_CLIP=1.2", "LAYER_CLIP=zscore") == remedy
+    assert directory("--remedy", *(f"{name}=off" for name in CLIPS)) == plain
+    one_on = [directory(f"{name}={value}") for name, value in CLIPS.items()]
+    one_off = [directory("--remedy", f"{name}=off") for name in CLIPS]
+    assert len({plain, remedy, *one_on, *one_off}) == 8
+
+
+@pytest.mark.parametrize("zero", ["0", "0.00", ".0", "0e0", "0.", "0.0E-3"])
+def test_a_weight_of_zero_needs_no_reference_model(recorder: Path, zero: str) -> None:
+    assert not composed(overrides_of(recorder, "--cluster", f"KL_LOSS_COEF={zero}")).actor_rollout_ref.actor.use_kl_loss
+
+
+@pytest.mark.parametrize("weight", ["1", "0.001", ".5", "1e-3", "1.e-05"])
+def test_any_other_weight_needs_one(recorder: Path, weight: str) -> None:
+    actor = composed(overrides_of(recorder, "--cluster", f"KL_LOSS_COEF={weight}")).actor_rollout_ref.actor
+    assert actor.use_kl_loss and actor.kl_loss_coef == float(weight)
+
+
+def test_every_word_that_a_setting_takes_is_one_of_verl(recorder: Path) -> None:
+    from verl.utils.config import omega_conf_to_dataclass
+
+    words = {
+        "STRATEGY": ["fsdp", "fsdp2"],
+        "LOSS_AGG_MODE": ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+        "SPIKE_DETECTION": ["True", "false"],
+        "GRAD_NORM_THRESHOLD": ["auto", "7"],
+        "SPIKE_TRIGGER": ["unit", "global"],
+        "SPIKE_ACTION": ["log", "skip", "drop"],
+    }
+    for name, values in words.items():
+        for value in values:
+            config = composed(overrides_of(recorder, "--cluster", f"{name}={value}"))
+            assert omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    config = composed(overrides_of(recorder, "--cluster", "TOTAL_STEPS=null", "SEED=null", "TEST_FREQ=0"))
+    assert (config.trainer.total_training_steps, config.data.seed, config.trainer.test_freq) == (None, None, 0)
+
+
+def test_a_model_may_have_a_comma_in_its_path_or_be_an_id_without_a_slash(tmp_path: Path) -> None:
+    model = tmp_path / "a,b"
+    model.touch()
+    for path in (str(model), "gpt2"):
+        printed = launch("--dry-run", "--cluster", *files_that_exist(tmp_path), f"MODEL_PATH={path}")
+        assert printed.returncode == 0 and printed.stderr == ""
+
+
 def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "val.parquet").touch()
     model, train, val = tmp_path / "model", tmp_path / "no such.parquet", tmp_path / "val.parquet"
@@ -170,8 +294,26 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["--cluster", "--embedded"], "exclude each other"),
         (["--cluster", "--tiny"], "--tiny belongs to --embedded"),
         (["NNODES=two"], "NNODES is 'two': give a whole number"),
-        (["TOKEN_CLIP=1.0"], "TOKEN_CLIP is '1.0': give a number over 1, or off"),
-        (["--remedy", "SEQUENCE_CLIP=no"], "SEQUENCE_CLIP is 'no': give a number over 1, or off"),
+        (["--dry-run", "GPUS_PER_NODE=99999999999999999999"], "give a whole number from 1 to 999"),
+        (["--dry-run", "LR=abc"], "LR is 'abc': give a number of at least 0"),
+        (["--dry-run", "LR=amount"], "LR is 'amount': give a number of at least 0"),
+        (["--dry-run", "LR=00.5"], "LR is '00.5': give a number"),
+        (["--dry-run", "TEMPERATURE=0.0"], "TEMPERATURE is '0.0': give a number over 0"),
+        (["--dry-run", "--cluster", "GPU_MEMORY_UTILIZATION=60"], "give a number over 0 and at most 1"),
+        (["--dry-run", "SPIKE_DETECTION=off"], "SPIKE_DETECTION is 'off': give True or False"),
+        (["--dry-run", "SPIKE_ACTION=stay"], "SPIKE_ACTION is 'stay': give log, skip or drop"),
+        (["--dry-run", "GRAD_NORM_THRESHOLD=0"], "give a number over 0 or auto"),
+        (["--dry-run", "--cluster", "STRATEGY=foo"], "STRATEGY is 'foo': give fsdp or fsdp2"),
+        (["--dry-run", "--embedded", "STRATEGY=fsdp"], "STRATEGY is 'fsdp': give fsdp2"),
+        (["--dry-run", "TOTAL_STEPS=1.5"], "TOTAL_STEPS is '1.5': give a whole number of at least 1 or null"),
+        (["--dry-run", "TOTAL_STEPS=1e3"], "TOTAL_STEPS is '1e3': give a whole number"),
+        (["--dry-run", "MODEL_PATH=/m/${x}"], "MODEL_PATH is '/m/${x}': verl would resolve the ${ in it"),
+        (["--dry-run", "EXPERIMENT=???"], "EXPERIMENT is '???': ??? means a missing value"),
+        (["--dry-run", "TRAIN_FILES=a,???"], "TRAIN_FILES is 'a,???'"),
+        (["--dry-run", os.fsdecode(b"MODEL_PATH=/m/\xff")], "MODEL_PATH is not valid UTF-8"),
+        (["TOKEN_CLIP=1.0"], "TOKEN_CLIP is '1.0': give a number over 1 or off"),
+        (["TOKEN_CLIP=01.5"], "TOKEN_CLIP is '01.5': give a number over 1 or off"),
+        (["--remedy", "SEQUENCE_CLIP=no"], "SEQUENCE_CLIP is 'no': give a number over 1 or off"),
         (["LAYER_CLIP=True"], "LAYER_CLIP is 'True': give zscore, ratio, fixed or off"),
         (["OUTPUT_DIR=hdfs://host/run"], "OUTPUT_DIR is 'hdfs://host/run': give a directory"),
         (["actor_rollout_ref.actor.bisect_dump_dir=/x"], "give BISECT_DUMP_DIR=/x"),
@@ -205,6 +347,17 @@ def test_a_folder_left_behind_is_no_patched_verl(tmp_path: Path) -> None:
     refused = launch("--cluster", "--python", sys.executable, *files_that_exist(tmp_path), PYTHONPATH=str(tmp_path))
     assert refused.returncode == 2
     assert "is not patched" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["verl/workers/actor/dp_actor.py", "verl/utils/gradloc/__init__.py"])
+def test_a_verl_that_is_patched_in_another_way_is_refused(tmp_path: Path, name: str) -> None:
+    """As by an older patch, in the hooks or in the package."""
+    shutil.copytree(Path(find_spec("verl").submodule_search_locations[0]), tmp_path / "verl")
+    file = tmp_path / name
+    file.write_text(file.read_text() + "# gradloc\n")
+    refused = launch("--cluster", "--python", sys.executable, *files_that_exist(tmp_path), PYTHONPATH=str(tmp_path))
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "is not as this patch makes it" in refused.stderr and name in refused.stderr
 
 
 def test_the_evidence_is_named_where_there_is_some(tmp_path: Path) -> None:
