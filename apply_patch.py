@@ -7,12 +7,14 @@ What is checked before anything is written:
     without git, and --force does not skip it. Files that only a patched verl has may be there already (pip and git
     leave them when they restore verl), if they are exactly as the patch makes them;
   - in a git checkout: HEAD is the base commit (patches/BASE_COMMIT, or the tag gradloc-base of a development
-    checkout) and the tree is clean. --force skips this. A tree in a subfolder of another repository has no HEAD of
-    its own and is decided by content alone. --reverse looks at content only;
+    checkout) and no tracked file has local changes. --force skips this. A tree in a subfolder of another repository
+    has no HEAD of its own and is decided by content alone. --reverse looks at content only;
   - with --installed: the verl that this Python would import has the version in patches/BASE_COMMIT.
 
 Then all files are replaced through a journal in verl/.gradloc_patch and read back. Whatever fails or interrupts,
-every file is put back, after a kill -9 by the next run. A second run at the same time is refused.
+every file is put back, after a kill -9 by the next run. A second run at the same time is refused. New files and
+folders take owner and permissions from the folder they are in, whatever the umask; byte code of the changed files is
+removed.
 
 To go from one version of the patch to another: --reverse with the project that the old one came from, then apply the
 new one. Do it before verl is reinstalled, too: pip leaves the files behind that only a patched verl has.
@@ -246,6 +248,8 @@ def is_loopback(host: str | None) -> bool:
 
 def check_url(url: str) -> None:
     parts = urllib.parse.urlsplit(url)
+    if "@" in parts.netloc:  # not shown: it may hold a password
+        raise Stop("the URL names a user, which is not supported: use an https URL without it, or --patch-file")
     _ = parts.port  # raises ValueError if it is no number
     if not parts.hostname or not (parts.scheme == "https" or parts.scheme == "http" and is_loopback(parts.hostname)):
         raise Stop(f"{url} is refused: use an https URL (http is for this machine only)")
@@ -341,7 +345,7 @@ def read_pin() -> tuple[str, str]:
     return commit[0], version[0]
 
 
-def find_installed(version: str) -> Path:
+def find_installed() -> Path:
     """Finds the verl this Python would import, without importing it."""
     before = list(sys.path)
     if Path(sys.path[0]).resolve() == HERE:
@@ -358,17 +362,11 @@ def find_installed(version: str) -> Path:
     here = Path.cwd() / "verl"
     if (here / "__init__.py").is_file() and here.resolve() != package.resolve():
         raise Stop(f"Python started here would import {here}, not {package}; go elsewhere, or use --repo")
-    try:
-        found = (package / "version" / "version").read_text().strip()
-    except (OSError, ValueError):
-        found = "of unknown version"
-    if found != version and not found.startswith(f"{version}.dev"):  # as in the commit, where the wheel has the release
-        raise Stop(f"the installed verl ({package}) is {found}, but the patch is for {version}; install it", WRONG_BASE)
     return package.parent
 
 
-def find_tree(args: argparse.Namespace, version: str) -> Path:
-    tree = find_installed(version) if args.installed else args.repo
+def find_tree(args: argparse.Namespace) -> Path:
+    tree = find_installed() if args.installed else args.repo
     try:
         if not tree.is_dir():
             raise Stop(f"{tree} is not a directory; give the top of a verl checkout")
@@ -388,8 +386,9 @@ def read_target(tree: Path, path: str) -> bytes | None:
             place /= part
             if place.is_symlink():
                 raise Stop(f"{place} is a symbolic link; the patch needs real files below {tree}")
-        if place.exists() and not place.is_file():
-            raise Stop(f"{place} is in the way: it is not a file; move it away")
+            wanted, fits = ("a file", place.is_file()) if place == tree / path else ("a folder", place.is_dir())
+            if place.exists() and not fits:
+                raise Stop(f"{place} is in the way: it is not {wanted}; move it away")
         return place.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -412,6 +411,11 @@ class Situation:
         """Whether verl's own files are as in the base, but some are there that only a patched verl has."""
         return bool(self.patched or self.other) and self.created.issuperset(self.patched + self.other)
 
+    @property
+    def unknown(self) -> bool:
+        """Whether verl's own files are of neither side of the patch."""
+        return self.created.issuperset(self.patched) and not self.created.issuperset(self.other)
+
 
 def survey(tree: Path, patches: list[FilePatch]) -> Situation:
     found = Situation([], [], [], [], {patch.path for patch in patches if patch.old is None})
@@ -431,16 +435,43 @@ def listing(paths: list[str]) -> str:
     return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
 
 
+def clean_up(tree: Path, paths: list[str]) -> str:
+    """The command that removes these files, by whole folders where these hold nothing else."""
+
+    def only_these(folder: Path) -> bool:
+        files = (file for file in folder.rglob("*") if file.is_symlink() or not file.is_dir())
+        return all(file.suffix == ".pyc" or str(file.relative_to(tree)) in paths for file in files)
+
+    places = set()
+    for path in paths:
+        folders = [tree / parent for parent in Path(path).parents[:-2] if only_these(tree / parent)]
+        places.add(str(folders[-1] if folders else tree / path))
+    return shlex.join(["rm", "-r", *sorted(places)])
+
+
+def check_release(tree: Path, version: str, found: Situation) -> None:
+    """Refuses another release of verl; after an upgrade of a patched one, says how to remove what that left."""
+    try:
+        release = (tree / "verl" / "version" / "version").read_text().strip()
+    except (OSError, ValueError):
+        release = "of unknown version"
+    if release == version or release.startswith(f"{version}.dev"):  # as in the commit, where the wheel has the release
+        return
+    left = [path for path in found.patched + found.other if path in found.created]
+    also = f"; a patched verl left files in it, which this removes: {clean_up(tree, left)}" if left else ""
+    raise Stop(f"the verl in {tree} is {release}, but the patch is for {version}; install that{also}", WRONG_BASE)
+
+
 def check_content(tree: Path, found: Situation, reverse: bool) -> None:
     """Refuses a tree in which not every file is at the same side of the patch, but for files left behind."""
     if found.crlf:
         raise Stop(f"CRLF line ends: {listing(found.crlf)}; check out again with core.autocrlf=false", WRONG_BASE)
     if found.left_behind:
         if found.other:
-            command = shlex.join(["rm", *(str(tree / path) for path in found.other)])
             raise Stop(
                 f"{tree} is as in the base, but a patched verl left {listing(found.other)} there, which are not as "
-                f"this patch makes them; if they hold no work of yours, delete them and run again: {command}",
+                "this patch makes them; if they hold no work of yours, delete them and run again: "
+                f"{clean_up(tree, found.other)}",
                 PARTLY,
             )
         return
@@ -466,11 +497,9 @@ def check_content(tree: Path, found: Situation, reverse: bool) -> None:
 
 
 def git(tree: Path, *arguments: str) -> str:
-    # A caller's GIT_DIR and the like (as in a git hook) would make git answer for another repository.
-    foreign = (
-        "GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_COMMON_DIR GIT_OBJECT_DIRECTORY GIT_NAMESPACE GIT_PREFIX".split()
-    )
-    environment = {key: value for key, value in os.environ.items() if key not in foreign}
+    # A caller's GIT_DIR (as in a git hook), GIT_LITERAL_PATHSPECS and the like would change what git answers. The
+    # user's settings count: they may say that a tree of another account is safe.
+    environment = {key: value for key, value in os.environ.items() if not re.match("GIT_(?!EXEC_PATH$|CONFIG_)", key)}
     environment |= {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(
@@ -505,9 +534,9 @@ def check_head(tree: Path, commit: str) -> bool:
 
 
 def check_clean(tree: Path, known: list[str]) -> None:
-    """Refuses a checkout with local changes other than the known files."""
+    """Refuses a checkout with local changes to tracked files, the known ones aside; content decides on the others."""
     exclude = [f":(exclude,literal){path}" for path in [STATE, *known]]
-    dirty = git(tree, "status", "--porcelain", "-z", "--untracked-files=normal", "--", ".", *exclude)
+    dirty = git(tree, "status", "--porcelain", "-z", "--untracked-files=no", "--", ".", *exclude)
     if dirty:
         raise Stop(f"{tree} has local changes ({dirty.split(chr(0))[0][3:]}); commit or stash them, or pass --force")
 
@@ -571,32 +600,61 @@ def clear(state: Path) -> None:
 
 
 def save(path: Path, content: bytes, mode: int, like: os.stat_result | None = None) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
-        if like:
-            if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
-                with contextlib.suppress(PermissionError):
-                    os.fchown(file.fileno(), like.st_uid, like.st_gid)
-            os.fchmod(file.fileno(), like.st_mode & 0o7777)
+        take_place(file.fileno(), mode, like)
         file.flush()
         os.fsync(file.fileno())
+
+
+def take_place(target: int | Path, mode: int, like: os.stat_result | None) -> None:
+    """Gives a new file or folder its mode and, where allowed, the owner of another."""
+    if like and (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
+        with contextlib.suppress(OSError):
+            os.chown(target, like.st_uid, like.st_gid)
+    os.chmod(target, mode & 0o7777)
+
+
+def folder_of(place: Path) -> Path:
+    """The nearest folder above that exists."""
+    return next(parent for parent in place.parents if parent.exists())
+
+
+def make_folders(folder: Path) -> None:
+    """Makes missing folders, each with owner and permissions of the one it is in."""
+    if not folder.exists():
+        make_folders(folder.parent)
+        folder.mkdir()
+        like = folder.parent.stat()
+        take_place(folder, like.st_mode, like)
+
+
+def byte_code(place: Path) -> list[Path]:
+    """What Python compiled from a file. It may be of the kind that is used without a look at the file."""
+    return list((place.parent / "__pycache__").glob(f"{place.stem}.*.pyc"))
 
 
 def replace_files(tree: Path, state: Path, patches: list[FilePatch]) -> None:
     """Changes all files or none: first copies and a journal, then one atomic step a file, then a look at the disk."""
     for patch in patches:
         place = tree / patch.path
-        nearest = next(parent for parent in place.parents if parent.exists())
-        if not os.access(nearest, os.W_OK | os.X_OK) or place.exists() and not os.access(place, os.W_OK):
+        folders = {folder_of(place), *(file.parent for file in byte_code(place))}
+        writable = all(os.access(folder, os.W_OK | os.X_OK) for folder in folders)
+        if not writable or place.exists() and not os.access(place, os.W_OK):
             raise Stop(f"{place} cannot be written; use an account that may, or change its permissions")
     contents = [(old := read_target(tree, patch.path), patch.result(old)) for patch in patches]
     try:
         for number, (patch, (old, new)) in enumerate(zip(patches, contents, strict=True)):
-            like = None if old is None else (tree / patch.path).stat()
-            if old is not None:
-                save(state / f"{number}.old", old, 0o600, like)
+            place = tree / patch.path
+            if old is None:
+                like = folder_of(place).stat()
+                mode = like.st_mode & (0o777 if patch.mode & 0o111 else 0o666)
+            else:
+                like = place.stat()
+                mode = like.st_mode
+                save(state / f"{number}.old", old, mode, like)
             if new is not None:
-                save(state / f"{number}.new", new, patch.mode or 0o644, like)
+                save(state / f"{number}.new", new, mode, like)
         journal = [{"path": patch.path, "old": patch.old, "new": patch.new} for patch in patches]
         save(state / "journal.tmp", json.dumps(journal).encode(), 0o600)
         hold_signals()
@@ -606,8 +664,10 @@ def replace_files(tree: Path, state: Path, patches: list[FilePatch]) -> None:
             if patch.new is None:
                 os.unlink(place)
             else:
-                place.parent.mkdir(parents=True, exist_ok=True)
+                make_folders(place.parent)
                 os.replace(state / f"{number}.new", place)
+            for stale in byte_code(place):
+                stale.unlink(missing_ok=True)
         for patch in patches:
             if blob_hash(read_target(tree, patch.path)) != patch.new:
                 raise Stop(f"{patch.path} does not read back as it was written")
@@ -622,12 +682,10 @@ def replace_files(tree: Path, state: Path, patches: list[FilePatch]) -> None:
 
 
 def prune(tree: Path, path: str) -> None:
-    """Removes what a removed file leaves: its byte code, and folders that became empty."""
+    """Removes folders that became empty with a removed file."""
     place = tree / path
     folders = list(place.relative_to(tree / "verl").parents)[:-1]
     with contextlib.suppress(OSError):  # a folder that holds something else stays
-        for stale in (place.parent / "__pycache__").glob(f"{place.stem}.*.pyc"):
-            stale.unlink()
         for folder in [folders[0] / "__pycache__", *folders] if folders else []:
             with contextlib.suppress(FileNotFoundError):
                 (tree / "verl" / folder).rmdir()
@@ -651,7 +709,7 @@ def roll_back(tree: Path, state: Path) -> None:
             elif copy.is_symlink() or not copy.is_file() or blob_hash(copy.read_bytes()) != old:
                 raise Stop(f"{copy} is missing or damaged")
             else:
-                place.parent.mkdir(parents=True, exist_ok=True)
+                make_folders(place.parent)
                 os.replace(copy, place)
         if foreign:
             raise Stop(f"something else changed {listing(foreign)} meanwhile")
@@ -662,6 +720,9 @@ def roll_back(tree: Path, state: Path) -> None:
         advice = f"restore verl from git or by reinstalling it, delete {state}, and run again"
         raise Stop(f"an interrupted change could not be put back ({one_line(error)}); {advice}", 4) from None
     for path, old, _ in entries:
+        with contextlib.suppress(OSError):
+            for stale in byte_code(tree / path):
+                stale.unlink()
         if old is None:
             prune(tree, path)
     (state / "journal.json").unlink()
@@ -704,8 +765,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError("the value is empty")
         return value
 
+    def expanded(value: str) -> str:
+        return os.path.expanduser(given(value))  # shells leave the ~ of --repo=~/verl as it is
+
     def path(value: str) -> Path:
-        return Path(given(value))
+        return Path(expanded(value))
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -721,7 +785,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     checksum = parser.add_mutually_exclusive_group()
     checksum.add_argument("--patch-sha256", metavar="HEX", type=sha256, help="the SHA-256 the patch must have")
     checksum.add_argument(
-        "--sha256-file", metavar="FILE|URL", type=given, help="where it is written; default: PATCH.sha256"
+        "--sha256-file", metavar="FILE|URL", type=expanded, help="where it is written; default: PATCH.sha256"
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="only say how the tree stands; write nothing")
@@ -733,9 +797,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def inspect(args: argparse.Namespace, tree: Path, commit: str, patches: list[FilePatch]) -> Situation:
+def inspect(args: argparse.Namespace, tree: Path, pin: tuple[str, str], patches: list[FilePatch]) -> Situation:
     """Raises Stop unless the patch can be applied (or reversed), or already is."""
     found = survey(tree, patches)
+    commit, version = pin
+    if args.installed or found.unknown:
+        check_release(tree, version, found)
     done = found.base if args.reverse else found.patched
     if len(done) == len(patches):
         return found
@@ -749,10 +816,10 @@ def inspect(args: argparse.Namespace, tree: Path, commit: str, patches: list[Fil
     return found
 
 
-def check(args: argparse.Namespace, tree: Path, commit: str, patches: list[FilePatch]) -> int:
+def check(args: argparse.Namespace, tree: Path, pin: tuple[str, str], patches: list[FilePatch]) -> int:
     if (tree / STATE / "journal.json").exists():
         raise Stop(f"{tree}: a run is at work or was interrupted; run again without --check to put it right", PARTLY)
-    found = inspect(args, tree, commit, patches)
+    found = inspect(args, tree, pin, patches)
     if not found.base:
         say(f"already applied to {tree}")
         return APPLIED
@@ -763,9 +830,9 @@ def check(args: argparse.Namespace, tree: Path, commit: str, patches: list[FileP
     return 0
 
 
-def change(args: argparse.Namespace, tree: Path, commit: str, patches: list[FilePatch]) -> int:
+def change(args: argparse.Namespace, tree: Path, pin: tuple[str, str], patches: list[FilePatch]) -> int:
     def pending() -> list[FilePatch]:
-        found = inspect(args, tree, commit, patches)
+        found = inspect(args, tree, pin, patches)
         paths = found.patched if args.reverse else found.base
         if not paths:
             say(f"not applied to {tree}; nothing to reverse" if args.reverse else f"already applied to {tree}")
@@ -787,16 +854,17 @@ def main(arguments: list[str] | None = None) -> int:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    os.umask(0o022)  # of the state folder; all else is given its permissions
     if sys.stdout is not None:  # with its descriptor closed (>&-), there is none
         sys.stdout.reconfigure(errors="backslashreplace")
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)
     try:
-        commit, version = read_pin()
-        tree = find_tree(args, version)
+        pin = read_pin()
+        tree = find_tree(args)
         patches = load_patch(args)
-        return (check if args.check else change)(args, tree, commit, patches)
+        return (check if args.check else change)(args, tree, pin, patches)
     except Stop as stop:
         print(f"apply_patch: {stop}", file=sys.stderr)
         if args.check or stop.code not in (PARTLY, WRONG_BASE):

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,52 @@ def test_modes_are_kept(project: Project, tree: Path) -> None:
     (tree / ACTOR).chmod(0o750)
     assert project.apply("--repo", tree).returncode == 0
     assert (tree / ACTOR).stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o2775])
+def test_permissions_are_those_of_the_folder_whatever_the_umask(project: Project, tree: Path, mode: int) -> None:
+    (tree / "verl/utils").chmod(mode)
+    command = [sys.executable, project.place / "apply_patch.py", "--repo", tree]
+    for arguments in ([], ["--reverse"], []):
+        done = trees.run("bash", "-c", 'umask 077; exec "$@"', "-", *command, *arguments)
+        assert done.returncode == 0, done.stderr
+    package = tree / "verl/utils/gradloc"
+    assert package.stat().st_mode & 0o7777 == mode
+    assert (package / "__init__.py").stat().st_mode & 0o7777 == mode & 0o666
+    assert (package / "tool.py").stat().st_mode & 0o7777 == mode & 0o777
+    assert project.apply("--repo", tree, "--reverse").returncode == 0
+    assert (tree / DELETED).stat().st_mode & 0o7777 == mode & 0o666
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to another account")
+def test_root_gives_new_files_to_the_owner_of_the_folder(project: Project, tree: Path) -> None:
+    for path in [tree, *tree.rglob("*")]:
+        os.chown(path, 1234, 2345)
+    command = [sys.executable, project.place / "apply_patch.py", "--repo", tree]
+    done = trees.run("bash", "-c", 'umask 077; exec "$@"', "-", *command)
+    assert done.returncode == 0, done.stderr
+    owners = {(path.stat().st_uid, path.stat().st_gid) for path in [tree, *tree.rglob("*")]}
+    assert owners == {(1234, 2345)}
+
+
+def test_byte_code_of_changed_files_is_removed(project: Project, tree: Path) -> None:
+    """Python runs byte code of this kind without a look at the source."""
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+
+    def compiled(*names: str) -> list[Path]:
+        return [Path(py_compile.compile(str(tree / name), invalidation_mode=unchecked)) for name in names]
+
+    unchanged = compiled("verl/__init__.py")[0]
+    for arguments in ([], ["--reverse"]):
+        stale = compiled(ACTOR, ALGOS)
+        assert project.apply("--repo", tree, *arguments).returncode == 0
+        assert not any(file.exists() for file in stale) and unchanged.exists()
+    # So is what another process compiled from the patched file before a run failed.
+    action = (
+        f"import py_compile; py_compile.compile({str(tree / ACTOR)!r}); raise OSError(28, 'No space left on device')"
+    )
+    refused(project.apply_with(at_call("replace", 7, action), "--repo", tree), 4, "put back")
+    assert not list((tree / ACTOR).parent.glob("__pycache__/*"))
 
 
 def test_byte_code_does_not_keep_the_package_alive(project: Project, tree: Path) -> None:
@@ -189,6 +236,24 @@ def test_directory_in_the_way(project: Project, tree: Path) -> None:
     refused(project.apply("--repo", tree), 3, "in the way")
 
 
+def test_file_in_the_way(project: Project, tree: Path) -> None:
+    package = (tree / NEW).parent
+    package.write_text("mine")
+    for arguments in ([], ["--check"]):
+        refused(project.apply("--repo", tree, *arguments), 3, f"{package} is in the way: it is not a folder")
+    assert package.read_text() == "mine"
+
+
+def test_home_in_an_option(project: Project, tree: Path) -> None:
+    """As in --repo=~/verl, where no shell expands it."""
+    home = {"HOME": str(tree.parent)}
+    done = project.apply(f"--repo=~/{tree.name}", "--patch-file=~/project/patches/gradloc.patch", **home)
+    assert done.returncode == 0, done.stderr
+    sha256 = "--sha256-file=~/project/patches/gradloc.patch.sha256"
+    assert project.apply(f"--repo=~/{tree.name}", "--check", sha256, **home).returncode == 10
+    refused(project.apply("--repo=~nobody-has-this-name/verl"), 3, "~nobody-has-this-name/verl is not a directory")
+
+
 # Git checkouts
 
 
@@ -224,14 +289,32 @@ def test_development_checkout_counts_as_base(project: Project, checkout: Path) -
     assert project.apply("--repo", checkout).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["verl/__init__.py", "notes.txt"])
-def test_dirty_tree(project: Project, checkout: Path, name: str) -> None:
-    (checkout / name).write_text("# mine\n")
+OTHER = "verl/__init__.py"  # a file of verl that the small patch does not change
+
+
+def change_other(checkout: Path) -> None:
+    (checkout / OTHER).write_text("# mine\n")
+
+
+def test_dirty_tree(project: Project, checkout: Path) -> None:
+    change_other(checkout)
     before = snapshot(checkout)
-    refused(project.apply("--repo", checkout, "--check"), 3, "local changes", name)
-    refused(project.apply("--repo", checkout), 3, "local changes", name)
+    refused(project.apply("--repo", checkout, "--check"), 3, "local changes", OTHER)
+    refused(project.apply("--repo", checkout), 3, "local changes", OTHER)
     assert snapshot(checkout) == before
     assert project.apply("--repo", checkout, "--force").returncode == 0
+
+
+def test_untracked_files_that_the_patch_does_not_touch_are_no_matter(project: Project, checkout: Path) -> None:
+    (checkout / "notes.txt").write_text("mine")
+    (checkout / "verl/notes.py").write_text("mine")
+    assert project.apply("--repo", checkout, "--check").returncode == 0
+    assert project.apply("--repo", checkout).returncode == 0
+    assert project.apply("--repo", checkout, "--reverse").returncode == 0
+    (checkout / NEW).parent.mkdir()
+    (checkout / NEW).write_text("mine")
+    refused(project.apply("--repo", checkout), 3, NEW)
+    assert (checkout / NEW).read_text() == "mine"
 
 
 def test_changed_target_is_named_in_a_checkout(project: Project, checkout: Path) -> None:
@@ -243,9 +326,9 @@ def test_changed_target_is_named_in_a_checkout(project: Project, checkout: Path)
 def test_files_left_behind_in_a_checkout(project: Project, checkout: Path, tmp_path: Path) -> None:
     assert project.apply("--repo", checkout).returncode == 0
     trees.git(checkout, "checkout", "-q", ".")
-    (checkout / "notes.txt").write_text("mine")
-    refused(project.apply("--repo", checkout), 3, "local changes (notes.txt)")
-    (checkout / "notes.txt").unlink()
+    change_other(checkout)
+    refused(project.apply("--repo", checkout), 3, f"local changes ({OTHER})")
+    trees.git(checkout, "checkout", "-q", ".")
     assert project.apply("--repo", checkout).returncode == 0
     assert snapshot(checkout) == expected(tmp_path)
     trees.git(checkout, "checkout", "-q", ".")
@@ -258,17 +341,17 @@ def test_files_left_behind_in_a_checkout(project: Project, checkout: Path, tmp_p
 def test_symlink_to_a_checkout_is_checked(project: Project, checkout: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(checkout)
-    (checkout / "notes.txt").write_text("mine")
+    change_other(checkout)
     refused(project.apply("--repo", link), 3, "local changes")
-    (checkout / "notes.txt").unlink()
+    trees.git(checkout, "checkout", "-q", ".")
     assert project.apply("--repo", link).returncode == 0
 
 
 def test_worktree_is_checked(project: Project, checkout: Path, tmp_path: Path) -> None:
     trees.git(checkout, "worktree", "add", "-q", "--detach", str(tmp_path / "second"))
-    (tmp_path / "second/notes.txt").write_text("mine")
+    change_other(tmp_path / "second")
     refused(project.apply("--repo", tmp_path / "second"), 3, "local changes")
-    (tmp_path / "second/notes.txt").unlink()
+    trees.git(tmp_path / "second", "checkout", "-q", ".")
     assert project.apply("--repo", tmp_path / "second").returncode == 0
 
 
@@ -289,8 +372,25 @@ def test_broken_repository_inside_another(project: Project, tree: Path, tmp_path
 def test_git_variables_do_not_mislead(project: Project, checkout: Path, tmp_path: Path) -> None:
     other = trees.copy_base(tmp_path / "other")
     trees.commit_all(other)
-    (checkout / "notes.txt").write_text("mine")
+    assert project.apply("--repo", checkout).returncode == 0
+    trees.git(checkout, "checkout", "-q", ".")
+    trees.git(checkout, "add", "-f", NEW)  # known to be of the patch, if git heeds the pathspecs that leave it out
+    done = project.apply("--repo", checkout, GIT_LITERAL_PATHSPECS="1")
+    assert done.returncode == 0, done.stderr
+    assert project.apply("--repo", checkout, "--reverse").returncode == 0
+    trees.git(checkout, "reset", "-q", "--hard")
+    change_other(checkout)
     refused(project.apply("--repo", checkout, GIT_DIR=str(other / ".git")), 3, "local changes")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to another account")
+def test_a_checkout_of_another_account_may_be_said_to_be_safe(project: Project, checkout: Path) -> None:
+    """Also where variables say so, as in a container without a home."""
+    for path in [checkout, *checkout.rglob("*")]:
+        os.chown(path, 1234, 2345)
+    refused(project.apply("--repo", checkout), 3, "dubious ownership")
+    safe = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": str(checkout)}
+    assert project.apply("--repo", checkout, **safe).returncode == 0
 
 
 @pytest.mark.parametrize("message", ["fatal: detected dubious ownership in repository", ""])
@@ -333,6 +433,27 @@ def test_installed_version(project: Project, tree: Path) -> None:
     # As in an editable installation of the commit, where only the wheel has the release's number.
     (tree / "verl/version/version").write_text("0.7.0.dev\n")
     assert project.apply("--installed", "--check", PYTHONPATH=str(tree)).returncode == 0
+
+
+def test_what_an_upgrade_of_a_patched_verl_leaves_is_named_with_the_command(
+    project: Project, tree: Path, tmp_path: Path
+) -> None:
+    tree = tree.rename(tmp_path / "a tree")
+    assert project.apply("--repo", tree).returncode == 0
+    for name in trees.SOME_FILES:
+        (tree / name).write_text("# newer\n")
+    (tree / "verl/version/version").write_text("0.8.0\n")
+    (tree / NEW).write_text("x = 0  # of an older patch\n")
+    for arguments in (["--repo", tree], ["--installed"]):
+        refused(project.apply(*arguments, "--check", PYTHONPATH=str(tree)), 12, "0.8.0", "left")
+        done = project.apply(*arguments, PYTHONPATH=str(tree))
+        refused(done, 3, "0.8.0", "a patched verl left files in it")
+        refused(project.apply(*arguments, "--reverse", PYTHONPATH=str(tree)), 3, "a patched verl left files in it")
+    subprocess.run(done.stderr.partition("removes: ")[2], shell=True, check=True)
+    assert not (tree / NEW).parent.exists() and (tree / "verl/utils/__init__.py").exists()
+    done = project.apply("--repo", tree)
+    refused(done, 3, "0.8.0")
+    assert "left" not in done.stderr
 
 
 def test_another_verl_in_the_current_directory(project: Project, tree: Path, tmp_path: Path) -> None:
@@ -546,6 +667,8 @@ def test_odd_answers(project: Project, tree: Path) -> None:
         ("https:///x.patch", "use an https URL"),
         ("http://localhost.example.org/x", "use an https URL"),
         ("http://127.0.0.1@example.org/x", "use an https URL"),
+        ("https://user:secret@example.org/x", "the URL names a user, which is not supported"),
+        ("https://user@example.org/x", "the URL names a user, which is not supported"),
         ("http://127.0.0.1:port/x", "could not be downloaded"),
         ("http://127.0.0.1:99999/x", "could not be downloaded"),
         ("http://127.0.0.1:1/x", "could not be downloaded"),
@@ -556,7 +679,9 @@ def test_odd_answers(project: Project, tree: Path) -> None:
     ],
 )
 def test_bad_url(project: Project, tree: Path, url: str, words: str) -> None:
-    refused(project.apply("--repo", tree, "--patch-url", url, "--patch-sha256", "0" * 64), 3, words)
+    done = project.apply("--repo", tree, "--patch-url", url, "--patch-sha256", "0" * 64)
+    refused(done, 3, words)
+    assert "secret" not in done.stderr
 
 
 def test_limits_of_a_download(project: Project, tree: Path) -> None:
