@@ -1,4 +1,7 @@
 #!/usr/bin/env bash
+# Privileged mode (-p) ignores functions and shell options of the environment; sh has none of what follows.
+case $- in *p*) ;; *) exec bash -p -- "$0" "$@" ;; esac
+set +o posix
 usage() {
     cat <<'EOF'
 Makes patches/gradloc.patch and its checksum from an edited verl checkout.
@@ -19,7 +22,9 @@ Usage:
       Check that patches/ is what the sources produce: the checksum matches; the patch applies to the base
       without whitespace errors and reverses to it byte for byte; and regenerating it with the package from
       gradloc/ gives the same bytes. TREE is an unpatched verl tree; without it build/base or the wheel is
-      used. If no base can be had, only the checksum and the package inside the patch are checked.
+      used. If no base can be had, only the checksum and the package are checked, and the exit code is 3.
+
+The package holds Python files only. A README.md in it stays where it is and is not part of the patch.
 
 Exit codes: 0 done, 1 the check failed, 2 usage, 3 refused or failed (one sentence says why).
 EOF
@@ -27,7 +32,7 @@ EOF
 
 set -euo pipefail
 export LC_ALL=C
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 patch=$root/patches/gradloc.patch
 python=${PYTHON:-python3}
 package=verl/utils/gradloc
@@ -46,8 +51,23 @@ read_pin() {
         die "$file must hold one line COMMIT=<40 hex digits> and one line VERSION=<release>"
 }
 
-# git without the user's settings.
-plain_git() { GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 git -c init.defaultBranch=main "$@"; }
+# A caller's GIT_DIR, GIT_LITERAL_PATHSPECS and the like would change what git does. Where git is, and the user's
+# settings, stay: they may say that a tree of another account is safe.
+for name in "${!GIT_@}"; do
+    [[ $name == GIT_@(EXEC_PATH|CONFIG_*) ]] || unset "$name"
+done
+
+# git without the user's settings. The blob hashes of a patch are SHA-1, whatever git makes by default.
+plain_git() {
+    GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_COUNT=0 GIT_CONFIG_PARAMETERS='' \
+        GIT_DEFAULT_HASH=sha1 git -c init.defaultBranch=main "$@"
+}
+
+# keep_bytes GIT_DIR: attributes that come before all others, so that git converts nothing there.
+keep_bytes() {
+    mkdir -p "$1/info"
+    echo '* -text !eol !ident !filter !working-tree-encoding !diff !merge !whitespace' >"$1/info/attributes"
+}
 
 # git in a scratch repository of our own, so that neither the user's settings nor a checkout's own
 # configuration, attributes or excludes can change a byte. $index names the index in use.
@@ -58,17 +78,17 @@ g() {
 }
 
 make_scratch() {
-    scratch=$(mktemp -d)
-    trap 'finish $?' EXIT
-    trap 'exit 130' INT TERM HUP
+    scratch=$(mktemp -d 2>/dev/null) ||
+        die "no temporary folder can be made in ${TMPDIR:-/tmp}; set TMPDIR to a folder that can be written"
     index=none
     plain_git init -q --template= "$scratch/work"
     mv "$scratch/work/.git" "$scratch/repo"
+    keep_bytes "$scratch/repo"
 }
 
 # Cleans up. A tool that failed by itself must not look like the verdict of --check.
 finish() {
-    rm -rf "$scratch" ${partial:+"$partial"}
+    rm -rf ${scratch:+"$scratch"} ${partial:+"$partial"}
     case $1 in
         0 | 2 | 3 | 130) ;;
         *) [[ -n $verdict ]] || die "stopped by the failure above" ;;
@@ -88,19 +108,33 @@ package_tree() {
     g write-tree --prefix="$package/" 2>/dev/null || g mktree </dev/null
 }
 
+# unstage PATHSPEC: out of $index, whatever files of these names the current directory has (-f).
+unstage() { g rm -r -f -q --cached --ignore-unmatch -- "$1"; }
+
+# drop_readmes PREFIX: what stays with the sources.
+drop_readmes() { unstage ":(glob)$1**/README.md"; }
+
+# refuse_strays TREE NAME: the package holds Python files only.
+refuse_strays() {
+    local stray
+    stray=$(g ls-tree -r "$1" | awk -F '\t' '$1 !~ /^100/ || $2 !~ /\.py"?$/ { print $2; exit }')
+    [[ -z $stray ]] || die "$2/$stray does not belong in the package, which holds Python files only; move it away"
+}
+
 # Prints the tree of the project's gradloc/.
 project_package() {
-    local index=project stray
+    local index=project tree
     if [[ -d $root/gradloc ]]; then
-        stray=$(find "$root/gradloc" -name __pycache__ -prune -o ! -type d ! \( -type f -name '*.py' \) -print -quit)
-        [[ -z $stray ]] || die "$stray does not belong in gradloc/, which holds Python files only; move it away"
         add_files "$root/gradloc" .
+        drop_readmes ''
     fi
-    g write-tree
+    tree=$(g write-tree)
+    refuse_strays "$tree" gradloc
+    echo "$tree"
 }
 
 replace_package() {
-    g rm -r -q --cached --ignore-unmatch -- "$package"
+    unstage "$package"
     g read-tree --prefix="$package/" "$1"
 }
 
@@ -117,8 +151,11 @@ sha256() { sha256sum <"$1" | cut -d' ' -f1; }
 check_content() {
     local base=$1 tree=$2 file=$3 bad
     [[ -s $file ]] || die "nothing differs from the base, so there is no patch to write"
-    bad=$(g diff --raw --no-renames "$base" "$tree" | awk '$2 ~ /^1[26]/ { print $NF; exit }')
+    bad=$(g diff --raw --no-renames "$base" "$tree" | awk -F '\t' '$1 ~ /^:[0-9]+ 1[26]/ { print $2; exit }')
     [[ -z $bad ]] || die "$bad is a symbolic link or a nested repository, which the patch cannot carry"
+    bad=$(g diff --raw --no-renames "$base" "$tree" |
+        awk -F '\t' '$1 ~ /M$/ && substr($1, 2, 6) != substr($1, 9, 6) { print $2; exit }')
+    [[ -z $bad ]] || die "the mode of $bad changed, which the patch cannot carry; undo that with chmod"
     bad=$(sed -n 's/^Binary files \(.*\) differ$/\1/p' "$file" | head -n 1)
     [[ -z $bad ]] || die "a binary file changed ($bad), which the patch cannot carry"
     bad=$(g diff --check "$base" "$tree" | head -n 1) || true
@@ -137,57 +174,74 @@ except apply_patch.Stop as stop:
     [[ -z $bad ]] || die "apply_patch.py would not take the patch: $bad"
 }
 
-# Downloads the wheel once into build/, or fails.
+# Downloads the wheel once into build/. If that fails, $why is what pip said last.
 fetch_wheel() {
     wheel=$root/build/wheel/verl-$version-py3-none-any.whl
     [[ -f $wheel ]] && return
-    mkdir -p "$root/build"
-    "$@" "$python" -m pip download -q --no-deps --only-binary verl -d "$scratch/wheel" \
-        "verl==$version" >&2 || return 1
+    if ! "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary verl -d "$scratch/wheel" \
+        "verl==$version" >"$scratch/said" 2>&1; then
+        why=$(tail -n 1 "$scratch/said")
+        why="verl $version could not be downloaded with pip (${why:-it says nothing})"
+        return 1
+    fi
     mkdir -p "$root/build/wheel"
     mv "$scratch/wheel/$(basename "$wheel")" "$wheel"
 }
 
 # unpack SRC DIR: the verl/ of a wheel or of a plain tree.
 unpack() {
+    local tree=$1
     mkdir -p "$2"
     if [[ -f $1 ]]; then
-        "$python" -m zipfile -e "$1" "$scratch/unzipped" >/dev/null 2>&1 || die "$1 is not a wheel that can be unpacked"
-        set -- "$scratch/unzipped" "$2"
+        tree=$scratch/unzipped
+        "$python" -m zipfile -e "$1" "$tree" >/dev/null 2>&1 || die "$1 is not a wheel that can be unpacked"
     fi
-    [[ -f $1/verl/__init__.py ]] || die "$1 has no verl/__init__.py; give a verl checkout, wheel or tree"
-    [[ $(tr -d '[:space:]' <"$1/verl/version/version") =~ ^"$version"(\.dev.*)?$ ]] ||
+    [[ -f $tree/verl/__init__.py ]] || die "$1 has no verl/__init__.py; give a verl clone, wheel or tree"
+    [[ $(cat "$tree/verl/version/version" 2>/dev/null) =~ ^[[:space:]]*"$version"(\.dev[0-9A-Za-z.]*)?[[:space:]]*$ ]] ||
         die "$1 is not verl $version, which the patch is made for"
-    cp -R "$1/verl" "$2/verl"
+    cp -R "$tree/verl" "$2/verl"
     find "$2/verl" -name __pycache__ -prune -exec rm -rf {} +
+}
+
+# The git folder of a clone, bare or not; fails for anything else.
+git_folder() {
+    if [[ -e $1/.git ]]; then echo "$1/.git"; else git --git-dir="$1" rev-parse --git-dir 2>/dev/null; fi
+}
+
+# Refuses a repository whose objects the scratch repository cannot read.
+refuse_sha256() {
+    [[ $(git --git-dir="$(git_folder "$1")" rev-parse --show-object-format) != sha256 ]] ||
+        die "the objects of $1 are of git's SHA-256 format, but a patch needs SHA-1; use a checkout of that format"
 }
 
 init() {
     local target=$1 source=$2 rev status
     if [[ -e $target ]]; then
         [[ -d $target && -z $(ls -A "$target") ]] || die "$target exists already; give a new directory"
+        [[ ! $target -ef . ]] || die "the current directory cannot be replaced; go elsewhere and name it from there"
     fi
     mkdir -p "$(dirname "$target")" 2>/dev/null &&
         partial=$(mktemp -d "$(dirname "$target")/.gradloc-init-XXXXXX" 2>/dev/null) ||
         die "$(dirname "$target") cannot be written; give another directory"
     if [[ -n $source && ! -e $source ]]; then
         die "$source does not exist; --base takes a clone, a wheel or a tree"
-    elif [[ -n $source && -e $source/.git ]]; then
+    elif [[ -n $source ]] && git_folder "$source" >/dev/null; then
+        refuse_sha256 "$source"
         rev=$(pinned_revision "$source") || die "$source has neither commit $commit nor a tag gradloc-base"
-        git clone -q --no-checkout "$source" "$partial/tree" || die "$source could not be cloned"
-        git -C "$partial/tree" -c core.autocrlf=false -c core.attributesFile=/dev/null -c advice.detachedHead=false checkout -q \
-            --detach "$rev" || die "commit $rev of $source could not be checked out"
-        git -C "$partial/tree" config core.autocrlf false
+        git clone -q --no-checkout --template= "$source" "$partial/tree" 2>"$scratch/said" ||
+            die "$source could not be cloned: $(tail -n 1 "$scratch/said")"
+        keep_bytes "$partial/tree/.git"
+        plain_git -C "$partial/tree" -c advice.detachedHead=false checkout -q --detach "$rev" ||
+            die "commit $rev of $source could not be checked out"
     else
         if [[ -z $source ]]; then
             say "fetching verl $version"
-            fetch_wheel || die "verl $version could not be downloaded with pip; give a clone or wheel with --base"
+            fetch_wheel || die "$why; give a clone or wheel with --base"
             source=$wheel
         fi
         unpack "$source" "$partial/tree"
         plain_git init -q --template= "$partial/tree"
-        mkdir "$partial/tree/.git/info"
-        git -C "$partial/tree" config core.autocrlf false
+        keep_bytes "$partial/tree/.git"
         printf '__pycache__/\n*.py[co]\n' >"$partial/tree/.git/info/exclude"
         plain_git -C "$partial/tree" add -A -f
         # A fixed author and date: the commit is the same everywhere.
@@ -195,7 +249,8 @@ init() {
             GIT_COMMITTER_NAME=verl GIT_COMMITTER_EMAIL=verl@localhost GIT_COMMITTER_DATE='2026-01-01T00:00:00Z' \
             plain_git -C "$partial/tree" commit -q -m "verl $version (upstream $commit)"
     fi
-    git -C "$partial/tree" -c tag.gpgSign=false tag -f gradloc-base >/dev/null
+    plain_git -C "$partial/tree" config core.autocrlf false
+    plain_git -C "$partial/tree" tag -f gradloc-base >/dev/null
     if [[ -f $patch ]]; then
         status=0
         "$python" "$root/apply_patch.py" --check --repo "$partial/tree" >"$scratch/said" 2>&1 || status=$?
@@ -203,28 +258,41 @@ init() {
         "$python" "$root/apply_patch.py" --repo "$partial/tree" >/dev/null || die "the patch could not be applied"
         remember "$partial/tree" "$patch"
     fi
-    [[ ! -d $target ]] || rmdir "$target"
+    [[ ! -d $target ]] || rmdir "$target" 2>/dev/null || die "$target cannot be replaced; give a new directory"
     mv "$partial/tree" "$target"
     say "$target is ready: edit it, then run make_patch.sh --repo $target"
 }
 
 # The revision of REPO that stands for the base.
 pinned_revision() {
-    git -C "$1" rev-parse -q --verify "refs/tags/gradloc-base^{commit}" 2>/dev/null ||
-        git -C "$1" rev-parse -q --verify "$commit^{commit}" 2>/dev/null
+    local folder
+    folder=$(git_folder "$1")
+    git --git-dir="$folder" rev-parse -q --verify "refs/tags/gradloc-base^{commit}" 2>/dev/null ||
+        git --git-dir="$folder" rev-parse -q --verify "$commit^{commit}" 2>/dev/null
 }
 
+git_dir_of() { git -C "$1" rev-parse --absolute-git-dir; }
+
 # remember REPO FILE: the patch that this checkout was last brought together with.
-remember() { sha256 "$2" >"$(cd "$1" && cd "$(git rev-parse --git-dir)" && pwd)/gradloc-patch.sha256"; }
+remember() { sha256 "$2" >"$(git_dir_of "$1")/gradloc-patch.sha256"; }
+
+# lock FILE PLACE: no other run changes PLACE until this one ends.
+lock() {
+    local descriptor
+    [[ -w $1 ]] || die "$2 cannot be written; use an account that may"
+    exec {descriptor}<>"$1"
+    flock -n "$descriptor" || die "another make_patch.sh is at work on $2; wait until it has ended"
+}
 
 regenerate() {
-    local repo=$1 base=$2 head=$3 output=$4 top rev base_tree ancestor ours theirs merged final outside synced file
+    local repo=$1 base=$2 head=$3 output=$4 edited top rev base_tree ancestor ours theirs merged final outside synced file
     [[ -d $repo ]] || die "$repo is not a directory; --repo takes a verl checkout"
     repo=$(cd "$repo" && pwd -P)
     top=$(git -C "$repo" rev-parse --show-toplevel 2>"$scratch/said") ||
         die "$repo is not a usable git checkout: $(head -n 1 "$scratch/said")"
     [[ $(cd "$top" && pwd -P) == "$repo" ]] ||
         die "$repo lies inside the repository $top; give the top of a verl checkout"
+    refuse_sha256 "$repo"
     if [[ -n $base ]]; then
         rev=$(git -C "$repo" rev-parse -q --verify "$base^{commit}") || die "$base is not a revision of $repo"
     else
@@ -232,14 +300,17 @@ regenerate() {
             die "$repo has neither a tag gradloc-base nor commit $commit; name the base with --base"
     fi
     git -C "$repo" rev-parse -q --verify "$rev:verl" >/dev/null || die "$rev of $repo has no directory verl"
-    if [[ -n $head ]]; then
-        head=$(git -C "$repo" rev-parse -q --verify "$head^{commit}") || die "$head is not a revision of $repo"
-    fi
-    outside=$(git -C "$repo" diff --name-only "$rev" ${head:+"$head"} -- . ':(exclude,top)verl' | head -n 1)
+    [[ -z $head ]] || edited=$(git -C "$repo" rev-parse -q --verify "$head^{commit}") ||
+        die "$head is not a revision of $repo"
+    outside=$(git -C "$repo" diff --name-only "$rev" ${head:+"$edited"} -- . ':(exclude,top)verl' | head -n 1)
     [[ -z $outside ]] || die "$outside differs from the base, but the patch changes nothing outside verl/; undo that"
     outside=$(git -C "$repo" ls-files --others --exclude-standard -- . ':(exclude,top)verl' | head -n 1)
     [[ -z $outside ]] || say "note: $outside and other new files outside verl/ are not part of the patch"
 
+    if [[ -z $output ]]; then
+        lock "$root/patches/BASE_COMMIT" "$root"
+        lock "$(git_dir_of "$repo")/HEAD" "$repo"
+    fi
     (cd "$repo" && cd "$(git rev-parse --git-path objects)" && pwd) >"$scratch/repo/objects/info/alternates"
     index=base
     g read-tree --empty
@@ -249,11 +320,12 @@ regenerate() {
     g read-tree "$base_tree"
     if [[ -n $head ]]; then
         g read-tree --empty
-        g read-tree --prefix=verl/ "$head:verl"
+        g read-tree --prefix=verl/ "$edited:verl"
     else
         [[ -d $repo/verl ]] || die "$repo has no directory verl"
         add_files "$repo" verl
     fi
+    drop_readmes "$package/"
 
     if [[ -z $output ]]; then
         theirs=$(package_tree)
@@ -278,8 +350,7 @@ regenerate() {
         file=$(g ls-files -u | cut -f 2 | uniq | paste -s -d ' ')
         [[ -z $file ]] || die "changed both in gradloc/ and in $repo/$package: $file; make both the same, then run again"
         merged=$(g write-tree)
-        file=$(g ls-tree -r --name-only "$merged" | grep -v '\.py$' | head -n 1) || true
-        [[ -z $file ]] || die "$package/$file does not belong in the package, which holds Python files only; move it away"
+        refuse_strays "$merged" "$package"
         [[ -z $head || $merged == "$theirs" ]] ||
             die "gradloc/ has changes that $head lacks; leave out --head, or write to another file with --output"
         index=edited
@@ -291,7 +362,7 @@ regenerate() {
     check_content "$base_tree" "$final" "$scratch/new.patch"
 
     if [[ -z $output ]]; then
-        synced=$(cat "$(cd "$repo" && cd "$(git rev-parse --git-dir)" && pwd)/gradloc-patch.sha256" 2>/dev/null) || true
+        synced=$(cat "$(git_dir_of "$repo")/gradloc-patch.sha256" 2>/dev/null) || true
         if [[ -z $force && -n $synced && -f $patch && $synced != "$(sha256 "$patch")" ]] &&
             ! cmp -s "$scratch/new.patch" "$patch"; then
             die "the patch has changed since $repo was last brought together with it, and those changes would be lost;" \
@@ -317,6 +388,7 @@ update_package() {
         status=${mode##* }
         if [[ $status == D ]]; then
             rm -f "$3/$name"
+            (cd "$3" && rmdir -p --ignore-fail-on-non-empty "$(dirname "$name")") 2>/dev/null || true # . is left
             say "removed $3/$name"
         else
             mkdir -p "$(dirname "$3/$name")"
@@ -347,7 +419,7 @@ check() {
         [[ -f $tree/verl/__init__.py ]] || die "$tree has no verl/__init__.py; --base-tree takes an unpatched verl tree"
     elif [[ -d $root/build/base/verl ]]; then
         tree=$root/build/base
-    elif fetch_wheel timeout 20 2>/dev/null; then
+    elif fetch_wheel; then
         unpack "$wheel" "$scratch/base"
         tree=$scratch/base
     fi
@@ -358,8 +430,7 @@ check() {
             out_of_date "the patch cannot be read: $(head -n 1 "$scratch/said")"
         changed=$(g diff --name-only --no-renames "$(package_tree)" "$ours" | paste -s -d ' ')
         [[ -z $changed ]] || out_of_date "the patch's package is not gradloc/ ($changed differ); run make_patch.sh --repo"
-        say "checksum and package are right; the rest was NOT checked, because no base tree is at hand (--base-tree)"
-        return
+        die "checksum and package are right, but the rest cannot be checked: $why; give a tree with --base-tree"
     fi
     add_files "$tree" verl
     base_tree=$(g write-tree)
@@ -378,7 +449,7 @@ check() {
     say "patches/ is what the sources produce; it applies to the base and reverses to it"
 }
 
-verdict='' partial='' action='' target='' base='' head='' output='' base_tree='' force=''
+verdict='' scratch='' partial='' action='' target='' base='' head='' output='' base_tree='' force=''
 set_action() { [[ -z $action ]] || misuse "give one of --init, --repo and --check"; action=$1; }
 while (($#)); do
     case $1 in
@@ -402,9 +473,11 @@ done
 [[ $action == repo || -z $head$output$force ]] || misuse "--head, --output and --force belong to --repo"
 [[ $action != check || -z $base ]] || misuse "--base does not belong to --check; it takes --base-tree"
 [[ $action == check || -z $base_tree ]] || misuse "--base-tree belongs to --check"
-command -v git >/dev/null || die "git is not on PATH; install it"
-# A caller's GIT_DIR and the like would lead git to another repository.
-unset $(git rev-parse --local-env-vars) GIT_EXTERNAL_DIFF GIT_DIFF_OPTS
+trap 'finish $?' EXIT
+trap 'exit 130' INT TERM HUP
+for name in git flock; do
+    command -v "$name" >/dev/null || die "$name is not on PATH; install it"
+done
 read_pin
 make_scratch
 case $action in

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -109,6 +112,98 @@ def test_same_bytes_whatever_the_settings(made: tuple[Project, Path], tmp_path: 
     assert project.patch.read_bytes() == wanted
 
 
+def test_attributes_change_no_byte(source: Path, tmp_path: Path) -> None:
+    """Those of the development checkout, of the base and of the folder that the tool runs in."""
+    attributes = "*.py text eol=crlf ident diff=python filter=x whitespace=-trailing-space\n"
+    crlf = source / "verl/utils/__init__.py"
+    crlf.write_bytes(crlf.read_bytes().replace(b"\n", b"\r\n") + b"# $Id$\r\n")
+    plain = Project(tmp_path / "project", None)
+    checkout = tmp_path / "checkout"
+    assert plain.make("--init", checkout, "--base", source).returncode == 0
+    edit(checkout)
+    assert plain.make("--repo", checkout).returncode == 0
+    (checkout / ".gitattributes").write_text(attributes)
+    hostile = tmp_path / "hostile"
+    hostile.mkdir()
+    (hostile / ".gitattributes").write_text(attributes)
+    wanted = plain.patch.read_bytes()
+    (checkout / ".git/info/attributes").unlink(missing_ok=True)
+    for place in (hostile, checkout):
+        done = plain.make("--repo", checkout, cwd=place)
+        assert done.returncode == 0, done.stderr
+        assert plain.patch.read_bytes() == wanted
+        done = plain.make("--check", "--base-tree", source, cwd=place)
+        assert done.returncode == 0, done.stderr
+    clone = tmp_path / "clone"
+    shutil.copytree(source, clone)
+    trees.commit_all(clone)
+    (clone / ".gitattributes").write_text(attributes)
+    trees.git(clone, "add", ".gitattributes")
+    trees.git(clone, "commit", "-q", "-m", "attributes")
+    plain.pin(trees.git(clone, "rev-parse", "HEAD"))
+    assert plain.make("--init", tmp_path / "again", "--base", clone, cwd=hostile).returncode == 0
+    assert (tmp_path / "again" / crlf.relative_to(source)).read_bytes() == crlf.read_bytes()
+    assert trees.git(tmp_path / "again", "diff", "--name-only") == "\n".join(sorted([ACTOR, DELETED]))
+
+
+def test_a_clone_made_with_autocrlf(base_tree: Path, tmp_path: Path) -> None:
+    """As git for Windows makes them: every file of the project must stay as it is."""
+    source, clone = tmp_path / "source", tmp_path / "clone"
+    source.mkdir()
+    for name in (".gitattributes", "apply_patch.py", "make_patch.sh", "run_experiment.sh"):
+        shutil.copy(trees.ROOT / name, source)
+    for name in ("embedded", "gradloc", "patches"):
+        shutil.copytree(trees.ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    trees.commit_all(source)
+    trees.git(source, "clone", "-q", "-c", "core.autocrlf=true", str(source), str(clone))
+    assert snapshot(clone) == snapshot(source)
+    done = trees.run(sys.executable, clone / "apply_patch.py", "--repo", base_tree, "--check", "--force")
+    assert done.returncode == 0, done.stderr
+    done = trees.run("bash", clone / "make_patch.sh", "--check", "--base-tree", base_tree, PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert trees.run("bash", clone / "run_experiment.sh", "--dry-run").returncode == 0
+
+
+HOSTILE = {
+    "hash": {"GIT_DEFAULT_HASH": "sha256"},
+    "pathspecs": {"GIT_LITERAL_PATHSPECS": "1"},
+    "trace": {"GIT_TRACE": "1", "GIT_TEMPLATE_DIR": "/nonexistent", "GIT_INDEX_FILE": "/nonexistent"},
+    "settings": {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "diff.noprefix", "GIT_CONFIG_VALUE_0": "true"},
+    "options": {"SHELLOPTS": "noclobber:noglob", "CDPATH": "/:/tmp", "BASH_FUNC_git%%": "() { false; }"},
+}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
+def test_the_environment_does_not_matter(source: Path, tmp_path: Path, hostile: dict[str, str]) -> None:
+    project, checkout = Project(tmp_path / "project", None), tmp_path / "checkout"
+    assert project.make("--init", checkout, "--base", source, **hostile).returncode == 0
+    edit(checkout)
+    for arguments in (["--repo", checkout], ["--repo", checkout], ["--check", "--base-tree", source]):
+        done = project.make(*arguments, **hostile)
+        assert done.returncode == 0, done.stderr
+    assert project.make("--check", "--base-tree", source).returncode == 0
+    done = project.make("--init", tmp_path / "again", "--base", checkout, **hostile)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_repository_of_another_hash(made: tuple[Project, Path], tmp_path: Path) -> None:
+    project, checkout = made
+    shutil.rmtree(checkout / ".git")
+    trees.git(checkout, "init", "-q", "--object-format=sha256")
+    trees.commit_all(checkout)
+    trees.git(checkout, "tag", "gradloc-base")
+    refused(project.make("--repo", checkout), 3, str(checkout), "SHA-256")
+    refused(project.make("--init", tmp_path / "new", "--base", checkout), 3, str(checkout), "SHA-256")
+
+
+def test_shells_and_links(made: tuple[Project, Path], source: Path, tmp_path: Path) -> None:
+    project, _ = made
+    (tmp_path / "link").symlink_to(project.place / "make_patch.sh")
+    for shell, script in (("sh", project.place / "make_patch.sh"), ("bash", tmp_path / "link")):
+        done = trees.run(shell, script, "--check", "--base-tree", source, PYTHON=sys.executable)
+        assert done.returncode == 0, done.stderr
+
+
 def test_init_takes_wheel_tree_or_clone(source: Path, tmp_path: Path) -> None:
     project = Project(tmp_path / "project", None)
     wheel = tmp_path / "verl-0.7.0-py3-none-any.whl"
@@ -128,6 +223,9 @@ def test_init_takes_wheel_tree_or_clone(source: Path, tmp_path: Path) -> None:
     assert project.make("--init", tmp_path / "from_clone", "--base", source).returncode == 0
     assert trees.git(tmp_path / "from_clone", "rev-parse", "HEAD", "gradloc-base").split() == [commit] * 2
     assert snapshot(tmp_path / "from_clone") == snapshot(tmp_path / "from_wheel")
+    trees.git(source, "clone", "-q", "--bare", str(source), str(tmp_path / "bare"))
+    assert project.make("--init", tmp_path / "from_bare", "--base", tmp_path / "bare").returncode == 0
+    assert snapshot(tmp_path / "from_bare") == snapshot(tmp_path / "from_clone")
 
 
 def test_init_refuses(made: tuple[Project, Path], source: Path, tmp_path: Path) -> None:
@@ -144,6 +242,16 @@ def test_init_refuses(made: tuple[Project, Path], source: Path, tmp_path: Path) 
     refused(project.make("--init", new, "--base", plain), 3, "does not apply")
     (source / "verl/version/version").write_text("0.8.0\n")
     refused(project.make("--init", new, "--base", source), 3, "not verl 0.7.0")
+    wheel = tmp_path / "other.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(source / "verl/__init__.py", "verl/__init__.py")
+    refused(project.make("--init", new, "--base", wheel), 3, f"{wheel} is not verl 0.7.0")
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("other/__init__.py", "")
+    refused(project.make("--init", new, "--base", wheel), 3, f"{wheel} has no verl/__init__.py")
+    (tmp_path / "here").mkdir()
+    done = project.make("--init", ".", "--base", plain, cwd=tmp_path / "here")
+    refused(done, 3, "the current directory cannot be replaced")
     left = [path.name for path in tmp_path.iterdir() if path.name.startswith(".gradloc")]
     assert not new.exists() and not left
 
@@ -169,6 +277,46 @@ def test_package_is_taken_from_the_side_that_changed(made: tuple[Project, Path])
         assert (side / "a.py").read_text() == "a = 2\n" and (side / "__init__.py").read_text() == "x = 2\n"
         assert not (side / "b.py").exists()
     assert b"+a = 2" in project.patch.read_bytes() and b"b.py" not in project.patch.read_bytes()
+
+
+def test_folders_of_the_package(made: tuple[Project, Path], source: Path, tmp_path: Path) -> None:
+    """They are taken to the other side and into the patch; what explains them to readers of the sources is not."""
+    project, checkout = made
+    ours, theirs = project.place / "gradloc", checkout / PACKAGE
+
+    def files(side: Path) -> list[str]:
+        return sorted(str(file.relative_to(side)) for file in side.rglob("*.*") if file.suffix != ".pyc")
+
+    for folder, module in ((ours / "search", "__init__.py"), (theirs / "measure/deep", "probe.py")):
+        folder.mkdir(parents=True)
+        (folder / module).write_text("x = 1\n")
+        (folder / "README.md").write_text("What is here.  \n")
+    (ours / "README.md").write_text("The rooms.\n")
+    assert project.make("--repo", checkout).returncode == 0
+    modules = ["__init__.py", "measure/deep/probe.py", "search/__init__.py"]
+    assert files(ours) == sorted([*modules, "README.md", "search/README.md"])
+    assert files(theirs) == sorted([*modules, "measure/deep/README.md"])
+    assert b"README" not in project.patch.read_bytes()
+    assert check(project, source).returncode == 0
+    # Nor is a committed one.
+    trees.git(checkout, "add", "-A", "verl")
+    trees.git(checkout, "commit", "-q", "-m", "all")
+    assert project.make("--repo", checkout, "--head", "HEAD", "--output", tmp_path / "x.patch").returncode == 0
+    assert (tmp_path / "x.patch").read_bytes() == project.patch.read_bytes()
+    before = snapshot(source)
+    assert project.apply("--repo", source).returncode == 0
+    assert files(source / PACKAGE) == modules
+    assert project.apply("--repo", source, "--reverse").returncode == 0
+    assert snapshot(source) == before
+    assert project.make("--init", tmp_path / "second", "--base", source).returncode == 0
+    assert files(tmp_path / "second" / PACKAGE) == modules
+    # A folder goes with its last file.
+    shutil.rmtree(ours / "measure")
+    (theirs / "search/__init__.py").unlink()
+    (theirs / "measure/deep/README.md").unlink()
+    assert project.make("--repo", checkout).returncode == 0
+    assert files(ours) == ["README.md", "__init__.py", "search/README.md"]
+    assert files(theirs) == ["__init__.py"] and not (theirs / "measure").exists()
 
 
 @pytest.mark.parametrize("ours", ["x = 2\n", None])
@@ -224,6 +372,22 @@ def test_interrupted_regeneration_is_repeated(made: tuple[Project, Path]) -> Non
     assert state(project, checkout) == wanted
 
 
+def test_one_run_at_a_time(made: tuple[Project, Path], source: Path) -> None:
+    project, checkout = made
+    for file, place in ((project.place / "patches/BASE_COMMIT", project.place), (checkout / ".git/HEAD", checkout)):
+        with open(file, "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            refused(project.make("--repo", checkout), 3, f"another make_patch.sh is at work on {place}")
+    (checkout / NEW).write_text("x = 2\n")
+    command = ["bash", str(project.place / "make_patch.sh"), "--repo", str(checkout)]
+    environment = os.environ | {"PYTHON": sys.executable}
+    runs = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    for process in runs:
+        message = process.communicate(timeout=120)[1]
+        assert process.returncode == 0 or process.returncode == 3 and "is at work on" in message, message
+    assert check(project, source).returncode == 0
+
+
 # Revisions and other outputs
 
 
@@ -245,15 +409,18 @@ def test_base_head_and_output(made: tuple[Project, Path], tmp_path: Path) -> Non
     (project.place / "gradloc/mine.py").write_text("m = 1\n")
     refused(project.make("--repo", checkout, "--head", "HEAD"), 3, "changes that")
     refused(project.make("--repo", checkout, "--base", "nothing"), 3, "not a revision")
-    refused(project.make("--repo", checkout, "--head", "nothing"), 3, "not a revision")
+    refused(project.make("--repo", checkout, "--head", "nothing"), 3, "nothing is not a revision")
     refused(project.make("--repo", checkout, "--output", tmp_path / "absent/x"), 3, "existing directory")
 
 
 def test_a_patch_that_would_not_be_taken_is_not_written(made: tuple[Project, Path]) -> None:
     project, checkout = made
     before = project.patch.read_bytes()
+    (checkout / "verl/a#b.py").write_text("x = 1\n")
+    refused(project.make("--repo", checkout), 3, "apply_patch.py would not take the patch", "verl/a#b.py")
+    (checkout / "verl/a#b.py").unlink()
     (checkout / ALGOS).chmod(0o755)
-    refused(project.make("--repo", checkout), 3, "apply_patch.py would not take the patch", ALGOS)
+    refused(project.make("--repo", checkout), 3, f"the mode of {ALGOS} changed", "undo that with chmod")
     assert project.patch.read_bytes() == before
 
 
@@ -352,9 +519,17 @@ def test_usage(made: tuple[Project, Path]) -> None:
 
 def test_no_git(made: tuple[Project, Path], tmp_path: Path) -> None:
     project, checkout = made
-    for tool in ("bash", "dirname"):
+    for tool in ("bash", "dirname", "readlink", "rm"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
     refused(project.make("--repo", checkout, PATH=str(tmp_path)), 3, "git is not on PATH")
+
+
+@pytest.mark.parametrize("action", ["--check", "--repo", "--init"])
+def test_a_failure_of_the_tool_is_no_verdict(made: tuple[Project, Path], tmp_path: Path, action: str) -> None:
+    project, checkout = made
+    arguments = {"--check": [], "--repo": [checkout], "--init": [tmp_path / "new"]}[action]
+    done = project.make(action, *arguments, TMPDIR="/nonexistent")
+    refused(done, 3, "/nonexistent", "set TMPDIR to a folder that can be written")
 
 
 # --check
@@ -395,12 +570,16 @@ def test_check_notices(made: tuple[Project, Path], source: Path) -> None:
     refused(check(project, source), 1, "missing")
 
 
-def test_check_without_a_base(made: tuple[Project, Path]) -> None:
-    """PYTHON=false stands for a machine that cannot download the wheel."""
+def test_check_without_a_base(made: tuple[Project, Path], tmp_path: Path) -> None:
+    """A Python without a network."""
     project, _ = made
-    command = ("env", "PYTHON=false", "bash", project.place / "make_patch.sh", "--check")
-    done = trees.run(*command)
-    assert done.returncode == 0 and "NOT checked" in done.stdout, done.stderr
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ERROR: No matching distribution found' >&2\nexit 1\n")
+    python.chmod(0o755)
+    command = ("bash", project.place / "make_patch.sh", "--check")
+    refused(trees.run(*command, PYTHON="false"), 3, "cannot be checked", "could not be downloaded", "--base-tree")
+    command = ("env", f"PYTHON={python}", *command)
+    refused(trees.run(*command), 3, "cannot be checked", "(ERROR: No matching distribution found)", "--base-tree")
     (project.place / "gradloc/__init__.py").write_text("x = 2\n")
     refused(trees.run(*command), 1, "__init__.py")
 
