@@ -39,9 +39,15 @@ package=verl/utils/gradloc
 
 die() { printf 'make_patch.sh: %s\n' "$*" >&2; exit 3; }
 misuse() { printf 'make_patch.sh: %s (--help shows the usage)\n' "$*" >&2; exit 2; }
-out_of_date() { verdict=1; printf 'make_patch.sh: %s\n' "$*" >&2; exit 1; }
 say() { printf 'make_patch.sh: %s\n' "$*"; }
 
+# The verdict of --check; where the disk is full, git's failures say nothing about the patch.
+out_of_date() {
+    head -c 1000000 /dev/zero 2>/dev/null >"$scratch/probe" || die "the disk of $scratch is full; set TMPDIR to another"
+    verdict=1
+    printf 'make_patch.sh: %s\n' "$*" >&2
+    exit 1
+}
 read_pin() {
     local file=$root/patches/BASE_COMMIT
     [[ -f $file ]] || die "$file is missing; restore it from version control"

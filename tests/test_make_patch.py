@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -530,6 +531,31 @@ def test_a_failure_of_the_tool_is_no_verdict(made: tuple[Project, Path], tmp_pat
     arguments = {"--check": [], "--repo": [checkout], "--init": [tmp_path / "new"]}[action]
     done = project.make(action, *arguments, TMPDIR="/nonexistent")
     refused(done, 3, "/nonexistent", "set TMPDIR to a folder that can be written")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """A folder on a disk of so many KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if trees.run("mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", place).returncode:
+        pytest.skip("only root, and not in every container, may mount a small disk")
+
+    def resized(kib: int) -> Path:
+        assert trees.run("mount", "-o", f"remount,size={kib}k", place).returncode == 0
+        return place
+
+    yield resized
+    trees.run("umount", place)
+
+
+def test_a_full_disk_is_no_verdict(made: tuple[Project, Path], source: Path, small_disk: Callable[[int], Path]) -> None:
+    project, _ = made
+    codes = set()
+    for kib in range(4, 200, 4):
+        done = project.make("--check", "--base-tree", source, TMPDIR=str(small_disk(kib)))
+        codes.add(done.returncode)
+    assert codes == {0, 3}
 
 
 # --check
