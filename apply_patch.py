@@ -249,7 +249,7 @@ def is_loopback(host: str | None) -> bool:
 def check_url(url: str) -> None:
     parts = urllib.parse.urlsplit(url)
     if "@" in parts.netloc:  # not shown: it may hold a password
-        raise Stop("the URL names a user, which is not supported: use an https URL without it, or --patch-file")
+        raise Stop("the URL names a user, which is not supported: use an https URL without it, or give a file")
     _ = parts.port  # raises ValueError if it is no number
     if not parts.hostname or not (parts.scheme == "https" or parts.scheme == "http" and is_loopback(parts.hostname)):
         raise Stop(f"{url} is refused: use an https URL (http is for this machine only)")
@@ -458,7 +458,9 @@ def check_release(tree: Path, version: str, found: Situation) -> None:
     if release == version or release.startswith(f"{version}.dev"):  # as in the commit, where the wheel has the release
         return
     left = [path for path in found.patched + found.other if path in found.created]
-    also = f"; a patched verl left files in it, which this removes: {clean_up(tree, left)}" if left else ""
+    also = ""
+    if left:
+        also = "; a patched verl left files in it; if they hold no work of yours, delete them: " + clean_up(tree, left)
     raise Stop(f"the verl in {tree} is {release}, but the patch is for {version}; install that{also}", WRONG_BASE)
 
 

@@ -84,7 +84,7 @@ g() {
 }
 
 make_scratch() {
-    scratch=$(mktemp -d 2>/dev/null) ||
+    scratch=$(cd "${TMPDIR:-/tmp}" 2>/dev/null && TMPDIR=$PWD mktemp -d 2>/dev/null) ||
         die "no temporary folder can be made in ${TMPDIR:-/tmp}; set TMPDIR to a folder that can be written"
     index=none
     plain_git init -q --template= "$scratch/work"
@@ -264,8 +264,7 @@ init() {
         "$python" "$root/apply_patch.py" --repo "$partial/tree" >/dev/null || die "the patch could not be applied"
         remember "$partial/tree" "$patch"
     fi
-    [[ ! -d $target ]] || rmdir "$target" 2>/dev/null || die "$target cannot be replaced; give a new directory"
-    mv "$partial/tree" "$target"
+    mv -T "$partial/tree" "$target" 2>/dev/null || die "$target cannot be replaced; give a new directory"
     say "$target is ready: edit it, then run make_patch.sh --repo $target"
 }
 

@@ -465,7 +465,8 @@ print(spec.submodule_search_locations[0] if spec else "")') || die "$python does
     fi
     [[ -n $found ]] || die "$python has no verl: install verl 0.7.0 there and run: $patch_it"
     # By content: folders and words stay when pip or git restore verl, and an older patch has them, too.
-    said=$("$python" "$root/apply_patch.py" --check --force --repo "${found%/verl}" 2>&1) || status=$?
+    said=$("$python" "$root/apply_patch.py" --check --force --repo "$(dirname -- "$(realpath -- "$found")")" 2>&1) ||
+        status=$?
     case $status in
         10) ;;
         0) die "the verl in $found is not patched: run $patch_it" ;;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -14,6 +15,7 @@ def pytest_configure() -> None:
     # A shell starts its background jobs with SIGINT ignored, nohup with SIGHUP, and whatever they start inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.umask(0o022)  # the modes that the tests expect are those of most checkouts
 
 
 @pytest.fixture(scope="session")

@@ -449,7 +449,7 @@ def test_what_an_upgrade_of_a_patched_verl_leaves_is_named_with_the_command(
         done = project.apply(*arguments, PYTHONPATH=str(tree))
         refused(done, 3, "0.8.0", "a patched verl left files in it")
         refused(project.apply(*arguments, "--reverse", PYTHONPATH=str(tree)), 3, "a patched verl left files in it")
-    subprocess.run(done.stderr.partition("removes: ")[2], shell=True, check=True)
+    subprocess.run(done.stderr.partition("delete them: ")[2], shell=True, check=True)
     assert not (tree / NEW).parent.exists() and (tree / "verl/utils/__init__.py").exists()
     done = project.apply("--repo", tree)
     refused(done, 3, "0.8.0")

@@ -170,6 +170,7 @@ HOSTILE = {
     "pathspecs": {"GIT_LITERAL_PATHSPECS": "1"},
     "trace": {"GIT_TRACE": "1", "GIT_TEMPLATE_DIR": "/nonexistent", "GIT_INDEX_FILE": "/nonexistent"},
     "settings": {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "diff.noprefix", "GIT_CONFIG_VALUE_0": "true"},
+    "folder": {"TMPDIR": "."},
     "options": {"SHELLOPTS": "noclobber:noglob", "CDPATH": "/:/tmp", "BASH_FUNC_git%%": "() { false; }"},
 }
 
@@ -212,6 +213,7 @@ def test_init_takes_wheel_tree_or_clone(source: Path, tmp_path: Path) -> None:
         for name in trees.SOME_FILES:
             archive.write(source / name, name)
         archive.writestr("tests/__init__.py", "")
+    (tmp_path / "from_wheel").mkdir()
     assert project.make("--init", tmp_path / "from_wheel", "--base", wheel).returncode == 0
     assert project.make("--init", tmp_path / "from_tree", "--base", source).returncode == 0
     bases = [trees.git(tmp_path / name, "rev-parse", "gradloc-base") for name in ("from_wheel", "from_tree")]

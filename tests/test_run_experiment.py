@@ -374,6 +374,13 @@ def test_the_evidence_is_named_where_there_is_some(tmp_path: Path) -> None:
     assert shlex.split(printed)[1:] == ["-m", "verl.utils.gradloc.report", str(evidence), "--html", "report.html"]
 
 
+def test_a_patched_verl_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "verl").symlink_to(find_spec("verl").submodule_search_locations[0])
+    python = make_executable(tmp_path / "python", f'#!/bin/sh\n[ "$1" = -m ] && exit\nexec {sys.executable} "$@"\n')
+    done = launch("--cluster", "--python", str(python), *files_that_exist(tmp_path), PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
 def test_missing_verl_is_refused(tmp_path: Path) -> None:
     python = make_executable(tmp_path / "python", f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     refused = launch("--cluster", "--python", str(python), *files_that_exist(tmp_path))
