@@ -632,18 +632,34 @@ def make_folders(folder: Path) -> None:
 
 
 def byte_code(place: Path) -> list[Path]:
-    """What Python compiled from a file. It may be of the kind that is used without a look at the file."""
+    """What Python compiled from a file."""
     return list((place.parent / "__pycache__").glob(f"{place.stem}.*.pyc"))
+
+
+def is_unchecked(byte_code: Path) -> bool:
+    """Whether Python runs it without a look at the source, by its flags (PEP 552)."""
+    return byte_code.read_bytes()[4:8] == b"\1\0\0\0"
+
+
+def drop_byte_code(place: Path) -> None:
+    for file in byte_code(place):
+        try:
+            file.unlink(missing_ok=True)
+        except OSError:
+            if is_unchecked(file):
+                raise
 
 
 def replace_files(tree: Path, state: Path, patches: list[FilePatch]) -> None:
     """Changes all files or none: first copies and a journal, then one atomic step a file, then a look at the disk."""
     for patch in patches:
         place = tree / patch.path
-        folders = {folder_of(place), *(file.parent for file in byte_code(place))}
-        writable = all(os.access(folder, os.W_OK | os.X_OK) for folder in folders)
-        if not writable or place.exists() and not os.access(place, os.W_OK):
-            raise Stop(f"{place} cannot be written; use an account that may, or change its permissions")
+        needed = [folder_of(place), *(file.parent for file in byte_code(place) if is_unchecked(file))]
+        if place.exists():
+            needed.append(place)
+        for target in needed:
+            if not os.access(target, os.W_OK | os.X_OK if target.is_dir() else os.W_OK):
+                raise Stop(f"{target} cannot be written; use an account that may, or change its permissions")
     contents = [(old := read_target(tree, patch.path), patch.result(old)) for patch in patches]
     try:
         for number, (patch, (old, new)) in enumerate(zip(patches, contents, strict=True)):
@@ -668,8 +684,7 @@ def replace_files(tree: Path, state: Path, patches: list[FilePatch]) -> None:
             else:
                 make_folders(place.parent)
                 os.replace(state / f"{number}.new", place)
-            for stale in byte_code(place):
-                stale.unlink(missing_ok=True)
+            drop_byte_code(place)
         for patch in patches:
             if blob_hash(read_target(tree, patch.path)) != patch.new:
                 raise Stop(f"{patch.path} does not read back as it was written")
@@ -723,8 +738,7 @@ def roll_back(tree: Path, state: Path) -> None:
         raise Stop(f"an interrupted change could not be put back ({one_line(error)}); {advice}", 4) from None
     for path, old, _ in entries:
         with contextlib.suppress(OSError):
-            for stale in byte_code(tree / path):
-                stale.unlink()
+            drop_byte_code(tree / path)
         if old is None:
             prune(tree, path)
     (state / "journal.json").unlink()

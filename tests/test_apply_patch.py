@@ -887,6 +887,30 @@ def test_unwritable(project: Project, locked: str) -> None:
             (tree / locked).chmod(mode)
 
 
+@pytest.mark.parametrize("unchecked", [True, False])
+def test_byte_code_that_cannot_be_removed(project: Project, unchecked: bool) -> None:
+    """It is in the way only if Python would run it without a look at the source."""
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH if unchecked else None
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        public = Project(Path(place) / "project", project.patch.read_bytes())
+        tree = trees.copy_base(Path(place) / "tree")
+        cache = Path(py_compile.compile(str(tree / ACTOR), invalidation_mode=mode)).parent
+        drop = ""
+        if os.geteuid() == 0:
+            drop = "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
+            for path in [tree, *tree.rglob("*")]:
+                os.chown(path, 65534, 65534)
+        cache.chmod(0o555)
+        done = public.apply_with(drop, "--repo", tree)
+        cache.chmod(0o755)
+        if unchecked:
+            refused(done, 3, f"{cache} cannot be written")
+        else:
+            assert done.returncode == 0, done.stderr
+            assert public.apply("--repo", tree, "--check").returncode == 10
+
+
 # The project's own patch
 
 
