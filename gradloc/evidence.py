@@ -26,7 +26,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
 
 # The rules of `classify`; the README states them.
 MISALIGNED_NATS = 1.0

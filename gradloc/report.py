@@ -33,7 +33,7 @@ from typing import Any
 
 from .evidence import evidence_files, jsonable, window_start
 from .report_page import page
-from .schema import EVENT, NOTE, conforms
+from .schema import EVENT, EVENT_1, NOTE, conforms
 
 # What `evidence.classify` says, for people.
 SOURCES = {
@@ -47,13 +47,13 @@ SOURCES = {
 # What `Localization.diagnosis` says, for people: what it means, and what to look at.
 DIAGNOSES = {
     "tokens": "Single tokens are over the threshold: look at what is wrong with each of them.",
-    "diffuse": "No single token is over the threshold, but many that pull the same way add up: "
+    "diffuse": "No few tokens explain the spike, it is the sum of many: "
     "look at the responses in the parts listed, at their advantages and at repeated text.",
     "nonfinite": "NaN or Inf is in everything, not in the share of a token: "
     "look at the weights after the step before, then at rewards and advantages.",
     "overflow": "The scaled fp16 gradients overflowed, while log-probs and advantages are fine: "
     "the gradient scaler handles it; look at the loss scale if it happens again and again.",
-    "incomplete": "The search ended before it found a culprit: "
+    "incomplete": "The search ended before it had an answer: "
     "look at its error if there is one, or raise bisect_budget_steps.",
 }
 # What the actions did, and what came of those that could not be done.
@@ -88,7 +88,7 @@ class Evidence:
         top (int): So many culprits keep their texts and layers: the largest of each event, then others.
         since (int, optional): Events of earlier steps are left out.
         events (list[Event]): In the order in which they were written, as the page shows them.
-        skipped (int): Lines that are no event of this version.
+        skipped (int): Lines that are no event of a known version.
         sources (Counter): Of all culprits, kept or not.
         tokens (Counter): Likewise; by the token, and its id if it is not known.
         largest (list[Ranked]): The largest culprit of each event.
@@ -149,7 +149,7 @@ def read(path: str, since: int | None = None, top: int = DETAILED) -> Evidence:
         except (ValueError, RecursionError):
             found.skipped += finished
             continue
-        is_event = conforms(entry, EVENT)
+        is_event = conforms(entry, EVENT) or conforms(entry, EVENT_1)
         if not is_event and not conforms(entry, NOTE):
             found.skipped += 1
         elif since is None or (entry["global_step"] is not None and entry["global_step"] >= since):
@@ -173,13 +173,17 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "thresholds": sorted({number(event["threshold"]) for event in events}),
         "largest_grad_norm": number(ranked[0][-1]["grad_norm"]) if ranked else None,
         "diagnoses": dict(Counter(event["diagnosis"] for event in events).most_common()),
+        "largest_events": [
+            {name: event[name] for name in _EVENT_SUMMARY} | {"culprits": event["culprits_in_all"]}
+            for event in heapq.nlargest(top, events, key=lambda event: event["size"])
+        ],
         "diffuse": _largest_parts(events, top),
         "sources": dict(evidence.sources.most_common()),
         "tokens": [
             {"token": _name({"token": token, "token_id": token_id}), "culprits": count}
             for (token, token_id), count in evidence.tokens.most_common(10)
         ],
-        "incomplete_events": sum(not event["complete"] for event in events),
+        "incomplete_events": sum(event["ended_early"] for event in events),
         "not_applied": dict(Counter(event["action"] for event in events if not event["applied"])),
         "errors": dict(Counter(event["error"] for event in events if event["error"] is not None)),
         "passes": sum(event["passes"] for event in events),
@@ -232,11 +236,21 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         console.print()
         console.print(table)
 
+    if explanations := [event for event in summary["largest_events"] if event["explanation"] is not None]:
+        every = len(explanations) == summary["events"]
+        table = headed("What the culprits explain" if every else "What the culprits of the largest spikes explain")
+        table.add_column("step", justify="right")
+        table.add_column("")
+        for event in explanations:
+            table.add_row("–" if event["global_step"] is None else str(event["global_step"]), event["explanation"])
+        console.print()
+        console.print(table)
+
     if summary["diffuse"]:
-        table = headed("The largest parts over their threshold without a culprit in them")
+        table = headed("The largest parts over their threshold that no few tokens explain")
         for name in ("step", "rank", "rows", "tokens", "norm", "× threshold"):
             table.add_column(name, justify="right")
-        table.add_column("largest tokens measured (row, position: norm)", style="dim")
+        table.add_column("largest tokens measured (row, position: norm, share)", style="dim")
         for part in summary["diffuse"]:
             table.add_row(
                 "–" if part["global_step"] is None else str(part["global_step"]),
@@ -245,7 +259,11 @@ def print_summary(summary: Mapping[str, Any]) -> None:
                 str(part["tokens"]),
                 short(part["norm"]),
                 short(_times(part)),
-                "; ".join(f"{t['row']}, {t['position']}: {short(t['grad_norm'])}" for t in part["largest_tokens"]),
+                "; ".join(
+                    f"{t['row']}, {t['position']}: {short(t['grad_norm'])}"
+                    + ("" if t.get("share") is None else f", {_percent(number(t['share']))}")
+                    for t in part["largest_tokens"]
+                ),
             )
         console.print()
         console.print(table)
@@ -476,6 +494,8 @@ _ROW += ("ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "sequen
 _ROW += ("source", "reward", "data_source", "uid")
 _DETAILS = ("response_tokens", "response_tokens_start", "response_suspicion", "layer_norms")
 _DETAILS += ("prompt", "response", "ground_truth")
+_EVENT_SUMMARY = ("global_step", "epoch", "mini_batch", "diagnosis")
+_EVENT_SUMMARY += ("until", "explained", "more_tokens", "explanation")
 
 
 def _row(event: Event, culprit: Culprit) -> dict[str, Any]:
@@ -487,29 +507,113 @@ def _row(event: Event, culprit: Culprit) -> dict[str, Any]:
 def _event(event: Event, largest: Culprit | None) -> Event:
     """An event without its culprits and without the layers of its units."""
     names = ("global_step", "epoch", "mini_batch", "trigger", "threshold", "global_norm", "global_threshold")
-    names += ("passes", "complete", "action", "applied", "diagnosis", "seconds", "world_size", "error")
+    names += ("passes", "action", "applied", "diagnosis", "seconds", "world_size", "error")
+    names += ("until", "explained", "more_tokens")
     ordinary = event["ordinary_layer_norms"]
-    units = [_rounded({key: unit[key] for key in unit if key != "layer_norms"}) for unit in event["units"]]
+    left_out = ("layer_norms", "rest")
+    units = [_rounded({key: unit[key] for key in unit if key not in left_out}) for unit in event["units"]]
     # What a single token would have to have; the units may not be known.
     trigger = number(event["threshold"]) * _times(event["trigger"])
     norms = [trigger, *(unit["token_equivalent"] for unit in units)] if largest is None else [largest["grad_norm"]]
-    parts = sorted(event["diffuse"], key=lambda part: -_size(_times(part)))
+    parts = sorted(event["diffuse"], key=_by_times)
     return {
-        **_rounded({name: event[name] for name in names}),
+        **_rounded({name: event.get(name) for name in names}),
         "ordinary_layer_norms": None if ordinary is None else _rounded(ordinary),
         "units": units,
         "open_tokens": sum(segment["tokens"] for segment in event["open_segments"]),
         "culprits_in_all": len(event["culprits"]),
+        "ended_early": _ended_early(event),
+        "explanation": _explanation(event),
         "size": max(map(_size, norms), default=0.0),
         "diffuse": [_part(part) for part in parts[:PARTS]],
         "diffuse_in_all": len(parts),
     }
 
 
+def _ended_early(event: Event) -> bool:
+    """Whether the search ended without an answer. That no few tokens explain the spike is one."""
+    answered = event.get("until") == "explained" and event["diagnosis"] in ("diffuse", "nonfinite", "overflow")
+    return not event["complete"] and not answered
+
+
+def _explanation(event: Event) -> str | None:
+    """Whether the culprits explain the spike, in a sentence; None where no token is looked for, or in version 1."""
+    until, diagnosis, culprits = event.get("until"), event["diagnosis"], event["culprits"]
+    if until is None or diagnosis in ("nonfinite", "overflow"):
+        return None
+    measured = [unit for unit in event["units"] if unit.get("rest") is not None] if culprits else []
+    worst = max(measured, key=lambda unit: _size(_times(unit["rest"])), default=None)
+    these, them = ("this token", "it") if len(culprits) == 1 else (f"these {len(culprits):,} tokens", "them")
+    rest = [f"without {these} {_unit(worst)} is {_rest(worst, them)}"] if worst else []
+    if diagnosis == "diffuse":
+        none = "no few tokens explain it" if until == "explained" else "no single token is over τ"
+        facts = [f"Diffuse: {none}", *_likeliest(event, worst)]
+    elif until == "exhaustive":
+        found = f"{_count(len(culprits), 'token') if culprits else 'no token'} over τ"
+        settled = f"everything over its threshold was settled, with {found}"
+        cut = f"the search ended early, with {found} so far"
+        facts = [f"Exhaustive: {cut if _ended_early(event) else settled}", *rest]
+    elif not (event.get("explained") and culprits):
+        facts = ["Not explained: the search ended early", *rest]
+    elif worst and len(event["units"]) == 1:
+        facts = [f"Explained: {rest[0]}"]
+    else:
+        facts = [f"Explained: without {these} every micro-batch is under its threshold"]
+        facts += [f"the highest, {_unit(worst)}, is {_rest(worst, them)}"] if worst else []
+    if (more := event.get("more_tokens")) is not None:
+        facts.append(f"about {_count(more, 'more token')} may be over τ" if more else "no more seem to be over τ")
+    return "; ".join(facts) + "."
+
+
+def _likeliest(event: Event, unit: Mapping[str, Any] | None) -> list[str]:
+    """What the likeliest tokens of a diffuse spike come to: culprits of the unit, or others that were measured."""
+    named = unit or next(iter(event["culprits"]), None)
+    mine = [c for c in event["culprits"] if all(c[key] == named[key] for key in ("rank", "micro_batch"))]
+    parts = sorted(event["diffuse"], key=_by_times) if not mine else []
+    tokens = mine or (parts[0]["largest_tokens"] if parts else [])
+    if not tokens:
+        return []
+    what, many = "likeliest" if mine else "largest measured", len(tokens) > 1
+    which, them = (f"the {len(tokens)} {what}", "them") if many else (f"the {what}", "it")
+    rest = _rest(unit, them) if mine and unit else None
+    shares = [token.get("share") for token in tokens]
+    # As in the thresholds, tokens count as independent.
+    share = math.nan if None in shares else math.hypot(*map(number, shares))
+    if not math.isfinite(share):
+        return [f"without {which} {_unit(unit)} is {rest}"] if rest else []
+    carry = f"{which} {'carry' if many else 'carries'} {_percent(share)} of the norm"
+    return [carry, f"without {them} {_unit(unit)} is {rest}"] if rest else [carry]
+
+
+def _unit(unit: Mapping[str, Any]) -> str:
+    return f"micro-batch {unit['micro_batch']} of rank {unit['rank']}"
+
+
+def _rest(unit: Mapping[str, Any], them: str) -> str:
+    """How far a unit is over its threshold without its culprits, and with them."""
+    still = "" if _times(unit["rest"]) <= 1 else "still "
+    return f"{still}at {_factor(unit['rest'])} of its threshold ({_factor(unit)} with {them})"
+
+
+def _factor(part: Mapping[str, Any]) -> str:
+    """`_times` in short, with as many digits as it takes to tell it from 1."""
+    times = _times(part)
+    return f"{times:.2f}" if times < 10 and abs(times - 1) >= 0.005 else short(times)
+
+
+def _percent(share: float) -> str:
+    return "under 1%" if 0 < share < 0.01 else f"{share:.0%}"
+
+
 def _times(part: Mapping[str, Any]) -> float:
     """How far a norm is over its threshold, which may be zero in a file by another hand."""
     threshold = number(part["threshold"])
     return number(part["norm"]) / threshold if threshold else math.inf
+
+
+def _by_times(part: Mapping[str, Any]) -> float:
+    """What parts are sorted by, the one farthest over its threshold first."""
+    return -_size(_times(part))
 
 
 def _largest_parts(events: Sequence[Event], most: int) -> list[dict[str, Any]]:

@@ -204,7 +204,7 @@ tbody tr + tr > * { border-top: 1px solid var(--faint); }
 #rows tr:hover, #rows tr[aria-current="true"] { background: color-mix(in srgb, var(--faint) 55%, transparent); }
 #rows tr:focus-visible { outline-offset: -2px; }
 th { color: var(--soft); font-weight: 560; }
-#diagnosis { margin-top: 8px; }
+#diagnosis, #explanation { margin-top: 8px; }
 #diagnosis b { color: var(--ink); font-weight: 620; }
 #parts { margin-top: 24px; }
 #parts td { vertical-align: top; }
@@ -277,9 +277,10 @@ _BODY = r"""
   <div class="card">
     <p class="story" id="story"></p>
     <p class="story" id="diagnosis"></p>
+    <p class="story" id="explanation"></p>
     <div id="parts">
-      <h3>Parts over their threshold without a culprit in them</h3>
-      <div class="scroll" tabindex="0" role="region" aria-label="Parts over their threshold without a culprit in them">
+      <h3>Parts over their threshold that no few tokens explain</h3>
+      <div class="scroll" tabindex="0" role="region" aria-label="Parts over their threshold that no few tokens explain">
         <table>
           <thead><tr><th scope="col" class="num">Rank</th><th scope="col" class="num">Micro-batch</th>
             <th scope="col">Rows</th><th scope="col" class="num">Tokens</th><th scope="col" class="num">Norm</th>
@@ -353,6 +354,8 @@ _BODY = r"""
       loss. The same for long and short responses, and for every batch size.</dd>
     <dt>Threshold</dt><dd>τ for one token. A set of tokens with weights w may have τ·√Σw², as independent noise
       would.</dd>
+    <dt>Explained</dt><dd>Without the culprits, every micro-batch that was over its threshold was measured under it.
+      More tokens may be over τ.</dd>
     <dt>Suspicion</dt><dd>|∂L/∂log p|·(1 − p), the cheap guess that orders the search. High suspicion alone makes
       no culprit: each was measured.</dd>
     <dt>Ratio</dt><dd>Training's probability of the token over the old policy's, or over the rollout engine's.</dd>

@@ -46,6 +46,10 @@ function short(value) {
 const times = (x) =>
   Number.isFinite(x) ? (x >= 9.95 ? Math.round(x).toLocaleString("en") : x.toFixed(x < 0.0995 ? 2 : 1)) + "×" : "–";
 const whole = (n) => n.toLocaleString("en");
+const percent = (share) => {
+  const x = number(share);
+  return !Number.isFinite(x) ? "–" : x > 0 && x < 0.01 ? "under 1 %" : `${Math.round(100 * x)} %`;
+};
 const count = (n, noun, plural = noun + "s") => `${whole(n)} ${n === 1 ? noun : plural}`;
 const unseen = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 const escaped = { "\n": "↵", "\t": "⇥", "\r": "␍" };
@@ -137,12 +141,12 @@ function intro() {
   else {
     const worst = culprits[0];
     const them = totals.events === 1 ? "it" : "them";
-    const many = `${count(totals.culprits, "token")} are behind ${them}. The largest is `;
+    const many = `${count(totals.culprits, "token")} stand out in ${them}. The largest is `;
     const size = Number.isFinite(worst.times)
       ? `with a gradient ${times(worst.times)} the threshold`
       : "whose gradient is not finite";
     lead.append(
-      totals.culprits === 1 ? "One token is behind it: " : many,
+      totals.culprits === 1 ? "One token stands out: " : many,
       make("b", {}, token(worst)),
       ` in ${placeName.toLowerCase()} ${place(events[worst.event])}, ${size}.`,
     );
@@ -454,7 +458,8 @@ function story(event) {
     `${cause} had norm ${short(norm)}, over its threshold of ${short(threshold)}.`,
     `${count(event.passes, "extra pass", "extra passes")} (${short(number(event.seconds).toFixed(2))} s) found ` +
       count(event.culprits_in_all, "culprit") +
-      (event.complete ? "." : `; the search ended early, with ${count(event.open_tokens, "token")} not looked at.`),
+      (event.ended_early ? "; the search ended early" : "") +
+      (event.ended_early && event.open_tokens ? `, with ${count(event.open_tokens, "token")} not looked at.` : "."),
   ];
   if (event.error) parts.push(`It met an error: ${event.error.replace(/\.+$/, "")}.`);
   parts.push((event.applied ? data.applied : data.not_applied)[event.action]);
@@ -465,7 +470,9 @@ function parts(event) {
   get("parts-rows").replaceChildren(
     ...event.diffuse.map((part) => {
       const largest = part.largest_tokens.map(
-        ({ row, position, grad_norm }) => `token ${position} of row ${row}: ${short(grad_norm)}`,
+        ({ row, position, grad_norm, share }) =>
+          `token ${position} of row ${row}: ${short(grad_norm)}` +
+          (Number.isFinite(number(share)) ? `, ${percent(share)} of the norm` : ""),
       );
       const cells = [
         [part.rank === null ? "several" : String(part.rank), "num"],
@@ -491,6 +498,8 @@ function detail() {
   get("story").textContent = story(event);
   const diagnosis = make("b", {}, `Diagnosis: ${event.diagnosis}.`);
   get("diagnosis").replaceChildren(diagnosis, " " + data.diagnoses[event.diagnosis]);
+  get("explanation").hidden = !event.explanation;
+  get("explanation").textContent = event.explanation;
   parts(event);
   const all = event.culprits ?? [];
   const left = event.culprits_in_all - all.length;
@@ -543,14 +552,8 @@ function detail() {
     ["∂L/∂log p", short(current.coefficient)],
     ["suspicion", short(current.suspicion)],
     ["weight in the loss", short(current.weight)],
-    [
-      "share of the unit",
-      Number.isFinite(number(current.share)) ? `${Math.round(100 * number(current.share))} %` : "–",
-    ],
-    [
-      "misaligned tokens",
-      current.misaligned_share === null ? "–" : `${Math.round(100 * number(current.misaligned_share))} %`,
-    ],
+    ["share of the unit", percent(current.share)],
+    ["misaligned tokens", percent(current.misaligned_share)],
     ["rank, batch, row", `${current.rank}, ${current.micro_batch}, ${current.row}`],
     ["position", String(current.position)],
     ["token id", String(current.token_id)],

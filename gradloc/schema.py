@@ -41,6 +41,18 @@ def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
     }
 
 
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+def _without_need(form: dict[str, Any], *optional: str, **changed: Any) -> dict[str, Any]:
+    """An object's form in which some fields need not be there, and some have another form."""
+    required = [name for name in form["required"] if name not in optional]
+    return {**form, "properties": {**form["properties"], **changed}, "required": required}
+
+
+_REST = _object({"tokens": _INDEX, "norm": _NUMBER, "threshold": _NUMBER})
+
 _UNIT = _object(
     {
         "rank": _INDEX,
@@ -52,21 +64,21 @@ _UNIT = _object(
         "threshold": _NUMBER,
         "token_equivalent": _NUMBER,
         "layer_norms": _NUMBERS_BY_LAYER,
+        "rest": {"anyOf": [_REST, {"type": "null"}]},
     }
 )
+
+_LARGEST_TOKEN = _object({"row": _INDEX, "position": _INDEX, "grad_norm": _NUMBER, "share": _NUMBER_OR_NULL})
 
 _DIFFUSE = _object(
     {
         "rank": _INTEGER_OR_NULL,
         "micro_batch": _INDEX,
-        "rows": {"type": "array", "items": _INDEX},
+        "rows": _list(_INDEX),
         "tokens": _INDEX,
         "norm": _NUMBER,
         "threshold": _NUMBER,
-        "largest_tokens": {
-            "type": "array",
-            "items": _object({"row": _INDEX, "position": _INDEX, "grad_norm": _NUMBER}),
-        },
+        "largest_tokens": _list(_LARGEST_TOKEN),
     }
 )
 
@@ -127,18 +139,18 @@ EVENT = {
             "global_threshold": _NUMBER,
             "ordinary_layer_norms": {"anyOf": [_NUMBERS_BY_LAYER, {"type": "null"}]},
             "diagnosis": {"enum": ["tokens", "diffuse", "nonfinite", "overflow", "incomplete"]},
-            "units": {"type": "array", "items": _UNIT},
-            "culprits": {"type": "array", "items": _CULPRIT},
-            "diffuse": {"type": "array", "items": _DIFFUSE},
+            "until": {"enum": ["explained", "exhaustive"]},
+            "explained": {"type": ["boolean", "null"]},
+            "more_tokens": {"type": ["integer", "null"], "minimum": 0},
+            "units": _list(_UNIT),
+            "culprits": _list(_CULPRIT),
+            "diffuse": _list(_DIFFUSE),
             "passes": _INDEX,
             "budget": _INDEX,
             "complete": {"type": "boolean"},
-            "open_segments": {
-                "type": "array",
-                "items": _object(
-                    {"rank": _INTEGER_OR_NULL, "micro_batch": _INDEX, "tokens": _INDEX, "threshold": _NUMBER}
-                ),
-            },
+            "open_segments": _list(
+                _object({"rank": _INTEGER_OR_NULL, "micro_batch": _INDEX, "tokens": _INDEX, "threshold": _NUMBER})
+            ),
             "action": {"enum": ["log", "skip", "drop"]},
             "applied": {"type": "boolean"},
             "layer_clip": {
@@ -159,12 +171,23 @@ EVENT = {
     ),
 }
 
+# Files of version 1 are still read. It did not say whether the culprits explain the spike.
+EVENT_1 = _without_need(
+    EVENT,
+    "until",
+    "explained",
+    "more_tokens",
+    schema={"const": 1},
+    units=_list(_without_need(_UNIT, "rest")),
+    diffuse=_list(_without_need(_DIFFUSE, largest_tokens=_list(_without_need(_LARGEST_TOKEN, "share")))),
+)
+
 NOTE = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "What was left out of the file at this place",
     **_object(
         {
-            "schema": {"const": SCHEMA},
+            "schema": {"enum": [1, SCHEMA]},
             "time": {"type": "string"},
             "global_step": _INTEGER_OR_NULL,
             "note": {"enum": ["text_limit", "rate_limit", "size_limit"]},

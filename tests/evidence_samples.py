@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from gradloc import record_events
-from gradloc.evidence import classify
+from gradloc.evidence import SCHEMA, classify
 
 LAYERS = ["embed_tokens", *(f"layers.{i}" for i in range(30)), "norm"]
 THRESHOLD = 640.0
@@ -92,15 +92,19 @@ def culprit(position: int, tokens: list[str], norm: float, random: random.Random
 
 
 def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **changes: Any) -> dict[str, Any]:
-    """An event with the units that the culprits are in."""
+    """An event with the units that the culprits are in; without these, what is left of the units is ordinary."""
+    changes = {"explained": bool(culprits), "more_tokens": 20} | changes
     units = []
     root = math.sqrt(TOKENS) / (TOKENS * 24)
     for rank, micro_batch in sorted({(c["rank"], c["micro_batch"]) for c in culprits}):
         mine = [c for c in culprits if (c["rank"], c["micro_batch"]) == (rank, micro_batch)]
+        ordinary = {name: root * random.uniform(4, 9) for name in LAYERS}
         layer_norms = {
-            name: math.hypot(root * random.uniform(4, 9), *(c["weight"] * c["layer_norms"][name] for c in mine))
-            for name in LAYERS
+            name: math.hypot(ordinary[name], *(c["weight"] * c["layer_norms"][name] for c in mine)) for name in LAYERS
         }
+        left = TOKENS - len(mine)
+        rest = {"tokens": left, "norm": math.hypot(*ordinary.values())}
+        rest |= {"threshold": THRESHOLD * root * math.sqrt(left / TOKENS)}
         norm = math.sqrt(sum(value**2 for value in layer_norms.values()))
         for c in mine:
             c["share"] = c["weight"] * c["grad_norm"] / norm
@@ -115,6 +119,7 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
                 "threshold": THRESHOLD * root,
                 "token_equivalent": norm / root,
                 "layer_norms": layer_norms,
+                "rest": rest if changes["explained"] else None,
             }
         )
     culprits.sort(key=lambda c: -c["grad_norm"] if math.isfinite(c["grad_norm"]) else -math.inf)
@@ -122,7 +127,7 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
     if any(not math.isfinite(c["grad_norm"]) for c in culprits):
         norm = math.nan
     return {
-        "schema": 1,
+        "schema": SCHEMA,
         "time": f"2026-03-0{1 + step // 1440 % 9}T{step // 60 % 24:02d}:{step % 60:02d}:00+00:00",
         "global_step": step,
         "epoch": 0,
@@ -133,6 +138,7 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
         "global_threshold": THRESHOLD * root * math.sqrt(24) / 4,
         "ordinary_layer_norms": {name: random.uniform(4, 9) for name in LAYERS},
         "diagnosis": "tokens",
+        "until": "explained",
         "units": units,
         "culprits": culprits,
         "diffuse": [],
@@ -158,17 +164,32 @@ def without_culprits(step: int, diagnosis: str, random: random.Random, **changes
     norm = {"nonfinite": math.nan, "overflow": math.inf}.get(diagnosis, 4 * THRESHOLD * root)
     unit = {"rank": 1, "micro_batch": 2, "rows": 4, "tokens": TOKENS, "broken_tokens": 0, "norm": norm}
     unit |= {"threshold": THRESHOLD * root, "token_equivalent": norm / root, "layer_norms": dict.fromkeys(LAYERS, norm)}
+    unit |= {"rest": None}
+    changes = {"complete": diagnosis == "tokens", "more_tokens": None} | changes
     changes = {"diagnosis": diagnosis, "units": [unit], "global_norm": norm} | changes
     if diagnosis == "diffuse":
-        tokens = [{"row": 9, "position": 3 * i, "grad_norm": 600.0 - i} for i in range(3)]
+        tokens = [{"row": 9, "position": 3 * i, "grad_norm": 600.0 - i, "share": 0.01 * (i + 2)} for i in range(3)]
         part = {"rank": 1, "micro_batch": 2, "rows": [8, 9, 11], "tokens": 48, "norm": norm / 2}
         part |= {"threshold": THRESHOLD * root * math.sqrt(48 / TOKENS), "largest_tokens": tokens}
         changes = {"diffuse": [part, {**part, "rank": None, "norm": norm / 3, "largest_tokens": []}]} | changes
     if diagnosis == "incomplete":
         segment = {"rank": 1, "micro_batch": 2, "tokens": 224, "threshold": 10.6}
-        changes = {"complete": False, "passes": 128, "open_segments": [segment]} | changes
+        changes = {"passes": 128, "open_segments": [segment]} | changes
     found = event(step, [], random, **changes)
     return {**found, "trigger": {**found["trigger"], "norm": norm}}
+
+
+def version_1(found: dict[str, Any]) -> dict[str, Any]:
+    """The event as the first version of the schema has it."""
+    found = {**found, "schema": 1}
+    for name in ("until", "explained", "more_tokens"):
+        del found[name]
+    found["units"] = [{name: unit[name] for name in unit if name != "rest"} for unit in found["units"]]
+    found["diffuse"] = [
+        {**part, "largest_tokens": [{name: t[name] for name in t if name != "share"} for t in part["largest_tokens"]]}
+        for part in found["diffuse"]
+    ]
+    return found
 
 
 def samples(count: int, seed: int = 1) -> list[dict[str, Any]]:
@@ -205,6 +226,7 @@ def samples(count: int, seed: int = 1) -> list[dict[str, Any]]:
         if generator.random() < 0.04:
             segment = {"rank": 1, "micro_batch": 2, "tokens": 224, "threshold": 10.6}
             changes = {"complete": False, "passes": 128, "open_segments": [segment]}
+            changes |= {"until": "exhaustive", "explained": None}
         events.append(event(step, found, generator, **changes))
     return events
 

@@ -17,9 +17,9 @@ import jsonschema
 import pytest
 from valid_events import valid_events
 
-from evidence_samples import culprit, event, samples, without_culprits
+from evidence_samples import culprit, event, samples, version_1, without_culprits
 from gradloc import evidence, record_events, report
-from gradloc.schema import EVENT, NOTE, conforms
+from gradloc.schema import EVENT, EVENT_1, NOTE, conforms
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,7 +61,7 @@ def real_events(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 
 
 def test_the_schemas_are_schemas() -> None:
-    for schema in (EVENT, NOTE):
+    for schema in (EVENT, EVENT_1, NOTE):
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
@@ -94,7 +94,13 @@ def test_samples_and_real_events_have_the_same_form(real_events: list[dict[str, 
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (["schema"], 2),
+        (["schema"], 1),
+        (["schema"], 3),
+        (["until"], "bored"),
+        (["explained"], "yes"),
+        (["more_tokens"], -1),
+        (["more_tokens"], 1.5),
+        (["units", 0, "rest"], {"tokens": 3, "norm": 1.0}),
         (["threshold"], "many"),
         (["threshold"], True),
         (["threshold"], None),
@@ -125,6 +131,18 @@ def test_what_is_no_event_is_told_from_one_without_the_jsonschema_package(path: 
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(sample, EVENT)
     assert not conforms(sample, EVENT)
+
+
+@pytest.mark.parametrize("path", [["until"], ["explained"], ["more_tokens"], ["units", "rest"], ["diffuse", "share"]])
+def test_what_says_how_far_culprits_explain_a_spike_is_needed_since_version_2(path: list[str]) -> None:
+    sample = evidence.jsonable(without_culprits(1, "diffuse", random.Random(1)))
+    place = {"units": sample["units"][0], "diffuse": sample["diffuse"][0]["largest_tokens"][0]}.get(path[0], sample)
+    del place[path[-1]]
+    with pytest.raises(jsonschema.ValidationError, match=f"'{path[-1]}' is a required property"):
+        jsonschema.validate(sample, EVENT)
+    assert not conforms(sample, EVENT)
+    jsonschema.validate({**sample, "schema": 1}, EVENT_1)
+    assert conforms({**sample, "schema": 1}, EVENT_1)
 
 
 def test_a_field_of_a_later_patch_is_refused_by_the_schema_but_read() -> None:
@@ -317,7 +335,7 @@ def test_the_summary_says_what_was_found_and_done_where_there_is_no_culprit(run:
     out = " ".join(run(events=events).split())
     for diagnosis, meaning in report.DIAGNOSES.items():
         assert f"{diagnosis} 1 " in out and meaning.split(":")[0] in out
-    assert "9, 0: 600; 9, 3: 599; 9, 6: 598" in out and "8 to 9, 11" in out
+    assert "9, 0: 600, 2%; 9, 3: 599, 3%; 9, 6: 598, 4%" in out and "8 to 9, 11" in out
     assert f"1 spike, with spike_action=drop: {report.NOT_APPLIED['drop']}" in out
     assert f"1 spike, with spike_action=skip: {report.NOT_APPLIED['skip']}" in out
     assert "1 search met an error: rank 1: out of\\x1b memory." in out
@@ -331,6 +349,160 @@ def test_every_diagnosis_source_and_action_of_the_schema_is_explained() -> None:
     assert set(report.DIAGNOSES) == set(fields["diagnosis"]["enum"])
     assert set(report.APPLIED) == set(report.NOT_APPLIED) == set(fields["action"]["enum"])
     assert set(report.SOURCES) == set(fields["culprits"]["items"]["properties"]["source"]["enum"])
+
+
+def spread(tokens: int, norm: float, rest: float | None, units: int = 1, **changes: Any) -> dict[str, Any]:
+    """An event whose units are this far over their thresholds, with their culprits and without."""
+    generator = random.Random(1)
+    found = [culprit(i, ["a"] * 9, 9000.0, generator, rank=1, micro_batch=2 + i % units) for i in range(tokens)]
+    made = event(5, found, generator, **changes)
+    for i, unit in enumerate(made["units"]):
+        unit["norm"] = norm * unit["threshold"]
+        left = {"tokens": 9, "threshold": unit["threshold"]}
+        unit["rest"] = None if rest is None else {**left, "norm": (rest - i / 4) * unit["threshold"]}
+    for c in made["culprits"]:
+        c["share"] = 0.07
+    return made
+
+
+DIFFUSE = {"diagnosis": "diffuse", "explained": False, "complete": False}
+INCOMPLETE = {"diagnosis": "incomplete", "explained": False, "complete": False, "more_tokens": None}
+EXHAUSTIVE = {"until": "exhaustive", "explained": None, "more_tokens": None}
+AT = "micro-batch 2 of rank 1 is"
+
+
+@pytest.mark.parametrize(
+    ("sample", "sentence"),
+    [
+        (
+            spread(3, 1.42, 0.93),
+            f"Explained: without these 3 tokens {AT} at 0.93 of its threshold (1.42 with them); "
+            "about 20 more tokens may be over τ.",
+        ),
+        (
+            spread(1, math.nan, 0.998, more_tokens=0),
+            f"Explained: without this token {AT} at 0.998 of its threshold (NaN with it); no more seem to be over τ.",
+        ),
+        (
+            spread(4, 14.2, 0.93, units=2, more_tokens=1),
+            "Explained: without these 4 tokens every micro-batch is under its threshold; the highest, micro-batch 2 of "
+            "rank 1, is at 0.93 of its threshold (14.2 with them); about 1 more token may be over τ.",
+        ),
+        (
+            spread(2, 1.42, None, more_tokens=None),
+            "Explained: without these 2 tokens every micro-batch is under its threshold.",
+        ),
+        (
+            spread(3, 1.42, 1.3, more_tokens=1300, **DIFFUSE),
+            "Diffuse: no few tokens explain it; the 3 likeliest carry 12% of the norm; "
+            f"without them {AT} still at 1.30 of its threshold (1.42 with them); "
+            "about 1,300 more tokens may be over τ.",
+        ),
+        (
+            spread(1, 1.42, None, more_tokens=None, **DIFFUSE),
+            "Diffuse: no few tokens explain it; the likeliest carries 7% of the norm.",
+        ),
+        (
+            without_culprits(5, "diffuse", random.Random(1)),
+            "Diffuse: no few tokens explain it; the 3 largest measured carry 5% of the norm.",
+        ),
+        (
+            without_culprits(5, "diffuse", random.Random(1), **EXHAUSTIVE),
+            "Diffuse: no single token is over τ; the 3 largest measured carry 5% of the norm.",
+        ),
+        (
+            spread(2, 1.42, 1.2, **INCOMPLETE),
+            "Not explained: the search ended early; "
+            f"without these 2 tokens {AT} still at 1.20 of its threshold (1.42 with them).",
+        ),
+        (without_culprits(5, "incomplete", random.Random(1)), "Not explained: the search ended early."),
+        (
+            spread(3, 1.42, None, **EXHAUSTIVE),
+            "Exhaustive: everything over its threshold was settled, with 3 tokens over τ.",
+        ),
+        (
+            spread(1, 1.42, 0.5, **EXHAUSTIVE | {"explained": True}),
+            "Exhaustive: everything over its threshold was settled, with 1 token over τ; "
+            f"without this token {AT} at 0.50 of its threshold (1.42 with it).",
+        ),
+        (
+            spread(3, 1.42, None, complete=False, **EXHAUSTIVE),
+            "Exhaustive: the search ended early, with 3 tokens over τ so far.",
+        ),
+        (
+            without_culprits(5, "incomplete", random.Random(1), **EXHAUSTIVE),
+            "Exhaustive: the search ended early, with no token over τ so far.",
+        ),
+        (without_culprits(5, "nonfinite", random.Random(1)), None),
+        (without_culprits(5, "overflow", random.Random(1)), None),
+    ],
+)
+def test_a_sentence_says_whether_the_culprits_explain_the_spike(
+    tmp_path: Path, run: Any, sample: dict[str, Any], sentence: str | None
+) -> None:
+    jsonschema.validate(evidence.jsonable(sample), EVENT)
+    out = " ".join(run(events=[sample]).split())
+    assert f"What the culprits explain step 5 {sentence}" in out if sentence else "culprits explain" not in out
+    (shown,) = json.loads(run("--json"))["largest_events"]
+    assert shown == {
+        "global_step": 5,
+        **{name: sample[name] for name in ("epoch", "mini_batch", "diagnosis", "until", "explained", "more_tokens")},
+        "culprits": len(sample["culprits"]),
+        "explanation": sentence,
+    }
+    (shown,) = page_data(tmp_path)["events"]
+    assert shown["explanation"] == sentence
+
+
+def test_shares_that_are_not_known_are_left_out(run: Any) -> None:
+    sample = without_culprits(5, "diffuse", random.Random(1))
+    sample["diffuse"][0]["largest_tokens"][1]["share"] = None
+    out = " ".join(run(events=[sample]).split())
+    assert "Diffuse: no few tokens explain it." in out and "9, 0: 600, 2%; 9, 3: 599; 9, 6: 598, 4%" in out
+
+
+def test_of_many_spikes_the_largest_are_explained(run: Any) -> None:
+    events = [spike(step, grad_norm=1000.0 * step) for step in range(1, 31)]
+    out = run("--top", "3", events=events)
+    rows = out.partition("What the culprits of the largest spikes explain")[2].splitlines()
+    assert [row.split()[0] for row in rows if "Explained:" in row] == ["30", "29", "28"]
+    assert [e["global_step"] for e in json.loads(run("--json", "--top", "2"))["largest_events"]] == [30, 29]
+
+
+def test_that_a_spike_is_diffuse_is_no_early_end(run: Any) -> None:
+    generator = random.Random(1)
+    bare = [without_culprits(1, diagnosis, generator) for diagnosis in ("diffuse", "nonfinite", "overflow")]
+    assert json.loads(run("--json", events=bare))["incomplete_events"] == 0
+    # An exhaustive search may have given up a part.
+    given_up = without_culprits(1, "diffuse", generator, **EXHAUSTIVE)
+    cut = spread(2, 1.42, None, complete=False, **EXHAUSTIVE)
+    early = [given_up, cut, without_culprits(1, "incomplete", generator)]
+    assert json.loads(run("--json", events=early))["incomplete_events"] == 3
+
+
+def test_evidence_of_the_first_version_is_read(tmp_path: Path, run: Any) -> None:
+    generator = random.Random(1)
+    events = [spike(1), *(without_culprits(i, kind, generator) for i, kind in enumerate(report.DIAGNOSES) if i)]
+    old = [version_1(found) for found in events]
+    note = {**json.loads(evidence._note("rate_limit", 1, 4, "4 more")), "schema": 1}
+    (tmp_path / "spikes.jsonl").write_text("".join(json.dumps(evidence.jsonable(e)) + "\n" for e in [*old, note]))
+    out = run("--html", str(tmp_path / "page.html"))
+    assert "5 gradient spikes in steps 1 to 4" in out and "skipped" not in out and "4 more" in out
+    # Nobody knows whether its culprits explain the spike.
+    assert "culprits explain" not in out and "9, 0: 600; 9, 3: 599" in out
+    assert "4 searches ended early" in out
+    shown = page_data(tmp_path)["events"]
+    assert all(e["until"] is e["explained"] is e["more_tokens"] is e["explanation"] is None for e in shown)
+    # What is missing from a line of this version is not made up for.
+    del (broken := {**old[0]})["diagnosis"]
+    (tmp_path / "spikes.jsonl").write_text(json.dumps(evidence.jsonable(broken)) + "\n")
+    assert "1 line skipped" in run()
+
+
+def test_both_versions_may_be_in_one_file(tmp_path: Path, run: Any) -> None:
+    (tmp_path / "spikes.jsonl").write_text(json.dumps(evidence.jsonable(version_1(spike(1)))) + "\n")
+    found = json.loads(run("--json", events=[spike(2)]))["largest_events"]
+    assert {e["global_step"]: e["explained"] for e in found} == {1: None, 2: True}
 
 
 def test_notes_of_the_file_are_told(run: Any) -> None:
@@ -532,7 +704,7 @@ def test_the_page_shows_the_parts_of_a_diffuse_event(tmp_path: Path) -> None:
     assert (shown["diagnosis"], shown["diffuse_in_all"]) == ("diffuse", 30)
     assert [part["norm"] for part in shown["diffuse"]] == [float(i) for i in range(30, 10, -1)]
     assert shown["diffuse"][0]["rows"] == "0, 2, 4, 6, 8, 10, 12, 14, …"
-    assert shown["diffuse"][0]["largest_tokens"][0] == {"row": 9, "position": 0, "grad_norm": 600.0}
+    assert shown["diffuse"][0]["largest_tokens"][0] == {"row": 9, "position": 0, "grad_norm": 600.0, "share": 0.02}
 
 
 def test_the_page_holds_no_markup_of_a_model(tmp_path: Path) -> None:
