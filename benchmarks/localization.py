@@ -3,6 +3,21 @@
 Real part: verl's own `update_policy` with GradLoc, on a tiny model with random weights, under FSDP on W processes. Each
 event is solved in the same run by GradLoc and by the published schedule (`published_schedule.py`), with the same
 forward and loss; passes are counted by a hook on the model. A batch is W ranks × M micro-batches × N response tokens.
+`--until` says which ends of GradLoc's search are tried: `explained` (few tokens, each measured alone over τ, without
+which every loud micro-batch is under its own threshold), `exhaustive` (every token over τ).
+
+Natural events (`--parts natural`), in which nothing is planted:
+
+- `natural`: advantages of either sign, log-normal with median 1 and sigma `--sigma`. The loudest `--loud` micro-batches
+  are x times over their thresholds, for each x of `--excess`; all others are at half of theirs.
+- `coherent`: every response of some micro-batches repeats one token to its end, with one advantage. The gradients of
+  these tokens pull the same way, and none of them is over τ. Only for x from 1.5 on.
+- Gradients are linear in the advantages: those of each micro-batch are scaled to get there, and τ is 1.
+- Truth: the gradient of every token of the loud micro-batches, on an unsharded model, and their inner products. From
+  these: `needed`, the fewest tokens, largest gradient norm first, that explain the event; whether the named ones do;
+  and `wrong`, those of them that are not over τ.
+
+Planted events (`--parts events`):
 
 - Ordinary tokens have advantages of either sign, log-normal with median 1 (sigma 0.5), and random token ids. The
   threshold τ is `--level` times the median of their gradient norms.
@@ -14,7 +29,8 @@ forward and loss; passes are counted by a hook on the model. A batch is W ranks 
 - Events: `suspected` and `unsuspected` are one clear token; `several` 2 to 5 clear ones, each suspected or not at
   random; `mixed` one clear, two hidden in the same micro-batch of the same rank, one diluted in another (if W > 1).
 - Truth: brute force, one backward pass on an unsharded model for each token: all tokens up to N = 64, for larger N
-  the planted ones, a sample of the others, and every other token that either way names.
+  the planted ones, a sample of the others, and every other token that either way names. Whether an event is explained
+  is a backward pass for each loud micro-batch without the named tokens.
 
 Then the standing cost of the taps, memory, and what the communication of the gradient reduction takes of a pass.
 `--simulate` runs the search without a model, for sizes up to W = 1024 and N = 32768: `localization_simulation.py`.
@@ -50,17 +66,28 @@ EVENTS = {"suspected": 2, "unsuspected": 3, "several": 1, "mixed": 1}
 SMALL = (256, 768, 4, 4, 2, 4096)
 MEDIUM = (576, 1536, 8, 9, 3, 8192)
 COST_ROWS = {256: (2, 128), 1024: (4, 256)}
+UNTILS = ("explained", "exhaustive")
+KINDS = ("natural", "coherent")
+# Coherent events begin here: nearer to the threshold, one or two tokens fewer would do.
+COHERENT_EXCESS = 1.5
+PARTS = ("natural", "events", "costs")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller settings: two minutes or so")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller settings: three minutes or so")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--strategy", choices=["fsdp2", "fsdp"], default="fsdp2", help="verl's name of the sharding")
     parser.add_argument("--world-sizes", type=int, nargs="+", metavar="W", help="default: 1 2 4")
-    parser.add_argument("--micro-batches", type=int, nargs="+", metavar="M", help="default: 1 4 8")
-    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="default: 64 512 4096")
-    parser.add_argument("--events", type=int, help="events of each kind (default: 2, 3, 1, 1)")
+    parser.add_argument("--micro-batches", type=int, nargs="+", metavar="M", help="default: 1 4 8; natural: 4")
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="default: 64 512 4096; natural: 128")
+    parser.add_argument("--events", type=int, help="events of each kind (default: 2, 3, 1, 1; natural: 20)")
+    parser.add_argument("--until", nargs="+", choices=UNTILS, default=UNTILS, help="default: both")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of natural events (default: both)")
+    parser.add_argument("--excess", type=float, nargs="+", metavar="X", help="of natural events; default: 1.1 1.5 3")
+    parser.add_argument("--loud", type=int, nargs="+", metavar="L", help="of natural events; default: 1 2 3")
+    parser.add_argument("--gradloc-only", action="store_true", help="natural events without the published schedule")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the sizes of natural advantages (default: 1.0)")
     parser.add_argument("--level", type=float, default=18.0, help="τ in medians of the ordinary tokens (default: 18)")
     parser.add_argument(
         "--sample", type=int, default=64, help="ordinary tokens of each rank in the sample (default: 64)"
@@ -68,20 +95,30 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="rounds of the timings (default: 15)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base-tree", type=Path, help="a tree with the unpatched verl, to time its actor as well")
-    parser.add_argument("--parts", nargs="+", choices=["events", "costs"], default=["events", "costs"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path, help="write all figures to this file, too")
     parser.add_argument("--simulate", action="store_true", help="the simulation instead of the real part")
     parser.add_argument("--plot", type=Path, help="with --simulate: draw the curves (SVG or PNG; needs matplotlib)")
     args = parser.parse_args()
     small = args.quick
     args.world_sizes = args.world_sizes or ([2] if small else [1, 2, 4])
+    args.natural_micro_batches = args.micro_batches or [4]
+    args.natural_tokens = args.tokens or [128]
+    args.natural_events = args.events or (2 if small else 20)
     args.micro_batches = args.micro_batches or ([4] if small else [1, 4, 8])
     args.tokens = args.tokens or ([64, 512] if small else [64, 512, 4096])
+    args.excess = args.excess or [1.1, 1.5, 3.0]
+    args.loud = args.loud or ([1] if small else [1, 2, 3])
     args.rounds = args.rounds or (5 if small else 15)
     if any(n < 2 or n % (2 if n < 512 else 256) for n in args.tokens):
         parser.error("--tokens must be even numbers, from 512 on multiples of 256")
     if min(args.world_sizes + args.micro_batches + [args.sample]) < 1 or not args.level > 0:
         parser.error("sizes must be positive")
+    if not min(args.excess) > 1 or not args.sigma >= 0:
+        parser.error("--excess must be over 1, --sigma not negative")
+    most = min(args.world_sizes) * min(args.natural_micro_batches)
+    if "natural" in args.parts and not (1 <= min(args.loud) and max(args.loud) <= most):
+        parser.error(f"--loud must be between 1 and W·M, which is as small as {most} here")
     if args.rounds < 2:
         parser.error("--rounds must be 2 or more")
     if args.plot and not args.simulate:
@@ -96,23 +133,24 @@ def main() -> None:
     if args.simulate:
         from localization_simulation import simulate
 
-        simulate(args.quick, args.seed, args.plot)
+        simulate(args.quick, args.seed, args.plot, args.until)
         return
     verl = importlib.util.find_spec("verl")
     if verl is None or not (Path(verl.origin).parent / "utils/gradloc").is_dir():
         sys.exit("No patched verl here: put one on PYTHONPATH (see --help), or patch with apply_patch.py --installed.")
     records: list[Record] = []
-    if "events" in args.parts:
-        for world_size in args.world_sizes:
-            records += run_ranks("events", world_size, args)
-        print_events(records)
+    for part, print_part in {"natural": print_natural, "events": print_events}.items():
+        if part in args.parts:
+            found = [record for world_size in args.world_sizes for record in run_ranks(part, world_size, args)]
+            print_part(found)
+            records += found
     if "costs" in args.parts:
         world_size = 2 if 2 in args.world_sizes else args.world_sizes[0]
         records += run_ranks("timings", world_size, args)
         # Otherwise the peak of resident memory would be that of what malloc keeps.
         os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         records += run_ranks("memory", world_size, args)
-        print_costs(records)
+        print_costs([record for record in records if record["part"] in ("taps", "reduction", "memory")])
     if args.json:
         args.json.write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -152,7 +190,7 @@ def _rank(rank: int, part: str, world_size: int, directory: str, args: argparse.
 
     ranks = Ranks(torch.device(args.device, rank if args.device == "cuda" else None), args.strategy)
     with open(f"{directory}/records" if rank == 0 else os.devnull, "w") as file:
-        for record in {"events": _events, "timings": _timings, "memory": _memory}[part](ranks, args):
+        for record in PART_OF_RANK[part](ranks, args):
             print(json.dumps(record), file=file, flush=True)
     dist.destroy_process_group()
 
@@ -166,7 +204,28 @@ def _events(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
             if ranks.rank == 0:
                 print(f"  M = {micro_batches}, N = {tokens}", file=sys.stderr, flush=True)
             sample = args.sample if tokens > 64 else micro_batches * tokens
-            yield from solve_events(ranks, micro_batches, tokens, counts, sample, 1 / args.level, args.seed)
+            yield from solve_events(ranks, micro_batches, tokens, counts, args.until, sample, 1 / args.level, args.seed)
+
+
+def _natural(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
+    from localization_natural import Setting, solve_natural_events
+
+    setting = Setting(
+        kinds=args.kinds,
+        excess=args.excess,
+        coherent_excess=COHERENT_EXCESS,
+        loud=args.loud,
+        sigma=args.sigma,
+        events=args.natural_events,
+        untils=args.until,
+        published=not args.gradloc_only,
+        seed=args.seed,
+    )
+    for micro_batches in args.natural_micro_batches:
+        for tokens in args.natural_tokens:
+            if ranks.rank == 0:
+                print(f"  M = {micro_batches}, N = {tokens}", file=sys.stderr, flush=True)
+            yield from solve_natural_events(ranks, micro_batches, tokens, setting)
 
 
 def _timings(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
@@ -189,6 +248,9 @@ def _memory(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
         yield {"part": "memory"} | measure_memory(ranks, shape, micro_batches)
 
 
+PART_OF_RANK = {"natural": _natural, "events": _events, "timings": _timings, "memory": _memory}
+
+
 def table(head: list[str], rows: list[list[str]]) -> None:
     for row in [head, ["---"] * len(head), *rows]:
         print(f"| {' | '.join(row)} |")
@@ -203,9 +265,78 @@ def middle_and_worst(values: list[int]) -> str:
     return f"{median(values):g} ({max(values)})"
 
 
+def middle_and_range(values: list[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{median(values):g}" if low == high else f"{median(values):g} ({low:g} to {high:g})"
+
+
+def untils_of(records: list[Record]) -> list[str]:
+    return list(dict.fromkeys(record["until"] for record in records))
+
+
+def print_natural(records: list[Record]) -> None:
+    for until in untils_of(records):
+        for m, n in sorted({(e["M"], e["N"]) for e in records}):
+            print(f"Natural events, GradLoc until {until}, M = {m}, N = {n}: how many end how; median (range) of the")
+            print("passes beyond training, of the tokens named and of those needed.\n")
+            _print_natural([e for e in records if (e["until"], e["M"], e["N"]) == (until, m, n)])
+
+
+def _print_natural(records: list[Record]) -> None:
+    def cell_of(record: Record) -> tuple[Any, ...]:
+        return tuple(record[name] for name in ("kind", "x", "loud", "W"))
+
+    rows = []
+    for cell in sorted({cell_of(e) for e in records}, key=lambda cell: (KINDS.index(cell[0]), *cell[1:])):
+        events = [e for e in records if cell_of(e) == cell]
+        ours, theirs = ([e[way] for e in events if way in e] for way in WAYS)
+        ratios = [e["gradloc"]["named"] / e["needed"] for e in events if end_of(e) == "explained"]
+        row = [cell[0], *(f"{value:g}" for value in cell[1:]), str(len(events))]
+        row += [middle_and_range([result["passes"] for result in ours])]
+        row += [str(sum(end_of(e) == end for e in events)) for end in ("explained", "diffuse", "neither")]
+        row += [str(sum(e["explainable"] for e in events))]
+        row += [middle_and_range([result["named"] for result in ours]), middle_and_range([e["needed"] for e in events])]
+        row += [f"{median(ratios):.2f}" if ratios else "–", str(sum(result["wrong"] for result in ours))]
+        if theirs:
+            row += [middle_and_range([result[figure] for result in theirs]) for figure in ("passes", "named")]
+            row += [str(sum(result["explained_truth"] for result in theirs))]
+        rows.append(row)
+    heads = ["events", "x", "loud", "W", "number", "passes", "explained", "diffuse", "neither", "explainable"]
+    heads += ["named", "needed", "named/needed", "wrong"]
+    heads += ["published: passes", "published: named", "published: explained"]
+    table(heads[: len(rows[0])], rows)
+    print("explainable: the needed tokens are each over τ. named/needed: median of the explained events.")
+    mistaken = sum(end_of(e) == "explained" and not e["gradloc"]["explained_truth"] for e in records)
+    print(f"Called explained, but by brute force they are not: {mistaken}.")
+    diffuse = [e for e in records if end_of(e) == "diffuse" and e["explainable"]]
+    few = sum(e["needed_at_most"] <= e["N"] / 8 for e in diffuse)
+    print(f"Called diffuse, though N/8 tokens or fewer of each micro-batch explain them: {few}; though those that are")
+    print(f"named do: {sum(e['gradloc']['explained_truth'] for e in diffuse)}.")
+    spent = sum(e["gradloc"]["budget_spent"] for e in records)
+    error = max(e["gradloc"]["norm_error"] for e in records)
+    print(f"Used up their budget: {spent}. Largest relative error of a norm in an event: {error:.1e}.\n")
+
+
+def end_of(record: Record) -> str:
+    """How a natural event ended by its own word: "explained", "diffuse" or "neither".
+
+    An exhaustive search does not measure whether its tokens explain the event: there, brute force says it.
+    """
+    result = record["gradloc"]
+    if result["explained_truth"] if result["explained"] is None else result["explained"]:
+        return "explained"
+    return "diffuse" if result["diagnosis"] == "diffuse" else "neither"
+
+
 def print_events(records: list[Record]) -> None:
+    for until in untils_of(records):
+        print(f"Planted events, GradLoc until {until}\n")
+        _print_events([record for record in records if record["until"] == until], until)
+
+
+def _print_events(records: list[Record], until: str) -> None:
     cells = list(dict.fromkeys((e["W"], e["M"], e["N"]) for e in records))
-    print("Passes beyond training, median (worst): GradLoc / published schedule\n")
+    print(f"Passes beyond training, median (worst): GradLoc until {until} / published schedule\n")
     rows = []
     for cell in cells:
         row = [*map(str, cell)]
@@ -223,8 +354,13 @@ def print_events(records: list[Record]) -> None:
             ratios = [e["published"][figure] / e["gradloc"][figure] for e in events if e["gradloc"]["passes"]]
             row.append(f"{median(ratios):.1f}× ({min(ratios):.1f}×)" if ratios else "–")
         rows.append(row + [_accuracy(events, way) for way in WAYS])
-    print("Published schedule over GradLoc in the same event, median (least); recall, precision over all settings:\n")
-    table(["events", "number", "passes", "wall time", "GradLoc", "published"], rows)
+        rows[-1] += [f"{sum(e[way]['explained_truth'] for e in events)} of {len(events)}" for way in WAYS]
+    print(
+        "Published schedule over GradLoc in the same event, median (least); over all settings recall and precision, and"
+    )
+    print("how many events the named tokens explain (by brute force):\n")
+    heads = ["GradLoc", "published", "GradLoc explains", "published explains"]
+    table(["events", "number", "passes", "wall time", *heads], rows)
 
     rows = []
     for name in ("clear", "diluted", "hidden"):
@@ -234,8 +370,12 @@ def print_events(records: list[Record]) -> None:
             rows.append([name, str(planted), *(f"{1 - number / planted:.3f}" for number in missed)])
     print("Recall by the size of the token, over all settings:\n")
     table(["token", "planted", "GradLoc", "published"], rows)
-    gap = max(e["restored"] for e in records)
-    print(f"Searches that GradLoc called complete: {sum(e['complete'] for e in records)} of {len(records)}.")
+    gap = max(e["published"]["restored"] for e in records)
+    # An exhaustive search does not measure whether its tokens explain the event.
+    words = {"explained": ("complete", "explained"), "exhaustive": ("complete",)}[until]
+    for word in words:
+        number = sum(e["gradloc"][word] is True for e in records)
+        print(f"Searches that GradLoc called {word}: {number} of {len(records)}.")
     print(f"Largest relative error of a gradient restored by recomputation: {gap:.1e}.\n")
 
 

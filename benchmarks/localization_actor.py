@@ -1,5 +1,7 @@
 """What the processes of `localization.py` do: real actors, planted spikes, brute force, and the costs.
 
+Natural and coherent spikes are in `localization_natural.py`.
+
 Every function here runs on all ranks alike.
 """
 
@@ -10,7 +12,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +39,10 @@ Place = tuple[int, int, int]
 
 PROMPT = 4
 NEVER = 1e30
+
+# The extra passes that an event may take, for each end of the search (`bisect_until`): verl's default, and as many as
+# every token over τ may take.
+BUDGETS = {"explained": 128, "exhaustive": 100_000}
 
 
 @dataclass(frozen=True)
@@ -153,8 +159,8 @@ def build_actor(shape: Shape, micro_batches: int, ranks: Ranks, module: ModuleTy
     return module.DataParallelPPOActor(config, model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0))
 
 
-def build_batch(shape: Shape, micro_batches: int, ranks: Ranks, seed: int) -> DataProto:
-    """One rank's rows, without padding; advantages of either sign, log-normal with median 1."""
+def build_batch(shape: Shape, micro_batches: int, ranks: Ranks, seed: int, sigma: float = 0.5) -> DataProto:
+    """One rank's rows, without padding; advantages of either sign, log-normal with median 1 and this sigma."""
     generator = torch.Generator().manual_seed(1000 * seed + ranks.rank)
     rows = micro_batches * shape.rows
     tokens = torch.randint(0, shape.vocabulary, (rows, PROMPT + shape.length), generator=generator)
@@ -167,9 +173,22 @@ def build_batch(shape: Shape, micro_batches: int, ranks: Ranks, seed: int) -> Da
         "response_mask": torch.ones(rows, shape.length),
         # Read by the actor, but not used in an on-policy update.
         "old_log_probs": torch.zeros(rows, shape.length),
-        "advantages": noise[0].sign() * (noise[1] / 2).exp(),
+        "advantages": noise[0].sign() * (sigma * noise[1]).exp(),
     }
     return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "global_steps": 0})
+
+
+def copy_batch(batch: DataProto) -> DataProto:
+    """A copy of a batch whose advantages can be changed."""
+    tensors = {**batch.batch, "advantages": batch.batch["advantages"].clone()}
+    return DataProto.from_dict(tensors, meta_info=dict(batch.meta_info))
+
+
+def indices(place: Place, shape: Shape) -> tuple[int, int]:
+    """A token's row in its rank's mini-batch, and its position."""
+    _, micro_batch, token = place
+    row, position = divmod(token, shape.length)
+    return micro_batch * shape.rows + row, position
 
 
 class Amplifier:
@@ -229,6 +248,216 @@ class Planted:
     suspected: bool
 
 
+class UnshardedCopy:
+    """The truth by brute force: gradients of this rank's tokens on a model of its own, through the actor's loss.
+
+    Args:
+        shape (Shape): Of the model and the micro-batches (N).
+        micro_batches (int): M.
+        ranks (Ranks): The processes.
+    """
+
+    def __init__(self, shape: Shape, micro_batches: int, ranks: Ranks) -> None:
+        self.model = build_model(shape, ranks)
+        self._shape = shape
+        self._ranks = ranks
+        self._loss_config = build_config(shape, micro_batches, ranks)
+
+    def token_norm(self, batch: DataProto, place: Place) -> float:
+        """‖g_t‖ of one of this rank's tokens: the loss of that token alone."""
+        row, position = indices(place, self._shape)
+        rows = {name: tensor[row : row + 1].to(self._ranks.device) for name, tensor in batch.batch.items()}
+        logits = self.model(input_ids=rows["input_ids"][:, : PROMPT + position], use_cache=False).logits[:, -1:]
+        here = slice(position, position + 1)
+        log_prob = logits.log_softmax(-1).gather(-1, rows["responses"][:, here, None])[..., 0]
+        self.model.zero_grad()
+        self._loss(log_prob, rows["advantages"][:, here], rows["response_mask"][:, here]).backward()
+        squares = [p.grad.double().square().sum() for p in self.model.parameters() if p.grad is not None]
+        return float(torch.stack(squares).sum().sqrt())
+
+    def token_equivalent(self, batch: DataProto, micro_batch: int, without: Collection[int] = ()) -> float:
+        """norm/sqrt(Σ w_t²) of one of this rank's micro-batches without some of its tokens; 0 without all of them.
+
+        It is over its threshold where this is over τ. The weight of each token is 1/N, times what M and W add to it,
+        which is left out of both sides.
+        """
+        kept = self._shape.tokens - len(without)
+        if kept == 0:
+            return 0.0
+        log_prob, coefficient = self._log_probs(batch, micro_batch)
+        coefficient.view(-1)[list(without)] = 0.0
+        gradients = torch.autograd.grad(log_prob, list(self.model.parameters()), coefficient)
+        return float(_flat(gradients).norm()) / math.sqrt(kept)
+
+    def gram_matrix(self, batch: DataProto, micro_batch: int) -> Tensor:
+        """⟨g_s, g_t⟩ of all tokens of one of this rank's micro-batches: float64, shape (N, N), on the CPU.
+
+        The squared norm of a set's gradient is the sum of its block, over N² for the weights.
+        """
+        log_prob, coefficient = self._log_probs(batch, micro_batch)
+        parameters = list(self.model.parameters())
+        rows = []
+        for value, factor in zip(log_prob.view(-1), coefficient.view(-1), strict=True):
+            gradient = _flat(torch.autograd.grad(value, parameters, retain_graph=True))
+            rows.append((gradient * factor).cpu())
+        vectors = torch.stack(rows).double()
+        return vectors @ vectors.T
+
+    def _log_probs(self, batch: DataProto, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """The log-probs of a micro-batch's response tokens, and N·∂L/∂log p of each; shape (rows, length) both."""
+        rows = slice(micro_batch * self._shape.rows, (micro_batch + 1) * self._shape.rows)
+        tensors = {name: tensor[rows].to(self._ranks.device) for name, tensor in batch.batch.items()}
+        logits = self.model(input_ids=tensors["input_ids"], use_cache=False).logits[:, PROMPT - 1 : -1]
+        log_prob = logits.log_softmax(-1).gather(-1, tensors["responses"][..., None])[..., 0]
+        leaf = log_prob.detach().requires_grad_()
+        loss = self._loss(leaf, tensors["advantages"], tensors["response_mask"])
+        (coefficient,) = torch.autograd.grad(loss, leaf)
+        return log_prob, coefficient * self._shape.tokens
+
+    def _loss(self, log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        loss, _ = get_policy_loss_fn("vanilla")(
+            old_log_prob=log_prob.detach(),
+            log_prob=log_prob,
+            advantages=advantages,
+            response_mask=mask,
+            loss_agg_mode="token-mean",
+            config=self._loss_config,
+        )
+        return loss
+
+
+class Solver:
+    """Solves a batch by GradLoc, in the real update_policy, and by the published schedule.
+
+    Args:
+        shape (Shape): Of the model and the micro-batches (N).
+        micro_batches (int): M.
+        ranks (Ranks): The processes (W).
+        threshold (float): τ.
+        untils (Sequence[str]): The ends of GradLoc's search: "explained", "exhaustive"; an actor for each.
+
+    Attributes:
+        models (list[nn.Module]): The actors' models.
+    """
+
+    def __init__(self, shape: Shape, micro_batches: int, ranks: Ranks, threshold: float, untils: Sequence[str]) -> None:
+        self._shape = shape
+        self._micro_batches = micro_batches
+        self._ranks = ranks
+        self._threshold = threshold
+        self._loss_config = build_config(shape, micro_batches, ranks)
+        gradloc = {"spike_detection": True, "grad_norm_threshold": threshold}
+        self._actors = {
+            until: build_actor(
+                shape, micro_batches, ranks, **gradloc, bisect_until=until, bisect_budget_steps=BUDGETS[until]
+            )
+            for until in untils
+        }
+        self._actor = next(iter(self._actors.values()))
+        self.models = [actor.actor_module for actor in self._actors.values()]
+        self._forwards = 0
+        for model in self.models:
+            model.register_forward_pre_hook(self._count_forward)
+
+    def gradloc(self, batch: DataProto, until: str) -> dict[str, Any]:
+        """Our search, up to this end.
+
+        Returns:
+            dict: `culprits`, their places and gradient norms; `rests`, the norms of the loud micro-batches without them
+                in thresholds, where measured; `passes`, `seconds`; whether the budget is spent (`budget_spent`); what
+                the event says of itself: `complete`, `explained`, `diagnosis`, None where there is no event.
+        """
+        actor = self._actors[until]
+        self._forwards = 0
+        actor.update_policy(batch)
+        passes = self._forwards - self._micro_batches
+        # One update is one mini-batch, which has one event at most.
+        (event,) = actor.gradloc.events or [{}]
+        culprits = {}
+        for culprit in event.get("culprits", []):
+            row = culprit["row"] - culprit["micro_batch"] * self._shape.rows
+            place = culprit["rank"], culprit["micro_batch"], row * self._shape.length + culprit["position"]
+            culprits[place] = culprit["grad_norm"]
+        rests = {
+            (unit["rank"], unit["micro_batch"]): unit["rest"]["norm"] / unit["rest"]["threshold"]
+            for unit in event.get("units", [])
+            if unit["rest"] and unit["rest"]["tokens"]
+        }
+        facts = {name: event.get(name) for name in ("complete", "explained", "diagnosis")}
+        facts |= {"seconds": event.get("seconds", 0.0), "budget_spent": passes >= BUDGETS[until]}
+        return {"culprits": culprits, "rests": rests, "passes": passes} | facts
+
+    def published(self, batch: DataProto) -> dict[str, Any]:
+        """The published schedule, with the actor's forward and loss, from a gradient that is there already.
+
+        Returns:
+            dict: `culprits`, a set of places; `passes`, `seconds`; `restored`, the relative error of the gradient after
+                the recomputation.
+        """
+        self._actor.actor_optimizer.zero_grad()
+        self._accumulate(batch)
+        before = self._gradient()
+        self._forwards = 0
+        started = self._ranks.clock()
+
+        def over(part: Part) -> bool:
+            self._actor.actor_optimizer.zero_grad()
+            self._forward_backward(batch, part)
+            tokens = len(part.ranks) * len(part.tokens)
+            # Each token's weight is 1/(M N), and the mean over the ranks gives it another 1/W.
+            weight = 1 / (self._micro_batches * self._shape.tokens * self._ranks.world_size)
+            return not self._reduced_norm() <= self._threshold * math.sqrt(tokens) * weight
+
+        culprits = localize(over, self._ranks.world_size, self._micro_batches, self._shape.tokens)
+        self._actor.actor_optimizer.zero_grad()
+        self._accumulate(batch)
+        seconds = self._ranks.clock() - started
+        gaps = [float((a - b).norm() / b.norm()) for a, b in zip(self._gradient(), before, strict=True) if b.any()]
+        self._actor.actor_optimizer.zero_grad()
+        figures = {"passes": self._forwards, "seconds": seconds, "restored": max(gaps)}
+        return {"culprits": set(culprits)} | figures
+
+    def _accumulate(self, batch: DataProto) -> None:
+        everything = range(self._ranks.world_size), range(self._shape.tokens)
+        for micro_batch in range(self._micro_batches):
+            self._forward_backward(batch, Part(micro_batch, *everything))
+
+    def _forward_backward(self, batch: DataProto, part: Part) -> None:
+        """One pass over a micro-batch, with all tokens outside of `part` detached."""
+        shape = self._shape
+        rows = slice(part.micro_batch * shape.rows, (part.micro_batch + 1) * shape.rows)
+        tensors = {name: tensor[rows].to(self._ranks.device) for name, tensor in batch.batch.items()}
+        keep = torch.zeros(shape.tokens, dtype=torch.bool)
+        if self._ranks.rank in part.ranks:
+            keep[part.tokens.start : part.tokens.stop] = True
+        keep = keep.view(shape.rows, shape.length).to(self._ranks.device)
+        _, log_prob = self._actor._forward_micro_batch(tensors, temperature=batch.meta_info["temperature"])
+        loss, _ = get_policy_loss_fn("vanilla")(
+            old_log_prob=log_prob.detach(),
+            log_prob=torch.where(keep, log_prob, log_prob.detach()),
+            advantages=tensors["advantages"],
+            response_mask=tensors["response_mask"],
+            loss_agg_mode="token-mean",
+            config=self._loss_config,
+        )
+        (loss / self._micro_batches).backward()
+
+    def _reduced_norm(self) -> float:
+        """The norm that the actor clips, which an infinite bound leaves alone."""
+        module = self._actor.actor_module
+        if self._ranks.strategy == "fsdp":
+            return float(module.clip_grad_norm_(math.inf))
+        norm = fsdp2_clip_grad_norm_(module.parameters(), max_norm=math.inf)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _gradient(self) -> list[Tensor]:
+        gradients = [p.grad for p in self._actor.actor_module.parameters() if p.grad is not None]
+        return [_local(gradient).clone() for gradient in gradients]
+
+    def _count_forward(self, *_: Any) -> None:
+        self._forwards += 1
+
+
 class Events:
     """Planted events of one (W, M, N), solved in both ways, with the truth from brute force.
 
@@ -236,85 +465,73 @@ class Events:
         shape (Shape): Of the model and the micro-batches (N).
         micro_batches (int): M.
         ranks (Ranks): The processes (W).
+        untils (Sequence[str]): The ends of GradLoc's search.
         level (float): The median gradient norm of ordinary tokens, in thresholds: this sets the threshold.
         sample (int): How many ordinary tokens of each rank brute force measures; all where there are no more.
         seed (int): Of the data, the places and the sizes.
     """
 
-    def __init__(self, shape: Shape, micro_batches: int, ranks: Ranks, level: float, sample: int, seed: int) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        micro_batches: int,
+        ranks: Ranks,
+        untils: Sequence[str],
+        level: float,
+        sample: int,
+        seed: int,
+    ) -> None:
         self.shape = shape
         self.micro_batches = micro_batches
         self.ranks = ranks
+        self.untils = untils
         self.batch = build_batch(shape, micro_batches, ranks, seed)
         self.random = random.Random(f"{seed} {ranks.world_size} {micro_batches} {shape.tokens}")
-        self.whole_model = build_model(shape, ranks)
-        self.loss_config = build_config(shape, micro_batches, ranks)
+        self.copy = UnshardedCopy(shape, micro_batches, ranks)
         own = [(ranks.rank, m, t) for m in range(micro_batches) for t in range(shape.tokens)]
         own = random.Random(ranks.rank).sample(own, min(sample, len(own)))
-        self.amplifier = Amplifier(self.whole_model)
-        self.ordinary = self._everywhere({place: self.token_norm(self.batch, place) for place in own})
+        self.amplifier = Amplifier(self.copy.model)
+        self.ordinary = self._norms(self.batch, own)
         self.threshold = median(self.ordinary.values()) / level
-        self.actor = build_actor(
-            shape,
-            micro_batches,
-            ranks,
-            spike_detection=True,
-            grad_norm_threshold=self.threshold,
-            bisect_budget_steps=100_000,
-        )
-        self.amplifier.attach(self.actor.actor_module)
-        self._forwards = 0
-        self.actor.actor_module.register_forward_pre_hook(self._count_forward)
+        self.solver = Solver(shape, micro_batches, ranks, self.threshold, untils)
+        for model in self.solver.models:
+            self.amplifier.attach(model)
 
-    def solve(self, kind: str) -> dict[str, Any]:
+    def solve(self, kind: str) -> Iterator[dict[str, Any]]:
         """Plants one event and solves it in both ways.
 
-        Returns:
-            dict: `planted`, the names of the planted tokens; for each way the names of the `missed`, how many were
-                `found` and `wrong`, `passes` and `seconds`; `complete`, as GradLoc sees it; `restored`, the relative
-                error of the gradient after the recomputation.
+        Yields:
+            dict: For each end of GradLoc's search: `planted`, the names of the planted tokens; for each way the names
+                of the `missed`, how many were `found` and `wrong`, `passes`, `seconds`, and `explained_truth`, whether
+                every loud micro-batch is under its threshold without those found; what GradLoc's event says of itself.
         """
         planted = self._draw(kind)
         spiked, norms = self._plant(planted)
         truth = {place for place, norm in (self.ordinary | norms).items() if norm > self.threshold}
         if not truth >= set(planted):
             raise RuntimeError(f"a planted token is not over the threshold of {self.threshold}: {norms}")
-        found: dict[str, dict[str, Any]] = {}
-        found["published"], restored = self._published(spiked)
-        found["gradloc"], complete = self._gradloc(spiked)
-        record = {"kind": kind, "planted": sorted(token.name for token in planted.values()), "culprits": len(truth)}
-        for way, result in found.items():
-            culprits = result.pop("culprits")
+        own = [m for m in range(self.micro_batches) if self.copy.token_equivalent(spiked, m) > self.threshold]
+
+        def judge(result: dict[str, Any]) -> dict[str, Any]:
+            culprits = set(result.pop("culprits"))
             # Not every ordinary token was measured: the unexpected ones are measured now.
-            unexpected = [place for place in culprits - truth if place[0] == self.ranks.rank]
-            measured = self._everywhere({place: self.token_norm(spiked, place) for place in unexpected})
-            missed = truth - culprits
-            record[way] = result | {
+            measured = self._norms(spiked, culprits - truth)
+            rests = [self.copy.token_equivalent(spiked, m, self._tokens_of(culprits, m)) for m in own]
+            over = self.ranks.gather(sum(rest > self.threshold for rest in rests))
+            return result | {
                 "found": len(culprits),
                 "wrong": sum(not norm > self.threshold for norm in measured.values()),
-                "missed": sorted(planted[place].name if place in planted else "ordinary" for place in missed),
+                "missed": sorted(planted[p].name if p in planted else "ordinary" for p in truth - culprits),
+                "explained_truth": not any(over),
             }
-        return record | {"complete": complete, "restored": restored}
 
-    def token_norm(self, batch: DataProto, place: Place) -> float:
-        """‖g_t‖ of one of this rank's tokens, by brute force: the loss of that token alone on the unsharded model."""
-        row, position = self._indices(place)
-        rows = {name: tensor[row : row + 1].to(self.ranks.device) for name, tensor in batch.batch.items()}
-        logits = self.whole_model(input_ids=rows["input_ids"][:, : PROMPT + position], use_cache=False).logits[:, -1:]
-        here = slice(position, position + 1)
-        log_prob = logits.log_softmax(-1).gather(-1, rows["responses"][:, here, None])[..., 0]
-        loss, _ = get_policy_loss_fn("vanilla")(
-            old_log_prob=log_prob.detach(),
-            log_prob=log_prob,
-            advantages=rows["advantages"][:, here],
-            response_mask=rows["response_mask"][:, here],
-            loss_agg_mode="token-mean",
-            config=self.loss_config,
-        )
-        self.whole_model.zero_grad()
-        loss.backward()
-        squares = [p.grad.double().square().sum() for p in self.whole_model.parameters() if p.grad is not None]
-        return float(torch.stack(squares).sum().sqrt())
+        published = judge(self.solver.published(spiked))
+        names = sorted(token.name for token in planted.values())
+        for until in self.untils:
+            record = {"kind": kind, "until": until, "planted": names, "culprits": len(truth)}
+            result = self.solver.gradloc(spiked, until)
+            del result["rests"]
+            yield record | {"gradloc": judge(result), "published": published}
 
     def _draw(self, kind: str) -> dict[Place, Planted]:
         """What to plant where; the same on every rank."""
@@ -344,18 +561,15 @@ class Events:
 
     def _plant(self, planted: dict[Place, Planted]) -> tuple[DataProto, dict[Place, float]]:
         """This rank's batch with the planted tokens, and their norms by brute force."""
-        spiked = DataProto.from_dict(
-            {**self.batch.batch, "advantages": self.batch.batch["advantages"].clone()},
-            meta_info=dict(self.batch.meta_info),
-        )
+        spiked = copy_batch(self.batch)
         self.amplifier.factors = {}
         own = {place: token for place, token in planted.items() if place[0] == self.ranks.rank}
         amplified = []
         for place, token in own.items():
-            row, position = self._indices(place)
+            row, position = indices(place, self.shape)
             prompt = tuple(self.batch.batch["input_ids"][row, :PROMPT].tolist())
             if token.suspected:
-                norm = self.token_norm(self.batch, place)
+                norm = self.copy.token_norm(self.batch, place)
                 spiked.batch["advantages"][row, position] *= token.size * self.threshold / norm
             else:
                 whole, head = (self._amplified_norm(place, prompt, factor) for factor in (1.0, 0.0))
@@ -364,114 +578,42 @@ class Events:
         self.amplifier.factors = {}
         for prompt, position, factor in (entry for part in self.ranks.gather(amplified) for entry in part):
             self.amplifier.factors.setdefault(prompt, {})[position] = factor
-        return spiked, self._everywhere({place: self.token_norm(spiked, place) for place in own})
+        return spiked, self._norms(spiked, own)
 
     def _amplified_norm(self, place: Place, prompt: tuple[int, ...], factor: float) -> float:
-        self.amplifier.factors = {prompt: {self._indices(place)[1]: factor}}
-        return self.token_norm(self.batch, place)
+        self.amplifier.factors = {prompt: {indices(place, self.shape)[1]: factor}}
+        return self.copy.token_norm(self.batch, place)
 
-    def _gradloc(self, batch: DataProto) -> tuple[dict[str, Any], bool]:
-        """Our search, in the real update_policy."""
-        self._forwards = 0
-        self.actor.update_policy(batch)
-        passes = self._forwards - self.micro_batches
-        events = self.actor.gradloc.events
-        places = [
-            (culprit["rank"], culprit["micro_batch"], culprit["row"], culprit["position"])
-            for event in events
-            for culprit in event["culprits"]
-        ]
-        culprits = {
-            (rank, micro_batch, (row - micro_batch * self.shape.rows) * self.shape.length + position)
-            for rank, micro_batch, row, position in places
-        }
-        result = {"culprits": culprits, "passes": passes, "seconds": sum(event["seconds"] for event in events)}
-        return result, all(event["complete"] for event in events)
+    def _tokens_of(self, places: Collection[Place], micro_batch: int) -> list[int]:
+        return [token for *unit, token in places if unit == [self.ranks.rank, micro_batch]]
 
-    def _published(self, batch: DataProto) -> tuple[dict[str, Any], float]:
-        """The published schedule, with the actor's forward and loss, from a gradient that is there already."""
-        self.actor.actor_optimizer.zero_grad()
-        self._accumulate(batch)
-        before = self._gradient()
-        self._forwards = 0
-        started = self.ranks.clock()
+    def _norms(self, batch: DataProto, places: Collection[Place]) -> dict[Place, float]:
+        return token_norms(self.copy, batch, places, self.ranks)
 
-        def over(part: Part) -> bool:
-            self.actor.actor_optimizer.zero_grad()
-            self._forward_backward(batch, part)
-            tokens = len(part.ranks) * len(part.tokens)
-            # Each token's weight is 1/(M N), and the mean over the ranks gives it another 1/W.
-            weight = 1 / (self.micro_batches * self.shape.tokens * self.ranks.world_size)
-            return not self._reduced_norm() <= self.threshold * math.sqrt(tokens) * weight
 
-        culprits = localize(over, self.ranks.world_size, self.micro_batches, self.shape.tokens)
-        self.actor.actor_optimizer.zero_grad()
-        self._accumulate(batch)
-        seconds = self.ranks.clock() - started
-        gaps = [float((a - b).norm() / b.norm()) for a, b in zip(self._gradient(), before, strict=True) if b.any()]
-        self.actor.actor_optimizer.zero_grad()
-        return {"culprits": set(culprits), "passes": self._forwards, "seconds": seconds}, max(gaps)
-
-    def _accumulate(self, batch: DataProto) -> None:
-        everything = range(self.ranks.world_size), range(self.shape.tokens)
-        for micro_batch in range(self.micro_batches):
-            self._forward_backward(batch, Part(micro_batch, *everything))
-
-    def _forward_backward(self, batch: DataProto, part: Part) -> None:
-        """One pass over a micro-batch, with all tokens outside of `part` detached."""
-        shape = self.shape
-        rows = slice(part.micro_batch * shape.rows, (part.micro_batch + 1) * shape.rows)
-        tensors = {name: tensor[rows].to(self.ranks.device) for name, tensor in batch.batch.items()}
-        keep = torch.zeros(shape.tokens, dtype=torch.bool)
-        if self.ranks.rank in part.ranks:
-            keep[part.tokens.start : part.tokens.stop] = True
-        keep = keep.view(shape.rows, shape.length).to(self.ranks.device)
-        _, log_prob = self.actor._forward_micro_batch(tensors, temperature=batch.meta_info["temperature"])
-        loss, _ = get_policy_loss_fn("vanilla")(
-            old_log_prob=log_prob.detach(),
-            log_prob=torch.where(keep, log_prob, log_prob.detach()),
-            advantages=tensors["advantages"],
-            response_mask=tensors["response_mask"],
-            loss_agg_mode="token-mean",
-            config=self.loss_config,
-        )
-        (loss / self.micro_batches).backward()
-
-    def _reduced_norm(self) -> float:
-        """The norm that the actor clips, which an infinite bound leaves alone."""
-        module = self.actor.actor_module
-        if self.ranks.strategy == "fsdp":
-            return float(module.clip_grad_norm_(math.inf))
-        norm = fsdp2_clip_grad_norm_(module.parameters(), max_norm=math.inf)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-    def _gradient(self) -> list[Tensor]:
-        gradients = [p.grad for p in self.actor.actor_module.parameters() if p.grad is not None]
-        return [_local(gradient).clone() for gradient in gradients]
-
-    def _count_forward(self, *_: Any) -> None:
-        self._forwards += 1
-
-    def _indices(self, place: Place) -> tuple[int, int]:
-        """A token's row in its rank's mini-batch, and its position."""
-        _, micro_batch, token = place
-        row, position = divmod(token, self.shape.length)
-        return micro_batch * self.shape.rows + row, position
-
-    def _everywhere(self, norms: dict[Place, float]) -> dict[Place, float]:
-        """The norms that the ranks have measured, all together."""
-        return {place: norm for part in self.ranks.gather(norms) for place, norm in part.items()}
+def token_norms(copy: UnshardedCopy, batch: DataProto, places: Collection[Place], ranks: Ranks) -> dict[Place, float]:
+    """The norms of tokens that all ranks name together, each measured on its own rank."""
+    own = {place: copy.token_norm(batch, place) for place in places if place[0] == ranks.rank}
+    return {place: norm for part in ranks.gather(own) for place, norm in part.items()}
 
 
 def solve_events(
-    ranks: Ranks, micro_batches: int, tokens: int, counts: dict[str, int], sample: int, level: float, seed: int
+    ranks: Ranks,
+    micro_batches: int,
+    tokens: int,
+    counts: dict[str, int],
+    untils: Sequence[str],
+    sample: int,
+    level: float,
+    seed: int,
 ) -> Iterator[dict[str, Any]]:
     """The events of one (W, M, N); `counts` says how many of each kind."""
-    cell = Events(tiny(tokens), micro_batches, ranks, level, sample, seed)
+    cell = Events(tiny(tokens), micro_batches, ranks, untils, level, sample, seed)
     sizes = {"W": ranks.world_size, "M": micro_batches, "N": tokens, "ordinary_measured": len(cell.ordinary)}
     for kind, count in counts.items():
         for _ in range(count):
-            yield {"part": "events"} | sizes | cell.solve(kind)
+            for record in cell.solve(kind):
+                yield {"part": "events"} | sizes | record
 
 
 def measure_taps(ranks: Ranks, shape: Shape, micro_batches: int, rounds: int, base_tree: Path | None) -> dict[str, Any]:
@@ -586,3 +728,7 @@ def _status(name: str) -> int:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])

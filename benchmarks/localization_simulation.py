@@ -5,6 +5,9 @@ median `level`·τ and sigma 0.5 (drawn again when over τ/1.2); suspicion is no
 correlation of about 0.95, as measured on a real model. A planted token's suspicion is that of its own norm (suspected)
 or that of an ordinary token (unsuspected). Its norm is drawn log-uniformly: clear, 1.5 to 15 τ·sqrt(W N); hidden, 1.2 τ
 to τ·sqrt(N)/1.2, in the micro-batch of a clear one. M = 4 micro-batches.
+
+GradLoc's search is tried up to the ends asked for: `explained` or `exhaustive`. An event is explained when without the
+tokens found every micro-batch is under its own threshold.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,18 +39,23 @@ THRESHOLD = 1.0
 
 WAYS = ("gradloc", "published")
 
+# N, with --quick and without.
+SIZES = {True: (512, 4096), False: (512, 4096, 32768)}
+
 Unit = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Result:
-    """One event: the passes of both ways, and of how many planted tokens of each kind they found how many."""
+    """One event: each way's passes, how many planted tokens of each kind it found, and whether these explain it."""
 
     gradloc_passes: int
     published_passes: int
     planted: dict[str, int]
     gradloc: dict[str, int]
     published: dict[str, int]
+    gradloc_explains: bool
+    published_explains: bool
     wrong: int
 
 
@@ -116,8 +125,8 @@ class Event:
             self.suspicion[unit][token] *= ratio
         self.names[unit, token] = name
 
-    def solve(self) -> Result:
-        gradloc_passes, gradloc = self._gradloc()
+    def solve(self, until: str) -> Result:
+        gradloc_passes, gradloc = self._gradloc(until)
         published_passes, published = self._published()
         names = self.names.values()
 
@@ -126,14 +135,25 @@ class Event:
 
         wrong = len((gradloc | published) - set(self.names))
         planted = count(set(self.names))
-        return Result(gradloc_passes, published_passes, planted, count(gradloc), count(published), wrong)
+        explains = [not self._loud(found) for found in (gradloc, published)]
+        return Result(gradloc_passes, published_passes, planted, count(gradloc), count(published), *explains, wrong)
 
-    def _gradloc(self) -> tuple[int, set[tuple[Unit, int]]]:
-        norms = {unit: float(vectors.sum(0).norm()) for unit, vectors in self.vectors.items()}
-        threshold = THRESHOLD * math.sqrt(self.tokens)
-        waiting = sorted((unit for unit in norms if norms[unit] > threshold), key=lambda unit: -norms[unit])
+    def _loud(self, without: Collection[tuple[Unit, int]] = ()) -> dict[Unit, float]:
+        """The norms of the units that are over their thresholds without these tokens."""
+        norms = {}
+        for unit, vectors in self.vectors.items():
+            kept = torch.ones(self.tokens, dtype=vectors.dtype)
+            kept[[token for name, token in without if name == unit]] = 0.0
+            norm = float((kept @ vectors).norm())
+            if norm > THRESHOLD * math.sqrt(float(kept.sum())):
+                norms[unit] = norm
+        return norms
+
+    def _gradloc(self, until: str) -> tuple[int, set[tuple[Unit, int]]]:
+        norms = self._loud()
+        waiting = sorted(norms, key=lambda unit: -norms[unit])
         # What the micro-batches under their thresholds show: the root mean square of ordinary norms.
-        search = Search(THRESHOLD, ordinary=self.level * math.exp(SIGMA**2))
+        search = Search(THRESHOLD, until=until, ordinary=self.level * math.exp(SIGMA**2))
         passes = 0
         while True:
             while waiting and len(search.open_segments) < self.world_size:
@@ -141,12 +161,16 @@ class Event:
                 search.add_unit(unit, norms[unit], self.suspicion[unit], torch.ones(self.tokens))
             probes = search.next(self.world_size)
             if not probes:
-                return passes, {(culprit.unit, culprit.candidate) for culprit in search.culprits}
+                found = {(culprit.unit, culprit.candidate) for culprit in search.culprits}
+                loud = self._loud(found)
+                if until == "explained" and any(search.explained(unit) == (unit in loud) for unit in norms):
+                    raise RuntimeError("the search is mistaken about whether an event is explained")
+                return passes, found
             passes += 1
             search.record([(probe, self._norm(probe)) for probe in probes])
 
     def _norm(self, probe: Probe) -> float:
-        vectors = self.vectors[probe.unit][probe.candidates]
+        vectors = self.vectors[probe.unit][list(probe.candidates)]
         if probe.factors is not None:
             vectors = vectors * torch.tensor(probe.factors)[:, None]
         return float(vectors.sum(0).norm())
@@ -167,7 +191,9 @@ class Event:
         return passes + MICRO_BATCHES, {((rank, micro_batch), token) for rank, micro_batch, token in found}
 
 
-def solve(world_size: int, tokens: int, level: float, count: int, seed: int, kind: str) -> list[Result]:
+def solve(
+    world_size: int, tokens: int, level: float, count: int, seed: int, kind: str, until: str = "explained"
+) -> list[Result]:
     """So many events of one kind: one suspected or unsuspected token, or several, or with hidden ones."""
     results = []
     for number in range(count):
@@ -180,46 +206,63 @@ def solve(world_size: int, tokens: int, level: float, count: int, seed: int, kin
         suspected = [kind == "suspected"]
         if kind in ("several", "hidden"):
             suspected = (torch.rand(len(names), generator=generator) < 0.5).tolist()
-        results.append(Event(world_size, tokens, level, names, suspected, generator).solve())
+        results.append(Event(world_size, tokens, level, names, suspected, generator).solve(until))
     return results
 
 
-def simulate(quick: bool, seed: int, plot: Path | None) -> None:
+def simulate(quick: bool, seed: int, plot: Path | None, untils: Sequence[str]) -> None:
     """Prints the tables, and draws the plot if asked to."""
     count = 5 if quick else 20
     print(f"Rank correlation of suspicion and norm of ordinary tokens: {_rank_correlation(seed):.2f}\n")
-    print("Passes for one culprit, median (worst), M = 4, ordinary tokens at τ/18; ratio to the published schedule\n")
-    world_sizes = [1, 8, 64] if quick else [1, 2, 4, 8, 64, 1024]
-    sizes = [512, 4096] if quick else [512, 4096, 32768]
+    for until in untils:
+        _print_single(quick, count, seed, until)
+        _print_recall(quick, count, seed, until)
+    if plot is not None:
+        draw(plot, count, seed)
+
+
+def _print_single(quick: bool, count: int, seed: int, until: str) -> None:
+    print(
+        f"GradLoc until {until}: passes for one culprit, median (worst), M = 4, ordinary tokens at τ/18; ratio to the"
+    )
+    print("published schedule\n")
     print("| W | N | suspected | unsuspected | published | ratio |")
     print("|---|---|---|---|---|---|")
-    for world_size in world_sizes:
-        for tokens in sizes:
-            runs = [solve(world_size, tokens, LEVELS[0], count, seed, kind) for kind in ("suspected", "unsuspected")]
+    for world_size in [1, 8, 64] if quick else [1, 2, 4, 8, 64, 1024]:
+        for tokens in SIZES[quick]:
+            kinds = "suspected", "unsuspected"
+            runs = [solve(world_size, tokens, LEVELS[0], count, seed, kind, until) for kind in kinds]
             ours = [[result.gradloc_passes for result in results] for results in runs]
             published = [result.published_passes for results in runs for result in results]
             ratios = [statistics.median(published) / statistics.median(passes) for passes in ours]
             cells = [f"{statistics.median(passes):g} ({max(passes)})" for passes in (*ours, published)]
             print(f"| {world_size} | {tokens} | {' | '.join(cells)} | {ratios[0]:.0f}×, {ratios[1]:.1f}× |", flush=True)
+    print()
 
-    print("\nRecall, median (worst) passes; half of the planted tokens suspected\n")
+
+def _print_recall(quick: bool, count: int, seed: int, until: str) -> None:
+    print(
+        f"GradLoc until {until}: recall, median (worst) passes, events explained; half of the planted are suspected\n"
+    )
     print("`several`: 2 to 5 clear tokens anywhere. `hidden`: one clear and three hidden in one micro-batch.\n")
     heads = ["ordinary tokens", "W", "N", "event", "clear: GradLoc", "published", "hidden: GradLoc", "published"]
-    print(f"| {' | '.join([*heads, 'passes: GradLoc', 'published'])} |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    heads += ["passes: GradLoc", "published", "explained: GradLoc", "published"]
+    print(f"| {' | '.join(heads)} |")
+    print(f"{'|---' * len(heads)}|")
     for level in LEVELS:
         for world_size in [8] if quick else [1, 8, 64]:
-            for tokens in sizes:
+            for tokens in SIZES[quick]:
                 for kind in ("several", "hidden"):
-                    results = solve(world_size, tokens, level, count, seed, kind)
+                    results = solve(world_size, tokens, level, count, seed, kind, until)
                     recalls = [_recall(results, name, way) for name in ("clear", "hidden") for way in WAYS]
                     passes = [[getattr(result, f"{way}_passes") for result in results] for way in WAYS]
                     cells = recalls + [f"{statistics.median(p):g} ({max(p)})" for p in passes]
+                    explained = [sum(getattr(result, f"{way}_explains") for result in results) for way in WAYS]
+                    cells += [f"{number} of {count}" for number in explained]
                     print(f"| τ/{1 / level:g} | {world_size} | {tokens} | {kind} | {' | '.join(cells)} |", flush=True)
                     if any(result.wrong for result in results):
                         raise RuntimeError("a token under the threshold was named")
-    if plot is not None:
-        draw(plot, count, seed)
+    print()
 
 
 def _recall(results: list[Result], name: str, way: str) -> str:

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,28 +40,58 @@ def test_the_published_schedule(world_size: int, micro_batches: int, tokens: int
         assert passes + micro_batches == formula(world_size, micro_batches, tokens)
 
 
+@pytest.mark.parametrize("until", ["explained", "exhaustive"])
 @pytest.mark.parametrize("kind", ["suspected", "unsuspected", "several", "hidden"])
-def test_the_simulation(kind: str) -> None:
-    for result in localization_simulation.solve(world_size=4, tokens=32, level=1 / 18, count=3, seed=1, kind=kind):
+def test_the_simulation(kind: str, until: str) -> None:
+    for result in localization_simulation.solve(4, 32, level=1 / 18, count=3, seed=1, kind=kind, until=until):
         assert result.wrong == 0
+        assert result.gradloc_explains
         assert result.gradloc["clear"] == result.published["clear"] == result.planted["clear"]
         if kind in ("suspected", "unsuspected"):
             assert result.published_passes == formula(4, localization_simulation.MICRO_BATCHES, 32)
 
 
-def test_planted_events_of_a_real_actor(tmp_path: Path) -> None:
-    records = tmp_path / "records"
-    command = [sys.executable, BENCHMARKS / "localization.py", "--parts", "events", "--json", records, "--events", "1"]
-    sizes = ["--world-sizes", "2", "--micro-batches", "2", "--tokens", "16", "--sample", "8"]
-    done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=120)
+def benchmark(records: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
+    """Runs the benchmark on two ranks with two micro-batches each; returns its records, and what it printed."""
+    command = [sys.executable, BENCHMARKS / "localization.py", "--json", records, "--events", "1"]
+    sizes = ["--world-sizes", "2", "--micro-batches", "2"]
+    done = subprocess.run([*command, *sizes, *options], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    events = [json.loads(line) for line in records.read_text().splitlines()]
-    assert [event["kind"] for event in events] == ["suspected", "unsuspected", "several", "mixed"]
+    return [json.loads(line) for line in records.read_text().splitlines()], done.stdout
+
+
+def test_planted_events_of_a_real_actor(tmp_path: Path) -> None:
+    events, printed = benchmark(tmp_path / "records", "--parts", "events", "--tokens", "16", "--sample", "8")
+    kinds = ["suspected", "unsuspected", "several", "mixed"]
+    assert [(e["kind"], e["until"]) for e in events] == [(k, u) for k in kinds for u in ("explained", "exhaustive")]
     for event in events:
         assert event["gradloc"]["wrong"] == event["published"]["wrong"] == 0
         assert event["gradloc"]["passes"] > 0
-        assert event["restored"] < 1e-5
+        assert event["published"]["restored"] < 1e-5
         assert "clear" not in event["gradloc"]["missed"] + event["published"]["missed"]
-    for event in events[:2]:
+        assert event["gradloc"]["explained_truth"]
+        assert event["gradloc"]["explained"] is True or event["until"] == "exhaustive"
+    for event in events[:4]:
         assert event["published"]["passes"] == formula(2, 2, 16)
-    assert "| 2 | 2 | 16 |" in done.stdout
+    assert printed.count("| 2 | 2 | 16 |") == 2
+
+
+def test_natural_events_of_a_real_actor(tmp_path: Path) -> None:
+    options = ["--parts", "natural", "--until", "explained", "--tokens", "32", "--excess", "1.1", "1.5"]
+    events, printed = benchmark(tmp_path / "records", *options, "--loud", "1", "2")
+    cells = [("natural", 1, 1.1), ("natural", 1, 1.5), ("natural", 2, 1.1), ("natural", 2, 1.5)]
+    cells += [("coherent", 1, 1.5), ("coherent", 2, 1.5)]
+    assert [(e["kind"], e["loud"], e["x"]) for e in events] == cells
+    for event in events:
+        # The event's norms against brute force on an unsharded copy: float32, in another order.
+        assert event["gradloc"]["norm_error"] < 1e-4
+        assert event["gradloc"]["wrong"] == event["published"]["wrong"] == 0
+        assert not event["gradloc"]["budget_spent"]
+    for event in events[:4]:
+        assert event["largest"] > 1 and event["explainable"]
+        assert event["gradloc"]["explained"] and event["gradloc"]["explained_truth"]
+        assert 1 <= event["gradloc"]["named"] <= event["over"]
+    for event in events[4:]:
+        assert event["coherence"] > 2 and event["largest"] <= 1 and not event["explainable"]
+        assert event["gradloc"]["diagnosis"] == "diffuse" and not event["gradloc"]["explained_truth"]
+    assert "| natural | 1.1 | 2 | 2 | 1 |" in printed

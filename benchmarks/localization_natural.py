@@ -1,0 +1,246 @@
+"""Natural and coherent spikes of a real actor: with nothing planted, which few tokens explain them?
+
+Everything here runs on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from localization_actor import (
+    PROMPT,
+    Place,
+    Ranks,
+    Shape,
+    Solver,
+    UnshardedCopy,
+    build_batch,
+    copy_batch,
+    tiny,
+    token_norms,
+)
+from torch import Tensor
+from verl import DataProto
+
+# (rank, micro-batch)
+Unit = tuple[int, int]
+
+# The gradient is linear in the advantages, as these are on-policy updates. So they are scaled, and τ stays.
+THRESHOLD = 1.0
+
+# The norm of the micro-batches that are not loud, over their thresholds.
+QUIET = 0.5
+
+# So many coherent batches in a row may have a token over τ.
+TRIES = 20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is common to the events of one (W, M, N).
+
+    Args:
+        kinds (Sequence[str]): "natural", "coherent".
+        excess (Sequence[float]): x, the norms of the loud micro-batches over their thresholds.
+        coherent_excess (float): The smallest x of coherent events.
+        loud (Sequence[int]): How many micro-batches are loud.
+        sigma (float): Of the log-normal sizes of advantages.
+        events (int): Of each kind, x and number of loud micro-batches.
+        untils (Sequence[str]): The ends of GradLoc's search.
+        published (bool): Whether the published schedule solves them, too.
+        seed (int): Of the events.
+    """
+
+    kinds: Sequence[str]
+    excess: Sequence[float]
+    coherent_excess: float
+    loud: Sequence[int]
+    sigma: float
+    events: int
+    untils: Sequence[str]
+    published: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A batch with loud micro-batches at their thresholds and the others at half of theirs, and the truth about it.
+
+    Args:
+        batch (DataProto): This rank's rows.
+        grams (dict[Unit, Tensor]): Of each loud micro-batch ⟨g_s, g_t⟩ of all its tokens; float64, shape (N, N).
+    """
+
+    batch: DataProto
+    grams: Mapping[Unit, Tensor]
+
+    def at(self, excess: float, own_rows: Mapping[Unit, slice]) -> Spike:
+        """The same with the loud micro-batches so many times over their thresholds."""
+        batch = copy_batch(self.batch)
+        for unit in self.grams.keys() & own_rows.keys():
+            batch.batch["advantages"][own_rows[unit]] *= excess
+        return Spike(batch, {unit: gram * excess**2 for unit, gram in self.grams.items()})
+
+    def norms(self) -> dict[Place, float]:
+        """‖g_t‖ of every token of the loud micro-batches."""
+        return {
+            (*unit, token): norm
+            for unit, gram in self.grams.items()
+            for token, norm in enumerate(gram.diagonal().sqrt().tolist())
+        }
+
+    def coherence(self) -> float:
+        """The squared norm over the sum of the tokens' squared norms: 1 if they have nothing in common, N at most.
+
+        Of the loud micro-batch where it is smallest.
+        """
+        return min(float(gram.sum() / gram.trace()) for gram in self.grams.values())
+
+    def is_explained(self, tokens: Collection[Place]) -> bool:
+        """Whether without these tokens every loud micro-batch is under its threshold."""
+        return all(self.rest(unit, tokens) <= THRESHOLD for unit in self.grams)
+
+    def rest(self, unit: Unit, without: Iterable[Place]) -> float:
+        """norm/sqrt(Σ w_t²) of a loud micro-batch without these tokens."""
+        return _rest(self.grams[unit], [token for *place, token in without if tuple(place) == unit])
+
+    def needed(self) -> list[Place]:
+        """The fewest tokens that explain it, largest gradient norm first."""
+        needed: list[Place] = []
+        for unit, gram in self.grams.items():
+            order = gram.diagonal().argsort(descending=True).tolist()
+            fewest = next(k for k in range(len(order) + 1) if _rest(gram, order[:k]) <= THRESHOLD)
+            needed += [(*unit, token) for token in order[:fewest]]
+        return needed
+
+
+class NaturalEvents:
+    """Natural and coherent events of one (W, M, N), solved in both ways, with the truth from brute force.
+
+    Args:
+        shape (Shape): Of the model and the micro-batches (N).
+        micro_batches (int): M.
+        ranks (Ranks): The processes (W).
+        setting (Setting): The events.
+    """
+
+    def __init__(self, shape: Shape, micro_batches: int, ranks: Ranks, setting: Setting) -> None:
+        self._shape = shape
+        self._micro_batches = micro_batches
+        self._ranks = ranks
+        self._setting = setting
+        self._copy = UnshardedCopy(shape, micro_batches, ranks)
+        self._solver = Solver(shape, micro_batches, ranks, THRESHOLD, setting.untils)
+        rows = {m: slice(m * shape.rows, (m + 1) * shape.rows) for m in range(micro_batches)}
+        self._own_rows = {(ranks.rank, m): here for m, here in rows.items()}
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Solves all events. Each is a batch of its own, and all x scale the same batches."""
+        for kind in self._setting.kinds:
+            least = self._setting.coherent_excess if kind == "coherent" else 0.0
+            excess = [x for x in self._setting.excess if x >= least]
+            for loud in self._setting.loud:
+                for number in range(self._setting.events if excess else 0):
+                    seed = 1_000_000 * self._setting.seed + 1000 * number
+                    spike = self._draw(kind, loud, seed, max(excess))
+                    for x in excess:
+                        for record in self._solve(spike.at(x, self._own_rows)):
+                            yield {"kind": kind, "x": x, "loud": loud, "seed": seed} | record
+
+    def _draw(self, kind: str, loud: int, seed: int, excess: float) -> Spike:
+        """An event; a coherent one has no token over τ, even so many times over the threshold."""
+        for attempt in range(TRIES):
+            spike = self._draw_batch(kind, loud, seed + attempt)
+            if kind == "natural" or max(spike.norms().values()) * excess <= THRESHOLD:
+                return spike
+        raise RuntimeError(
+            f"no coherent batch without a token over τ at {excess:g} times the threshold: lower --excess"
+        )
+
+    def _draw_batch(self, kind: str, loud: int, seed: int) -> Spike:
+        """A batch of which so many micro-batches are loud: the loudest, or any that are made coherent.
+
+        A rollout that runs into a loop repeats a token to its end, and all of it has one advantage. The contexts are
+        nearly the same, and so are the gradients.
+        """
+        batch = build_batch(self._shape, self._micro_batches, self._ranks, seed, self._setting.sigma)
+        units = [(rank, m) for rank in range(self._ranks.world_size) for m in range(self._micro_batches)]
+        chance = random.Random(seed)
+        looped = set(chance.sample(units, loud)) if kind == "coherent" else set()
+        for unit in sorted(looped):
+            ids = torch.tensor([[chance.randrange(self._shape.vocabulary)] for _ in range(self._shape.rows)])
+            if unit in self._own_rows:
+                rows = self._own_rows[unit]
+                batch.batch["responses"][rows] = ids
+                batch.batch["input_ids"][rows, PROMPT:] = ids
+                batch.batch["advantages"][rows] = 1.0
+        own = {unit: self._copy.token_equivalent(batch, unit[1]) for unit in self._own_rows}
+        sizes = {unit: size for part in self._ranks.gather(own) for unit, size in part.items()}
+        over = looped or set(sorted(units, key=sizes.__getitem__)[-loud:])
+        for unit, rows in self._own_rows.items():
+            batch.batch["advantages"][rows] *= (1.0 if unit in over else QUIET) * THRESHOLD / sizes[unit]
+        own_grams = {unit: self._copy.gram_matrix(batch, unit[1]) for unit in self._own_rows.keys() & over}
+        grams = {unit: gram for part in self._ranks.gather(own_grams) for unit, gram in part.items()}
+        return Spike(batch, dict(sorted(grams.items())))
+
+    def _solve(self, spike: Spike) -> Iterator[dict[str, Any]]:
+        """Solves an event in both ways.
+
+        Yields:
+            dict: For each end of GradLoc's search: `largest`, the largest token's norm in τ; `over`, how many tokens
+                are over τ; how many are `needed`, in one micro-batch `needed_at_most`, and whether each of these is
+                over τ (`explainable`). For each way how many tokens are `named`, how many of these are not over τ
+                (`wrong`), whether they explain the event (`explained_truth`), `passes`, `seconds`; what GradLoc's event
+                says of itself, and the largest relative error of the norms in it (`norm_error`), of tokens and of
+                micro-batches without them.
+        """
+        norms, needed = spike.norms(), spike.needed()
+        record = {
+            "coherence": spike.coherence(),
+            "largest": max(norms.values()) / THRESHOLD,
+            "over": sum(norm > THRESHOLD for norm in norms.values()),
+            "needed": len(needed),
+            "needed_at_most": max(Counter(place[:2] for place in needed).values()),
+            "explainable": all(norms[place] > THRESHOLD for place in needed),
+        }
+
+        def judge(result: dict[str, Any]) -> dict[str, Any]:
+            culprits = set(result.pop("culprits"))
+            # Tokens of other micro-batches were not measured yet.
+            measured = norms | token_norms(self._copy, spike.batch, culprits - norms.keys(), self._ranks)
+            return result | {
+                "named": len(culprits),
+                "wrong": sum(not measured[place] > THRESHOLD for place in culprits),
+                "explained_truth": spike.is_explained(culprits),
+            }
+
+        if self._setting.published:
+            record["published"] = judge(self._solver.published(spike.batch))
+        for until in self._setting.untils:
+            result = self._solver.gradloc(spike.batch, until)
+            said = result["culprits"]
+            errors = [said[place] / norms[place] - 1 for place in said.keys() & norms.keys()]
+            errors += [norm / spike.rest(unit, said) - 1 for unit, norm in result.pop("rests").items()]
+            result["norm_error"] = max(map(abs, errors), default=0.0)
+            yield record | {"until": until, "gradloc": judge(result)}
+
+
+def _rest(gram: Tensor, without: Sequence[int]) -> float:
+    """norm/sqrt(Σ w_t²) of a micro-batch without these tokens, all of one weight; 0 without all of them."""
+    kept = torch.ones(len(gram), dtype=gram.dtype)
+    kept[list(without)] = 0.0
+    # Rounding may leave less than nothing of tokens that cancel.
+    return math.sqrt(max(float(kept @ gram @ kept), 0.0) / max(float(kept.sum()), 1.0))
+
+
+def solve_natural_events(ranks: Ranks, micro_batches: int, tokens: int, setting: Setting) -> Iterator[dict[str, Any]]:
+    """The events of one (W, M, N)."""
+    sizes = {"part": "natural", "W": ranks.world_size, "M": micro_batches, "N": tokens, "sigma": setting.sigma}
+    for record in NaturalEvents(tiny(tokens), micro_batches, ranks, setting).records():
+        yield sizes | record
