@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 TRIGGERS = ("unit", "global")
 ACTIONS = ("log", "skip", "drop")
+UNTIL = ("explained", "exhaustive")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class GradLocConfig:
         budget (int): At most so many extra forward/backward passes for one event.
         trigger (str): "unit": any micro-batch of any rank over its threshold starts a search; "global": only the
             norm of the reduced gradient does.
+        until (str): "explained": a search ends when a few tokens over τ are known without which every unit is measured
+            under its threshold; "exhaustive": when every token over τ is found.
         action (str): What becomes of the optimizer step. "log": it is taken as if nothing had happened; "skip": it is
             left out; "drop": it is taken without the culprits' gradient.
 
@@ -40,6 +43,7 @@ class GradLocConfig:
     threshold: float | str = 640.0
     budget: int = 128
     trigger: str = "unit"
+    until: str = "explained"
     action: str = "log"
 
     def __post_init__(self) -> None:
@@ -49,6 +53,8 @@ class GradLocConfig:
             raise ValueError(f"bisect_budget_steps must be an integer of at least 1, got {self.budget!r}.")
         if self.trigger not in TRIGGERS:
             raise ValueError(f"spike_trigger must be one of {list(TRIGGERS)}, got {self.trigger!r}.")
+        if self.until not in UNTIL:
+            raise ValueError(f"bisect_until must be one of {list(UNTIL)}, got {self.until!r}.")
         if self.action not in ACTIONS:
             raise ValueError(f"spike_action must be one of {list(ACTIONS)}, got {self.action!r}.")
 

@@ -17,20 +17,20 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import distributed, evidence, gradients
+from . import actions, distributed, event, evidence, gradients
 from .auto_threshold import AutoThreshold
 from .config import GradLocConfig
 from .layer_gradients import LayerGradients
-from .localization import Localization, Unit
 from .lockstep import Lockstep, RankLostError
+from .meter import LocalMeter, Meter, ReducedMeter, Unit
 from .passes import Forward, MicroBatch, Passes, UnitName
+from .search.investigation import Investigation
 from .taps import GradientTaps
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,11 @@ class GradLoc:
         self._layer_gradients = LayerGradients(module, self._device)
         self._measure = squared_norms or self._layer_gradients.squared_norms
         reduced = meter == "reduced" or sequence_parallel_size > 1
-        self._taps = None if reduced else GradientTaps(module, self._device)
+        self._meter: Meter = (
+            ReducedMeter(self._layer_gradients, self._device, sequence_parallel_size)
+            if reduced
+            else LocalMeter(GradientTaps(module, self._device), self._device)
+        )
         self._lockstep = Lockstep(can_repeat=sequence_parallel_size == 1)
         self._micro_batches: list[MicroBatch] = []
         self._current: MicroBatch | None = None
@@ -136,8 +140,7 @@ class GradLoc:
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
         self._current = MicroBatch(inputs, [int(row) for row in rows], gradients.get_rng_state(self._device))
-        if self._taps is not None:
-            self._taps.start()
+        self._meter.start()
         if not self._lockstep.has_pattern:
             self._lockstep.start()
 
@@ -169,8 +172,7 @@ class GradLoc:
         if self._current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
         self._lockstep.stop(whole=lambda: gradients.all_reached(self._module))
-        if self._taps is not None:
-            self._current.squares = self._taps.stop()
+        self._current.squares = self._meter.stop()
         self._micro_batches.append(self._current)
         self._current = None
 
@@ -253,32 +255,25 @@ class GradLoc:
         by_rank = torch.stack(distributed.gather(torch.stack(figures).to(self._device)))
         by_rank = by_rank[:: self._sequence_parallel_size]
         self._compare_with_rollout(*by_rank[:, 4:].sum(0).tolist())
-        token_norm_max, finite_max = by_rank[:, :2].amax(0).tolist()
-        square, square_weight = by_rank[:, 2:4].sum(0).tolist()
-        kind, global_norm = self.config.trigger, None
-        if self._taps is None:
-            kind, global_norm = "global", self._reduced_norm(scale)
-            square = (global_norm * self._data_parallel_size) ** 2
-            token_norm_max = _token_equivalent(square, square_weight)
-            finite_max = token_norm_max if math.isfinite(token_norm_max) else 0.0
-        self._token_norm_max = max(self._token_norm_max, token_norm_max)
+        level = self._meter.level(by_rank[:, :4], lambda: self._reduced_norm(scale))
+        kind = self.config.trigger if level.by_unit else "global"
+        self._token_norm_max = max(self._token_norm_max, level.token_norm)
 
-        threshold = self._next_threshold(token_norm_max, finite_max)
-        if token_norm_max <= threshold:
-            self._ordinary = math.sqrt(square / square_weight) if square_weight else None
+        threshold = self._next_threshold(level.token_norm, level.finite)
+        if level.token_norm <= threshold:
+            self._ordinary = level.root_mean_square
             if kind == "unit":
                 return True
+        square_weight = float(by_rank[:, 3].sum())
         # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
         global_threshold = threshold * math.sqrt(square_weight) / self._data_parallel_size
-        if global_norm is None:
-            global_norm = self._reduced_norm(scale)
+        global_norm = self._reduced_norm(scale) if level.global_norm is None else level.global_norm
         if kind == "global" and global_norm <= global_threshold:
             return True
 
         units = self._share_units(micro_batches, squares, square_weights, scale)
         passes = Passes(
             self._module,
-            self._taps or self._layer_gradients,
             self._forward,
             self._device,
             self._lockstep,
@@ -287,21 +282,30 @@ class GradLoc:
             sequence_parallel_size=self._sequence_parallel_size,
             recover=self._recover,
         )
-        # A drop computes every micro-batch anew.
+        # A drop computes every micro-batch again.
         reserve = 1 + max(index for _, index in units) if self.config.action == "drop" else 0
-        localization = Localization(
-            threshold, self.config.budget, reserve, passes, micro_batches, units, scale, global_norm, self._ordinary
+        investigation = Investigation(
+            threshold,
+            self.config.until,
+            self.config.budget - reserve if self.config.budget > reserve else self.config.budget,
+            self._meter,
+            passes,
+            micro_batches,
+            units,
+            scale,
+            global_norm,
+            self._ordinary,
         )
         with gradients.undisturbed(self._module, self._device):
             with gradients.SetAside(self._module):
-                localization.run()
-            applied = self._act(localization, global_norm, scale)
+                investigation.run()
+            applied = self._act(investigation, passes, micro_batches, global_norm, scale)
 
         clocks = distributed.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
         with distributed.alike():
             trigger = {"kind": "global", "norm": global_norm, "threshold": global_threshold}
             if kind == "unit":
-                worst = units[localization.suspects[0]]
+                worst = units[investigation.suspects[0]]
                 trigger = {"kind": "unit", "norm": worst.norm, "threshold": threshold * worst.root_square_weight}
             self._event = {
                 "schema": evidence.SCHEMA,
@@ -313,22 +317,15 @@ class GradLoc:
                 "threshold": threshold,
                 "global_norm": global_norm,
                 "global_threshold": global_threshold,
-                "ordinary_layer_norms": localization.ordinary_layer_norms(),
-                "diagnosis": localization.diagnosis,
-                "units": localization.unit_evidence(),
-                "culprits": localization.culprit_evidence(),
-                "diffuse": localization.diffuse_evidence(),
+                **event.findings(investigation),
                 "passes": passes.count,
                 "budget": self.config.budget,
-                "complete": localization.complete,
-                "open_segments": localization.open_segments(),
                 "action": self.config.action,
                 "applied": applied,
                 "seconds": max(seconds for seconds, _ in clocks),
-                "search": "reduced" if passes.reduced else "local",
+                "search": self._meter.kind,
                 "world_size": self._data_parallel_size,
                 "loss_scale": scale,
-                "error": localization.error,
                 "layer_clip": None,
             }
         self.events.append(self._event)
@@ -358,14 +355,28 @@ class GradLoc:
         self.squared_norms = self._measure() / scale**2
         return float(self.squared_norms.sum().sqrt())
 
-    def _act(self, localization: Localization, global_norm: float, scale: float) -> bool:
+    def _act(
+        self,
+        investigation: Investigation,
+        passes: Passes,
+        micro_batches: list[MicroBatch],
+        global_norm: float,
+        scale: float,
+    ) -> bool:
         """Does what `spike_action` asks for; returns whether it could be done. The same on every rank."""
         if self.config.action == "skip":
             # After an overflow the gradient scaler leaves the step out itself, and has to see it to lower its scale.
             return scale == 1 or math.isfinite(global_norm)
         if self.config.action == "drop":
             squared_norms = self.squared_norms
-            dropped = localization.drop(self._module, lambda: self._reduced_norm(scale))
+            dropped = actions.drop(
+                investigation,
+                passes,
+                micro_batches,
+                self.config.budget,
+                self._module,
+                lambda: self._reduced_norm(scale),
+            )
             if not dropped:
                 self.squared_norms = squared_norms
             return dropped
@@ -381,20 +392,22 @@ class GradLoc:
     def _own_units(
         self, micro_batches: list[MicroBatch], squares: Tensor, square_weights: Tensor, scale: float
     ) -> list[Unit]:
-        roots = squares.sqrt().cpu()
         own = []
-        for i, micro_batch in enumerate(micro_batches):
+        for micro_batch, by_layer, square_weight in zip(
+            micro_batches, squares.tolist(), square_weights.tolist(), strict=True
+        ):
             mask = micro_batch.tokens["response_mask"].bool()
-            unit = Unit(
-                rows=len(micro_batch.rows),
-                tokens=int(mask.sum()),
-                broken_tokens=int((micro_batch.broken(scale != 1) & mask).sum()),
-                root_square_weight=float(square_weights[i].sqrt()),
+            norm, layer_norms = self._meter.norms(by_layer)
+            own.append(
+                Unit(
+                    rows=len(micro_batch.rows),
+                    tokens=int(mask.sum()),
+                    broken_tokens=int((micro_batch.broken(scale != 1) & mask).sum()),
+                    root_square_weight=math.sqrt(square_weight),
+                    norm=norm,
+                    layer_norms=layer_norms,
+                )
             )
-            if self._taps is not None:
-                layer_norms = dict(zip(self._taps.layers, roots[i].tolist(), strict=True))
-                unit = replace(unit, norm=float(roots[i].square().sum().sqrt()), layer_norms=layer_norms)
-            own.append(unit)
         return own
 
 
@@ -414,13 +427,6 @@ def _count_misaligned(micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
             off = evidence.off_the_rollout(tokens["log_prob"] - tokens["rollout_log_prob"])
             counts += torch.stack([(mask & off).sum(), mask.sum()])
     return counts[0], counts[1]
-
-
-def _token_equivalent(square: float, square_weight: float) -> float:
-    """norm/sqrt(Σw²) from their squares; NaN counts as infinite."""
-    if square_weight > 0 and math.isfinite(square):
-        return math.sqrt(square / square_weight)
-    return 0.0 if square == 0 else math.inf
 
 
 def _largest_token_equivalents(squares: Tensor, square_weights: Tensor) -> tuple[Tensor, Tensor]:

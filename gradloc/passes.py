@@ -22,9 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from . import distributed, evidence, gradients
-from .layer_gradients import LayerGradients
 from .lockstep import Lockstep
-from .taps import GradientTaps
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +82,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Share:
+class TokenSubset:
     """Some of a micro-batch's tokens.
 
     Args:
@@ -98,7 +96,7 @@ class Share:
 
 
 class Passes:
-    """Measures and recomputes gradients of parts of micro-batches.
+    """Computes gradients of parts of micro-batches again.
 
     The gradient of a set S of tokens is Σ_{t∈S} (∂L/∂log p_t)·∇log p_t, plus the like term of the entropies. Both
     factors are known without the loss: the coefficients ∂L/∂log p_t were noted in the training pass, with the loss's
@@ -106,14 +104,8 @@ class Passes:
     and zeros elsewhere: the same as the true loss with every token outside of S detached. Rows without a token of S and
     everything after its last token play no part (in a causal model) and are not computed.
 
-    There are two meters. The local one reads each rank's own gradient off the taps, so that every rank measures a probe
-    of its own in each pass. Where a rank's gradient is not that of its data (sequence parallelism), the reduced one
-    takes the norm of the reduced gradient: one probe a pass, to which every rank adds what of it is in its own data.
-
     Args:
         module (nn.Module): The model.
-        meter (GradientTaps | LayerGradients): Its taps for the local meter; what measures the reduced gradient for the
-            other.
         forward (Forward): Computes (entropy, log_prob).
         device (torch.device): Where the model computes.
         lockstep (Lockstep): Has seen a training pass.
@@ -124,17 +116,12 @@ class Passes:
 
     Attributes:
         count (int): The passes so far.
-        reduced (bool): Whether it measures the reduced gradient.
         rank (int): This rank's number among those with data of their own.
-        world_size (int): How many ranks have data of their own.
-        width (int): How many probes a pass can measure.
-        layers (list[str]): The layer groups, in the order of the figures.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        meter: GradientTaps | LayerGradients,
         forward: Forward,
         device: torch.device,
         lockstep: Lockstep,
@@ -144,17 +131,12 @@ class Passes:
         recover: Callable[[], None] | None = None,
     ) -> None:
         self.count = 0
-        self.reduced = isinstance(meter, LayerGradients)
         self.rank = distributed.rank() // sequence_parallel_size
-        self.world_size = distributed.world_size() // sequence_parallel_size
-        self.width = 1 if self.reduced else self.world_size
-        self.layers = meter.layers
+        self.scale = scale
         self._module = module
-        self._meter = meter
         self._forward = forward
         self._device = device
         self._lockstep = lockstep
-        self._scale = scale
         self._own = own
         self._recover = recover
         self._idle = _healthy_row(own, scaled=scale != 1)
@@ -163,47 +145,12 @@ class Passes:
         self._broken_ranks: list[int] | None = None
         self._cut = not _depends_on_the_whole(module)
 
-    def exchange(self, make: Callable[[], Any]) -> list[Any]:
-        """`distributed.exchange` among the ranks with data of their own."""
-        return distributed.exchange(make)[:: self._sequence_parallel_size]
-
-    def measure(self, probes: Sequence[Callable[[], Mapping[int, Share]]]) -> Tensor:
-        """One pass that measures up to `width` probes. A collective call.
-
-        Args:
-            probes (Sequence[Callable]): Each gives the shares of a probe, by the rank whose data they are; with the
-                local meter a single one, which any rank can measure. Called where they are measured; may raise.
-
-        Returns:
-            Tensor: float64 of shape (probes, layers), squared norms of each probe's gradient, free of the loss scale
-                and of the mean over the ranks.
-
-        Raises:
-            RankFailedError: The pass failed on some rank.
-        """
-        meter = self._meter
-        if isinstance(meter, LayerGradients):
-            (probe,) = probes
-            self._refuse_broken_idlers(probe)
-            try:
-                own = self.accumulate(lambda rank: probe().get(rank), meter.own_squares)
-            finally:
-                gradients.clear(self._module)
-            return (meter.add_up(own).cpu() * (self.world_size / self._scale) ** 2).unsqueeze(0)
-
-        def share_of(rank: int) -> Share | None:
-            if rank >= len(probes):
-                return None
-            (share,) = probes[rank]().values()
-            return share
-
-        meter.start()
+    def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], Tensor]) -> Tensor:
+        """`accumulate`, which leaves no gradient behind. A collective call."""
         try:
-            own = self.accumulate(share_of, lambda: meter.stop().to(self._device) / self._scale**2)
+            return self.accumulate(subset_of, read)
         finally:
-            meter.cancel()
             gradients.clear(self._module)
-        return torch.stack(distributed.gather(own))[: len(probes)]
 
     def rehearse(self) -> None:
         """Has every rank know the collective calls of a pass, one of its own if need be. A collective call.
@@ -214,20 +161,17 @@ class Passes:
             RankFailedError: That pass failed on some rank.
         """
         unknown = torch.tensor([float(not self._lockstep.knows_all)], device=self._device)
-        if self.world_size > 1 and torch.stack(distributed.gather(unknown)).any():
+        if distributed.world_size() > self._sequence_parallel_size and torch.stack(distributed.gather(unknown)).any():
             self._lockstep.forget()
-            try:
-                self.accumulate(lambda _: None)
-            finally:
-                gradients.clear(self._module)
+            self.measure(lambda _: None, lambda: None)
 
     def accumulate(
-        self, share_of: Callable[[int], Share | None], read: Callable[[], Tensor | None] = lambda: None
+        self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], Tensor | None] = lambda: None
     ) -> Tensor | None:
-        """One pass that adds the gradient of every rank's share, averaged over the ranks, to what there is.
+        """One pass that adds the gradient of every rank's subset, averaged over the ranks, to what there is.
 
         Args:
-            share_of (Callable): Gives the share of a rank, called for this rank only.
+            subset_of (Callable): Gives the subset of a rank, called for this rank only.
             read (Callable): What to return, called after the pass. If one of the two raises on some rank, the pass has
                 failed, on all ranks alike.
 
@@ -239,7 +183,7 @@ class Passes:
         result: Tensor | None = None
         try:
             with self._lockstep.recording(), gradients.all_reduced(self._module):
-                self._forward_backward(share_of(self.rank))
+                self._forward_backward(subset_of(self.rank))
             result = read()
         except Exception as caught:
             try:
@@ -259,13 +203,13 @@ class Passes:
             next(f"rank {rank}: {m}" for rank, m in enumerate(messages) if m is not None)
         ) from error
 
-    def _forward_backward(self, share: Share | None) -> None:
-        if share is None:
+    def _forward_backward(self, subset: TokenSubset | None) -> None:
+        if subset is None:
             micro_batch, row = self._idle or (self._own[0], 0)
             keep = torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool)
             rows, length, scale = [row], 1, 1.0  # as little as there can be
         else:
-            micro_batch, keep, scale = share.micro_batch, share.keep, self._scale
+            micro_batch, keep, scale = subset.micro_batch, subset.keep, self.scale
             rows, length = self._extent(keep)
         gradients.set_rng_state(micro_batch.rng_state, self._device)
         entropy, log_prob = self._forward(micro_batch.inputs, rows, length)
@@ -277,11 +221,11 @@ class Passes:
         coefficients = [c.to(output) for c, output in zip(coefficients, outputs, strict=True)]
         torch.autograd.backward(outputs, coefficients)
 
-    def _refuse_broken_idlers(self, probe: Callable[[], Mapping[int, Share]]) -> None:
-        """With the reduced meter, one rank that cannot compute anything finite spoils what the others measure.
+    def refuse_broken_idlers(self, probe: Callable[[], Mapping[int, TokenSubset]]) -> None:
+        """Where ranks measure together, one that cannot compute anything finite spoils what the others measure.
 
         Raises:
-            RankFailedError: On all ranks, if there is one without a share of its own.
+            RankFailedError: On all ranks, if there is one without a subset of its own.
         """
         if self._broken_ranks is None:
             flags = distributed.gather(torch.tensor([float(self._idle is None)], device=self._device))

@@ -44,7 +44,7 @@ SOURCES = {
     "misaligned": "Most log-probs of the response differ from the rollout's by over a nat: a bug, not a spike.",
     "other": "None of the rules holds.",
 }
-# What `Localization.diagnosis` says, for people: what it means, and what to look at.
+# What `Investigation.diagnosis` says, for people: what it means, and what to look at.
 DIAGNOSES = {
     "tokens": "Single tokens are over the threshold: look at what is wrong with each of them.",
     "diffuse": "No few tokens explain the spike, it is the sum of many: "

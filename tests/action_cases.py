@@ -77,7 +77,7 @@ def drop_without_budget(case: Case, budget: int) -> tuple[dict[str, bool], Run, 
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("verl.utils.gradloc.localization").addHandler(handler)
+    logging.getLogger("verl.utils.gradloc.actions").addHandler(handler)
     run = train(case, spike_action="drop", **{**DETECTION, "bisect_budget_steps": budget})
     return compare_runs(run, train(case, stock_dp_actor())), run, warnings
 

@@ -140,8 +140,8 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
         if what == "the units":
             actor.gradloc._own_units = lambda *_: run_out_of_memory()
         else:
-            stop = actor.gradloc._taps.stop
-            actor.gradloc._taps.stop = lambda: stop() if actor.gradloc._current else run_out_of_memory()
+            stop = actor.gradloc._meter._taps.stop
+            actor.gradloc._meter._taps.stop = lambda: stop() if actor.gradloc._current else run_out_of_memory()
 
     stock = train(case, stock_dp_actor(), calls=2)
     run = train(case, calls=2, prepare=prepare, **DETECTION)

@@ -19,6 +19,7 @@ DEFAULTS = {
     "grad_norm_threshold": 640.0,
     "bisect_budget_steps": 128,
     "spike_trigger": "unit",
+    "bisect_until": "explained",
     "spike_action": "log",
 }
 
@@ -51,6 +52,7 @@ def test_keys_are_overridden_without_a_plus() -> None:
         "grad_norm_threshold=80",
         "bisect_budget_steps=9",
         "spike_trigger=global",
+        "bisect_until=exhaustive",
         "bisect_dump_dir=/elsewhere",
     )
     assert config.spike_detection is True and config.bisect_dump_dir == "/elsewhere"
@@ -66,6 +68,7 @@ def test_keys_are_overridden_without_a_plus() -> None:
         ("grad_norm_threshold=null", "grad_norm_threshold must be a positive finite number"),
         ("bisect_budget_steps=0", "bisect_budget_steps must be an integer of at least 1"),
         ("spike_trigger=sometimes", "spike_trigger must be one of"),
+        ("bisect_until=tired", "bisect_until must be one of"),
         ("spike_action=panic", "spike_action must be one of"),
         ("bisect_dump_dir=''", "bisect_dump_dir must name a folder"),
         ("spike_detection=maybe", "spike_detection must be True or False"),

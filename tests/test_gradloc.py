@@ -26,6 +26,7 @@ from gradloc.taps import GradientTaps
         ({"threshold": True}, "grad_norm_threshold"),
         ({"budget": 0}, "bisect_budget_steps must be an integer of at least 1, got 0."),
         ({"budget": 2.5}, "bisect_budget_steps"),
+        ({"until": "dawn"}, "bisect_until must be one of ['explained', 'exhaustive'], got 'dawn'."),
         ({"trigger": "rank"}, "spike_trigger must be one of ['unit', 'global'], got 'rank'."),
         ({"action": "explode"}, "spike_action must be one of ['log', 'skip', 'drop'], got 'explode'."),
     ],

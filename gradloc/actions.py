@@ -1,0 +1,74 @@
+# Copyright 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of the gradient of a mini-batch with a spike."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from . import distributed, gradients
+from .passes import MicroBatch, Passes, TokenSubset
+from .search.investigation import Investigation
+
+logger = logging.getLogger(__name__)
+
+
+def drop(
+    investigation: Investigation,
+    passes: Passes,
+    own: Sequence[MicroBatch],
+    budget: int,
+    module: nn.Module,
+    reduced_norm: Callable[[], float],
+) -> bool:
+    """Computes the mini-batch's gradient again without the culprits. A collective call.
+
+    To subtract the culprits' gradient would take fewer passes, but in half precision what is left of a spike would be
+    rounding errors.
+
+    Args:
+        investigation (Investigation): What was found.
+        passes (Passes): Makes the passes.
+        own (list[MicroBatch]): This rank's micro-batches.
+        budget (int): How many passes an event may take, those of the search included.
+        module (nn.Module): The model.
+        reduced_norm (Callable): Measures its gradient.
+
+    Returns:
+        bool: Whether the culprits are out; if not, the gradient is as it was.
+    """
+    culprits = investigation.subsets_by_unit(investigation.culprits)
+    if not culprits or investigation.error is not None:
+        return False
+    count = 1 + max(index for _, index in investigation.units)
+    if passes.count + count > budget:
+        logger.warning(
+            "The culprits' gradient is not dropped: that takes %d passes, and of bisect_budget_steps=%d the search "
+            "has used %d.",
+            count,
+            budget,
+            passes.count,
+        )
+        return False
+
+    def without_culprits(rank: int, index: int) -> TokenSubset | None:
+        if (rank, index) not in investigation.units:
+            return None
+        micro_batch = own[index].portable(passes.scale)
+        keep = micro_batch.tokens["response_mask"].bool()
+        culprit = culprits.get((rank, index))
+        return TokenSubset(micro_batch, keep if culprit is None else keep & ~culprit.keep)
+
+    try:
+        with gradients.SetAside(module) as gradient:
+            for index in range(count):
+                passes.accumulate(lambda rank, i=index: without_culprits(rank, i))
+            finite = math.isfinite(reduced_norm())
+            if finite:
+                gradient.replace()
+        return finite
+    except distributed.RankFailedError as error:
+        investigation.error = str(error)
+        return False

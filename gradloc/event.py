@@ -1,0 +1,175 @@
+# Copyright 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What an investigation found, as the plain values of an event."""
+
+import math
+import statistics
+from typing import Any
+
+from . import evidence
+from .passes import UnitName
+from .search.investigation import Investigation, Token
+
+# How many of the largest tokens an event names for a spike without a culprit.
+_LARGEST_TOKENS = 3
+
+
+def findings(investigation: Investigation) -> dict[str, Any]:
+    """The part of an event that says what was found, the same on every rank."""
+    return {
+        "until": investigation.until,
+        "diagnosis": investigation.diagnosis,
+        "explained": investigation.explained,
+        "more_tokens": investigation.search.more_over(),
+        "units": [_unit(investigation, name) for name in investigation.suspects],
+        "culprits": sorted(
+            (_culprit(investigation, token) for token in investigation.culprits),
+            key=lambda culprit: -_finite(culprit["grad_norm"]),
+        ),
+        "diffuse": _diffuse(investigation),
+        "complete": investigation.complete,
+        "open_segments": _open_segments(investigation),
+        "ordinary_layer_norms": _ordinary_layer_norms(investigation),
+        "error": investigation.error,
+    }
+
+
+def _unit(investigation: Investigation, name: UnitName) -> dict[str, Any]:
+    unit, search = investigation.units[name], investigation.search
+    rest = search.rest(name) if search.knows(name) else None
+    return {
+        "rank": name[0],
+        "micro_batch": name[1],
+        "rows": unit.rows,
+        "tokens": unit.tokens,
+        "broken_tokens": unit.broken_tokens,
+        "norm": unit.norm,
+        "threshold": investigation.threshold * unit.root_square_weight,
+        "token_equivalent": unit.token_equivalent,
+        "layer_norms": unit.layer_norms,
+        "rest": rest and {"tokens": len(rest[0].candidates), "norm": rest[1], "threshold": search.threshold(rest[0])},
+    }
+
+
+def _ordinary_layer_norms(investigation: Investigation) -> dict[str, float] | None:
+    """Each layer's norm for one ordinary token: the median of norm/sqrt(Σw²) over the units under their thresholds.
+
+    What a suspect's norm leaves without its culprits would not do: where a culprit outweighs its unit, the remainder is
+    smaller than the rounding and the correlation between the two.
+
+    Returns:
+        dict: By layer; None when no other unit has a gradient, or none is known.
+    """
+    ordinary = [
+        unit for unit in investigation.units.values() if unit.norm and not unit.is_over(investigation.threshold)
+    ]
+    if not ordinary:
+        return None
+    return {
+        layer: statistics.median(unit.layer_norms[layer] / unit.root_square_weight for unit in ordinary)
+        for layer in ordinary[0].layer_norms
+    }
+
+
+def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
+    """The smallest parts that hold a spike without few tokens behind it, with the largest tokens measured."""
+    found = []
+    for segment, norm in investigation.search.diffuse:
+        names = set(investigation.groups[segment.unit])
+        here = investigation.tokens_of(segment)
+        ranks = {name[0] for name, _, _ in here}
+        # Of the whole unit: the segment may be what is left without the largest tokens.
+        tokens = sorted(
+            (t for t in investigation.measured if t[0] in names), key=lambda t: -_finite(_grad_norm(investigation, t))
+        )
+        found.append(
+            {
+                "rank": ranks.pop() if len(ranks) == 1 else None,
+                "micro_batch": segment.unit[1],
+                "rows": sorted({investigation.micro_batches[name].rows[row] for name, row, _ in here}),
+                "tokens": len(segment.candidates),
+                "norm": norm,
+                "threshold": investigation.search.threshold(segment),
+                "largest_tokens": [
+                    {
+                        "row": investigation.micro_batches[token[0]].rows[token[1]],
+                        "position": token[2],
+                        "grad_norm": _grad_norm(investigation, token),
+                        "share": _share(investigation, token),
+                    }
+                    for token in tokens[:_LARGEST_TOKENS]
+                ],
+            }
+        )
+    return found
+
+
+def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
+    """What the search did not get to, best first; a unit not begun is a segment of all its tokens."""
+    search, units = investigation.search, investigation.units
+    begun = [
+        (segment.unit, len(segment.candidates), search.threshold(segment))
+        for segment in (*search.open_segments, *search.given_up)
+        if segment.candidates
+    ]
+    waiting = [
+        (
+            group,
+            sum(units[name].tokens for name in investigation.groups[group]),
+            investigation.threshold
+            * math.hypot(*(units[name].root_square_weight for name in investigation.groups[group])),
+        )
+        for group in investigation.waiting
+    ]
+    return [
+        {"rank": rank, "micro_batch": index, "tokens": tokens, "threshold": threshold}
+        for (rank, index), tokens, threshold in begun + waiting
+    ]
+
+
+def _culprit(investigation: Investigation, token: Token) -> dict[str, Any]:
+    name, row, position = token
+    micro_batch = investigation.micro_batches[name]
+    tokens = micro_batch.tokens
+    suspicion = tokens["suspicion"][row]
+    layer_norms = [math.nan] * len(investigation.layers)
+    if token in investigation.measured:
+        layer_norms = [norm / _weight(investigation, token) for norm in investigation.measured[token]]
+    found = {
+        "rank": name[0],
+        "micro_batch": name[1],
+        "row": micro_batch.rows[row],
+        "position": position,
+        "grad_norm": _grad_norm(investigation, token),
+        "threshold": investigation.threshold,
+        "suspicion": float(suspicion[position]),
+        "share": _share(investigation, token),
+        **evidence.token_evidence(tokens, row, position),
+        "layer_norms": dict(zip(investigation.layers, layer_norms, strict=True)),
+        "response_suspicion": evidence.response_window(suspicion, tokens["response_mask"][row], position),
+        "response_kl": evidence.response_kl(tokens, row, position),
+    }
+    return {**found, "source": evidence.classify(found)}
+
+
+def _weight(investigation: Investigation, token: Token) -> float:
+    name, row, position = token
+    return abs(float(investigation.micro_batches[name].tokens["weight"][row, position]))
+
+
+def _grad_norm(investigation: Investigation, token: Token) -> float:
+    """‖g_t‖; NaN where it was not measured."""
+    if token not in investigation.measured:
+        return math.nan
+    return math.sqrt(sum(norm**2 for norm in investigation.measured[token])) / _weight(investigation, token)
+
+
+def _share(investigation: Investigation, token: Token) -> float | None:
+    """A token's contribution to its unit's norm."""
+    unit = investigation.units[token[0]]
+    return _grad_norm(investigation, token) * _weight(investigation, token) / unit.norm if unit.norm else None
+
+
+def _finite(norm: float) -> float:
+    """The norm for sorting, NaN on top."""
+    return norm if math.isfinite(norm) else math.inf

@@ -1,0 +1,249 @@
+# Copyright 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where norms come from: every rank's own gradient, or the one that FSDP has averaged over the ranks."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import distributed
+from .layer_gradients import LayerGradients
+from .passes import MicroBatch, Passes, TokenSubset, UnitName
+from .taps import GradientTaps
+
+# What a search takes for one unit. With the local meter a micro-batch of one rank: (rank, index). With the reduced
+# meter, which cannot tell ranks apart, the micro-batches of all ranks with the same index: (None, index).
+GroupName = tuple[int | None, int]
+
+# A probe: what it is made of, by the rank whose data that is. Called where it is measured; may raise.
+MakeProbe = Callable[[], Mapping[int, TokenSubset]]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The figures of one rank's micro-batch that all ranks share when a search begins.
+
+    Args:
+        rows (int): Its rows.
+        tokens (int): Its response tokens.
+        broken_tokens (int): Those of them whose log-prob or coefficient is not a finite number.
+        root_square_weight (float): sqrt(Σ w_t²).
+        norm (float | None): The norm of its gradient; None while that is not known.
+        layer_norms (dict[str, float]): The norm in each layer.
+    """
+
+    rows: int
+    tokens: int
+    broken_tokens: int
+    root_square_weight: float
+    norm: float | None = None
+    layer_norms: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def token_equivalent(self) -> float:
+        if self.root_square_weight > 0 and math.isfinite(self.norm):
+            return self.norm / self.root_square_weight
+        return 0.0 if self.norm == 0 else math.inf
+
+    def is_over(self, threshold: float) -> bool:
+        """Whether its norm is known, and is over τ(S) for this τ."""
+        return self.norm is not None and not self.token_equivalent <= threshold
+
+
+def suspects(units: Mapping[UnitName, Unit], threshold: float) -> list[UnitName]:
+    """The units known to be over their threshold, the largest first."""
+    over = [name for name, unit in units.items() if unit.is_over(threshold)]
+    return sorted(over, key=lambda name: (-units[name].token_equivalent, name))
+
+
+@dataclass(frozen=True)
+class Level:
+    """How large the gradient of a mini-batch is, the same on every rank.
+
+    Args:
+        token_norm (float): The largest token-equivalent norm that was measured, NaN counted as infinite.
+        finite (float): The largest finite one, or 0.
+        root_mean_square (float | None): norm/sqrt(Σw²) of it all; None without tokens.
+        by_unit (bool): Whether `token_norm` is that of a unit, not that of the reduced gradient.
+        global_norm (float | None): The reduced gradient's norm, where it was measured.
+    """
+
+    token_norm: float
+    finite: float
+    root_mean_square: float | None
+    by_unit: bool
+    global_norm: float | None = None
+
+
+class Meter(Protocol):
+    """What a search measures with. All ranks make the same calls; `level`, `obtain` and `measure` are collective.
+
+    Attributes:
+        kind (str): Its name in the evidence.
+        layers (list[str]): The layer groups, in the order of the figures.
+        width (int): How many probes a pass measures.
+    """
+
+    kind: str
+    layers: list[str]
+    width: int
+
+    def start(self) -> None:
+        """Begins to record a training pass."""
+
+    def stop(self) -> Tensor:
+        """Ends that. Returns float64 of shape (layers,): the squared norms of this rank's gradient, 0 if not seen."""
+
+    def level(self, by_rank: Tensor, reduced_norm: Callable[[], float]) -> Level:
+        """How large the mini-batch's gradient is.
+
+        Args:
+            by_rank (Tensor): For each rank: the largest token-equivalent norm of its units, the largest finite one, the
+                sum of their squared norms, and Σ w_t²; shape (ranks, 4).
+            reduced_norm (Callable): Measures the reduced gradient.
+        """
+
+    def norms(self, squares: Sequence[float]) -> tuple[float | None, dict[str, float]]:
+        """A unit's norm and its norms by layer, from what `stop` returned for it; None where that was not seen."""
+
+    def wholes(self, units: Mapping[UnitName, Unit], global_norm: float) -> list[tuple[float, int]]:
+        """What was measured in training: norms, each with the number of broken tokens behind it."""
+
+    def groups(self, units: Mapping[UnitName, Unit], threshold: float) -> dict[GroupName, list[UnitName]]:
+        """What to search, the largest first; one without a norm of its own is measured as a whole."""
+
+    def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
+        """A group's units (and others, where they come with it), with what this rank needs to measure them."""
+
+    def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
+        """One pass.
+
+        Args:
+            passes (Passes): Makes it.
+            probes (Sequence[Callable]): Up to `width` of them.
+
+        Returns:
+            Tensor: float64 of shape (probes, layers), squared norms of each probe's gradient, free of the loss scale
+                and of the mean over the ranks.
+
+        Raises:
+            RankFailedError: The pass failed on some rank.
+        """
+
+
+class LocalMeter:
+    """Reads each rank's own gradient before FSDP averages it: every rank measures a probe of its own in each pass."""
+
+    kind = "local"
+
+    def __init__(self, taps: GradientTaps, device: torch.device) -> None:
+        self.layers = taps.layers
+        self.width = distributed.world_size()
+        self._taps = taps
+        self._device = device
+
+    def start(self) -> None:
+        self._taps.start()
+
+    def stop(self) -> Tensor:
+        return self._taps.stop()
+
+    def level(self, by_rank: Tensor, reduced_norm: Callable[[], float]) -> Level:
+        token_norm, finite = by_rank[:, :2].amax(0).tolist()
+        square, square_weight = by_rank[:, 2:].sum(0).tolist()
+        return Level(token_norm, finite, math.sqrt(square / square_weight) if square_weight else None, by_unit=True)
+
+    def norms(self, squares: Sequence[float]) -> tuple[float | None, dict[str, float]]:
+        return math.sqrt(sum(squares)), {
+            layer: math.sqrt(square) for layer, square in zip(self.layers, squares, strict=True)
+        }
+
+    def wholes(self, units: Mapping[UnitName, Unit], global_norm: float) -> list[tuple[float, int]]:
+        return [(unit.norm, unit.broken_tokens) for unit in units.values() if unit.tokens]
+
+    def groups(self, units: Mapping[UnitName, Unit], threshold: float) -> dict[GroupName, list[UnitName]]:
+        return {name: [name] for name in suspects(units, threshold)}
+
+    def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
+        return {
+            (rank, index): distributed.broadcast(lambda i=index: own[i].portable(scale), rank) for rank, index in names
+        }
+
+    def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
+        def subset_of(rank: int) -> TokenSubset | None:
+            if rank >= len(probes):
+                return None
+            (subset,) = probes[rank]().values()
+            return subset
+
+        self._taps.start()
+        try:
+            own = passes.measure(subset_of, lambda: self._taps.stop().to(self._device) / passes.scale**2)
+        finally:
+            self._taps.cancel()
+        return torch.stack(distributed.gather(own))[: len(probes)]
+
+
+class ReducedMeter:
+    """Reads the reduced gradient: one probe a pass, to which every rank adds what of it is in its own data.
+
+    For where no rank's gradient is that of its data (sequence parallelism), or hooks would see it in parts.
+
+    Args:
+        gradients (LayerGradients): Measures the reduced gradient.
+        sequence_parallel_size (int): So many neighbouring ranks share the same data.
+    """
+
+    kind = "reduced"
+    width = 1
+
+    def __init__(self, gradients: LayerGradients, device: torch.device, sequence_parallel_size: int) -> None:
+        self.layers = gradients.layers
+        self._gradients = gradients
+        self._device = device
+        self._sequence_parallel_size = sequence_parallel_size
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> Tensor:
+        return torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
+
+    def level(self, by_rank: Tensor, reduced_norm: Callable[[], float]) -> Level:
+        # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
+        global_norm, square_weight = reduced_norm(), float(by_rank[:, 3].sum())
+        whole = Unit(0, 0, 0, math.sqrt(square_weight), global_norm * len(by_rank)).token_equivalent
+        finite = whole if math.isfinite(whole) else 0.0
+        return Level(whole, finite, whole if square_weight else None, by_unit=False, global_norm=global_norm)
+
+    def norms(self, squares: Sequence[float]) -> tuple[float | None, dict[str, float]]:
+        return None, {}
+
+    def wholes(self, units: Mapping[UnitName, Unit], global_norm: float) -> list[tuple[float, int]]:
+        return [(global_norm, sum(unit.broken_tokens for unit in units.values()))]
+
+    def groups(self, units: Mapping[UnitName, Unit], threshold: float) -> dict[GroupName, list[UnitName]]:
+        groups: dict[GroupName, list[UnitName]] = {}
+        for rank, index in units:
+            groups.setdefault((None, index), []).append((rank, index))
+        return groups
+
+    def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
+        # Every rank computes its own data, so that all units can be had at once, without their inputs.
+        everywhere = distributed.exchange(lambda: [mb.portable(scale, inputs=False) for mb in own])
+        everywhere = everywhere[:: self._sequence_parallel_size]
+        rank = distributed.rank() // self._sequence_parallel_size
+        for micro_batch, mine in zip(everywhere[rank], own, strict=True):
+            micro_batch.inputs = mine.inputs
+        return {(r, i): micro_batch for r, units in enumerate(everywhere) for i, micro_batch in enumerate(units)}
+
+    def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
+        (probe,) = probes
+        passes.refuse_broken_idlers(probe)
+        own = passes.measure(lambda rank: probe().get(rank), self._gradients.own_squares)
+        world_size = distributed.world_size() // self._sequence_parallel_size
+        return (self._gradients.add_up(own).cpu() * (world_size / passes.scale) ** 2).unsqueeze(0)

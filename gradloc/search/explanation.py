@@ -1,0 +1,261 @@
+# Copyright 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A few tokens, each over τ, without which their unit is under its threshold."""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+from .probes import Probe, Segment, is_single
+from .tokens import UnitTokens
+from .tree import SAMPLE, Tree, patience
+
+# A few tokens are at most this share of them, but at least and at most so many.
+_FEW, _FEW_LEAST, _FEW_MOST = 1 / 8, 4, 64
+
+# Where few tokens were expected to be enough, up to this many times as many are tried: suspicion does not rank the
+# largest tokens first. Without it, 5 of 40 natural spikes that 8 to 14 of 128 tokens explain are called diffuse.
+_OVERRUN = 1.5
+
+# A spike is where suspicion expects it if the likeliest few tokens carry at least this much of their expected share of
+# the energy, and at most this much of what they would if all tokens pulled the same way. In natural spikes they carry
+# 0.75 to 1.3 of that share, in coherent ones up to 1.9.
+_LEAST_CARRIED, _MOST_CARRIED = 0.6, 1.1
+
+# At most so many guesses at how many tokens are enough are measured in one pass.
+_GUESSES = 8
+
+
+class Explanation:
+    """Finds few tokens that explain a unit's spike: without them, the rest is measured under its threshold.
+
+    An estimate of every token's energy (squared norm) follows suspicion and agrees with all norms measured so far. By
+    it, a few tokens are expected to be enough, or not. The states:
+
+    - few: they are. The rest without them is measured, and each of them alone, until tokens that were measured over τ
+      are enough
+    - beyond: they are not. The rest without the likeliest few is measured; where suspicion misjudges what they carry,
+      a `Tree` looks for the tokens that it does not expect
+    - sample: the spike is diffuse; the likeliest tokens are measured alone
+    - ended: explained or diffuse
+
+    Args:
+        tokens (UnitTokens): The unit's tokens.
+        whole (Segment): All of them.
+        norm (float): Its norm, over its threshold.
+        ordinary (float, optional): The root mean square of ordinary tokens' gradient norms.
+
+    Attributes:
+        alone (dict[int, float]): The norms of the tokens that were measured alone.
+    """
+
+    def __init__(self, tokens: UnitTokens, whole: Segment, norm: float, ordinary: float | None) -> None:
+        self.alone: dict[int, float] = {}
+        self.tokens = tokens
+        self._ordinary = ordinary
+        self._all = frozenset(whole.candidates)
+        self._few = min(max(math.ceil(_FEW * len(self._all)), _FEW_LEAST), _FEW_MOST, len(self._all))
+        self._most = min(math.ceil(_OVERRUN * self._few), len(self._all))
+        self._few_expected = False
+        # The norm of the rest without some tokens.
+        self._rests: dict[frozenset[int], float] = {frozenset(): norm}
+        if self._few == len(self._all):
+            self._rests[self._all] = 0.0
+        # The candidates as suspicion orders them.
+        self._likeliest: list[int] = []
+        self._tree: Tree | None = None
+        # Tokens in a row that were not over τ alone, although the rest without them and others was under its threshold.
+        self._misled = self._vain = 0
+        self._sample: list[int] | None = None
+
+    @property
+    def over(self) -> list[int]:
+        """The tokens measured alone over τ, in the order in which they were."""
+        return [t for t, norm in self.alone.items() if self.tokens.is_over([t], norm)]
+
+    @property
+    def culprits(self) -> list[int]:
+        """The fewest tokens that explain the spike; all over τ so far where it is not explained."""
+        explaining = self._explaining()
+        return [t for t in self.over if explaining is None or t in explaining]
+
+    @property
+    def rest(self) -> tuple[Segment, float] | None:
+        """The unit without its culprits, and its norm; None if that was not measured."""
+        removed = frozenset(self.culprits)
+        return (self._without(removed), self._rests[removed]) if removed in self._rests else None
+
+    @property
+    def explained(self) -> bool:
+        return self._explaining() is not None
+
+    @property
+    def ended(self) -> bool:
+        return self.explained or self._sample is not None and self.alone.keys() >= set(self._sample)
+
+    @property
+    def open_segments(self) -> list[Segment]:
+        return [] if self.ended else [segment for segment, _ in [self._loudest()]]
+
+    @property
+    def given_up(self) -> list[Segment]:
+        unmeasured = [t for t in sorted(self._all) if t not in self.alone]
+        return [self.tokens.segment(unmeasured)] if self.ended and not self.explained and unmeasured else []
+
+    @property
+    def diffuse(self) -> list[tuple[Segment, float]]:
+        return [self._loudest()] if self.ended and not self.explained else []
+
+    def probes(self, count: int, passes_left: float) -> list[Probe]:
+        """What to measure next, at most so many, best first; nothing when the search is over."""
+        if self.ended:
+            return []
+        if self._sample is None:
+            order, few = self._plan()
+            self._likeliest = self._likeliest or order
+            enough = min((r for r in self._sufficient() if not r <= self.alone.keys()), key=len, default=None)
+            patient = self._vain <= patience(len(self._all), count)
+            most = self._most if self._few_expected else self._few
+            if patient and self._misled < SAMPLE and (enough or few <= most):
+                self._few_expected = True
+                return self._probe_few(order, few, enough, count)
+            over = frozenset(self.over)
+            if self._few_expected and over not in self._rests:
+                return [self._without(over)]
+            found = self._probe_beyond(count, passes_left) if patient and len(over) <= self._most else []
+            if found:
+                return found
+            if over not in self._rests:
+                return [self._without(over)]
+            self._sample = self._likeliest[:SAMPLE]
+        return [self.tokens.segment([t]) for t in self._sample if t not in self.alone][:count]
+
+    def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
+        """Takes in a pass of up to so many probes; NaN and Inf count as over."""
+        enough = frozenset().union(*self._sufficient())
+        known = len(self.over)
+        # The largest of a few tokens that explain what is left of the spike has at least this squared norm.
+        removed = max((r for r in self._rests if r <= set(self.over)), key=len)
+        least = (self._rests[removed] ** 2 - self.tokens.threshold(self._all - removed) ** 2) / self._most
+        if self._tree is not None:
+            self._tree.record(measured, count)
+        for probe, norm in measured:
+            if is_single(probe):
+                (token,) = probe.candidates
+                self.alone[token] = norm
+                self._misled += token in enough
+            if isinstance(probe, Segment):
+                removed = self._all.difference(probe.candidates)
+                if len(removed) <= max(self._most, len(self.over)):
+                    self._rests[removed] = norm
+        found = self.over[known:]
+        if found:
+            self._misled = 0
+        quiet = enough < frozenset().union(*self._sufficient())
+        vain = not quiet and all(self.alone[t] ** 2 < least for t in found)
+        self._vain = self._vain + 1 if vain else 0
+
+    def _probe_few(self, order: list[int], few: int, enough: frozenset[int] | None, count: int) -> list[Probe]:
+        step, over = max(few // 4, 1), set(self.over)
+        guesses = [frozenset(order[:k]) for k in range(few, few + step * min(count, _GUESSES), step)]
+        if enough:
+            guesses = [guess for guess in guesses[:1] if guess <= over]
+        alone = [t for t in order if t not in over and (not enough or t in enough)]
+        rests = [self._without(guess) for guess in guesses if guess not in self._rests]
+        return _alternate(rests, [self.tokens.segment([t]) for t in alone[:count]])[:count]
+
+    def _probe_beyond(self, count: int, passes_left: float) -> list[Probe]:
+        likeliest = list(dict.fromkeys([*self.over, *self._likeliest]))
+        # What suspicion expects rightly only blurs the search for what it does not.
+        base = max((r for r in self._rests if r < set(likeliest[: self._few]) and len(r) <= self._few / 2), key=len)
+        steps: list[Probe] = []
+        if math.isfinite(self._rests[base]) and self._misled < SAMPLE:
+            checks = [frozenset(likeliest[: self._few * part // 4]) for part in (4, 2, 1)]
+            checks = [check for check in checks if base < check]
+            if all(self._is_as_expected(base, check) for check in checks if check in self._rests):
+                steps = [self._without(check) for check in checks if check not in self._rests]
+                if not steps:
+                    return []
+        if self._tree is None and count > len(steps[:1]):
+            segment, norm = self._without(base), self._rests[base]
+            self._tree = Tree(self.tokens, segment, norm, self._ordinary, self.alone)
+        found: list[Probe] = []
+        if self._tree is not None:
+            found = self._tree.probes(count - len(steps[:1]), passes_left) if count > len(steps[:1]) else []
+        named = [probe for probe in found if probe in self._tree.named]
+        guess = frozenset(self.over).union(*(probe.candidates for probe in named))
+        needed = named or self.over and not math.isfinite(self._rests[base])
+        rest = [self._without(guess)] if needed and guess not in self._rests else []
+        known = [probe.candidates for probe in (*rest, *steps)]
+        others = [probe for probe in found if probe not in named and probe.candidates not in known]
+        return [*named, *rest, *steps[:1], *others, *steps[1:]][:count]
+
+    def _is_as_expected(self, base: frozenset[int], few: frozenset[int]) -> bool:
+        """Whether the likeliest few carry about as much of the energy as suspicion says."""
+        expected = self.tokens.prior
+        carried = 1 - (self._rests[few] / self._rests[base]) ** 2
+        share = math.fsum(expected[t] for t in few - base) / math.fsum(expected[t] for t in self._all - base)
+        return _LEAST_CARRIED * share <= carried <= _MOST_CARRIED * (1 - (1 - share) ** 2)
+
+    def _plan(self) -> tuple[list[int], int]:
+        """The tokens that may be culprits, best first, and how many of the first of them are expected to be enough.
+
+        The latter is more than a few where a few are not, or nothing is known.
+        """
+        finite = [removed for removed, norm in self._rests.items() if math.isfinite(norm)]
+        base = min(finite, key=len, default=self._all)
+        tau, squares, over = self.tokens.tau, self.tokens.squares, set(self.over)
+        gains = [energy - tau * tau * square for energy, square in zip(self._estimate(base), squares, strict=True)]
+        possible = [t for t in range(len(gains)) if t in over or t not in self.alone]
+        order = sorted(possible, key=lambda t: (t not in base, -gains[t], t))
+        few = sum(t in base for t in order)
+        excess = math.fsum(gain for t, gain in enumerate(gains) if t not in base)
+        while few <= self._most and (excess > 0 or frozenset(order[:few]) in self._rests):
+            if few == len(order):
+                return order, self._most + 1
+            excess -= gains[order[few]]
+            few += 1
+        return order, few if finite else self._most + 1
+
+    def _estimate(self, base: frozenset[int]) -> list[float]:
+        """Every token's energy: what suspicion says, scaled to agree with the measurements, the last one last."""
+        whole = self._rests.get(base, 0.0) ** 2
+        energy = [whole * share for share in self.tokens.suspected]
+        for token, norm in self.alone.items():
+            energy[token] = norm * norm if math.isfinite(norm) else 0.0
+        for removed, norm in self._rests.items():
+            if math.isfinite(norm):
+                self._scale(energy, self._all - removed, norm * norm)
+                self._scale(energy, removed - base, max(whole - norm * norm, 0.0))
+        return energy
+
+    def _scale(self, energy: list[float], candidates: Iterable[int], norm_square: float) -> None:
+        """Scales the energies of the candidates that were not measured alone so that all add up to a squared norm."""
+        free = [t for t in candidates if t not in self.alone]
+        expected = math.fsum(energy[t] for t in free)
+        if expected > 0:
+            known = math.fsum(energy[t] for t in candidates if t in self.alone)
+            factor = max(norm_square - known, 0.0) / expected
+            for t in free:
+                energy[t] *= factor
+
+    def _sufficient(self) -> list[frozenset[int]]:
+        """Tokens without which the rest was measured under its threshold."""
+        return [r for r, norm in self._rests.items() if not self.tokens.is_over(self._all - r, norm)]
+
+    def _explaining(self) -> frozenset[int] | None:
+        over = frozenset(self.over)
+        return min((removed for removed in self._sufficient() if removed <= over), key=len, default=None)
+
+    def _loudest(self) -> tuple[Segment, float]:
+        """The smallest rest that was measured over its threshold."""
+        over = [(r, norm) for r, norm in self._rests.items() if self.tokens.is_over(self._all - r, norm)]
+        removed, norm = max(over, key=lambda rest: len(rest[0]))
+        return self._without(removed), norm
+
+    def _without(self, removed: Collection[int]) -> Segment:
+        return self.tokens.segment(self._all.difference(removed))
+
+
+def _alternate(first: Sequence[Probe], second: Sequence[Probe]) -> list[Probe]:
+    pairs = [probe for pair in zip(first, second, strict=False) for probe in pair]
+    return [*pairs, *first[len(second) :], *second[len(first) :]]

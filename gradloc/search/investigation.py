@@ -1,0 +1,359 @@
+# Copyright 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""One investigation: from the units over their threshold to the tokens behind it."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .. import distributed
+from ..meter import GroupName, Meter, Unit, suspects
+from ..passes import MicroBatch, Passes, TokenSubset, UnitName
+from .broken_rows import BrokenRow
+from .probes import Probe, Segment, is_single
+from .scheduler import Search
+
+# (unit, row in the micro-batch, position in the response).
+Token = tuple[UnitName, int, int]
+
+
+class Investigation:
+    """Measures what `Search` asks for, until it has its answer; all ranks make the same calls and learn the same.
+
+    Args:
+        threshold (float): τ.
+        until (str): As `Search` has it.
+        budget (int): At most so many passes.
+        meter (Meter): What it measures with.
+        passes (Passes): Makes the passes.
+        micro_batches (list[MicroBatch]): This rank's.
+        units (dict[UnitName, Unit]): Those of all ranks.
+        scale (float): The loss scale of the training passes.
+        global_norm (float): The norm of the reduced gradient.
+        ordinary (float | None): The root mean square of ordinary tokens' gradient norms in an earlier mini-batch.
+
+    Attributes:
+        error (str | None): Why it broke off.
+        units (dict[UnitName, Unit]): Those of all ranks, with the norms that became known.
+        micro_batches (dict[UnitName, MicroBatch]): Those of the units that it looked into.
+        groups (dict[GroupName, list[UnitName]]): What it searches, by name.
+        layers (list[str]): The layer groups.
+        measured (dict[Token, list[float]]): The norm of single tokens' share of the gradient, by layer.
+    """
+
+    def __init__(
+        self,
+        threshold: float,
+        until: str,
+        budget: int,
+        meter: Meter,
+        passes: Passes,
+        micro_batches: list[MicroBatch],
+        units: dict[UnitName, Unit],
+        scale: float,
+        global_norm: float,
+        ordinary: float | None,
+    ) -> None:
+        self.error: str | None = None
+        self.units = units
+        self.micro_batches: dict[UnitName, MicroBatch] = {}
+        self.measured: dict[Token, list[float]] = {}
+        self.layers = meter.layers
+        self.until = until
+        self.threshold = threshold
+        self._budget = budget
+        self._meter = meter
+        self._passes = passes
+        self._own = micro_batches
+        self._scale = scale
+        self._global_norm = global_norm
+        # The units of this very mini-batch tell the level of ordinary tokens better than an earlier one.
+        levels = [unit.token_equivalent for unit in units.values() if unit.norm and not unit.is_over(threshold)]
+        self.search = Search(threshold, until, statistics.median(levels) if levels else ordinary)
+        # The tokens that can be culprits, (rank, row, position) each, int64 of shape (n, 3).
+        self._candidates: dict[GroupName, Tensor] = {}
+        self.groups = meter.groups(units, threshold)
+        self._waiting = list(self.groups)
+        # Tokens whose coefficient is not a number, and rows whose log-probs are not: known without a measurement.
+        self._unmeasurable: list[Token] = []
+        self._broken_rows: list[BrokenRow] = []
+        # Groups whose gradient was not a number without any token, before they were searched.
+        self._broken_groups: list[GroupName] = []
+
+    @property
+    def suspects(self) -> list[UnitName]:
+        """The units known to be over their threshold, the largest first."""
+        return suspects(self.units, self.threshold)
+
+    @property
+    def waiting(self) -> list[GroupName]:
+        """The groups that it has not begun with."""
+        return list(self._waiting)
+
+    @property
+    def everything_broken(self) -> bool:
+        """Whether no token of any rank has a number for its log-prob and coefficient: it is none of them alone."""
+        return any(unit.tokens for unit in self.units.values()) and all(
+            unit.broken_tokens == unit.tokens for unit in self.units.values()
+        )
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the loss scale may be all that is wrong: fp16 gradients overflowed without a broken token."""
+        wholes = self._meter.wholes(self.units, self._global_norm)
+        return self._scale != 1 and any(not (math.isfinite(norm) or broken) for norm, broken in wholes)
+
+    @property
+    def broken(self) -> list[GroupName]:
+        """The groups whose gradient is not a number even without any token."""
+        return self._broken_groups + self.search.broken
+
+    @property
+    def ended(self) -> bool:
+        """Whether the search came to its end by itself."""
+        settled = all(row.settled for row in self._broken_rows)
+        return self.error is None and settled and not self._waiting and not self.search.open_segments
+
+    @property
+    def explained(self) -> bool | None:
+        """Whether every loud unit was measured under its threshold without the culprits.
+
+        None if some was not measured, which happens in an exhaustive search.
+        """
+        if not self.culprits or self.broken or self.overflow or self.error is not None or self._waiting:
+            return False
+        rests = [self.search.rest(group) for group in self._candidates if self.search.knows(group)]
+        if any(rest is not None and self.search.is_over(*rest) for rest in rests):
+            return False
+        return True if None not in rests else False if self.until == "explained" else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether it came to its end by itself, and left no unit as diffuse."""
+        return self.ended and not self.search.given_up
+
+    @property
+    def diagnosis(self) -> str:
+        """What the event is, in a word; the README states the rules."""
+        if self.everything_broken:
+            return "nonfinite"
+        if self.culprits and self.until == "explained":
+            return "incomplete" if not self.ended else "diffuse" if self.search.given_up else "tokens"
+        if self.culprits:
+            return "tokens"
+        if self.overflow:
+            return "overflow"
+        if self.broken:
+            return "nonfinite"
+        return "diffuse" if self.ended else "incomplete"
+
+    @property
+    def culprits(self) -> list[Token]:
+        """The tokens named."""
+        rows = [(row.unit, row.row, row.positions[row.low]) for row in self._broken_rows if row.found]
+        found = []
+        for culprit in self.search.culprits:
+            rank, row, position = self._candidates[culprit.unit][culprit.candidate].tolist()
+            found.append(((rank, culprit.unit[1]), row, position))
+        return self._unmeasurable + rows + found
+
+    def run(self) -> None:
+        """Measures until every suspect unit is settled, the budget is spent, or a pass failed. A collective call."""
+        if self.everything_broken:
+            self._waiting = []
+        if self.overflow:
+            self._waiting = [group for group in self._waiting if self._broken_tokens_of(group)]
+        try:
+            if self._waiting:
+                self._passes.rehearse()
+            if self._is_broken_without_tokens():
+                self._waiting = []
+            self._search_tokens()
+            self._measure_units_of_culprits()
+        except distributed.RankFailedError as error:
+            self.error = str(error)
+
+    def tokens_of(self, segment: Segment) -> list[Token]:
+        places = self._candidates[segment.unit][list(segment.candidates)].tolist()
+        return [((rank, segment.unit[1]), row, position) for rank, row, position in places]
+
+    def subsets_by_unit(
+        self, tokens: Sequence[Token], factors: Sequence[float] | None = None
+    ) -> dict[UnitName, TokenSubset]:
+        """Tokens by unit, with what each one's share of the gradient is multiplied with (by default 1)."""
+        places: dict[UnitName, list[tuple[int, int, float]]] = {}
+        for (name, row, position), factor in zip(tokens, factors or [1.0] * len(tokens), strict=True):
+            places.setdefault(name, []).append((row, position, factor))
+        subsets = {}
+        for name, found in places.items():
+            rows, positions, values = zip(*found, strict=True)
+            keep = torch.zeros_like(self.micro_batches[name].tokens["response_mask"], dtype=torch.float32)
+            keep[list(rows), list(positions)] = torch.tensor(values)
+            subsets[name] = TokenSubset(self.micro_batches[name], keep.bool() if factors is None else keep)
+        return subsets
+
+    def _search_tokens(self) -> None:
+        width = self._meter.width
+        while self._passes.count < self._budget:
+            while self._waiting and len(self.search.open_segments) < width:
+                self._open()
+            rows = [row for row in self._broken_rows if not row.settled][:width]
+            if rows:
+                self._narrow(rows)
+                continue
+            with distributed.alike():
+                probes = self.search.next(width, self._budget - self._passes.count)
+            if not probes:
+                if not self._waiting:
+                    return
+                self._open()
+                continue
+            squares = self._meter.measure(self._passes, [partial(self._subsets_of, probe) for probe in probes])
+            for probe, norms in zip(probes, squares.sqrt().tolist(), strict=True):
+                if is_single(probe):
+                    self.measured[self.tokens_of(probe)[0]] = norms
+            known = len(self.search.broken)
+            with distributed.alike():
+                self.search.record(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
+                for group in self.search.broken[known:]:
+                    self._suspect_rows(group)
+
+    def _broken_tokens_of(self, group: GroupName) -> int:
+        return sum(self.units[name].broken_tokens for name in self.groups[group])
+
+    def _is_broken_without_tokens(self) -> bool:
+        """Where every gradient is broken and no token is: whether that is so without any token, too.
+
+        One pass over one group for each probe tells, where a search would go through all. A collective call.
+        """
+        wholes = self._meter.wholes(self.units, self._global_norm)
+        if not wholes or self._scale != 1 or any(math.isfinite(norm) or broken for norm, broken in wholes):
+            return False
+        begun = [group for group in self._waiting if any(self.units[name].tokens for name in self.groups[group])]
+        sample = begun[: self._meter.width]
+        for group in sample:
+            self._obtain(group)
+        probes = [partial(self._empty_subsets_of, group) for group in sample]
+        broken = not self._meter.measure(self._passes, probes).sum(1).isfinite().any()
+        self._broken_groups += sample if broken else []
+        return broken
+
+    def _obtain(self, group: GroupName) -> None:
+        """Gives every rank the tokens of a group, and what it needs to measure them. A collective call."""
+        if any(name not in self.micro_batches for name in self.groups[group]):
+            self.micro_batches |= self._meter.obtain(self.groups[group], self._own, self._scale)
+
+    def _open(self) -> None:
+        """Opens the next group for the search, or all if their norms are not known. A collective call."""
+        groups = self._waiting[:1]
+        known = all(self.units[name].norm is not None for name in self.groups[groups[0]])
+        if not known:
+            groups = self._waiting
+        for group in groups:
+            self._obtain(group)
+        with distributed.alike():
+            for group in groups if known else sorted(groups, key=self._suspicion, reverse=True):
+                for name in self.groups[group]:
+                    self._look_into(name)
+                self._add_to_search(group, known)
+        self._waiting = self._waiting[len(groups) :]
+
+    def _look_into(self, name: UnitName) -> None:
+        """Notes what of a unit is not a number already."""
+        tokens = self.micro_batches[name].tokens
+        mask, broken = tokens["response_mask"].bool(), _broken(tokens)
+        for row in broken.any(1).nonzero().flatten().tolist():
+            self._broken_rows.append(BrokenRow.of(name, row, mask[row], broken[row]))
+        nonfinite = _nonfinite_coefficients(tokens) & tokens["broken"]
+        # Padding counts where nothing else is wrong with a row: some aggregations multiply it by zero, which keeps NaN.
+        named = nonfinite & (mask | ~(nonfinite & mask).any(1, keepdim=True)) & ~broken.any(1, keepdim=True)
+        self._unmeasurable += [(name, row, position) for row, position in named.nonzero().tolist()]
+
+    def _add_to_search(self, group: GroupName, known: bool) -> None:
+        candidates, suspicion, weights, healthy = [], [], [], True
+        for name in self.groups[group]:
+            tokens = self.micro_batches[name].tokens
+            involved = _involved(tokens)
+            places = involved.nonzero()
+            candidates.append(torch.cat([torch.full((len(places), 1), name[0]), places], 1))
+            suspicion.append(tokens["suspicion"][involved])
+            weights.append(tokens["weight"][involved])
+            healthy &= not _broken(tokens).any()
+            # Of a unit with broken tokens, the others have a norm of their own.
+            known &= not self.units[name].broken_tokens and not _nonfinite_coefficients(tokens).any()
+        self._candidates[group] = torch.cat(candidates)
+        norm = self.units[self.groups[group][0]].norm if known else None
+        # A loss scale that is too large would pass for broken tokens.
+        if self._scale == 1 or norm is None or math.isfinite(norm):
+            self.search.add_unit(group, norm, torch.cat(suspicion), torch.cat(weights), probe_empty=healthy)
+
+    def _suspicion(self, group: GroupName) -> float:
+        """How much of the gradient's energy suspicion expects of a group."""
+        tokens = [self.micro_batches[name].tokens for name in self.groups[group]]
+        return math.fsum(e for t in tokens for e in t["suspicion"][_involved(t)].double().square().tolist())
+
+    def _suspect_rows(self, group: GroupName) -> None:
+        """Has the rows of a group narrowed down whose gradient is broken without a broken token."""
+        for name in self.groups[group]:
+            mask = self.micro_batches[name].tokens["response_mask"].bool()
+            for row in mask.any(1).nonzero().flatten().tolist():
+                positions = mask[row].nonzero().flatten().tolist()
+                self._broken_rows.append(BrokenRow(name, row, positions, 0, len(positions)))
+
+    def _narrow(self, rows: list[BrokenRow]) -> None:
+        """One pass that narrows down where in some rows the forward breaks. A collective call."""
+        cuts = [(row, index) for row in rows for index in row.cuts(self._meter.width // len(rows))]
+        probes = [partial(self._subsets, [(row.unit, row.row, row.positions[i])]) for row, i in cuts]
+        squares = self._meter.measure(self._passes, probes)
+        for (row, index), broken in zip(cuts, ~squares.sum(1).isfinite(), strict=True):
+            row.record(index, bool(broken))
+
+    def _measure_units_of_culprits(self) -> None:
+        """The norms, where they are not known, of the units that hold culprits, as far as the budget goes."""
+        for name in sorted({name for name, _, _ in self.culprits if self.units[name].norm is None}):
+            if self._passes.count >= self._budget:
+                return
+            (squares,) = self._meter.measure(self._passes, [partial(self._whole, name)])
+            layer_norms = dict(zip(self._meter.layers, squares.sqrt().tolist(), strict=True))
+            self.units[name] = replace(self.units[name], norm=float(squares.sum().sqrt()), layer_norms=layer_norms)
+
+    def _whole(self, name: UnitName) -> dict[int, TokenSubset]:
+        micro_batch = self.micro_batches[name]
+        return {name[0]: TokenSubset(micro_batch, micro_batch.tokens["response_mask"].bool())}
+
+    def _subsets_of(self, probe: Probe) -> dict[int, TokenSubset]:
+        """What the ranks compute for a probe."""
+        if not probe.candidates:
+            return self._empty_subsets_of(probe.unit)
+        return self._subsets(self.tokens_of(probe), probe.factors)
+
+    def _empty_subsets_of(self, group: GroupName) -> dict[int, TokenSubset]:
+        """The whole micro-batches of a group, without any token."""
+        found = {name: self.micro_batches[name] for name in self.groups[group]}
+        return {
+            name[0]: TokenSubset(micro_batch, torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool))
+            for name, micro_batch in found.items()
+        }
+
+    def _subsets(self, tokens: Sequence[Token], factors: Sequence[float] | None = None) -> dict[int, TokenSubset]:
+        """Tokens of one group, by the rank whose they are."""
+        return {name[0]: subset for name, subset in self.subsets_by_unit(tokens, factors).items()}
+
+
+def _broken(tokens: Mapping[str, Tensor]) -> Tensor:
+    return ~tokens["log_prob"].isfinite() & tokens["response_mask"].bool()
+
+
+def _nonfinite_coefficients(tokens: Mapping[str, Tensor]) -> Tensor:
+    return ~(tokens["coefficient"].isfinite() & tokens["entropy_coefficient"].isfinite())
+
+
+def _involved(tokens: Mapping[str, Tensor]) -> Tensor:
+    """The tokens whose share of the gradient is not zero and can be measured, bool of shape (rows, response length)."""
+    moved = (tokens["coefficient"] != 0) | (tokens["entropy_coefficient"] != 0)
+    return moved & (tokens["weight"] != 0) & ~_nonfinite_coefficients(tokens) & ~_broken(tokens).any(1, keepdim=True)

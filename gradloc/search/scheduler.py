@@ -1,0 +1,224 @@
+# Copyright 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What to measure next, in several units at once."""
+
+import math
+import statistics
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .explanation import Explanation
+from .probes import Probe, Segment
+from .tokens import UnitTokens
+from .tree import Tree
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A single token over the threshold; `candidate` is its index among the candidates given to `add_unit`."""
+
+    unit: Hashable
+    candidate: int
+    norm: float
+
+
+class _Unit:
+    """One unit: what is to be measured first, as a whole or without any token, and then its search.
+
+    Args:
+        tokens (UnitTokens): Its candidates.
+        until (str): What the search is for.
+        ordinary (float | None): The root mean square of ordinary tokens' gradient norms.
+        probe_empty (bool): Whether the first norm that is not finite is followed by one without any token.
+    """
+
+    def __init__(self, tokens: UnitTokens, until: str, ordinary: float | None, probe_empty: bool) -> None:
+        self.tokens = tokens
+        self.first: list[Segment] = []
+        self.search: Explanation | Tree | None = None
+        self.broken = False
+        self.norm: float | None = None
+        self.whole = tokens.segment(range(len(tokens.squares)))
+        self._empty = tokens.segment([])
+        self._until, self._ordinary, self._probe_empty = until, ordinary, probe_empty
+
+    def measure_whole(self) -> None:
+        self.first.append(self.whole)
+
+    def begin(self, norm: float) -> None:
+        """Begins to search, if the unit's norm is over its threshold."""
+        self.norm = norm
+        self._look_at(norm)
+        if self.tokens.is_over(self.whole.candidates, norm):
+            kind = {"explained": Explanation, "exhaustive": Tree}[self._until]
+            self.search = kind(self.tokens, self.whole, norm, self._ordinary)
+
+    def probes(self, count: int, passes_left: float) -> list[Probe]:
+        found: list[Probe] = self.first[:count]
+        if self.search is not None and len(found) < count:
+            found = found + self.search.probes(count - len(found), passes_left)
+        return found
+
+    def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
+        first, self.first = self.first, [segment for segment in self.first if segment not in dict(measured)]
+        others = [(probe, norm) for probe, norm in measured if probe not in first]
+        if self.search is not None and others:
+            self.search.record(others, count)
+        for probe, norm in measured:
+            if probe is self._empty:
+                self.broken = not norm <= 0
+            elif probe in first:
+                self.begin(norm)
+            else:
+                self._look_at(norm)
+        if self.broken:
+            self.first, self.search = [], None
+
+    def _look_at(self, norm: float) -> None:
+        if self._probe_empty and not math.isfinite(norm):
+            self._probe_empty = False
+            self.first.append(self._empty)
+
+
+class Search:
+    """Finds the tokens behind the spikes of the units given to it.
+
+    Pure bookkeeping on every rank alike: the same calls give the same answers, so that no rank needs to be asked.
+
+    Args:
+        threshold (float): τ.
+        until (str): "explained": until a few tokens explain each unit's spike, as `Explanation` has it; "exhaustive":
+            until every token over τ is found, as `Tree` has it.
+        ordinary (float, optional): The root mean square of ordinary tokens' gradient norms.
+    """
+
+    def __init__(self, threshold: float, until: str = "explained", ordinary: float | None = None) -> None:
+        self._threshold = threshold
+        self._until = until
+        self._ordinary = ordinary
+        self._units: dict[Hashable, _Unit] = {}
+
+    @property
+    def culprits(self) -> list[Culprit]:
+        """The tokens named so far, each measured alone over τ."""
+        return [
+            Culprit(name, candidate, search.alone[candidate])
+            for name, search in self._searches()
+            for candidate in search.culprits
+        ]
+
+    @property
+    def broken(self) -> list[Hashable]:
+        """Units whose gradient is not a number even without any token."""
+        return [name for name, unit in self._units.items() if unit.broken]
+
+    @property
+    def open_segments(self) -> list[Segment]:
+        """What is over its threshold and not searched to the end."""
+        waiting = [segment for unit in self._units.values() for segment in unit.first if segment.candidates]
+        return waiting + [segment for _, search in self._searches() for segment in search.open_segments]
+
+    @property
+    def given_up(self) -> list[Segment]:
+        """What was not measured of units that were left as diffuse."""
+        return [segment for _, search in self._searches() for segment in search.given_up]
+
+    @property
+    def diffuse(self) -> list[tuple[Segment, float]]:
+        """The smallest segments over their threshold, with their norms, that hold a spike without a culprit."""
+        return [found for _, search in self._searches() for found in search.diffuse]
+
+    def rest(self, unit: Hashable) -> tuple[Segment, float] | None:
+        """A unit without its culprits, and the norm of that; None where it was not measured."""
+        state = self._units[unit]
+        if state.search is not None:
+            return state.search.rest
+        return None if state.norm is None else (state.whole, state.norm)
+
+    def explained(self, unit: Hashable) -> bool:
+        """Whether the rest of a unit was measured, and under its threshold."""
+        rest = self.rest(unit)
+        return rest is not None and not self.is_over(*rest)
+
+    def knows(self, unit: Hashable) -> bool:
+        """Whether a unit was added that has any candidates."""
+        return unit in self._units
+
+    def threshold(self, segment: Segment) -> float:
+        """τ(S) = τ·sqrt(Σ w_t²)."""
+        return self._units[segment.unit].tokens.threshold(segment.candidates)
+
+    def is_over(self, segment: Segment, norm: float) -> bool:
+        return self._units[segment.unit].tokens.is_over(segment.candidates, norm)
+
+    def more_over(self) -> int | None:
+        """About how many tokens are over τ besides the culprits, by suspicion; None where no norm shows its scale."""
+        ratios, scores, more = [], [], 0
+        for _, search in self._searches():
+            culprits, tokens = set(search.culprits), search.tokens
+            for candidate, suspicion in enumerate(tokens.suspicion):
+                weight = math.sqrt(tokens.squares[candidate])
+                norm = search.alone.get(candidate)
+                if norm is None:
+                    scores.append(suspicion / weight)
+                elif math.isfinite(norm):
+                    ratios += [norm / suspicion] if suspicion > 0 else []
+                    more += candidate not in culprits and tokens.is_over([candidate], norm)
+        if not ratios:
+            return None
+        scale = statistics.median(ratios)
+        return more + sum(scale * score > self._threshold for score in scores)
+
+    def add_unit(
+        self,
+        unit: Hashable,
+        norm: float | None,
+        suspicion: Tensor,
+        weights: Tensor,
+        probe_empty: bool = True,
+    ) -> None:
+        """Opens a unit.
+
+        Args:
+            unit (Hashable): Its name in `Segment.unit`.
+            norm (float | None): The norm of the candidates' gradient. None: it is to be measured first.
+            suspicion (Tensor): s_t of each candidate, shape (n,).
+            weights (Tensor): w_t of each candidate, shape (n,), not zero.
+            probe_empty (bool): Whether a norm that is not finite is to be measured without any token, too.
+        """
+        if len(weights) == 0:
+            return
+        tokens = UnitTokens(unit, self._threshold, suspicion, weights)
+        self._units[unit] = _Unit(tokens, self._until, self._ordinary, probe_empty)
+        if norm is None:
+            self._units[unit].measure_whole()
+        else:
+            self._units[unit].begin(norm)
+
+    def next(self, count: int, passes_left: float = math.inf) -> list[Probe]:
+        """What to measure in the next pass; none when the search is over.
+
+        Args:
+            count (int): At most so many probes.
+            passes_left (float): So many passes can still be made: no number is begun that could not be made use of.
+        """
+        active = [unit for unit in self._units.values() if unit.first or unit.search is not None]
+        probes: list[Probe] = []
+        while active and len(probes) < count:
+            unit = active.pop(0)
+            # An equal part for each unit that is still to be asked.
+            share = max((count - len(probes)) // (len(active) + 1), 1)
+            probes += unit.probes(share, passes_left)
+        return probes
+
+    def record(self, measured: Sequence[tuple[Probe, float]]) -> None:
+        """Takes in the norms of what `next` named. A NaN or Inf counts as over the threshold."""
+        for name, unit in self._units.items():
+            mine = [(probe, norm) for probe, norm in measured if probe.unit == name]
+            if mine:
+                unit.record(mine, len(mine))
+
+    def _searches(self) -> Iterator[tuple[Hashable, Explanation | Tree]]:
+        return ((name, unit.search) for name, unit in self._units.items() if unit.search is not None)

@@ -1,0 +1,86 @@
+# Copyright 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of one unit: weights, thresholds, and how much of the gradient is expected of each."""
+
+import math
+from collections.abc import Hashable, Iterable
+
+from torch import Tensor
+
+from .probes import Segment
+
+# The share of the expected energy that follows suspicion. The rest is spread evenly, so that no token is ever further
+# than log2(10 n) splits away, however misleading suspicion is.
+_TRUST = 0.9
+
+_LEAST = 1e-6
+
+# The base of a code where the norms of ordinary tokens, which blur the readings, are not known; and its limit.
+_BASE_UNKNOWN, _BASE_MOST = 8, 64
+
+
+class UnitTokens:
+    """The candidates of one unit, and what the search expects of them.
+
+    All sums are exact, so that every rank comes to the same decisions: the sum of a tensor depends on the number of
+    threads.
+
+    Args:
+        name (Hashable): The unit.
+        tau (float): τ.
+        suspicion (Tensor): s_t of each candidate, shape (n,).
+        weights (Tensor): w_t of each candidate, shape (n,), not zero.
+
+    Attributes:
+        suspicion (list[float]): s_t, with a number for what is none.
+        squares (list[float]): w_t².
+        suspected (list[float]): The share of the unit's energy (squared norm) that each candidate has by suspicion.
+        prior (list[float]): The same, less certain.
+    """
+
+    def __init__(self, name: Hashable, tau: float, suspicion: Tensor, weights: Tensor) -> None:
+        self.name = name
+        self.tau = tau
+        self.squares: list[float] = weights.double().square().tolist()
+        energies: list[float] = suspicion.double().square().tolist()
+        ceiling = 10 * max((e for e in energies if math.isfinite(e)), default=0.0) or 1.0
+        energies = [e if math.isfinite(e) else ceiling for e in energies]
+        self.suspicion = [math.sqrt(e) for e in energies]
+        total, square = math.fsum(energies), math.fsum(self.squares)
+        trust = _TRUST / total if total > 0 else 0.0
+        even = (1 - trust * total) / square
+        self.prior = [trust * e + even * w for e, w in zip(energies, self.squares, strict=True)]
+        # Not quite zero, so that a measurement can raise it.
+        least = _LEAST * (total or 1.0) / square
+        self.suspected = [
+            (e + least * w) / (total + least * square) for e, w in zip(energies, self.squares, strict=True)
+        ]
+
+    def segment(self, candidates: Iterable[int]) -> Segment:
+        return Segment(self.name, tuple(sorted(candidates)))
+
+    def square(self, candidates: Iterable[int]) -> float:
+        """Σ w_t²."""
+        return math.fsum(self.squares[t] for t in candidates)
+
+    def threshold(self, candidates: Iterable[int]) -> float:
+        """τ(S) = τ·sqrt(Σ w_t²)."""
+        return self.tau * math.sqrt(self.square(candidates))
+
+    def is_over(self, candidates: Iterable[int], norm: float) -> bool:
+        """Whether a measured norm is over the threshold of these; NaN and Inf are."""
+        return not norm <= self.threshold(candidates)
+
+    def expected(self, candidates: Iterable[int]) -> float:
+        """The share of the unit's energy that is expected of these."""
+        return math.fsum(self.prior[t] for t in candidates)
+
+    def likeliest(self, candidate: int) -> tuple[float, int]:
+        """A key that sorts the candidates that are expected to be furthest over τ first."""
+        return -self.prior[candidate] / self.squares[candidate], candidate
+
+    def contrast(self, segment: Segment, norm: float, ordinary: float | None) -> int:
+        """The largest base of a code in which ordinary tokens do not blur what is read of a culprit."""
+        if not ordinary:
+            return _BASE_UNKNOWN
+        return int(min(max(norm / (ordinary * math.sqrt(self.square(segment.candidates))), 2), _BASE_MOST))

@@ -1,0 +1,180 @@
+"""The search for few tokens that explain a spike, against vectors whose norms are known."""
+
+import math
+from statistics import median
+
+import pytest
+import torch
+from test_search import THRESHOLD, Coherent, Tokens, run
+
+from gradloc.search import Search, Segment
+
+
+class Natural(Tokens):
+    """Heavy-tailed norms that suspicion knows roughly; the unit is `excess` times over its threshold."""
+
+    def __init__(self, n: int, excess: float, seed: int, ragged: bool = False) -> None:
+        super().__init__(n, {}, seed, ragged)
+        generator = torch.Generator().manual_seed(seed + 1)
+        norms = torch.randn(n, generator=generator, dtype=torch.float64).exp()
+        self.gradients *= (norms / self.gradients.norm(dim=1))[:, None]
+        whole = self.norm(list(range(n))) / (THRESHOLD * float(self.weights.norm()))
+        self.gradients *= excess / whole
+        self.noise = (0.3 * torch.randn(n, generator=generator, dtype=torch.float64)).exp()
+
+    def suspicion(self, helpful: bool | None) -> torch.Tensor:
+        return self.gradients.norm(dim=1) * self.weights * self.noise
+
+    @property
+    def needed(self) -> int:
+        """The fewest tokens, largest first, without which the rest is under its threshold."""
+        order = (self.gradients.norm(dim=1) * self.weights).argsort(descending=True).tolist()
+        return next(k for k in range(len(order) + 1) if not is_over(self, order[k:]))
+
+
+def is_over(tokens: Tokens, rest: list[int]) -> bool:
+    return not tokens.norm(rest) <= THRESHOLD * float(tokens.weights[rest].norm())
+
+
+def explain(tokens: dict[str, Tokens], width: int, ordinary: float | None = 1.0) -> tuple[Search, int]:
+    search = Search(THRESHOLD, "explained", ordinary)
+    for name, unit in tokens.items():
+        norm = unit.norm(list(range(len(unit.weights))))
+        search.add_unit(name, norm, unit.suspicion(True), unit.weights)
+    passes, _ = run(search, tokens, width, most=100)
+    return search, passes
+
+
+def check(search: Search, tokens: dict[str, Tokens]) -> None:
+    """What is called explained is, by the vectors themselves, and every culprit is over τ alone."""
+    for name, unit in tokens.items():
+        culprits = [culprit.candidate for culprit in search.culprits if culprit.unit == name]
+        for candidate in culprits:
+            assert unit.norm([candidate]) > THRESHOLD * float(unit.weights[candidate])
+        rest = [i for i in range(len(unit.weights)) if i not in culprits]
+        if search.explained(name):
+            assert not is_over(unit, rest)
+            segment, norm = search.rest(name)
+            assert list(segment.candidates) == rest and norm == pytest.approx(unit.norm(rest))
+        else:
+            assert any(segment.unit == name for segment, _ in search.diffuse)
+    assert search.open_segments == []
+
+
+@pytest.mark.parametrize(
+    ("excess", "width", "most"), [(1.1, 1, 4), (1.1, 2, 3), (1.1, 4, 2), (1.5, 1, 11), (1.5, 4, 4)]
+)
+def test_a_natural_spike_is_explained_by_few_tokens_in_few_passes(excess: float, width: int, most: int) -> None:
+    passes, named, needed = [], [], []
+    for seed in range(20):
+        tokens = {"a": Natural(128, excess, seed)}
+        search, count = explain(tokens, width)
+        check(search, tokens)
+        assert search.explained("a") or tokens["a"].needed > 128 / 8
+        passes.append(count)
+        named.append(len(search.culprits))
+        needed.append(tokens["a"].needed)
+    assert median(passes) <= most
+    assert median(named) <= 2 * median(needed)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 17, 500])
+def test_whatever_the_spike_a_search_ends_explained_or_diffuse(n: int, width: int, ragged: bool) -> None:
+    for seed in range(5):
+        tokens = {x: Natural(n, x, seed, ragged) for x in (1.01, 1.5, 3.0)}
+        search, _ = explain(tokens, width, [None, 0.3, 3.0][seed % 3])
+        check(search, tokens)
+
+
+@pytest.mark.parametrize(("width", "most"), [(1, 10), (2, 6), (4, 4)])
+def test_a_spike_of_many_tokens_is_soon_called_diffuse(width: int, most: int) -> None:
+    natural, coherent = [], []
+    for seed in range(20):
+        tokens = {"a": Natural(128, 3.0, seed)}
+        search, count = explain(tokens, width, THRESHOLD / 2)
+        check(search, tokens)
+        natural.append(count)
+        tokens = {"a": Coherent(128, 0.5, {}, seed)}
+        search, count = explain(tokens, width, THRESHOLD / 5)
+        check(search, tokens)
+        assert not search.explained("a") and search.culprits == [] and search.given_up
+        coherent.append(count)
+    assert median(natural) <= most and median(coherent) <= most
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("width", [2, 4, 16])
+def test_tokens_that_suspicion_does_not_expect_are_found(width: int, count: int) -> None:
+    found = 0
+    for seed in range(10):
+        places = torch.randperm(256, generator=torch.Generator().manual_seed(seed))[:count].tolist()
+        tokens = {"a": Tokens(256, {place: 30 * THRESHOLD * (1 + i) for i, place in enumerate(places)}, seed)}
+        search = Search(THRESHOLD, "explained", 1.0)
+        search.add_unit("a", tokens["a"].norm(list(range(256))), torch.ones(256), tokens["a"].weights)
+        run(search, tokens, width, most=60)
+        check(search, tokens)
+        found += {culprit.candidate for culprit in search.culprits} == set(places)
+    assert found >= 9
+
+
+def test_a_token_is_named_only_if_it_is_needed() -> None:
+    """The second token is over τ, but the first explains the spike by itself."""
+    tokens = {"a": Tokens(100, {5: 300 * THRESHOLD, 50: 2 * THRESHOLD})}
+    for width in (1, 4):
+        search, _ = explain(tokens, width)
+        assert [culprit.candidate for culprit in search.culprits] == [5] and search.explained("a")
+        assert search.more_over() == 1
+
+
+def test_a_spike_without_any_token_over_its_threshold_has_no_culprit() -> None:
+    tokens = {"a": Coherent(64, 0.2, {}, seed=4)}
+    search, passes = explain(tokens, 2)
+    assert search.culprits == [] and search.diffuse and search.more_over() == 0 and passes <= 40
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("width", [1, 4])
+def test_the_rest_of_a_unit_that_is_not_a_number_is_measured(bad: float, width: int) -> None:
+    tokens, places = Tokens(100, {}), {17, 60}
+    search = Search(THRESHOLD, "explained", 1.0)
+    search.add_unit("a", bad, torch.ones(100), tokens.weights)
+    while probes := search.next(width):
+        search.record([(p, bad if places & set(p.candidates) else tokens.measure(p)) for p in probes])
+    assert {culprit.candidate for culprit in search.culprits} == places
+    assert search.explained("a") and search.broken == []
+
+
+def test_a_unit_whose_norm_is_not_known_is_measured_first() -> None:
+    loud, quiet = Natural(64, 1.2, 0), Natural(64, 0.8, 1)
+    search = Search(THRESHOLD, "explained", 1.0)
+    for name, unit in {"loud": loud, "quiet": quiet}.items():
+        search.add_unit(name, None, unit.suspicion(True), unit.weights)
+    first = search.next(2)
+    assert [(probe.unit, len(probe.candidates)) for probe in first] == [("loud", 64), ("quiet", 64)]
+    run(search, {"loud": loud, "quiet": quiet}, 2, most=20)
+    assert search.explained("loud") and search.explained("quiet")
+    assert {culprit.unit for culprit in search.culprits} == {"loud"}
+
+
+def test_the_same_measurements_give_the_same_probes() -> None:
+    def probes() -> list[tuple[int, ...]]:
+        tokens = {"a": Natural(200, 1.4, 3), "b": Natural(200, 1.2, 4)}
+        search = Search(THRESHOLD, "explained", 1.0)
+        for name, unit in tokens.items():
+            search.add_unit(name, unit.norm(list(range(200))), unit.suspicion(True), unit.weights)
+        asked = []
+        while found := search.next(3):
+            asked += [probe.candidates for probe in found]
+            search.record([(probe, tokens[probe.unit].measure(probe)) for probe in found])
+        return asked
+
+    assert probes() == probes()
+
+
+def test_a_segment_of_no_token_is_no_rest() -> None:
+    search = Search(THRESHOLD, "explained")
+    search.add_unit("a", 1e9, torch.zeros(0), torch.zeros(0))
+    assert search.next(4) == [] and not search.knows("a") and search.more_over() is None
+    assert isinstance(Segment("a", ()), Segment)
