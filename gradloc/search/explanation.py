@@ -19,7 +19,7 @@ _OVERRUN = 1.5
 # A spike is where suspicion expects it if the likeliest few tokens carry at least this much of their expected share of
 # the energy, and at most this much of what they would if all tokens pulled the same way. In natural spikes they carry
 # 0.75 to 1.3 of that share, in coherent ones up to 1.9.
-_LEAST_CARRIED, _MOST_CARRIED = 0.6, 1.1
+_LEAST_CARRIED, _MOST_CARRIED = 0.6, 1.5
 
 # At most so many guesses at how many tokens are enough are measured in one pass.
 _GUESSES = 8
@@ -55,16 +55,21 @@ class Explanation:
         self._all = frozenset(whole.candidates)
         self._few = min(max(math.ceil(_FEW * len(self._all)), _FEW_LEAST), _FEW_MOST, len(self._all))
         self._most = min(math.ceil(_OVERRUN * self._few), len(self._all))
-        self._few_expected = False
-        # The norm of the rest without some tokens.
-        self._rests: dict[frozenset[int], float] = {frozenset(): norm}
+        # The norm of the rest without some tokens, and those without which it was under its threshold.
+        self._rests: dict[frozenset[int], float] = {}
+        self._enough: list[frozenset[int]] = []
+        self._add_rest(frozenset(), norm)
         if self._few == len(self._all):
-            self._rests[self._all] = 0.0
+            self._add_rest(self._all, 0.0)
+        # Whether a few tokens were ever expected to be enough.
+        self._few_expected = False
+        # How many tokens that should explain the spike were not over τ, since the last one that was.
+        self._misled = 0
+        # How many passes in a row have brought no explanation nearer.
+        self._vain = 0
         # The candidates as suspicion orders them.
         self._likeliest: list[int] = []
         self._tree: Tree | None = None
-        # Tokens in a row that were not over τ alone, although the rest without them and others was under its threshold.
-        self._misled = self._vain = 0
         self._sample: list[int] | None = None
 
     @property
@@ -94,7 +99,7 @@ class Explanation:
 
     @property
     def open_segments(self) -> list[Segment]:
-        return [] if self.ended else [segment for segment, _ in [self._loudest()]]
+        return [] if self.ended else [self._loudest()[0]]
 
     @property
     def given_up(self) -> list[Segment]:
@@ -112,7 +117,7 @@ class Explanation:
         if self._sample is None:
             order, few = self._plan()
             self._likeliest = self._likeliest or order
-            enough = min((r for r in self._sufficient() if not r <= self.alone.keys()), key=len, default=None)
+            enough = min((r for r in self._enough if not r <= self.alone.keys()), key=len, default=None)
             patient = self._vain <= patience(len(self._all), count)
             most = self._most if self._few_expected else self._few
             if patient and self._misled < SAMPLE and (enough or few <= most):
@@ -131,8 +136,7 @@ class Explanation:
 
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
         """Takes in a pass of up to so many probes; NaN and Inf count as over."""
-        enough = frozenset().union(*self._sufficient())
-        known = len(self.over)
+        known, enough, promising = len(self.over), len(self._enough), frozenset().union(*self._enough)
         # The largest of a few tokens that explain what is left of the spike has at least this squared norm.
         removed = max((r for r in self._rests if r <= set(self.over)), key=len)
         least = (self._rests[removed] ** 2 - self.tokens.threshold(self._all - removed) ** 2) / self._most
@@ -142,52 +146,56 @@ class Explanation:
             if is_single(probe):
                 (token,) = probe.candidates
                 self.alone[token] = norm
-                self._misled += token in enough
+                self._misled += token in promising
             if isinstance(probe, Segment):
                 removed = self._all.difference(probe.candidates)
                 if len(removed) <= max(self._most, len(self.over)):
-                    self._rests[removed] = norm
+                    self._add_rest(removed, norm)
         found = self.over[known:]
         if found:
             self._misled = 0
-        quiet = enough < frozenset().union(*self._sufficient())
-        vain = not quiet and all(self.alone[t] ** 2 < least for t in found)
+        vain = len(self._enough) == enough and all(self.alone[t] ** 2 < least for t in found)
         self._vain = self._vain + 1 if vain else 0
 
     def _probe_few(self, order: list[int], few: int, enough: frozenset[int] | None, count: int) -> list[Probe]:
+        """Rests without the likeliest tokens, and these tokens alone."""
         step, over = max(few // 4, 1), set(self.over)
         guesses = [frozenset(order[:k]) for k in range(few, few + step * min(count, _GUESSES), step)]
-        if enough:
+        alone = [t for t in order if t not in over]
+        if enough:  # nothing but these tokens is needed, and of them perhaps not all
             guesses = [guess for guess in guesses[:1] if guess <= over]
-        alone = [t for t in order if t not in over and (not enough or t in enough)]
+            alone = [t for t in alone if t in enough]
         rests = [self._without(guess) for guess in guesses if guess not in self._rests]
         return _alternate(rests, [self.tokens.segment([t]) for t in alone[:count]])[:count]
 
     def _probe_beyond(self, count: int, passes_left: float) -> list[Probe]:
-        likeliest = list(dict.fromkeys([*self.over, *self._likeliest]))
+        """Rests that show whether suspicion is right, and what the tree asks for; nothing for a diffuse spike."""
+        likeliest = list(dict.fromkeys([*self.over, *self._likeliest]))[: self._few]
         # What suspicion expects rightly only blurs the search for what it does not.
-        base = max((r for r in self._rests if r < set(likeliest[: self._few]) and len(r) <= self._few / 2), key=len)
-        steps: list[Probe] = []
+        loud = (r for r in self._rests if r not in self._enough and r < set(likeliest))
+        base = max((r for r in loud if len(r) <= self._few / 2), key=len)
+        checks: list[Probe] = []
         if math.isfinite(self._rests[base]) and self._misled < SAMPLE:
-            checks = [frozenset(likeliest[: self._few * part // 4]) for part in (4, 2, 1)]
-            checks = [check for check in checks if base < check]
-            if all(self._is_as_expected(base, check) for check in checks if check in self._rests):
-                steps = [self._without(check) for check in checks if check not in self._rests]
-                if not steps:
+            parts = [frozenset(likeliest[: len(likeliest) * quarters // 4]) for quarters in (4, 2, 1)]
+            parts = [part for part in parts if base < part]
+            if all(self._is_as_expected(base, part) for part in parts if part in self._rests):
+                checks = [self._without(part) for part in parts if part not in self._rests]
+                if not checks:
                     return []
-        if self._tree is None and count > len(steps[:1]):
-            segment, norm = self._without(base), self._rests[base]
-            self._tree = Tree(self.tokens, segment, norm, self._ordinary, self.alone)
-        found: list[Probe] = []
-        if self._tree is not None:
-            found = self._tree.probes(count - len(steps[:1]), passes_left) if count > len(steps[:1]) else []
+        left = count - len(checks[:1])
+        if left == 0:
+            return checks[:1]
+        if self._tree is None:
+            self._tree = Tree(self.tokens, self._without(base), self._rests[base], self._ordinary, self.alone)
+        found = self._tree.probes(left, passes_left)
         named = [probe for probe in found if probe in self._tree.named]
+        # A token that was named, or has broken the norms so far, may be all that explains the spike.
         guess = frozenset(self.over).union(*(probe.candidates for probe in named))
-        needed = named or self.over and not math.isfinite(self._rests[base])
-        rest = [self._without(guess)] if needed and guess not in self._rests else []
-        known = [probe.candidates for probe in (*rest, *steps)]
+        worth = (named or self.over and not math.isfinite(self._rests[base])) and guess not in self._rests
+        rests = [self._without(guess)] if worth else []
+        known = [probe.candidates for probe in (*rests, *checks)]
         others = [probe for probe in found if probe not in named and probe.candidates not in known]
-        return [*named, *rest, *steps[:1], *others, *steps[1:]][:count]
+        return [*named, *rests, *checks[:1], *others, *checks[1:]][:count]
 
     def _is_as_expected(self, base: frozenset[int], few: frozenset[int]) -> bool:
         """Whether the likeliest few carry about as much of the energy as suspicion says."""
@@ -238,19 +246,19 @@ class Explanation:
             for t in free:
                 energy[t] *= factor
 
-    def _sufficient(self) -> list[frozenset[int]]:
-        """Tokens without which the rest was measured under its threshold."""
-        return [r for r, norm in self._rests.items() if not self.tokens.is_over(self._all - r, norm)]
+    def _add_rest(self, removed: frozenset[int], norm: float) -> None:
+        self._rests[removed] = norm
+        if not self.tokens.is_over(self._all - removed, norm):
+            self._enough.append(removed)
 
     def _explaining(self) -> frozenset[int] | None:
         over = frozenset(self.over)
-        return min((removed for removed in self._sufficient() if removed <= over), key=len, default=None)
+        return min((removed for removed in self._enough if removed <= over), key=len, default=None)
 
     def _loudest(self) -> tuple[Segment, float]:
         """The smallest rest that was measured over its threshold."""
-        over = [(r, norm) for r, norm in self._rests.items() if self.tokens.is_over(self._all - r, norm)]
-        removed, norm = max(over, key=lambda rest: len(rest[0]))
-        return self._without(removed), norm
+        removed = max((r for r in self._rests if r not in self._enough), key=len)
+        return self._without(removed), self._rests[removed]
 
     def _without(self, removed: Collection[int]) -> Segment:
         return self.tokens.segment(self._all.difference(removed))
