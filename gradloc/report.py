@@ -553,8 +553,10 @@ def _explanation(event: Event) -> str | None:
         settled = f"everything over its threshold was settled, with {found}"
         cut = f"the search ended early, with {found} so far"
         facts = [f"Exhaustive: {cut if _ended_early(event) else settled}", *rest]
-    elif not (event.get("explained") and culprits):
+    elif _ended_early(event):
         facts = ["Not explained: the search ended early", *rest]
+    elif not event["explained"]:
+        facts = ["Whether the culprits explain it could not be measured", *rest]
     elif worst and len(event["units"]) == 1:
         facts = [f"Explained: {rest[0]}"]
     else:

@@ -178,3 +178,38 @@ def test_a_segment_of_no_token_is_no_rest() -> None:
     search.add_unit("a", 1e9, torch.zeros(0), torch.zeros(0))
     assert search.next(4) == [] and not search.knows("a") and search.more_over() is None
     assert isinstance(Segment("a", ()), Segment)
+
+
+def test_tokens_that_cancel_each_other_explain_the_spike_together() -> None:
+    """Two gradients of opposite signs, as a token has in a good and in a bad answer, and a third beside them."""
+    for seed in range(10):
+        for width in (1, 2, 4):
+            tokens = {"a": Tokens(128, {6: 20 * THRESHOLD}, seed)}
+            generator = torch.Generator().manual_seed(seed)
+            direction = torch.randn(256, generator=generator, dtype=torch.float64)
+            direction /= direction.norm()
+            tokens["a"].gradients[52] = 60 * THRESHOLD * direction
+            tokens["a"].gradients[98] = -45 * THRESHOLD * direction
+            search, passes = explain(tokens, width, ordinary=0.5 * THRESHOLD)
+            check(search, tokens)
+            assert search.explained("a") and passes <= 30
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_few_tokens_that_do_not_explain_the_spike_leave_it_diffuse(n: int) -> None:
+    tokens = {"a": Tokens(n, {})}
+    tokens["a"].gradients = torch.zeros(n, 256, dtype=torch.float64)
+    tokens["a"].gradients[:, 0] = 0.95 * THRESHOLD
+    search, _ = explain(tokens, 2)
+    assert search.culprits == [] and search.diffuse and not search.explained("a")
+
+
+def test_no_probe_of_a_pass_is_measured_twice() -> None:
+    for n in (4, 5, 6, 20):
+        for width in (1, 8, 64):
+            tokens = {"a": Natural(n, 1.5, n)}
+            search = Search(THRESHOLD, "explained", 1.0)
+            search.add_unit("a", tokens["a"].norm(list(range(n))), tokens["a"].suspicion(True), tokens["a"].weights)
+            while probes := search.next(width):
+                assert len({probe.candidates for probe in probes}) == len(probes) and all(p.candidates for p in probes)
+                search.record([(probe, tokens["a"].measure(probe)) for probe in probes])

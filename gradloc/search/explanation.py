@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from .probes import Probe, Segment, is_single
-from .tokens import UnitTokens
+from .tokens import LEAST, UnitTokens
 from .tree import SAMPLE, Tree, patience
 
 # A few tokens are at most this share of them, but at least and at most so many.
@@ -59,7 +59,7 @@ class Explanation:
         self._rests: dict[frozenset[int], float] = {}
         self._enough: list[frozenset[int]] = []
         self._add_rest(frozenset(), norm)
-        if self._few == len(self._all):
+        if self._most == len(self._all):
             self._add_rest(self._all, 0.0)
         # Whether a few tokens were ever expected to be enough.
         self._few_expected = False
@@ -95,7 +95,9 @@ class Explanation:
 
     @property
     def ended(self) -> bool:
-        return self.explained or self._sample is not None and self.alone.keys() >= set(self._sample)
+        if self._sample is None:
+            return self.explained
+        return self.explained or (self.alone.keys() >= set(self._sample) and frozenset(self.over) in self._rests)
 
     @property
     def open_segments(self) -> list[Segment]:
@@ -129,10 +131,9 @@ class Explanation:
             found = self._probe_beyond(count, passes_left) if patient and len(over) <= self._most else []
             if found:
                 return found
-            if over not in self._rests:
-                return [self._without(over)]
             self._sample = self._likeliest[:SAMPLE]
-        return [self.tokens.segment([t]) for t in self._sample if t not in self.alone][:count]
+        sample = [self.tokens.segment([t]) for t in self._sample if t not in self.alone]
+        return sample[:count] or [self._without(self.over)]
 
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
         """Takes in a pass of up to so many probes; NaN and Inf count as over."""
@@ -160,7 +161,8 @@ class Explanation:
     def _probe_few(self, order: list[int], few: int, enough: frozenset[int] | None, count: int) -> list[Probe]:
         """Rests without the likeliest tokens, and these tokens alone."""
         step, over = max(few // 4, 1), set(self.over)
-        guesses = [frozenset(order[:k]) for k in range(few, few + step * min(count, _GUESSES), step)]
+        sizes = range(few, min(few + step * min(count, _GUESSES), self._most + 1, len(order) + 1), step)
+        guesses = [frozenset(order[:size]) for size in sizes]
         alone = [t for t in order if t not in over]
         if enough:  # nothing but these tokens is needed, and of them perhaps not all
             guesses = [guess for guess in guesses[:1] if guess <= over]
@@ -242,7 +244,8 @@ class Explanation:
         expected = math.fsum(energy[t] for t in free)
         if expected > 0:
             known = math.fsum(energy[t] for t in candidates if t in self.alone)
-            factor = max(norm_square - known, 0.0) / expected
+            # Not zero, so that another measurement can raise it.
+            factor = max((norm_square - known) / expected, LEAST)
             for t in free:
                 energy[t] *= factor
 

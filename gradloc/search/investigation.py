@@ -121,21 +121,32 @@ class Investigation:
 
     @property
     def explained(self) -> bool | None:
-        """Whether every loud unit was measured under its threshold without the culprits.
+        """Whether every loud unit was measured under its threshold without the culprits; None if that is not known.
 
-        None if some was not measured, which happens in an exhaustive search.
+        It is not known where a rest could not be measured, as that of a row whose log-probs are not numbers, or was
+        not, in an exhaustive search.
         """
-        if not self.culprits or self.broken or self.overflow or self.error is not None or self._waiting:
+        if not (self.culprits and self.ended):
             return False
-        rests = [self.search.rest(group) for group in self._candidates if self.search.knows(group)]
+        broken = {row.unit for row in self._broken_rows}
+        rests = [
+            self.search.rest(group) if self.search.knows(group) and not broken & set(self.groups[group]) else None
+            for group in self._candidates
+            if self.search.knows(group) or self._broken_tokens_of(group)
+        ]
         if any(rest is not None and self.search.is_over(*rest) for rest in rests):
             return False
-        return True if None not in rests else False if self.until == "explained" else None
+        return None if None in rests or self.broken or self.overflow else True
 
     @property
     def complete(self) -> bool:
         """Whether it came to its end by itself, and left no unit as diffuse."""
-        return self.ended and not self.search.given_up
+        return self.ended and not self._left
+
+    @property
+    def _left(self) -> bool:
+        """Whether a unit was left without an answer."""
+        return bool(self.search.diffuse if self.until == "explained" else self.search.given_up)
 
     @property
     def diagnosis(self) -> str:
@@ -143,7 +154,7 @@ class Investigation:
         if self.everything_broken:
             return "nonfinite"
         if self.culprits and self.until == "explained":
-            return "incomplete" if not self.ended else "diffuse" if self.search.given_up else "tokens"
+            return "incomplete" if not self.ended else "diffuse" if self._left else "tokens"
         if self.culprits:
             return "tokens"
         if self.overflow:
@@ -217,11 +228,12 @@ class Investigation:
             for probe, norms in zip(probes, squares.sqrt().tolist(), strict=True):
                 if is_single(probe):
                     self.measured[self.tokens_of(probe)[0]] = norms
-            known = len(self.search.broken)
+            known = set(self.search.broken)
             with distributed.alike():
                 self.search.record(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
-                for group in self.search.broken[known:]:
-                    self._suspect_rows(group)
+                for group in self.search.broken:
+                    if group not in known:
+                        self._suspect_rows(group)
 
     def _broken_tokens_of(self, group: GroupName) -> int:
         return sum(self.units[name].broken_tokens for name in self.groups[group])
@@ -236,6 +248,8 @@ class Investigation:
             return False
         begun = [group for group in self._waiting if any(self.units[name].tokens for name in self.groups[group])]
         sample = begun[: self._meter.width]
+        if not sample:
+            return False
         for group in sample:
             self._obtain(group)
         probes = [partial(self._empty_subsets_of, group) for group in sample]

@@ -13,7 +13,8 @@ from .probes import Segment
 # than log2(10 n) splits away, however misleading suspicion is.
 _TRUST = 0.9
 
-_LEAST = 1e-6
+# The least that an expectation is scaled to, so that a measurement can raise it again.
+LEAST = 1e-6
 
 # The base of a code where the norms of ordinary tokens, which blur the readings, are not known; and its limit.
 _BASE_UNKNOWN, _BASE_MOST = 8, 64
@@ -50,8 +51,7 @@ class UnitTokens:
         trust = _TRUST / total if total > 0 else 0.0
         even = (1 - trust * total) / square
         self.prior = [trust * e + even * w for e, w in zip(energies, self.squares, strict=True)]
-        # Not quite zero, so that a measurement can raise it.
-        least = _LEAST * (total or 1.0) / square
+        least = LEAST * (total or 1.0) / square
         self.suspected = [
             (e + least * w) / (total + least * square) for e, w in zip(energies, self.squares, strict=True)
         ]

@@ -84,6 +84,7 @@ class Tree:
     Attributes:
         alone (dict[int, float]): The norms of the tokens that were measured alone.
         given_up (list[Segment]): What was not measured when the tree was left.
+        named (set[Segment]): Single tokens that a code has named.
     """
 
     def __init__(
@@ -96,11 +97,11 @@ class Tree:
     ) -> None:
         self.alone: dict[int, float] = {} if alone is None else alone
         self.given_up: list[Segment] = []
+        self.named: set[Segment] = set()
         self.tokens = tokens
         self._ordinary = ordinary
         self._nodes: list[_Node] = []
         self._open: dict[Segment, _Node] = {}
-        self.named: set[Segment] = set()
         self._root = root
         self._settled: list[tuple[Segment, float]] = []
         self._pointless = self._fruitless = self._vain_readings = 0
@@ -279,7 +280,7 @@ class Tree:
 
     def _leave(self) -> None:
         """Gives up what is open, but for the likeliest tokens."""
-        sample = {t for t in sorted(range(len(self.tokens.prior)), key=self.tokens.likeliest)[:SAMPLE]}
+        sample = set(sorted(range(len(self.tokens.prior)), key=self.tokens.likeliest)[:SAMPLE])
         sample -= self.alone.keys()
         for node in self._nodes:
             node.code = None
