@@ -469,8 +469,8 @@ def test_the_fork_server_is_killed() -> None:
     pool = math_verify._pool.pool  # the score below may find it dead already, and come from another
     old[0].parent().kill()
     assert score("\\boxed{7}", "7") == 1.0
-    while pool.active:
-        time.sleep(0.1)
+    while pool.active and psutil.wait_procs(old, timeout=0.1)[1]:
+        pass  # it breaks, or replaces its workers
     assert score("\\boxed{8}", "7") == 0.0
     assert not psutil.wait_procs(old, timeout=20)[1]
     assert len(workers()) == 2
