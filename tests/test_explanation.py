@@ -213,3 +213,17 @@ def test_no_probe_of_a_pass_is_measured_twice() -> None:
             while probes := search.next(width):
                 assert len({probe.candidates for probe in probes}) == len(probes) and all(p.candidates for p in probes)
                 search.record([(probe, tokens["a"].measure(probe)) for probe in probes])
+
+
+def test_units_that_are_explained_leave_their_probes_to_the_others() -> None:
+    tokens = {"hard": Natural(128, 1.5, seed=2), "easy": Tokens(64, {3: 100 * THRESHOLD})}
+    search = Search(THRESHOLD, "explained", 1.0)
+    for name, unit in tokens.items():
+        norm = unit.norm(list(range(len(unit.weights))))
+        search.add_unit(name, norm, unit.suspicion(True), unit.weights)
+    while not search.explained("easy"):
+        search.record([(probe, tokens[probe.unit].measure(probe)) for probe in search.next(4)])
+    assert not search.explained("hard")
+    probes = search.next(4)
+    assert {probe.unit for probe in probes} == {"hard"}
+    assert len(probes) > 2  # its half of the four

@@ -21,9 +21,6 @@ _OVERRUN = 1.5
 # 0.75 to 1.3 of that share, in coherent ones up to 1.9.
 _LEAST_CARRIED, _MOST_CARRIED = 0.6, 1.5
 
-# At most so many guesses at how many tokens are enough are measured in one pass.
-_GUESSES = 8
-
 
 class Explanation:
     """Finds few tokens that explain a unit's spike: without them, the rest is measured under its threshold.
@@ -43,13 +40,9 @@ class Explanation:
         whole (Segment): All of them.
         norm (float): Its norm, over its threshold.
         ordinary (float, optional): The root mean square of ordinary tokens' gradient norms.
-
-    Attributes:
-        alone (dict[int, float]): The norms of the tokens that were measured alone.
     """
 
     def __init__(self, tokens: UnitTokens, whole: Segment, norm: float, ordinary: float | None) -> None:
-        self.alone: dict[int, float] = {}
         self.tokens = tokens
         self._ordinary = ordinary
         self._all = frozenset(whole.candidates)
@@ -65,7 +58,7 @@ class Explanation:
         self._few_expected = False
         # How many tokens that should explain the spike were not over τ, since the last one that was.
         self._misled = 0
-        # How many passes in a row have brought no explanation nearer.
+        # How many passes in a row have brought no token over τ, and no rest under its threshold.
         self._vain = 0
         # The candidates as suspicion orders them.
         self._likeliest: list[int] = []
@@ -73,15 +66,10 @@ class Explanation:
         self._sample: list[int] | None = None
 
     @property
-    def over(self) -> list[int]:
-        """The tokens measured alone over τ, in the order in which they were."""
-        return [t for t, norm in self.alone.items() if self.tokens.is_over([t], norm)]
-
-    @property
     def culprits(self) -> list[int]:
         """The fewest tokens that explain the spike; all over τ so far where it is not explained."""
         explaining = self._explaining()
-        return [t for t in self.over if explaining is None or t in explaining]
+        return [t for t in self.tokens.over if explaining is None or t in explaining]
 
     @property
     def rest(self) -> tuple[Segment, float] | None:
@@ -95,9 +83,9 @@ class Explanation:
 
     @property
     def ended(self) -> bool:
-        if self._sample is None:
+        if self.explained or self._sample is None:
             return self.explained
-        return self.explained or (self.alone.keys() >= set(self._sample) and frozenset(self.over) in self._rests)
+        return self.tokens.alone.keys() >= set(self._sample) and frozenset(self.tokens.over) in self._rests
 
     @property
     def open_segments(self) -> list[Segment]:
@@ -105,7 +93,7 @@ class Explanation:
 
     @property
     def given_up(self) -> list[Segment]:
-        unmeasured = [t for t in sorted(self._all) if t not in self.alone]
+        unmeasured = [t for t in sorted(self._all) if t not in self.tokens.alone]
         return [self.tokens.segment(unmeasured)] if self.ended and not self.explained and unmeasured else []
 
     @property
@@ -119,85 +107,68 @@ class Explanation:
         if self._sample is None:
             order, few = self._plan()
             self._likeliest = self._likeliest or order
-            enough = min((r for r in self._enough if not r <= self.alone.keys()), key=len, default=None)
+            enough = min((r for r in self._enough if not r <= self.tokens.alone.keys()), key=len, default=None)
             patient = self._vain <= patience(len(self._all), count)
             most = self._most if self._few_expected else self._few
             if patient and self._misled < SAMPLE and (enough or few <= most):
                 self._few_expected = True
-                return self._probe_few(order, few, enough, count)
-            over = frozenset(self.over)
-            if self._few_expected and over not in self._rests:
-                return [self._without(over)]
-            found = self._probe_beyond(count, passes_left) if patient and len(over) <= self._most else []
+                return self._probe_few(order, few, enough)[:count]
+            found = self._probe_beyond(count, passes_left) if patient else []
             if found:
                 return found
             self._sample = self._likeliest[:SAMPLE]
-        sample = [self.tokens.segment([t]) for t in self._sample if t not in self.alone]
-        return sample[:count] or [self._without(self.over)]
+        sample = [self.tokens.segment([t]) for t in self._sample if t not in self.tokens.alone]
+        return sample[:count] or [self._without(self.tokens.over)]
 
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
         """Takes in a pass of up to so many probes; NaN and Inf count as over."""
-        known, enough, promising = len(self.over), len(self._enough), frozenset().union(*self._enough)
-        # The largest of a few tokens that explain what is left of the spike has at least this squared norm.
-        removed = max((r for r in self._rests if r <= set(self.over)), key=len)
-        least = (self._rests[removed] ** 2 - self.tokens.threshold(self._all - removed) ** 2) / self._most
+        promising, enough = frozenset().union(*self._enough), len(self._enough)
         if self._tree is not None:
             self._tree.record(measured, count)
         for probe, norm in measured:
-            if is_single(probe):
-                (token,) = probe.candidates
-                self.alone[token] = norm
-                self._misled += token in promising
-            if isinstance(probe, Segment):
-                removed = self._all.difference(probe.candidates)
-                if len(removed) <= max(self._most, len(self.over)):
-                    self._add_rest(removed, norm)
-        found = self.over[known:]
-        if found:
-            self._misled = 0
-        vain = len(self._enough) == enough and all(self.alone[t] ** 2 < least for t in found)
-        self._vain = self._vain + 1 if vain else 0
+            removed = self._all.difference(probe.candidates)
+            if isinstance(probe, Segment) and len(removed) <= max(self._most, len(self.tokens.over)):
+                self._add_rest(removed, norm)
+        singles = {probe.candidates[0] for probe, _ in measured if is_single(probe)}
+        found = not singles.isdisjoint(self.tokens.over)
+        self._misled = 0 if found else self._misled + len(singles & promising)
+        self._vain = 0 if found or len(self._enough) > enough else self._vain + 1
 
-    def _probe_few(self, order: list[int], few: int, enough: frozenset[int] | None, count: int) -> list[Probe]:
-        """Rests without the likeliest tokens, and these tokens alone."""
-        step, over = max(few // 4, 1), set(self.over)
-        sizes = range(few, min(few + step * min(count, _GUESSES), self._most + 1, len(order) + 1), step)
-        guesses = [frozenset(order[:size]) for size in sizes]
+    def _probe_few(self, order: list[int], few: int, enough: frozenset[int] | None) -> list[Probe]:
+        """The rest without the likeliest tokens, and these tokens alone."""
+        over, guess = set(self.tokens.over), frozenset(order[:few])
         alone = [t for t in order if t not in over]
         if enough:  # nothing but these tokens is needed, and of them perhaps not all
-            guesses = [guess for guess in guesses[:1] if guess <= over]
             alone = [t for t in alone if t in enough]
-        rests = [self._without(guess) for guess in guesses if guess not in self._rests]
-        return _alternate(rests, [self.tokens.segment([t]) for t in alone[:count]])[:count]
+        wanted = guess not in self._rests and (not enough or guess <= over)
+        return [*([self._without(guess)] if wanted else []), *(self.tokens.segment([t]) for t in alone)]
 
     def _probe_beyond(self, count: int, passes_left: float) -> list[Probe]:
         """Rests that show whether suspicion is right, and what the tree asks for; nothing for a diffuse spike."""
-        likeliest = list(dict.fromkeys([*self.over, *self._likeliest]))[: self._few]
+        likeliest = list(dict.fromkeys([*self.tokens.over, *self._likeliest]))[: self._few]
         # What suspicion expects rightly only blurs the search for what it does not.
         loud = (r for r in self._rests if r not in self._enough and r < set(likeliest))
         base = max((r for r in loud if len(r) <= self._few / 2), key=len)
         checks: list[Probe] = []
         if math.isfinite(self._rests[base]) and self._misled < SAMPLE:
-            parts = [frozenset(likeliest[: len(likeliest) * quarters // 4]) for quarters in (4, 2, 1)]
+            parts = [frozenset(likeliest[: len(likeliest) * quarters // 4]) for quarters in (4, 2)]
             parts = [part for part in parts if base < part]
             if all(self._is_as_expected(base, part) for part in parts if part in self._rests):
                 checks = [self._without(part) for part in parts if part not in self._rests]
                 if not checks:
                     return []
-        left = count - len(checks[:1])
-        if left == 0:
-            return checks[:1]
+        first, later = checks[: max(count // 2, 1)], checks[max(count // 2, 1) :]
+        if len(first) == count:
+            return first
         if self._tree is None:
-            self._tree = Tree(self.tokens, self._without(base), self._rests[base], self._ordinary, self.alone)
-        found = self._tree.probes(left, passes_left)
+            self._tree = Tree(self.tokens, self._without(base), self._rests[base], self._ordinary)
+        found = self._tree.probes(count - len(first), passes_left)
         named = [probe for probe in found if probe in self._tree.named]
-        # A token that was named, or has broken the norms so far, may be all that explains the spike.
-        guess = frozenset(self.over).union(*(probe.candidates for probe in named))
-        worth = (named or self.over and not math.isfinite(self._rests[base])) and guess not in self._rests
-        rests = [self._without(guess)] if worth else []
-        known = [probe.candidates for probe in (*rests, *checks)]
-        others = [probe for probe in found if probe not in named and probe.candidates not in known]
-        return [*named, *rests, *checks[:1], *others, *checks[1:]][:count]
+        # A token that was named may be all that explains the spike.
+        guess = frozenset(self.tokens.over).union(*(probe.candidates for probe in named))
+        rests = [self._without(guess)] if named and guess not in self._rests else []
+        others = [probe for probe in found if probe not in named]
+        return [*named, *rests, *first, *others, *later][:count]
 
     def _is_as_expected(self, base: frozenset[int], few: frozenset[int]) -> bool:
         """Whether the likeliest few carry about as much of the energy as suspicion says."""
@@ -213,9 +184,9 @@ class Explanation:
         """
         finite = [removed for removed, norm in self._rests.items() if math.isfinite(norm)]
         base = min(finite, key=len, default=self._all)
-        tau, squares, over = self.tokens.tau, self.tokens.squares, set(self.over)
+        tau, squares, over = self.tokens.tau, self.tokens.squares, set(self.tokens.over)
         gains = [energy - tau * tau * square for energy, square in zip(self._estimate(base), squares, strict=True)]
-        possible = [t for t in range(len(gains)) if t in over or t not in self.alone]
+        possible = [t for t in range(len(gains)) if t in over or t not in self.tokens.alone]
         order = sorted(possible, key=lambda t: (t not in base, -gains[t], t))
         few = sum(t in base for t in order)
         excess = math.fsum(gain for t, gain in enumerate(gains) if t not in base)
@@ -230,20 +201,19 @@ class Explanation:
         """Every token's energy: what suspicion says, scaled to agree with the measurements, the last one last."""
         whole = self._rests.get(base, 0.0) ** 2
         energy = [whole * share for share in self.tokens.suspected]
-        for token, norm in self.alone.items():
+        for token, norm in self.tokens.alone.items():
             energy[token] = norm * norm if math.isfinite(norm) else 0.0
         for removed, norm in self._rests.items():
             if math.isfinite(norm):
                 self._scale(energy, self._all - removed, norm * norm)
-                self._scale(energy, removed - base, max(whole - norm * norm, 0.0))
         return energy
 
     def _scale(self, energy: list[float], candidates: Iterable[int], norm_square: float) -> None:
         """Scales the energies of the candidates that were not measured alone so that all add up to a squared norm."""
-        free = [t for t in candidates if t not in self.alone]
+        free = [t for t in candidates if t not in self.tokens.alone]
         expected = math.fsum(energy[t] for t in free)
         if expected > 0:
-            known = math.fsum(energy[t] for t in candidates if t in self.alone)
+            known = math.fsum(energy[t] for t in candidates if t in self.tokens.alone)
             # Not zero, so that another measurement can raise it.
             factor = max((norm_square - known) / expected, LEAST)
             for t in free:
@@ -255,7 +225,7 @@ class Explanation:
             self._enough.append(removed)
 
     def _explaining(self) -> frozenset[int] | None:
-        over = frozenset(self.over)
+        over = frozenset(self.tokens.over)
         return min((removed for removed in self._enough if removed <= over), key=len, default=None)
 
     def _loudest(self) -> tuple[Segment, float]:
@@ -265,8 +235,3 @@ class Explanation:
 
     def _without(self, removed: Collection[int]) -> Segment:
         return self.tokens.segment(self._all.difference(removed))
-
-
-def _alternate(first: Sequence[Probe], second: Sequence[Probe]) -> list[Probe]:
-    pairs = [probe for pair in zip(first, second, strict=False) for probe in pair]
-    return [*pairs, *first[len(second) :], *second[len(first) :]]

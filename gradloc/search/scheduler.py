@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .explanation import Explanation
-from .probes import Probe, Segment
+from .probes import Probe, Segment, is_single
 from .tokens import UnitTokens
 from .tree import Tree
 
@@ -55,6 +55,10 @@ class _Unit:
             kind = {"explained": Explanation, "exhaustive": Tree}[self._until]
             self.search = kind(self.tokens, self.whole, norm, self._ordinary)
 
+    @property
+    def ended(self) -> bool:
+        return not self.first and (self.search is None or self.search.ended)
+
     def probes(self, count: int, passes_left: float) -> list[Probe]:
         found: list[Probe] = self.first[:count]
         if self.search is not None and len(found) < count:
@@ -62,6 +66,7 @@ class _Unit:
         return found
 
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
+        self.tokens.alone |= {probe.candidates[0]: norm for probe, norm in measured if is_single(probe)}
         first, self.first = self.first, [segment for segment in self.first if segment not in dict(measured)]
         others = [(probe, norm) for probe, norm in measured if probe not in first]
         if self.search is not None and others:
@@ -104,7 +109,7 @@ class Search:
     def culprits(self) -> list[Culprit]:
         """The tokens named so far, each measured alone over τ."""
         return [
-            Culprit(name, candidate, search.alone[candidate])
+            Culprit(name, candidate, search.tokens.alone[candidate])
             for name, search in self._searches()
             for candidate in search.culprits
         ]
@@ -160,7 +165,7 @@ class Search:
             culprits, tokens = set(search.culprits), search.tokens
             for candidate, suspicion in enumerate(tokens.suspicion):
                 weight = math.sqrt(tokens.squares[candidate])
-                norm = search.alone.get(candidate)
+                norm = tokens.alone.get(candidate)
                 if norm is None:
                     scores.append(suspicion / weight)
                 elif math.isfinite(norm):
@@ -204,7 +209,7 @@ class Search:
             count (int): At most so many probes.
             passes_left (float): So many passes can still be made: no number is begun that could not be made use of.
         """
-        active = [unit for unit in self._units.values() if unit.first or unit.search is not None]
+        active = [unit for unit in self._units.values() if not unit.ended]
         probes: list[Probe] = []
         while active and len(probes) < count:
             unit = active.pop(0)

@@ -37,11 +37,13 @@ class UnitTokens:
         squares (list[float]): w_t².
         suspected (list[float]): The share of the unit's energy (squared norm) that each candidate has by suspicion.
         prior (list[float]): The same, less certain.
+        alone (dict[int, float]): The norms of the candidates that were measured alone, in the order in which they were.
     """
 
     def __init__(self, name: Hashable, tau: float, suspicion: Tensor, weights: Tensor) -> None:
         self.name = name
         self.tau = tau
+        self.alone: dict[int, float] = {}
         self.squares: list[float] = weights.double().square().tolist()
         energies: list[float] = suspicion.double().square().tolist()
         ceiling = 10 * max((e for e in energies if math.isfinite(e)), default=0.0) or 1.0
@@ -70,6 +72,11 @@ class UnitTokens:
     def is_over(self, candidates: Iterable[int], norm: float) -> bool:
         """Whether a measured norm is over the threshold of these; NaN and Inf are."""
         return not norm <= self.threshold(candidates)
+
+    @property
+    def over(self) -> list[int]:
+        """The candidates that were measured alone over τ."""
+        return [t for t, norm in self.alone.items() if self.is_over([t], norm)]
 
     def expected(self, candidates: Iterable[int]) -> float:
         """The share of the unit's energy that is expected of these."""

@@ -27,9 +27,6 @@ _CONCENTRATED = 0.5
 # Of what is left, so many of the likeliest tokens are measured.
 SAMPLE = 3
 
-# So many probes, or at least so many passes, in a row may go into loud parts without finding a culprit.
-_PATIENCE_PROBES, _PATIENCE_PASSES = 16, 4
-
 
 def patience(candidates: int, count: int) -> float:
     """After so many passes of so many probes that point at no token among these candidates, they are given up."""
@@ -82,20 +79,11 @@ class Tree:
         ordinary (float, optional): The root mean square of ordinary tokens' gradient norms; without it no part is loud.
 
     Attributes:
-        alone (dict[int, float]): The norms of the tokens that were measured alone.
         given_up (list[Segment]): What was not measured when the tree was left.
         named (set[Segment]): Single tokens that a code has named.
     """
 
-    def __init__(
-        self,
-        tokens: UnitTokens,
-        root: Segment,
-        norm: float,
-        ordinary: float | None,
-        alone: dict[int, float] | None = None,
-    ) -> None:
-        self.alone: dict[int, float] = {} if alone is None else alone
+    def __init__(self, tokens: UnitTokens, root: Segment, norm: float, ordinary: float | None) -> None:
         self.given_up: list[Segment] = []
         self.named: set[Segment] = set()
         self.tokens = tokens
@@ -104,19 +92,23 @@ class Tree:
         self._open: dict[Segment, _Node] = {}
         self._root = root
         self._settled: list[tuple[Segment, float]] = []
-        self._pointless = self._fruitless = self._vain_readings = 0
+        self._pointless = self._vain_readings = 0
         self._nodes.append(_Node(root, norm, loud=False))
 
     @property
     def culprits(self) -> list[int]:
         """The tokens that were measured alone over τ."""
-        return [t for t, norm in self.alone.items() if self.tokens.is_over([t], norm)]
+        return self.tokens.over
 
     @property
     def rest(self) -> tuple[Segment, float] | None:
         """The root without the culprits, and its norm, if that happens to have been measured as one segment."""
         rest = set(self._root.candidates).difference(self.culprits)
         return next((found for found in self._settled if rest == set(found[0].candidates)), None)
+
+    @property
+    def ended(self) -> bool:
+        return not self._open and all(node.parts >= 0 for node in self._nodes)
 
     @property
     def diffuse(self) -> list[tuple[Segment, float]]:
@@ -132,8 +124,6 @@ class Tree:
 
     def probes(self, count: int, passes_left: float) -> list[Probe]:
         """What to measure next, at most so many, best first; nothing when the search is over."""
-        if not self.open_segments and self._fruitless >= max(_PATIENCE_PROBES / count, _PATIENCE_PASSES):
-            return []
         for node in [node for node in self._nodes if node.parts < 0 and node.code is None]:
             node.code = self._code(node, count, passes_left)
             if node.code is None:
@@ -145,10 +135,9 @@ class Tree:
         named = [segment for segment in ranked if segment in self.named]
         return [*named, *digits, *(segment for segment in ranked if segment not in self.named)][:count]
 
-    def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> bool:
-        """Takes in a pass of up to so many probes; NaN and Inf count as over. Returns whether it found a culprit."""
+    def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
+        """Takes in a pass of up to so many probes; NaN and Inf count as over."""
         segments = [(probe, norm) for probe, norm in measured if probe in self._open]
-        loud = all(self._open[segment].loud for segment, _ in segments)
         found = any(is_single(segment) and self.tokens.is_over(segment.candidates, norm) for segment, norm in segments)
         pointed = [self._record(segment, norm) for segment, norm in segments]
         for probe, norm in measured:
@@ -157,18 +146,17 @@ class Tree:
         for node in [node for node in self._nodes if node.code and not node.code.unread]:
             candidate, node.code = node.code.read(), None
             self._vain_readings += 1
-            if candidate is not None and candidate not in self.alone:
+            if candidate is not None and candidate not in self.tokens.alone:
                 self._suspect(candidate)
             elif node.parts < 0:
                 self._split(node)
         self._infer()
-        self._fruitless = self._fruitless + 1 if loud and not found else 0
         if found:
             self._vain_readings = 0
         self._pointless = 0 if found or any(pointed) else self._pointless + 1
-        if self._pointless > patience(len(self._root.candidates), count):
+        # Parts that are loud only get half of it.
+        if self._pointless > patience(len(self._root.candidates), count) / (1 if self.open_segments else 2):
             self._leave()
-        return found
 
     def _record(self, segment: Segment, norm: float) -> bool:
         """Takes in a part's norm; returns whether it points at a token."""
@@ -183,9 +171,7 @@ class Tree:
             parent.energy = max(parent.energy - norm * norm, 0.0)
         else:
             parent.rest = 0.0
-        if len(segment.candidates) == 1:
-            self.alone[segment.candidates[0]] = norm
-        elif over or self._is_loud(segment, norm):
+        if len(segment.candidates) > 1 and (over or self._is_loud(segment, norm)):
             self._nodes.append(_Node(segment, norm, loud=not over))
         gains = norm * tokens.threshold(parent.segment.candidates) > parent.norm * tokens.threshold(segment.candidates)
         return over and (gains or not math.isfinite(norm))
@@ -203,12 +189,8 @@ class Tree:
         if self._vain_readings >= _READINGS or node.loud or not math.isfinite(node.norm) or size < 2:
             return None
         code = Code.of(node.segment, node.norm, self.tokens.contrast(node.segment, node.norm, self._ordinary))
-        passes, splits = math.ceil(code.digits / count) + 1, math.log(size, max(count, 2))
-        if passes > min(math.ceil(splits), passes_left):
-            return None
-        if code.digits >= count and (passes >= splits or self._is_concentrated(node.segment, count)):
-            return None
-        return code
+        fits = math.ceil(code.digits / count) + 1 <= passes_left
+        return code if fits and (code.digits < count or not self._is_concentrated(node.segment, count)) else None
 
     def _is_concentrated(self, segment: Segment, count: int) -> bool:
         """Whether the prior expects a segment's energy in so many tokens."""
@@ -248,11 +230,7 @@ class Tree:
         holder = next((segment for segment in self._open if candidate in segment.candidates), None)
         if holder is None:
             return
-        siblings = [segment for segment, parent in self._open.items() if parent is self._open[holder]]
-        beside = {t for segment in siblings for t in segment.candidates} - {candidate}
-        for segment in siblings:
-            if segment is not holder:
-                self._replace(segment)
+        beside = set(holder.candidates) - {candidate}
         alone = self.tokens.segment([candidate])
         self.named.add(alone)
         self._replace(holder, alone, *([self.tokens.segment(beside)] if beside else []))
@@ -281,15 +259,15 @@ class Tree:
     def _leave(self) -> None:
         """Gives up what is open, but for the likeliest tokens."""
         sample = set(sorted(range(len(self.tokens.prior)), key=self.tokens.likeliest)[:SAMPLE])
-        sample -= self.alone.keys()
+        sample -= self.tokens.alone.keys()
         for node in self._nodes:
             node.code = None
             if node.parts < 0:
                 self._split(node, node.segment)
-        for segment in list(self._open):
-            kept = [self.tokens.segment([t]) for t in segment.candidates if t in sample]
+        for segment, node in list(self._open.items()):
+            kept = [self.tokens.segment([t]) for t in segment.candidates if t in sample and not node.loud]
             rest = [t for t in segment.candidates if t not in sample]
-            if rest and not self._open[segment].loud:
+            if rest and not node.loud:
                 self.given_up.append(self.tokens.segment(rest))
             self._replace(segment, *kept)
         self._pointless = -math.inf
