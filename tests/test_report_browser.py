@@ -19,6 +19,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 import browser
 from evidence_samples import culprit, event, samples, version_1, without_culprits
 from gradloc import record_events, report
+from gradloc.report import meanings
 
 HOSTILE = "<b>x</b></script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u202e"
 
@@ -266,15 +267,15 @@ def test_the_page_says_what_was_found_and_done(page: Page, tmp_path: Path) -> No
     generator = random.Random(1)
     kept = event(1, [culprit(0, ["a"], 9000.0, generator)], generator, action="drop", applied=False)
     dropped = event(2, [culprit(0, ["a"], 8000.0, generator)], generator, action="drop")
-    bare = [without_culprits(10 + i, kind, generator) for i, kind in enumerate(report.DIAGNOSES) if kind != "tokens"]
+    bare = [without_culprits(10 + i, kind, generator) for i, kind in enumerate(meanings.DIAGNOSES) if kind != "tokens"]
     bare[2] |= {"action": "skip", "applied": False}
     events = [kept, dropped, *bare, event(20, [], generator, action="skip")]
     page.open(build(tmp_path, events))
     for i, entry in enumerate(events):
         Select(page.one("#event")).select_by_index(i)
         diagnosis = entry["diagnosis"]
-        assert page.one("#diagnosis").text == f"Diagnosis: {diagnosis}. {report.DIAGNOSES[diagnosis]}"
-        done = report.APPLIED if entry["applied"] else report.NOT_APPLIED
+        assert page.one("#diagnosis").text == f"Diagnosis: {diagnosis}. {meanings.DIAGNOSES[diagnosis]}"
+        done = meanings.APPLIED if entry["applied"] else meanings.NOT_APPLIED
         assert page.one("#story").text.endswith(done[entry["action"]])
         assert page.one("#parts").is_displayed() == (diagnosis == "diffuse")
         if diagnosis == "diffuse":
