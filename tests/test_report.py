@@ -19,7 +19,7 @@ from valid_events import valid_events
 
 from evidence_samples import culprit, event, samples, version_1, without_culprits
 from gradloc import evidence, record_events, report
-from gradloc.report import meanings, reading
+from gradloc.report import meanings, page, reading
 from gradloc.report.__main__ import main
 from gradloc.report.page_data import page_data as data_of_page
 from gradloc.schema import EVENT, EVENT_1, NOTE, conforms
@@ -611,7 +611,9 @@ def test_runs_from_the_sources_and_from_the_patched_verl(tmp_path: Path, module:
     done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "1 gradient spike in step 1" in done.stdout and "Warning" not in done.stderr
-    assert (tmp_path / "deep" / "page.html").exists()
+    # Whether the page's files are read or come from a module, it is the same page.
+    report.write_page(report.read(str(tmp_path)), str(tmp_path / "page.html"))
+    assert (tmp_path / "deep" / "page.html").read_bytes() == (tmp_path / "page.html").read_bytes()
 
 
 # The page's data
@@ -719,6 +721,17 @@ def test_the_page_holds_no_markup_of_a_model(tmp_path: Path) -> None:
     assert "alert(1)" in text and hostile not in text and "<script>alert" not in text
     assert text.count("<!--") == text.split('<script type="application/json"')[0].count("<!--") + plotly_comments()
     assert [path.name for path in tmp_path.iterdir() if "page.html" in path.name] == ["page.html"]
+
+
+def test_a_page_that_does_not_take_in_all_its_files_is_refused() -> None:
+    files = dict(page.page_files())
+    assert files.keys() == {"page.html", "page.css", "page.js"}
+    # What is put in is not searched for places to put in more.
+    whole = page.assemble(files, "{}", '<script src="plotly.js"></script>')
+    assert whole.count('<script src="plotly.js"></script>') == 1 and "page.css" not in whole.split("</style>")[1]
+    files["page.html"] = files["page.html"].replace("page.css", "style.css")
+    with pytest.raises(ValueError, match="page.html must refer once to each of its parts"):
+        page.assemble(files, "{}", "")
 
 
 def plotly_comments() -> int:
