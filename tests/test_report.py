@@ -397,17 +397,17 @@ AT = "micro-batch 2 of rank 1 is"
         ),
         (
             spread(3, 1.42, 1.3, more_tokens=1300, **DIFFUSE),
-            "Diffuse: no few tokens explain it; the 3 likeliest carry 12% of the norm; "
+            "Diffuse: no small set of tokens explains it; the 3 likeliest carry 12% of the norm; "
             f"without them {AT} still at 1.30 of its threshold (1.42 with them); "
             "about 1,300 more tokens may be over τ.",
         ),
         (
             spread(1, 1.42, None, more_tokens=None, **DIFFUSE),
-            "Diffuse: no few tokens explain it; the likeliest carries 7% of the norm.",
+            "Diffuse: no small set of tokens explains it; the likeliest carries 7% of the norm.",
         ),
         (
             without_culprits(5, "diffuse", random.Random(1)),
-            "Diffuse: no few tokens explain it; the 3 largest measured carry 5% of the norm.",
+            "Diffuse: no small set of tokens explains it; the 3 largest measured carry 5% of the norm.",
         ),
         (
             without_culprits(5, "diffuse", random.Random(1), **EXHAUSTIVE),
@@ -461,7 +461,7 @@ def test_shares_that_are_not_known_are_left_out(run: Any) -> None:
     sample = without_culprits(5, "diffuse", random.Random(1))
     sample["diffuse"][0]["largest_tokens"][1]["share"] = None
     out = " ".join(run(events=[sample]).split())
-    assert "Diffuse: no few tokens explain it." in out and "9, 0: 600, 2%; 9, 3: 599; 9, 6: 598, 4%" in out
+    assert "Diffuse: no small set of tokens explains it." in out and "9, 0: 600, 2%; 9, 3: 599; 9, 6: 598, 4%" in out
 
 
 def test_of_many_spikes_the_largest_are_explained(run: Any) -> None:

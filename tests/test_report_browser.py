@@ -298,11 +298,11 @@ def test_the_page_says_whether_the_culprits_explain_the_spike(page: Page, tmp_pa
         Select(page.one("#event")).select_by_index(i)
         shown.append(page.one("#explanation").text)
         assert page.one("#explanation").is_displayed() == bool(shown[-1])
-        # That no few tokens explain a spike is an answer; version 1 says no more than that its search is not complete.
+        # That no small set of tokens explains a spike is an answer; version 1 says only that its search is incomplete.
         assert ("the search ended early" in page.one("#story").text) == (i in (2, 4))
     assert shown[0].startswith("Explained: without this token micro-batch 0 of rank 0 is at 0.")
     assert shown[0].endswith("; about 20 more tokens may be over τ.")
-    assert shown[1].startswith("Diffuse: no few tokens explain it; the likeliest carries")
+    assert shown[1].startswith("Diffuse: no small set of tokens explains it; the likeliest carries")
     assert shown[2:] == ["Not explained: the search ended early.", "", ""]
     figures = dict(figure.text.split("\n")[:2] for figure in page.all("#figures > div"))
     assert figures["Searches complete"] == "3" and "2 searches ended early" in page.one("#notes").text
@@ -328,7 +328,7 @@ def test_more_culprits_than_a_page_takes(page: Page, tmp_path: Path) -> None:
     figures = [element.text for element in page.all("#figures dd")]
     assert figures[:2] == ["500", "6,000"] and figures[3] == "500\nof 500"
     assert figures[4].startswith(f"{sum(e['passes'] for e in events):,}\n")
-    note = "The page shows 5,000 culprits of 6,000, the largest of each spike first. Its totals are of all."
+    note = "The page shows 5,000 culprits of 6,000, the largest of each spike first. Its totals count all of them."
     assert note in page.one("#notes").text
     assert [row.text.split() for row in page.all("#sources li")] == [
         ["token", "5,500", "92", "%"],

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows the evidence of gradient spikes: a summary in the terminal, and one HTML file that opens offline.
 
-The evidence may be read while training writes it. Rotated files are read as well; a line that is not finished is left
-for the next time.
+The evidence may be read while training writes it. Rotated files are read as well; a line that is still being
+written is left for the next time.
 """
 
 import argparse

@@ -14,7 +14,7 @@ Culprit = Mapping[str, Any]
 
 
 def ended_early(event: Event) -> bool:
-    """Whether the search ended without an answer. That no few tokens explain the spike is one."""
+    """Whether the search ended without an answer. That no small set of tokens explains the spike is one."""
     answered = event.get("until") == "explained" and event["diagnosis"] in ("diffuse", "nonfinite", "overflow")
     return not event["complete"] and not answered
 
@@ -64,8 +64,8 @@ def _exhaustive(event: Event) -> list[str]:
 
 
 def _diffuse(event: Event) -> list[str]:
-    """No few tokens explain the spike: what the likeliest of them come to."""
-    none = "no few tokens explain it" if event["until"] == "explained" else "no single token is over τ"
+    """No small set of tokens explains the spike: what the likeliest of them come to."""
+    none = "no small set of tokens explains it" if event["until"] == "explained" else "no single token is over τ"
     facts = [f"Diffuse: {none}"]
     unit = _worst_rest(event)
     culprits = _of_one_unit(event["culprits"], unit)

@@ -15,7 +15,7 @@ SOURCES = {
 # By `Investigation.diagnosis`: what it means, and what to look at.
 DIAGNOSES = {
     "tokens": "Single tokens are over the threshold: look at what is wrong with each of them.",
-    "diffuse": "No few tokens explain the spike, it is the sum of many: "
+    "diffuse": "No small set of tokens explains the spike, it is the sum of many: "
     "look at the responses in the parts listed, at their advantages and at repeated text.",
     "nonfinite": "NaN or Inf is in everything, not in the share of a token: "
     "look at the weights after the step before, then at rewards and advantages.",
@@ -33,6 +33,6 @@ APPLIED = {
 }
 NOT_APPLIED = {
     "log": "Training went on as usual.",
-    "skip": "The step was left to the gradient scaler, which leaves it out after an overflow.",
-    "drop": "No culprit's gradient could be taken out of the step: its gradient was left as it was.",
+    "skip": "The step was left to the gradient scaler, which skips it after an overflow.",
+    "drop": "No culprit's gradient could be taken out of the step: the step's gradient was left unchanged.",
 }

@@ -315,7 +315,7 @@ function notes() {
   if (culprits.length < totals.culprits) {
     cut.push(`${count(culprits.length, "culprit")} of ${whole(totals.culprits)}, the largest of each spike first`);
   }
-  if (cut.length) messages.push(`The page shows ${cut.join(", and ")}. Its totals are of all.`);
+  if (cut.length) messages.push(`The page shows ${cut.join(", and ")}. Its totals count all of them.`);
   return messages;
 }
 
@@ -349,7 +349,7 @@ function drawTimeline() {
 function timelineHint() {
   const shown = [];
   if (culprits.length) shown.push("Every culprit by the norm of its own gradient");
-  if (bareEvents.length) shown.push("bars are spikes without a culprit, by the norm that a single token would need");
+  if (bareEvents.length) shown.push("bars are spikes without a culprit, at the norm that a single token would need");
   return shown.join("; ") + ". Select one to see it below.";
 }
 
@@ -998,9 +998,9 @@ function isNorm(x) {
 function layersHint(shown) {
   if (!shown) return "There are no finite norms by layer to show for this culprit.";
   if (!currentEvent.ordinary_layer_norms) {
-    return "No micro-batch of this mini-batch is under its threshold, to compare the culprit with.";
+    return "Every micro-batch of this mini-batch is over its threshold: there is no ordinary token to compare with.";
   }
-  return "Each bar spans from an ordinary token, the median of the micro-batches under their thresholds, " +
+  return "Each bar goes from an ordinary token (the median over the micro-batches under their thresholds) " +
     "to the culprit.";
 }
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the evidence, of which it keeps what the report shows.
 
-It may be read while training writes it. Rotated files are read as well; a line that is not finished is left for the
-next time.
+It may be read while training writes it. Rotated files are read as well; a line that is still being
+written is left for the next time.
 """
 
 import errno

@@ -107,7 +107,7 @@ def _explanations(events: Sequence[Mapping[str, Any]], every: bool) -> Table:
 
 
 def _diffuse_parts(parts: Sequence[Mapping[str, Any]]) -> Table:
-    table = _titled("The largest parts over their threshold that no few tokens explain")
+    table = _titled("The largest parts over their threshold that no small set of tokens explains")
     for name in ("step", "rank", "rows", "tokens", "norm", "× threshold"):
         table.add_column(name, justify="right")
     table.add_column("largest tokens measured (row, position: norm, share)", style="dim")
