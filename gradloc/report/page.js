@@ -15,6 +15,7 @@ const placeName = haveSteps ? "Step" : "Event";
 let current = null;
 let currentEvent = null;
 
+// How the table is sorted (`down`: the largest first) and filtered, and how many rows it shows at most.
 const table = { key: "severity", down: true, words: "", source: "", token: null, rows: 100 };
 
 function linkCulpritsToEvents() {
@@ -85,6 +86,7 @@ function number(value) {
   return value === null || value === undefined ? null : Number(value);
 }
 
+// Four digits at most.
 const fourDigits = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 
 function short(value) {
@@ -97,6 +99,7 @@ function short(value) {
   return text.replaceAll("-", "−");
 }
 
+// "14×"; more digits for what is small.
 function times(x) {
   if (!Number.isFinite(x)) return "–";
   return (x >= 9.95 ? whole(Math.round(x)) : x.toFixed(x < 0.0995 ? 2 : 1)) + "×";
