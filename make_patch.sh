@@ -24,7 +24,7 @@ Usage:
       gradloc/ gives the same bytes. TREE is an unpatched verl tree; without it build/base or the wheel is
       used. If no base can be had, only the checksum and the package are checked, and the exit code is 3.
 
-The package holds Python files only. A README.md in it stays where it is and is not part of the patch.
+The package holds Python files only: the .html, .css and .js files of a folder are in it as page_files.py. A README.md in it stays where it is and is not part of the patch.
 
 Exit codes: 0 done, 1 the check failed, 2 usage, 3 refused or failed (one sentence says why).
 EOF
@@ -120,6 +120,32 @@ unstage() { g rm -r -f -q --cached --ignore-unmatch -- "$1"; }
 # drop_readmes PREFIX: what stays with the sources.
 drop_readmes() { unstage ":(glob)$1**/README.md"; }
 
+# inline_pages: in $index, page_files.py stands for the .html, .css and .js files of each folder of gradloc/.
+inline_pages() {
+    local folder blob
+    while read -r folder; do
+        blob=$("$python" - "$root/gradloc/$folder" <<'EOF' | g hash-object -w --stdin
+import pathlib
+import sys
+
+folder = pathlib.Path(sys.argv[1])
+files = sorted(path for path in folder.iterdir() if path.suffix in (".css", ".html", ".js"))
+names = ", ".join(path.name for path in files)
+print("# SPDX-FileCopyrightText: 2026 The GradLoc Authors")
+print("# SPDX-License-Identifier: Apache-2.0")
+print(f"# Generated from {names} of gradloc/{folder.name}/ of the project: edit those.")
+print(f'"""The texts of {names}."""\n')
+print("FILES: dict[str, str] = {")
+for path in files:
+    print(f"    {path.name!r}: r'''{path.read_text(encoding='utf-8')}''',".replace(repr(path.name), f'"{path.name}"', 1))
+print("}")
+EOF
+)
+        g update-index --add --cacheinfo "100644,$blob,$folder/page_files.py"
+        g rm -r -f -q --cached -- ":(glob)$folder/*.css" ":(glob)$folder/*.html" ":(glob)$folder/*.js"
+    done < <(g ls-files -- ':(glob)**/*.html' | xargs -r -n 1 dirname | sort -u)
+}
+
 # refuse_strays TREE NAME: the package holds Python files only.
 refuse_strays() {
     local stray
@@ -133,6 +159,7 @@ project_package() {
     if [[ -d $root/gradloc ]]; then
         add_files "$root/gradloc" .
         drop_readmes ''
+        inline_pages
     fi
     tree=$(g write-tree)
     refuse_strays "$tree" gradloc

@@ -92,6 +92,9 @@ set_up_base
 say "ruff"
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
+say "deno"
+"$venv/bin/deno" lint
+"$venv/bin/deno" fmt --check
 say "the patch"
 PYTHON=$venv/bin/python bash make_patch.sh --check --base-tree build/base
 set_up_patched

@@ -19,6 +19,9 @@ from valid_events import valid_events
 
 from evidence_samples import culprit, event, samples, version_1, without_culprits
 from gradloc import evidence, record_events, report
+from gradloc.report import meanings, page, reading
+from gradloc.report.__main__ import main
+from gradloc.report.page_data import page_data as data_of_page
 from gradloc.schema import EVENT, EVENT_1, NOTE, conforms
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +44,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.Monke
 
     def call(*arguments: str, events: list[dict[str, Any]] = (), code: int = 0) -> str:
         record_events(str(tmp_path), events)
-        assert report.main([str(tmp_path), *arguments]) == code
+        assert main([str(tmp_path), *arguments]) == code
         return capsys.readouterr().out
 
     return call
@@ -327,28 +330,28 @@ def test_the_summary_says_what_there_is(run: Any) -> None:
 
 def test_the_summary_says_what_was_found_and_done_where_there_is_no_culprit(run: Any) -> None:
     generator = random.Random(1)
-    events = [without_culprits(step, diagnosis, generator) for step, diagnosis in enumerate(report.DIAGNOSES, 1)]
+    events = [without_culprits(step, diagnosis, generator) for step, diagnosis in enumerate(meanings.DIAGNOSES, 1)]
     events[0] = spike(1)
     events[1] |= {"action": "drop", "applied": False}
     events[3] |= {"action": "skip", "applied": False}
     events[4] |= {"error": "rank 1: out of\x1b memory"}
     out = " ".join(run(events=events).split())
-    for diagnosis, meaning in report.DIAGNOSES.items():
+    for diagnosis, meaning in meanings.DIAGNOSES.items():
         assert f"{diagnosis} 1 " in out and meaning.split(":")[0] in out
     assert "9, 0: 600, 2%; 9, 3: 599, 3%; 9, 6: 598, 4%" in out and "8 to 9, 11" in out
-    assert f"1 spike, with spike_action=drop: {report.NOT_APPLIED['drop']}" in out
-    assert f"1 spike, with spike_action=skip: {report.NOT_APPLIED['skip']}" in out
+    assert f"1 spike, with spike_action=drop: {meanings.NOT_APPLIED['drop']}" in out
+    assert f"1 spike, with spike_action=skip: {meanings.NOT_APPLIED['skip']}" in out
     assert "1 search met an error: rank 1: out of\\x1b memory." in out
     summary = json.loads(run("--json"))
-    assert summary["diagnoses"] == dict.fromkeys(report.DIAGNOSES, 1)
+    assert summary["diagnoses"] == dict.fromkeys(meanings.DIAGNOSES, 1)
     assert [part["rank"] for part in summary["diffuse"]] == [1, None]
 
 
 def test_every_diagnosis_source_and_action_of_the_schema_is_explained() -> None:
     fields = EVENT["properties"]
-    assert set(report.DIAGNOSES) == set(fields["diagnosis"]["enum"])
-    assert set(report.APPLIED) == set(report.NOT_APPLIED) == set(fields["action"]["enum"])
-    assert set(report.SOURCES) == set(fields["culprits"]["items"]["properties"]["source"]["enum"])
+    assert set(meanings.DIAGNOSES) == set(fields["diagnosis"]["enum"])
+    assert set(meanings.APPLIED) == set(meanings.NOT_APPLIED) == set(fields["action"]["enum"])
+    assert set(meanings.SOURCES) == set(fields["culprits"]["items"]["properties"]["source"]["enum"])
 
 
 def spread(tokens: int, norm: float, rest: float | None, units: int = 1, **changes: Any) -> dict[str, Any]:
@@ -394,17 +397,17 @@ AT = "micro-batch 2 of rank 1 is"
         ),
         (
             spread(3, 1.42, 1.3, more_tokens=1300, **DIFFUSE),
-            "Diffuse: no few tokens explain it; the 3 likeliest carry 12% of the norm; "
+            "Diffuse: no small set of tokens explains it; the 3 likeliest carry 12% of the norm; "
             f"without them {AT} still at 1.30 of its threshold (1.42 with them); "
             "about 1,300 more tokens may be over τ.",
         ),
         (
             spread(1, 1.42, None, more_tokens=None, **DIFFUSE),
-            "Diffuse: no few tokens explain it; the likeliest carries 7% of the norm.",
+            "Diffuse: no small set of tokens explains it; the likeliest carries 7% of the norm.",
         ),
         (
             without_culprits(5, "diffuse", random.Random(1)),
-            "Diffuse: no few tokens explain it; the 3 largest measured carry 5% of the norm.",
+            "Diffuse: no small set of tokens explains it; the 3 largest measured carry 5% of the norm.",
         ),
         (
             without_culprits(5, "diffuse", random.Random(1), **EXHAUSTIVE),
@@ -458,7 +461,7 @@ def test_shares_that_are_not_known_are_left_out(run: Any) -> None:
     sample = without_culprits(5, "diffuse", random.Random(1))
     sample["diffuse"][0]["largest_tokens"][1]["share"] = None
     out = " ".join(run(events=[sample]).split())
-    assert "Diffuse: no few tokens explain it." in out and "9, 0: 600, 2%; 9, 3: 599; 9, 6: 598, 4%" in out
+    assert "Diffuse: no small set of tokens explains it." in out and "9, 0: 600, 2%; 9, 3: 599; 9, 6: 598, 4%" in out
 
 
 def test_of_many_spikes_the_largest_are_explained(run: Any) -> None:
@@ -482,7 +485,7 @@ def test_that_a_spike_is_diffuse_is_no_early_end(run: Any) -> None:
 
 def test_evidence_of_the_first_version_is_read(tmp_path: Path, run: Any) -> None:
     generator = random.Random(1)
-    events = [spike(1), *(without_culprits(i, kind, generator) for i, kind in enumerate(report.DIAGNOSES) if i)]
+    events = [spike(1), *(without_culprits(i, kind, generator) for i, kind in enumerate(meanings.DIAGNOSES) if i)]
     old = [version_1(found) for found in events]
     note = {**json.loads(evidence._note("rate_limit", 1, 4, "4 more")), "schema": 1}
     (tmp_path / "spikes.jsonl").write_text("".join(json.dumps(evidence.jsonable(e)) + "\n" for e in [*old, note]))
@@ -549,13 +552,13 @@ def test_events_without_texts_steps_or_culprits_are_shown(tmp_path: Path, run: A
 
 
 def test_no_evidence_is_not_taken_for_no_spike(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert report.main([str(tmp_path)]) == 2
+    assert main([str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"No spikes.jsonl, which a run makes with its first spike: {tmp_path}\n"
     for nowhere in (tmp_path / "nowhere", tmp_path / "spikes.jsonl"):
-        assert report.main([str(nowhere)]) == 2
+        assert main([str(nowhere)]) == 2
         assert capsys.readouterr().err == f"No such file or directory: {nowhere}\n"
     (tmp_path / "spikes.jsonl").touch()
-    assert report.main([str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == 0
     assert "No gradient spike in" in capsys.readouterr().out
 
 
@@ -608,14 +611,16 @@ def test_runs_from_the_sources_and_from_the_patched_verl(tmp_path: Path, module:
     done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "1 gradient spike in step 1" in done.stdout and "Warning" not in done.stderr
-    assert (tmp_path / "deep" / "page.html").exists()
+    # Whether the page's files are read or come from a module, it is the same page.
+    report.write_page(report.read(str(tmp_path)), str(tmp_path / "page.html"))
+    assert (tmp_path / "deep" / "page.html").read_bytes() == (tmp_path / "page.html").read_bytes()
 
 
 # The page's data
 
 
 def page_data(tmp_path: Path, top: int = 500) -> dict[str, Any]:
-    return report.page_data(report.read(str(tmp_path), top=top))
+    return data_of_page(report.read(str(tmp_path), top=top))
 
 
 def test_the_largest_culprit_of_every_event_is_detailed_before_any_other(tmp_path: Path) -> None:
@@ -638,7 +643,7 @@ def test_culprits_of_one_response_share_a_strip(tmp_path: Path) -> None:
 
 
 def test_the_page_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "PAGE_ROWS", 10)
+    monkeypatch.setattr(reading, "PAGE_ROWS", 10)
     record_events(str(tmp_path), [spike(i, grad_norm=1000.0 + i, prompt="é" * 100_000) for i in range(30)])
     data = page_data(tmp_path)
     assert [c["global_step"] for c in data["culprits"]] == list(range(29, 19, -1))
@@ -648,7 +653,7 @@ def test_the_page_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_the_page_leaves_out_counts_in_its_totals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "PAGE_ROWS", 10)
+    monkeypatch.setattr(reading, "PAGE_ROWS", 10)
     generator = random.Random(1)
     events = []
     for step in range(8):
@@ -670,7 +675,7 @@ def test_what_the_page_leaves_out_counts_in_its_totals(tmp_path: Path, monkeypat
     assert data["totals"]["passes"] == 27 and data["totals"]["incomplete_events"] == 4
     assert {entry["token"]: entry["count"] for entry in data["tokens"]} == {"a": 8, "b": 8, "c": 8}
     # Of too many events, those with the largest norms are shown, among them those without a culprit.
-    monkeypatch.setattr(report, "PAGE_ROWS", 3)
+    monkeypatch.setattr(reading, "PAGE_ROWS", 3)
     data = page_data(tmp_path, top=2)
     assert [e["global_step"] for e in data["events"]] == [0, 1, 2]
     assert [c["event"] for c in data["culprits"]] == [0, 1, 2]
@@ -680,7 +685,7 @@ def test_what_the_page_leaves_out_counts_in_its_totals(tmp_path: Path, monkeypat
 def test_reading_keeps_the_texts_of_those_only_that_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "PAGE_ROWS", 20)
+    monkeypatch.setattr(reading, "PAGE_ROWS", 20)
     generator = random.Random(1)
     for step in range(30):
         norms = [generator.uniform(700, 9000) for _ in range(4)]
@@ -718,6 +723,17 @@ def test_the_page_holds_no_markup_of_a_model(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if "page.html" in path.name] == ["page.html"]
 
 
+def test_a_page_that_does_not_take_in_all_its_files_is_refused() -> None:
+    files = dict(page.page_files())
+    assert files.keys() == {"page.html", "page.css", "page.js"}
+    # What is put in is not searched for places to put in more.
+    whole = page.assemble(files, "{}", '<script src="plotly.js"></script>')
+    assert whole.count('<script src="plotly.js"></script>') == 1 and "page.css" not in whole.split("</style>")[1]
+    files["page.html"] = files["page.html"].replace("page.css", "style.css")
+    with pytest.raises(ValueError, match="page.html must refer once to each of its parts"):
+        page.assemble(files, "{}", "")
+
+
 def plotly_comments() -> int:
     from plotly.offline import get_plotlyjs
 
@@ -733,6 +749,6 @@ def test_a_failing_disk_still_is_a_warning(tmp_path: Path, caplog: pytest.LogCap
 
 def test_samples_are_events() -> None:
     generator = random.Random(1)
-    bare = [without_culprits(1, diagnosis, generator) for diagnosis in report.DIAGNOSES]
+    bare = [without_culprits(1, diagnosis, generator) for diagnosis in meanings.DIAGNOSES]
     for sample in samples(30) + bare:
         jsonschema.validate(evidence.jsonable(sample), EVENT)

@@ -19,6 +19,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 import browser
 from evidence_samples import culprit, event, samples, version_1, without_culprits
 from gradloc import record_events, report
+from gradloc.report import meanings
 
 HOSTILE = "<b>x</b></script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u202e"
 
@@ -266,15 +267,15 @@ def test_the_page_says_what_was_found_and_done(page: Page, tmp_path: Path) -> No
     generator = random.Random(1)
     kept = event(1, [culprit(0, ["a"], 9000.0, generator)], generator, action="drop", applied=False)
     dropped = event(2, [culprit(0, ["a"], 8000.0, generator)], generator, action="drop")
-    bare = [without_culprits(10 + i, kind, generator) for i, kind in enumerate(report.DIAGNOSES) if kind != "tokens"]
+    bare = [without_culprits(10 + i, kind, generator) for i, kind in enumerate(meanings.DIAGNOSES) if kind != "tokens"]
     bare[2] |= {"action": "skip", "applied": False}
     events = [kept, dropped, *bare, event(20, [], generator, action="skip")]
     page.open(build(tmp_path, events))
     for i, entry in enumerate(events):
         Select(page.one("#event")).select_by_index(i)
         diagnosis = entry["diagnosis"]
-        assert page.one("#diagnosis").text == f"Diagnosis: {diagnosis}. {report.DIAGNOSES[diagnosis]}"
-        done = report.APPLIED if entry["applied"] else report.NOT_APPLIED
+        assert page.one("#diagnosis").text == f"Diagnosis: {diagnosis}. {meanings.DIAGNOSES[diagnosis]}"
+        done = meanings.APPLIED if entry["applied"] else meanings.NOT_APPLIED
         assert page.one("#story").text.endswith(done[entry["action"]])
         assert page.one("#parts").is_displayed() == (diagnosis == "diffuse")
         if diagnosis == "diffuse":
@@ -297,11 +298,11 @@ def test_the_page_says_whether_the_culprits_explain_the_spike(page: Page, tmp_pa
         Select(page.one("#event")).select_by_index(i)
         shown.append(page.one("#explanation").text)
         assert page.one("#explanation").is_displayed() == bool(shown[-1])
-        # That no few tokens explain a spike is an answer; version 1 says no more than that its search is not complete.
+        # That no small set of tokens explains a spike is an answer; version 1 says only that its search is incomplete.
         assert ("the search ended early" in page.one("#story").text) == (i in (2, 4))
     assert shown[0].startswith("Explained: without this token micro-batch 0 of rank 0 is at 0.")
     assert shown[0].endswith("; about 20 more tokens may be over τ.")
-    assert shown[1].startswith("Diffuse: no few tokens explain it; the likeliest carries")
+    assert shown[1].startswith("Diffuse: no small set of tokens explains it; the likeliest carries")
     assert shown[2:] == ["Not explained: the search ended early.", "", ""]
     figures = dict(figure.text.split("\n")[:2] for figure in page.all("#figures > div"))
     assert figures["Searches complete"] == "3" and "2 searches ended early" in page.one("#notes").text
@@ -327,7 +328,7 @@ def test_more_culprits_than_a_page_takes(page: Page, tmp_path: Path) -> None:
     figures = [element.text for element in page.all("#figures dd")]
     assert figures[:2] == ["500", "6,000"] and figures[3] == "500\nof 500"
     assert figures[4].startswith(f"{sum(e['passes'] for e in events):,}\n")
-    note = "The page shows 5,000 culprits of 6,000, the largest of each spike first. Its totals are of all."
+    note = "The page shows 5,000 culprits of 6,000, the largest of each spike first. Its totals count all of them."
     assert note in page.one("#notes").text
     assert [row.text.split() for row in page.all("#sources li")] == [
         ["token", "5,500", "92", "%"],

@@ -1,0 +1,88 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Shows the evidence of gradient spikes: a summary in the terminal, and one HTML file that opens offline.
+
+The evidence may be read while training writes it. Rotated files are read as well; a line that is still being
+written is left for the next time.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from ..evidence import jsonable
+from .page import write_page
+from .reading import DETAILED, read
+from .summary import summarize
+
+TABLE_ROWS = 20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, or 2 where the evidence cannot be read or the page not be written."""
+    options = _parser().parse_args(arguments)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the report
+    if options.html:
+        _need("plotly.offline", "The HTML report")
+    if not options.json:
+        _need("rich", "The terminal summary")
+    try:
+        _report(options)
+    except BrokenPipeError:  # the reader of the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"{error.strerror}: {error.filename2 or error.filename}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.parent}", description=__doc__)
+    parser.add_argument("path", metavar="PATH", help="the directory with spikes.jsonl, or a file; or a run's directory")
+    parser.add_argument("--html", metavar="OUT", help="write a page for the browser to OUT")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument("--since", metavar="STEP", type=int, help="leave out earlier steps")
+    parser.add_argument(
+        "--top",
+        metavar="K",
+        type=_positive,
+        help=f"the K largest culprits in the summary ({TABLE_ROWS}), and with all details on the page ({DETAILED})",
+    )
+    return parser
+
+
+def _report(options: argparse.Namespace) -> None:
+    evidence = read(options.path, options.since, options.top or (DETAILED if options.html else TABLE_ROWS))
+    summary = summarize(evidence, options.top or TABLE_ROWS)
+    if options.json:
+        print(json.dumps(jsonable(summary), indent=2, allow_nan=False))
+    else:
+        from .terminal import print_summary  # needs rich
+
+        print_summary(summary)
+    if options.html:
+        write_page(evidence, options.html)
+        print(f"The report: {options.html}", file=sys.stderr if options.json else sys.stdout)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _need(module: str, what: str) -> None:
+    package = module.split(".")[0]
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        sys.exit(f"{what} needs {package}, which is not installed: pip install {package}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Events and culprits without what the report does not show: the files may be far larger than the memory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .explanation import ended_early, explanation
+from .figures import excess, number, ranges, rounded, severity, threshold_factor
+
+# Of a diffuse event, so many parts are kept: those farthest over their thresholds.
+PARTS = 20
+
+_EVENT_FIELDS = ("global_step", "epoch", "mini_batch", "trigger", "threshold", "global_norm", "global_threshold")
+_EVENT_FIELDS += ("passes", "action", "applied", "diagnosis", "seconds", "world_size", "error")
+_EVENT_FIELDS += ("until", "explained", "more_tokens")
+_ROW_FIELDS = ("rank", "micro_batch", "row", "position", "token_id", "token", "context", "grad_norm", "threshold")
+_ROW_FIELDS += ("weight", "coefficient", "suspicion", "share", "advantage", "log_prob", "old_log_prob", "ratio")
+_ROW_FIELDS += ("ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "sequence_ratio", "misaligned_share")
+_ROW_FIELDS += ("source", "reward", "data_source", "uid")
+_DETAILS = ("response_tokens", "response_tokens_start", "response_suspicion", "layer_norms")
+_DETAILS += ("prompt", "response", "ground_truth")
+
+
+def condensed_event(event: Mapping[str, Any], largest: Mapping[str, Any] | None) -> dict[str, Any]:
+    """An event without its culprits and without the layers of its units.
+
+    Args:
+        event (Mapping): As the evidence has it.
+        largest (Mapping, optional): Its largest culprit.
+
+    Returns:
+        dict: What is added: `size`, the largest token's norm, or without a culprit the norm that a single token would
+            need; `explanation`; `ended_early`; `open_tokens`; `culprits_in_all` and `diffuse_in_all`.
+    """
+    ordinary = event["ordinary_layer_norms"]
+    units = [_without(unit, "layer_norms", "rest") for unit in event["units"]]
+    # The units may not be known.
+    trigger = number(event["threshold"]) * threshold_factor(event["trigger"])
+    norms = [trigger, *(unit["token_equivalent"] for unit in units)] if largest is None else [largest["grad_norm"]]
+    parts = sorted(event["diffuse"], key=excess, reverse=True)
+    return {
+        **rounded({name: event.get(name) for name in _EVENT_FIELDS}),
+        "ordinary_layer_norms": None if ordinary is None else rounded(ordinary),
+        "units": units,
+        "open_tokens": sum(segment["tokens"] for segment in event["open_segments"]),
+        "culprits_in_all": len(event["culprits"]),
+        "ended_early": ended_early(event),
+        "explanation": explanation(event),
+        "size": max(map(severity, norms)),
+        "diffuse": [_part(part) for part in parts[:PARTS]],
+        "diffuse_in_all": len(parts),
+    }
+
+
+def culprit_row(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> dict[str, Any]:
+    """A culprit as one row of a table."""
+    where = {name: event[name] for name in ("global_step", "epoch", "mini_batch")}
+    return where | {name: culprit.get(name) for name in _ROW_FIELDS}
+
+
+def culprit_details(culprit: Mapping[str, Any]) -> dict[str, Any]:
+    """What is too long to be kept of every culprit."""
+    return {name: culprit.get(name) for name in _DETAILS}
+
+
+def _without(unit: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return rounded({name: unit[name] for name in unit if name not in names})
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of an event without culprits, with its rows in words."""
+    tokens = [rounded(token) for token in part["largest_tokens"]]
+    return {**rounded(part), "rows": ranges(part["rows"]), "largest_tokens": tokens}

@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the culprits of a spike explain it, in a sentence."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .figures import count, excess, number, percent, short_factor, threshold_factor
+
+Event = Mapping[str, Any]
+Unit = Mapping[str, Any]
+Culprit = Mapping[str, Any]
+
+
+def ended_early(event: Event) -> bool:
+    """Whether the search ended without an answer. That no small set of tokens explains the spike is one."""
+    answered = event.get("until") == "explained" and event["diagnosis"] in ("diffuse", "nonfinite", "overflow")
+    return not event["complete"] and not answered
+
+
+def explanation(event: Event) -> str | None:
+    """The sentence; None where no token was searched for, and for an event of version 1.
+
+    Args:
+        event (Mapping): An event as the evidence has it.
+    """
+    if event.get("until") is None or event["diagnosis"] in ("nonfinite", "overflow"):
+        return None
+    if event["diagnosis"] == "diffuse":
+        facts = _diffuse(event)
+    elif event["until"] == "exhaustive":
+        facts = _exhaustive(event)
+    else:
+        facts = _explained(event)
+    if (more := event.get("more_tokens")) is not None:
+        facts.append(f"about {count(more, 'more token')} may be over τ" if more else "no more seem to be over τ")
+    return "; ".join(facts) + "."
+
+
+def _explained(event: Event) -> list[str]:
+    """A search for few tokens that explain the spike."""
+    unit = _worst_rest(event)
+    if ended_early(event):
+        return ["Not explained: the search ended early", *_without_culprits(event, unit)]
+    if not event["explained"]:
+        return ["Whether the culprits explain it could not be measured", *_without_culprits(event, unit)]
+    if unit and len(event["units"]) == 1:
+        return [f"Explained: {_without_culprits(event, unit)[0]}"]
+    these, them = _these_and_them(event)
+    facts = [f"Explained: without {these} every micro-batch is under its threshold"]
+    return facts + ([f"the highest, {_unit_name(unit)}, is {_rest(unit, them)}"] if unit else [])
+
+
+def _exhaustive(event: Event) -> list[str]:
+    """A search for every token over τ."""
+    number_found = len(event["culprits"])
+    found = f"{count(number_found, 'token') if number_found else 'no token'} over τ"
+    if ended_early(event):
+        end = f"the search ended early, with {found} so far"
+    else:
+        end = f"everything over its threshold was settled, with {found}"
+    return [f"Exhaustive: {end}", *_without_culprits(event, _worst_rest(event))]
+
+
+def _diffuse(event: Event) -> list[str]:
+    """No small set of tokens explains the spike: what the likeliest of them come to."""
+    none = "no small set of tokens explains it" if event["until"] == "explained" else "no single token is over τ"
+    facts = [f"Diffuse: {none}"]
+    unit = _worst_rest(event)
+    culprits = _of_one_unit(event["culprits"], unit)
+    tokens = culprits or _largest_measured(event)
+    if not tokens:
+        return facts
+    many = len(tokens) > 1
+    kind = "likeliest" if culprits else "largest measured"
+    which, them = (f"the {len(tokens)} {kind}", "them") if many else (f"the {kind}", "it")
+    shares = [token.get("share") for token in tokens]
+    # As in the thresholds, tokens count as independent.
+    share = math.nan if None in shares else math.hypot(*map(number, shares))
+    if share_known := math.isfinite(share):
+        facts.append(f"{which} {'carry' if many else 'carries'} {percent(share)} of the norm")
+    if unit and culprits:
+        facts.append(f"without {them if share_known else which} {_unit_name(unit)} is {_rest(unit, them)}")
+    return facts
+
+
+def _of_one_unit(culprits: Sequence[Culprit], unit: Unit | None) -> list[Culprit]:
+    """The culprits of the unit; where none is given, of the largest culprit's."""
+    one = unit or next(iter(culprits), None)
+    return [culprit for culprit in culprits if all(culprit[key] == one[key] for key in ("rank", "micro_batch"))]
+
+
+def _largest_measured(event: Event) -> list[Mapping[str, Any]]:
+    """The largest tokens measured in the part that is farthest over its threshold."""
+    part = max(event["diffuse"], key=excess, default=None)
+    return part["largest_tokens"] if part else []
+
+
+def _worst_rest(event: Event) -> Unit | None:
+    """Of the units that were measured without their culprits, the one that is then farthest over its threshold."""
+    measured = [unit for unit in event["units"] if unit.get("rest") is not None] if event["culprits"] else []
+    return max(measured, key=lambda unit: excess(unit["rest"]), default=None)
+
+
+def _without_culprits(event: Event, unit: Unit | None) -> list[str]:
+    """What a unit comes to without its culprits, if that was measured."""
+    these, them = _these_and_them(event)
+    return [f"without {these} {_unit_name(unit)} is {_rest(unit, them)}"] if unit else []
+
+
+def _these_and_them(event: Event) -> tuple[str, str]:
+    culprits = len(event["culprits"])
+    return ("this token", "it") if culprits == 1 else (f"these {culprits:,} tokens", "them")
+
+
+def _unit_name(unit: Unit) -> str:
+    return f"micro-batch {unit['micro_batch']} of rank {unit['rank']}"
+
+
+def _rest(unit: Unit, them: str) -> str:
+    """How far a unit is over its threshold without its culprits, and with them."""
+    still = "" if threshold_factor(unit["rest"]) <= 1 else "still "
+    return f"{still}at {short_factor(unit['rest'])} of its threshold ({short_factor(unit)} with {them})"

@@ -1,0 +1,71 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of the evidence as numbers to compare, and to print."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def number(value: float | str) -> float:
+    """A number of the evidence, where NaN and infinities are strings."""
+    return float(value)
+
+
+def severity(norm: float | str) -> float:
+    """A norm to sort by: NaN is worse than any number."""
+    value = number(norm)
+    return math.inf if math.isnan(value) else value
+
+
+def threshold_factor(part: Mapping[str, Any]) -> float:
+    """`norm` over `threshold`, which may be zero in a file by another hand."""
+    threshold = number(part["threshold"])
+    return number(part["norm"]) / threshold if threshold else math.inf
+
+
+def excess(part: Mapping[str, Any]) -> float:
+    """What parts are sorted by: how far they are over their threshold."""
+    return severity(threshold_factor(part))
+
+
+def rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with five digits of each finite float."""
+    return {
+        name: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def short(value: float | str | None) -> str:
+    """Four digits, or the whole number where that is longer but can be read."""
+    if value is None:
+        return "–"
+    text = f"{number(value):,.0f}" if 1e4 <= abs(number(value)) < 1e7 else f"{number(value):.4g}"
+    return text.replace("nan", "NaN").replace("inf", "∞")
+
+
+def short_factor(part: Mapping[str, Any]) -> str:
+    """`threshold_factor` in short, with as many digits as it takes to tell it from 1."""
+    factor = threshold_factor(part)
+    return f"{factor:.2f}" if factor < 10 and abs(factor - 1) >= 0.005 else short(factor)
+
+
+def percent(share: float) -> str:
+    return "under 1%" if 0 < share < 0.01 else f"{share:.0%}"
+
+
+def count(n: int, noun: str, plural: str | None = None) -> str:
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
+
+
+def ranges(numbers: Sequence[int], most: int = 8) -> str:
+    """Ascending numbers as "0 to 3, 7"; "…" stands for all ranges after the first `most`."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and n == found[-1][-1] + 1:
+            found[-1][1:] = [n]
+        else:
+            found.append([n])
+    texts = [" to ".join(map(str, ends)) for ends in found[:most]]
+    return ", ".join(texts + ["…"] * (len(found) > most))

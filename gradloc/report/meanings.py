@@ -1,0 +1,38 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the words in an event mean, in sentences for people."""
+
+# By `evidence.classify`.
+SOURCES = {
+    "token": "The token's importance ratio is far from 1: over 2 or under ½.",
+    "sequence": "The response as a whole has drifted: its mean ratio is over 1.2 or under 1/1.2.",
+    "layer": "The ratios are fine, but one layer carries over half of the squared norm.",
+    "nonfinite": "The token's gradient is NaN or infinite.",
+    "misaligned": "Most log-probs of the response differ from the rollout's by over a nat: a bug, not a spike.",
+    "other": "None of the rules holds.",
+}
+
+# By `Investigation.diagnosis`: what it means, and what to look at.
+DIAGNOSES = {
+    "tokens": "Single tokens are over the threshold: look at what is wrong with each of them.",
+    "diffuse": "No small set of tokens explains the spike, it is the sum of many: "
+    "look at the responses in the parts listed, at their advantages and at repeated text.",
+    "nonfinite": "NaN or Inf is in everything, not in the share of a token: "
+    "look at the weights after the step before, then at rewards and advantages.",
+    "overflow": "The scaled fp16 gradients overflowed, while log-probs and advantages are fine: "
+    "the gradient scaler handles it; look at the loss scale if it happens again and again.",
+    "incomplete": "The search ended before it had an answer: "
+    "look at its error if there is one, or raise bisect_budget_steps.",
+}
+
+# By `spike_action`: what was done, and what was done instead where that was not possible.
+APPLIED = {
+    "log": "Training went on as usual.",
+    "skip": "The optimizer step was skipped.",
+    "drop": "The gradient of the culprits found was taken out of the step.",
+}
+NOT_APPLIED = {
+    "log": "Training went on as usual.",
+    "skip": "The step was left to the gradient scaler, which skips it after an overflow.",
+    "drop": "No culprit's gradient could be taken out of the step: the step's gradient was left unchanged.",
+}

@@ -1,0 +1,1281 @@
+// SPDX-FileCopyrightText: 2026 The GradLoc Authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The script of the report's page. It makes everything from the data as text nodes, so that a model's text never
+// becomes markup. Plotly is in the page before it.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const { events, culprits, strips, totals } = data;
+linkCulpritsToEvents();
+
+const haveSteps = events.every((event) => event.global_step !== null);
+const placeName = haveSteps ? "Step" : "Event";
+
+// What is selected: a culprit and its event, or an event without culprits.
+let current = null;
+let currentEvent = null;
+
+// How the table is sorted (`down`: the largest first) and filtered, and how many rows it shows at most.
+const table = { key: "severity", down: true, words: "", source: "", token: null, rows: 100 };
+
+function linkCulpritsToEvents() {
+  events.forEach((event, i) => (event.index = i));
+  culprits.forEach((culprit, i) => {
+    culprit.index = i;
+    culprit.times = number(culprit.grad_norm) / number(culprit.threshold);
+    // A NaN is worse than any number.
+    culprit.severity = Number.isNaN(culprit.times) ? Infinity : culprit.times;
+    (events[culprit.event].culprits ??= []).push(culprit);
+  });
+}
+
+function start() {
+  showTotals();
+  if (!events.length) {
+    hide(document.querySelectorAll("section"));
+    return;
+  }
+  fillEventList();
+  fillColumnHeads();
+  addTableListeners();
+  addStripListeners();
+  showBars();
+  fillHelp();
+  if (culprits.length) select(culprits[0]);
+  else selectEvent(events[0]);
+  drawTimeline();
+  showRows();
+  if (!culprits.length) hide(document.querySelectorAll(".of-culprits"));
+  addPageListeners();
+}
+
+function addPageListeners() {
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
+  // The labels of the layers depend on the width.
+  let waiting;
+  addEventListener("resize", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => current && showLayers(), 200);
+  });
+  addEventListener("beforeprint", () => setPrinted(true));
+  addEventListener("afterprint", () => setPrinted(false));
+  // The keyboard scrolls to what it moves to; the tip goes along.
+  addEventListener("scroll", placeTip, { capture: true, passive: true });
+  addEventListener("keydown", (press) => press.key === "Escape" && hideTip());
+}
+
+function drawCharts() {
+  drawTimeline();
+  if (current) showLayers();
+}
+
+// On paper: light colours, and charts as wide as an A4 page.
+function setPrinted(on) {
+  document.documentElement.classList.toggle("print", on);
+  drawCharts();
+  const size = on ? { width: 640 } : { width: null, autosize: true };
+  for (const chart of current && !get("layers").hidden ? ["timeline", "layers"] : ["timeline"]) {
+    Plotly.relayout(chart, size);
+  }
+}
+
+// Numbers and texts in words.
+
+// A number of the evidence, where NaN and infinities are strings.
+function number(value) {
+  return value === null || value === undefined ? null : Number(value);
+}
+
+// Four digits at most.
+const fourDigits = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
+
+function short(value) {
+  const x = number(value);
+  if (x === null) return "–";
+  if (Number.isNaN(x)) return "NaN";
+  if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
+  const size = Math.abs(x);
+  const text = size && (size < 1e-3 || size >= 1e7) ? x.toExponential(2).replace("e+", "e") : fourDigits.format(x);
+  return text.replaceAll("-", "−");
+}
+
+// "14×"; more digits for what is small.
+function times(x) {
+  if (!Number.isFinite(x)) return "–";
+  return (x >= 9.95 ? whole(Math.round(x)) : x.toFixed(x < 0.0995 ? 2 : 1)) + "×";
+}
+
+function timesOrNotFinite(x) {
+  return Number.isFinite(x) ? times(x) : "not finite";
+}
+
+function whole(n) {
+  return n.toLocaleString("en");
+}
+
+function percent(share) {
+  const x = number(share);
+  if (!Number.isFinite(x)) return "–";
+  return x > 0 && x < 0.01 ? "under 1 %" : `${Math.round(100 * x)} %`;
+}
+
+function count(n, noun, plural = noun + "s") {
+  return `${whole(n)} ${n === 1 ? noun : plural}`;
+}
+
+// The text with what cannot be seen, or would turn its direction, escaped.
+function visible(text) {
+  const signs = { "\n": "↵", "\t": "⇥", "\r": "␍" };
+  return text.replace(
+    /[\p{Cc}\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/gu,
+    (unseen) => signs[unseen] ?? "\\u" + unseen.charCodeAt(0).toString(16).padStart(4, "0"),
+  );
+}
+
+// A token's text, with spaces at its ends that can be seen; or its id.
+function tokenName({ token, token_id }) {
+  if (token === null) return `id ${token_id}`;
+  if (token === "") return "(empty)";
+  return visible(token).replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length));
+}
+
+// Where an event is over the run: its step, or its number where steps are not known.
+function place(event) {
+  return haveSteps ? event.global_step : event.index + 1;
+}
+
+function placeInWords(event) {
+  const where = `${placeName} ${place(event)}`;
+  if (!event.mini_batch && !event.epoch) return where;
+  return `${where}, mini-batch ${event.mini_batch}` + (event.epoch ? ` of epoch ${event.epoch}` : "");
+}
+
+// Elements.
+
+function get(id) {
+  return document.getElementById(id);
+}
+
+// An element with attributes ("onclick" adds a listener, "style" takes properties by name) and children, texts among
+// them. What is null is left out.
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") setStyle(element, value);
+    else if (value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+function setStyle(element, properties) {
+  for (const [name, value] of Object.entries(properties)) element.style.setProperty(name, value);
+}
+
+function hide(elements) {
+  for (const element of elements) element.hidden = true;
+}
+
+function makeToken(culprit) {
+  return make("span", { class: "tok" }, tokenName(culprit));
+}
+
+function makeBadge(source) {
+  return make("span", { class: "badge", style: { "--shade": sourceColor(source) } }, source);
+}
+
+function makeTerms(terms) {
+  return terms.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+}
+
+function sourceColor(source) {
+  return `var(--${source})`;
+}
+
+// Charts.
+
+const chartOptions = { displayModeBar: false, responsive: true };
+
+// A colour or font of the page's style, which changes between light and dark.
+function styleOf(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+}
+
+function chartLayout({ xaxis, yaxis, legend }) {
+  const line = { color: styleOf("soft"), size: 12.5 };
+  const axis = {
+    gridcolor: styleOf("faint"),
+    linecolor: styleOf("rule"),
+    zeroline: false,
+    tickfont: line,
+    ticks: "",
+    automargin: true,
+  };
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: styleOf("sans"), ...line },
+    hoverlabel: {
+      bgcolor: styleOf("ink"),
+      bordercolor: styleOf("ink"),
+      align: "left",
+      font: { color: styleOf("paper"), family: styleOf("sans"), size: 13 },
+    },
+    margin: { l: 8, r: 12, t: 8, b: 8 },
+    dragmode: "zoom",
+    hovermode: "closest",
+    xaxis: { ...axis, ...xaxis },
+    yaxis: { ...axis, type: "log", ...yaxis },
+    legend: {
+      orientation: "h",
+      x: 0,
+      xanchor: "left",
+      y: 1.02,
+      yanchor: "bottom",
+      itemclick: false,
+      itemdoubleclick: false,
+      ...legend,
+    },
+  };
+}
+
+// Plotly reads a little markup in the texts that it shows.
+function withoutMarkup(text) {
+  return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+}
+
+function logTicks(low, high) {
+  const digits = Math.log10(high / low) > 1.3 ? [1] : [1, 2, 5];
+  const values = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
+    values.push(...digits.map((digit) => digit * 10 ** power));
+  }
+  return { tickvals: values, ticktext: values.map(short) };
+}
+
+// The totals.
+
+function showTotals() {
+  get("title").textContent = title();
+  document.title = get("title").textContent + " · GradLoc";
+  get("lead").append(...lead());
+  if (events.length) get("figures").append(...makeTerms(figures()));
+  const messages = notes();
+  get("notes").hidden = !messages.length;
+  get("notes").append(...messages.map((message) => make("li", {}, message)));
+}
+
+function title() {
+  if (!events.length) return "No gradient spike";
+  const { first_step: first, last_step: last } = totals;
+  const where = !haveSteps ? "" : first === last ? ` in step ${first}` : `, steps ${first} to ${last}`;
+  return count(totals.events, "gradient spike") + where;
+}
+
+function lead() {
+  if (!events.length) return ["No event is in this evidence: no micro-batch was over its threshold."];
+  if (!culprits.length) return ["No single token was found to be over the threshold."];
+  const worst = culprits[0];
+  const many = `${count(totals.culprits, "token")} stand out in ${
+    totals.events === 1 ? "it" : "them"
+  }. The largest is `;
+  const size = Number.isFinite(worst.times)
+    ? `with a gradient ${times(worst.times)} the threshold`
+    : "whose gradient is not finite";
+  return [
+    totals.culprits === 1 ? "One token stands out: " : many,
+    make("b", {}, makeToken(worst)),
+    ` in ${placeName.toLowerCase()} ${place(events[worst.event])}, ${size}.`,
+  ];
+}
+
+function figures() {
+  const small = (text) => make("small", {}, text);
+  const thresholds = [...new Set(totals.thresholds.map(short))].join(" to ");
+  const largest = culprits.length ? short(culprits[0].grad_norm) : "–";
+  return [
+    ["Spikes", whole(totals.events)],
+    ["Culprit tokens", whole(totals.culprits)],
+    ["Largest token gradient", [largest, small(`threshold ${thresholds}`)]],
+    ["Searches complete", [whole(totals.events - totals.incomplete_events), small(`of ${whole(totals.events)}`)]],
+    ["Extra passes", [whole(totals.passes), small(`${whole(Math.round(number(totals.seconds)))} s in all`)]],
+  ];
+}
+
+function notes() {
+  const messages = data.notes.map((note) => `The file notes: ${note}.`);
+  if (totals.incomplete_events) {
+    messages.push(`${count(totals.incomplete_events, "search", "searches")} ended early: there may be more culprits.`);
+  }
+  if (data.skipped) {
+    messages.push(`${count(data.skipped, "line")} of the evidence skipped: malformed, or of another version.`);
+  }
+  const cut = [];
+  if (events.length < totals.events) {
+    cut.push(`the ${count(events.length, "spike")} with the largest norms of ${whole(totals.events)}`);
+  }
+  if (culprits.length < totals.culprits) {
+    cut.push(`${count(culprits.length, "culprit")} of ${whole(totals.culprits)}, the largest of each spike first`);
+  }
+  if (cut.length) messages.push(`The page shows ${cut.join(", and ")}. Its totals count all of them.`);
+  return messages;
+}
+
+// The timeline: every culprit by the norm of its own gradient.
+
+const symbols = {
+  token: "circle",
+  sequence: "square",
+  layer: "diamond",
+  nonfinite: "x",
+  misaligned: "triangle-up",
+  other: "circle-open",
+};
+
+const bareEvents = events.filter((event) => !event.culprits);
+const timelineScale = measureTimeline();
+
+function drawTimeline() {
+  get("when").textContent = timelineHint();
+  const traces = [thresholdTrace(), ...culpritTraces()];
+  if (bareEvents.length) traces.push(bareTrace());
+  traces.push(selectionTrace());
+  Plotly.react("timeline", traces, timelineLayout(), chartOptions).then((chart) => {
+    chart.setAttribute("aria-label", timelineLabel());
+    markSelection();
+    chart.removeAllListeners("plotly_click");
+    chart.on("plotly_click", ({ points }) => selectPoint(points[0]));
+  });
+}
+
+function timelineHint() {
+  const shown = [];
+  if (culprits.length) shown.push("Every culprit by the norm of its own gradient");
+  if (bareEvents.length) shown.push("bars are spikes without a culprit, at the norm that a single token would need");
+  return shown.join("; ") + ". Select one to see it below.";
+}
+
+// Norms that are not finite get a place of their own above the others: `ceiling`, if there are any.
+function measureTimeline() {
+  const thresholds = events.map((event) => number(event.threshold));
+  const norms = finiteNorms();
+  const sizes = bareEvents.map((event) => number(event.size));
+  const low = Math.min(...thresholds, ...norms) / 1.6;
+  const largest = Math.max(...thresholds, ...norms, ...sizes.filter(Number.isFinite));
+  // Room for the largest mark, however many decades there are.
+  const room = Math.max(1.8, (largest / low) ** 0.08);
+  const top = largest * room;
+  const endless = [...culprits.map((culprit) => number(culprit.grad_norm)), ...sizes].some((x) => !Number.isFinite(x));
+  const places = events.map(place);
+  const [first, last] = [Math.min(...places), Math.max(...places)];
+  const margin = Math.max((last - first) * 0.03, 1);
+  return {
+    low,
+    top,
+    ceiling: endless ? top * room : null,
+    end: endless ? top * room * room : top,
+    height: (norm) => Number.isFinite(norm) ? norm : top * room,
+    from: first - margin,
+    to: last + margin,
+    few: last - first < 6,
+  };
+}
+
+function finiteNorms() {
+  return culprits.map((culprit) => number(culprit.grad_norm)).filter((norm) => Number.isFinite(norm) && norm > 0);
+}
+
+function markSize() {
+  return events.length > 150 ? 8 : 11;
+}
+
+function culpritTraces() {
+  return Object.keys(data.source_rules)
+    .map((source) => culpritTrace(source, culprits.filter((culprit) => culprit.source === source)))
+    .filter((trace) => trace.x.length);
+}
+
+function culpritTrace(source, mine) {
+  const open = symbols[source].endsWith("open");
+  return {
+    type: "scatter",
+    mode: "markers",
+    name: source,
+    x: mine.map((culprit) => place(events[culprit.event])),
+    y: mine.map((culprit) => timelineScale.height(number(culprit.grad_norm))),
+    customdata: mine.map((culprit) => ({ culprit: culprit.index })),
+    text: mine.map(culpritHover),
+    hovertemplate: "%{text}<extra></extra>",
+    marker: {
+      symbol: symbols[source],
+      size: markSize(),
+      color: styleOf(source),
+      opacity: culprits.length > 150 ? 0.85 : 0.95,
+      line: { width: open ? 2 : 1, color: styleOf(open ? source : "paper") },
+    },
+  };
+}
+
+function culpritHover(culprit) {
+  return `<b>${withoutMarkup(tokenName(culprit).slice(0, 40))}</b>   ${culprit.source}` +
+    `<br>gradient norm ${short(culprit.grad_norm)}` +
+    (Number.isFinite(culprit.times) ? `, ${times(culprit.times)} the threshold` : "") +
+    `<br>${placeName.toLowerCase()} ${place(events[culprit.event])}, rank ${culprit.rank}`;
+}
+
+function bareTrace() {
+  return {
+    type: "scatter",
+    mode: "markers",
+    name: "no culprit found",
+    x: bareEvents.map(place),
+    y: bareEvents.map((event) => timelineScale.height(number(event.size))),
+    customdata: bareEvents.map((event) => ({ event: event.index })),
+    text: bareEvents.map((event) => `<b>no culprit found</b><br>a single token would need norm ${short(event.size)}`),
+    hovertemplate: "%{text}<extra></extra>",
+    marker: {
+      symbol: "line-ns-open",
+      size: markSize() + 2,
+      color: styleOf("quiet"),
+      line: { width: 2, color: styleOf("quiet") },
+    },
+  };
+}
+
+function thresholdTrace() {
+  const line = [...events].sort((a, b) => place(a) - place(b));
+  return {
+    type: "scatter",
+    mode: "lines",
+    name: "threshold",
+    hoverinfo: "skip",
+    line: { color: styleOf("ink"), width: 1.25, dash: "4px,4px", shape: "hv" },
+    x: [timelineScale.from, ...line.map(place), timelineScale.to],
+    y: [line[0], ...line, line.at(-1)].map((event) => number(event.threshold)),
+  };
+}
+
+// A ring around the selected culprit; the last trace.
+function selectionTrace() {
+  return {
+    type: "scatter",
+    mode: "markers",
+    x: [],
+    y: [],
+    hoverinfo: "skip",
+    showlegend: false,
+    marker: { symbol: "circle-open", size: markSize() + 11, color: styleOf("ink"), line: { width: 1.75 } },
+  };
+}
+
+function markSelection() {
+  const chart = get("timeline");
+  if (!chart.data) return; // it is not drawn yet
+  const x = current ? [place(currentEvent)] : [];
+  const y = current ? [timelineScale.height(number(current.grad_norm))] : [];
+  Plotly.restyle(chart, { x: [x], y: [y] }, [chart.data.length - 1]);
+}
+
+function selectPoint({ customdata }) {
+  if (customdata?.culprit !== undefined) select(culprits[customdata.culprit]);
+  else if (customdata) selectEvent(events[customdata.event]);
+}
+
+function timelineLabel() {
+  const norms = finiteNorms();
+  const range = norms.length ? `, from ${short(Math.min(...norms))} to ${short(Math.max(...norms))}` : "";
+  return `Chart: gradient norms of ${count(culprits.length, "culprit")} in ${count(events.length, "spike")}${range}. ` +
+    "The list of spikes and the table of all culprits lead to the same places.";
+}
+
+function timelineLayout() {
+  const { low, top, ceiling, end, from, to, few } = timelineScale;
+  const ticks = logTicks(low, top);
+  if (ceiling !== null) {
+    ticks.tickvals.push(ceiling);
+    ticks.ticktext.push("NaN, ∞");
+  }
+  return chartLayout({
+    xaxis: {
+      title: { text: placeName.toLowerCase(), standoff: 8 },
+      range: [from, to],
+      showgrid: false,
+      tickformat: "d",
+      ...(few ? { dtick: 1 } : {}),
+    },
+    yaxis: {
+      range: [Math.log10(low), Math.log10(end)],
+      title: { text: "gradient norm of a token", standoff: 8 },
+      ...ticks,
+    },
+    legend: { font: { size: 13, color: styleOf("ink") } },
+  });
+}
+
+// The shares of sources and tokens.
+
+function showBars() {
+  fillBars(
+    "sources",
+    Object.entries(totals.sources).map(([source, n]) => ({
+      label: source,
+      count: n,
+      more: `${Math.round((100 * n) / totals.culprits)} %`,
+      title: data.source_rules[source],
+      shade: sourceColor(source),
+      pressed: source === table.source,
+      press: () => filter({ source: source === table.source ? "" : source }),
+    })),
+  );
+  fillBars(
+    "tokens",
+    data.tokens.map((token) => ({
+      label: makeToken(token),
+      count: token.count,
+      pressed: tokenName(token) === table.token,
+      press: () => filter({ token: tokenName(token) === table.token ? null : tokenName(token) }),
+    })),
+  );
+}
+
+function fillBars(id, bars) {
+  const most = Math.max(...bars.map((bar) => bar.count));
+  get(id).replaceChildren(...bars.map((bar) => make("li", {}, makeBar(bar, most))));
+}
+
+function makeBar({ label, count, more, title, shade, pressed, press }, most) {
+  const style = { display: "block", width: `${(100 * count) / most}%`, ...(shade && { "--shade": shade }) };
+  return make(
+    "button",
+    { type: "button", "aria-pressed": String(pressed), title, onclick: press },
+    make("span", { class: "label" }, label),
+    make("span", { class: "track" }, make("span", { class: "fill", style })),
+    make("span", { class: "value" }, whole(count)),
+    more && make("span", { class: "value" }, more),
+  );
+}
+
+// One spike.
+
+function fillEventList() {
+  get("event").replaceChildren(...events.map((event) => make("option", { value: event.index }, eventName(event))));
+  get("event").addEventListener("change", () => selectEvent(events[get("event").value]));
+  get("previous").addEventListener("click", () => moveToEvent(-1, "previous", "next"));
+  get("next").addEventListener("click", () => moveToEvent(1, "next", "previous"));
+}
+
+function eventName(event) {
+  const worst = event.culprits?.[0];
+  const found = worst ? `${tokenName(worst).slice(0, 20)}  ${timesOrNotFinite(worst.times)}` : "no culprit found";
+  return `${placeInWords(event)}: ${found}`;
+}
+
+function moveToEvent(by, pressed, other) {
+  selectEvent(events[currentEvent.index + by]);
+  // A button that is disabled loses the focus.
+  if (get(pressed).disabled) get(other).focus();
+}
+
+function selectEvent(event) {
+  if (event.culprits) select(event.culprits[0]);
+  else show(event, null);
+}
+
+function select(culprit) {
+  show(events[culprit.event], culprit);
+}
+
+function selectAndScroll(culprit) {
+  select(culprit);
+  get("detail").scrollIntoView({ block: "start" });
+  get("spike").focus({ preventScroll: true });
+}
+
+function show(event, culprit) {
+  [currentEvent, current] = [event, culprit];
+  get("event").value = event.index;
+  get("previous").disabled = event.index === 0;
+  get("next").disabled = event.index === events.length - 1;
+  showSpike();
+  markSelection();
+  for (const row of get("rows").children) {
+    row.setAttribute("aria-current", String(culprits[row.dataset.culprit] === current));
+  }
+}
+
+function showSpike() {
+  const event = currentEvent;
+  get("spike").textContent = placeInWords(event);
+  get("story").textContent = story(event);
+  const diagnosis = make("b", {}, `Diagnosis: ${event.diagnosis}.`);
+  get("diagnosis").replaceChildren(diagnosis, " " + data.diagnoses[event.diagnosis]);
+  get("explanation").hidden = !event.explanation;
+  get("explanation").textContent = event.explanation;
+  showParts(event);
+  showChips(event);
+  get("culprit").hidden = current === null;
+  if (current) showCulprit();
+}
+
+function story(event) {
+  const { kind, norm, threshold } = event.trigger;
+  const cause = kind === "global" ? "The gradient of all ranks" : "A micro-batch's gradient";
+  const passes = count(event.passes, "extra pass", "extra passes");
+  const found = count(event.culprits_in_all, "culprit");
+  const early = event.ended_early ? "; the search ended early" : "";
+  const left = event.ended_early && event.open_tokens
+    ? `, with ${count(event.open_tokens, "token")} not looked at`
+    : "";
+  const sentences = [
+    `${cause} had norm ${short(norm)}, over its threshold of ${short(threshold)}.`,
+    `${passes} (${short(number(event.seconds).toFixed(2))} s) found ${found}${early}${left}.`,
+  ];
+  if (event.error) sentences.push(`It met an error: ${event.error.replace(/\.+$/, "")}.`);
+  sentences.push((event.applied ? data.applied : data.not_applied)[event.action]);
+  return sentences.join(" ");
+}
+
+// The parts of a diffuse event.
+function showParts(event) {
+  get("parts").hidden = !event.diffuse.length;
+  get("parts-rows").replaceChildren(...event.diffuse.map(makePart));
+  const left = event.diffuse_in_all - event.diffuse.length;
+  get("parts-left").hidden = !left;
+  get("parts-left").textContent = `${count(left, "smaller part")} left out here.`;
+}
+
+function makePart(part) {
+  const cells = [
+    [part.rank === null ? "several" : String(part.rank), "num"],
+    [String(part.micro_batch), "num"],
+    [part.rows, "rows"],
+    [whole(part.tokens), "num"],
+    [short(part.norm), "num"],
+    [short(part.threshold), "num"],
+    [times(number(part.norm) / number(part.threshold)), "num"],
+    [part.largest_tokens.map((token) => make("div", {}, measuredToken(token))), null],
+  ];
+  return make("tr", {}, ...cells.map(([content, kind]) => make("td", { class: kind }, ...[content].flat())));
+}
+
+function measuredToken({ row, position, grad_norm, share }) {
+  const carried = Number.isFinite(number(share)) ? `, ${percent(share)} of the norm` : "";
+  return `token ${position} of row ${row}: ${short(grad_norm)}${carried}`;
+}
+
+// A button for each culprit of the event.
+function showChips(event) {
+  const mine = event.culprits ?? [];
+  get("chips").hidden = mine.length < 2;
+  get("chips").replaceChildren(...mine.map(makeChip));
+  const left = event.culprits_in_all - mine.length;
+  get("left").hidden = !left;
+  get("left").textContent = `The page leaves out ${count(left, "smaller culprit")} of this spike.`;
+}
+
+function makeChip(culprit, i) {
+  const press = () => {
+    select(culprit);
+    get("chips").children[i].focus();
+  };
+  return make(
+    "button",
+    { type: "button", "aria-pressed": String(culprit === current), onclick: press },
+    makeToken(culprit),
+    make("span", { class: "times" }, timesOrNotFinite(culprit.times)),
+  );
+}
+
+function showCulprit() {
+  const size = Number.isFinite(current.times) ? `, ${times(current.times)} the threshold` : "";
+  get("head").replaceChildren(
+    makeToken(current),
+    make("span", { class: "norm" }, `gradient norm ${short(current.grad_norm)}${size}`),
+    makeBadge(current.source),
+  );
+  get("why").textContent = data.source_rules[current.source];
+  showStrip();
+  showLadder();
+  showLayers();
+  get("numbers").replaceChildren(...makeTerms(culpritFigures(current)));
+  showText("prompt", current.prompt);
+  showText("response", current.response);
+  showText("truth", current.ground_truth);
+}
+
+function culpritFigures(culprit) {
+  return [
+    ["importance ratio", short(culprit.ratio)],
+    ["ratio to the rollout", short(culprit.rollout_ratio)],
+    ["sequence ratio", short(culprit.sequence_ratio)],
+    ["advantage", short(culprit.advantage)],
+    ["log p", short(culprit.log_prob)],
+    ["old log p", short(culprit.old_log_prob)],
+    ["rollout log p", short(culprit.rollout_log_prob)],
+    ["reference log p", short(culprit.ref_log_prob)],
+    ["entropy", short(culprit.entropy)],
+    ["∂L/∂log p", short(culprit.coefficient)],
+    ["suspicion", short(culprit.suspicion)],
+    ["weight in the loss", short(culprit.weight)],
+    ["share of the unit", percent(culprit.share)],
+    ["misaligned tokens", percent(culprit.misaligned_share)],
+    ["rank, batch, row", `${culprit.rank}, ${culprit.micro_batch}, ${culprit.row}`],
+    ["position", String(culprit.position)],
+    ["token id", String(culprit.token_id)],
+    ["reward", short(culprit.reward)],
+    ["data source", visible(culprit.data_source ?? "–")],
+    ["uid", visible(culprit.uid ?? "–")],
+  ];
+}
+
+function showText(id, text) {
+  get(id).closest("details").hidden = text === null || text === undefined;
+  get(id).textContent = text ?? "";
+}
+
+// The response, token by token.
+
+// What each piece of the strip stands for: {culprit, title, facts}.
+const pieces = new WeakMap();
+
+function showStrip() {
+  hideTip();
+  const strip = strips[current.strip];
+  get("legend").hidden = !strip;
+  get("strip").replaceChildren(...(strip ? makeStrip(strip) : [makeEdge(withoutStrip())]));
+  const target = get("strip").querySelector(".current");
+  get("strip").scrollTop = target ? middleOfStrip(target) : 0;
+}
+
+function withoutStrip() {
+  if (current.layer_norms) return "The response is not in the evidence.";
+  return `The page has the responses of ${count(data.top, "culprit")}, the largest first; --top sets how many.`;
+}
+
+function middleOfStrip(piece) {
+  const box = get("strip");
+  return Math.max(piece.offsetTop - box.offsetTop - box.clientHeight / 2, 0);
+}
+
+function makeEdge(text) {
+  return make("span", { class: "edge" }, text);
+}
+
+function makeStrip({ start, tokens, heat }) {
+  const figures = heat.map(number);
+  const hottest = Math.max(...figures.filter(Number.isFinite), 0);
+  const found = culpritsOfResponse();
+  const length = Math.max(heat.length, tokens?.length ?? 0);
+  const made = Array.from({ length }, (_, i) => {
+    const culprit = found.get(start + i);
+    const piece = makePiece(start + i, tokens?.[i] ?? "▪", shadeOf(figures[i], hottest), culprit);
+    pieces.set(piece, pieceFacts(start + i, tokens && (tokens[i] ?? ""), heat[i], culprit));
+    return piece;
+  });
+  return start > 0 ? [makeEdge(`${start} tokens before `), ...made] : made;
+}
+
+// The culprits of the selected one's response, by their position.
+function culpritsOfResponse() {
+  const mine = currentEvent.culprits.filter((other) => other.rank === current.rank && other.row === current.row);
+  return new Map(mine.map((other) => [other.position, other]));
+}
+
+// From 0 to 1. The square root keeps the smaller ones apart; the culprit would outshine all else.
+function shadeOf(suspicion, hottest) {
+  if (suspicion === undefined) return 0;
+  return Number.isFinite(suspicion) && hottest > 0 ? Math.sqrt(suspicion / hottest) : 1;
+}
+
+function makePiece(position, text, shade, culprit) {
+  const shown = text === "" ? "∅" : visible(text) + (text.endsWith("\n") ? "\n" : "");
+  const selected = culprit !== undefined && culprit === current;
+  return make(
+    "span",
+    {
+      class: "piece" + (culprit ? " culprit" : "") + (selected ? " current" : ""),
+      style: { "--h": (0.75 * shade).toFixed(3) },
+      "data-position": position,
+      tabindex: selected ? 0 : -1,
+      role: culprit && "button",
+    },
+    shown,
+  );
+}
+
+function pieceFacts(position, text, suspicion, culprit) {
+  const facts = [["position", String(position)], ["suspicion", short(suspicion)]];
+  if (!culprit) return { culprit, facts, title: text === null ? `token ${position}` : visible(text) };
+  facts.push(
+    ["gradient norm", short(culprit.grad_norm)],
+    ["× threshold", times(culprit.times)],
+    ["importance ratio", short(culprit.ratio)],
+    ["ratio to the rollout", short(culprit.rollout_ratio)],
+    ["advantage", short(culprit.advantage)],
+    ["log p", short(culprit.log_prob)],
+    ["source", culprit.source],
+  );
+  return { culprit, facts, title: tokenName(culprit) };
+}
+
+function addStripListeners() {
+  const box = get("strip");
+  const explain = ({ target }) => {
+    if (pieces.has(target) && (target !== tipAnchor || !get("tip"))) showTip(target);
+  };
+  const end = ({ target }) => {
+    if (target === tipAnchor) hideTip();
+  };
+  // A move, and no mouseover: that also comes when the keyboard scrolls tokens past a mouse at rest.
+  box.addEventListener("mousemove", explain);
+  box.addEventListener("focusin", explain);
+  box.addEventListener("mouseout", end);
+  box.addEventListener("focusout", end);
+  box.addEventListener("click", ({ target }) => selectPiece(target));
+  box.addEventListener("keydown", onStripKey);
+}
+
+function selectPiece(piece) {
+  const culprit = pieces.get(piece)?.culprit;
+  if (!culprit) return;
+  select(culprit);
+  get("strip").querySelector(".current").focus({ preventScroll: true });
+}
+
+function onStripKey(press) {
+  const all = [...get("strip").querySelectorAll(".piece")];
+  const at = all.indexOf(document.activeElement);
+  if (isPress(press)) {
+    press.preventDefault();
+    selectPiece(all[at]);
+    return;
+  }
+  const isCulprit = (piece) => piece.classList.contains("culprit");
+  moveFocus(press, all[at], {
+    ArrowRight: all[at + 1],
+    ArrowLeft: all[at - 1],
+    ArrowDown: all.slice(at + 1).find(isCulprit),
+    ArrowUp: all.slice(0, Math.max(at, 0)).findLast(isCulprit),
+    Home: all[0],
+    End: all.at(-1),
+  });
+}
+
+function isPress({ key }) {
+  return key === "Enter" || key === " ";
+}
+
+// Moves the focus within a group of which only one element is reached by Tab. `targets` has an entry for each key.
+function moveFocus(press, from, targets) {
+  if (!(press.key in targets)) return;
+  press.preventDefault();
+  const to = targets[press.key];
+  if (!to) return;
+  if (from) from.tabIndex = -1;
+  to.tabIndex = 0;
+  to.focus();
+}
+
+// The tip with the numbers of a token.
+
+// The piece whose numbers are shown.
+let tipAnchor = null;
+
+function showTip(piece) {
+  hideTip();
+  const { title, facts } = pieces.get(piece);
+  const entries = facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]);
+  document.body.append(
+    make("div", { id: "tip", role: "tooltip" }, make("div", { class: "tok" }, title), make("dl", {}, entries)),
+  );
+  tipAnchor = piece;
+  placeTip();
+}
+
+function placeTip() {
+  const tip = get("tip");
+  if (!tip) return;
+  const spot = tipAnchor.getClientRects()[0] ?? tipAnchor.getBoundingClientRect();
+  const size = tip.getBoundingClientRect();
+  const below = spot.bottom + 10 + size.height < innerHeight || spot.top < size.height + 10;
+  const right = document.documentElement.clientWidth - size.width - 8;
+  tip.style.top = `${below ? spot.bottom + 10 : spot.top - size.height - 10}px`;
+  tip.style.left = `${Math.max(8, Math.min(spot.left - 12, right))}px`;
+}
+
+function hideTip() {
+  get("tip")?.remove();
+}
+
+// How far over the threshold, from the whole gradient down to the token.
+
+function showLadder() {
+  const rungs = ladderRungs().map((rung) => ({ ...rung, factor: number(rung.norm) / number(rung.threshold) }));
+  const logs = rungs.map((rung) => rung.factor).filter((x) => Number.isFinite(x) && x > 0).map(Math.log10);
+  const [low, high] = [Math.min(-0.3, ...logs), Math.max(0.3, ...logs)];
+  const at = (log) => (100 * (log - low)) / (high - low);
+  get("ladder").replaceChildren(...rungs.flatMap((rung) => makeRung(rung, low, high, at)));
+}
+
+function ladderRungs() {
+  const { global_norm, global_threshold, units, world_size } = currentEvent;
+  const peers = units.filter((unit) => unit.micro_batch === current.micro_batch);
+  const worst = worstUnit(peers);
+  const own = peers.find((unit) => unit.rank === current.rank);
+  const rungs = [
+    { name: "All ranks", more: "the reduced gradient", norm: global_norm, threshold: global_threshold },
+  ];
+  if (worst) {
+    const more = `over on ${peers.length} of ${count(world_size, "rank")}`;
+    rungs.push({ name: `Micro-batch ${current.micro_batch}`, more, norm: worst.norm, threshold: worst.threshold });
+  }
+  if (own) {
+    const more = `${count(own.tokens, "token")} in ${count(own.rows, "response")}`;
+    rungs.push({ name: `Rank ${current.rank}`, more, norm: own.norm, threshold: own.threshold });
+  }
+  rungs.push({
+    name: `Token ${current.position}`,
+    more: `of row ${current.row}`,
+    norm: current.grad_norm,
+    threshold: current.threshold,
+  });
+  return rungs;
+}
+
+function worstUnit(units) {
+  const factor = (unit) => number(unit.norm) / number(unit.threshold);
+  return units.find((unit) => !Number.isFinite(factor(unit))) ?? [...units].sort((a, b) => factor(b) - factor(a))[0];
+}
+
+// A rung's bar goes from the threshold to the norm; one that is not finite goes to the end.
+function makeRung({ name, more, norm, threshold, factor }, low, high, at) {
+  const end = Number.isFinite(factor) ? (factor > 0 ? Math.log10(factor) : low) : high;
+  const [from, to] = [at(Math.min(0, end)), at(Math.max(0, end))];
+  const background = factor <= 1 ? "var(--quiet)" : "var(--accent)";
+  return [
+    make("div", { class: "rung" }, name, make("small", {}, more)),
+    make(
+      "div",
+      { class: "rail" },
+      make("i", { style: { left: `${from}%`, width: `${to - from}%`, background } }),
+      make("b", { style: { left: `${at(0)}%` } }),
+    ),
+    make(
+      "div",
+      { class: "factor" },
+      timesOrNotFinite(factor),
+      make("small", {}, `${short(norm)} / ${short(threshold)}`),
+    ),
+  ];
+}
+
+// The gradient norm by layer.
+
+function showLayers() {
+  const layers = layersOfCulprit();
+  const shown = layers.some((layer) => isNorm(layer.norm));
+  get("layers").hidden = get("layers-figures").hidden = !shown;
+  get("layers-hint").textContent = layersHint(shown);
+  if (!shown) return;
+  get("layers").setAttribute("aria-label", layersLabel(layers));
+  get("layers-rows").replaceChildren(...layers.map(makeLayerRow));
+  Plotly.react("layers", layerTraces(layers), layersLayout(layers), chartOptions);
+}
+
+// By layer: the culprit's norm, an ordinary token's, and how many times that the culprit's is ("–" if not known).
+function layersOfCulprit() {
+  const ordinary = currentEvent.ordinary_layer_norms;
+  return Object.entries(current.layer_norms ?? {}).map(([name, value]) => {
+    const layer = { name, norm: number(value), ordinary: number(ordinary?.[name]) };
+    layer.both = isNorm(layer.norm) && isNorm(layer.ordinary);
+    layer.ratio = layer.both ? times(layer.norm / layer.ordinary) : "–";
+    return layer;
+  });
+}
+
+function isNorm(x) {
+  return x !== null && Number.isFinite(x) && x > 0;
+}
+
+function layersHint(shown) {
+  if (!shown) return "There are no finite norms by layer to show for this culprit.";
+  if (!currentEvent.ordinary_layer_norms) {
+    return "Every micro-batch of this mini-batch is over its threshold: there is no ordinary token to compare with.";
+  }
+  return "Each bar goes from an ordinary token (the median over the micro-batches under their thresholds) " +
+    "to the culprit.";
+}
+
+function layersLabel(layers) {
+  const top = layers.filter((layer) => isNorm(layer.norm)).reduce((a, b) => b.norm > a.norm ? b : a);
+  return `Chart: the culprit's gradient norm in each of ${count(layers.length, "layer")}. The largest is ` +
+    `${short(top.norm)} in ${visible(top.name)}` +
+    (isNorm(top.ordinary) ? `, ${top.ratio} an ordinary token's.` : ".") +
+    " All figures are in the table below it.";
+}
+
+function makeLayerRow({ name, norm, ordinary, ratio }) {
+  const texts = [short(norm), short(ordinary), ratio];
+  return make(
+    "tr",
+    {},
+    make("th", { scope: "row" }, visible(name)),
+    ...texts.map((text) => make("td", { class: "num" }, text)),
+  );
+}
+
+function layerTraces(layers) {
+  const markSize = Math.max(4, Math.min(14, (get("layers").clientWidth - 60) / layers.length / 2.2));
+  const marks = {
+    type: "scatter",
+    mode: "markers",
+    x: layers.map((_, i) => i),
+    text: layers.map(layerHover),
+    hovertemplate: "%{text}<extra></extra>",
+  };
+  return [
+    layerBars(layers),
+    {
+      ...marks,
+      name: "an ordinary token",
+      y: layers.map(({ ordinary }) => isNorm(ordinary) ? ordinary : null),
+      marker: {
+        symbol: "line-ew-open",
+        size: markSize,
+        color: styleOf("soft"),
+        line: { width: 2, color: styleOf("soft") },
+      },
+    },
+    {
+      ...marks,
+      name: "the culprit",
+      y: layers.map(({ norm }) => isNorm(norm) ? norm : null),
+      marker: { size: Math.min(9, markSize), color: styleOf("accent") },
+    },
+  ];
+}
+
+// From an ordinary token's norm to the culprit's.
+function layerBars(layers) {
+  const both = layers.map((layer, i) => ({ ...layer, i })).filter((layer) => layer.both);
+  return {
+    type: "bar",
+    x: both.map(({ i }) => i),
+    base: both.map(({ norm, ordinary }) => Math.min(norm, ordinary)),
+    y: both.map(({ norm, ordinary }) => Math.abs(norm - ordinary)),
+    width: Math.min(0.5, 0.12 * Math.max(layers.length / 10, 1)),
+    marker: {
+      color: both.map(({ norm, ordinary }) => styleOf(norm > ordinary ? "accent" : "quiet")),
+      opacity: 0.32,
+      line: { width: 0 },
+    },
+    hoverinfo: "skip",
+    showlegend: false,
+  };
+}
+
+function layerHover({ name, norm, ordinary, both, ratio }) {
+  return `<b>${withoutMarkup(name)}</b><br>culprit ${short(norm)}<br>ordinary token ${short(ordinary)}` +
+    (both ? `<br>${ratio} an ordinary token` : "");
+}
+
+function layersLayout(layers) {
+  const norms = layers.flatMap(({ norm, ordinary }) => [norm, ordinary]).filter(isNorm);
+  const [low, high] = [Math.min(...norms) / 2, Math.max(...norms) * 2];
+  // As many labels as there is room for.
+  const every = Math.ceil(layers.length / Math.max(4, Math.floor(get("layers").clientWidth / 46)));
+  const labelled = layers.map((_, i) => i).filter((i) => i % every === 0);
+  const routers = layers.some(({ name }) => name.endsWith(".router"));
+  return chartLayout({
+    xaxis: {
+      tickvals: labelled,
+      ticktext: labelled.map((i) => layerLabel(layers[i].name)),
+      range: [-0.7, layers.length - 0.3],
+      showgrid: false,
+      tickangle: 0,
+      title: { text: routers ? "layer (r: its router)" : "layer", standoff: 6 },
+    },
+    yaxis: {
+      range: [Math.log10(low), Math.log10(high)],
+      title: { text: "gradient norm", standoff: 6 },
+      ...logTicks(low, high),
+    },
+    legend: { itemsizing: "constant", font: { size: 12.5, color: styleOf("ink") } },
+  });
+}
+
+function layerLabel(name) {
+  return name
+    .replace(/^embed_tokens$/, "embed")
+    .replace(/^lm_head$/, "head")
+    .replace(/^.*?(\d+)(\.router)?$/, (_, layer, router) => layer + (router ? "r" : ""))
+    .slice(-8);
+}
+
+// The table of all culprits.
+
+const columns = [
+  { key: "global_step", name: "Step", num: true, cell: (culprit) => String(culprit.global_step ?? "–") },
+  { key: "token", name: "Token in its context", words: true, cell: tokenInContext },
+  { key: "severity", name: "Gradient norm", num: true, cell: (culprit) => short(culprit.grad_norm) },
+  { key: "times", name: "× threshold", num: true, cell: (culprit) => times(culprit.times) },
+  { key: "source", name: "Source", cell: (culprit) => makeBadge(culprit.source) },
+  { key: "ratio", name: "Ratio", num: true },
+  { key: "rollout_ratio", name: "Rollout ratio", num: true },
+  { key: "advantage", name: "Advantage", num: true },
+  { key: "log_prob", name: "log p", num: true },
+  { key: "reward", name: "Reward", num: true },
+];
+
+function tokenInContext(culprit) {
+  return [makeToken(culprit), make("span", { class: "tok around" }, contextAround(culprit))];
+}
+
+// The context from shortly before the culprit on: the cell is narrow.
+function contextAround({ context, token }) {
+  if (!context) return "";
+  const start = Math.max(context.indexOf(`«${token}»`) - 12, 0);
+  return (start ? "…" : "") + visible(context.slice(start));
+}
+
+function fillColumnHeads() {
+  get("columns").replaceChildren(...columns.map(makeColumnHead));
+}
+
+function makeColumnHead({ key, name, num }) {
+  const order = table.down ? "descending" : "ascending";
+  return make(
+    "th",
+    { scope: "col", class: num ? "num" : null, "aria-sort": key === table.key ? order : null },
+    make("button", { type: "button", "data-key": key, onclick: () => sortBy(key, num) }, name),
+  );
+}
+
+// Numbers come the largest first; the same column again turns the order.
+function sortBy(key, num) {
+  table.down = table.key === key ? !table.down : num === true;
+  table.key = key;
+  fillColumnHeads();
+  document.querySelector(`#columns [data-key="${key}"]`).focus();
+  showRows();
+}
+
+function filter(change) {
+  Object.assign(table, { rows: 100 }, change);
+  get("source").value = table.source;
+  get("words").value = table.words;
+  get("clear").hidden = !table.words && !table.source && table.token === null;
+  showBars();
+  showRows();
+}
+
+// The culprits that pass the filters, in the table's order.
+function matchingCulprits() {
+  const words = table.words.toLowerCase().trim();
+  const [, field, wanted] = words.match(/^(step|rank) (\d+)$/) ?? [];
+  const hasWords = (culprit) =>
+    field
+      ? String(field === "step" ? culprit.global_step : culprit.rank) === wanted
+      : searchText(culprit).includes(words);
+  return culprits
+    .filter((culprit) => !table.source || culprit.source === table.source)
+    .filter((culprit) => table.token === null || tokenName(culprit) === table.token)
+    .filter(hasWords)
+    .sort(compareRows);
+}
+
+function searchText(culprit) {
+  const { token, context, source, uid, data_source } = culprit;
+  culprit.search ??= [tokenName(culprit), token, context, source, uid, data_source].join("\n").toLowerCase();
+  return culprit.search;
+}
+
+// Whatever the direction, what is not known comes last.
+function compareRows(a, b) {
+  const { num } = columns.find((column) => column.key === table.key);
+  const [x, y] = [a, b].map((culprit) => num ? number(culprit[table.key]) : culprit[table.key]);
+  const unknown = (value) => value === null || value === undefined || Number.isNaN(value);
+  if (unknown(x) || unknown(y)) return unknown(x) - unknown(y);
+  return (x < y ? -1 : x > y ? 1 : 0) * (table.down ? -1 : 1);
+}
+
+function showRows() {
+  const found = matchingCulprits();
+  get("rows").replaceChildren(...found.slice(0, table.rows).map(makeRow));
+  const absent = totals.culprits - culprits.length;
+  get("count").textContent = (found.length < culprits.length ? `${whole(found.length)} of ` : "") +
+    count(culprits.length, "culprit") +
+    (absent ? `, ${whole(absent)} left out` : "");
+  get("none").hidden = found.length > 0;
+  get("none").textContent = absent
+    ? `No culprit on this page matches; ${whole(absent)} smaller ones are not on it.`
+    : "No culprit matches.";
+  const more = found.length - table.rows;
+  get("more").hidden = more <= 0;
+  get("more").textContent = `Show ${Math.min(200, more)} more of ${whole(more)}`;
+}
+
+function makeRow(culprit, i) {
+  return make(
+    "tr",
+    { tabindex: i ? -1 : 0, "data-culprit": culprit.index, "aria-current": String(culprit === current) },
+    columns.map(({ key, num, words, cell }) =>
+      make(
+        "td",
+        { class: num ? "num" : words ? "words" : null },
+        ...[cell ? cell(culprit) : short(culprit[key])].flat(),
+      )
+    ),
+  );
+}
+
+function addTableListeners() {
+  get("source").append(...Object.keys(totals.sources).map((source) => make("option", { value: source }, source)));
+  get("words").addEventListener("input", () => filter({ words: get("words").value }));
+  get("source").addEventListener("change", () => filter({ source: get("source").value }));
+  get("clear").addEventListener("click", () => {
+    filter({ words: "", source: "", token: null });
+    get("words").focus();
+  });
+  get("more").addEventListener("click", showMoreRows);
+  get("rows").addEventListener("click", ({ target }) => {
+    const row = target.closest("tr");
+    // Who marks text in a row does not select it.
+    if (row && getSelection().isCollapsed) selectAndScroll(culprits[row.dataset.culprit]);
+  });
+  get("rows").addEventListener("keydown", onRowKey);
+}
+
+function showMoreRows() {
+  const first = table.rows;
+  table.rows += 200;
+  showRows();
+  get("rows").children[first]?.focus();
+}
+
+function onRowKey(press) {
+  const row = press.target.closest("tr");
+  if (isPress(press)) {
+    press.preventDefault();
+    selectAndScroll(culprits[row.dataset.culprit]);
+    return;
+  }
+  moveFocus(press, row, {
+    ArrowDown: row.nextElementSibling,
+    ArrowUp: row.previousElementSibling,
+    Home: row.parentElement.firstElementChild,
+    End: row.parentElement.lastElementChild,
+  });
+}
+
+// The help.
+
+function fillHelp() {
+  const rules = Object.entries(data.source_rules);
+  get("help").append(
+    ...rules.flatMap(([source, rule]) => [make("dt", {}, makeBadge(source)), make("dd", {}, rule)]),
+  );
+}
+
+start();

@@ -1,0 +1,106 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The data of the page, with everything that may be long kept to a bounded size; its totals are of everything."""
+
+import heapq
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..evidence import window_start
+from . import reading
+from .figures import rounded
+from .meanings import APPLIED, DIAGNOSES, NOT_APPLIED, SOURCES
+from .summary import summarize
+
+# Longer texts lose their middle.
+TEXT_CHARACTERS = 4000
+
+_TOTALS = ("events", "culprits", "first_step", "last_step", "sources", "incomplete_events", "passes", "seconds")
+# A response of which some tokens are shown: its event's index, rank and row, and the first token's position.
+_StripKey = tuple[int, int, int, int]
+
+
+def page_data(evidence: reading.Evidence) -> dict[str, Any]:
+    """What the page shows, ready for `jsonable`.
+
+    Of too many events those with the largest norms are left, and of too many culprits the largest of each event, then
+    others. Culprits of one response share a strip of tokens, which they name by its index.
+    """
+    kept_events, culprits = _kept(evidence)
+    strips = _Strips()
+    rows = []
+    for _, _, index, row in culprits:
+        row = {**row, "event": kept_events[index]}
+        if details := row.pop("details", None):
+            row |= _with_texts(details, strips.add(index, row, details))
+        rows.append(rounded(row))
+    summary = summarize(evidence, 0)
+    thresholds = summary["thresholds"]
+    return {
+        "top": evidence.top,
+        "source_rules": SOURCES,
+        "diagnoses": DIAGNOSES,
+        "applied": APPLIED,
+        "not_applied": NOT_APPLIED,
+        "events": [evidence.events[index] for index in kept_events],
+        "culprits": rows,
+        "strips": strips.found,
+        "totals": {name: summary[name] for name in _TOTALS} | {"thresholds": [*thresholds[:1], *thresholds[-1:]]},
+        "tokens": [
+            {"token": token, "token_id": token_id, "count": count}
+            for (token, token_id), count in evidence.tokens.most_common(8)
+        ],
+        "notes": summary["notes"],
+        "skipped": evidence.skipped,
+    }
+
+
+def _kept(evidence: reading.Evidence) -> tuple[dict[int, int], list[reading.RankedCulprit]]:
+    """The events that the page shows, as {index in the evidence: index on the page}; and the culprits that it shows."""
+    largest = heapq.nlargest(
+        reading.PAGE_ROWS, range(len(evidence.events)), key=lambda index: evidence.events[index]["size"]
+    )
+    events = {index: on_page for on_page, index in enumerate(sorted(largest))}
+    culprits = [*sorted(evidence.largest, reverse=True), *sorted(evidence.others, reverse=True)]
+    return events, sorted([ranked for ranked in culprits if ranked[2] in events][: reading.PAGE_ROWS], reverse=True)
+
+
+class _Strips:
+    """The responses around culprits, token by token, each once."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+        self._numbers: dict[_StripKey, int] = {}
+
+    def add(self, event: int, row: Mapping[str, Any], details: Mapping[str, Any]) -> int | None:
+        """The index of the culprit's strip; None where the evidence has none."""
+        start = details["response_tokens_start"]
+        start = window_start(row["position"]) if start is None else start
+        key = (event, row["rank"], row["row"], start)
+        heat = details["response_suspicion"]
+        if key not in self._numbers and heat is not None:
+            self._numbers[key] = len(self.found)
+            self.found.append({"start": start, "tokens": details["response_tokens"], "heat": heat})
+        return self._numbers.get(key)
+
+
+def _with_texts(details: Mapping[str, Any], strip: int | None) -> dict[str, Any]:
+    """The details as the page has them; a strip stands for the response."""
+    return {
+        "strip": strip,
+        "layer_norms": rounded(details["layer_norms"]),
+        "prompt": _clipped(details["prompt"]),
+        "response": _clipped(details["response"]) if strip is None else None,
+        "ground_truth": _clipped(details["ground_truth"]),
+    }
+
+
+def _clipped(text: Any) -> str | None:
+    if text is None:
+        return None
+    text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+    half = TEXT_CHARACTERS // 2
+    if len(text) <= TEXT_CHARACTERS:
+        return text
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"

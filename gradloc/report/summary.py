@@ -1,0 +1,82 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of a summary: what `--json` prints, and what the terminal and the page show."""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .figures import excess, number, ranges, rounded
+from .reading import Evidence
+
+_EVENT_FIELDS = ("global_step", "epoch", "mini_batch", "diagnosis", "until", "explained", "more_tokens", "explanation")
+
+
+def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
+    """The figures, ready for `jsonable`.
+
+    Args:
+        evidence (Evidence): What was read.
+        top (int): How many of the largest events, culprits and parts are listed.
+    """
+    ranked = evidence.culprits()
+    events = evidence.events
+    steps = [event["global_step"] for event in events if event["global_step"] is not None]
+    return {
+        "path": evidence.path,
+        "since": evidence.since,
+        "events": len(events),
+        "culprits": evidence.sources.total(),
+        "first_step": min(steps, default=None),
+        "last_step": max(steps, default=None),
+        "events_by_step": dict(sorted(Counter(steps).items())),
+        "thresholds": sorted({number(event["threshold"]) for event in events}),
+        "largest_grad_norm": number(ranked[0][-1]["grad_norm"]) if ranked else None,
+        "diagnoses": dict(Counter(event["diagnosis"] for event in events).most_common()),
+        "largest_events": [
+            {name: event[name] for name in _EVENT_FIELDS} | {"culprits": event["culprits_in_all"]}
+            for event in heapq.nlargest(top, events, key=lambda event: event["size"])
+        ],
+        "diffuse": _largest_parts(events, top),
+        "sources": dict(evidence.sources.most_common()),
+        "tokens": [
+            {"token": token_name({"token": token, "token_id": token_id}), "culprits": count}
+            for (token, token_id), count in evidence.tokens.most_common(10)
+        ],
+        "incomplete_events": sum(event["ended_early"] for event in events),
+        "not_applied": dict(Counter(event["action"] for event in events if not event["applied"])),
+        "errors": dict(Counter(event["error"] for event in events if event["error"] is not None)),
+        "passes": sum(event["passes"] for event in events),
+        "seconds": sum(event["seconds"] for event in events),
+        "largest_culprits": [
+            rounded({name: row[name] for name in row if name != "details"}) for *_, row in ranked[:top]
+        ],
+        "notes": _messages(evidence.notes),
+        "skipped_lines": evidence.skipped,
+    }
+
+
+def token_name(culprit: Mapping[str, Any]) -> str:
+    """The token's text, or its id where that is not known."""
+    token = culprit["token"]
+    return f"id {culprit['token_id']}" if token is None else token
+
+
+def _largest_parts(events: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, Any]]:
+    """The parts of diffuse events that are farthest over their thresholds."""
+    parts = [{"global_step": event["global_step"], **part} for event in events for part in event["diffuse"]]
+    return heapq.nlargest(most, parts, key=excess)
+
+
+def _messages(notes: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The notes' messages, each once, with the steps that it is of."""
+    steps: dict[str, list[int | None]] = {}
+    for note in notes:
+        steps.setdefault(note["message"], []).append(note["global_step"])
+    texts = []
+    for message, of in steps.items():
+        known = sorted({step for step in of if step is not None})
+        where = f"in step{'s' * (len(known) > 1)} {ranges(known)}: " if known else ""
+        texts.append(where + message)
+    return texts

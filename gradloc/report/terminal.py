@@ -1,0 +1,203 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Prints the summary to the terminal. It needs rich."""
+
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .figures import count, number, percent, short, threshold_factor
+from .meanings import DIAGNOSES, NOT_APPLIED, SOURCES
+from .summary import token_name
+
+Summary = Mapping[str, Any]
+
+# The steps of a run are shown in at most so many columns.
+_SPARKLINE_WIDTH = 60
+
+
+def print_summary(summary: Summary) -> None:
+    """Prints what `summarize` returns."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
+    console.print()
+    if not summary["events"]:
+        since = "" if summary["since"] is None else f" from step {summary['since']} on"
+        console.print(f"No gradient spike in {visible(summary['path'])}{since}.", markup=False)
+    else:
+        _print_totals(console, summary)
+        for table in _tables(console, summary):
+            console.print()
+            console.print(table)
+        if summary["culprits"] and summary["tokens"][0]["culprits"] > 1:
+            counts = [f"{quoted(entry['token'][:40])} ({entry['culprits']})" for entry in summary["tokens"]]
+            console.print(Text.assemble("\n", ("Most frequent culprits  ", "bold"), "   ".join(counts)))
+    if warnings := _warnings(summary):
+        console.print(Text("\n" + "\n".join(warnings), style="yellow"))
+    console.print()
+
+
+def visible(text: str) -> str:
+    """The text with control characters and the like escaped: it comes from a model and goes to a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def quoted(token: str) -> str:
+    """A token whose spaces at the ends can be seen."""
+    text = visible(token)
+    bare = text.strip(" ")
+    start = text.index(bare) if bare else len(text)
+    return "␣" * start + bare + "␣" * (len(text) - start - len(bare))
+
+
+def _print_totals(console: Console, summary: Summary) -> None:
+    first, last = summary["first_step"], summary["last_step"]
+    where = "" if first is None else f" in step {first}" if first == last else f" in steps {first} to {last}"
+    console.print(Text.assemble((count(summary["events"], "gradient spike") + where, "bold")))
+    lowest, highest = short(summary["thresholds"][0]), short(summary["thresholds"][-1])
+    threshold = lowest if lowest == highest else f"{lowest} to {highest}"
+    facts = [count(summary["culprits"], "culprit token"), f"threshold {threshold}"]
+    if summary["culprits"]:
+        facts.append(f"largest token gradient {short(summary['largest_grad_norm'])}")
+    facts.append(f"{count(summary['passes'], 'extra pass', 'extra passes')}, {summary['seconds']:.1f} s")
+    console.print(Text("   ".join(facts), style="dim"))
+    if first != last:
+        sparkline = _sparkline(summary["events_by_step"], _SPARKLINE_WIDTH)
+        console.print(Text.assemble("\n", (f"{first} ", "dim"), (sparkline, "red"), (f" {last}", "dim")))
+
+
+def _tables(console: Console, summary: Summary) -> Iterator[Table]:
+    """What there is to show, in order."""
+    yield _diagnoses(summary)
+    if explained := [event for event in summary["largest_events"] if event["explanation"] is not None]:
+        yield _explanations(explained, every=len(explained) == summary["events"])
+    if summary["diffuse"]:
+        yield _diffuse_parts(summary["diffuse"])
+    if summary["culprits"]:
+        yield _sources(summary)
+        yield _culprits(summary, console.width)
+
+
+def _titled(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+
+
+def _diagnoses(summary: Summary) -> Table:
+    table = _titled("What was found")
+    table.add_column("diagnosis", style="bold")
+    table.add_column("spikes", justify="right")
+    table.add_column("meaning", style="dim")
+    for diagnosis, spikes in summary["diagnoses"].items():
+        table.add_row(diagnosis, str(spikes), DIAGNOSES[diagnosis])
+    return table
+
+
+def _explanations(events: Sequence[Mapping[str, Any]], every: bool) -> Table:
+    table = _titled("What the culprits explain" if every else "What the culprits of the largest spikes explain")
+    table.add_column("step", justify="right")
+    table.add_column("")
+    for event in events:
+        table.add_row(_step(event), event["explanation"])
+    return table
+
+
+def _diffuse_parts(parts: Sequence[Mapping[str, Any]]) -> Table:
+    table = _titled("The largest parts over their threshold that no small set of tokens explains")
+    for name in ("step", "rank", "rows", "tokens", "norm", "× threshold"):
+        table.add_column(name, justify="right")
+    table.add_column("largest tokens measured (row, position: norm, share)", style="dim")
+    for part in parts:
+        table.add_row(
+            _step(part),
+            "several" if part["rank"] is None else str(part["rank"]),
+            part["rows"],
+            str(part["tokens"]),
+            short(part["norm"]),
+            short(threshold_factor(part)),
+            "; ".join(map(_measured_token, part["largest_tokens"])),
+        )
+    return table
+
+
+def _measured_token(token: Mapping[str, Any]) -> str:
+    share = "" if token.get("share") is None else f", {percent(number(token['share']))}"
+    return f"{token['row']}, {token['position']}: {short(token['grad_norm'])}{share}"
+
+
+def _sources(summary: Summary) -> Table:
+    table = _titled("What looks wrong")
+    table.add_column("source", style="bold")
+    table.add_column("culprits", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("rule", style="dim")
+    for source, culprits in summary["sources"].items():
+        table.add_row(source, str(culprits), f"{culprits / summary['culprits']:.0%}", SOURCES[source])
+    return table
+
+
+def _culprits(summary: Summary, width: int) -> Table:
+    """The largest culprits, with as many columns as the terminal is wide enough for."""
+    culprits = summary["largest_culprits"]
+    table = _titled("The culprits" if len(culprits) == summary["culprits"] else "The largest culprits")
+    for name in ("step", "rank"):
+        table.add_column(name, justify="right", no_wrap=True)
+    with_context = width >= 110
+    table.add_column("token in its context" if with_context else "token", no_wrap=True)
+    figures = ("ratio", "advantage", "reward") if width >= 80 else ()
+    for name in ("norm", "× threshold", *figures):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("source", no_wrap=True)
+    for row in culprits:
+        context = visible(f"  {_context_around(row)}") if with_context else ""
+        words = Text.assemble((quoted(token_name(row)), "bold red"), context)
+        # The figures need the rest.
+        words.truncate(width - 85 if with_context else 20 if figures else 14, overflow="ellipsis")
+        table.add_row(
+            _step(row),
+            str(row["rank"]),
+            words,
+            short(row["grad_norm"]),
+            short(threshold_factor({"norm": row["grad_norm"], "threshold": row["threshold"]})),
+            *(short(row[name]) for name in figures),
+            row["source"],
+        )
+    return table
+
+
+def _context_around(culprit: Mapping[str, Any], before: int = 12) -> str:
+    """The context from shortly before the culprit on: a column is narrow."""
+    context = culprit["context"] or ""
+    start = max(context.find(f"«{culprit['token']}»") - before, 0)
+    return ("…" if start else "") + context[start:]
+
+
+def _warnings(summary: Summary) -> list[str]:
+    warnings = [f"Note in the file: {visible(note)}." for note in summary["notes"]]
+    if incomplete := summary["incomplete_events"]:
+        warnings.append(f"{count(incomplete, 'search', 'searches')} ended early: there may be more culprits.")
+    for error, searches in summary["errors"].items():
+        warnings.append(f"{count(searches, 'search', 'searches')} met an error: {visible(error).rstrip('.')}.")
+    for action, spikes in summary["not_applied"].items():
+        warnings.append(f"{count(spikes, 'spike')}, with spike_action={action}: {NOT_APPLIED[action]}")
+    if summary["skipped_lines"]:
+        warnings.append(f"{count(summary['skipped_lines'], 'line')} skipped: malformed, or of another version.")
+    return warnings
+
+
+def _step(of: Mapping[str, Any]) -> str:
+    return "–" if of["global_step"] is None else str(of["global_step"])
+
+
+def _sparkline(counts: Mapping[int, int], most: int) -> str:
+    """How many events there are over the steps, as a row of at most `most` bars."""
+    first, last = min(counts), max(counts)
+    bars = min(most, last - first + 1)
+    heights = [0] * bars
+    for step, events in counts.items():
+        heights[(step - first) * bars // (last - first + 1)] += events
+    return "".join("·" if not h else "▁▂▃▄▅▆▇█"[math.ceil(8 * h / max(heights)) - 1] for h in heights)
