@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from . import distributed, gradients
+from .fsdp import collectives
+from .fsdp.state import SetAside
 from .passes import MicroBatch, Passes, TokenSubset
 from .search.investigation import Investigation
 
@@ -62,13 +63,13 @@ def drop(
         return TokenSubset(micro_batch, keep if culprit is None else keep & ~culprit.keep)
 
     try:
-        with gradients.SetAside(module) as gradient:
+        with SetAside(module) as gradient:
             for index in range(count):
                 passes.accumulate(lambda rank, i=index: without_culprits(rank, i))
             finite = math.isfinite(reduced_norm())
             if finite:
                 gradient.replace()
         return finite
-    except distributed.RankFailedError as error:
+    except collectives.RankFailedError as error:
         investigation.error = str(error)
         return False

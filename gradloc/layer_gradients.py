@@ -1,16 +1,5 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
 """The reduced gradient, layer by layer, however the model is sharded: its norms, and scaling it."""
 
 import math
@@ -22,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from .distributed import world_size
-from .gradients import chunks
+from .fsdp.collectives import world_size
+from .fsdp.state import chunks
+from .fsdp.torch_compat import DTensor, FSDPModule
 from .layers import layer_groups
-from .sharding import DTensor, FSDPModule
 
 _FSDP = (FullyShardedDataParallel, FSDPModule)
 

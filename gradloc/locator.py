@@ -1,16 +1,5 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
 """From a spike of the gradient norm to the tokens that caused it."""
 
 import logging
@@ -23,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import actions, distributed, event, evidence, gradients
+from . import actions, event, evidence
 from .auto_threshold import AutoThreshold
 from .config import GradLocConfig
+from .fsdp import collectives
+from .fsdp.collective_replay import CollectiveReplay, RankLostError
+from .fsdp.state import SetAside, all_reached, get_rng_state, undisturbed
 from .layer_gradients import LayerGradients
-from .lockstep import Lockstep, RankLostError
 from .meter import LocalMeter, Meter, ReducedMeter, Unit
 from .passes import Forward, MicroBatch, Passes, UnitName
 from .search.investigation import Investigation
@@ -105,7 +96,7 @@ class GradLoc:
         self._loss_scale = loss_scale
         self._event: dict[str, Any] | None = None
         self._sequence_parallel_size = sequence_parallel_size
-        self._data_parallel_size = distributed.world_size() // sequence_parallel_size
+        self._data_parallel_size = collectives.world_size() // sequence_parallel_size
         self._layer_gradients = LayerGradients(module, self._device)
         self._measure = squared_norms or self._layer_gradients.squared_norms
         reduced = meter == "reduced" or sequence_parallel_size > 1
@@ -114,7 +105,7 @@ class GradLoc:
             if reduced
             else LocalMeter(GradientTaps(module, self._device), self._device)
         )
-        self._lockstep = Lockstep(can_repeat=sequence_parallel_size == 1)
+        self._replay = CollectiveReplay(can_repeat=sequence_parallel_size == 1)
         self._micro_batches: list[MicroBatch] = []
         self._current: MicroBatch | None = None
         self._global_step: int | None = None
@@ -139,10 +130,10 @@ class GradLoc:
             inputs (dict): What `forward` needs; picklable. Kept until `locate`.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
-        self._current = MicroBatch(inputs, [int(row) for row in rows], gradients.get_rng_state(self._device))
+        self._current = MicroBatch(inputs, [int(row) for row in rows], get_rng_state(self._device))
         self._meter.start()
-        if not self._lockstep.has_pattern:
-            self._lockstep.start()
+        if not self._replay.has_pattern:
+            self._replay.start()
 
     def observe(self, log_prob: Tensor, entropy: Tensor | None, weight: Tensor, **tokens: Tensor) -> None:
         """Notes the tokens of the pass under way, and their coefficients ∂L/∂log p once its backward runs.
@@ -171,7 +162,7 @@ class GradLoc:
         """Called after the backward of a training pass."""
         if self._current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
-        self._lockstep.stop(whole=lambda: gradients.all_reached(self._module))
+        self._replay.stop(whole=lambda: all_reached(self._module))
         self._current.squares = self._meter.stop()
         self._micro_batches.append(self._current)
         self._current = None
@@ -200,7 +191,7 @@ class GradLoc:
         except RankLostError:
             raise
         except Exception as error:
-            if distributed.world_size() > 1 and not isinstance(error, distributed.RankFailedError):
+            if collectives.world_size() > 1 and not isinstance(error, collectives.RankFailedError):
                 raise RankLostError(
                     f"the search for the tokens behind a gradient spike failed on this rank ({type(error).__name__}: "
                     f"{error}), and the other ranks may wait for it"
@@ -252,7 +243,7 @@ class GradLoc:
         square_weights = torch.stack([mb.tokens["weight"].double().square().sum() for mb in micro_batches])
         largest, largest_finite = _largest_token_equivalents(squares.sum(1), square_weights)
         figures = [largest, largest_finite, squares.sum(), square_weights.sum(), *_count_misaligned(micro_batches)]
-        by_rank = torch.stack(distributed.gather(torch.stack(figures).to(self._device)))
+        by_rank = torch.stack(collectives.gather(torch.stack(figures).to(self._device)))
         by_rank = by_rank[:: self._sequence_parallel_size]
         self._compare_with_rollout(*by_rank[:, 4:].sum(0).tolist())
         level = self._meter.level(by_rank[:, :4], lambda: self._reduced_norm(scale))
@@ -276,7 +267,7 @@ class GradLoc:
             self._module,
             self._forward,
             self._device,
-            self._lockstep,
+            self._replay,
             scale,
             own=micro_batches,
             sequence_parallel_size=self._sequence_parallel_size,
@@ -296,13 +287,13 @@ class GradLoc:
             global_norm,
             self._ordinary,
         )
-        with gradients.undisturbed(self._module, self._device):
-            with gradients.SetAside(self._module):
+        with undisturbed(self._module, self._device):
+            with SetAside(self._module):
                 investigation.run()
             applied = self._act(investigation, passes, micro_batches, global_norm, scale)
 
-        clocks = distributed.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
-        with distributed.alike():
+        clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
+        with collectives.same_on_all_ranks():
             trigger = {"kind": "global", "norm": global_norm, "threshold": global_threshold}
             if kind == "unit":
                 worst = units[investigation.suspects[0]]
@@ -342,7 +333,7 @@ class GradLoc:
     def _compare_with_rollout(self, misaligned: float, tokens: float) -> None:
         self._misaligned += misaligned
         self._compared += tokens
-        if misaligned > evidence.MISALIGNED_SHARE * tokens and distributed.rank() == 0:
+        if misaligned > evidence.MISALIGNED_SHARE * tokens and collectives.rank() == 0:
             logger.warning(
                 "%.0f of %.0f response tokens have log-probs that differ from the rollout's by more than %g nat: "
                 "they may belong to other positions, weights or temperatures",
@@ -385,7 +376,7 @@ class GradLoc:
     def _share_units(
         self, micro_batches: list[MicroBatch], squares: Tensor, square_weights: Tensor, scale: float
     ) -> dict[UnitName, Unit]:
-        by_rank = distributed.exchange(lambda: self._own_units(micro_batches, squares, square_weights, scale))
+        by_rank = collectives.exchange(lambda: self._own_units(micro_batches, squares, square_weights, scale))
         by_rank = by_rank[:: self._sequence_parallel_size]
         return {(rank, i): unit for rank, units in enumerate(by_rank) for i, unit in enumerate(units)}
 

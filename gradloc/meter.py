@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import distributed
+from .fsdp import collectives
 from .layer_gradients import LayerGradients
 from .passes import MicroBatch, Passes, TokenSubset, UnitName
 from .taps import GradientTaps
@@ -142,7 +142,7 @@ class LocalMeter:
 
     def __init__(self, taps: GradientTaps, device: torch.device) -> None:
         self.layers = taps.layers
-        self.width = distributed.world_size()
+        self.width = collectives.world_size()
         self._taps = taps
         self._device = device
 
@@ -170,7 +170,7 @@ class LocalMeter:
 
     def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
         return {
-            (rank, index): distributed.broadcast(lambda i=index: own[i].portable(scale), rank) for rank, index in names
+            (rank, index): collectives.broadcast(lambda i=index: own[i].portable(scale), rank) for rank, index in names
         }
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
@@ -185,7 +185,7 @@ class LocalMeter:
             own = passes.measure(subset_of, lambda: self._taps.stop().to(self._device) / passes.scale**2)
         finally:
             self._taps.cancel()
-        return torch.stack(distributed.gather(own))[: len(probes)]
+        return torch.stack(collectives.gather(own))[: len(probes)]
 
 
 class ReducedMeter:
@@ -234,9 +234,9 @@ class ReducedMeter:
 
     def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
         # Every rank computes its own data, so that all units can be had at once, without their inputs.
-        everywhere = distributed.exchange(lambda: [mb.portable(scale, inputs=False) for mb in own])
+        everywhere = collectives.exchange(lambda: [mb.portable(scale, inputs=False) for mb in own])
         everywhere = everywhere[:: self._sequence_parallel_size]
-        rank = distributed.rank() // self._sequence_parallel_size
+        rank = collectives.rank() // self._sequence_parallel_size
         for micro_batch, mine in zip(everywhere[rank], own, strict=True):
             micro_batch.inputs = mine.inputs
         return {(r, i): micro_batch for r, units in enumerate(everywhere) for i, micro_batch in enumerate(units)}
@@ -245,5 +245,5 @@ class ReducedMeter:
         (probe,) = probes
         passes.refuse_broken_idlers(probe)
         own = passes.measure(lambda rank: probe().get(rank), self._gradients.own_squares)
-        world_size = distributed.world_size() // self._sequence_parallel_size
+        world_size = collectives.world_size() // self._sequence_parallel_size
         return (self._gradients.add_up(own).cpu() * (world_size / passes.scale) ** 2).unsqueeze(0)

@@ -1,16 +1,5 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
 """Extra forward/backward passes over micro-batches of any rank, in step on all ranks."""
 
 import logging
@@ -21,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import distributed, evidence, gradients
-from .lockstep import Lockstep
+from . import evidence
+from .fsdp import collectives
+from .fsdp.collective_replay import CollectiveReplay
+from .fsdp.state import all_reduced, clear_gradients, reset_fsdp, set_rng_state
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +99,7 @@ class Passes:
         module (nn.Module): The model.
         forward (Forward): Computes (entropy, log_prob).
         device (torch.device): Where the model computes.
-        lockstep (Lockstep): Has seen a training pass.
+        replay (CollectiveReplay): Has seen a training pass.
         scale (float): The loss scale of the training pass.
         own (list[MicroBatch]): This rank's micro-batches, one row of which it computes where it has nothing to measure.
         sequence_parallel_size (int): So many neighbouring ranks share the same data.
@@ -124,19 +115,19 @@ class Passes:
         module: nn.Module,
         forward: Forward,
         device: torch.device,
-        lockstep: Lockstep,
+        replay: CollectiveReplay,
         scale: float,
         own: Sequence[MicroBatch],
         sequence_parallel_size: int = 1,
         recover: Callable[[], None] | None = None,
     ) -> None:
         self.count = 0
-        self.rank = distributed.rank() // sequence_parallel_size
+        self.rank = collectives.rank() // sequence_parallel_size
         self.scale = scale
         self._module = module
         self._forward = forward
         self._device = device
-        self._lockstep = lockstep
+        self._replay = replay
         self._own = own
         self._recover = recover
         self._idle = _healthy_row(own, scaled=scale != 1)
@@ -150,7 +141,7 @@ class Passes:
         try:
             return self.accumulate(subset_of, read)
         finally:
-            gradients.clear(self._module)
+            clear_gradients(self._module)
 
     def rehearse(self) -> None:
         """Has every rank know the collective calls of a pass, one of its own if need be. A collective call.
@@ -160,9 +151,9 @@ class Passes:
         Raises:
             RankFailedError: That pass failed on some rank.
         """
-        unknown = torch.tensor([float(not self._lockstep.knows_all)], device=self._device)
-        if distributed.world_size() > self._sequence_parallel_size and torch.stack(distributed.gather(unknown)).any():
-            self._lockstep.forget()
+        unknown = torch.tensor([float(not self._replay.knows_all)], device=self._device)
+        if collectives.world_size() > self._sequence_parallel_size and torch.stack(collectives.gather(unknown)).any():
+            self._replay.forget()
             self.measure(lambda _: None, lambda: None)
 
     def accumulate(
@@ -182,24 +173,24 @@ class Passes:
         error: Exception | None = None
         result: Tensor | None = None
         try:
-            with self._lockstep.recording(), gradients.all_reduced(self._module):
+            with self._replay.recording(), all_reduced(self._module):
                 self._forward_backward(subset_of(self.rank))
             result = read()
         except Exception as caught:
             try:
-                self._lockstep.catch_up(caught)
+                self._replay.catch_up(caught)
             finally:  # or the gradients could not be put back, and that error would hide this one
-                gradients.reset_sharding(self._module)
+                reset_fsdp(self._module)
                 if self._recover is not None:
                     self._recover()
             error = caught
         failed = torch.tensor([float(error is not None)], device=self._device)
-        if not torch.stack(distributed.gather(failed)).any():
+        if not torch.stack(collectives.gather(failed)).any():
             return result
         if error is not None:
             logger.warning("a pass of the gradient search failed; training goes on", exc_info=error)
-        messages = distributed.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-        raise distributed.RankFailedError(
+        messages = collectives.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        raise collectives.RankFailedError(
             next(f"rank {rank}: {m}" for rank, m in enumerate(messages) if m is not None)
         ) from error
 
@@ -211,7 +202,7 @@ class Passes:
         else:
             micro_batch, keep, scale = subset.micro_batch, subset.keep, self.scale
             rows, length = self._extent(keep)
-        gradients.set_rng_state(micro_batch.rng_state, self._device)
+        set_rng_state(micro_batch.rng_state, self._device)
         entropy, log_prob = self._forward(micro_batch.inputs, rows, length)
         keep = keep[rows, :length]
         outputs, coefficients = [log_prob], [_coefficient(micro_batch, "coefficient", keep, rows, scale)]
@@ -228,11 +219,11 @@ class Passes:
             RankFailedError: On all ranks, if there is one without a subset of its own.
         """
         if self._broken_ranks is None:
-            flags = distributed.gather(torch.tensor([float(self._idle is None)], device=self._device))
+            flags = collectives.gather(torch.tensor([float(self._idle is None)], device=self._device))
             self._broken_ranks = [rank for rank, flag in enumerate(flags[:: self._sequence_parallel_size]) if flag]
         idle = set(self._broken_ranks) - probe().keys() if self._broken_ranks else None
         if idle:
-            raise distributed.RankFailedError(
+            raise collectives.RankFailedError(
                 f"rank {min(idle)}: each of its rows has a log-prob or coefficient that is not a finite number"
             )
 

@@ -1,16 +1,5 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
 """The few collective operations of the search."""
 
 from collections.abc import Callable, Iterator
@@ -53,7 +42,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 @contextmanager
-def alike() -> Iterator[None]:
+def same_on_all_ranks() -> Iterator[None]:
     """Goes around what is the same on every rank: an error in it is one on every rank, too.
 
     Raises:

@@ -1,16 +1,5 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
 """Sharded gradients and random state: reading, setting aside, putting back."""
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
-from .sharding import FSDPModule
+from .torch_compat import FSDPModule
 
 # On the CPU a norm runs in one float32 accumulator, which costs 1e-3 of it at 28 million elements; in chunks of this
 # size 2e-7. GPUs sum in blocks anyway.
@@ -73,7 +62,7 @@ class SetAside:
 
     def __enter__(self) -> "SetAside":
         self._kept = [(holder, holder.grad, _copy_if_reused(holder)) for holder in _holders(self._module)]
-        clear(self._module)
+        clear_gradients(self._module)
         return self
 
     @torch.no_grad()
@@ -83,14 +72,14 @@ class SetAside:
                 if gradient is None:  # zeros in the place of none would have the optimizer step
                     holder.grad = None
             return
-        clear(self._module)
+        clear_gradients(self._module)
         for holder, gradient, copy in self._kept:
             if copy is not None:
                 gradient.copy_(copy)
             holder.grad = gradient
 
 
-def clear(module: nn.Module) -> None:
+def clear_gradients(module: nn.Module) -> None:
     """Drops all gradients, FSDP1's flat ones included."""
     for holder in _holders(module):
         holder.grad = None
@@ -101,7 +90,7 @@ def _copy_if_reused(holder: Tensor) -> Tensor | None:
     return holder.grad.clone() if holder.grad is not None and hasattr(holder, "_cpu_grad") else None
 
 
-def reset_sharding(module: nn.Module) -> None:
+def reset_fsdp(module: nn.Module) -> None:
     """Brings FSDP back to where a forward may start, after a forward or backward that was broken off by an error."""
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         unit.training_state = TrainingState.IDLE
