@@ -5,7 +5,7 @@
 from .config import GradLocConfig
 from .evidence import record_events, text_evidence
 from .fsdp.collective_replay import RankLostError
-from .layer_clip import LayerClip, LayerClipConfig
+from .layers.layer_clip import LayerClip, LayerClipConfig
 from .locator import GradLoc, token_weights
 
 __all__ = [

@@ -18,7 +18,7 @@ from .config import GradLocConfig
 from .fsdp import collectives
 from .fsdp.collective_replay import CollectiveReplay, RankLostError
 from .fsdp.state import SetAside, all_reached, get_rng_state, undisturbed
-from .layer_gradients import LayerGradients
+from .layers.reduced_norms import ReducedNorms
 from .meter import LocalMeter, Meter, ReducedMeter, Unit
 from .passes import Forward, MicroBatch, Passes, UnitName
 from .search.investigation import Investigation
@@ -97,11 +97,11 @@ class GradLoc:
         self._event: dict[str, Any] | None = None
         self._sequence_parallel_size = sequence_parallel_size
         self._data_parallel_size = collectives.world_size() // sequence_parallel_size
-        self._layer_gradients = LayerGradients(module, self._device)
-        self._measure = squared_norms or self._layer_gradients.squared_norms
+        self._reduced_norms = ReducedNorms(module, self._device)
+        self._measure = squared_norms or self._reduced_norms.squared_norms
         reduced = meter == "reduced" or sequence_parallel_size > 1
         self._meter: Meter = (
-            ReducedMeter(self._layer_gradients, self._device, sequence_parallel_size)
+            ReducedMeter(self._reduced_norms, self._device, sequence_parallel_size)
             if reduced
             else LocalMeter(GradientTaps(module, self._device), self._device)
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .fsdp import collectives
-from .layer_gradients import LayerGradients
+from .layers.reduced_norms import ReducedNorms
 from .passes import MicroBatch, Passes, TokenSubset, UnitName
 from .taps import GradientTaps
 
@@ -194,16 +194,16 @@ class ReducedMeter:
     For where no rank's gradient is that of its data (sequence parallelism), or hooks would see it in parts.
 
     Args:
-        gradients (LayerGradients): Measures the reduced gradient.
+        reduced_norms (ReducedNorms): Measures the reduced gradient.
         sequence_parallel_size (int): So many neighbouring ranks share the same data.
     """
 
     kind = "reduced"
     width = 1
 
-    def __init__(self, gradients: LayerGradients, device: torch.device, sequence_parallel_size: int) -> None:
-        self.layers = gradients.layers
-        self._gradients = gradients
+    def __init__(self, reduced_norms: ReducedNorms, device: torch.device, sequence_parallel_size: int) -> None:
+        self.layers = reduced_norms.layers
+        self._reduced_norms = reduced_norms
         self._device = device
         self._sequence_parallel_size = sequence_parallel_size
 
@@ -244,6 +244,6 @@ class ReducedMeter:
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         (probe,) = probes
         passes.refuse_broken_idlers(probe)
-        own = passes.measure(lambda rank: probe().get(rank), self._gradients.own_squares)
+        own = passes.measure(lambda rank: probe().get(rank), self._reduced_norms.own_squares)
         world_size = collectives.world_size() // self._sequence_parallel_size
-        return (self._gradients.add_up(own).cpu() * (world_size / passes.scale) ** 2).unsqueeze(0)
+        return (self._reduced_norms.add_up(own).cpu() * (world_size / passes.scale) ** 2).unsqueeze(0)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .fsdp.state import piece_norms
 from .fsdp.torch_compat import FSDPModule
-from .layers import layer_groups
+from .layers.float32_norms import piece_norms
+from .layers.layer_names import layer_groups
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from gradloc import GradLoc, GradLocConfig, record_events, text_evidence, token_weights
 from gradloc.evidence import classify, jsonable, response_kl, token_evidence
-from gradloc.layers import layer_name
+from gradloc.layers.layer_names import layer_name
 from gradloc.taps import GradientTaps
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from .fsdp.collectives import world_size
-from .fsdp.state import chunks
-from .fsdp.torch_compat import DTensor, FSDPModule
-from .layers import layer_groups
+from ..fsdp.collectives import world_size
+from ..fsdp.torch_compat import DTensor, FSDPModule
+from .float32_norms import chunks
+from .layer_names import layer_groups
 
 _FSDP = (FullyShardedDataParallel, FSDPModule)
 
@@ -38,7 +38,7 @@ class _Piece:
     gradient: Callable[[], Tensor | None]
 
 
-class LayerGradients:
+class ReducedNorms:
     """Norms and scaling of the gradient that the optimizer sees, one figure for each layer group.
 
     Every element counts once: tied parameters appear once, replicas share their part among them, and a rank without a

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .layer_gradients import LayerGradients
+from .reduced_norms import ReducedNorms
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class LayerClip:
     """Scales every layer's gradient by min(1, bound / norm) before the optimizer step, and learns the bounds.
 
     Args:
-        module (nn.Module): The model, as `LayerGradients` takes it.
+        module (nn.Module): The model, as `ReducedNorms` takes it.
         config (LayerClipConfig): The rule.
         device (str | torch.device): Where the model computes.
 
@@ -151,15 +151,15 @@ class LayerClip:
 
     def __init__(self, module: nn.Module, config: LayerClipConfig, device: str | torch.device = "cpu") -> None:
         self._config = config
-        self._gradients = LayerGradients(module, torch.device(device))
-        self.layers = self._gradients.layers
+        self._reduced_norms = ReducedNorms(module, torch.device(device))
+        self.layers = self._reduced_norms.layers
         self.last_step: dict[str, dict[str, float | None]] = {}
         self._steps: list[dict[str, dict[str, float | None]]] = []
         self._statistics = {layer: LayerStatistics() for layer in self.layers}
 
     def squared_norms(self) -> Tensor:
-        """`LayerGradients.squared_norms`, to be handed to `clip` by who needs them before it. A collective call."""
-        return self._gradients.squared_norms()
+        """`ReducedNorms.squared_norms`, to be handed to `clip` by who needs them before it. A collective call."""
+        return self._reduced_norms.squared_norms()
 
     def clip(self, squared_norms: Tensor | None = None) -> Tensor:
         """Clips the gradient and takes its norms in. A collective call. For a step that is left out there is `preview`.
@@ -173,10 +173,10 @@ class LayerClip:
             Tensor: The norm of the whole gradient before the clipping, shape (), on the CPU.
         """
         if squared_norms is None:
-            squared_norms = self._gradients.squared_norms()
+            squared_norms = self._reduced_norms.squared_norms()
         step = self.preview(squared_norms)
         figures = list(step.values())
-        self._gradients.scale_({i: layer["factor"] for i, layer in enumerate(figures) if layer["factor"] < 1})
+        self._reduced_norms.scale_({i: layer["factor"] for i, layer in enumerate(figures) if layer["factor"] < 1})
         if self._config.rule != "fixed" and all(math.isfinite(layer["norm"]) for layer in figures):
             for name, layer in step.items():
                 self._statistics[name].take_in(layer["norm"] * layer["factor"], self._config)
@@ -263,10 +263,10 @@ class LayerClip:
     def _bounds(self) -> list[float | None]:
         if self._config.rule != "fixed":
             return [self._statistics[layer].bound(self._config) for layer in self.layers]
-        total = sum(self._gradients.numels)
+        total = sum(self._reduced_norms.numels)
         return [
             max(self._config.max_norm * math.sqrt(numel / total), self._config.min_bound)
-            for numel in self._gradients.numels
+            for numel in self._reduced_norms.numels
         ]
 
 
