@@ -10,7 +10,7 @@ from torch import nn
 
 from .fsdp import collectives
 from .fsdp.state import SetAside
-from .passes import MicroBatch, Passes, TokenSubset
+from .measure.passes import MicroBatch, Passes, TokenSubset
 from .search.investigation import Investigation
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from . import evidence
-from .passes import UnitName
+from .measure.passes import UnitName
 from .search.investigation import Investigation, Token
 
 # How many of the largest tokens an event names for a spike without a culprit.

@@ -80,17 +80,6 @@ def off_the_rollout(difference: Tensor) -> Tensor:
     return ~(difference.abs() <= MISALIGNED_NATS)
 
 
-def suspicion(tokens: Mapping[str, Tensor]) -> Tensor:
-    """s_t = |∂L/∂log p_t|·(1 − p_t), within √2 of the norm of the gradient by the logits.
-
-    An entropy bonus adds its own coefficient times the entropy, a rough measure of its gradient.
-    """
-    found = tokens["coefficient"].abs() * (1 - tokens["log_prob"].exp())
-    if "entropy" in tokens:
-        found = found + tokens["entropy_coefficient"].abs() * tokens["entropy"].abs()
-    return found
-
-
 def window_start(position: int) -> int:
     """The index in the response at which a culprit's `response_…` lists begin."""
     return max(position - WINDOW // 2, 0)

@@ -19,10 +19,10 @@ from .fsdp import collectives
 from .fsdp.collective_replay import CollectiveReplay, RankLostError
 from .fsdp.state import SetAside, all_reached, get_rng_state, undisturbed
 from .layers.reduced_norms import ReducedNorms
-from .meter import LocalMeter, Meter, ReducedMeter, Unit
-from .passes import Forward, MicroBatch, Passes, UnitName
+from .measure.local_norms import LocalNorms
+from .measure.meter import LocalMeter, Meter, ReducedMeter, Unit
+from .measure.passes import Forward, MicroBatch, Passes, UnitName
 from .search.investigation import Investigation
-from .taps import GradientTaps
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class GradLoc:
         self._meter: Meter = (
             ReducedMeter(self._reduced_norms, self._device, sequence_parallel_size)
             if reduced
-            else LocalMeter(GradientTaps(module, self._device), self._device)
+            else LocalMeter(LocalNorms(module, self._device), self._device)
         )
         self._replay = CollectiveReplay(can_repeat=sequence_parallel_size == 1)
         self._micro_batches: list[MicroBatch] = []

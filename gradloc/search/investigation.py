@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..fsdp import collectives
-from ..meter import GroupName, Meter, Unit, suspects
-from ..passes import MicroBatch, Passes, TokenSubset, UnitName
+from ..measure.meter import GroupName, Meter, Unit, suspects
+from ..measure.passes import MicroBatch, Passes, TokenSubset, UnitName
 from .broken_rows import BrokenRow
 from .probes import Probe, Segment, is_single
 from .scheduler import Search

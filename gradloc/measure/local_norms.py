@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .fsdp.torch_compat import FSDPModule
-from .layers.float32_norms import piece_norms
-from .layers.layer_names import layer_groups
+from ..fsdp.torch_compat import FSDPModule
+from ..layers.float32_norms import piece_norms
+from ..layers.layer_names import layer_groups
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Slot:
     original: Tensor | None
 
 
-class GradientTaps:
+class LocalNorms:
     """Accumulates the norm of the local (unsharded, unreduced) gradient, one figure for each layer.
 
     FSDP makes a unit's parameters whole shortly before the unit's forward. A forward pre-hook on the unit then finds
@@ -112,11 +112,11 @@ class GradientTaps:
                 return
             for slot in slots:
                 if slot.original is None or slot.original.requires_grad:
-                    self._tap(getattr(slot.owner, slot.attribute), slot.layer)
+                    self._hook_parameter(getattr(slot.owner, slot.attribute), slot.layer)
 
         return hook
 
-    def _tap(self, parameter: Tensor, layer: int) -> None:
+    def _hook_parameter(self, parameter: Tensor, layer: int) -> None:
         if not parameter.requires_grad or (parameter.is_leaf and parameter in self._hooked_leaves):
             return
 

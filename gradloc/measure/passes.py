@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import evidence
-from .fsdp import collectives
-from .fsdp.collective_replay import CollectiveReplay
-from .fsdp.state import all_reduced, clear_gradients, reset_fsdp, set_rng_state
+from ..fsdp import collectives
+from ..fsdp.collective_replay import CollectiveReplay
+from ..fsdp.state import all_reduced, clear_gradients, reset_fsdp, set_rng_state
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +67,19 @@ class MicroBatch:
             tokens[name] = tokens[name] / scale if name in tokens else torch.zeros_like(tokens["weight"])
         tokens["broken"] = self.broken(scale != 1).cpu()
         # Here, once for all ranks: on other processors exp has other last bits, and the search goes by it.
-        tokens["suspicion"] = evidence.suspicion(tokens)
+        tokens["suspicion"] = suspicion(tokens)
         return MicroBatch(copies, self.rows, self.rng_state, tokens)
+
+
+def suspicion(tokens: Mapping[str, Tensor]) -> Tensor:
+    """s_t = |∂L/∂log p_t|·(1 − p_t), within √2 of the norm of the gradient by the logits.
+
+    An entropy bonus adds its own coefficient times the entropy, a rough measure of its gradient.
+    """
+    found = tokens["coefficient"].abs() * (1 - tokens["log_prob"].exp())
+    if "entropy" in tokens:
+        found = found + tokens["entropy_coefficient"].abs() * tokens["entropy"].abs()
+    return found
 
 
 @dataclass(frozen=True)

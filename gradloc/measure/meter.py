@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .fsdp import collectives
-from .layers.reduced_norms import ReducedNorms
+from ..fsdp import collectives
+from ..layers.reduced_norms import ReducedNorms
+from .local_norms import LocalNorms
 from .passes import MicroBatch, Passes, TokenSubset, UnitName
-from .taps import GradientTaps
 
 # What a search takes for one unit. With the local meter a micro-batch of one rank: (rank, index). With the reduced
 # meter, which cannot tell ranks apart, the micro-batches of all ranks with the same index: (None, index).
@@ -140,17 +140,17 @@ class LocalMeter:
 
     kind = "local"
 
-    def __init__(self, taps: GradientTaps, device: torch.device) -> None:
-        self.layers = taps.layers
+    def __init__(self, local_norms: LocalNorms, device: torch.device) -> None:
+        self.layers = local_norms.layers
         self.width = collectives.world_size()
-        self._taps = taps
+        self._local_norms = local_norms
         self._device = device
 
     def start(self) -> None:
-        self._taps.start()
+        self._local_norms.start()
 
     def stop(self) -> Tensor:
-        return self._taps.stop()
+        return self._local_norms.stop()
 
     def level(self, by_rank: Tensor, reduced_norm: Callable[[], float]) -> Level:
         token_norm, finite = by_rank[:, :2].amax(0).tolist()
@@ -180,11 +180,11 @@ class LocalMeter:
             (subset,) = probes[rank]().values()
             return subset
 
-        self._taps.start()
+        self._local_norms.start()
         try:
-            own = passes.measure(subset_of, lambda: self._taps.stop().to(self._device) / passes.scale**2)
+            own = passes.measure(subset_of, lambda: self._local_norms.stop().to(self._device) / passes.scale**2)
         finally:
-            self._taps.cancel()
+            self._local_norms.cancel()
         return torch.stack(collectives.gather(own))[: len(probes)]
 
 
