@@ -3,7 +3,8 @@
 """GradLoc: finds the tokens behind a spike of the gradient norm in RL training."""
 
 from .config import GradLocConfig
-from .evidence import record_events, text_evidence
+from .evidence.token_facts import text_evidence
+from .evidence.writer import record_events
 from .fsdp.collective_replay import RankLostError
 from .layers.layer_clip import LayerClip, LayerClipConfig
 from .locator import GradLoc, token_weights

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import actions, event, evidence
+from . import actions
 from .auto_threshold import AutoThreshold
 from .config import GradLocConfig
+from .evidence.event import findings
+from .evidence.schema import SCHEMA
+from .evidence.sources import MISALIGNED_SHARE
+from .evidence.token_facts import MISALIGNED_NATS, off_the_rollout
 from .fsdp import collectives
 from .fsdp.collective_replay import CollectiveReplay, RankLostError
 from .fsdp.state import SetAside, all_reached, get_rng_state, undisturbed
@@ -71,7 +75,7 @@ class GradLoc:
     Attributes:
         squared_norms (Tensor | None): The layers' squared norms, less the loss scale, of the gradient that `locate` has
             left behind; None where that was not measured.
-        events (list[dict]): The events since `start_update`, the same on every rank, ready for `evidence.jsonable`.
+        events (list[dict]): The events since `start_update`, the same on every rank, ready for `jsonable`.
     """
 
     def __init__(
@@ -142,7 +146,7 @@ class GradLoc:
             log_prob (Tensor): The log-probs that the loss is computed from, shape (rows, response length).
             entropy (Tensor, optional): Likewise the entropies.
             weight (Tensor): w of each token, gradient accumulation included.
-            tokens (Tensor): Whatever `evidence.token_evidence` reports; `response_mask` and `token_id` at least.
+            tokens (Tensor): Whatever `token_evidence` reports; `response_mask` and `token_id` at least.
         """
         current = self._current
         if current is None:
@@ -299,7 +303,7 @@ class GradLoc:
                 worst = units[investigation.suspects[0]]
                 trigger = {"kind": "unit", "norm": worst.norm, "threshold": threshold * worst.root_square_weight}
             self._event = {
-                "schema": evidence.SCHEMA,
+                "schema": SCHEMA,
                 "time": clocks[0][1],
                 "global_step": self._global_step,
                 "epoch": epoch,
@@ -308,7 +312,7 @@ class GradLoc:
                 "threshold": threshold,
                 "global_norm": global_norm,
                 "global_threshold": global_threshold,
-                **event.findings(investigation),
+                **findings(investigation),
                 "passes": passes.count,
                 "budget": self.config.budget,
                 "action": self.config.action,
@@ -333,13 +337,13 @@ class GradLoc:
     def _compare_with_rollout(self, misaligned: float, tokens: float) -> None:
         self._misaligned += misaligned
         self._compared += tokens
-        if misaligned > evidence.MISALIGNED_SHARE * tokens and collectives.rank() == 0:
+        if misaligned > MISALIGNED_SHARE * tokens and collectives.rank() == 0:
             logger.warning(
                 "%.0f of %.0f response tokens have log-probs that differ from the rollout's by more than %g nat: "
                 "they may belong to other positions, weights or temperatures",
                 misaligned,
                 tokens,
-                evidence.MISALIGNED_NATS,
+                MISALIGNED_NATS,
             )
 
     def _reduced_norm(self, scale: float) -> float:
@@ -415,7 +419,7 @@ def _count_misaligned(micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
     for tokens in (micro_batch.tokens for micro_batch in micro_batches):
         if "rollout_log_prob" in tokens:
             mask = tokens["response_mask"].bool()
-            off = evidence.off_the_rollout(tokens["log_prob"] - tokens["rollout_log_prob"])
+            off = off_the_rollout(tokens["log_prob"] - tokens["rollout_log_prob"])
             counts += torch.stack([(mask & off).sum(), mask.sum()])
     return counts[0], counts[1]
 

@@ -31,11 +31,12 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from .evidence import evidence_files, jsonable, window_start
+from .evidence.schema import EVENT, EVENT_1, NOTE, conforms
+from .evidence.token_facts import window_start
+from .evidence.writer import evidence_files, jsonable
 from .report_page import page
-from .schema import EVENT, EVENT_1, NOTE, conforms
 
-# What `evidence.classify` says, for people.
+# What `classify` says, for people.
 SOURCES = {
     "token": "The token's importance ratio is far from 1: over 2 or under ½.",
     "sequence": "The response as a whole has drifted: its mean ratio is over 1.2 or under 1/1.2.",

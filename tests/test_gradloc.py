@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from gradloc import GradLoc, GradLocConfig, record_events, text_evidence, token_weights
-from gradloc.evidence import classify, jsonable, response_kl, token_evidence
+from gradloc.evidence.sources import classify
+from gradloc.evidence.token_facts import response_kl, token_evidence
+from gradloc.evidence.writer import jsonable
 from gradloc.layers.layer_names import layer_name
 from gradloc.measure.local_norms import LocalNorms
 

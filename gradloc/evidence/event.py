@@ -6,9 +6,10 @@ import math
 import statistics
 from typing import Any
 
-from . import evidence
-from .measure.passes import UnitName
-from .search.investigation import Investigation, Token
+from ..measure.passes import UnitName
+from ..search.investigation import Investigation, Token
+from .sources import classify
+from .token_facts import response_kl, response_window, token_evidence
 
 # How many of the largest tokens an event names for a spike without a culprit.
 _LARGEST_TOKENS = 3
@@ -144,12 +145,12 @@ def _culprit(investigation: Investigation, token: Token) -> dict[str, Any]:
         "threshold": investigation.threshold,
         "suspicion": float(suspicion[position]),
         "share": _share(investigation, token),
-        **evidence.token_evidence(tokens, row, position),
+        **token_evidence(tokens, row, position),
         "layer_norms": dict(zip(investigation.layers, layer_norms, strict=True)),
-        "response_suspicion": evidence.response_window(suspicion, tokens["response_mask"][row], position),
-        "response_kl": evidence.response_kl(tokens, row, position),
+        "response_suspicion": response_window(suspicion, tokens["response_mask"][row], position),
+        "response_kl": response_kl(tokens, row, position),
     }
-    return {**found, "source": evidence.classify(found)}
+    return {**found, "source": classify(found)}
 
 
 def _weight(investigation: Investigation, token: Token) -> float:

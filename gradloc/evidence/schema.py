@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from .evidence import SCHEMA
+SCHEMA = 2
 
 # NaN and infinities have no form in JSON of their own.
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
