@@ -7,7 +7,8 @@ from .evidence.token_facts import text_evidence
 from .evidence.writer import record_events
 from .fsdp.collective_replay import RankLostError
 from .layers.layer_clip import LayerClip, LayerClipConfig
-from .locator import GradLoc, token_weights
+from .measure.token_weights import token_weights
+from .monitor import GradLoc
 
 __all__ = [
     "GradLoc",
