@@ -1,6 +1,21 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""GradLoc: finds the tokens behind a spike of the gradient norm in RL training."""
+"""GradLoc: finds the tokens behind a spike of the gradient norm in RL training.
+
+The rooms of the package. A file imports from its own room and from those above it:
+
+- checks, robust_statistics: small functions
+- config, auto_threshold: what counts as a spike
+- fsdp: FSDP's state around extra passes, and collective calls
+- layers: what a layer is, the reduced gradient's norms by layer, LayerClip
+- measure: extra passes and the norms of what they compute
+- search: what to measure next
+- evidence: what was found, as events in a file
+- report_script, report_page, report: the reader of these files
+- actions: what becomes of the gradient after a spike
+- monitor: watches the training passes and begins the search
+- verl: the only room that knows verl
+"""
 
 from .config import GradLocConfig
 from .evidence.token_facts import text_evidence

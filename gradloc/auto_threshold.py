@@ -5,7 +5,8 @@
 import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+
+from .robust_statistics import median_and_deviation
 
 # Mini-batches: from so many on there is a threshold, and so many of the last ones count.
 WARMUP = 20
@@ -17,9 +18,6 @@ _DEVIATIONS = 6.0
 _SMALL_SAMPLE = 16.0
 # The deviation is at least this much, or a run whose norms are all but constant would alarm at a few percent more.
 _DEVIATION_FLOOR = 0.1
-
-# For normal numbers: standard deviation over median absolute deviation.
-_PER_MEDIAN_DEVIATION = 1.4826
 
 
 class AutoThreshold:
@@ -39,8 +37,7 @@ class AutoThreshold:
         count = len(self._logarithms)
         if count < WARMUP:
             return None
-        middle = median(self._logarithms)
-        deviation = _PER_MEDIAN_DEVIATION * median(abs(logarithm - middle) for logarithm in self._logarithms)
+        middle, deviation = median_and_deviation(self._logarithms)
         # The deviation of a few numbers is uncertain.
         deviations = _DEVIATIONS * (1 + _SMALL_SAMPLE / count)
         return math.exp(middle + deviations * max(deviation, _DEVIATION_FLOOR))

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of the search, independent of the trainer that they come from."""
 
-import math
 from dataclasses import dataclass
+
+from .checks import is_finite_number, is_positive_integer
 
 TRIGGERS = ("unit", "global")
 ACTIONS = ("log", "skip", "drop")
@@ -36,9 +37,9 @@ class GradLocConfig:
     action: str = "log"
 
     def __post_init__(self) -> None:
-        if self.threshold != "auto" and not (_is_number(self.threshold) and 0 < self.threshold < math.inf):
+        if self.threshold != "auto" and not (is_finite_number(self.threshold) and self.threshold > 0):
             raise ValueError(f"grad_norm_threshold must be a positive finite number or auto, got {self.threshold!r}.")
-        if isinstance(self.budget, bool) or not isinstance(self.budget, int) or self.budget < 1:
+        if not is_positive_integer(self.budget):
             raise ValueError(f"bisect_budget_steps must be an integer of at least 1, got {self.budget!r}.")
         if self.trigger not in TRIGGERS:
             raise ValueError(f"spike_trigger must be one of {list(TRIGGERS)}, got {self.trigger!r}.")
@@ -46,7 +47,3 @@ class GradLocConfig:
             raise ValueError(f"bisect_until must be one of {list(UNTIL)}, got {self.until!r}.")
         if self.action not in ACTIONS:
             raise ValueError(f"spike_action must be one of {list(ACTIONS)}, got {self.action!r}.")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -6,12 +6,13 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checks import is_finite_number, is_positive_integer
+from ..robust_statistics import median_and_deviation
 from .reduced_norms import ReducedNorms
 
 logger = logging.getLogger(__name__)
@@ -26,9 +27,8 @@ _FLOOR_SLOWNESS = 5.0
 _DEVIATION_FLOOR = 0.1
 # A norm counts in the deviation with at most so many deviations, so that spikes in a row widen the bound slowly.
 _DEVIATION_CAP = 2.5
-# For normal numbers: standard deviation over mean absolute deviation, and over median absolute deviation.
+# For normal numbers: standard deviation over mean absolute deviation.
 _PER_MEAN_DEVIATION = math.sqrt(math.pi / 2)
-_PER_MEDIAN_DEVIATION = 1.4826
 
 
 @dataclass
@@ -66,14 +66,11 @@ class LayerClipConfig:
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         self._check("rule", self.rule in RULES, f"one of {list(RULES)}")
         for name in ("z", "max_norm"):
-            self._check(name, _is_number(getattr(self, name)) and getattr(self, name) > 0, "a positive number")
-        self._check("ratio", _is_number(self.ratio) and self.ratio > 1, "a number over 1")
-        self._check("beta", _is_number(self.beta) and 0 < self.beta < 1, "a number between 0 and 1")
-        self._check("min_bound", _is_number(self.min_bound) and self.min_bound >= 0, "a number of at least 0")
-        steps = self.warmup_steps
-        self._check(
-            "warmup_steps", isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1, "an integer over 0"
-        )
+            self._check(name, is_finite_number(getattr(self, name)) and getattr(self, name) > 0, "a positive number")
+        self._check("ratio", is_finite_number(self.ratio) and self.ratio > 1, "a number over 1")
+        self._check("beta", is_finite_number(self.beta) and 0 < self.beta < 1, "a number between 0 and 1")
+        self._check("min_bound", is_finite_number(self.min_bound) and self.min_bound >= 0, "a number of at least 0")
+        self._check("warmup_steps", is_positive_integer(self.warmup_steps), "an integer over 0")
 
     def _check(self, name: str, good: bool, wanted: str) -> None:
         if not good:
@@ -129,9 +126,8 @@ class LayerStatistics:
         return max(self.mean + config.z * self.deviation, config.min_bound)
 
     def _start(self) -> None:
-        self.mean = median(self.warmup)
+        self.mean, deviation = median_and_deviation(self.warmup)
         self.floor = _MEAN_FLOOR * self.mean
-        deviation = _PER_MEDIAN_DEVIATION * median(abs(norm - self.mean) for norm in self.warmup)
         self.deviation = max(deviation, _DEVIATION_FLOOR * self.mean)
         self.warmup = []
 
@@ -268,7 +264,3 @@ class LayerClip:
             max(self._config.max_norm * math.sqrt(numel / total), self._config.min_bound)
             for numel in self._reduced_norms.numels
         ]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
