@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A threshold that sets itself from the norms that a run usually has."""
+"""An automatic threshold from the norms that a run usually has."""
 
 import math
 from collections import deque
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .robust_statistics import median_and_deviation
 
-# Mini-batches: from so many on there is a threshold, and so many of the last ones count.
+# The number of mini-batches before there is a threshold, and the number of recent ones that it is computed from.
 WARMUP = 20
 WINDOW = 256
 
@@ -16,16 +16,16 @@ WINDOW = 256
 # tails (Laplace, Gumbel), and there are practically none where they are normal, drifting ones included.
 _DEVIATIONS = 6.0
 _SMALL_SAMPLE = 16.0
-# The deviation is at least this much, or a run whose norms are all but constant would alarm at a few percent more.
+# The least deviation, because a run with almost constant norms would alarm at a few percent more.
 _DEVIATION_FLOOR = 0.1
 
 
 class AutoThreshold:
     """τ from the largest token-equivalent norms of the last mini-batches.
 
-    It is exp(median + 6 deviations) of their logarithms, with the median absolute deviation, so that spikes among them
-    move it little: half of the mini-batches would have to spike. A lasting shift of the norms is followed within half a
-    window, 128 mini-batches.
+    It is exp(median + 6 deviations) of their logarithms, with the median absolute deviation, so that spikes hardly
+    move it unless half of the mini-batches spike. A lasting shift of the norms is followed within half a window, 128
+    mini-batches.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class AutoThreshold:
         return [math.exp(logarithm) for logarithm in self._logarithms]
 
     def restart_from(self, norms: Sequence[float]) -> None:
-        """Goes on from what `norms` gave."""
+        """Restores what `norms` gave."""
         self._logarithms.clear()
         for norm in norms:
             self.take_in(norm)

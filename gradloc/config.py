@@ -17,17 +17,17 @@ class GradLocConfig:
 
     Args:
         threshold (float | str): τ, the gradient norm of one token (its share of the loss divided by its weight in it)
-            above which the token is a culprit; "auto": from the run's own norms, as `AutoThreshold` has it.
+            above which the token is a culprit; "auto": from the run's own norms, see `AutoThreshold`.
         budget (int): At most so many extra forward/backward passes for one event.
         trigger (str): "unit": any micro-batch of any rank over its threshold starts a search; "global": only the
             norm of the reduced gradient does.
         until (str): "explained": a search ends when a few tokens over τ are known without which every unit is measured
             under its threshold; "exhaustive": when every token over τ is found.
-        action (str): What becomes of the optimizer step. "log": it is taken as if nothing had happened; "skip": it is
-            left out; "drop": it is taken without the culprits' gradient.
+        action (str): What happens to the optimizer step. "log": it is taken unchanged; "skip": it is skipped; "drop":
+            it is taken without the culprits' gradient.
 
     Raises:
-        ValueError: A value is out of range; the message names the configuration key to mend.
+        ValueError: A value is out of range; the message names the configuration key to fix.
     """
 
     threshold: float | str = 640.0

@@ -17,7 +17,7 @@ from .auto_threshold import AutoThreshold
 from .config import GradLocConfig
 from .evidence.event import findings
 from .evidence.schema import SCHEMA
-from .evidence.sources import MISALIGNED_SHARE
+from .evidence.sources import MISALIGNED_FRACTION
 from .evidence.token_facts import MISALIGNED_NATS, off_the_rollout
 from .fsdp import collectives
 from .fsdp.collective_replay import CollectiveReplay, RankLostError
@@ -40,7 +40,7 @@ class GradLoc:
     """Watches the training passes of a (sharded) model and finds the tokens behind a spike of its gradient.
 
     For each micro-batch the trainer calls `begin_pass`, then its forward, then `observe`, then its backward, then
-    `end_pass`; and before the optimizer step `locate`. All ranks call all of them alike.
+    `end_pass`; and before the optimizer step `locate`. All ranks make the same calls.
 
     Args:
         module (nn.Module): The model; ranks hold different data (FSDP1, FSDP2, or a single process).
@@ -49,18 +49,18 @@ class GradLoc:
             (len(rows), response_length), of some rows of a micro-batch, with their responses cut to that length.
         device (str | torch.device): Where the model computes.
         loss_scale (Callable): Gives the factor by which backward passes are scaled (for fp16); 1 by default.
-        squared_norms (Callable, optional): `LayerClip.squared_norms`, where that is on too: it measures the reduced
-            gradient.
+        squared_norms (Callable, optional): `LayerClip.squared_norms`, where LayerClip is on, too; it measures the
+            reduced gradient.
         sequence_parallel_size (int): So many neighbouring ranks work on the same data. If it is over 1, no rank's
             gradient is that of its data, and the meter is the reduced one.
         meter (str): "local": every rank's own gradient is measured, in training passes, too. "reduced": only the
             gradient after FSDP's mean, in passes of the search.
-        recover (Callable, optional): Called on a rank on which an error has broken a pass off, to tidy up what is
-            neither the model's nor FSDP's.
+        recover (Callable, optional): Called on a rank where an error interrupted a pass, to reset what belongs neither
+            to the model nor to FSDP.
 
     Attributes:
-        squared_norms (Tensor | None): The layers' squared norms, less the loss scale, of the gradient that `locate` has
-            left behind; None where that was not measured.
+        squared_norms (Tensor | None): The squared norms by layer, without the loss scale, of the gradient after
+            `locate`; None where they were not measured.
         events (list[dict]): The events since `start_update`, the same on every rank, ready for `jsonable`.
     """
 
@@ -95,7 +95,7 @@ class GradLoc:
             if reduced
             else LocalMeter(LocalNorms(module, self._device), self._device)
         )
-        self._replay = CollectiveReplay(can_repeat=sequence_parallel_size == 1)
+        self._replay = CollectiveReplay(can_replay=sequence_parallel_size == 1)
         self._micro_batches: list[MicroBatch] = []
         self._current: MicroBatch | None = None
         self._global_step: int | None = None
@@ -106,7 +106,7 @@ class GradLoc:
         self._misaligned = self._compared = 0.0
 
     def start_update(self, global_step: int | None = None) -> None:
-        """Forgets the last update's events and figures."""
+        """Discards the events and metrics of the last update."""
         self.events = []
         self._micro_batches = []
         self._global_step = global_step
@@ -122,16 +122,16 @@ class GradLoc:
         """
         self._current = MicroBatch(inputs, [int(row) for row in rows], get_rng_state(self._device))
         self._meter.start()
-        if not self._replay.has_pattern:
+        if not self._replay.has_recording:
             self._replay.start()
 
     def observe(self, log_prob: Tensor, entropy: Tensor | None, weight: Tensor, **tokens: Tensor) -> None:
-        """Notes the tokens of the pass under way, and their coefficients ∂L/∂log p once its backward runs.
+        """Records the tokens of the current pass, and their coefficients ∂L/∂log p during its backward.
 
         Args:
             log_prob (Tensor): The log-probs that the loss is computed from, shape (rows, response length).
             entropy (Tensor, optional): Likewise the entropies.
-            weight (Tensor): w of each token, gradient accumulation included.
+            weight (Tensor): The weight w of each token in the loss, gradient accumulation included.
             tokens (Tensor): Whatever `token_evidence` reports; `response_mask` and `token_id` at least.
         """
         current = self._current
@@ -171,8 +171,8 @@ class GradLoc:
             bool: Whether the optimizer is to step.
 
         Raises:
-            RankLostError: Something failed on this rank that the others do not know of, or that kept it from making
-                FSDP's collective calls: they would wait for it. Any other error is logged, and training goes on.
+            RankLostError: An error on this rank that cannot be propagated to the other ranks: it aborts the run instead
+                of deadlocking it. Any other error is logged, and training continues.
         """
         micro_batches, self._micro_batches = self._micro_batches, []
         self._event = self.squared_norms = None
@@ -184,21 +184,23 @@ class GradLoc:
             if collectives.world_size() > 1 and not isinstance(error, collectives.RankFailedError):
                 raise RankLostError(
                     f"the search for the tokens behind a gradient spike failed on this rank ({type(error).__name__}: "
-                    f"{error}), and the other ranks may wait for it"
+                    f"{error}), which cannot be propagated to the other ranks"
                 ) from error
-            logger.warning("the search for the tokens behind a gradient spike failed; training goes on", exc_info=True)
+            logger.warning(
+                "the search for the tokens behind a gradient spike failed; training continues", exc_info=True
+            )
             return True
 
     def add_to_event(self, **facts: Any) -> None:
-        """Adds what became of the gradient to the event of the last `locate`, if that found a spike."""
+        """Adds facts to the event of the last `locate`, if that found a spike."""
         if self._event is not None:
             self._event.update(facts)
 
     def metrics(self) -> dict[str, float]:
-        """The update's figures for the training log, the same on every rank.
+        """The update's metrics for the training log, the same on every rank.
 
-        `misaligned_share`, where there are rollout log-probs: the share of response tokens whose log-prob differs from
-        the rollout's by more than a nat. `threshold`: τ in the last mini-batch, except in an automatic one's warm-up.
+        `misaligned_share`, where there are rollout log-probs: the fraction of response tokens whose log-prob differs
+        from the rollout's by more than a nat. `threshold`: τ in the last mini-batch, except during automatic warm-up.
         """
         optional = {"actor/gradloc/misaligned_share": self._misaligned / self._compared} if self._compared else {}
         if self._threshold is not None:
@@ -217,7 +219,7 @@ class GradLoc:
         return {"token_norms": self._auto_threshold.norms()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from `state_dict`; from None, where none is loaded, an automatic threshold begins anew."""
+        """Restores `state_dict`; with None (no state is loaded) an automatic threshold starts anew."""
         norms = state["token_norms"] if state is not None else ()
         if not norms and self.config.threshold == "auto":
             logger.warning(
@@ -252,7 +254,7 @@ class GradLoc:
         if kind == "global" and global_norm <= global_threshold:
             return True
 
-        units = self._share_units(micro_batches, squares, square_weights, scale)
+        units = self._exchange_units(micro_batches, squares, square_weights, scale)
         passes = Passes(
             self._module,
             self._forward,
@@ -263,7 +265,7 @@ class GradLoc:
             sequence_parallel_size=self._sequence_parallel_size,
             recover=self._recover,
         )
-        # A drop computes every micro-batch again.
+        # A drop recomputes every micro-batch.
         reserve = 1 + max(index for _, index in units) if self.config.action == "drop" else 0
         investigation = Investigation(
             threshold,
@@ -323,7 +325,7 @@ class GradLoc:
     def _compare_with_rollout(self, misaligned: float, tokens: float) -> None:
         self._misaligned += misaligned
         self._compared += tokens
-        if misaligned > MISALIGNED_SHARE * tokens and collectives.rank() == 0:
+        if misaligned > MISALIGNED_FRACTION * tokens and collectives.rank() == 0:
             logger.warning(
                 "%.0f of %.0f response tokens have log-probs that differ from the rollout's by more than %g nat: "
                 "they may belong to other positions, weights or temperatures",
@@ -346,7 +348,7 @@ class GradLoc:
     ) -> bool:
         """Does what `spike_action` asks for; returns whether it could be done. The same on every rank."""
         if self.config.action == "skip":
-            # After an overflow the gradient scaler leaves the step out itself, and has to see it to lower its scale.
+            # After an overflow the gradient scaler skips the step itself, and must see the overflow to lower its scale.
             return scale == 1 or math.isfinite(global_norm)
         if self.config.action == "drop":
             squared_norms = self.squared_norms
@@ -363,7 +365,7 @@ class GradLoc:
             return dropped
         return True
 
-    def _share_units(
+    def _exchange_units(
         self, micro_batches: list[MicroBatch], squares: Tensor, square_weights: Tensor, scale: float
     ) -> dict[UnitName, Unit]:
         by_rank = collectives.exchange(lambda: self._own_units(micro_batches, squares, square_weights, scale))

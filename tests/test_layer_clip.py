@@ -22,7 +22,7 @@ from valid_events import valid_events
 
 from gradloc import LayerClip, LayerClipConfig
 from gradloc.layers.layer_clip import LayerStatistics
-from gradloc.layers.layer_names import layer_groups, layer_name
+from gradloc.layers.layer_names import layer_name, layers_by_parameter
 from gradloc.layers.reduced_norms import ReducedNorms
 
 # Gradients of a few thousand float32 numbers each, summed in another order.
@@ -459,11 +459,11 @@ def test_a_router_is_a_group_of_its_own(parameter: str, layer: str) -> None:
 
 def test_top_level_modules_are_the_layers_where_no_name_fits(caplog: pytest.LogCaptureFixture) -> None:
     names = ["model.trunk.first.weight", "model.trunk.second.bias", "head.weight", "scale"]
-    assert layer_groups(names) == dict(zip(names, ["trunk", "trunk", "head", "scale"], strict=True))
+    assert layers_by_parameter(names) == dict(zip(names, ["trunk", "trunk", "head", "scale"], strict=True))
     assert "top-level modules are taken for the layers: trunk, head, scale." in caplog.text
     assert caplog.records[0].levelno == logging.WARNING
     caplog.clear()
-    assert layer_groups(["trunk.0.weight", "head.inner.weight"]) == {
+    assert layers_by_parameter(["trunk.0.weight", "head.inner.weight"]) == {
         "trunk.0.weight": "trunk.0",
         "head.inner.weight": "head.inner",
     }

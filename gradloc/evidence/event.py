@@ -73,7 +73,7 @@ def _ordinary_layer_norms(investigation: Investigation) -> dict[str, float] | No
 
 
 def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
-    """The smallest parts that hold a spike without few tokens behind it, with the largest tokens measured."""
+    """The smallest segments with a spike that no few tokens explain, with the largest tokens measured."""
     found = []
     for segment, norm in investigation.search.diffuse:
         names = set(investigation.groups[segment.unit])
@@ -106,7 +106,7 @@ def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
 
 
 def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
-    """What the search did not get to, best first; a unit not begun is a segment of all its tokens."""
+    """What the search left open, the most promising first; a unit not yet begun is a segment of all its tokens."""
     search, units = investigation.search, investigation.units
     begun = [
         (segment.unit, len(segment.candidates), search.threshold(segment))

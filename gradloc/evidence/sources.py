@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 # The rules of `classify`; the README states them.
-MISALIGNED_SHARE = 0.5
+MISALIGNED_FRACTION = 0.5
 TOKEN_RATIO = 2.0
 SEQUENCE_RATIO = 1.2
-LAYER_SHARE = 0.5
+LAYER_FRACTION = 0.5
 
 
 def classify(culprit: Mapping[str, Any]) -> str:
@@ -25,14 +25,14 @@ def classify(culprit: Mapping[str, Any]) -> str:
     """
     if not math.isfinite(culprit["grad_norm"]):
         return "nonfinite"
-    if (culprit["misaligned_share"] or 0.0) > MISALIGNED_SHARE:
+    if (culprit["misaligned_share"] or 0.0) > MISALIGNED_FRACTION:
         return "misaligned"
     if any(_far_from_one(culprit[name], TOKEN_RATIO) for name in ("ratio", "rollout_ratio")):
         return "token"
     if _far_from_one(culprit["sequence_ratio"], SEQUENCE_RATIO):
         return "sequence"
     squares = [norm**2 for norm in culprit["layer_norms"].values()]
-    if len(squares) > 1 and max(squares) > LAYER_SHARE * sum(squares):
+    if len(squares) > 1 and max(squares) > LAYER_FRACTION * sum(squares):
         return "layer"
     return "other"
 

@@ -16,7 +16,7 @@ WINDOW = 512
 
 
 def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[str, Any]:
-    """The figures of one token that need no gradient.
+    """The facts on one token that need no gradient.
 
     Args:
         tokens (Mapping[str, Tensor]): Tensors of shape (rows, response length): `response_mask`, `token_id`, `weight`,
@@ -26,7 +26,7 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
         position (int): The index in the response.
 
     Returns:
-        dict: Floats; None where there is no data. `misaligned_share` is the share of the response's tokens whose
+        dict: Floats; None where there is no data. `misaligned_share` is the fraction of the response's tokens whose
             log-prob differs from the rollout's by more than a nat, or is NaN there.
     """
 

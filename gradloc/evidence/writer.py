@@ -99,10 +99,10 @@ def _append(directory: str, data: bytes, events: Sequence[Mapping[str, Any]]) ->
     elif size and size + len(data) > FILE_BYTES:
         os.rename(path, os.path.join(directory, f"spikes.{max(_rotated(directory), default=0) + 1}.jsonl"))
         last_line = b"\n"
-    # A run that was killed may have left half a line; what follows must not be lost with it.
-    mend = b"" if last_line.endswith(b"\n") else b"\n"
+    # A killed run may have left half a line: the next line must start on its own.
+    line_break = b"" if last_line.endswith(b"\n") else b"\n"
     with open(path, "ab") as file:
-        file.write(mend + data)
+        file.write(line_break + data)
 
 
 def _last_line(path: str, most: int = 4096) -> bytes:

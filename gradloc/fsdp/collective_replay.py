@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Keeping a rank whose pass broke off in step with the others."""
+"""Replays the collective calls of a pass on a rank where an error interrupted it, so that no rank deadlocks."""
 
 import traceback
 from collections.abc import Callable, Iterator
@@ -29,18 +29,18 @@ _COLLECTIVES = (
 
 
 class RankLostError(RuntimeError):
-    """A probe broke off on this rank, and it could not keep up with the collective calls of the others."""
+    """An error on this rank that cannot be propagated: it aborts the run, because the other ranks would deadlock."""
 
 
 @dataclass(frozen=True)
-class _Blank:
-    """Stands for a tensor of a recorded call."""
+class _TensorSpec:
+    """Describes a tensor of a recorded call."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
-    def fill(self) -> Tensor:
+    def zeros(self) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
@@ -49,52 +49,52 @@ class _Call:
     function: Callable
     arguments: Any
 
-    def repeat(self) -> None:
-        """The same call with zeros for data."""
-        args, kwargs = tree_map_only(_Blank, _Blank.fill, self.arguments)
+    def replay(self) -> None:
+        """Makes the same call with dummy data (zeros)."""
+        args, kwargs = tree_map_only(_TensorSpec, _TensorSpec.zeros, self.arguments)
         work = self.function(*args, **kwargs)
         if work is not None:
             work.wait()
 
 
 class CollectiveReplay:
-    """Lets a rank make the collective calls that an error kept it from.
+    """Records the collective calls of a pass, and replays them on a rank where an error interrupts a later pass.
 
-    FSDP gathers parameters and reduces gradients in the course of a pass, in an order that is the same on all ranks
-    and in all passes. When a pass breaks off on one rank (out of memory, an error of the model), the others wait in the
-    next of these calls. This rank then makes the rest of them, as recorded in an earlier pass, with zeros for data: all
-    ranks come to the end of the pass, where they can agree that it is worthless.
+    FSDP all-gathers parameters and reduce-scatters gradients during a pass, in an order that is the same on all ranks
+    and in all passes. If an error (out of memory, say) interrupts a pass on one rank, the other ranks wait in the next
+    of these calls. The failed rank then makes the remaining calls, as recorded in an earlier pass, with dummy data: all
+    ranks reach the end of the pass, where they agree to discard it.
 
     Args:
-        can_repeat (bool): Whether the calls of all passes are alike. With sequence parallelism they are not: shapes
-            follow the data, and a rank whose pass breaks off is lost.
+        can_replay (bool): Whether all passes make the same calls. With sequence parallelism they do not, since shapes
+            depend on the data, and an error in a pass aborts the run.
     """
 
-    def __init__(self, can_repeat: bool = True) -> None:
-        self._can_repeat = can_repeat
-        self._pattern: list[_Call] | None = None
+    def __init__(self, can_replay: bool = True) -> None:
+        self._can_replay = can_replay
+        self._recorded_calls: list[_Call] | None = None
         self._whole = False
         self._calls: list[_Call] = []
         self._inside = False
         self._originals: dict[str, Callable] = {}
 
     @property
-    def has_pattern(self) -> bool:
+    def has_recording(self) -> bool:
         """Whether a pass has been recorded."""
-        return self._pattern is not None
+        return self._recorded_calls is not None
 
     @property
     def knows_all(self) -> bool:
-        """Whether what is recorded is good for all passes to come, and needed at all."""
-        return self._whole or not self._can_repeat
+        """Whether the recorded calls fit every later pass, or are not needed."""
+        return self._whole or not self._can_replay
 
     def forget(self) -> None:
-        """Drops the pattern."""
-        self._pattern = None
+        """Discards the recorded calls."""
+        self._recorded_calls = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Goes around one pass; one that ends well is the pattern for those to come."""
+        """Wraps one pass and records it; the calls of a pass without an error are kept."""
         self.start()
         try:
             yield
@@ -104,60 +104,60 @@ class CollectiveReplay:
         self.stop()
 
     def start(self) -> None:
-        """Begins to record a pass."""
+        """Starts recording a pass."""
         self._calls = []
         if not self._originals:
             self._originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
             for name, function in self._originals.items():
-                setattr(dist, name, self._noting(function))
+                setattr(dist, name, self._recorded(function))
 
     def stop(self, whole: Callable[[], bool] = lambda: True) -> None:
-        """Ends a recording, if there is one under way, and keeps it as the pattern.
+        """Stops recording, if a recording is running, and keeps the calls.
 
         Args:
-            whole (Callable): Whether the pass has made all calls that a pass can make. Asked only if it was recorded.
+            whole (Callable): Whether the pass has made all calls that a pass can make. Called only if it was recorded.
         """
         if self._originals:
             self._restore()
-            self._pattern, self._whole = self._calls, whole()
+            self._recorded_calls, self._whole = self._calls, whole()
 
     def _restore(self) -> None:
         for name, function in self._originals.items():
             setattr(dist, name, function)
         self._originals = {}
 
-    def catch_up(self, error: Exception) -> None:
-        """Makes the calls that are left of the pass that `error` broke off.
+    def complete(self, error: Exception) -> None:
+        """Makes the remaining calls of the pass that `error` interrupted.
 
         Raises:
-            RankLostError: They are not known, or one of them failed, too (another rank is gone).
+            RankLostError: They are not known, or one of them failed, too (another rank has died).
         """
-        traceback.clear_frames(error.__traceback__)  # they hold the pass's memory
+        traceback.clear_frames(error.__traceback__)  # frees the memory that the frames of the pass hold
         done = len(self._calls)
         try:
-            if not self._can_repeat:
-                raise RuntimeError("with sequence parallelism the calls of one pass do not fit another")
-            if self._pattern is None or done > len(self._pattern):
-                raise RuntimeError("no pass with these collective calls was recorded before")
-            for call in self._pattern[done:]:
-                call.repeat()
+            if not self._can_replay:
+                raise RuntimeError("with sequence parallelism, every pass makes other collective calls")
+            if self._recorded_calls is None or done > len(self._recorded_calls):
+                raise RuntimeError("no earlier pass with these collective calls was recorded")
+            for call in self._recorded_calls[done:]:
+                call.replay()
         except Exception as failure:
             raise RankLostError(
-                f"a pass of the gradient search failed on this rank ({type(error).__name__}: {error}), and it cannot "
-                f"keep up with the other ranks: {type(failure).__name__}: {failure}"
+                f"a pass of the gradient search failed on this rank ({type(error).__name__}: {error}), which cannot be "
+                f"propagated to the other ranks: {type(failure).__name__}: {failure}"
             ) from error
 
-    def _noting(self, function: Callable) -> Callable:
+    def _recorded(self, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:  # one of these functions in terms of another
+            if self._inside:  # one of these functions calls another
                 return function(*args, **kwargs)
-            blank = tree_map_only(Tensor, lambda t: _Blank(t.shape, t.dtype, t.device), (args, kwargs))
+            specs = tree_map_only(Tensor, lambda t: _TensorSpec(t.shape, t.dtype, t.device), (args, kwargs))
             self._inside = True
             try:
                 result = function(*args, **kwargs)
             finally:
                 self._inside = False
-            self._calls.append(_Call(function, blank))
+            self._calls.append(_Call(function, specs))
             return result
 
         return call

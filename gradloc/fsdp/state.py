@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an extra pass must leave as it was: gradients, FSDP's own state, buffers, training flags and random state."""
+"""What an extra pass must leave unchanged: gradients, FSDP's own state, buffers, training flags and random state."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ from .torch_compat import FSDPModule
 
 def _flat_handles(module: nn.Module) -> list[FlatParamHandle]:
     """FSDP1's handles, one for each flat parameter."""
-    units = FullyShardedDataParallel.fsdp_modules(module)
-    return [unit._handle for unit in units if unit._handle is not None]
+    fsdp_modules = FullyShardedDataParallel.fsdp_modules(module)
+    return [fsdp_module._handle for fsdp_module in fsdp_modules if fsdp_module._handle is not None]
 
 
 def _holders(module: nn.Module) -> list[Tensor]:
@@ -27,9 +27,9 @@ def _holders(module: nn.Module) -> list[Tensor]:
 
 
 class SetAside:
-    """Takes all gradients off a module while new ones are computed; leaving it puts the very same bits back.
+    """Removes all gradients of a module while new ones are computed, and restores them bit for bit on exit.
 
-    A context manager. After `replace()` in it, the new ones stay.
+    A context manager. After `replace()`, the new gradients stay.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -48,7 +48,7 @@ class SetAside:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None and self._replaced:
             for holder, gradient, _ in self._kept:
-                if gradient is None:  # zeros in the place of none would have the optimizer step
+                if gradient is None:  # with zeros in place of None, the optimizer would update the parameter
                     holder.grad = None
             return
         clear_gradients(self._module)
@@ -70,27 +70,27 @@ def _copy_if_reused(holder: Tensor) -> Tensor | None:
 
 
 def reset_fsdp(module: nn.Module) -> None:
-    """Brings FSDP back to where a forward may start, after a forward or backward that was broken off by an error."""
-    for unit in FullyShardedDataParallel.fsdp_modules(module):
-        unit.training_state = TrainingState.IDLE
-        unit._post_backward_callback_queued = False
-        if unit._is_root:
-            unit._exec_order_data.next_iter()
-        if unit._handle is not None:
-            _reset_handle(unit._handle)
-    for group in _parameter_groups(module):
-        for parameter in group.fsdp_params:
-            # What a backward left here, unreduced, would be added to the next one's.
+    """Resets FSDP after a forward or backward that an error interrupted, so that a new forward may start."""
+    for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
+        fsdp_module.training_state = TrainingState.IDLE
+        fsdp_module._post_backward_callback_queued = False
+        if fsdp_module._is_root:
+            fsdp_module._exec_order_data.next_iter()
+        if fsdp_module._handle is not None:
+            _reset_handle(fsdp_module._handle)
+    for param_group in _param_groups(module):
+        for parameter in param_group.fsdp_params:
+            # An unreduced gradient left here would be added to the next backward's.
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            _reset_fsdp2(unit)
+    for fsdp_module in module.modules():
+        if isinstance(fsdp_module, FSDPModule):
+            _reset_fsdp2(fsdp_module)
 
 
 def _reset_handle(handle: FlatParamHandle) -> None:
-    """What FSDP1 does with a handle at the end of a backward, less the gradient."""
+    """What FSDP1 does with a handle at the end of a backward, except for the gradient."""
     flat_param = handle.flat_param
     if hasattr(flat_param, "_post_backward_hook_state"):
         flat_param._post_backward_hook_state[-1].remove()
@@ -103,77 +103,78 @@ def _reset_handle(handle: FlatParamHandle) -> None:
     handle._post_forward_index = None
     handle._training_state = HandleTrainingState.IDLE
     handle._prefetched = False
-    # Whether it is sharded cannot be told: the root keeps its storage after a forward though it points at the shard.
+    # Always: the root points at its shard after a forward but keeps the unsharded storage, so neither tells the state.
     handle.reshard(free_unsharded_flat_param=handle.uses_sharded_strategy)
     handle.post_reshard()
 
 
-def _reset_fsdp2(unit: FSDPModule) -> None:
-    state = unit._get_fsdp_state()
-    if hasattr(unit, "reset_iter_state"):
+def _reset_fsdp2(fsdp_module: FSDPModule) -> None:
+    state = fsdp_module._get_fsdp_state()
+    if hasattr(fsdp_module, "reset_iter_state"):
         if state._is_root:
-            unit.reset_iter_state()
+            fsdp_module.reset_iter_state()
         return
-    # torch before 2.12 has no such method.
+    # torch before 2.12 does not have this method.
     state._training_state = type(state._training_state).IDLE
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
     state._comm_ctx.post_forward_order.clear()
     state._comm_ctx.all_gather_state = None
-    group = state._fsdp_param_group
-    if group is not None:
-        group._training_state = type(group._training_state).IDLE
-        group._all_gather_result = None
-        group._post_forward_indices.clear()
-        unit.reshard()
+    param_group = state._fsdp_param_group
+    if param_group is not None:
+        param_group._training_state = type(param_group._training_state).IDLE
+        param_group._all_gather_result = None
+        param_group._post_forward_indices.clear()
+        fsdp_module.reshard()
 
 
 def all_reached(module: nn.Module) -> bool:
-    """Whether a first pass has left a gradient for every parameter that FSDP2 has and that is trained."""
-    parameters = [parameter.sharded_param for group in _parameter_groups(module) for parameter in group.fsdp_params]
+    """Whether every trainable parameter that FSDP2 shards has a gradient."""
+    parameters = [parameter.sharded_param for group in _param_groups(module) for parameter in group.fsdp_params]
     return all(parameter.grad is not None for parameter in parameters if parameter.requires_grad)
 
 
 @contextmanager
 def all_reduced(module: nn.Module) -> Iterator[None]:
-    """Lets FSDP2 reduce zeros for parameters that a backward has not reached, such as idle experts.
+    """Makes FSDP2 reduce zeros for parameters that a backward has not reached, such as idle experts.
 
-    It reduces the gradients of a unit in one call and leaves out parameters without one: ranks whose inputs reach
-    different experts would disagree about the size. (From torch 2.13 on, `set_reduce_scatter_unused_params` does this.)
+    FSDP2 reduces the gradients of a parameter group in one reduce-scatter, without parameters that have no gradient:
+    ranks whose inputs reach different experts would disagree about its size. (From torch 2.13 on,
+    `set_reduce_scatter_unused_params` does this.)
     """
-    groups = _parameter_groups(module)
+    param_groups = _param_groups(module)
 
-    def reduce_all(group: object) -> None:
-        parameters = [p.unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    def reduce_all(param_group: object) -> None:
+        parameters = [p.unsharded_param for p in param_group.fsdp_params if hasattr(p, "_unsharded_param")]
         if any(parameter.grad is not None for parameter in parameters):
             for parameter in parameters:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        type(group).post_backward(group)
+        type(param_group).post_backward(param_group)
 
-    for group in groups:
-        group.post_backward = lambda *_, group=group: reduce_all(group)
+    for param_group in param_groups:
+        param_group.post_backward = lambda *_, param_group=param_group: reduce_all(param_group)
     try:
         yield
     finally:
-        for group in groups:
-            del group.post_backward
+        for param_group in param_groups:
+            del param_group.post_backward
 
 
-def _parameter_groups(module: nn.Module) -> list:
-    """Those of all of FSDP2's units."""
+def _param_groups(module: nn.Module) -> list:
+    """FSDP2's parameter groups."""
     found = []
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            state = unit._get_fsdp_state()
-            # torch before 2.12 has one at most.
+    for fsdp_module in module.modules():
+        if isinstance(fsdp_module, FSDPModule):
+            state = fsdp_module._get_fsdp_state()
+            # torch before 2.12 has at most one.
             found += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in found if group is not None]
+    return [param_group for param_group in found if param_group is not None]
 
 
 @contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Puts back what forwards may change besides gradients: buffers, training flags and the random state."""
+    """Restores what a forward may change besides gradients: buffers, training flags and the random state."""
     flags = [(child, child.training) for child in module.modules()]
     buffers = [
         (child, name, buffer, buffer.clone())
@@ -195,14 +196,14 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def get_rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """torch's random state: the CPU's and, where it has one of its own, the device's."""
+    """torch's random state: the CPU's, and the device's where that is another one."""
     if device.type == "cpu":
         return torch.get_rng_state(), None
     return torch.get_rng_state(), getattr(torch, device.type).get_rng_state(device)
 
 
 def set_rng_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    """Puts back what `get_rng_state` returned."""
+    """Restores what `get_rng_state` returned."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         getattr(torch, device.type).set_rng_state(state[1], device)

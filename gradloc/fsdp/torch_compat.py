@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The types of sharded modules and tensors, from where the installed torch has them.
+"""The types of sharded modules and tensors, which torch has moved between versions.
 
-verl's configuration imports this package for every user, also where GradLoc and LayerClip cannot be turned on.
+verl's configuration imports this package for every user, also for those whose torch cannot run GradLoc or LayerClip.
 """
 
 try:
@@ -18,7 +18,7 @@ except ImportError:  # torch before 2.6
     except ImportError:  # torch before 2.4
 
         class FSDPModule:
-            """FSDP2 is not there: no module is one of its."""
+            """A placeholder where torch has no FSDP2: no module is an instance of it."""
 
 
 __all__ = ["DTensor", "FSDPModule"]

@@ -1,25 +1,25 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Norms that are exact enough in float32."""
+"""Gradient norms in float32, without loss of precision for large tensors."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-# On the CPU a norm runs in one float32 accumulator, which costs 1e-3 of it at 28 million elements; in chunks of this
-# size 2e-7. GPUs sum in blocks anyway.
+# On the CPU a norm is summed in one float32 accumulator: its relative error is 1e-3 for 28 million elements, but 2e-7
+# in chunks of this size. GPUs sum in blocks anyway.
 _CPU_CHUNK = 2**16
 
 
 def chunks(gradient: Tensor) -> Sequence[Tensor]:
-    """The gradient in pieces whose float32 norms are exact enough; a GPU's is one piece."""
+    """Splits a gradient into chunks whose float32 norms are precise; on a GPU into one."""
     return gradient.flatten().split(_CPU_CHUNK) if gradient.device.type == "cpu" else [gradient]
 
 
 @torch.no_grad()
-def piece_norms(gradient: Tensor) -> Tensor:
-    """The norms of pieces that are short enough for float32, which make up the gradient: float32, one-dimensional."""
+def chunk_norms(gradient: Tensor) -> Tensor:
+    """The norms of the gradient's chunks: float32 of shape (chunks,)."""
     whole = gradient.numel() // _CPU_CHUNK if gradient.device.type == "cpu" else 0
     if whole == 0:
         return torch.linalg.vector_norm(gradient, dtype=torch.float32).reshape(1)

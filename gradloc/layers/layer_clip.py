@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 RULES = ("zscore", "ratio", "fixed")
 
-# The mean never falls below this share of an average that is so many times slower, so that a quiet phase does not
-# close the bound, and a lasting fall of the norms is followed.
+# The mean never falls below this fraction of an average that is so many times slower, so that a phase of small norms
+# does not close the bound, but a lasting decrease of the norms is followed.
 _MEAN_FLOOR = 0.1
 _FLOOR_SLOWNESS = 5.0
-# Nor the deviation below this share of the mean: with no spread at all every norm above the mean would be clipped.
+# The deviation never falls below this fraction of the mean: with none, every norm above the mean would be clipped.
 _DEVIATION_FLOOR = 0.1
 # A norm counts in the deviation with at most so many deviations, so that spikes in a row widen the bound slowly.
 _DEVIATION_CAP = 2.5
@@ -38,7 +38,8 @@ class LayerClipConfig:
     Args:
         enable (bool): Whether to clip layer by layer.
         rule (str): Where a layer's bound comes from. Options: 'zscore' (mean + z * deviation of its norms), 'ratio'
-            (ratio * mean of its norms), 'fixed' (max_norm * square root of its share of the trainable parameters).
+            (ratio * mean of its norms), 'fixed' (max_norm * square root of the layer's fraction of the
+            trainable parameters).
         z (float): Deviations above the mean that a layer's norm may reach, for 'zscore'.
         ratio (float): Multiple of the mean that a layer's norm may reach, for 'ratio'.
         beta (float): Decay of the moving averages for each optimizer step.
@@ -141,7 +142,7 @@ class LayerClip:
         device (str | torch.device): Where the model computes.
 
     Attributes:
-        layers (list[str]): The layer groups, in the model's order.
+        layers (list[str]): The layers, in the model's order.
         last_step (dict): For each layer the `norm`, `bound` (None during the warm-up) and `factor` of the last step.
     """
 
@@ -154,16 +155,18 @@ class LayerClip:
         self._statistics = {layer: LayerStatistics() for layer in self.layers}
 
     def squared_norms(self) -> Tensor:
-        """`ReducedNorms.squared_norms`, to be handed to `clip` by who needs them before it. A collective call."""
+        """`ReducedNorms.squared_norms`, for callers that need them before they call `clip`. A collective call."""
         return self._reduced_norms.squared_norms()
 
     def clip(self, squared_norms: Tensor | None = None) -> Tensor:
-        """Clips the gradient and takes its norms in. A collective call. For a step that is left out there is `preview`.
+        """Clips the gradient and updates the statistics with its norms. A collective call.
 
-        If any norm is NaN or infinite, nothing is changed: the optimizer step will be left out.
+        For a step that is skipped there is `preview`.
+
+        If any norm is NaN or infinite, nothing is changed: the optimizer step will be skipped.
 
         Args:
-            squared_norms (Tensor, optional): Those of this very gradient, where they are known already.
+            squared_norms (Tensor, optional): The squared norms of this gradient, where they are known already.
 
         Returns:
             Tensor: The norm of the whole gradient before the clipping, shape (), on the CPU.
@@ -182,7 +185,7 @@ class LayerClip:
 
     def preview(self, squared_norms: Tensor) -> dict[str, dict[str, float | None]]:
         """What `clip` would do to the gradient with these norms, as `last_step` has it. Nothing is changed."""
-        # The one host sync; the norm that `clip` returns needs none any more when it is logged.
+        # The only host sync: the norm that `clip` returns lies on the CPU already.
         norms = [math.sqrt(square) for square in squared_norms.tolist()]
         finite = all(math.isfinite(norm) for norm in norms)
         return {

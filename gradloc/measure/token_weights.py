@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""How much each token counts in a loss."""
+"""The weight of each token in a loss."""
 
 from collections.abc import Callable
 
