@@ -23,7 +23,7 @@ from statistics import mean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gradloc.layer_clip import LayerClipConfig, LayerStatistics
+from gradloc.layers.layer_clip import LayerClipConfig, LayerStatistics
 
 SPREADS = (0.3, 0.5, 0.8)
 STEPS = 2000

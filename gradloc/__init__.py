@@ -1,23 +1,29 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""GradLoc: finds the tokens behind a spike of the gradient norm in RL training."""
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""GradLoc: finds the tokens behind a spike of the gradient norm in RL training.
+
+The rooms of the package. A file imports from its own room and from those above it:
+
+- checks, robust_statistics: small functions
+- config, auto_threshold: what counts as a spike
+- fsdp: FSDP's state around extra passes, and collective calls
+- layers: what a layer is, the reduced gradient's norms by layer, LayerClip
+- measure: extra passes and the norms of what they compute
+- search: what to measure next
+- evidence: what was found, as events in a file
+- report: the reader of these files
+- actions: what becomes of the gradient after a spike
+- monitor: watches the training passes and begins the search
+- verl: the only room that knows verl
+"""
 
 from .config import GradLocConfig
-from .evidence import record_events, text_evidence
-from .layer_clip import LayerClip, LayerClipConfig
-from .locator import GradLoc, token_weights
-from .lockstep import RankLostError
+from .evidence.token_facts import text_evidence
+from .evidence.writer import record_events
+from .fsdp.collective_replay import RankLostError
+from .layers.layer_clip import LayerClip, LayerClipConfig
+from .measure.token_weights import token_weights
+from .monitor import GradLoc
 
 __all__ = [
     "GradLoc",

@@ -1,6 +1,6 @@
 # Copyright 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of the gradient of a mini-batch with a spike."""
+"""What `spike_action` does to the gradient of a mini-batch with a spike."""
 
 import logging
 import math
@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from . import distributed, gradients
-from .passes import MicroBatch, Passes, TokenSubset
+from .fsdp import collectives
+from .fsdp.state import SetAside
+from .measure.passes import MicroBatch, Passes, TokenSubset
 from .search.investigation import Investigation
 
 logger = logging.getLogger(__name__)
@@ -23,10 +24,10 @@ def drop(
     module: nn.Module,
     reduced_norm: Callable[[], float],
 ) -> bool:
-    """Computes the mini-batch's gradient again without the culprits. A collective call.
+    """Recomputes the mini-batch's gradient without the culprits. A collective call.
 
-    To subtract the culprits' gradient would take fewer passes, but in half precision what is left of a spike would be
-    rounding errors.
+    Subtracting the culprits' gradient would take fewer passes, but in half precision it would leave the rounding errors
+    of the spike.
 
     Args:
         investigation (Investigation): What was found.
@@ -37,7 +38,7 @@ def drop(
         reduced_norm (Callable): Measures its gradient.
 
     Returns:
-        bool: Whether the culprits are out; if not, the gradient is as it was.
+        bool: Whether the gradient is now without the culprits; if not, it is unchanged.
     """
     culprits = investigation.subsets_by_unit(investigation.culprits)
     if not culprits or investigation.error is not None:
@@ -62,13 +63,13 @@ def drop(
         return TokenSubset(micro_batch, keep if culprit is None else keep & ~culprit.keep)
 
     try:
-        with gradients.SetAside(module) as gradient:
+        with SetAside(module) as gradient:
             for index in range(count):
                 passes.accumulate(lambda rank, i=index: without_culprits(rank, i))
             finite = math.isfinite(reduced_norm())
             if finite:
                 gradient.replace()
         return finite
-    except distributed.RankFailedError as error:
+    except collectives.RankFailedError as error:
         investigation.error = str(error)
         return False

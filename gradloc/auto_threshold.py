@@ -1,24 +1,14 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""A threshold that sets itself from the norms that a run usually has."""
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""An automatic threshold from the norms that a run usually has."""
 
 import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
 
-# Mini-batches: from so many on there is a threshold, and so many of the last ones count.
+from .robust_statistics import median_and_deviation
+
+# The number of mini-batches before there is a threshold, and the number of recent ones that it is computed from.
 WARMUP = 20
 WINDOW = 256
 
@@ -26,19 +16,16 @@ WINDOW = 256
 # tails (Laplace, Gumbel), and there are practically none where they are normal, drifting ones included.
 _DEVIATIONS = 6.0
 _SMALL_SAMPLE = 16.0
-# The deviation is at least this much, or a run whose norms are all but constant would alarm at a few percent more.
+# The least deviation, because a run with almost constant norms would alarm at a few percent more.
 _DEVIATION_FLOOR = 0.1
-
-# For normal numbers: standard deviation over median absolute deviation.
-_PER_MEDIAN_DEVIATION = 1.4826
 
 
 class AutoThreshold:
     """τ from the largest token-equivalent norms of the last mini-batches.
 
-    It is exp(median + 6 deviations) of their logarithms, with the median absolute deviation, so that spikes among them
-    move it little: half of the mini-batches would have to spike. A lasting shift of the norms is followed within half a
-    window, 128 mini-batches.
+    It is exp(median + 6 deviations) of their logarithms, with the median absolute deviation, so that spikes hardly
+    move it unless half of the mini-batches spike. A lasting shift of the norms is followed within half a window, 128
+    mini-batches.
     """
 
     def __init__(self) -> None:
@@ -50,8 +37,7 @@ class AutoThreshold:
         count = len(self._logarithms)
         if count < WARMUP:
             return None
-        middle = median(self._logarithms)
-        deviation = _PER_MEDIAN_DEVIATION * median(abs(logarithm - middle) for logarithm in self._logarithms)
+        middle, deviation = median_and_deviation(self._logarithms)
         # The deviation of a few numbers is uncertain.
         deviations = _DEVIATIONS * (1 + _SMALL_SAMPLE / count)
         return math.exp(middle + deviations * max(deviation, _DEVIATION_FLOOR))
@@ -66,7 +52,7 @@ class AutoThreshold:
         return [math.exp(logarithm) for logarithm in self._logarithms]
 
     def restart_from(self, norms: Sequence[float]) -> None:
-        """Goes on from what `norms` gave."""
+        """Restores what `norms` gave."""
         self._logarithms.clear()
         for norm in norms:
             self.take_in(norm)

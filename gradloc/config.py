@@ -1,20 +1,10 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
 """The settings of the search, independent of the trainer that they come from."""
 
-import math
 from dataclasses import dataclass
+
+from .checks import is_finite_number, is_positive_integer
 
 TRIGGERS = ("unit", "global")
 ACTIONS = ("log", "skip", "drop")
@@ -27,17 +17,17 @@ class GradLocConfig:
 
     Args:
         threshold (float | str): τ, the gradient norm of one token (its share of the loss divided by its weight in it)
-            above which the token is a culprit; "auto": from the run's own norms, as `AutoThreshold` has it.
+            above which the token is a culprit; "auto": from the run's own norms, see `AutoThreshold`.
         budget (int): At most so many extra forward/backward passes for one event.
         trigger (str): "unit": any micro-batch of any rank over its threshold starts a search; "global": only the
             norm of the reduced gradient does.
         until (str): "explained": a search ends when a few tokens over τ are known without which every unit is measured
             under its threshold; "exhaustive": when every token over τ is found.
-        action (str): What becomes of the optimizer step. "log": it is taken as if nothing had happened; "skip": it is
-            left out; "drop": it is taken without the culprits' gradient.
+        action (str): What happens to the optimizer step. "log": it is taken unchanged; "skip": it is skipped; "drop":
+            it is taken without the culprits' gradient.
 
     Raises:
-        ValueError: A value is out of range; the message names the configuration key to mend.
+        ValueError: A value is out of range; the message names the configuration key to fix.
     """
 
     threshold: float | str = 640.0
@@ -47,9 +37,9 @@ class GradLocConfig:
     action: str = "log"
 
     def __post_init__(self) -> None:
-        if self.threshold != "auto" and not (_is_number(self.threshold) and 0 < self.threshold < math.inf):
+        if self.threshold != "auto" and not (is_finite_number(self.threshold) and self.threshold > 0):
             raise ValueError(f"grad_norm_threshold must be a positive finite number or auto, got {self.threshold!r}.")
-        if isinstance(self.budget, bool) or not isinstance(self.budget, int) or self.budget < 1:
+        if not is_positive_integer(self.budget):
             raise ValueError(f"bisect_budget_steps must be an integer of at least 1, got {self.budget!r}.")
         if self.trigger not in TRIGGERS:
             raise ValueError(f"spike_trigger must be one of {list(TRIGGERS)}, got {self.trigger!r}.")
@@ -57,7 +47,3 @@ class GradLocConfig:
             raise ValueError(f"bisect_until must be one of {list(UNTIL)}, got {self.until!r}.")
         if self.action not in ACTIONS:
             raise ValueError(f"spike_action must be one of {list(ACTIONS)}, got {self.action!r}.")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

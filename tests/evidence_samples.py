@@ -12,7 +12,8 @@ import sys
 from typing import Any
 
 from gradloc import record_events
-from gradloc.evidence import SCHEMA, classify
+from gradloc.evidence.schema import SCHEMA
+from gradloc.evidence.sources import classify
 
 LAYERS = ["embed_tokens", *(f"layers.{i}" for i in range(30)), "norm"]
 THRESHOLD = 640.0

@@ -24,7 +24,7 @@ from actor_cases import (
     train,
 )
 from verl import DataProto
-from verl.utils.gradloc import evidence
+from verl.utils.gradloc.measure import passes
 
 PLACES = ["before the forward", "in a layer", "after the forward", "in the backward", "in a layer's backward"]
 
@@ -118,12 +118,12 @@ def dropping_without_an_expert(case: Case) -> tuple[list[int], list[int], str]:
 
 def with_other_arithmetic(case: Case) -> Run:
     """A search on ranks of which each one makes something else of suspicion, as other processors might."""
-    suspicion = evidence.suspicion
-    evidence.suspicion = lambda tokens: suspicion(tokens) * (1 + dist.get_rank() * torch.rand_like(tokens["weight"]))
+    suspicion = passes.suspicion
+    passes.suspicion = lambda tokens: suspicion(tokens) * (1 + dist.get_rank() * torch.rand_like(tokens["weight"]))
     try:
         return train(case, **DETECTION)
     finally:
-        evidence.suspicion = suspicion
+        passes.suspicion = suspicion
 
 
 def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], Run]:
@@ -140,8 +140,8 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
         if what == "the units":
             actor.gradloc._own_units = lambda *_: run_out_of_memory()
         else:
-            stop = actor.gradloc._meter._taps.stop
-            actor.gradloc._meter._taps.stop = lambda: stop() if actor.gradloc._current else run_out_of_memory()
+            stop = actor.gradloc._meter._local_norms.stop
+            actor.gradloc._meter._local_norms.stop = lambda: stop() if actor.gradloc._current else run_out_of_memory()
 
     stock = train(case, stock_dp_actor(), calls=2)
     run = train(case, calls=2, prepare=prepare, **DETECTION)

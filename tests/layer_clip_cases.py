@@ -297,13 +297,13 @@ def run_actor(
         found["actor"] = actor
         if scale is not None:
             actor.scaler = actor_cases.grad_scaler(scale)
-        original = actor.layer_clip._gradients.squared_norms
+        original = actor.layer_clip._reduced_norms.squared_norms
 
         def counted() -> Tensor:
             found["measured"] += 1
             return original()
 
-        actor.layer_clip._gradients.squared_norms = counted
+        actor.layer_clip._reduced_norms.squared_norms = counted
 
     run = actor_cases.train(actor_cases.Case(**case), calls=calls, prepare=prepare, **options)
     actor = found.pop("actor")

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from actor_cases import (
 from verl.models.transformers import monkey_patch
 from verl.utils import ulysses
 from verl.utils.gradloc import GradLoc
+from verl.utils.gradloc.verl.dp_actor import forward_rows
 
 
 @dataclasses.dataclass
@@ -58,7 +60,7 @@ def train(
         actor.gradloc = GradLoc(
             actor.actor_module,
             actor.config.gradloc_config(),
-            forward=actor._forward_rows,
+            forward=partial(forward_rows, actor),
             device=actor.device_name,
             sequence_parallel_size=size if meter == "reduced" else 1,
             meter=meter,

@@ -122,6 +122,6 @@ def test_the_configuration_needs_no_recent_torch(name: str, older_place: bool, i
         if not {older_place}:
             sys.modules["torch.distributed._composable.fsdp"] = None
         import {imported}
-        assert any(name.endswith("gradloc.sharding") for name in sys.modules)
+        assert any(name.endswith("gradloc.fsdp.torch_compat") for name in sys.modules)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

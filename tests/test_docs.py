@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradloc import schema
+from gradloc.evidence import schema
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

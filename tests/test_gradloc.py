@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from gradloc import GradLoc, GradLocConfig, record_events, text_evidence, token_weights
-from gradloc.evidence import classify, jsonable, response_kl, token_evidence
-from gradloc.layers import layer_name
-from gradloc.taps import GradientTaps
+from gradloc.evidence.sources import classify
+from gradloc.evidence.token_facts import response_kl, token_evidence
+from gradloc.evidence.writer import jsonable
+from gradloc.layers.layer_names import layer_name
+from gradloc.measure.local_norms import LocalNorms
 
 
 @pytest.mark.parametrize(
@@ -65,25 +67,25 @@ def test_weights_are_the_derivative_of_the_aggregation() -> None:
     assert torch.allclose(weights, mask / 3)
 
 
-def test_taps_read_layer_norms_and_nothing_outside_of_a_recording() -> None:
+def test_local_norms_read_layer_norms_and_nothing_outside_of_a_recording() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    taps = GradientTaps(model, torch.device("cpu"))
+    norms = LocalNorms(model, torch.device("cpu"))
     model(torch.randn(3, 4)).sum().backward()
-    assert taps.stop().tolist() == [0.0, 0.0]
+    assert norms.stop().tolist() == [0.0, 0.0]
     model.zero_grad()
     for _ in range(2):  # a leaf is hooked once, however often it is used
         model.zero_grad()
-        taps.start()
+        norms.start()
         model(torch.randn(3, 4)).square().sum().backward()
-        squares = taps.stop()
+        squares = norms.stop()
         expected = [sum(float(p.grad.square().sum()) for p in model[i].parameters()) for i in (0, 2)]
-        assert taps.layers == ["0", "2"]
+        assert norms.layers == ["0", "2"]
         assert squares.tolist() == pytest.approx(expected, rel=1e-5)
-    taps.remove()
-    taps.start()
+    norms.remove()
+    norms.start()
     model(torch.randn(3, 4)).sum().backward()
-    assert taps.stop().tolist() == [0.0, 0.0]
+    assert norms.stop().tolist() == [0.0, 0.0]
 
 
 def tokens(**changes: list[float]) -> dict[str, torch.Tensor]:

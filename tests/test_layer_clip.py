@@ -21,9 +21,9 @@ from layer_clip_cases import Case, Comparison
 from valid_events import valid_events
 
 from gradloc import LayerClip, LayerClipConfig
-from gradloc.layer_clip import LayerStatistics
-from gradloc.layer_gradients import LayerGradients
-from gradloc.layers import layer_groups, layer_name
+from gradloc.layers.layer_clip import LayerStatistics
+from gradloc.layers.layer_names import layer_name, layers_by_parameter
+from gradloc.layers.reduced_norms import ReducedNorms
 
 # Gradients of a few thousand float32 numbers each, summed in another order.
 EXACT = 1e-6
@@ -310,7 +310,7 @@ def test_a_layer_without_a_gradient_is_left_alone() -> None:
 def test_norms_of_large_layers_are_exact_on_the_cpu() -> None:
     layer = torch.nn.Linear(1000, 3001, bias=False)
     layer.weight.grad = torch.randn(3001, 1000, generator=torch.Generator().manual_seed(0))
-    (square,) = LayerGradients(layer, torch.device("cpu")).squared_norms().tolist()
+    (square,) = ReducedNorms(layer, torch.device("cpu")).squared_norms().tolist()
     assert square == pytest.approx(layer.weight.grad.double().square().sum().item(), rel=EXACT)
 
 
@@ -430,7 +430,7 @@ def test_layer_groups_of_model_families(name: str, caplog: pytest.LogCaptureFixt
     with torch.device("meta"):
         model, groups = family(name)
     model.tie_weights()
-    gradients = LayerGradients(model, torch.device("cpu"))
+    gradients = ReducedNorms(model, torch.device("cpu"))
     assert set(gradients.layers) == groups
     assert sum(gradients.numels) == sum(parameter.numel() for parameter in model.parameters())
     assert "numbered block" not in caplog.text
@@ -459,11 +459,11 @@ def test_a_router_is_a_group_of_its_own(parameter: str, layer: str) -> None:
 
 def test_top_level_modules_are_the_layers_where_no_name_fits(caplog: pytest.LogCaptureFixture) -> None:
     names = ["model.trunk.first.weight", "model.trunk.second.bias", "head.weight", "scale"]
-    assert layer_groups(names) == dict(zip(names, ["trunk", "trunk", "head", "scale"], strict=True))
+    assert layers_by_parameter(names) == dict(zip(names, ["trunk", "trunk", "head", "scale"], strict=True))
     assert "top-level modules are taken for the layers: trunk, head, scale." in caplog.text
     assert caplog.records[0].levelno == logging.WARNING
     caplog.clear()
-    assert layer_groups(["trunk.0.weight", "head.inner.weight"]) == {
+    assert layers_by_parameter(["trunk.0.weight", "head.inner.weight"]) == {
         "trunk.0.weight": "trunk.0",
         "head.inner.weight": "head.inner",
     }

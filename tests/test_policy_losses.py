@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from actor_cases import BypassLossConfig, Case
 from test_actor import MODES, Launch, cases, check_planted_tokens, launch
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
-from verl.workers.actor.dp_actor import DataParallelPPOActor
+from verl.utils.gradloc.verl.loss_weights import loss_weights
 from verl.workers.config import FSDPActorConfig
 
 __all__ = ["launch"]
@@ -18,10 +17,6 @@ __all__ = ["launch"]
 # The last row has no tokens.
 MASK = (torch.arange(7) < torch.tensor([5, 7, 1, 3, 0]).unsqueeze(1)).float()
 WHOLE_BATCH = {"dp_size": 2, "batch_num_tokens": 41, "global_batch_size": 12, "loss_scale_factor": 9}
-
-
-def actor_weights(config: FSDPActorConfig, log_prob: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:
-    return DataParallelPPOActor._token_weights(SimpleNamespace(config=config), MASK, log_prob, old_log_prob)
 
 
 def build_config(mode: str, agg_mode: str, **options: Any) -> FSDPActorConfig:
@@ -59,7 +54,7 @@ def test_weights_are_those_of_the_loss_itself(mode: str, agg_mode: str, info: di
     config = build_config(mode, agg_mode, global_batch_info=info)
     log_prob = torch.randn(MASK.shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
     gradient = gradient_of_the_loss(mode, agg_mode, config, log_prob, log_prob.detach())
-    weights = actor_weights(config, log_prob, log_prob.detach())
+    weights = loss_weights(config, MASK, log_prob, log_prob.detach())
     assert weights.flatten().tolist() == pytest.approx(gradient.flatten().tolist(), rel=1e-5)
     assert (weights > 0).equal(MASK.bool())
 
@@ -71,18 +66,18 @@ def test_tokens_that_bypass_mode_rejects(agg_mode: str) -> None:
     rejected = MASK.bool() & (torch.arange(35).reshape(5, 7) % 3 == 0)
     rollout = torch.where(rejected, -1.0, 0.0)
     gradient = gradient_of_the_loss("bypass_mode", agg_mode, config, log_prob, rollout)
-    weights = actor_weights(config, log_prob, rollout)
+    weights = loss_weights(config, MASK, log_prob, rollout)
     assert weights.flatten().tolist() == pytest.approx(gradient.flatten().tolist(), rel=1e-5)
     assert (weights > 0).equal(MASK.bool() & ~rejected)
-    with_kl = actor_weights(build_config("bypass_mode", agg_mode, use_kl_loss=True), log_prob, rollout)
-    plain = actor_weights(build_config("vanilla", agg_mode), log_prob, rollout)
+    with_kl = loss_weights(build_config("bypass_mode", agg_mode, use_kl_loss=True), MASK, log_prob, rollout)
+    plain = loss_weights(build_config("vanilla", agg_mode), MASK, log_prob, rollout)
     assert with_kl.equal(torch.where(rejected, plain, weights))
 
 
 def test_a_weight_keeps_its_precision_with_half_precision_log_probs() -> None:
     config = build_config("vanilla", "token-mean")
     log_prob = torch.zeros(MASK.shape, dtype=torch.bfloat16)
-    assert actor_weights(config, log_prob, log_prob)[0, 0].item() == pytest.approx(1 / 16, rel=1e-6)
+    assert loss_weights(config, MASK, log_prob, log_prob)[0, 0].item() == pytest.approx(1 / 16, rel=1e-6)
 
 
 ROW = tuple((0, 0, position) for position in range(5))

@@ -18,11 +18,12 @@ import pytest
 from valid_events import valid_events
 
 from evidence_samples import culprit, event, samples, version_1, without_culprits
-from gradloc import evidence, record_events, report
+from gradloc import record_events, report
+from gradloc.evidence import token_facts, writer
+from gradloc.evidence.schema import EVENT, EVENT_1, NOTE, conforms
 from gradloc.report import meanings, page, reading
 from gradloc.report.__main__ import main
 from gradloc.report.page_data import page_data as data_of_page
-from gradloc.schema import EVENT, EVENT_1, NOTE, conforms
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,7 +88,7 @@ def test_real_events_have_the_form_that_the_schema_gives(real_events: list[dict[
 
 
 def test_samples_and_real_events_have_the_same_form(real_events: list[dict[str, Any]]) -> None:
-    sample = evidence.jsonable(spike())
+    sample = writer.jsonable(spike())
     jsonschema.validate(sample, EVENT)
     assert sample.keys() == real_events[0].keys()
     assert sample["culprits"][0].keys() == real_events[0]["culprits"][0].keys()
@@ -124,7 +125,7 @@ def test_samples_and_real_events_have_the_same_form(real_events: list[dict[str, 
     ],
 )
 def test_what_is_no_event_is_told_from_one_without_the_jsonschema_package(path: list, value: Any) -> None:
-    sample = evidence.jsonable(spike())
+    sample = writer.jsonable(spike())
     assert conforms(sample, EVENT)
     *way, last = path
     place = sample
@@ -138,7 +139,7 @@ def test_what_is_no_event_is_told_from_one_without_the_jsonschema_package(path: 
 
 @pytest.mark.parametrize("path", [["until"], ["explained"], ["more_tokens"], ["units", "rest"], ["diffuse", "share"]])
 def test_what_says_how_far_culprits_explain_a_spike_is_needed_since_version_2(path: list[str]) -> None:
-    sample = evidence.jsonable(without_culprits(1, "diffuse", random.Random(1)))
+    sample = writer.jsonable(without_culprits(1, "diffuse", random.Random(1)))
     place = {"units": sample["units"][0], "diffuse": sample["diffuse"][0]["largest_tokens"][0]}.get(path[0], sample)
     del place[path[-1]]
     with pytest.raises(jsonschema.ValidationError, match=f"'{path[-1]}' is a required property"):
@@ -149,7 +150,7 @@ def test_what_says_how_far_culprits_explain_a_spike_is_needed_since_version_2(pa
 
 
 def test_a_field_of_a_later_patch_is_refused_by_the_schema_but_read() -> None:
-    sample = {**evidence.jsonable(spike()), "mood": "bad"}
+    sample = {**writer.jsonable(spike()), "mood": "bad"}
     with pytest.raises(jsonschema.ValidationError, match="mood"):
         jsonschema.validate(sample, EVENT)
     assert conforms(sample, EVENT)
@@ -163,7 +164,7 @@ def test_events_of_the_tests_are_validated_to_the_last_field() -> None:
 
 
 def test_an_integer_too_large_for_a_float_is_no_figure() -> None:
-    sample = evidence.jsonable(spike())
+    sample = writer.jsonable(spike())
     sample["culprits"][0]["grad_norm"] = 10**400
     assert not conforms(sample, EVENT)
 
@@ -194,8 +195,8 @@ def test_of_an_event_only_the_largest_culprits_keep_their_texts(tmp_path: Path) 
 
 
 def test_full_files_rotate_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = len(json.dumps(evidence.jsonable(spike(1)))) + 1
-    monkeypatch.setattr(evidence, "FILE_BYTES", 3 * size)
+    size = len(json.dumps(writer.jsonable(spike(1)))) + 1
+    monkeypatch.setattr(writer, "FILE_BYTES", 3 * size)
     for step in range(10, 20):
         record_events(str(tmp_path), [spike(step)])
     assert sorted(os.listdir(tmp_path))[:2] == ["spikes.1.jsonl", "spikes.2.jsonl"]
@@ -211,7 +212,7 @@ def test_full_files_rotate_and_nothing_is_lost(tmp_path: Path, monkeypatch: pyte
 
 
 def test_ten_files_are_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "FILE_BYTES", 1)
+    monkeypatch.setattr(writer, "FILE_BYTES", 1)
     for step in range(12):
         record_events(str(tmp_path), [spike(step)])
     assert [e["global_step"] for e in report.read(str(tmp_path)).events] == list(range(12))
@@ -220,9 +221,9 @@ def test_ten_files_are_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_disk_cannot_be_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    size = len(json.dumps(evidence.jsonable(spike(1)))) + 1
-    monkeypatch.setattr(evidence, "FILE_BYTES", 2 * size)
-    monkeypatch.setattr(evidence, "TOTAL_BYTES", 5 * size)
+    size = len(json.dumps(writer.jsonable(spike(1)))) + 1
+    monkeypatch.setattr(writer, "FILE_BYTES", 2 * size)
+    monkeypatch.setattr(writer, "TOTAL_BYTES", 5 * size)
     for step in range(50):
         record_events(str(tmp_path), [spike(step)])
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 6 * size
@@ -254,15 +255,15 @@ def test_a_long_response_is_kept_around_the_culprit() -> None:
 
     torch = pytest.importorskip("torch")
     response, position = list(range(3000)), 1000
-    found = evidence.text_evidence(Ids(), [], response, position)
+    found = token_facts.text_evidence(Ids(), [], response, position)
     mask = torch.ones(3000)
-    heat = evidence.response_window(torch.arange(3000.0), mask, position)
+    heat = token_facts.response_window(torch.arange(3000.0), mask, position)
     start = found["response_tokens_start"]
     assert len(found["response_tokens"]) == len(heat) == 512 and start == 744
     assert found["response_tokens"][position - start] == "1000" and heat[position - start] == 1000.0
     # Padding behind the response is left out.
     mask[5:] = 0
-    assert evidence.response_window(torch.full((3000,), math.pi), mask, 2) == [3.142] * 5
+    assert token_facts.response_window(torch.full((3000,), math.pi), mask, 2) == [3.142] * 5
 
 
 # Reading and printing
@@ -285,7 +286,7 @@ def test_whatever_a_line_being_written_holds_it_is_left(tmp_path: Path, run: Any
 
 
 def test_a_figure_that_no_float_can_hold_is_malformed(tmp_path: Path, run: Any) -> None:
-    broken = evidence.jsonable(spike(1))
+    broken = writer.jsonable(spike(1))
     broken["culprits"][0]["grad_norm"] = 10**400
     (tmp_path / "spikes.jsonl").write_text(json.dumps(broken) + "\n")
     out = run("--html", str(tmp_path / "page.html"), events=[spike(8)])
@@ -294,12 +295,12 @@ def test_a_figure_that_no_float_can_hold_is_malformed(tmp_path: Path, run: Any) 
 
 def test_a_last_line_without_its_line_break_is_read(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
-    file.write_text(json.dumps(evidence.jsonable(spike(5))))
+    file.write_text(json.dumps(writer.jsonable(spike(5))))
     assert len(report.read(str(file)).events) == 1
 
 
 def test_malformed_lines_and_other_versions_are_counted_in_one_warning(tmp_path: Path, run: Any) -> None:
-    other = {**evidence.jsonable(spike(1)), "schema": 99}
+    other = {**writer.jsonable(spike(1)), "schema": 99}
     (tmp_path / "spikes.jsonl").write_bytes(
         b'not json\n{"schema": 1}\n\xff\xfe\n' + b"[" * 100_000 + b"\n" + json.dumps(other).encode() + b"\n"
     )
@@ -443,7 +444,7 @@ AT = "micro-batch 2 of rank 1 is"
 def test_a_sentence_says_whether_the_culprits_explain_the_spike(
     tmp_path: Path, run: Any, sample: dict[str, Any], sentence: str | None
 ) -> None:
-    jsonschema.validate(evidence.jsonable(sample), EVENT)
+    jsonschema.validate(writer.jsonable(sample), EVENT)
     out = " ".join(run(events=[sample]).split())
     assert f"What the culprits explain step 5 {sentence}" in out if sentence else "culprits explain" not in out
     (shown,) = json.loads(run("--json"))["largest_events"]
@@ -487,8 +488,8 @@ def test_evidence_of_the_first_version_is_read(tmp_path: Path, run: Any) -> None
     generator = random.Random(1)
     events = [spike(1), *(without_culprits(i, kind, generator) for i, kind in enumerate(meanings.DIAGNOSES) if i)]
     old = [version_1(found) for found in events]
-    note = {**json.loads(evidence._note("rate_limit", 1, 4, "4 more")), "schema": 1}
-    (tmp_path / "spikes.jsonl").write_text("".join(json.dumps(evidence.jsonable(e)) + "\n" for e in [*old, note]))
+    note = {**json.loads(writer._note("rate_limit", 1, 4, "4 more")), "schema": 1}
+    (tmp_path / "spikes.jsonl").write_text("".join(json.dumps(writer.jsonable(e)) + "\n" for e in [*old, note]))
     out = run("--html", str(tmp_path / "page.html"))
     assert "5 gradient spikes in steps 1 to 4" in out and "skipped" not in out and "4 more" in out
     # Nobody knows whether its culprits explain the spike.
@@ -498,12 +499,12 @@ def test_evidence_of_the_first_version_is_read(tmp_path: Path, run: Any) -> None
     assert all(e["until"] is e["explained"] is e["more_tokens"] is e["explanation"] is None for e in shown)
     # What is missing from a line of this version is not made up for.
     del (broken := {**old[0]})["diagnosis"]
-    (tmp_path / "spikes.jsonl").write_text(json.dumps(evidence.jsonable(broken)) + "\n")
+    (tmp_path / "spikes.jsonl").write_text(json.dumps(writer.jsonable(broken)) + "\n")
     assert "1 line skipped" in run()
 
 
 def test_both_versions_may_be_in_one_file(tmp_path: Path, run: Any) -> None:
-    (tmp_path / "spikes.jsonl").write_text(json.dumps(evidence.jsonable(version_1(spike(1)))) + "\n")
+    (tmp_path / "spikes.jsonl").write_text(json.dumps(writer.jsonable(version_1(spike(1)))) + "\n")
     found = json.loads(run("--json", events=[spike(2)]))["largest_events"]
     assert {e["global_step"]: e["explained"] for e in found} == {1: None, 2: True}
 
@@ -751,4 +752,4 @@ def test_samples_are_events() -> None:
     generator = random.Random(1)
     bare = [without_culprits(1, diagnosis, generator) for diagnosis in meanings.DIAGNOSES]
     for sample in samples(30) + bare:
-        jsonschema.validate(evidence.jsonable(sample), EVENT)
+        jsonschema.validate(writer.jsonable(sample), EVENT)

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..evidence import jsonable
+from ..evidence.writer import jsonable
 from .page import write_page
 from .reading import DETAILED, read
 from .summary import summarize

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..evidence import jsonable
+from ..evidence.writer import jsonable
 from .page_data import page_data
 from .reading import Evidence
 

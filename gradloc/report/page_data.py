@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..evidence import window_start
+from ..evidence.token_facts import window_start
 from . import reading
 from .figures import rounded
 from .meanings import APPLIED, DIAGNOSES, NOT_APPLIED, SOURCES

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..evidence import evidence_files
-from ..schema import EVENT, EVENT_1, NOTE, conforms
+from ..evidence.schema import EVENT, EVENT_1, NOTE, conforms
+from ..evidence.writer import evidence_files
 from .condensed import condensed_event, culprit_details, culprit_row
 from .figures import severity
 

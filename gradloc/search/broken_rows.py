@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..passes import UnitName
+from ..measure.passes import UnitName
 
 
 @dataclass

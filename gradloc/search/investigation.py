@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import distributed
-from ..meter import GroupName, Meter, Unit, suspects
-from ..passes import MicroBatch, Passes, TokenSubset, UnitName
+from ..fsdp import collectives
+from ..measure.meter import GroupName, Meter, Unit, suspects
+from ..measure.passes import MicroBatch, Passes, TokenSubset, UnitName
 from .broken_rows import BrokenRow
 from .probes import Probe, Segment, is_single
 from .scheduler import Search
@@ -186,7 +186,7 @@ class Investigation:
                 self._waiting = []
             self._search_tokens()
             self._measure_units_of_culprits()
-        except distributed.RankFailedError as error:
+        except collectives.RankFailedError as error:
             self.error = str(error)
 
     def tokens_of(self, segment: Segment) -> list[Token]:
@@ -217,7 +217,7 @@ class Investigation:
             if rows:
                 self._narrow(rows)
                 continue
-            with distributed.alike():
+            with collectives.same_on_all_ranks():
                 probes = self.search.next(width, self._budget - self._passes.count)
             if not probes:
                 if not self._waiting:
@@ -229,7 +229,7 @@ class Investigation:
                 if is_single(probe):
                     self.measured[self.tokens_of(probe)[0]] = norms
             known = set(self.search.broken)
-            with distributed.alike():
+            with collectives.same_on_all_ranks():
                 self.search.record(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
                 for group in self.search.broken:
                     if group not in known:
@@ -270,7 +270,7 @@ class Investigation:
             groups = self._waiting
         for group in groups:
             self._obtain(group)
-        with distributed.alike():
+        with collectives.same_on_all_ranks():
             for group in groups if known else sorted(groups, key=self._suspicion, reverse=True):
                 for name in self.groups[group]:
                     self._look_into(name)

@@ -6,9 +6,10 @@ import math
 import statistics
 from typing import Any
 
-from . import evidence
-from .passes import UnitName
-from .search.investigation import Investigation, Token
+from ..measure.passes import UnitName
+from ..search.investigation import Investigation, Token
+from .sources import classify
+from .token_facts import response_kl, response_window, token_evidence
 
 # How many of the largest tokens an event names for a spike without a culprit.
 _LARGEST_TOKENS = 3
@@ -72,7 +73,7 @@ def _ordinary_layer_norms(investigation: Investigation) -> dict[str, float] | No
 
 
 def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
-    """The smallest parts that hold a spike without few tokens behind it, with the largest tokens measured."""
+    """The smallest segments with a spike that no few tokens explain, with the largest tokens measured."""
     found = []
     for segment, norm in investigation.search.diffuse:
         names = set(investigation.groups[segment.unit])
@@ -105,7 +106,7 @@ def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
 
 
 def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
-    """What the search did not get to, best first; a unit not begun is a segment of all its tokens."""
+    """What the search left open, the most promising first; a unit not yet begun is a segment of all its tokens."""
     search, units = investigation.search, investigation.units
     begun = [
         (segment.unit, len(segment.candidates), search.threshold(segment))
@@ -144,12 +145,12 @@ def _culprit(investigation: Investigation, token: Token) -> dict[str, Any]:
         "threshold": investigation.threshold,
         "suspicion": float(suspicion[position]),
         "share": _share(investigation, token),
-        **evidence.token_evidence(tokens, row, position),
+        **token_evidence(tokens, row, position),
         "layer_norms": dict(zip(investigation.layers, layer_norms, strict=True)),
-        "response_suspicion": evidence.response_window(suspicion, tokens["response_mask"][row], position),
-        "response_kl": evidence.response_kl(tokens, row, position),
+        "response_suspicion": response_window(suspicion, tokens["response_mask"][row], position),
+        "response_kl": response_kl(tokens, row, position),
     }
-    return {**found, "source": evidence.classify(found)}
+    return {**found, "source": classify(found)}
 
 
 def _weight(investigation: Investigation, token: Token) -> float:

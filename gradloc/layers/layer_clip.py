@@ -1,45 +1,34 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
 """LayerClip: clips every layer's gradient against a bound of its own, from the layer's own recent norms."""
 
 import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .layer_gradients import LayerGradients
+from ..checks import is_finite_number, is_positive_integer
+from ..robust_statistics import median_and_deviation
+from .reduced_norms import ReducedNorms
 
 logger = logging.getLogger(__name__)
 
 RULES = ("zscore", "ratio", "fixed")
 
-# The mean never falls below this share of an average that is so many times slower, so that a quiet phase does not
-# close the bound, and a lasting fall of the norms is followed.
+# The mean never falls below this fraction of an average that is so many times slower, so that a phase of small norms
+# does not close the bound, but a lasting decrease of the norms is followed.
 _MEAN_FLOOR = 0.1
 _FLOOR_SLOWNESS = 5.0
-# Nor the deviation below this share of the mean: with no spread at all every norm above the mean would be clipped.
+# The deviation never falls below this fraction of the mean: with none, every norm above the mean would be clipped.
 _DEVIATION_FLOOR = 0.1
 # A norm counts in the deviation with at most so many deviations, so that spikes in a row widen the bound slowly.
 _DEVIATION_CAP = 2.5
-# For normal numbers: standard deviation over mean absolute deviation, and over median absolute deviation.
+# For normal numbers: standard deviation over mean absolute deviation.
 _PER_MEAN_DEVIATION = math.sqrt(math.pi / 2)
-_PER_MEDIAN_DEVIATION = 1.4826
 
 
 @dataclass
@@ -49,7 +38,8 @@ class LayerClipConfig:
     Args:
         enable (bool): Whether to clip layer by layer.
         rule (str): Where a layer's bound comes from. Options: 'zscore' (mean + z * deviation of its norms), 'ratio'
-            (ratio * mean of its norms), 'fixed' (max_norm * square root of its share of the trainable parameters).
+            (ratio * mean of its norms), 'fixed' (max_norm * square root of the layer's fraction of the
+            trainable parameters).
         z (float): Deviations above the mean that a layer's norm may reach, for 'zscore'.
         ratio (float): Multiple of the mean that a layer's norm may reach, for 'ratio'.
         beta (float): Decay of the moving averages for each optimizer step.
@@ -77,14 +67,11 @@ class LayerClipConfig:
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         self._check("rule", self.rule in RULES, f"one of {list(RULES)}")
         for name in ("z", "max_norm"):
-            self._check(name, _is_number(getattr(self, name)) and getattr(self, name) > 0, "a positive number")
-        self._check("ratio", _is_number(self.ratio) and self.ratio > 1, "a number over 1")
-        self._check("beta", _is_number(self.beta) and 0 < self.beta < 1, "a number between 0 and 1")
-        self._check("min_bound", _is_number(self.min_bound) and self.min_bound >= 0, "a number of at least 0")
-        steps = self.warmup_steps
-        self._check(
-            "warmup_steps", isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1, "an integer over 0"
-        )
+            self._check(name, is_finite_number(getattr(self, name)) and getattr(self, name) > 0, "a positive number")
+        self._check("ratio", is_finite_number(self.ratio) and self.ratio > 1, "a number over 1")
+        self._check("beta", is_finite_number(self.beta) and 0 < self.beta < 1, "a number between 0 and 1")
+        self._check("min_bound", is_finite_number(self.min_bound) and self.min_bound >= 0, "a number of at least 0")
+        self._check("warmup_steps", is_positive_integer(self.warmup_steps), "an integer over 0")
 
     def _check(self, name: str, good: bool, wanted: str) -> None:
         if not good:
@@ -140,9 +127,8 @@ class LayerStatistics:
         return max(self.mean + config.z * self.deviation, config.min_bound)
 
     def _start(self) -> None:
-        self.mean = median(self.warmup)
+        self.mean, deviation = median_and_deviation(self.warmup)
         self.floor = _MEAN_FLOOR * self.mean
-        deviation = _PER_MEDIAN_DEVIATION * median(abs(norm - self.mean) for norm in self.warmup)
         self.deviation = max(deviation, _DEVIATION_FLOOR * self.mean)
         self.warmup = []
 
@@ -151,43 +137,45 @@ class LayerClip:
     """Scales every layer's gradient by min(1, bound / norm) before the optimizer step, and learns the bounds.
 
     Args:
-        module (nn.Module): The model, as `LayerGradients` takes it.
+        module (nn.Module): The model, as `ReducedNorms` takes it.
         config (LayerClipConfig): The rule.
         device (str | torch.device): Where the model computes.
 
     Attributes:
-        layers (list[str]): The layer groups, in the model's order.
+        layers (list[str]): The layers, in the model's order.
         last_step (dict): For each layer the `norm`, `bound` (None during the warm-up) and `factor` of the last step.
     """
 
     def __init__(self, module: nn.Module, config: LayerClipConfig, device: str | torch.device = "cpu") -> None:
         self._config = config
-        self._gradients = LayerGradients(module, torch.device(device))
-        self.layers = self._gradients.layers
+        self._reduced_norms = ReducedNorms(module, torch.device(device))
+        self.layers = self._reduced_norms.layers
         self.last_step: dict[str, dict[str, float | None]] = {}
         self._steps: list[dict[str, dict[str, float | None]]] = []
         self._statistics = {layer: LayerStatistics() for layer in self.layers}
 
     def squared_norms(self) -> Tensor:
-        """`LayerGradients.squared_norms`, to be handed to `clip` by who needs them before it. A collective call."""
-        return self._gradients.squared_norms()
+        """`ReducedNorms.squared_norms`, for callers that need them before they call `clip`. A collective call."""
+        return self._reduced_norms.squared_norms()
 
     def clip(self, squared_norms: Tensor | None = None) -> Tensor:
-        """Clips the gradient and takes its norms in. A collective call. For a step that is left out there is `preview`.
+        """Clips the gradient and updates the statistics with its norms. A collective call.
 
-        If any norm is NaN or infinite, nothing is changed: the optimizer step will be left out.
+        For a step that is skipped there is `preview`.
+
+        If any norm is NaN or infinite, nothing is changed: the optimizer step will be skipped.
 
         Args:
-            squared_norms (Tensor, optional): Those of this very gradient, where they are known already.
+            squared_norms (Tensor, optional): The squared norms of this gradient, where they are known already.
 
         Returns:
             Tensor: The norm of the whole gradient before the clipping, shape (), on the CPU.
         """
         if squared_norms is None:
-            squared_norms = self._gradients.squared_norms()
+            squared_norms = self._reduced_norms.squared_norms()
         step = self.preview(squared_norms)
         figures = list(step.values())
-        self._gradients.scale_({i: layer["factor"] for i, layer in enumerate(figures) if layer["factor"] < 1})
+        self._reduced_norms.scale_({i: layer["factor"] for i, layer in enumerate(figures) if layer["factor"] < 1})
         if self._config.rule != "fixed" and all(math.isfinite(layer["norm"]) for layer in figures):
             for name, layer in step.items():
                 self._statistics[name].take_in(layer["norm"] * layer["factor"], self._config)
@@ -197,7 +185,7 @@ class LayerClip:
 
     def preview(self, squared_norms: Tensor) -> dict[str, dict[str, float | None]]:
         """What `clip` would do to the gradient with these norms, as `last_step` has it. Nothing is changed."""
-        # The one host sync; the norm that `clip` returns needs none any more when it is logged.
+        # The only host sync: the norm that `clip` returns lies on the CPU already.
         norms = [math.sqrt(square) for square in squared_norms.tolist()]
         finite = all(math.isfinite(norm) for norm in norms)
         return {
@@ -274,12 +262,8 @@ class LayerClip:
     def _bounds(self) -> list[float | None]:
         if self._config.rule != "fixed":
             return [self._statistics[layer].bound(self._config) for layer in self.layers]
-        total = sum(self._gradients.numels)
+        total = sum(self._reduced_norms.numels)
         return [
             max(self._config.max_norm * math.sqrt(numel / total), self._config.min_bound)
-            for numel in self._gradients.numels
+            for numel in self._reduced_norms.numels
         ]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -10,29 +10,29 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import distributed
-from .layer_gradients import LayerGradients
+from ..fsdp import collectives
+from ..layers.reduced_norms import ReducedNorms
+from .local_norms import LocalNorms
 from .passes import MicroBatch, Passes, TokenSubset, UnitName
-from .taps import GradientTaps
 
-# What a search takes for one unit. With the local meter a micro-batch of one rank: (rank, index). With the reduced
-# meter, which cannot tell ranks apart, the micro-batches of all ranks with the same index: (None, index).
+# Units that are searched as one. With the local meter a single unit: (rank, index of the micro-batch). With the reduced
+# meter, which cannot tell ranks apart, the units of all ranks with the same index: (None, index).
 GroupName = tuple[int | None, int]
 
-# A probe: what it is made of, by the rank whose data that is. Called where it is measured; may raise.
+# A probe: its token subsets, by the rank whose data they are. Called on the rank that measures it; may raise.
 MakeProbe = Callable[[], Mapping[int, TokenSubset]]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The figures of one rank's micro-batch that all ranks share when a search begins.
+    """One rank's micro-batch, as all ranks know it when a search begins.
 
     Args:
         rows (int): Its rows.
         tokens (int): Its response tokens.
         broken_tokens (int): Those of them whose log-prob or coefficient is not a finite number.
         root_square_weight (float): sqrt(Σ w_t²).
-        norm (float | None): The norm of its gradient; None while that is not known.
+        norm (float | None): The norm of its gradient; None while it has not been measured.
         layer_norms (dict[str, float]): The norm in each layer.
     """
 
@@ -55,7 +55,7 @@ class Unit:
 
 
 def suspects(units: Mapping[UnitName, Unit], threshold: float) -> list[UnitName]:
-    """The units known to be over their threshold, the largest first."""
+    """The units measured over their threshold, the largest first."""
     over = [name for name, unit in units.items() if unit.is_over(threshold)]
     return sorted(over, key=lambda name: (-units[name].token_equivalent, name))
 
@@ -67,7 +67,7 @@ class Level:
     Args:
         token_norm (float): The largest token-equivalent norm that was measured, NaN counted as infinite.
         finite (float): The largest finite one, or 0.
-        root_mean_square (float | None): norm/sqrt(Σw²) of it all; None without tokens.
+        root_mean_square (float | None): norm/sqrt(Σw²) of the whole mini-batch; None without tokens.
         by_unit (bool): Whether `token_norm` is that of a unit, not that of the reduced gradient.
         global_norm (float | None): The reduced gradient's norm, where it was measured.
     """
@@ -80,12 +80,12 @@ class Level:
 
 
 class Meter(Protocol):
-    """What a search measures with. All ranks make the same calls; `level`, `obtain` and `measure` are collective.
+    """Measures norms for a search. All ranks make the same calls; `level`, `obtain` and `measure` are collective.
 
     Attributes:
         kind (str): Its name in the evidence.
-        layers (list[str]): The layer groups, in the order of the figures.
-        width (int): How many probes a pass measures.
+        layers (list[str]): The layers, in the order of the norms.
+        width (int): How many probes one pass measures.
     """
 
     kind: str
@@ -93,10 +93,10 @@ class Meter(Protocol):
     width: int
 
     def start(self) -> None:
-        """Begins to record a training pass."""
+        """Starts recording a training pass."""
 
     def stop(self) -> Tensor:
-        """Ends that. Returns float64 of shape (layers,): the squared norms of this rank's gradient, 0 if not seen."""
+        """Stops recording. Returns float64 of shape (layers,): the rank's squared gradient norms, 0 if not measured."""
 
     def level(self, by_rank: Tensor, reduced_norm: Callable[[], float]) -> Level:
         """How large the mini-batch's gradient is.
@@ -108,27 +108,27 @@ class Meter(Protocol):
         """
 
     def norms(self, squares: Sequence[float]) -> tuple[float | None, dict[str, float]]:
-        """A unit's norm and its norms by layer, from what `stop` returned for it; None where that was not seen."""
+        """A unit's norm and its norms by layer, from what `stop` returned for it; None where it was not measured."""
 
     def wholes(self, units: Mapping[UnitName, Unit], global_norm: float) -> list[tuple[float, int]]:
-        """What was measured in training: norms, each with the number of broken tokens behind it."""
+        """The norms measured in training, each with its number of broken tokens."""
 
     def groups(self, units: Mapping[UnitName, Unit], threshold: float) -> dict[GroupName, list[UnitName]]:
-        """What to search, the largest first; one without a norm of its own is measured as a whole."""
+        """The groups of units to search, the largest first; one without a norm is measured as a whole."""
 
     def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
-        """A group's units (and others, where they come with it), with what this rank needs to measure them."""
+        """The micro-batches of a group's units (and perhaps of others), as this rank needs them to measure probes."""
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         """One pass.
 
         Args:
             passes (Passes): Makes it.
-            probes (Sequence[Callable]): Up to `width` of them.
+            probes (Sequence[Callable]): At most `width` of them.
 
         Returns:
-            Tensor: float64 of shape (probes, layers), squared norms of each probe's gradient, free of the loss scale
-                and of the mean over the ranks.
+            Tensor: float64 of shape (probes, layers), squared norms of each probe's gradient, without the loss scale
+                and the mean over the ranks.
 
         Raises:
             RankFailedError: The pass failed on some rank.
@@ -140,17 +140,17 @@ class LocalMeter:
 
     kind = "local"
 
-    def __init__(self, taps: GradientTaps, device: torch.device) -> None:
-        self.layers = taps.layers
-        self.width = distributed.world_size()
-        self._taps = taps
+    def __init__(self, local_norms: LocalNorms, device: torch.device) -> None:
+        self.layers = local_norms.layers
+        self.width = collectives.world_size()
+        self._local_norms = local_norms
         self._device = device
 
     def start(self) -> None:
-        self._taps.start()
+        self._local_norms.start()
 
     def stop(self) -> Tensor:
-        return self._taps.stop()
+        return self._local_norms.stop()
 
     def level(self, by_rank: Tensor, reduced_norm: Callable[[], float]) -> Level:
         token_norm, finite = by_rank[:, :2].amax(0).tolist()
@@ -170,7 +170,7 @@ class LocalMeter:
 
     def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
         return {
-            (rank, index): distributed.broadcast(lambda i=index: own[i].portable(scale), rank) for rank, index in names
+            (rank, index): collectives.broadcast(lambda i=index: own[i].portable(scale), rank) for rank, index in names
         }
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
@@ -180,30 +180,30 @@ class LocalMeter:
             (subset,) = probes[rank]().values()
             return subset
 
-        self._taps.start()
+        self._local_norms.start()
         try:
-            own = passes.measure(subset_of, lambda: self._taps.stop().to(self._device) / passes.scale**2)
+            own = passes.measure(subset_of, lambda: self._local_norms.stop().to(self._device) / passes.scale**2)
         finally:
-            self._taps.cancel()
-        return torch.stack(distributed.gather(own))[: len(probes)]
+            self._local_norms.cancel()
+        return torch.stack(collectives.gather(own))[: len(probes)]
 
 
 class ReducedMeter:
-    """Reads the reduced gradient: one probe a pass, to which every rank adds what of it is in its own data.
+    """Reads the reduced gradient: one probe a pass, to which every rank contributes the tokens of its own data.
 
-    For where no rank's gradient is that of its data (sequence parallelism), or hooks would see it in parts.
+    For sequence parallelism, where no rank's gradient is that of its data, and where hooks would see it in parts.
 
     Args:
-        gradients (LayerGradients): Measures the reduced gradient.
-        sequence_parallel_size (int): So many neighbouring ranks share the same data.
+        reduced_norms (ReducedNorms): Measures the reduced gradient.
+        sequence_parallel_size (int): So many neighbouring ranks work on the same data.
     """
 
     kind = "reduced"
     width = 1
 
-    def __init__(self, gradients: LayerGradients, device: torch.device, sequence_parallel_size: int) -> None:
-        self.layers = gradients.layers
-        self._gradients = gradients
+    def __init__(self, reduced_norms: ReducedNorms, device: torch.device, sequence_parallel_size: int) -> None:
+        self.layers = reduced_norms.layers
+        self._reduced_norms = reduced_norms
         self._device = device
         self._sequence_parallel_size = sequence_parallel_size
 
@@ -233,17 +233,17 @@ class ReducedMeter:
         return groups
 
     def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
-        # Every rank computes its own data, so that all units can be had at once, without their inputs.
-        everywhere = distributed.exchange(lambda: [mb.portable(scale, inputs=False) for mb in own])
+        # Every rank computes its own data: all units are exchanged at once, without their inputs.
+        everywhere = collectives.exchange(lambda: [mb.portable(scale, inputs=False) for mb in own])
         everywhere = everywhere[:: self._sequence_parallel_size]
-        rank = distributed.rank() // self._sequence_parallel_size
+        rank = collectives.rank() // self._sequence_parallel_size
         for micro_batch, mine in zip(everywhere[rank], own, strict=True):
             micro_batch.inputs = mine.inputs
         return {(r, i): micro_batch for r, units in enumerate(everywhere) for i, micro_batch in enumerate(units)}
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         (probe,) = probes
-        passes.refuse_broken_idlers(probe)
-        own = passes.measure(lambda rank: probe().get(rank), self._gradients.own_squares)
-        world_size = distributed.world_size() // self._sequence_parallel_size
-        return (self._gradients.add_up(own).cpu() * (world_size / passes.scale) ** 2).unsqueeze(0)
+        passes.check_dummy_inputs(probe)
+        own = passes.measure(lambda rank: probe().get(rank), self._reduced_norms.own_squares)
+        world_size = collectives.world_size() // self._sequence_parallel_size
+        return (self._reduced_norms.add_up(own).cpu() * (world_size / passes.scale) ** 2).unsqueeze(0)

@@ -1,17 +1,6 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""Extra forward/backward passes over micro-batches of any rank, in step on all ranks."""
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Extra forward/backward passes over micro-batches of any rank, which all ranks make together."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import distributed, evidence, gradients
-from .lockstep import Lockstep
+from ..fsdp import collectives
+from ..fsdp.collective_replay import CollectiveReplay
+from ..fsdp.state import all_reduced, clear_gradients, reset_fsdp, set_rng_state
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +25,7 @@ Forward = Callable[[dict[str, Any], list[int], int], tuple[Tensor | None, Tensor
 
 @dataclass
 class MicroBatch:
-    """A micro-batch of a training pass, as it is remembered until the optimizer step.
+    """A micro-batch of a training pass, kept until the optimizer step.
 
     Args:
         inputs (dict): What `Forward` needs.
@@ -55,7 +45,7 @@ class MicroBatch:
         """Where a log-prob or a coefficient is not a finite number, bool of shape (rows, response length).
 
         Args:
-            scaled (bool): Whether the loss is scaled: then it may be that which makes a coefficient in half precision
+            scaled (bool): Whether the loss is scaled: then the scale may be what makes a coefficient in half precision
                 infinite.
         """
         broken = ~self.tokens["log_prob"].isfinite()
@@ -67,7 +57,7 @@ class MicroBatch:
         return broken
 
     def portable(self, scale: float, inputs: bool = True) -> "MicroBatch":
-        """A copy on the CPU, with coefficients free of the loss scale, suspicion, and with or without the inputs."""
+        """A copy on the CPU, with suspicion, without the loss scale, and with or without the inputs."""
         kept = self.inputs.items() if inputs else ()
         copies = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in kept}
         tokens = {
@@ -76,9 +66,20 @@ class MicroBatch:
         for name in ("coefficient", "entropy_coefficient"):
             tokens[name] = tokens[name] / scale if name in tokens else torch.zeros_like(tokens["weight"])
         tokens["broken"] = self.broken(scale != 1).cpu()
-        # Here, once for all ranks: on other processors exp has other last bits, and the search goes by it.
-        tokens["suspicion"] = evidence.suspicion(tokens)
+        # Computed once for all ranks: the search depends on it, and the last bits of exp differ between processors.
+        tokens["suspicion"] = suspicion(tokens)
         return MicroBatch(copies, self.rows, self.rng_state, tokens)
+
+
+def suspicion(tokens: Mapping[str, Tensor]) -> Tensor:
+    """s_t = |∂L/∂log p_t|·(1 − p_t), within √2 of the norm of the gradient by the logits.
+
+    An entropy bonus adds its own coefficient times the entropy, a rough measure of its gradient.
+    """
+    found = tokens["coefficient"].abs() * (1 - tokens["log_prob"].exp())
+    if "entropy" in tokens:
+        found = found + tokens["entropy_coefficient"].abs() * tokens["entropy"].abs()
+    return found
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,7 @@ class TokenSubset:
 
     Args:
         micro_batch (MicroBatch): The micro-batch.
-        keep (Tensor): Which tokens (bool), or what each one's share of the gradient is multiplied with (float); shape
-            (rows, response length).
+        keep (Tensor): Which tokens (bool), or the factor of each one's gradient (float); shape (rows, response length).
     """
 
     micro_batch: MicroBatch
@@ -96,23 +96,23 @@ class TokenSubset:
 
 
 class Passes:
-    """Computes gradients of parts of micro-batches again.
+    """Recomputes the gradients of parts of micro-batches.
 
-    The gradient of a set S of tokens is Σ_{t∈S} (∂L/∂log p_t)·∇log p_t, plus the like term of the entropies. Both
-    factors are known without the loss: the coefficients ∂L/∂log p_t were noted in the training pass, with the loss's
+    The gradient of a set S of tokens is Σ_{t∈S} (∂L/∂log p_t)·∇log p_t, plus the same term for the entropies. Both
+    factors are known without the loss: the coefficients ∂L/∂log p_t were recorded in the training pass, with the loss's
     true masks and denominators. So a pass is a forward, and a backward from the log-probs with the coefficients of S
     and zeros elsewhere: the same as the true loss with every token outside of S detached. Rows without a token of S and
-    everything after its last token play no part (in a causal model) and are not computed.
+    everything after its last token have no influence (in a causal model) and are not computed.
 
     Args:
         module (nn.Module): The model.
         forward (Forward): Computes (entropy, log_prob).
         device (torch.device): Where the model computes.
-        lockstep (Lockstep): Has seen a training pass.
+        replay (CollectiveReplay): Has recorded a training pass.
         scale (float): The loss scale of the training pass.
-        own (list[MicroBatch]): This rank's micro-batches, one row of which it computes where it has nothing to measure.
-        sequence_parallel_size (int): So many neighbouring ranks share the same data.
-        recover (Callable, optional): Called after a pass that an error broke off on this rank.
+        own (list[MicroBatch]): This rank's micro-batches; a row of them is its dummy input when it measures nothing.
+        sequence_parallel_size (int): So many neighbouring ranks work on the same data.
+        recover (Callable, optional): Called after a pass that an error interrupted on this rank.
 
     Attributes:
         count (int): The passes so far.
@@ -124,56 +124,56 @@ class Passes:
         module: nn.Module,
         forward: Forward,
         device: torch.device,
-        lockstep: Lockstep,
+        replay: CollectiveReplay,
         scale: float,
         own: Sequence[MicroBatch],
         sequence_parallel_size: int = 1,
         recover: Callable[[], None] | None = None,
     ) -> None:
         self.count = 0
-        self.rank = distributed.rank() // sequence_parallel_size
+        self.rank = collectives.rank() // sequence_parallel_size
         self.scale = scale
         self._module = module
         self._forward = forward
         self._device = device
-        self._lockstep = lockstep
+        self._replay = replay
         self._own = own
         self._recover = recover
-        self._idle = _healthy_row(own, scaled=scale != 1)
+        self._dummy_input = _healthy_row(own, scaled=scale != 1)
         self._sequence_parallel_size = sequence_parallel_size
-        # Those without a row to idle with; known from the first measurement on.
+        # The ranks without a finite dummy input; known from the first measurement on.
         self._broken_ranks: list[int] | None = None
         self._cut = not _depends_on_the_whole(module)
 
     def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], Tensor]) -> Tensor:
-        """`accumulate`, which leaves no gradient behind. A collective call."""
+        """`accumulate`, but no gradient is kept. A collective call."""
         try:
             return self.accumulate(subset_of, read)
         finally:
-            gradients.clear(self._module)
+            clear_gradients(self._module)
 
     def rehearse(self) -> None:
-        """Has every rank know the collective calls of a pass, one of its own if need be. A collective call.
+        """Makes sure that every rank has recorded the collective calls of a pass, if need be with a dummy pass.
 
-        A training pass that has not reached all parameters makes fewer of them, or smaller ones.
+        A collective call. A training pass that has not reached all parameters makes fewer or smaller collective calls.
 
         Raises:
-            RankFailedError: That pass failed on some rank.
+            RankFailedError: The dummy pass failed on some rank.
         """
-        unknown = torch.tensor([float(not self._lockstep.knows_all)], device=self._device)
-        if distributed.world_size() > self._sequence_parallel_size and torch.stack(distributed.gather(unknown)).any():
-            self._lockstep.forget()
+        unknown = torch.tensor([float(not self._replay.knows_all)], device=self._device)
+        if collectives.world_size() > self._sequence_parallel_size and torch.stack(collectives.gather(unknown)).any():
+            self._replay.forget()
             self.measure(lambda _: None, lambda: None)
 
     def accumulate(
         self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], Tensor | None] = lambda: None
     ) -> Tensor | None:
-        """One pass that adds the gradient of every rank's subset, averaged over the ranks, to what there is.
+        """One pass that adds the gradient of every rank's subset, averaged over the ranks, to the present gradient.
 
         Args:
             subset_of (Callable): Gives the subset of a rank, called for this rank only.
-            read (Callable): What to return, called after the pass. If one of the two raises on some rank, the pass has
-                failed, on all ranks alike.
+            read (Callable): Gives what to return, called after the pass. If one of the two raises on some rank, the
+                pass fails on all ranks.
 
         Raises:
             RankFailedError: The pass failed on some rank.
@@ -182,36 +182,36 @@ class Passes:
         error: Exception | None = None
         result: Tensor | None = None
         try:
-            with self._lockstep.recording(), gradients.all_reduced(self._module):
+            with self._replay.recording(), all_reduced(self._module):
                 self._forward_backward(subset_of(self.rank))
             result = read()
         except Exception as caught:
             try:
-                self._lockstep.catch_up(caught)
-            finally:  # or the gradients could not be put back, and that error would hide this one
-                gradients.reset_sharding(self._module)
+                self._replay.complete(caught)
+            finally:  # otherwise restoring the gradients would fail, and that error would hide this one
+                reset_fsdp(self._module)
                 if self._recover is not None:
                     self._recover()
             error = caught
         failed = torch.tensor([float(error is not None)], device=self._device)
-        if not torch.stack(distributed.gather(failed)).any():
+        if not torch.stack(collectives.gather(failed)).any():
             return result
         if error is not None:
-            logger.warning("a pass of the gradient search failed; training goes on", exc_info=error)
-        messages = distributed.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-        raise distributed.RankFailedError(
+            logger.warning("a pass of the gradient search failed; training continues", exc_info=error)
+        messages = collectives.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        raise collectives.RankFailedError(
             next(f"rank {rank}: {m}" for rank, m in enumerate(messages) if m is not None)
         ) from error
 
     def _forward_backward(self, subset: TokenSubset | None) -> None:
         if subset is None:
-            micro_batch, row = self._idle or (self._own[0], 0)
+            micro_batch, row = self._dummy_input or (self._own[0], 0)
             keep = torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool)
-            rows, length, scale = [row], 1, 1.0  # as little as there can be
+            rows, length, scale = [row], 1, 1.0  # the smallest possible input
         else:
             micro_batch, keep, scale = subset.micro_batch, subset.keep, self.scale
             rows, length = self._extent(keep)
-        gradients.set_rng_state(micro_batch.rng_state, self._device)
+        set_rng_state(micro_batch.rng_state, self._device)
         entropy, log_prob = self._forward(micro_batch.inputs, rows, length)
         keep = keep[rows, :length]
         outputs, coefficients = [log_prob], [_coefficient(micro_batch, "coefficient", keep, rows, scale)]
@@ -221,23 +221,23 @@ class Passes:
         coefficients = [c.to(output) for c, output in zip(coefficients, outputs, strict=True)]
         torch.autograd.backward(outputs, coefficients)
 
-    def refuse_broken_idlers(self, probe: Callable[[], Mapping[int, TokenSubset]]) -> None:
-        """Where ranks measure together, one that cannot compute anything finite spoils what the others measure.
+    def check_dummy_inputs(self, probe: Callable[[], Mapping[int, TokenSubset]]) -> None:
+        """Where ranks measure together, a rank whose dummy input gives NaN would spoil the measurement of the others.
 
         Raises:
-            RankFailedError: On all ranks, if there is one without a subset of its own.
+            RankFailedError: On all ranks, if there is such a rank and the probe has no subset for it.
         """
         if self._broken_ranks is None:
-            flags = distributed.gather(torch.tensor([float(self._idle is None)], device=self._device))
+            flags = collectives.gather(torch.tensor([float(self._dummy_input is None)], device=self._device))
             self._broken_ranks = [rank for rank, flag in enumerate(flags[:: self._sequence_parallel_size]) if flag]
         idle = set(self._broken_ranks) - probe().keys() if self._broken_ranks else None
         if idle:
-            raise distributed.RankFailedError(
+            raise collectives.RankFailedError(
                 f"rank {min(idle)}: each of its rows has a log-prob or coefficient that is not a finite number"
             )
 
     def _extent(self, keep: Tensor) -> tuple[list[int], int]:
-        """The rows to compute, and up to where; all of it for no token at all."""
+        """The rows to compute and their length; all of the micro-batch if there is no token."""
         if not self._cut or not keep.any():
             return list(range(len(keep))), keep.shape[1]
         used = keep != 0
@@ -254,7 +254,7 @@ def _coefficient(micro_batch: MicroBatch, name: str, keep: Tensor, rows: list[in
 
 
 def _healthy_row(micro_batches: Sequence[MicroBatch], scaled: bool) -> tuple[MicroBatch, int] | None:
-    """A row in which everything is a finite number: times a coefficient of zero, its gradient is zero."""
+    """A row in which everything is finite, so that its gradient with coefficients of zero is zero."""
     for micro_batch in micro_batches:
         healthy = (~micro_batch.broken(scaled).any(1)).nonzero()
         if len(healthy):
@@ -266,9 +266,9 @@ def _depends_on_the_whole(module: nn.Module) -> bool:
     """Whether a part of a micro-batch would see other random masks or position encodings than the whole did."""
     return any(
         (isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0)
-        # Rotary frequencies that follow the length of what is computed.
+        # Rotary frequencies that depend on the sequence length.
         or getattr(child, "rope_type", None) in ("dynamic", "longrope")
-        # Models that drop by a function keep its rate as `dropout`, `attention_dropout`, `resid_pdrop`, ...
+        # Models that use functional dropout keep its rate as `dropout`, `attention_dropout`, `resid_pdrop`, ...
         or any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(child).items())
         for child in module.modules()
     )

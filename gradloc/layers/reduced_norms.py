@@ -1,17 +1,6 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""The reduced gradient, layer by layer, however the model is sharded: its norms, and scaling it."""
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Norms and scaling of the reduced gradient by layer, however the model is sharded."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -22,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from .distributed import world_size
-from .gradients import chunks
-from .layers import layer_groups
-from .sharding import DTensor, FSDPModule
+from ..fsdp.collectives import world_size
+from ..fsdp.torch_compat import DTensor, FSDPModule
+from .float32_norms import chunks
+from .layer_names import layers_by_parameter
 
 _FSDP = (FullyShardedDataParallel, FSDPModule)
 
@@ -38,7 +27,7 @@ class _Piece:
         name (str): The parameter's name.
         numel (int): Its elements, those on other ranks included.
         trainable (bool): Whether it gets a gradient.
-        shards (int): Over how many ranks it is spread; the other ranks of the world hold replicas.
+        shards (int): The number of ranks that it is sharded over; the other ranks hold replicas.
         gradient (Callable): Gives this rank's part of the gradient, None where there is none.
     """
 
@@ -49,11 +38,11 @@ class _Piece:
     gradient: Callable[[], Tensor | None]
 
 
-class LayerGradients:
-    """Norms and scaling of the gradient that the optimizer sees, one figure for each layer group.
+class ReducedNorms:
+    """Norms and scaling of the gradient that the optimizer sees, by layer.
 
-    Every element counts once: tied parameters appear once, replicas share their part among them, and a rank without a
-    part of a layer adds nothing.
+    Every element counts once: tied parameters appear once, each of n replicas counts 1/n, and a rank without a shard of
+    a layer adds nothing.
 
     Args:
         module (nn.Module): The model, wrapped by FSDP1 or FSDP2 over all ranks of the default process group, or not
@@ -61,24 +50,24 @@ class LayerGradients:
         device (torch.device): Where it computes and communicates; offloaded gradients lie elsewhere.
 
     Attributes:
-        layers (list[str]): The layer groups that have trainable parameters, in the model's order.
+        layers (list[str]): The layers that have trainable parameters, in the model's order.
         numels (list[int]): How many trainable parameters each has.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         pieces = list(_pieces(module))
-        groups = layer_groups(piece.name for piece in pieces)
+        layers = layers_by_parameter(piece.name for piece in pieces)
         trainable = [piece for piece in pieces if piece.trainable]
-        self.layers: list[str] = list(dict.fromkeys(groups[piece.name] for piece in trainable))
+        self.layers: list[str] = list(dict.fromkeys(layers[piece.name] for piece in trainable))
         self.numels = [0] * len(self.layers)
         self._pieces: list[tuple[int, _Piece]] = []
         for piece in trainable:
-            layer = self.layers.index(groups[piece.name])
+            layer = self.layers.index(layers[piece.name])
             self.numels[layer] += piece.numel
             self._pieces.append((layer, piece))
         self._device = device
-        # Also without shards: ranks must not come to other decisions than others.
-        self._summed = world_size() > 1 and any(isinstance(unit, _FSDP) for unit in module.modules())
+        # Also without shards: all ranks must come to the same decisions.
+        self._summed = world_size() > 1 and any(isinstance(child, _FSDP) for child in module.modules())
         self._plan: list[tuple[int, float]] = []
         self._plan_on_device: tuple[Tensor, Tensor] | None = None
 
@@ -106,14 +95,14 @@ class LayerGradients:
             if gradient is None or gradient.numel() == 0:
                 continue
             # The all-reduce adds up all replicas.
-            share = piece.shards / world_size() if self._summed else 1.0
+            replica_weight = piece.shards / world_size() if self._summed else 1.0
             for chunk in chunks(gradient):
                 parts.append(chunk)
-                plan.append((layer, share))
+                plan.append((layer, replica_weight))
         if parts:
             norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)).to(self._device)
-            index, shares = self._on_device(plan)
-            squares.index_add_(0, index, norms.double().square() * shares)
+            index, replica_weights = self._on_device(plan)
+            squares.index_add_(0, index, norms.double().square() * replica_weights)
         return squares
 
     @torch.no_grad()
@@ -130,7 +119,7 @@ class LayerGradients:
             self._plan = plan
             self._plan_on_device = (
                 torch.tensor([layer for layer, _ in plan], device=self._device),
-                torch.tensor([share for _, share in plan], dtype=torch.float64, device=self._device),
+                torch.tensor([weight for _, weight in plan], dtype=torch.float64, device=self._device),
             )
         return self._plan_on_device
 
@@ -138,10 +127,11 @@ class LayerGradients:
 def _pieces(module: nn.Module) -> Iterator[_Piece]:
     """This rank's part of each parameter, in the model's order; frozen ones included, tied ones once."""
     flat: dict[nn.Module, list[tuple]] = {}
-    for unit in FullyShardedDataParallel.fsdp_modules(module):
-        if unit._handle is not None:
-            for i, (attribute, owner, _) in enumerate(unit._handle.flat_param._param_infos):
-                flat.setdefault(owner, []).append((attribute, unit._handle, i))
+    for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
+        handle = fsdp_module._handle
+        if handle is not None:
+            for i, (attribute, owner, _) in enumerate(handle.flat_param._param_infos):
+                flat.setdefault(owner, []).append((attribute, handle, i))
     if flat:
         for owner_name, owner in module.named_modules():
             for attribute, handle, i in flat.get(owner, ()):

@@ -1,16 +1,5 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
 """Which layer a parameter belongs to."""
 
 import logging
@@ -28,10 +17,10 @@ _ROUTER = re.compile(r"\.(?:router|(?:mlp|moe|block_sparse_moe|feed_forward|ffn)
 
 
 def layer_name(parameter_name: str) -> str:
-    """The layer group of a parameter: "embed_tokens", "layers.3", "norm", "lm_head", "visual.blocks.0", ….
+    """The layer of a parameter: "embed_tokens", "layers.3", "norm", "lm_head", "visual.blocks.0", ….
 
-    Everything in a numbered block is one group, all experts of a mixture of experts included; only their router is a
-    group of its own, "layers.3.router". Any other parameter belongs to the module that owns it, so that none is left
+    Everything in a numbered block is one layer, all experts of a mixture of experts included; only their router is a
+    layer of its own, "layers.3.router". Any other parameter belongs to the module that owns it, so that none is left
     out in a model with unusual names.
 
     Args:
@@ -46,8 +35,8 @@ def layer_name(parameter_name: str) -> str:
     return name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
 
 
-def layer_groups(parameter_names: Iterable[str]) -> dict[str, str]:
-    """The layer group of each parameter of a model: `layer_name`, or the top-level module where that fits none.
+def layers_by_parameter(parameter_names: Iterable[str]) -> dict[str, str]:
+    """The layer of each parameter of a model: `layer_name`, or the top-level module where no name has a numbered block.
 
     Args:
         parameter_names (Iterable[str]): The names of all the model's parameters, frozen ones included.
@@ -55,13 +44,13 @@ def layer_groups(parameter_names: Iterable[str]) -> dict[str, str]:
     names = list(parameter_names)
     if any(part.isdigit() for name in names for part in _plain_name(name).split(".")):
         return {name: layer_name(name) for name in names}
-    groups = {name: _plain_name(name).partition(".")[0] for name in names}
+    layers = {name: _plain_name(name).partition(".")[0] for name in names}
     logger.warning(
         "No parameter of this model lies in a numbered block (such as layers.0), so its top-level modules are taken "
         "for the layers: %s.",
-        ", ".join(dict.fromkeys(groups.values())),
+        ", ".join(dict.fromkeys(layers.values())),
     )
-    return groups
+    return layers
 
 
 def _plain_name(parameter_name: str) -> str:

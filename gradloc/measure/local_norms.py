@@ -1,17 +1,6 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""Every rank's own gradient norms, read in the moment before FSDP averages them over the ranks."""
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Each rank's own gradient norms, read just before FSDP's reduce-scatter averages the gradients."""
 
 from dataclasses import dataclass
 
@@ -20,16 +9,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .gradients import piece_norms
-from .layers import layer_groups
-from .sharding import FSDPModule
+from ..fsdp.torch_compat import FSDPModule
+from ..layers.float32_norms import chunk_norms
+from ..layers.layer_names import layers_by_parameter
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a parameter sits in the model: `getattr(owner, attribute)`, a member of layer group `layer`.
+    """Where a parameter is found in the model: `getattr(owner, attribute)`, in the layer with index `layer`.
 
-    What is found there may be a view of a flat parameter, which does not say whether the `original` one is frozen.
+    That may be a view of a flat parameter, which does not tell whether the `original` parameter is frozen.
     """
 
     owner: nn.Module
@@ -38,21 +27,20 @@ class _Slot:
     original: Tensor | None
 
 
-class GradientTaps:
-    """Accumulates the norm of the local (unsharded, unreduced) gradient, one figure for each layer.
+class LocalNorms:
+    """Accumulates the norms of the local (unsharded, unreduced) gradient by layer.
 
-    FSDP makes a unit's parameters whole shortly before the unit's forward. A forward pre-hook on the unit then finds
-    them where the forward will, and puts a tensor hook on each: the hook sees the gradient of this rank's own data.
-    FSDP1 shows fresh views in every forward; FSDP2 (and no FSDP) one leaf for good, which is hooked only once. Nothing
-    is hooked while a backward runs: gradient checkpointing recomputes the forward there, but the gradients flow
-    through the first forward's tensors.
+    FSDP unshards the parameters of an FSDP module just before its forward. A forward pre-hook on that module then
+    registers a tensor hook on each of them, which sees the gradient of this rank's own data. FSDP1 makes new views in
+    every forward; FSDP2 (and no FSDP) has one leaf, which is hooked only once. Nothing is hooked during a backward:
+    gradient checkpointing recomputes the forward there, but the gradients flow through the first forward's tensors.
 
     Args:
         module (nn.Module): The model, wrapped by FSDP1, by FSDP2 or not at all.
         device (torch.device): Where it computes.
 
     Attributes:
-        layers (list[str]): The layer groups, in the order of the figures.
+        layers (list[str]): The layers, in the order of the norms.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -64,16 +52,16 @@ class GradientTaps:
         self._index: Tensor | None = None
         self._hooked_leaves = WeakTensorKeyDictionary()
         self._handles = []
-        for unit, slots in self._slots(module).items():
-            self._handles.append(unit.register_forward_pre_hook(self._pre_forward_hook(slots)))
+        for fsdp_module, slots in self._slots(module).items():
+            self._handles.append(fsdp_module.register_forward_pre_hook(self._pre_forward_hook(slots)))
 
     def start(self) -> None:
-        """Begins a recording; what an earlier one left is dropped."""
+        """Starts recording; an earlier recording is discarded."""
         self._norms.clear()
         self._recording = True
 
     def stop(self) -> Tensor:
-        """Ends the recording.
+        """Stops recording.
 
         Returns:
             Tensor: float64 of shape (len(layers),), each layer's squared gradient norm, without a host sync.
@@ -85,36 +73,37 @@ class GradientTaps:
             return total
         order = [(layer, len(norms)) for layer, norms in recorded]
         if self._index is None or order != self._order:
-            # Kept from pass to pass, because copying it to the device waits for the device.
+            # Kept from pass to pass, because copying it to the device is a host sync.
             layers = [layer for layer, pieces in order for _ in range(pieces)]
             self._order, self._index = order, torch.tensor(layers, device=self._device)
         return total.index_add_(0, self._index, torch.cat([norms for _, norms in recorded]).double().square())
 
     def cancel(self) -> None:
-        """Ends the recording, if there is one, and drops it."""
+        """Stops recording, if it has started, and discards the norms."""
         self._recording = False
         self._norms.clear()
 
     def remove(self) -> None:
-        """Takes all hooks off the model."""
+        """Removes all hooks from the model."""
         for handle in self._handles:
             handle.remove()
         for handle in self._hooked_leaves.values():
             handle.remove()
 
     def _slots(self, module: nn.Module) -> dict[nn.Module, list[_Slot]]:
-        """The parameters, by the module whose forward comes right after they are made whole."""
+        """The parameters, by the module whose forward follows their unsharding."""
         slots: dict[nn.Module, list[_Slot]] = {}
         parameters = _flat_parameters(module) or _plain_parameters(module)
         found = {
-            f"{owner_name}.{attribute}".lstrip("."): (owner, attribute, unit, original)
+            f"{owner_name}.{attribute}".lstrip("."): (owner, attribute, fsdp_module, original)
             for owner_name, owner in module.named_modules()
-            for attribute, unit, original in parameters.get(owner, ())
+            for attribute, fsdp_module, original in parameters.get(owner, ())
         }
-        groups = layer_groups(found)
-        self.layers = list(dict.fromkeys(groups.values()))
-        for name, (owner, attribute, unit, original) in found.items():
-            slots.setdefault(unit, []).append(_Slot(owner, attribute, self.layers.index(groups[name]), original))
+        layers = layers_by_parameter(found)
+        self.layers = list(dict.fromkeys(layers.values()))
+        for name, (owner, attribute, fsdp_module, original) in found.items():
+            slot = _Slot(owner, attribute, self.layers.index(layers[name]), original)
+            slots.setdefault(fsdp_module, []).append(slot)
         return slots
 
     def _pre_forward_hook(self, slots: list[_Slot]):
@@ -123,47 +112,50 @@ class GradientTaps:
                 return
             for slot in slots:
                 if slot.original is None or slot.original.requires_grad:
-                    self._tap(getattr(slot.owner, slot.attribute), slot.layer)
+                    self._hook_parameter(getattr(slot.owner, slot.attribute), slot.layer)
 
         return hook
 
-    def _tap(self, parameter: Tensor, layer: int) -> None:
+    def _hook_parameter(self, parameter: Tensor, layer: int) -> None:
         if not parameter.requires_grad or (parameter.is_leaf and parameter in self._hooked_leaves):
             return
 
         def hook(gradient: Tensor) -> None:
             if self._recording:
-                self._norms.append((layer, piece_norms(gradient)))
+                self._norms.append((layer, chunk_norms(gradient)))
 
         handle = parameter.register_hook(hook)
         if parameter.is_leaf:
             self._hooked_leaves[parameter] = handle
 
 
-# attribute, unit, original parameter
+# attribute, FSDP module, original parameter
 _Place = tuple[str, nn.Module, Tensor | None]
 
 
 def _flat_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
     """FSDP1's parameters, by their owners."""
     found: dict[nn.Module, list[_Place]] = {}
-    for fsdp in FullyShardedDataParallel.fsdp_modules(module):
-        if fsdp._handle is not None:
-            flat = fsdp._handle.flat_param
-            originals = flat._params if fsdp._handle._use_orig_params else [flat] * len(flat._param_infos)
+    for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
+        handle = fsdp_module._handle
+        if handle is not None:
+            flat = handle.flat_param
+            originals = flat._params if handle._use_orig_params else [flat] * len(flat._param_infos)
             for (attribute, owner, _), original in zip(flat._param_infos, originals, strict=True):
-                found.setdefault(owner, []).append((attribute, fsdp._fsdp_wrapped_module, original))
+                found.setdefault(owner, []).append((attribute, fsdp_module._fsdp_wrapped_module, original))
     return found
 
 
 def _plain_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
     """The parameters under FSDP2 or without sharding, by their owners. A tied one counts once."""
-    units = {name: unit for name, unit in module.named_modules() if isinstance(unit, FSDPModule) or unit is module}
+    fsdp_modules = {
+        name: child for name, child in module.named_modules() if isinstance(child, FSDPModule) or child is module
+    }
     found: dict[nn.Module, list[_Place]] = {}
     for name, _ in module.named_parameters():
         owner_name, _, attribute = name.rpartition(".")
-        unit_name = owner_name
-        while unit_name not in units:
-            unit_name = unit_name.rpartition(".")[0]
-        found.setdefault(module.get_submodule(owner_name), []).append((attribute, units[unit_name], None))
+        fsdp_name = owner_name
+        while fsdp_name not in fsdp_modules:
+            fsdp_name = fsdp_name.rpartition(".")[0]
+        found.setdefault(module.get_submodule(owner_name), []).append((attribute, fsdp_modules[fsdp_name], None))
     return found

@@ -1,16 +1,5 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
 """From a spike of the gradient norm to the tokens that caused it."""
 
 import logging
@@ -23,15 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import actions, distributed, event, evidence, gradients
+from . import actions
 from .auto_threshold import AutoThreshold
 from .config import GradLocConfig
-from .layer_gradients import LayerGradients
-from .lockstep import Lockstep, RankLostError
-from .meter import LocalMeter, Meter, ReducedMeter, Unit
-from .passes import Forward, MicroBatch, Passes, UnitName
+from .evidence.event import findings
+from .evidence.schema import SCHEMA
+from .evidence.sources import MISALIGNED_FRACTION
+from .evidence.token_facts import MISALIGNED_NATS, off_the_rollout
+from .fsdp import collectives
+from .fsdp.collective_replay import CollectiveReplay, RankLostError
+from .fsdp.state import SetAside, all_reached, get_rng_state, undisturbed
+from .layers.reduced_norms import ReducedNorms
+from .measure.local_norms import LocalNorms
+from .measure.meter import LocalMeter, Meter, ReducedMeter, Unit
+from .measure.passes import Forward, MicroBatch, Passes, UnitName
 from .search.investigation import Investigation
-from .taps import GradientTaps
 
 logger = logging.getLogger(__name__)
 
@@ -41,25 +36,11 @@ _WARMUP_MARGIN = 10.0
 _WARMUP_MOST = 1e30
 
 
-def token_weights(aggregate: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """The weight that a loss aggregation gives to each token, from autograd: w = ∂ aggregate(x) / ∂x.
-
-    Args:
-        aggregate (Callable): Maps per-token losses to the scalar loss; linear in them.
-        like (Tensor): A tensor of the per-token losses' shape and device.
-    """
-    with torch.enable_grad():
-        # Log-probs may be in half precision; the loss multiplies them with advantages that are not.
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        x = torch.zeros_like(like, dtype=dtype, requires_grad=True)
-        return torch.autograd.grad(aggregate(x), x)[0]
-
-
 class GradLoc:
     """Watches the training passes of a (sharded) model and finds the tokens behind a spike of its gradient.
 
     For each micro-batch the trainer calls `begin_pass`, then its forward, then `observe`, then its backward, then
-    `end_pass`; and before the optimizer step `locate`. All ranks call all of them alike.
+    `end_pass`; and before the optimizer step `locate`. All ranks make the same calls.
 
     Args:
         module (nn.Module): The model; ranks hold different data (FSDP1, FSDP2, or a single process).
@@ -68,19 +49,19 @@ class GradLoc:
             (len(rows), response_length), of some rows of a micro-batch, with their responses cut to that length.
         device (str | torch.device): Where the model computes.
         loss_scale (Callable): Gives the factor by which backward passes are scaled (for fp16); 1 by default.
-        squared_norms (Callable, optional): `LayerClip.squared_norms`, where that is on too: it measures the reduced
-            gradient.
+        squared_norms (Callable, optional): `LayerClip.squared_norms`, where LayerClip is on, too; it measures the
+            reduced gradient.
         sequence_parallel_size (int): So many neighbouring ranks work on the same data. If it is over 1, no rank's
             gradient is that of its data, and the meter is the reduced one.
         meter (str): "local": every rank's own gradient is measured, in training passes, too. "reduced": only the
             gradient after FSDP's mean, in passes of the search.
-        recover (Callable, optional): Called on a rank on which an error has broken a pass off, to tidy up what is
-            neither the model's nor FSDP's.
+        recover (Callable, optional): Called on a rank where an error interrupted a pass, to reset what belongs neither
+            to the model nor to FSDP.
 
     Attributes:
-        squared_norms (Tensor | None): The layers' squared norms, less the loss scale, of the gradient that `locate` has
-            left behind; None where that was not measured.
-        events (list[dict]): The events since `start_update`, the same on every rank, ready for `evidence.jsonable`.
+        squared_norms (Tensor | None): The squared norms by layer, without the loss scale, of the gradient after
+            `locate`; None where they were not measured.
+        events (list[dict]): The events since `start_update`, the same on every rank, ready for `jsonable`.
     """
 
     def __init__(
@@ -105,16 +86,16 @@ class GradLoc:
         self._loss_scale = loss_scale
         self._event: dict[str, Any] | None = None
         self._sequence_parallel_size = sequence_parallel_size
-        self._data_parallel_size = distributed.world_size() // sequence_parallel_size
-        self._layer_gradients = LayerGradients(module, self._device)
-        self._measure = squared_norms or self._layer_gradients.squared_norms
+        self._data_parallel_size = collectives.world_size() // sequence_parallel_size
+        self._reduced_norms = ReducedNorms(module, self._device)
+        self._measure = squared_norms or self._reduced_norms.squared_norms
         reduced = meter == "reduced" or sequence_parallel_size > 1
         self._meter: Meter = (
-            ReducedMeter(self._layer_gradients, self._device, sequence_parallel_size)
+            ReducedMeter(self._reduced_norms, self._device, sequence_parallel_size)
             if reduced
-            else LocalMeter(GradientTaps(module, self._device), self._device)
+            else LocalMeter(LocalNorms(module, self._device), self._device)
         )
-        self._lockstep = Lockstep(can_repeat=sequence_parallel_size == 1)
+        self._replay = CollectiveReplay(can_replay=sequence_parallel_size == 1)
         self._micro_batches: list[MicroBatch] = []
         self._current: MicroBatch | None = None
         self._global_step: int | None = None
@@ -125,7 +106,7 @@ class GradLoc:
         self._misaligned = self._compared = 0.0
 
     def start_update(self, global_step: int | None = None) -> None:
-        """Forgets the last update's events and figures."""
+        """Discards the events and metrics of the last update."""
         self.events = []
         self._micro_batches = []
         self._global_step = global_step
@@ -139,19 +120,19 @@ class GradLoc:
             inputs (dict): What `forward` needs; picklable. Kept until `locate`.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
-        self._current = MicroBatch(inputs, [int(row) for row in rows], gradients.get_rng_state(self._device))
+        self._current = MicroBatch(inputs, [int(row) for row in rows], get_rng_state(self._device))
         self._meter.start()
-        if not self._lockstep.has_pattern:
-            self._lockstep.start()
+        if not self._replay.has_recording:
+            self._replay.start()
 
     def observe(self, log_prob: Tensor, entropy: Tensor | None, weight: Tensor, **tokens: Tensor) -> None:
-        """Notes the tokens of the pass under way, and their coefficients ∂L/∂log p once its backward runs.
+        """Records the tokens of the current pass, and their coefficients ∂L/∂log p during its backward.
 
         Args:
             log_prob (Tensor): The log-probs that the loss is computed from, shape (rows, response length).
             entropy (Tensor, optional): Likewise the entropies.
-            weight (Tensor): w of each token, gradient accumulation included.
-            tokens (Tensor): Whatever `evidence.token_evidence` reports; `response_mask` and `token_id` at least.
+            weight (Tensor): The weight w of each token in the loss, gradient accumulation included.
+            tokens (Tensor): Whatever `token_evidence` reports; `response_mask` and `token_id` at least.
         """
         current = self._current
         if current is None:
@@ -171,7 +152,7 @@ class GradLoc:
         """Called after the backward of a training pass."""
         if self._current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
-        self._lockstep.stop(whole=lambda: gradients.all_reached(self._module))
+        self._replay.stop(whole=lambda: all_reached(self._module))
         self._current.squares = self._meter.stop()
         self._micro_batches.append(self._current)
         self._current = None
@@ -190,8 +171,8 @@ class GradLoc:
             bool: Whether the optimizer is to step.
 
         Raises:
-            RankLostError: Something failed on this rank that the others do not know of, or that kept it from making
-                FSDP's collective calls: they would wait for it. Any other error is logged, and training goes on.
+            RankLostError: An error on this rank that cannot be propagated to the other ranks: it aborts the run instead
+                of deadlocking it. Any other error is logged, and training continues.
         """
         micro_batches, self._micro_batches = self._micro_batches, []
         self._event = self.squared_norms = None
@@ -200,24 +181,26 @@ class GradLoc:
         except RankLostError:
             raise
         except Exception as error:
-            if distributed.world_size() > 1 and not isinstance(error, distributed.RankFailedError):
+            if collectives.world_size() > 1 and not isinstance(error, collectives.RankFailedError):
                 raise RankLostError(
                     f"the search for the tokens behind a gradient spike failed on this rank ({type(error).__name__}: "
-                    f"{error}), and the other ranks may wait for it"
+                    f"{error}), which cannot be propagated to the other ranks"
                 ) from error
-            logger.warning("the search for the tokens behind a gradient spike failed; training goes on", exc_info=True)
+            logger.warning(
+                "the search for the tokens behind a gradient spike failed; training continues", exc_info=True
+            )
             return True
 
     def add_to_event(self, **facts: Any) -> None:
-        """Adds what became of the gradient to the event of the last `locate`, if that found a spike."""
+        """Adds facts to the event of the last `locate`, if that found a spike."""
         if self._event is not None:
             self._event.update(facts)
 
     def metrics(self) -> dict[str, float]:
-        """The update's figures for the training log, the same on every rank.
+        """The update's metrics for the training log, the same on every rank.
 
-        `misaligned_share`, where there are rollout log-probs: the share of response tokens whose log-prob differs from
-        the rollout's by more than a nat. `threshold`: τ in the last mini-batch, except in an automatic one's warm-up.
+        `misaligned_share`, where there are rollout log-probs: the fraction of response tokens whose log-prob differs
+        from the rollout's by more than a nat. `threshold`: τ in the last mini-batch, except during automatic warm-up.
         """
         optional = {"actor/gradloc/misaligned_share": self._misaligned / self._compared} if self._compared else {}
         if self._threshold is not None:
@@ -236,7 +219,7 @@ class GradLoc:
         return {"token_norms": self._auto_threshold.norms()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from `state_dict`; from None, where none is loaded, an automatic threshold begins anew."""
+        """Restores `state_dict`; with None (no state is loaded) an automatic threshold starts anew."""
         norms = state["token_norms"] if state is not None else ()
         if not norms and self.config.threshold == "auto":
             logger.warning(
@@ -252,7 +235,7 @@ class GradLoc:
         square_weights = torch.stack([mb.tokens["weight"].double().square().sum() for mb in micro_batches])
         largest, largest_finite = _largest_token_equivalents(squares.sum(1), square_weights)
         figures = [largest, largest_finite, squares.sum(), square_weights.sum(), *_count_misaligned(micro_batches)]
-        by_rank = torch.stack(distributed.gather(torch.stack(figures).to(self._device)))
+        by_rank = torch.stack(collectives.gather(torch.stack(figures).to(self._device)))
         by_rank = by_rank[:: self._sequence_parallel_size]
         self._compare_with_rollout(*by_rank[:, 4:].sum(0).tolist())
         level = self._meter.level(by_rank[:, :4], lambda: self._reduced_norm(scale))
@@ -271,18 +254,18 @@ class GradLoc:
         if kind == "global" and global_norm <= global_threshold:
             return True
 
-        units = self._share_units(micro_batches, squares, square_weights, scale)
+        units = self._exchange_units(micro_batches, squares, square_weights, scale)
         passes = Passes(
             self._module,
             self._forward,
             self._device,
-            self._lockstep,
+            self._replay,
             scale,
             own=micro_batches,
             sequence_parallel_size=self._sequence_parallel_size,
             recover=self._recover,
         )
-        # A drop computes every micro-batch again.
+        # A drop recomputes every micro-batch.
         reserve = 1 + max(index for _, index in units) if self.config.action == "drop" else 0
         investigation = Investigation(
             threshold,
@@ -296,19 +279,19 @@ class GradLoc:
             global_norm,
             self._ordinary,
         )
-        with gradients.undisturbed(self._module, self._device):
-            with gradients.SetAside(self._module):
+        with undisturbed(self._module, self._device):
+            with SetAside(self._module):
                 investigation.run()
             applied = self._act(investigation, passes, micro_batches, global_norm, scale)
 
-        clocks = distributed.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
-        with distributed.alike():
+        clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
+        with collectives.same_on_all_ranks():
             trigger = {"kind": "global", "norm": global_norm, "threshold": global_threshold}
             if kind == "unit":
                 worst = units[investigation.suspects[0]]
                 trigger = {"kind": "unit", "norm": worst.norm, "threshold": threshold * worst.root_square_weight}
             self._event = {
-                "schema": evidence.SCHEMA,
+                "schema": SCHEMA,
                 "time": clocks[0][1],
                 "global_step": self._global_step,
                 "epoch": epoch,
@@ -317,7 +300,7 @@ class GradLoc:
                 "threshold": threshold,
                 "global_norm": global_norm,
                 "global_threshold": global_threshold,
-                **event.findings(investigation),
+                **findings(investigation),
                 "passes": passes.count,
                 "budget": self.config.budget,
                 "action": self.config.action,
@@ -342,13 +325,13 @@ class GradLoc:
     def _compare_with_rollout(self, misaligned: float, tokens: float) -> None:
         self._misaligned += misaligned
         self._compared += tokens
-        if misaligned > evidence.MISALIGNED_SHARE * tokens and distributed.rank() == 0:
+        if misaligned > MISALIGNED_FRACTION * tokens and collectives.rank() == 0:
             logger.warning(
                 "%.0f of %.0f response tokens have log-probs that differ from the rollout's by more than %g nat: "
                 "they may belong to other positions, weights or temperatures",
                 misaligned,
                 tokens,
-                evidence.MISALIGNED_NATS,
+                MISALIGNED_NATS,
             )
 
     def _reduced_norm(self, scale: float) -> float:
@@ -365,7 +348,7 @@ class GradLoc:
     ) -> bool:
         """Does what `spike_action` asks for; returns whether it could be done. The same on every rank."""
         if self.config.action == "skip":
-            # After an overflow the gradient scaler leaves the step out itself, and has to see it to lower its scale.
+            # After an overflow the gradient scaler skips the step itself, and must see the overflow to lower its scale.
             return scale == 1 or math.isfinite(global_norm)
         if self.config.action == "drop":
             squared_norms = self.squared_norms
@@ -382,10 +365,10 @@ class GradLoc:
             return dropped
         return True
 
-    def _share_units(
+    def _exchange_units(
         self, micro_batches: list[MicroBatch], squares: Tensor, square_weights: Tensor, scale: float
     ) -> dict[UnitName, Unit]:
-        by_rank = distributed.exchange(lambda: self._own_units(micro_batches, squares, square_weights, scale))
+        by_rank = collectives.exchange(lambda: self._own_units(micro_batches, squares, square_weights, scale))
         by_rank = by_rank[:: self._sequence_parallel_size]
         return {(rank, i): unit for rank, units in enumerate(by_rank) for i, unit in enumerate(units)}
 
@@ -424,7 +407,7 @@ def _count_misaligned(micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
     for tokens in (micro_batch.tokens for micro_batch in micro_batches):
         if "rollout_log_prob" in tokens:
             mask = tokens["response_mask"].bool()
-            off = evidence.off_the_rollout(tokens["log_prob"] - tokens["rollout_log_prob"])
+            off = off_the_rollout(tokens["log_prob"] - tokens["rollout_log_prob"])
             counts += torch.stack([(mask & off).sum(), mask.sum()])
     return counts[0], counts[1]
 

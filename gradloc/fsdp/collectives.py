@@ -1,17 +1,6 @@
-# Copyright 2026 The GradLoc Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""The few collective operations of the search."""
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The collective operations of the search, with errors that reach every rank."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +12,7 @@ from torch import Tensor
 
 
 class RankFailedError(RuntimeError):
-    """Something failed on some rank; raised on every rank, with the same message."""
+    """Something failed on one rank; raised on every rank, with the same message."""
 
 
 def world_size() -> int:
@@ -53,8 +42,8 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 @contextmanager
-def alike() -> Iterator[None]:
-    """Goes around what is the same on every rank: an error in it is one on every rank, too.
+def same_on_all_ranks() -> Iterator[None]:
+    """Wraps code that does the same on every rank, so that an error in it is raised on every rank.
 
     Raises:
         RankFailedError: Instead of any other exception.
@@ -73,12 +62,12 @@ def exchange(make: Callable[[], Any]) -> list[Any]:
     """
     try:
         mine = (make(), None)
-    except Exception as error:  # relayed: the others wait for this rank
+    except Exception as error:  # sent on: the other ranks wait for this one
         mine = (None, f"{type(error).__name__}: {error}")
     results = gather_objects(mine)
     for rank, (_, error) in enumerate(results):
         if error is not None:
-            raise RankFailedError(f"rank {rank} could not share its micro-batches: {error}")
+            raise RankFailedError(f"rank {rank} could not send its micro-batches: {error}")
     return [value for value, _ in results]
 
 
@@ -92,11 +81,11 @@ def broadcast(make: Callable[[], Any], source: int) -> Any:
     if rank() == source:
         try:
             box = [(make(), None)]
-        except Exception as error:  # relayed: the others wait for this broadcast
+        except Exception as error:  # sent on: the other ranks wait for this broadcast
             box = [(None, f"{type(error).__name__}: {error}")]
     if world_size() > 1:
         dist.broadcast_object_list(box, src=source)
     value, error = box[0]
     if error is not None:
-        raise RankFailedError(f"rank {source} could not share a micro-batch: {error}")
+        raise RankFailedError(f"rank {source} could not send a micro-batch: {error}")
     return value

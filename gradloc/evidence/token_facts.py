@@ -1,0 +1,137 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a culprit token."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+# A log-prob that differs from the rollout's by more than this is misaligned.
+MISALIGNED_NATS = 1.0
+
+# Of a culprit's response, at most so many tokens around it are kept one by one.
+WINDOW = 512
+
+
+def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[str, Any]:
+    """The facts on one token that need no gradient.
+
+    Args:
+        tokens (Mapping[str, Tensor]): Tensors of shape (rows, response length): `response_mask`, `token_id`, `weight`,
+            `coefficient`, `log_prob`, and where there is such data `advantage`, `old_log_prob`, `ref_log_prob`,
+            `entropy`, `rollout_log_prob`.
+        row (int): The row in them.
+        position (int): The index in the response.
+
+    Returns:
+        dict: Floats; None where there is no data. `misaligned_share` is the fraction of the response's tokens whose
+            log-prob differs from the rollout's by more than a nat, or is NaN there.
+    """
+
+    def value(name: str) -> float | None:
+        return float(tokens[name][row, position]) if name in tokens else None
+
+    def difference(name: str) -> Tensor | None:
+        """log p − log q over the response's tokens, shape (n,)."""
+        if name not in tokens:
+            return None
+        mask = tokens["response_mask"][row].bool()
+        return (tokens["log_prob"][row].double() - tokens[name][row].double())[mask]
+
+    old, rollout = difference("old_log_prob"), difference("rollout_log_prob")
+    reference = rollout if rollout is not None else old
+    names = ("advantage", "log_prob", "old_log_prob", "ref_log_prob", "entropy", "rollout_log_prob")
+    return {
+        "token_id": int(tokens["token_id"][row, position]),
+        "weight": value("weight"),
+        "coefficient": value("coefficient"),
+        **{name: value(name) for name in names},
+        "ratio": _ratio(value("log_prob"), value("old_log_prob")),
+        "rollout_ratio": _ratio(value("log_prob"), value("rollout_log_prob")),
+        "sequence_ratio": None if reference is None else _exp(float(reference.mean())),
+        "misaligned_share": None if rollout is None else float(off_the_rollout(rollout).double().mean()),
+    }
+
+
+def off_the_rollout(difference: Tensor) -> Tensor:
+    """Which tokens' log-probs differ from the rollout's by more than a nat, or are NaN; from log p − log q."""
+    return ~(difference.abs() <= MISALIGNED_NATS)
+
+
+def window_start(position: int) -> int:
+    """The index in the response at which a culprit's `response_…` lists begin."""
+    return max(position - WINDOW // 2, 0)
+
+
+def response_window(values: Tensor, response_mask: Tensor, position: int) -> list[float]:
+    """A figure of each of the response's tokens around a culprit, rounded to 4 digits.
+
+    Args:
+        values (Tensor): The figures, shape (response length,).
+        response_mask (Tensor): Same shape; the padding behind its last token is left out.
+        position (int): The culprit's index in the response.
+    """
+    start = window_start(position)
+    tokens = response_mask.nonzero()
+    stop = min(start + WINDOW, int(tokens.max()) + 1 if len(tokens) else 0)
+    return [float(f"{value:.4g}") for value in values[start:stop].tolist()]
+
+
+def response_kl(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[str, list[float]] | None:
+    """What each of the response's tokens around a culprit adds to the KL to the reference policy.
+
+    With r = log p_ref − log p: k1 = −r, k2 = r²/2, k3 = e^r − 1 − r (Schulman, "Approximating KL Divergence").
+
+    Returns:
+        dict: Lists as those of `response_window`; None without a reference policy.
+    """
+    if "ref_log_prob" not in tokens:
+        return None
+    mask = tokens["response_mask"][row]
+    r = (tokens["ref_log_prob"][row].double() - tokens["log_prob"][row].double()) * mask
+    estimates = {"k1": -r, "k2": r.square() / 2, "k3": r.expm1() - r}
+    return {name: response_window(values, mask, position) for name, values in estimates.items()}
+
+
+def text_evidence(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], position: int) -> dict[str, Any]:
+    """The culprit in words.
+
+    Args:
+        tokenizer (Any): Anything with `decode(list[int], skip_special_tokens=bool) -> str`.
+        prompt (Sequence[int]): The prompt's token ids without padding.
+        response (Sequence[int]): The response's token ids without padding.
+        position (int): The culprit's index in the response.
+
+    Returns:
+        dict: `token`; `context`, up to 16 tokens on either side with the culprit in «»; `prompt`; `response`;
+            `response_tokens`, up to 512 tokens around the culprit, each decoded alone; `response_tokens_start`, the
+            index of the first of them.
+    """
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    token = decode(response[position : position + 1])
+    before = decode(response[max(position - 16, 0) : position])
+    after = decode(response[position + 1 : position + 17])
+    start = window_start(position)
+    window = response[start : start + WINDOW]
+    pieces = {token_id: decode([token_id]) for token_id in set(window)}
+    return {
+        "token": token,
+        "context": f"{before}«{token}»{after}",
+        "prompt": decode(prompt),
+        "response": decode(response),
+        "response_tokens": [pieces[token_id] for token_id in window],
+        "response_tokens_start": start,
+    }
+
+
+def _ratio(log_prob: float | None, other: float | None) -> float | None:
+    return None if log_prob is None or other is None else _exp(log_prob - other)
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf if x == x else x

@@ -1,0 +1,209 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What an extra pass must leave unchanged: gradients, FSDP's own state, buffers, training flags and random state."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+from .torch_compat import FSDPModule
+
+
+def _flat_handles(module: nn.Module) -> list[FlatParamHandle]:
+    """FSDP1's handles, one for each flat parameter."""
+    fsdp_modules = FullyShardedDataParallel.fsdp_modules(module)
+    return [fsdp_module._handle for fsdp_module in fsdp_modules if fsdp_module._handle is not None]
+
+
+def _holders(module: nn.Module) -> list[Tensor]:
+    """Everything that has a `.grad` of its own; with FSDP1's original parameters these are views of the flat ones'."""
+    holders = [*module.parameters(), *(handle.flat_param for handle in _flat_handles(module))]
+    return list({id(holder): holder for holder in holders}.values())
+
+
+class SetAside:
+    """Removes all gradients of a module while new ones are computed, and restores them bit for bit on exit.
+
+    A context manager. After `replace()`, the new gradients stay.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._replaced = False
+
+    def replace(self) -> None:
+        self._replaced = True
+
+    def __enter__(self) -> "SetAside":
+        self._kept = [(holder, holder.grad, _copy_if_reused(holder)) for holder in _holders(self._module)]
+        clear_gradients(self._module)
+        return self
+
+    @torch.no_grad()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None and self._replaced:
+            for holder, gradient, _ in self._kept:
+                if gradient is None:  # with zeros in place of None, the optimizer would update the parameter
+                    holder.grad = None
+            return
+        clear_gradients(self._module)
+        for holder, gradient, copy in self._kept:
+            if copy is not None:
+                gradient.copy_(copy)
+            holder.grad = gradient
+
+
+def clear_gradients(module: nn.Module) -> None:
+    """Drops all gradients, FSDP1's flat ones included."""
+    for holder in _holders(module):
+        holder.grad = None
+
+
+def _copy_if_reused(holder: Tensor) -> Tensor | None:
+    # FSDP1 with CPU offload reduces every backward into one buffer, which the next backward overwrites.
+    return holder.grad.clone() if holder.grad is not None and hasattr(holder, "_cpu_grad") else None
+
+
+def reset_fsdp(module: nn.Module) -> None:
+    """Resets FSDP after a forward or backward that an error interrupted, so that a new forward may start."""
+    for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
+        fsdp_module.training_state = TrainingState.IDLE
+        fsdp_module._post_backward_callback_queued = False
+        if fsdp_module._is_root:
+            fsdp_module._exec_order_data.next_iter()
+        if fsdp_module._handle is not None:
+            _reset_handle(fsdp_module._handle)
+    for param_group in _param_groups(module):
+        for parameter in param_group.fsdp_params:
+            # An unreduced gradient left here would be added to the next backward's.
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+    for fsdp_module in module.modules():
+        if isinstance(fsdp_module, FSDPModule):
+            _reset_fsdp2(fsdp_module)
+
+
+def _reset_handle(handle: FlatParamHandle) -> None:
+    """What FSDP1 does with a handle at the end of a backward, except for the gradient."""
+    flat_param = handle.flat_param
+    if hasattr(flat_param, "_post_backward_hook_state"):
+        flat_param._post_backward_hook_state[-1].remove()
+        del flat_param._post_backward_hook_state
+    if hasattr(flat_param, "_saved_grad_shard"):
+        del flat_param._saved_grad_shard
+    flat_param._post_backward_called = False
+    handle._ran_pre_backward_hook = False
+    handle._needs_pre_backward_unshard = False
+    handle._post_forward_index = None
+    handle._training_state = HandleTrainingState.IDLE
+    handle._prefetched = False
+    # Always: the root points at its shard after a forward but keeps the unsharded storage, so neither tells the state.
+    handle.reshard(free_unsharded_flat_param=handle.uses_sharded_strategy)
+    handle.post_reshard()
+
+
+def _reset_fsdp2(fsdp_module: FSDPModule) -> None:
+    state = fsdp_module._get_fsdp_state()
+    if hasattr(fsdp_module, "reset_iter_state"):
+        if state._is_root:
+            fsdp_module.reset_iter_state()
+        return
+    # torch before 2.12 does not have this method.
+    state._training_state = type(state._training_state).IDLE
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    state._comm_ctx.post_forward_order.clear()
+    state._comm_ctx.all_gather_state = None
+    param_group = state._fsdp_param_group
+    if param_group is not None:
+        param_group._training_state = type(param_group._training_state).IDLE
+        param_group._all_gather_result = None
+        param_group._post_forward_indices.clear()
+        fsdp_module.reshard()
+
+
+def all_reached(module: nn.Module) -> bool:
+    """Whether every trainable parameter that FSDP2 shards has a gradient."""
+    parameters = [parameter.sharded_param for group in _param_groups(module) for parameter in group.fsdp_params]
+    return all(parameter.grad is not None for parameter in parameters if parameter.requires_grad)
+
+
+@contextmanager
+def all_reduced(module: nn.Module) -> Iterator[None]:
+    """Makes FSDP2 reduce zeros for parameters that a backward has not reached, such as idle experts.
+
+    FSDP2 reduces the gradients of a parameter group in one reduce-scatter, without parameters that have no gradient:
+    ranks whose inputs reach different experts would disagree about its size. (From torch 2.13 on,
+    `set_reduce_scatter_unused_params` does this.)
+    """
+    param_groups = _param_groups(module)
+
+    def reduce_all(param_group: object) -> None:
+        parameters = [p.unsharded_param for p in param_group.fsdp_params if hasattr(p, "_unsharded_param")]
+        if any(parameter.grad is not None for parameter in parameters):
+            for parameter in parameters:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        type(param_group).post_backward(param_group)
+
+    for param_group in param_groups:
+        param_group.post_backward = lambda *_, param_group=param_group: reduce_all(param_group)
+    try:
+        yield
+    finally:
+        for param_group in param_groups:
+            del param_group.post_backward
+
+
+def _param_groups(module: nn.Module) -> list:
+    """FSDP2's parameter groups."""
+    found = []
+    for fsdp_module in module.modules():
+        if isinstance(fsdp_module, FSDPModule):
+            state = fsdp_module._get_fsdp_state()
+            # torch before 2.12 has at most one.
+            found += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [param_group for param_group in found if param_group is not None]
+
+
+@contextmanager
+def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restores what a forward may change besides gradients: buffers, training flags and the random state."""
+    flags = [(child, child.training) for child in module.modules()]
+    buffers = [
+        (child, name, buffer, buffer.clone())
+        for child in module.modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None
+    ]
+    rng_state = get_rng_state(device)
+    try:
+        yield
+    finally:
+        set_rng_state(rng_state, device)
+        for child, training in flags:
+            child.training = training
+        for child, name, buffer, copy in buffers:
+            child._buffers[name] = buffer
+            with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+                buffer.copy_(copy)
+
+
+def get_rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """torch's random state: the CPU's, and the device's where that is another one."""
+    if device.type == "cpu":
+        return torch.get_rng_state(), None
+    return torch.get_rng_state(), getattr(torch, device.type).get_rng_state(device)
+
+
+def set_rng_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    """Restores what `get_rng_state` returned."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        getattr(torch, device.type).set_rng_state(state[1], device)

@@ -1,0 +1,24 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The types of sharded modules and tensors, which torch has moved between versions.
+
+verl's configuration imports this package for every user, also for those whose torch cannot run GradLoc or LayerClip.
+"""
+
+try:
+    from torch.distributed.tensor import DTensor
+except ImportError:  # torch before 2.5
+    from torch.distributed._tensor import DTensor
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+except ImportError:  # torch before 2.6
+    try:
+        from torch.distributed._composable.fsdp import FSDPModule
+    except ImportError:  # torch before 2.4
+
+        class FSDPModule:
+            """A placeholder where torch has no FSDP2: no module is an instance of it."""
+
+
+__all__ = ["DTensor", "FSDPModule"]

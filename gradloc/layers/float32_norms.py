@@ -1,0 +1,29 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient norms in float32, without loss of precision for large tensors."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# On the CPU a norm is summed in one float32 accumulator: its relative error is 1e-3 for 28 million elements, but 2e-7
+# in chunks of this size. GPUs sum in blocks anyway.
+_CPU_CHUNK = 2**16
+
+
+def chunks(gradient: Tensor) -> Sequence[Tensor]:
+    """Splits a gradient into chunks whose float32 norms are precise; on a GPU into one."""
+    return gradient.flatten().split(_CPU_CHUNK) if gradient.device.type == "cpu" else [gradient]
+
+
+@torch.no_grad()
+def chunk_norms(gradient: Tensor) -> Tensor:
+    """The norms of the gradient's chunks: float32 of shape (chunks,)."""
+    whole = gradient.numel() // _CPU_CHUNK if gradient.device.type == "cpu" else 0
+    if whole == 0:
+        return torch.linalg.vector_norm(gradient, dtype=torch.float32).reshape(1)
+    flat = gradient.flatten()
+    rows, tail = flat[: whole * _CPU_CHUNK].view(whole, _CPU_CHUNK), flat[whole * _CPU_CHUNK :]
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    return torch.cat([norms, torch.linalg.vector_norm(tail, dtype=torch.float32).reshape(1)]) if len(tail) else norms

@@ -1,0 +1,63 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""How much each token counts in verl's policy losses."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+from ..measure.token_weights import token_weights
+
+# Policy losses that aggregate in one way, whatever loss_agg_mode says.
+_FIXED_LOSS_AGG_MODES = {
+    "gspo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "geo_mean": "seq-mean-token-mean",
+}
+
+# What decides which tokens bypass_mode leaves out of the policy loss.
+_REJECTION_KEYS = (
+    "rollout_rs",
+    "rollout_rs_threshold",
+    "rollout_rs_threshold_lower",
+    "rollout_token_veto_threshold",
+)
+
+
+def loss_weights(config: Any, response_mask: Tensor, log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    """The weight of each token in the policy loss, gradient accumulation left out.
+
+    Args:
+        config (ActorConfig): verl's configuration of the actor.
+        response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
+        log_prob (Tensor): The log-probs that the loss is computed from, same shape.
+        old_log_prob (Tensor): Those that it compares them with; in bypass mode the rollout's.
+
+    Returns:
+        Tensor: Same shape.
+    """
+    loss_mode = config.policy_loss.get("loss_mode", "vanilla")
+    loss_agg_mode = _FIXED_LOSS_AGG_MODES.get(loss_mode, config.loss_agg_mode)
+
+    def weights(mask: Tensor, **options: Any) -> Tensor:
+        return token_weights(lambda loss_mat: agg_loss(loss_mat, mask, loss_agg_mode, **options), log_prob)
+
+    if loss_mode == "geo_mean":
+        # A mean over all sequences, also those without a token.
+        return weights(response_mask, global_batch_size=len(response_mask))
+    if loss_mode != "bypass_mode":
+        return weights(response_mask, **config.global_batch_info)
+
+    correction = config.policy_loss.get("rollout_correction", {})
+    options = {key: correction[key] for key in _REJECTION_KEYS if correction.get(key) is not None}
+    _, accepted, _ = compute_rollout_correction_and_rejection_mask(
+        old_log_prob=log_prob.detach(), rollout_log_prob=old_log_prob, response_mask=response_mask, **options
+    )
+    weight = weights(accepted, **config.global_batch_info)
+    if config.use_kl_loss or config.entropy_coeff != 0:
+        # Of a rejected token, these terms remain.
+        weight = torch.where(accepted.bool(), weight, weights(response_mask))
+    return weight

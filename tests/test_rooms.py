@@ -1,0 +1,104 @@
+"""The order of the package's rooms: who may import whom."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "gradloc"
+# Imported where they are needed, so that the package does without them.
+LAZY = {"report": {"numpy", "plotly", "rich"}}
+
+
+def rooms() -> list[str]:
+    """The rooms in the order that the package's docstring gives."""
+    docstring = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text()))
+    return [name for line in re.findall(r"^- (.+?):", docstring, re.M) for name in line.split(", ")]
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """The package's files by module name; a room's own `__init__` goes by the room's name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = ast.parse(path.read_text())
+    del found[""]  # the package itself stands above all rooms
+    return found
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """The import statements of a file, and whether each runs with the file (and not in a function of it)."""
+    lazy = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node, node not in lazy
+
+
+def own_imports(name: str, tree: ast.Module) -> set[str]:
+    """The package's modules that a file imports."""
+    known = modules()
+    is_room = (PACKAGE / name.replace(".", "/")).is_dir()
+    found = set()
+    for node, _ in imports(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            parts = name.split(".")
+            base = parts[: len(parts) - node.level + is_room]
+            base += node.module.split(".") if node.module else []
+            for alias in node.names:
+                module = ".".join([*base, alias.name])
+                found.add(module if module in known else ".".join(base))
+    return found
+
+
+def test_every_file_stands_in_a_room_of_the_list() -> None:
+    assert {room_of(name) for name in modules()} == set(rooms())
+
+
+@pytest.mark.parametrize("name", modules())
+def test_a_file_imports_only_from_rooms_above_its_own(name: str) -> None:
+    order = rooms()
+    imported = own_imports(name, modules()[name])
+    assert imported <= set(modules()), "an import of what is not there, or of the package as a whole"
+    place = order.index(room_of(name))
+    assert {other for other in imported if order.index(room_of(other)) > place} == set()
+
+
+def test_no_files_import_each_other() -> None:
+    graph = {name: own_imports(name, tree) for name, tree in modules().items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("name", modules())
+def test_a_file_needs_only_torch_and_the_standard_library(name: str) -> None:
+    room = room_of(name)
+    for node, at_once in imports(modules()[name]):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            continue
+        names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        for module in names:
+            top = module.split(".")[0]
+            allowed = {"torch", *sys.stdlib_module_names}
+            if room == "verl":
+                allowed |= {"verl"}
+            if not at_once:
+                allowed |= LAZY.get(room, set())
+            assert top in allowed, f"line {node.lineno} imports {module}"
+            assert not module.startswith("verl.utils.gradloc"), f"line {node.lineno}: the package's own are relative"
