@@ -471,3 +471,34 @@ def test_no_process_survives(tmp_path: Path, how: signal.Signals | str, exit_cod
         script.send_signal(how)
     assert script.wait(timeout=60) == exit_code
     assert not any(map(running, processes))
+
+
+def path_without_python(directory: Path) -> Path:
+    """A PATH with what the script itself calls, and no Python."""
+    directory.mkdir()
+    for name in ("bash", "dirname", "env", "readlink"):
+        (directory / name).symlink_to(shutil.which(name))
+    return directory
+
+
+def test_a_cluster_needs_no_python_that_can_make_environments(recorder: Path, tmp_path: Path) -> None:
+    """A system's Python may lack venv, and that of the training may be off PATH."""
+    path = path_without_python(tmp_path / "bin")
+    text = f'#!/bin/sh\ncase "$2" in *venv*) exit 1 ;; esac\nexec {sys.executable} "$@"\n'
+    training = make_executable(tmp_path / "the training's python", text)
+    done = launch("--cluster", "--dry-run", "--python", str(training), PATH=str(path))
+    assert done.returncode == 0, done.stderr
+    refused = launch("--cluster", "--dry-run", PATH=str(path))
+    assert refused.returncode == 2 and "no Python 3.10 or later was found" in refused.stderr
+    (path / "python3").symlink_to(training)
+    assert launch("--cluster", "--dry-run", PATH=str(path)).returncode == 0
+
+
+def test_pythons_own_variables_reach_the_training_only(recorder: Path) -> None:
+    assert overrides_of(recorder, "--cluster", PYTHONHOME="/nonexistent", PYTHONPATH="/nonexistent", LC_ALL="C")
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    command = f"bash {shlex.quote(str(SCRIPT))} --help | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode in (0, 141) and done.stderr == ""
