@@ -96,6 +96,7 @@ def test_help_lists_every_setting_with_its_defaults() -> None:
     assert rows["NNODES"][1:3] == ["3", "1"]
     assert rows["MICRO_BATCH_SIZE"][1:3] == ["-", "2"]
     assert rows["MODEL_PATH"][1:3] == ["Qwen/Qwen3-4B", "(prepared)"]
+    assert rows["BISECT_UNTIL"][1:3] == ["explained", "explained"]
     with_remedy = usage.help_text(remedy=True, environment={})
     assert re.search(r"TOKEN_CLIP +2\.0 +2\.0 ", with_remedy) and "outputs/MODEL-grpo-remedy" in with_remedy
 
@@ -125,6 +126,7 @@ def test_patterns(pattern: values.Pattern, accepted: list[str], refused: list[st
         ({"MICRO_BATCH_SIZE": "2"}, {}, "MICRO_BATCH_SIZE has no effect in the cluster profile: leave it out"),
         ({"MAX_TOKENS_PER_GPU": "2"}, {"profile": "embedded"}, "MAX_TOKENS_PER_GPU has no effect in the embedded"),
         ({"FAST": "1"}, {}, "unknown setting FAST: see --help for the settings"),
+        ({"BISECT_UNTIL": "tired"}, {}, "BISECT_UNTIL is 'tired': give explained or exhaustive"),
         ({"STRATEGY": "fsdp"}, {"profile": "embedded"}, "STRATEGY is 'fsdp': give fsdp2"),
         ({"SEED": "x"}, {}, "SEED is 'x': give a whole number of at least 1, 0 or null"),
         ({}, {"prepared": Path("/${x}"), "profile": "embedded"}, "MODEL_PATH is '/${x}/model': verl would resolve"),
@@ -147,6 +149,13 @@ def test_the_evidence_may_be_given_as_a_directory_in_that_of_the_output() -> Non
     assert resolve({"OUTPUT_DIR": "/o", "BISECT_DUMP_DIR": "OUTPUT_DIR/a/../b"})["BISECT_DUMP_DIR"] == "/o/b"
     assert resolve({"OUTPUT_DIR": "/o", "BISECT_DUMP_DIR": "OUTPUT_DIR//a"})["BISECT_DUMP_DIR"] == "/o/a"
     assert resolve({"BISECT_DUMP_DIR": "/OUTPUT_DIR/a"})["BISECT_DUMP_DIR"] == "/OUTPUT_DIR/a"
+
+
+@pytest.mark.parametrize("value", ["explained", "exhaustive"])
+@pytest.mark.parametrize("profile", ["cluster", "embedded"])
+def test_where_a_search_ends_reaches_verl(profile: str, value: str) -> None:
+    overrides = command.overrides(profile, resolve({"BISECT_UNTIL": value}, profile=profile), "/ray")
+    assert f"actor_rollout_ref.actor.bisect_until={value}" in overrides
 
 
 @hypothesis_settings(deadline=None)

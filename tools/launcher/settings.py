@@ -306,6 +306,14 @@ SETTINGS = (
         (f"{ACTOR}.spike_trigger",),
     ),
     Setting(
+        "BISECT_UNTIL",
+        ("explained", "exhaustive"),
+        "explained",
+        "explained",
+        "when a search ends, explained: a few tokens explain the spike; exhaustive: all over the threshold are found",
+        (f"{ACTOR}.bisect_until",),
+    ),
+    Setting(
         "SPIKE_ACTION",
         ("log", "skip", "drop"),
         "log",
