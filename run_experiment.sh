@@ -22,7 +22,7 @@ while IFS='=' read -r -d '' name _; do
 done < <(env -0)
 
 # shellcheck disable=SC2016 # for the inner bash to expand
-find_any_python='source "$1"; find_python || first_python "assert sys.version_info >= (3, 10)" python3 "${@:2}"'
+find_any_python='source "$1"; find_python || first_python "sys.version_info >= (3, 10) or sys.exit(1)" python3 "${@:2}"'
 python=$(env "${unneeded[@]}" bash -p -c "$find_any_python" bash "$root/embedded/find_python.sh" "${named[@]}") || {
     echo "run_experiment.sh: no Python 3.10 or later was found: install one, or name one with --python" >&2
     exit 2

@@ -17,6 +17,6 @@ first_python() {
 
 # Prints the path of the first Python on PATH that verl can be installed with; fails if there is none.
 find_python() {
-    first_python 'import venv, ensurepip; assert (3, 10) <= sys.version_info[:2] <= (3, 12)' \
+    first_python 'import venv, ensurepip; (3, 10) <= sys.version_info[:2] <= (3, 12) or sys.exit(1)' \
         python3.11 python3.12 python3.10 python3
 }

@@ -334,13 +334,24 @@ def test_a_signal_ends_the_session_and_nothing_else(number: int) -> None:
         bystander.wait()
 
 
-def test_a_signal_while_a_command_of_the_set_up_runs_ends_it() -> None:
-    code = """
-import os, sys
+@pytest.mark.parametrize("slow_start", [False, True])
+@pytest.mark.parametrize("start", ["step", "session"])
+def test_a_signal_ends_a_process_even_while_it_is_started(start: str, slow_start: bool) -> None:
+    code = f"""
+import os, sys, time
 from launcher import processes
 processes.GRACE_SECONDS = 0.1
+before_exec = processes._hold_no_signals
+def start_slowly():
+    os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(1)
+    before_exec()
+if {slow_start}:
+    processes._hold_no_signals = start_slowly
 processes.exit_on_signals()
-processes.run(["sh", "-c", "echo $$; exec sleep 600"], os.environ)
+sleep = ["sh", "-c", "{"" if slow_start else "echo $$; "}exec sleep 600"]
+with processes.{start}(sleep, os.environ) as process:
+    process.wait()
 """
     program = run_program(code)
     sleeper = int(program.stdout.readline())

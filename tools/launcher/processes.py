@@ -40,32 +40,80 @@ def exit_code(returncode: int) -> int:
 
 
 @contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Lets signals wait while a process is started: one in between would leave a process that nobody ends."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+def _hold_no_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+@contextlib.contextmanager
 def step(
     command: Sequence[str], environment: Mapping[str, str], stdout: int | None = None
 ) -> Iterator[subprocess.Popen[str]]:
     """A command of the set-up, which the block may read from.
 
-    Raises CalledProcessError if it fails. If an exception leaves the block, the command gets a few
-    seconds to end by itself, since Ctrl-C reaches it, too, and then SIGTERM.
+    Raises CalledProcessError if it fails. If an exception leaves the block, the command gets a few seconds to end by
+    itself, since Ctrl-C reaches it, too, and then SIGTERM.
     """
-    with subprocess.Popen(command, env=environment, text=True, errors="surrogateescape", stdout=stdout) as process:
-        try:
-            yield process
-            process.wait()
-        except BaseException:
-            try:
-                process.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-            raise
+    with contextlib.ExitStack() as stack:
+        with _signals_held():
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=stdout,
+                text=True,
+                errors="surrogateescape",
+                preexec_fn=_hold_no_signals,
+            )
+            stack.enter_context(process)
+            stack.callback(_end_step, process)
+        yield process
+        process.wait()
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def _end_step(process: subprocess.Popen[str]) -> None:
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()
 
 
 def run(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Runs a command of the set-up to its end; raises CalledProcessError if it fails."""
     with step(command, environment):
         pass
+
+
+@contextlib.contextmanager
+def session(
+    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Training, in a session of its own that all of its Ray processes inherit. The session ends with the block."""
+    with contextlib.ExitStack() as stack:
+        with _signals_held():
+            process = _start(command, environment, output)
+            stack.callback(_end_session, process)
+        yield process
+
+
+@contextlib.contextmanager
+def companion(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process beside the training, out of Ctrl-C's reach; it ends with the block."""
+    with contextlib.ExitStack() as stack:
+        with _signals_held():
+            process = _start(command, environment, None)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+        yield process
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
@@ -76,42 +124,12 @@ def _start(command: Sequence[str], environment: Mapping[str, str], output: IO[by
         stdout=output,
         stderr=None if output is None else subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING),
+        preexec_fn=_hold_no_signals,
     )
 
 
-@contextlib.contextmanager
-def session(
-    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Training, in a session of its own that all of its Ray processes inherit. The session ends with the block."""
-    process = None
-    try:
-        # A signal now would leave a process that nobody ends.
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-        try:
-            process = _start(command, environment, output)
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-        yield process
-    finally:
-        ignore_signals()
-        if process is not None:
-            _end_session(process)
-
-
-@contextlib.contextmanager
-def companion(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process beside the training, out of Ctrl-C's reach; it is ended with the block if it still runs."""
-    process = _start(command, environment, None)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def _end_session(leader: subprocess.Popen[bytes]) -> None:
+    ignore_signals()
     leader.terminate()  # Ray's own way out
     deadline = time.monotonic() + GRACE_SECONDS
     while _members(leader.pid) and time.monotonic() < deadline:
