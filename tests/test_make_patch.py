@@ -153,7 +153,7 @@ def test_a_clone_made_with_autocrlf(base_tree: Path, tmp_path: Path) -> None:
     source.mkdir()
     for name in (".gitattributes", "apply_patch.py", "make_patch.sh", "run_experiment.sh"):
         shutil.copy(trees.ROOT / name, source)
-    for name in ("embedded", "gradloc", "patches"):
+    for name in ("embedded", "gradloc", "patches", "tools"):
         shutil.copytree(trees.ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     trees.commit_all(source)
     trees.git(source, "clone", "-q", "-c", "core.autocrlf=true", str(source), str(clone))

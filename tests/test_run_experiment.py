@@ -252,6 +252,7 @@ def test_every_word_that_a_setting_takes_is_one_of_verl(recorder: Path) -> None:
         "SPIKE_DETECTION": ["True", "false"],
         "GRAD_NORM_THRESHOLD": ["auto", "7"],
         "SPIKE_TRIGGER": ["unit", "global"],
+        "BISECT_UNTIL": ["explained", "exhaustive"],
         "SPIKE_ACTION": ["log", "skip", "drop"],
     }
     for name, values in words.items():
@@ -301,6 +302,7 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["--dry-run", "TEMPERATURE=0.0"], "TEMPERATURE is '0.0': give a number over 0"),
         (["--dry-run", "--cluster", "GPU_MEMORY_UTILIZATION=60"], "give a number over 0 and at most 1"),
         (["--dry-run", "SPIKE_DETECTION=off"], "SPIKE_DETECTION is 'off': give True or False"),
+        (["--dry-run", "BISECT_UNTIL=tired"], "BISECT_UNTIL is 'tired': give explained or exhaustive"),
         (["--dry-run", "SPIKE_ACTION=stay"], "SPIKE_ACTION is 'stay': give log, skip or drop"),
         (["--dry-run", "GRAD_NORM_THRESHOLD=0"], "give a number over 0 or auto"),
         (["--dry-run", "--cluster", "STRATEGY=foo"], "STRATEGY is 'foo': give fsdp or fsdp2"),
@@ -471,3 +473,34 @@ def test_no_process_survives(tmp_path: Path, how: signal.Signals | str, exit_cod
         script.send_signal(how)
     assert script.wait(timeout=60) == exit_code
     assert not any(map(running, processes))
+
+
+def path_without_python(directory: Path) -> Path:
+    """A PATH with what the script itself calls, and no Python."""
+    directory.mkdir()
+    for name in ("bash", "dirname", "env", "readlink"):
+        (directory / name).symlink_to(shutil.which(name))
+    return directory
+
+
+def test_a_cluster_needs_no_python_that_can_make_environments(recorder: Path, tmp_path: Path) -> None:
+    """A system's Python may lack venv, and that of the training may be off PATH."""
+    path = path_without_python(tmp_path / "bin")
+    text = f'#!/bin/sh\ncase "$2" in *venv*) exit 1 ;; esac\nexec {sys.executable} "$@"\n'
+    training = make_executable(tmp_path / "the training's python", text)
+    done = launch("--cluster", "--dry-run", "--python", str(training), PATH=str(path))
+    assert done.returncode == 0, done.stderr
+    refused = launch("--cluster", "--dry-run", PATH=str(path))
+    assert refused.returncode == 2 and "no Python 3.10 or later was found" in refused.stderr
+    (path / "python3").symlink_to(training)
+    assert launch("--cluster", "--dry-run", PATH=str(path)).returncode == 0
+
+
+def test_pythons_own_variables_reach_the_training_only(recorder: Path) -> None:
+    assert overrides_of(recorder, "--cluster", PYTHONHOME="/nonexistent", PYTHONPATH="/nonexistent", LC_ALL="C")
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    command = f"bash {shlex.quote(str(SCRIPT))} --help | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode in (0, 141) and done.stderr == ""

@@ -1,0 +1,364 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The program behind run_experiment.sh, part by part: settings, quoting, set-up, processes."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from tools.launcher import command, hydra, options, processes, set_up, settings, usage, values
+from tools.launcher.errors import Refused
+
+ROOT = Path(__file__).parents[1]
+BY_NAME = settings.BY_NAME
+TEXTS = st.text(
+    st.sampled_from("\\'\"${}[]():,=~#%@ \t\r\n!*?;&|<>`") | st.characters(exclude_categories=["Cs"]), max_size=20
+).filter(lambda text: "\0" not in text)
+
+
+def resolve(given: dict[str, str] | None = None, environment: dict[str, str] | None = None, **changed) -> dict:
+    arguments = {"profile": "cluster", "tiny": False, "remedy": False, "prepared": Path("/prepared"), "now": "NOW"}
+    return settings.resolve(given or {}, environment or {}, **(arguments | changed))
+
+
+def test_the_program_needs_the_standard_library_only() -> None:
+    code = "import sys, launcher.main; print(*{name.partition('.')[0] for name in sys.modules})"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "launcher" in done.stdout
+    assert set(done.stdout.split()) <= {*sys.stdlib_module_names, "launcher", "__main__"}
+
+
+def test_settings_and_their_keys_are_named_once() -> None:
+    assert Counter(setting.name for setting in settings.SETTINGS).most_common(1)[0][1] == 1
+    keys = Counter(key for setting in settings.SETTINGS for key in setting.keys)
+    assert keys.most_common(1)[0][1] == 1
+
+
+def test_every_key_is_one_of_verls() -> None:
+    from importlib.util import find_spec
+
+    directory = Path(find_spec("verl").submodule_search_locations[0]) / "trainer/config"
+    with initialize_config_dir(config_dir=str(directory), version_base=None):
+        config = compose("ppo_trainer")
+    for setting in settings.SETTINGS:
+        for key in setting.keys:
+            parent, _, name = key.rpartition(".")
+            assert name in OmegaConf.select(config, parent), key
+
+
+@pytest.mark.parametrize("remedy", [False, True])
+@pytest.mark.parametrize(("profile", "tiny"), [("cluster", False), ("embedded", False), ("embedded", True)])
+def test_every_default_is_accepted(profile: str, tiny: bool, remedy: bool) -> None:
+    resolved = resolve(profile=profile, tiny=tiny, remedy=remedy)
+    wanted = {setting.name for setting in settings.SETTINGS if setting.default(profile) is not None}
+    assert set(resolved) == wanted
+
+
+def test_a_default_with_tiny_or_remedy_is_another_one() -> None:
+    for setting in settings.SETTINGS:
+        assert setting.tiny is None or setting.tiny != setting.embedded
+        assert setting.remedy is None or setting.remedy not in (setting.cluster, setting.embedded)
+
+
+def test_the_documentation_has_the_settings() -> None:
+    (table,) = usage.MARKED.findall(usage.PAGE.read_text())
+    assert table == usage.markdown(), "write it anew: PYTHONPATH=tools python -m launcher.usage"
+
+
+def test_the_documentation_shows_every_value() -> None:
+    rows = {row.split("`")[1]: row for row in usage.markdown().splitlines() if row.startswith("| `")}
+    assert set(rows) == set(BY_NAME)
+    for name, setting in BY_NAME.items():
+        words = [] if isinstance(setting.allowed, values.Text) else setting.allowed
+        shown = [word for word in words if isinstance(word, str)] + [setting.tiny, setting.remedy, *setting.keys]
+        assert all(word in rows[name] for word in shown if word)
+
+
+def test_help_lists_every_setting_with_its_defaults() -> None:
+    text = usage.help_text(remedy=False, environment={"SLURM_JOB_NUM_NODES": "3"})
+    rows = {row.split()[0]: row.split() for row in text.partition("NAME   ")[2].splitlines()[1:]}
+    assert list(rows) == list(BY_NAME)
+    assert rows["NNODES"][1:3] == ["3", "1"]
+    assert rows["MICRO_BATCH_SIZE"][1:3] == ["-", "2"]
+    assert rows["MODEL_PATH"][1:3] == ["Qwen/Qwen3-4B", "(prepared)"]
+    assert rows["BISECT_UNTIL"][1:3] == ["explained", "explained"]
+    with_remedy = usage.help_text(remedy=True, environment={})
+    assert re.search(r"TOKEN_CLIP +2\.0 +2\.0 ", with_remedy) and "outputs/MODEL-grpo-remedy" in with_remedy
+
+
+@pytest.mark.parametrize(
+    ("pattern", "accepted", "refused"),
+    [
+        (values.COUNT, ["1", "10", "999999999"], ["0", "01", "1000000000", "1.0", "1e3", "-1", "", "1\n", "١"]),
+        (values.FEW, ["1", "999"], ["0", "1000"]),
+        (values.NUMBER, ["-1", "0", ".5", "1.", "-1.5e-3"], ["+1", "00", "inf", "nan", "1_0", "0x1", ".", "1e"]),
+        (values.AMOUNT, ["0", "1E+5", "0.0"], ["-1", "-0"]),
+        (values.POSITIVE, ["1", ".01", "0.5e-9", "10."], ["0", "0.0", ".0", "0e5", "-1", "00.1"]),
+        (values.SHARE, ["0.5", ".1", "1", "1.00"], ["0", "0.0", "1.01", "2", "1e-1"]),
+        (values.OVER_1, ["1.01", "2", "10.", "99"], ["1", "1.0", "0.9", "01.5", "1."]),
+        (values.SWITCH, ["True", "true", "FALSE"], ["1", "on", "tRUE"]),
+    ],
+    ids=lambda value: value.description if isinstance(value, values.Pattern) else "",
+)
+def test_patterns(pattern: values.Pattern, accepted: list[str], refused: list[str]) -> None:
+    assert [text for text in accepted if not pattern.accepts(text)] == []
+    assert [text for text in refused if pattern.accepts(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "changed", "sentence"),
+    [
+        ({"MICRO_BATCH_SIZE": "2"}, {}, "MICRO_BATCH_SIZE has no effect in the cluster profile: leave it out"),
+        ({"MAX_TOKENS_PER_GPU": "2"}, {"profile": "embedded"}, "MAX_TOKENS_PER_GPU has no effect in the embedded"),
+        ({"FAST": "1"}, {}, "unknown setting FAST: see --help for the settings"),
+        ({"BISECT_UNTIL": "tired"}, {}, "BISECT_UNTIL is 'tired': give explained or exhaustive"),
+        ({"STRATEGY": "fsdp"}, {"profile": "embedded"}, "STRATEGY is 'fsdp': give fsdp2"),
+        ({"SEED": "x"}, {}, "SEED is 'x': give a whole number of at least 1, 0 or null"),
+        ({}, {"prepared": Path("/${x}"), "profile": "embedded"}, "MODEL_PATH is '/${x}/model': verl would resolve"),
+    ],
+)
+def test_refused_settings(given: dict[str, str], changed: dict, sentence: str) -> None:
+    with pytest.raises(Refused, match=re.escape(sentence)):
+        resolve(given, **changed)
+
+
+def test_an_argument_wins_over_the_environment_and_that_over_the_default() -> None:
+    environment = {"LR": "2", "ROLLOUT_N": "5", "SEED": "", "MICRO_BATCH_SIZE": "no effect", "SLURM_JOB_NUM_NODES": "3"}
+    resolved = resolve({"LR": "1"}, environment)
+    chosen = {name: resolved[name] for name in ("LR", "ROLLOUT_N", "SEED", "NNODES")}
+    assert chosen == {"LR": "1", "ROLLOUT_N": "5", "SEED": "1", "NNODES": "3"}
+    assert "MICRO_BATCH_SIZE" not in resolved
+
+
+def test_the_evidence_may_be_given_as_a_directory_in_that_of_the_output() -> None:
+    assert resolve({"OUTPUT_DIR": "/o", "BISECT_DUMP_DIR": "OUTPUT_DIR/a/../b"})["BISECT_DUMP_DIR"] == "/o/b"
+    assert resolve({"OUTPUT_DIR": "/o", "BISECT_DUMP_DIR": "OUTPUT_DIR//a"})["BISECT_DUMP_DIR"] == "/o/a"
+    assert resolve({"BISECT_DUMP_DIR": "/OUTPUT_DIR/a"})["BISECT_DUMP_DIR"] == "/OUTPUT_DIR/a"
+
+
+@pytest.mark.parametrize("value", ["explained", "exhaustive"])
+@pytest.mark.parametrize("profile", ["cluster", "embedded"])
+def test_where_a_search_ends_reaches_verl(profile: str, value: str) -> None:
+    overrides = command.overrides(profile, resolve({"BISECT_UNTIL": value}, profile=profile), "/ray")
+    assert f"actor_rollout_ref.actor.bisect_until={value}" in overrides
+
+
+@hypothesis_settings(deadline=None)
+@given(TEXTS, st.lists(TEXTS.map(lambda text: text.replace(",", "") or "x"), min_size=1))
+def test_quoting_for_hydra(text: str, items: list[str]) -> None:
+    given = [f"a={hydra.quoted(text)}", f"b={hydra.quoted_list(','.join(items))}"]
+    first, second = OverridesParser.create().parse_overrides(given)
+    assert first.value() == text and second.value() == items
+
+
+@hypothesis_settings(deadline=None)
+@given(st.lists(TEXTS))
+def test_quoting_for_a_shell(words: list[str]) -> None:
+    assert shlex.split(command.for_shell(words)) == words
+    printed = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' x {command.for_shell(words)}"], capture_output=True, check=True
+    )
+    assert printed.stdout == b"".join(word.encode() + b"\0" for word in ["x", *words])
+
+
+def test_what_is_on_the_command_line() -> None:
+    given = ["--embedded", "--embedded", "LR=a=b", "x=LR=1", "~y", "--python", "p q", "--", "--help", "LR=2"]
+    parsed = options.parse(given)
+    assert parsed == options.Options(
+        profile="embedded", python="p q", settings={"LR": "a=b"}, overrides=["x=LR=1", "~y", "--help", "LR=2"]
+    )
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """What the set-up reads, and a `python3.11` that only notes what it is asked for."""
+    for name in ("embedded/prepare.py", "embedded/requirements-no-deps.txt", "patches/gradloc.patch"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "embedded/requirements.txt").write_text("torch==2\n    # via verl\nverl==0.7.0\n")
+    (tmp_path / "embedded/find_python.sh").symlink_to(ROOT / "embedded/find_python.sh")
+    (tmp_path / "site/verl").mkdir(parents=True)
+    python = tmp_path / "bin/python3.11"
+    python.parent.mkdir()
+    python.write_text(f"""#!/bin/sh
+cd {tmp_path}
+echo "$*" >>asked
+case "$*" in
+    *sys.executable*) echo "$0" ;;
+    *sysconfig*) echo {tmp_path}/site ;;
+    "-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    *prepare.py*) mkdir "$2" ;;
+esac
+case "$*" in *"$(cat failing 2>/dev/null || echo nothing)"*) exit 7 ;; esac
+""")
+    python.chmod(0o755)
+    return tmp_path
+
+
+def asked(project: Path) -> list[str]:
+    """What was asked of the stand-in since the last call, but for questions."""
+    file = project / "asked"
+    lines = file.read_text().splitlines() if file.exists() else []
+    file.unlink(missing_ok=True)
+    return [line.removeprefix("-m ").replace(f"{project}/", "") for line in lines if not line.startswith(("-c", "-VV"))]
+
+
+def test_the_virtual_environment_is_made_once_and_patched_when_the_patch_changes(project: Path) -> None:
+    environment = {"PATH": f"{project}/bin:{os.environ['PATH']}"}
+
+    def made() -> list[str]:
+        set_up.set_up_venv(project / "venv", project, environment)
+        return asked(project)
+
+    installs = ["venv venv", "pip install --progress-bar off -r embedded/requirements.txt"]
+    installs += ["pip install --quiet --no-deps -r embedded/requirements-no-deps.txt"]
+    patches = ["pip install --quiet --no-deps --force-reinstall verl==0.7.0", "apply_patch.py --installed"]
+    assert made() == installs + patches
+    assert not (project / "site/verl").exists()
+    assert made() == []
+    (project / "patches/gradloc.patch").write_text("another")
+    assert made() == patches
+    (project / "embedded/requirements-no-deps.txt").write_text("another")
+    assert made() == installs + patches
+
+
+def test_a_step_that_failed_is_done_again(project: Path) -> None:
+    environment = {"PATH": f"{project}/bin:{os.environ['PATH']}"}
+    for failing in ("requirements.txt", "--no-deps -r", "--force-reinstall", "apply_patch"):
+        (project / "failing").write_text(failing)
+        with pytest.raises(subprocess.CalledProcessError) as error:
+            set_up.set_up_venv(project / "venv", project, environment)
+        assert error.value.returncode == 7
+    (project / "failing").unlink()
+    asked(project)
+    set_up.set_up_venv(project / "venv", project, environment)
+    assert asked(project)[-1] == "apply_patch.py --installed"
+
+
+def test_model_and_data_are_prepared_once(project: Path) -> None:
+    def made() -> list[str]:
+        set_up.prepare(project / "data", True, str(project / "bin/python3.11"), project, os.environ)
+        return asked(project)
+
+    assert made() == ["embedded/prepare.py data --tiny"]
+    assert made() == []
+    (project / "embedded/prepare.py").write_text("# another")
+    assert made() == ["embedded/prepare.py data --tiny"]
+
+
+def test_two_runs_do_not_set_up_at_once(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from launcher.set_up import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])): print('in', flush=True); input()"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path / "lock")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": os.environ | {"PYTHONPATH": f"{ROOT}/tools"}}
+    with subprocess.Popen(arguments, **pipes) as first, subprocess.Popen(arguments, **pipes) as second:
+        ahead = (first, second) if select_first(first, second) is first else (second, first)
+        os.set_blocking(ahead[1].stdout.fileno(), False)
+        assert ahead[0].stdout.readline() == b"in\n"
+        time.sleep(1)
+        assert not ahead[1].stdout.read()
+        ahead[0].communicate(b"\n", timeout=30)
+        os.set_blocking(ahead[1].stdout.fileno(), True)
+        assert ahead[1].communicate(b"\n", timeout=30)[0] == b"in\n"
+
+
+def select_first(*started: subprocess.Popen) -> subprocess.Popen:
+    """The process that says something first."""
+    import select
+
+    ready, _, _ = select.select([process.stdout for process in started], [], [], 30)
+    return next(process for process in started if process.stdout in ready)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def run_program(code: str, *arguments: str) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment, stdout=subprocess.PIPE)
+
+
+SESSION = """
+import os, sys
+from launcher import processes
+from launcher.processes import exit_code, exit_on_signals, session
+processes.GRACE_SECONDS = 0.5
+exit_on_signals()
+with session([sys.executable, "-c", sys.argv[1]], os.environ) as training:
+    code = exit_code(training.wait())
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_the_exit_code_is_that_of_the_training(ending: str, code: int) -> None:
+    assert run_program(SESSION, f"import os, sys; {ending}").wait(timeout=60) == code
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 15], ids=["HUP", "INT", "QUIT", "TERM"])
+def test_a_signal_ends_the_session_and_nothing_else(number: int) -> None:
+    bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    training = (
+        "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); import time; time.sleep(600)"
+    )
+    try:
+        program = run_program(SESSION, training)
+        sleeper = int(program.stdout.readline())
+        program.send_signal(number)
+        assert program.wait(timeout=60) == 128 + number
+        assert not running(sleeper)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+@pytest.mark.parametrize("slow_start", [False, True])
+@pytest.mark.parametrize("start", ["step", "session"])
+def test_a_signal_ends_a_process_even_while_it_is_started(start: str, slow_start: bool) -> None:
+    code = f"""
+import os, sys, time
+from launcher import processes
+processes.GRACE_SECONDS = 0.1
+before_exec = processes._hold_no_signals
+def start_slowly():
+    os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(1)
+    before_exec()
+if {slow_start}:
+    processes._hold_no_signals = start_slowly
+processes.exit_on_signals()
+sleep = ["sh", "-c", "{"" if slow_start else "echo $$; "}exec sleep 600"]
+with processes.{start}(sleep, os.environ) as process:
+    process.wait()
+"""
+    program = run_program(code)
+    sleeper = int(program.stdout.readline())
+    program.terminate()
+    assert program.wait(timeout=60) == 143
+    assert not running(sleeper)
+
+
+def test_exit_codes_are_those_of_a_shell() -> None:
+    assert [processes.exit_code(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]

@@ -1,0 +1,85 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The pinned requirements: that they hold what is asked for, and nothing of the machine that wrote them."""
+
+import re
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tools import lock
+
+ROOT = Path(__file__).parents[1]
+DIRECTORIES = ("embedded", "tests")
+VERSIONS = ("3.10", "3.11", "3.12")
+
+
+def requirements(file: Path) -> list[Requirement]:
+    """The requirements of a file and of those that it includes."""
+    found = []
+    for line in file.read_text().splitlines():
+        text = line.partition("#")[0].strip()
+        if text.startswith("-r "):
+            found += requirements(file.parent / text.removeprefix("-r "))
+        elif text:
+            found.append(Requirement(text))
+    return found
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("directory", DIRECTORIES)
+def test_each_direct_dependency_is_pinned_once_for_each_python(directory: str, version: str) -> None:
+    environment = {"python_version": version, "python_full_version": f"{version}.9"}
+    pins: dict[str, str] = {}
+    for pin in requirements(ROOT / directory / "requirements.txt"):
+        (specifier,) = pin.specifier
+        assert specifier.operator == "=="
+        if pin.marker is None or pin.marker.evaluate(environment):
+            assert canonical(pin.name) not in pins
+            pins[canonical(pin.name)] = specifier.version
+    for direct in requirements(ROOT / directory / "requirements.in"):
+        assert direct.specifier.contains(pins[canonical(direct.name)], prereleases=True), direct
+
+
+@pytest.mark.parametrize("directory", DIRECTORIES)
+def test_each_direct_dependency_has_its_reason(directory: str) -> None:
+    lines = (ROOT / directory / "requirements.in").read_text().splitlines()
+    asked = [line for line in lines if line and not line.startswith("#")]
+    assert asked and all(re.fullmatch(r"\S+ +# \S.*", line) for line in asked)
+
+
+@pytest.mark.parametrize("directory", DIRECTORIES)
+def test_the_pins_name_their_command_and_no_machine(directory: str) -> None:
+    text = (ROOT / directory / "requirements.txt").read_text()
+    assert text.startswith(lock.HEADER) and "python tools/lock.py" in lock.HEADER
+    assert "python tools/lock.py" in (ROOT / "CONTRIBUTING.md").read_text()
+    pins = [line for line in text.removeprefix(lock.HEADER).splitlines() if line != "-r ../embedded/requirements.txt"]
+    assert all(re.fullmatch(r"[a-z0-9][a-z0-9_.-]*==[a-z0-9.+]+( ; [^/@]+)?", line) for line in pins)
+
+
+def test_the_build_of_torch_is_left_to_pip() -> None:
+    """PyPI's needs CUDA's packages, which a pin would ask for where an index of CPU builds is given."""
+    pins = requirements(ROOT / "embedded/requirements.txt")
+    assert "torch" in {pin.name for pin in pins}
+    assert not [pin.name for pin in pins if pin.name.startswith(lock.CUDA)]
+
+
+@pytest.mark.parametrize(
+    ("line", "simple"),
+    [
+        ("a==1", "a==1"),
+        ("a==1 ; python_full_version < '3.13' and sys_platform == 'linux'", "a==1"),
+        (
+            "a==1 ; python_full_version < '3.11' and sys_platform == 'linux'",
+            "a==1 ; python_full_version < '3.11'",
+        ),
+        ("a==1 ; extra == 'b' or sys_platform == 'linux'", "a==1 ; extra == 'b' or sys_platform == 'linux'"),
+    ],
+)
+def test_markers_say_only_what_does_not_hold_everywhere(line: str, simple: str) -> None:
+    assert lock.simplified(line) == simple

@@ -1,0 +1,18 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The program behind run_experiment.sh.
+
+| module | what it does |
+|---|---|
+| `settings.py` | the table of settings, and the values of a run |
+| `values.py` | what a value may be |
+| `options.py` | the command line |
+| `usage.py` | `--help`, and the settings in docs/launching.md |
+| `command.py` | the command that trains: Hydra overrides and environment |
+| `hydra.py` | quoting for Hydra |
+| `checks.py` | missing paths; whether verl is patched |
+| `set_up.py` | the embedded profile's virtual environment, model and data |
+| `processes.py` | signals, and the end of every process of a run |
+| `log.py`, `errors.py` | progress, and errors that are one sentence |
+| `main.py` | a run from its start to its end |
+"""

@@ -1,0 +1,128 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command that trains: its Hydra overrides, its environment, and how a shell would be told."""
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .hydra import quoted, quoted_list
+from .settings import ACTOR, ROLLOUT, SETTINGS, Setting
+from .values import Text
+
+# A shell takes each of these for itself, and a backslash before it takes that away.
+_SPECIAL = re.compile(r"([^A-Za-z0-9_@%+=:,./-])")
+
+
+def for_hydra(setting: Setting, value: str) -> str:
+    """The value as the right side of a Hydra override."""
+    if setting.allowed is Text.LIST:
+        return quoted_list(value)
+    return quoted(value) if isinstance(setting.allowed, Text) else value
+
+
+def overrides(profile: str, values: Mapping[str, str], ray_directory: str) -> list[str]:
+    """The Hydra overrides of a run, without those that the user gives."""
+    output = values["OUTPUT_DIR"]
+    result = [
+        f"hydra.run.dir={quoted(f'{output}/hydra')}",
+        f"+ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR={quoted(f'{output}/tensorboard')}",
+        "algorithm.adv_estimator=grpo",
+        "data.filter_overlong_prompts=True",
+        "data.truncation=error",
+        # The evidence shows where training's probabilities differ from the rollout's.
+        f"{ROLLOUT}.calculate_log_probs=True",
+    ]
+    for setting in SETTINGS:
+        if setting.name not in values:
+            continue
+        value = values[setting.name]
+        if setting.is_off(value):
+            result += setting.off_arguments
+        else:
+            result += setting.on_arguments
+            result += [f"{key}={for_hydra(setting, value)}" for key in setting.keys]
+    return result + (_for_cluster() if profile == "cluster" else _for_embedded(values, ray_directory))
+
+
+def _for_cluster() -> list[str]:
+    return [
+        "actor_rollout_ref.model.use_remove_padding=True",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+        f"{ACTOR}.use_dynamic_bsz=True",
+        f"{ROLLOUT}.name=vllm",
+        "trainer.max_actor_ckpt_to_keep=3",
+    ]
+
+
+def _for_embedded(values: Mapping[str, str], ray_directory: str) -> list[str]:
+    workers = int(values["GPUS_PER_NODE"])
+    return [
+        "trainer.device=cpu",
+        "+ray_kwargs.ray_init.address=local",
+        f"+ray_kwargs.ray_init._temp_dir={ray_directory}",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+        # The numbers of CPUs and GPUs tell Ray how much may run at once; nothing is reserved.
+        f"ray_kwargs.ray_init.num_cpus={3 * workers + 2}",
+        f"+ray_kwargs.ray_init.num_gpus={workers}",
+        f"+ray_kwargs.ray_init.resources.cpu={workers}",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        f"{ACTOR}.fsdp_config.dtype=float32",
+        f"{ACTOR}.use_torch_compile=False",
+        f"{ROLLOUT}.name=hf",
+        f"{ROLLOUT}.load_format=safetensors",
+        f"{ROLLOUT}.agent.num_workers=1",
+        "data.dataloader_num_workers=0",
+        "trainer.val_before_train=False",
+        "trainer.resume_mode=disable",
+    ]
+
+
+def added_environment(
+    profile: str, values: Mapping[str, str], environment: Mapping[str, str], root: Path
+) -> dict[str, str]:
+    """The variables that a run gets on top of the given environment; on a cluster none."""
+    if profile == "cluster":
+        return {}
+    workers = int(values["GPUS_PER_NODE"])
+
+    def before(first: str, separator: str, name: str) -> str:
+        return separator.join(filter(None, [first, environment.get(name)]))
+
+    return {
+        "VERL_USE_EXTERNAL_MODULES": before("embedded", ",", "VERL_USE_EXTERNAL_MODULES"),
+        "PYTHONPATH": before(str(root), ":", "PYTHONPATH"),
+        "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // workers)),
+        # Freed tensors go back to the system, which saves a third of the memory; huge pages make that cheap.
+        "MALLOC_ARENA_MAX": "2",
+        "MALLOC_MMAP_THRESHOLD_": "4000000",
+        "MALLOC_TRIM_THRESHOLD_": "64000000",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "RAY_DEDUP_LOGS": "0",  # Ray would drop the log lines of fast steps as duplicates
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": ",".join(["-1"] * workers),  # as many as Ray is told of, and none that CUDA would find
+    }
+
+
+def for_shell(words: Sequence[str]) -> str:
+    """The words as a line for a shell, with backslashes where they suffice."""
+    return " ".join(_word_for_shell(word) for word in words)
+
+
+def _word_for_shell(word: str) -> str:
+    if word and word.isascii() and word.isprintable():
+        return _SPECIAL.sub(r"\\\1", word)
+    return shlex.quote(word)
+
+
+def printed(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The command as --dry-run prints it: one override a line."""
+    start = list(command[:3])
+    if environment:
+        start = ["env", *(f"{name}={value}" for name, value in environment.items()), *start]
+    return " \\\n    ".join([for_shell(start), *(for_shell([word]) for word in command[3:])])

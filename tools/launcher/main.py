@@ -1,0 +1,200 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run from its start to its end."""
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import checks, command, options, settings
+from .errors import Refused
+from .log import say
+from .processes import companion, exit_code, exit_on_signals, session
+from .set_up import locked, prepare, set_up_venv
+from .usage import help_text
+
+ROOT = Path(__file__).resolve().parents[2]
+STATE = ROOT / ".embedded"
+REFUSED, FAILED = 2, 1
+DUMP_KEY = f"{settings.ACTOR}.bisect_dump_dir"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is about to start.
+
+    Args:
+        prepared: Where the set-up of the embedded profile writes model and data.
+        added: Variables on top of the environment.
+        ray_directory: Ray's files, in the embedded profile.
+    """
+
+    profile: str
+    tiny: bool
+    values: dict[str, str]
+    overrides: list[str]
+    python: str | None
+    prepared: Path
+    added: dict[str, str]
+    ray_directory: str
+
+    @property
+    def interpreter(self) -> str:
+        if self.python is not None:
+            return self.python
+        return "python3" if self.profile == "cluster" else str(STATE / "venv/bin/python")
+
+    @property
+    def command(self) -> list[str]:
+        own = command.overrides(self.profile, self.values, self.ray_directory)
+        return [self.interpreter, "-m", "verl.trainer.main_ppo", *own, *self.overrides]
+
+    @property
+    def output(self) -> Path:
+        return Path(self.values["OUTPUT_DIR"])
+
+    @property
+    def evidence(self) -> Path:
+        return Path(self.values["BISECT_DUMP_DIR"])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | self.added
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the program and returns its exit code, which is training's own once that has started."""
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(errors="surrogateescape")  # paths come out as they came in
+    exit_on_signals()
+    try:
+        return launch(arguments)
+    except Refused as error:
+        print(f"run_experiment.sh: {error}", file=sys.stderr)
+        return REFUSED
+    except subprocess.CalledProcessError as error:
+        return exit_code(error.returncode)  # the command has said itself what is wrong
+    except BrokenPipeError:
+        # Python would fail again when it flushes what nobody reads.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"run_experiment.sh: {error}", file=sys.stderr)
+        return FAILED
+
+
+def launch(arguments: Sequence[str]) -> int:
+    asked = options.parse(arguments)
+    profile = options.choose_profile(asked)
+    if asked.help:
+        print(help_text(asked.remedy, os.environ), end="", flush=True)
+        return 0
+    if sys.platform != "linux":
+        raise Refused("this needs Linux")
+    run = plan(asked, profile)
+    missing = checks.missing_paths(run.values, run.prepared if profile == "embedded" else None)
+    listed = "".join(f"\n  {path}" for path in missing)
+    if asked.dry_run:
+        if missing:
+            print(f"run_experiment.sh: these paths do not exist:{listed}", file=sys.stderr)
+        print(command.printed(run.command, run.added), flush=True)
+        return 0
+    if missing:
+        raise Refused(f"these paths do not exist; correct the settings or create them:{listed}")
+    return train_on_cluster(run) if profile == "cluster" else train_embedded(run)
+
+
+def plan(asked: options.Options, profile: str) -> Run:
+    prepared = STATE / ("tiny" if asked.tiny else "smollm2")
+    values = settings.resolve(
+        asked.settings,
+        os.environ,
+        profile=profile,
+        tiny=asked.tiny,
+        remedy=asked.remedy,
+        prepared=prepared,
+        now=time.strftime("%Y%m%d-%H%M%S"),
+    )
+    for override in asked.overrides:
+        if f"{DUMP_KEY}=" in override:
+            value = override.partition("=")[2]
+            raise Refused(f"bisect_dump_dir is the setting BISECT_DUMP_DIR here: give BISECT_DUMP_DIR={value}")
+    return Run(
+        profile=profile,
+        tiny=asked.tiny,
+        values=values,
+        overrides=asked.overrides,
+        python=asked.python,
+        prepared=prepared,
+        added=command.added_environment(profile, values, os.environ, ROOT),
+        # Unix sockets lie in Ray's directory, and their names may have no more than 107 characters: keep it short.
+        ray_directory=f"/tmp/gradloc-{os.getpid()}",
+    )
+
+
+def train_on_cluster(run: Run) -> int:
+    checks.check_verl(run.interpreter, ROOT, run.environment)
+    latest = run.output / "latest_checkpointed_iteration.txt"  # verl's note of its last checkpoint
+    elsewhere = re.compile(r"trainer\.(resume_mode=(disable|resume_path)|default_local_dir=)")
+    if latest.is_file() and not any(map(elsewhere.search, run.overrides)):
+        say(
+            f"Resuming from step {latest.read_text().strip()} in {run.output} "
+            "(to start from scratch: another OUTPUT_DIR, or trainer.resume_mode=disable)"
+        )
+    with session(run.command, run.environment) as training:
+        status = exit_code(training.wait())
+        spikes = run.evidence / "spikes.jsonl"
+        if spikes.is_file():
+            say(f"The evidence of spikes is in {spikes}. To look at it:")
+            report = ["-m", "verl.utils.gradloc.report", str(run.evidence), "--html", "report.html"]
+            print(command.for_shell([run.interpreter, *report]), flush=True)
+        else:
+            say(f"There is no spikes.jsonl in {run.evidence}: no spike was recorded, or the driver ran on another node")
+    return status
+
+
+def train_embedded(run: Run) -> int:
+    STATE.mkdir(exist_ok=True)
+    run.output.mkdir(parents=True, exist_ok=True)
+    with locked(STATE / "lock"):
+        if run.python is None:
+            set_up_venv(STATE / "venv", ROOT, os.environ)
+        checks.check_verl(run.interpreter, ROOT, run.environment)
+        prepare(run.prepared, run.tiny, run.interpreter, ROOT, run.environment)
+
+    log = run.output / "train.log"
+    say(f"Training; the full log is {log}")
+    environment = {name: value for name, value in run.environment.items() if name != "RAY_ADDRESS"}
+    follow = [run.interpreter, str(ROOT / "embedded/follow.py"), str(log)]
+    with contextlib.ExitStack() as stack:
+        os.mkdir(run.ray_directory, mode=0o700)
+        stack.callback(shutil.rmtree, run.ray_directory, ignore_errors=True)
+        output = stack.enter_context(open(log, "wb"))
+        training = stack.enter_context(session(run.command, environment, output))
+        follower = stack.enter_context(companion([*follow, str(training.pid)], environment))
+        status = exit_code(training.wait())
+        follower.wait()
+        if (run.evidence / "spikes.jsonl").is_file():
+            report = [run.interpreter, "-m", "gradloc.report", str(run.evidence)]
+            subprocess.run([*report, "--html", str(run.output / "report.html")], env=environment)
+        if status:
+            say(f"Training failed (exit code {status}). The end of {log}:")
+            _print_end(log)
+    return status
+
+
+def _print_end(log: Path, lines: int = 30) -> None:
+    with open(log, "rb") as file:
+        sys.stdout.buffer.writelines(deque(file, lines))
+    sys.stdout.buffer.flush()

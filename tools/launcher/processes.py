@@ -1,0 +1,156 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Signals that end the program, and the processes that must end with it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+GRACE_SECONDS = 5.0
+
+
+def exit_on_signals() -> None:
+    """Turns the first ending signal into SystemExit(128 + its number); later ones must not disturb the clean-up."""
+    for number in ENDING:
+        # Those ignored from the start (by nohup, or by a shell for its background jobs) stay so.
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _exit)
+
+
+def ignore_signals() -> None:
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    ignore_signals()
+    raise SystemExit(128 + number)
+
+
+def exit_code(returncode: int) -> int:
+    """The exit code as shells give it: 128 + the number of the signal that ended the process."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Lets signals wait while a process is started: one in between would leave a process that nobody ends."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+def _hold_no_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+@contextlib.contextmanager
+def step(
+    command: Sequence[str], environment: Mapping[str, str], stdout: int | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A command of the set-up, which the block may read from.
+
+    Raises CalledProcessError if it fails. If an exception leaves the block, the command gets a few seconds to end by
+    itself, since Ctrl-C reaches it, too, and then SIGTERM.
+    """
+    with contextlib.ExitStack() as stack:
+        with _signals_held():
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=stdout,
+                text=True,
+                errors="surrogateescape",
+                preexec_fn=_hold_no_signals,
+            )
+            stack.enter_context(process)
+            stack.callback(_end_step, process)
+        yield process
+        process.wait()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def _end_step(process: subprocess.Popen[str]) -> None:
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+
+
+def run(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Runs a command of the set-up to its end; raises CalledProcessError if it fails."""
+    with step(command, environment):
+        pass
+
+
+@contextlib.contextmanager
+def session(
+    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Training, in a session of its own that all of its Ray processes inherit. The session ends with the block."""
+    with contextlib.ExitStack() as stack:
+        with _signals_held():
+            process = _start(command, environment, output)
+            stack.callback(_end_session, process)
+        yield process
+
+
+@contextlib.contextmanager
+def companion(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process beside the training, out of Ctrl-C's reach; it ends with the block."""
+    with contextlib.ExitStack() as stack:
+        with _signals_held():
+            process = _start(command, environment, None)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+        yield process
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_hold_no_signals,
+    )
+
+
+def _end_session(leader: subprocess.Popen[bytes]) -> None:
+    ignore_signals()
+    leader.terminate()  # Ray's own way out
+    deadline = time.monotonic() + GRACE_SECONDS
+    while _members(leader.pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    while members := _members(leader.pid):
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+    leader.wait()
+
+
+def _members(session_id: int) -> list[int]:
+    """The running processes of a session."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _parent, _group, session_of = fields[:4]  # what follows "pid (name)"
+        if int(session_of) == session_id and state != "Z":
+            members.append(int(stat.parent.name))
+    return members

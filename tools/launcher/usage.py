@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""--help, and the table of settings in docs/launching.md. Both come from the settings.
+
+PYTHONPATH=tools python -m launcher.usage   # writes the table in docs/launching.md anew
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from .settings import SETTINGS, Setting
+from .values import Text, description
+
+USAGE = """\
+Usage: bash run_experiment.sh [options] [NAME=value ...] [Hydra overrides ...]
+
+  --cluster        GRPO on FSDP and vLLM (default where nvidia-smi finds a GPU)
+  --embedded       SmolLM2-135M on CPU, installed under .embedded/ (default where there is no GPU)
+  --tiny           with --embedded: a random model of two layers, seconds per step
+  --remedy         turn on TOKEN_CLIP, SEQUENCE_CLIP and LAYER_CLIP; NAME=off leaves one of them off
+  --python PYTHON  the Python with the patched verl (default: python3; with --embedded: one made for it)
+  --dry-run        print the command and stop
+  --help           print this
+  --               pass everything after it to verl unchanged
+
+Hydra overrides (key=value, +key=value, ~key) come last in the command, so they win.
+Give settings as arguments NAME=value or as environment variables (-: no effect in that profile):
+
+"""
+_ROW = "  {:<24} {:<22} {:<24} {}\n"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "launching.md"
+MARKED = re.compile(r"(?<=<!-- settings -->\n).*?(?=<!-- end of settings -->)", re.DOTALL)
+
+
+def help_text(remedy: bool, environment: Mapping[str, str]) -> str:
+    """What --help prints; with --remedy the defaults are those with --remedy."""
+    nodes = environment.get("SLURM_JOB_NUM_NODES") or "1"
+    run = "MODEL-grpo" + ("-remedy" if remedy else "")
+    text = USAGE + _ROW.format("NAME", "CLUSTER DEFAULT", "EMBEDDED DEFAULT", "MEANING")
+    for setting in SETTINGS:
+        defaults = (
+            _shown(setting, profile, remedy, nodes=nodes, run=run, now="TIME") or "-"
+            for profile in ("cluster", "embedded")
+        )
+        text += _ROW.format(setting.name, *defaults, _meaning(setting))
+    return text
+
+
+def _shown(setting: Setting, profile: str, remedy: bool = False, **places: str) -> str | None:
+    default = setting.default(profile, remedy=remedy)
+    if default is None or default.startswith("{prepared}"):
+        return default and "(prepared)"
+    return default.format(**places)
+
+
+def _meaning(setting: Setting) -> str:
+    return setting.meaning + (f" (with --remedy: {setting.remedy})" if setting.remedy else "")
+
+
+def markdown() -> str:
+    """The settings as a table for the documentation."""
+    rows = ["| setting | cluster | embedded | values | meaning | verl's keys |", "|---|---|---|---|---|---|"]
+    for setting in SETTINGS:
+        defaults = [
+            _shown(setting, profile, nodes="1", run="MODEL-grpo", now="TIME") for profile in ("cluster", "embedded")
+        ]
+        cells = [_code(setting.name), *(_code(default) if default else "–" for default in defaults)]
+        if setting.tiny:
+            cells[2] += f" (`--tiny`: {_code(setting.tiny)})"
+        kind = description(setting.allowed) if isinstance(setting.allowed, Text) else _choices(setting)
+        rows.append(f"| {' | '.join([*cells, kind, _meaning(setting), ', '.join(map(_code, setting.keys))])} |")
+    return "\n".join(rows) + "\n"
+
+
+def _choices(setting: Setting) -> str:
+    assert not isinstance(setting.allowed, Text)
+    shown = [_code(choice) if isinstance(choice, str) else choice for choice in setting.allowed]
+    return description(tuple(shown))
+
+
+def _code(text: str) -> str:
+    return text if text == "(prepared)" else f"`{text}`"
+
+
+def main() -> None:
+    PAGE.write_text(MARKED.sub(lambda _: markdown(), PAGE.read_text()))
+    print(f"wrote the settings in {os.path.relpath(PAGE)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Pins all requirements: writes requirements.txt from requirements.in, in embedded/ and in tests/.
+
+pip install uv
+python tools/lock.py              # keeps the pinned versions wherever they fit
+python tools/lock.py --upgrade    # takes the newest versions that fit
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EMBEDDED, TESTS = ROOT / "embedded", ROOT / "tests"
+HEADER = "# Written by `python tools/lock.py` from requirements.in.\n"
+# What is tested. Each line's marker would repeat it, so it is left out there.
+ENVIRONMENT = (
+    "sys_platform == 'linux'",
+    "platform_machine == 'x86_64'",
+    "platform_python_implementation == 'CPython'",
+    "implementation_name == 'cpython'",
+    "python_full_version >= '3.10'",
+    "python_full_version < '3.13'",
+)
+# Only torch's CUDA build needs these. Without pins for them pip can install any build of torch.
+CUDA = ("cuda-", "nvidia-", "triton")
+
+
+def simplified(line: str) -> str:
+    """A pinned requirement, without the parts of its marker that hold everywhere."""
+    requirement, _, marker = (part.strip() for part in line.partition(";"))
+    parts = [part for part in marker.split(" and ") if part and part not in ENVIRONMENT]
+    return f"{requirement} ; {' and '.join(parts)}" if parts else requirement
+
+
+def resolve(inputs: list[Path], present: Path, *options: str) -> list[str]:
+    """The requirements of the inputs and of all their dependencies, pinned; the versions in `present` are kept."""
+    with tempfile.TemporaryDirectory() as directory:
+        environment = " and ".join(ENVIRONMENT)
+        Path(directory, "pyproject.toml").write_text(f'[tool.uv]\nenvironments = ["{environment}"]\n')
+        output = Path(directory, "requirements.txt")
+        if present.exists():
+            output.write_text("".join(line for line in present.open() if not line.startswith("-r")))
+        command = [
+            "uv",
+            "pip",
+            "compile",
+            "--quiet",
+            "--universal",
+            "--python-version",
+            "3.10",
+            "--no-python-downloads",
+        ]
+        command += ["--no-annotate", "--no-header", "--output-file", output.name, *options, *map(str, inputs)]
+        subprocess.run(command, cwd=directory, stdout=subprocess.DEVNULL, check=True)
+        lines = map(simplified, output.read_text().splitlines())
+    return [line for line in lines if not line.startswith(CUDA)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--upgrade", action="store_true", help="take the newest versions that fit")
+    options = ["--upgrade"] if parser.parse_args().upgrade else []
+    if shutil.which("uv") is None:
+        sys.exit("lock.py: this needs uv: pip install uv")
+    embedded = resolve([EMBEDDED / "requirements.in"], EMBEDDED / "requirements.txt", *options)
+    (EMBEDDED / "requirements.txt").write_text(HEADER + "\n".join(embedded) + "\n")
+    options += ["--constraint", str(EMBEDDED / "requirements.txt")]
+    both = [EMBEDDED / "requirements.in", TESTS / "requirements.in"]
+    added = [line for line in resolve(both, TESTS / "requirements.txt", *options) if line not in embedded]
+    (TESTS / "requirements.txt").write_text(f"{HEADER}-r ../embedded/requirements.txt\n" + "\n".join(added) + "\n")
+
+
+if __name__ == "__main__":
+    main()
