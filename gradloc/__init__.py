@@ -18,6 +18,7 @@ from .evidence import record_events, text_evidence
 from .layer_clip import LayerClip, LayerClipConfig
 from .locator import GradLoc, token_weights
 from .lockstep import RankLostError
+from .version import __version__
 
 __all__ = [
     "GradLoc",
@@ -25,6 +26,7 @@ __all__ = [
     "LayerClip",
     "LayerClipConfig",
     "RankLostError",
+    "__version__",
     "record_events",
     "text_evidence",
     "token_weights",

@@ -32,6 +32,7 @@ from .meter import LocalMeter, Meter, ReducedMeter, Unit
 from .passes import Forward, MicroBatch, Passes, UnitName
 from .search.investigation import Investigation
 from .taps import GradientTaps
+from .version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -309,6 +310,7 @@ class GradLoc:
                 trigger = {"kind": "unit", "norm": worst.norm, "threshold": threshold * worst.root_square_weight}
             self._event = {
                 "schema": evidence.SCHEMA,
+                "gradloc_version": __version__,
                 "time": clocks[0][1],
                 "global_step": self._global_step,
                 "epoch": epoch,

@@ -167,7 +167,9 @@ EVENT = {
             "world_size": {"type": "integer", "minimum": 1},
             "loss_scale": _POSITIVE,
             "error": _TEXT_OR_NULL,
-        }
+        },
+        # Older events lack it.
+        gradloc_version=_TEXT,
     ),
 }
 

@@ -20,6 +20,7 @@ from valid_events import valid_events
 from evidence_samples import culprit, event, samples, version_1, without_culprits
 from gradloc import evidence, record_events, report
 from gradloc.schema import EVENT, EVENT_1, NOTE, conforms
+from gradloc.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,6 +71,7 @@ def test_real_events_have_the_form_that_the_schema_gives(real_events: list[dict[
     for found in real_events:
         jsonschema.validate(found, EVENT)
         assert conforms(found, EVENT)
+        assert found["gradloc_version"] == __version__
     finite, nonfinite = real_events
     assert [(c["uid"], c["position"]) for c in finite["culprits"]] == [("row-1", 2)]
     assert [(c["uid"], c["position"], c["source"]) for c in nonfinite["culprits"]] == [("row-2", 5, "nonfinite")]
@@ -143,6 +145,13 @@ def test_what_says_how_far_culprits_explain_a_spike_is_needed_since_version_2(pa
     assert not conforms(sample, EVENT)
     jsonschema.validate({**sample, "schema": 1}, EVENT_1)
     assert conforms({**sample, "schema": 1}, EVENT_1)
+
+
+def test_events_from_before_the_version_was_written_are_still_read() -> None:
+    sample = evidence.jsonable(spike())
+    del sample["gradloc_version"]
+    jsonschema.validate(sample, EVENT)
+    assert conforms(sample, EVENT)
 
 
 def test_a_field_of_a_later_patch_is_refused_by_the_schema_but_read() -> None:
