@@ -15,6 +15,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,13 +80,13 @@ class SetAside:
     @torch.no_grad()
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None and self._replaced:
-            for holder, gradient, _ in self._kept:
+            for holder, gradient, _copy in self._kept:
                 if gradient is None:  # zeros in the place of none would have the optimizer step
                     holder.grad = None
             return
         clear(self._module)
         for holder, gradient, copy in self._kept:
-            if copy is not None:
+            if gradient is not None and copy is not None:
                 gradient.copy_(copy)
             holder.grad = gradient
 
@@ -105,7 +106,7 @@ def reset_sharding(module: nn.Module) -> None:
     """Brings FSDP back to where a forward may start, after a forward or backward that was broken off by an error."""
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         unit.training_state = TrainingState.IDLE
-        unit._post_backward_callback_queued = False
+        unit._post_backward_callback_queued = False  # type: ignore[assignment]  # torch does not declare it
         if unit._is_root:
             unit._exec_order_data.next_iter()
         if unit._handle is not None:
@@ -116,9 +117,9 @@ def reset_sharding(module: nn.Module) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            _reset_fsdp2(unit)
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            _reset_fsdp2(child)
 
 
 def _reset_handle(handle: FlatParamHandle) -> None:
@@ -129,8 +130,8 @@ def _reset_handle(handle: FlatParamHandle) -> None:
         del flat_param._post_backward_hook_state
     if hasattr(flat_param, "_saved_grad_shard"):
         del flat_param._saved_grad_shard
-    flat_param._post_backward_called = False
-    handle._ran_pre_backward_hook = False
+    flat_param._post_backward_called = False  # type: ignore[attr-defined]  # torch does not declare it
+    handle._ran_pre_backward_hook = False  # type: ignore[attr-defined]  # torch does not declare it
     handle._needs_pre_backward_unshard = False
     handle._post_forward_index = None
     handle._training_state = HandleTrainingState.IDLE
@@ -175,7 +176,7 @@ def all_reduced(module: nn.Module) -> Iterator[None]:
     """
     groups = _parameter_groups(module)
 
-    def reduce_all(group: object) -> None:
+    def reduce_all(group: Any) -> None:
         parameters = [p.unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
         if any(parameter.grad is not None for parameter in parameters):
             for parameter in parameters:
@@ -192,9 +193,9 @@ def all_reduced(module: nn.Module) -> Iterator[None]:
             del group.post_backward
 
 
-def _parameter_groups(module: nn.Module) -> list:
+def _parameter_groups(module: nn.Module) -> list[Any]:
     """Those of all of FSDP2's units."""
-    found = []
+    found: list[Any] = []
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             state = unit._get_fsdp_state()

@@ -28,7 +28,7 @@ except ImportError:  # torch before 2.6
         from torch.distributed._composable.fsdp import FSDPModule
     except ImportError:  # torch before 2.4
 
-        class FSDPModule:
+        class FSDPModule:  # type: ignore[no-redef]  # a stand-in for what this torch lacks
             """FSDP2 is not there: no module is one of its."""
 
 

@@ -13,6 +13,7 @@
 # limitations under the License.
 """Every rank's own gradient norms, read in the moment before FSDP averages them over the ranks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -150,7 +151,8 @@ def _flat_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
     for fsdp in FullyShardedDataParallel.fsdp_modules(module):
         if fsdp._handle is not None:
             flat = fsdp._handle.flat_param
-            originals = flat._params if fsdp._handle._use_orig_params else [flat] * len(flat._param_infos)
+            use_originals = fsdp._handle._use_orig_params
+            originals: Sequence[Tensor] = (flat._params or []) if use_originals else [flat] * len(flat._param_infos)
             for (attribute, owner, _), original in zip(flat._param_infos, originals, strict=True):
                 found.setdefault(owner, []).append((attribute, fsdp._fsdp_wrapped_module, original))
     return found
@@ -158,12 +160,13 @@ def _flat_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
 
 def _plain_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
     """The parameters under FSDP2 or without sharding, by their owners. A tied one counts once."""
-    units = {name: unit for name, unit in module.named_modules() if isinstance(unit, FSDPModule) or unit is module}
+    units = {name for name, unit in module.named_modules() if isinstance(unit, FSDPModule) or unit is module}
     found: dict[nn.Module, list[_Place]] = {}
     for name, _ in module.named_parameters():
         owner_name, _, attribute = name.rpartition(".")
         unit_name = owner_name
         while unit_name not in units:
             unit_name = unit_name.rpartition(".")[0]
-        found.setdefault(module.get_submodule(owner_name), []).append((attribute, units[unit_name], None))
+        unit = module.get_submodule(unit_name)
+        found.setdefault(module.get_submodule(owner_name), []).append((attribute, unit, None))
     return found
