@@ -5,6 +5,7 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -64,7 +65,7 @@ def drop(
     try:
         with gradients.SetAside(module) as gradient:
             for index in range(count):
-                passes.accumulate(lambda rank, i=index: without_culprits(rank, i))
+                passes.accumulate(partial(without_culprits, index=index), lambda: None)
             finite = math.isfinite(reduced_norm())
             if finite:
                 gradient.replace()

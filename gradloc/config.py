@@ -15,6 +15,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import TypeGuard
 
 TRIGGERS = ("unit", "global")
 ACTIONS = ("log", "skip", "drop")
@@ -59,5 +60,5 @@ class GradLocConfig:
             raise ValueError(f"spike_action must be one of {list(ACTIONS)}, got {self.action!r}.")
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

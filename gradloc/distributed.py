@@ -71,14 +71,15 @@ def exchange(make: Callable[[], Any]) -> list[Any]:
     Raises:
         RankFailedError: `make()` raised on some rank.
     """
+    mine: tuple[Any, str | None]
     try:
         mine = (make(), None)
     except Exception as error:  # relayed: the others wait for this rank
         mine = (None, f"{type(error).__name__}: {error}")
     results = gather_objects(mine)
-    for rank, (_, error) in enumerate(results):
-        if error is not None:
-            raise RankFailedError(f"rank {rank} could not share its micro-batches: {error}")
+    for rank, (_, failure) in enumerate(results):
+        if failure is not None:
+            raise RankFailedError(f"rank {rank} could not share its micro-batches: {failure}")
     return [value for value, _ in results]
 
 
@@ -96,7 +97,7 @@ def broadcast(make: Callable[[], Any], source: int) -> Any:
             box = [(None, f"{type(error).__name__}: {error}")]
     if world_size() > 1:
         dist.broadcast_object_list(box, src=source)
-    value, error = box[0]
-    if error is not None:
-        raise RankFailedError(f"rank {source} could not share a micro-batch: {error}")
+    value, failure = box[0]
+    if failure is not None:
+        raise RankFailedError(f"rank {source} could not share a micro-batch: {failure}")
     return value

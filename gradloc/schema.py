@@ -199,7 +199,7 @@ NOTE = {
     ),
 }
 
-_TYPES = {
+_TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
     "array": list,
     "string": str,
