@@ -871,7 +871,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise KeyboardInterrupt
 
     os.umask(0o022)  # of the state folder; all else is given its permissions
-    if sys.stdout is not None:  # with its descriptor closed (>&-), there is none
+    if isinstance(sys.stdout, io.TextIOWrapper):  # with its descriptor closed (>&-), there is none
         sys.stdout.reconfigure(errors="backslashreplace")
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:

@@ -8,6 +8,7 @@ Compared is what stands between the gradient and the optimizer:
 - none: nothing; global: verl's grad_clip alone; fixed, ratio, zscore: LayerClip by that rule (defaults), then the same
   grad_clip. grad_clip is five times the usual norm, as in runs whose norms are well under it; "tight": half the usual
   norm, so that it acts in nearly every step.
+- adagc, zclip: the rules of two papers with their own settings (rival_clips.py), then the same grad_clip.
 - "+drop": with GradLoc's spike_action=drop besides, at three times the usual token norm, with 64 passes at most.
 
 The usual norms are medians over the first 10 steps of a run without spikes. Spikes come in step 20 and in each of
@@ -30,6 +31,7 @@ Reward is the probability of the right answer, averaged over 128 sums that are n
 - step: the size of the optimizer step of the first spike, in usual steps (of steps 10 to 19);
 - speed: the size of the steps of layers.1 in steps 30 to 34, when Adam's momentum has forgotten the first spike, in
   those of the same run without spikes;
+- clipped: the share of layers (adagc: of tensors; zclip: of steps) that were clipped, grad_clip apart;
 - events: how many spikes GradLoc saw, of four.
 
 The patched verl must be importable; after `bash tests/run.sh`:
@@ -64,6 +66,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy
 import torch
 import torch.distributed as dist
+from rival_clips import AdaGC, ZClip
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl import DataProto
@@ -73,6 +76,7 @@ from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, LayerClipConf
 
 KINDS = ("no", "layer", "token", "sequence")
 LAYER_RULES = ("fixed", "ratio", "zscore")
+RIVALS = ("adagc", "zclip")
 LOOSE, TIGHT = 5.0, 0.5  # grad_clip in usual norms
 TOKEN_THRESHOLD = 3.0  # GradLoc's, in usual token norms
 
@@ -93,6 +97,7 @@ class Settings:
         prompts (int): Sums in a step.
         answers (int): Answers to each.
         learning_rate (float): Of AdamW; beyond that, what verl takes by default.
+        adagc_warmup (int): Optimizer steps of AdaGC's warm-up; its paper takes 100, which is most of this run.
     """
 
     steps: int = 60
@@ -102,13 +107,16 @@ class Settings:
     prompts: int = 12
     answers: int = 8
     learning_rate: float = 1e-4
+    adagc_warmup: int = 20
 
     def spikes_in(self, step: int) -> bool:
         return any(first <= step <= last for first, last in self.events)
 
 
 FULL = Settings()
-QUICK = Settings(steps=13, events=((11, 11), (12, 13)), calibration=2, skill=0.06, prompts=6, answers=8)
+QUICK = Settings(
+    steps=13, events=((11, 11), (12, 13)), calibration=2, skill=0.06, prompts=6, answers=8, adagc_warmup=10
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +124,7 @@ class Variant:
     """What stands between the gradient and the optimizer.
 
     Args:
-        rule (str): "none", "global", or one of LAYER_RULES.
+        rule (str): "none", "global", or one of LAYER_RULES or RIVALS.
         drop (bool): Whether GradLoc drops what it finds.
         clip (float): grad_clip in usual norms.
         other_samples (bool): Whether to draw other sums and answers.
@@ -135,7 +143,8 @@ class Variant:
 
 VARIANTS = [Variant(rule, drop) for rule in ("none", "global", *LAYER_RULES) for drop in (False, True)]
 VARIANTS += [Variant(rule, clip=TIGHT) for rule in ("global", "zscore")]
-QUICK_VARIANTS = [Variant("global"), Variant("fixed", drop=True)]
+VARIANTS += [Variant(rule) for rule in RIVALS]
+QUICK_VARIANTS = [Variant("global"), Variant("fixed", drop=True), Variant("adagc")]
 OTHER_SAMPLES = Variant("global", other_samples=True)
 
 
@@ -292,11 +301,25 @@ class Run:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
         with contextlib.redirect_stdout(io.StringIO()):
             self.actor = DataParallelPPOActor(config, self.model, optimizer)
+        self.rival: AdaGC | ZClip | None = None
+        self.rival_clipped: list[float] = []  # in every optimizer step
+        if variant.rule in RIVALS:
+            self.rival = AdaGC(grad_clip, settings.adagc_warmup) if variant.rule == "adagc" else ZClip()
+            self._clip_before_the_actor(self.rival)
         self.rewards = [reward_of(self.model, self.test)]
         # Of every optimizer step: how far it went, and how far the spiked layer.
         self.moved: list[tuple[float, float]] = []
         self.metrics: list[dict[str, Any]] = []
         self._watch(optimizer)
+
+    def _clip_before_the_actor(self, rival: AdaGC | ZClip) -> None:
+        step = self.actor._optimizer_step
+
+        def clip_and_step() -> Tensor:
+            self.rival_clipped.append(rival.clip([parameter.grad for parameter in self.model.parameters()]))
+            return step()
+
+        self.actor._optimizer_step = clip_and_step
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         before: list[Tensor] = []
@@ -412,7 +435,7 @@ def run_all_kinds(
             "distance": distance.item(),
             "events": run.logged("actor/gradloc/triggered"),
             "passes": run.logged("actor/gradloc/passes"),
-            "clipped": run.logged("actor/layer_clip/fraction"),
+            "clipped": run.logged("actor/layer_clip/fraction") if run.rival is None else run.rival_clipped,
             "seconds": time.perf_counter() - started,
         }
     return found, clean
@@ -479,7 +502,7 @@ def print_tables(settings: Settings, variants: list[Variant], results: dict[str,
         print(f"\n| {kind} | {' | '.join(digits)} |\n|{'---|' * (len(digits) + 1)}")
         for variant in variants:
             print(f"| {variant.name} | {' | '.join(cell(variant.name, kind, *column) for column in digits.items())} |")
-    columns = ["end", "recover", "mean reward less global's", "layers clipped", "events"]
+    columns = ["end", "recover", "mean reward less global's", "clipped", "events"]
     print(f"\n| no spikes | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
     means = {variant.name: [mean(runs[variant.name]["no"]["rewards"]) for runs in by_seed] for variant in variants}
     for variant in variants:
@@ -516,6 +539,8 @@ def plot(settings: Settings, results: dict[str, Any], picture: Path) -> None:
         "none": "#999999",
         "global": "#000000",
         "global+drop": "#0072B2",
+        "adagc": "#009E73",
+        "zclip": "#56B4E9",
         "fixed": "#E69F00",
         "ratio": "#CC79A7",
         "zscore": "#D55E00",

@@ -4,7 +4,7 @@
 
 The rooms of the package. A file imports from its own room and from those above it:
 
-- checks, robust_statistics: small functions
+- version, checks, robust_statistics: the version, and small functions
 - config, auto_threshold: what counts as a spike
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
@@ -24,6 +24,7 @@ from .fsdp.collective_replay import RankLostError
 from .layers.layer_clip import LayerClip, LayerClipConfig
 from .measure.token_weights import token_weights
 from .monitor import GradLoc
+from .version import __version__
 
 __all__ = [
     "GradLoc",
@@ -31,6 +32,7 @@ __all__ = [
     "LayerClip",
     "LayerClipConfig",
     "RankLostError",
+    "__version__",
     "record_events",
     "text_evidence",
     "token_weights",

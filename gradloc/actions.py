@@ -5,6 +5,7 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -65,7 +66,7 @@ def drop(
     try:
         with SetAside(module) as gradient:
             for index in range(count):
-                passes.accumulate(lambda rank, i=index: without_culprits(rank, i))
+                passes.accumulate(partial(without_culprits, index=index), lambda: None)
             finite = math.isfinite(reduced_norm())
             if finite:
                 gradient.replace()

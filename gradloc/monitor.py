@@ -27,6 +27,7 @@ from .measure.local_norms import LocalNorms
 from .measure.meter import LocalMeter, Meter, ReducedMeter, Unit
 from .measure.passes import Forward, MicroBatch, Passes, UnitName
 from .search.investigation import Investigation
+from .version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -292,6 +293,7 @@ class GradLoc:
                 trigger = {"kind": "unit", "norm": worst.norm, "threshold": threshold * worst.root_square_weight}
             self._event = {
                 "schema": SCHEMA,
+                "gradloc_version": __version__,
                 "time": clocks[0][1],
                 "global_step": self._global_step,
                 "epoch": epoch,

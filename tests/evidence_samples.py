@@ -14,6 +14,7 @@ from typing import Any
 from gradloc import record_events
 from gradloc.evidence.schema import SCHEMA
 from gradloc.evidence.sources import classify
+from gradloc.version import __version__
 
 LAYERS = ["embed_tokens", *(f"layers.{i}" for i in range(30)), "norm"]
 THRESHOLD = 640.0
@@ -129,6 +130,7 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
         norm = math.nan
     return {
         "schema": SCHEMA,
+        "gradloc_version": __version__,
         "time": f"2026-03-0{1 + step // 1440 % 9}T{step // 60 % 24:02d}:{step % 60:02d}:00+00:00",
         "global_step": step,
         "epoch": 0,
@@ -183,7 +185,7 @@ def without_culprits(step: int, diagnosis: str, random: random.Random, **changes
 def version_1(found: dict[str, Any]) -> dict[str, Any]:
     """The event as the first version of the schema has it."""
     found = {**found, "schema": 1}
-    for name in ("until", "explained", "more_tokens"):
+    for name in ("gradloc_version", "until", "explained", "more_tokens"):
         del found[name]
     found["units"] = [{name: unit[name] for name in unit if name != "rest"} for unit in found["units"]]
     found["diffuse"] = [

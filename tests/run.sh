@@ -98,6 +98,8 @@ say "deno"
 say "the patch"
 PYTHON=$venv/bin/python bash make_patch.sh --check --base-tree build/base
 set_up_patched
+say "mypy"
+"$venv/bin/mypy"
 # The patched verl comes before the unpatched one that is installed in the environment.
 export GRADLOC_BASE_TREE=$build/base PYTHONPATH=$build/verl:$root
 set_up_browser "$@"

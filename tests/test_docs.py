@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from gradloc import __version__
 from gradloc.evidence import schema
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOP_LEVEL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = [*TOP_LEVEL, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def anchors(page: Path) -> set[str]:
@@ -28,6 +30,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_the_changelog_has_the_version() -> None:
+    name = "Unreleased" if ".dev" in __version__ else __version__
+    assert re.search(rf"^## \[{re.escape(name)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
 def fields(form: Any) -> set[str]:

@@ -24,6 +24,7 @@ from gradloc.evidence.schema import EVENT, EVENT_1, NOTE, conforms
 from gradloc.report import meanings, page, reading
 from gradloc.report.__main__ import main
 from gradloc.report.page_data import page_data as data_of_page
+from gradloc.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,6 +75,7 @@ def test_real_events_have_the_form_that_the_schema_gives(real_events: list[dict[
     for found in real_events:
         jsonschema.validate(found, EVENT)
         assert conforms(found, EVENT)
+        assert found["gradloc_version"] == __version__
     finite, nonfinite = real_events
     assert [(c["uid"], c["position"]) for c in finite["culprits"]] == [("row-1", 2)]
     assert [(c["uid"], c["position"], c["source"]) for c in nonfinite["culprits"]] == [("row-2", 5, "nonfinite")]
@@ -147,6 +149,13 @@ def test_what_says_how_far_culprits_explain_a_spike_is_needed_since_version_2(pa
     assert not conforms(sample, EVENT)
     jsonschema.validate({**sample, "schema": 1}, EVENT_1)
     assert conforms({**sample, "schema": 1}, EVENT_1)
+
+
+def test_events_from_before_the_version_was_written_are_still_read() -> None:
+    sample = writer.jsonable(spike())
+    del sample["gradloc_version"]
+    jsonschema.validate(sample, EVENT)
+    assert conforms(sample, EVENT)
 
 
 def test_a_field_of_a_later_patch_is_refused_by_the_schema_but_read() -> None:

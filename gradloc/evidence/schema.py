@@ -156,7 +156,9 @@ EVENT = {
             "world_size": {"type": "integer", "minimum": 1},
             "loss_scale": _POSITIVE,
             "error": _TEXT_OR_NULL,
-        }
+        },
+        # Older events lack it.
+        gradloc_version=_TEXT,
     ),
 }
 
@@ -186,7 +188,7 @@ NOTE = {
     ),
 }
 
-_TYPES = {
+_TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
     "array": list,
     "string": str,

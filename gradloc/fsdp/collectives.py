@@ -60,14 +60,15 @@ def exchange(make: Callable[[], Any]) -> list[Any]:
     Raises:
         RankFailedError: `make()` raised on some rank.
     """
+    mine: tuple[Any, str | None]
     try:
         mine = (make(), None)
     except Exception as error:  # sent on: the other ranks wait for this one
         mine = (None, f"{type(error).__name__}: {error}")
     results = gather_objects(mine)
-    for rank, (_, error) in enumerate(results):
-        if error is not None:
-            raise RankFailedError(f"rank {rank} could not send its micro-batches: {error}")
+    for rank, (_, failure) in enumerate(results):
+        if failure is not None:
+            raise RankFailedError(f"rank {rank} could not send its micro-batches: {failure}")
     return [value for value, _ in results]
 
 
@@ -85,7 +86,7 @@ def broadcast(make: Callable[[], Any], source: int) -> Any:
             box = [(None, f"{type(error).__name__}: {error}")]
     if world_size() > 1:
         dist.broadcast_object_list(box, src=source)
-    value, error = box[0]
-    if error is not None:
-        raise RankFailedError(f"rank {source} could not send a micro-batch: {error}")
+    value, failure = box[0]
+    if failure is not None:
+        raise RankFailedError(f"rank {source} could not send a micro-batch: {failure}")
     return value

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -133,6 +133,14 @@ class LayerStatistics:
         self.warmup = []
 
 
+class LayerStep(TypedDict):
+    """What a step did to a layer: its norm before, its bound (None during the warm-up), and by what it was scaled."""
+
+    norm: float
+    bound: float | None
+    factor: float
+
+
 class LayerClip:
     """Scales every layer's gradient by min(1, bound / norm) before the optimizer step, and learns the bounds.
 
@@ -150,8 +158,8 @@ class LayerClip:
         self._config = config
         self._reduced_norms = ReducedNorms(module, torch.device(device))
         self.layers = self._reduced_norms.layers
-        self.last_step: dict[str, dict[str, float | None]] = {}
-        self._steps: list[dict[str, dict[str, float | None]]] = []
+        self.last_step: dict[str, LayerStep] = {}
+        self._steps: list[dict[str, LayerStep]] = []
         self._statistics = {layer: LayerStatistics() for layer in self.layers}
 
     def squared_norms(self) -> Tensor:
@@ -183,7 +191,7 @@ class LayerClip:
         self._steps.append(self.last_step)
         return torch.tensor(math.sqrt(sum(layer["norm"] ** 2 for layer in figures)))
 
-    def preview(self, squared_norms: Tensor) -> dict[str, dict[str, float | None]]:
+    def preview(self, squared_norms: Tensor) -> dict[str, LayerStep]:
         """What `clip` would do to the gradient with these norms, as `last_step` has it. Nothing is changed."""
         # The only host sync: the norm that `clip` returns lies on the CPU already.
         norms = [math.sqrt(square) for square in squared_norms.tolist()]
@@ -224,10 +232,10 @@ class LayerClip:
             metrics["actor/layer_clip/norm_max_ratio"] = ratio
         if self._config.log_layers:
             for layer in self.layers:
-                for name in ("norm", "bound"):
-                    values = [step[layer][name] for step in steps if step[layer][name] is not None]
-                    if values:
-                        metrics[f"actor/layer_clip/{name}/{layer}"] = values
+                metrics[f"actor/layer_clip/norm/{layer}"] = [step[layer]["norm"] for step in steps]
+                bounds = [bound for step in steps if (bound := step[layer]["bound"]) is not None]
+                if bounds:
+                    metrics[f"actor/layer_clip/bound/{layer}"] = bounds
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

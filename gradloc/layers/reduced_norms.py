@@ -108,8 +108,11 @@ class ReducedNorms:
     @torch.no_grad()
     def scale_(self, factors: Mapping[int, float]) -> None:
         """Multiplies the gradients of some layers, given by their index, in place."""
-        found = [(piece.gradient(), factors[layer]) for layer, piece in self._pieces if layer in factors]
-        found = [(gradient, factor) for gradient, factor in found if gradient is not None]
+        found = [
+            (gradient, factors[layer])
+            for layer, piece in self._pieces
+            if layer in factors and (gradient := piece.gradient()) is not None
+        ]
         if found:
             torch._foreach_mul_([gradient for gradient, _ in found], [factor for _, factor in found])
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each rank's own gradient norms, read just before FSDP's reduce-scatter averages the gradients."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,7 +141,8 @@ def _flat_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
         handle = fsdp_module._handle
         if handle is not None:
             flat = handle.flat_param
-            originals = flat._params if handle._use_orig_params else [flat] * len(flat._param_infos)
+            use_originals = handle._use_orig_params
+            originals: Sequence[Tensor] = (flat._params or []) if use_originals else [flat] * len(flat._param_infos)
             for (attribute, owner, _), original in zip(flat._param_infos, originals, strict=True):
                 found.setdefault(owner, []).append((attribute, fsdp_module._fsdp_wrapped_module, original))
     return found
@@ -148,14 +150,13 @@ def _flat_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
 
 def _plain_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
     """The parameters under FSDP2 or without sharding, by their owners. A tied one counts once."""
-    fsdp_modules = {
-        name: child for name, child in module.named_modules() if isinstance(child, FSDPModule) or child is module
-    }
+    fsdp_names = {name for name, child in module.named_modules() if isinstance(child, FSDPModule) or child is module}
     found: dict[nn.Module, list[_Place]] = {}
     for name, _ in module.named_parameters():
         owner_name, _, attribute = name.rpartition(".")
         fsdp_name = owner_name
-        while fsdp_name not in fsdp_modules:
+        while fsdp_name not in fsdp_names:
             fsdp_name = fsdp_name.rpartition(".")[0]
-        found.setdefault(module.get_submodule(owner_name), []).append((attribute, fsdp_modules[fsdp_name], None))
+        fsdp_module = module.get_submodule(fsdp_name)
+        found.setdefault(module.get_submodule(owner_name), []).append((attribute, fsdp_module, None))
     return found

@@ -5,6 +5,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -45,7 +46,7 @@ class Unit:
 
     @property
     def token_equivalent(self) -> float:
-        if self.root_square_weight > 0 and math.isfinite(self.norm):
+        if self.root_square_weight > 0 and self.norm is not None and math.isfinite(self.norm):
             return self.norm / self.root_square_weight
         return 0.0 if self.norm == 0 else math.inf
 
@@ -163,15 +164,16 @@ class LocalMeter:
         }
 
     def wholes(self, units: Mapping[UnitName, Unit], global_norm: float) -> list[tuple[float, int]]:
-        return [(unit.norm, unit.broken_tokens) for unit in units.values() if unit.tokens]
+        return [(unit.norm, unit.broken_tokens) for unit in units.values() if unit.tokens and unit.norm is not None]
 
     def groups(self, units: Mapping[UnitName, Unit], threshold: float) -> dict[GroupName, list[UnitName]]:
         return {name: [name] for name in suspects(units, threshold)}
 
     def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
-        return {
-            (rank, index): collectives.broadcast(lambda i=index: own[i].portable(scale), rank) for rank, index in names
-        }
+        def portable(index: int) -> MicroBatch:
+            return own[index].portable(scale)
+
+        return {(rank, index): collectives.broadcast(partial(portable, index), rank) for rank, index in names}
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         def subset_of(rank: int) -> TokenSubset | None:

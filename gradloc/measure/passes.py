@@ -5,7 +5,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from ..fsdp.collective_replay import CollectiveReplay
 from ..fsdp.state import all_reduced, clear_gradients, reset_fsdp, set_rng_state
 
 logger = logging.getLogger(__name__)
+
+# What is read after a pass.
+_Read = TypeVar("_Read")
 
 # A unit's name: (rank, index of the micro-batch in the mini-batch).
 UnitName = tuple[int, int]
@@ -145,7 +148,7 @@ class Passes:
         self._broken_ranks: list[int] | None = None
         self._cut = not _depends_on_the_whole(module)
 
-    def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], Tensor]) -> Tensor:
+    def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read]) -> _Read:
         """`accumulate`, but no gradient is kept. A collective call."""
         try:
             return self.accumulate(subset_of, read)
@@ -165,9 +168,7 @@ class Passes:
             self._replay.forget()
             self.measure(lambda _: None, lambda: None)
 
-    def accumulate(
-        self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], Tensor | None] = lambda: None
-    ) -> Tensor | None:
+    def accumulate(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read]) -> _Read:
         """One pass that adds the gradient of every rank's subset, averaged over the ranks, to the present gradient.
 
         Args:
@@ -180,7 +181,7 @@ class Passes:
         """
         self.count += 1
         error: Exception | None = None
-        result: Tensor | None = None
+        result: _Read | None = None
         try:
             with self._replay.recording(), all_reduced(self._module):
                 self._forward_backward(subset_of(self.rank))
@@ -195,7 +196,7 @@ class Passes:
             error = caught
         failed = torch.tensor([float(error is not None)], device=self._device)
         if not torch.stack(collectives.gather(failed)).any():
-            return result
+            return cast(_Read, result)  # no rank has an error, so this one has read
         if error is not None:
             logger.warning("a pass of the gradient search failed; training continues", exc_info=error)
         messages = collectives.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
