@@ -153,7 +153,7 @@ def test_a_clone_made_with_autocrlf(base_tree: Path, tmp_path: Path) -> None:
     source.mkdir()
     for name in (".gitattributes", "apply_patch.py", "make_patch.sh", "run_experiment.sh"):
         shutil.copy(trees.ROOT / name, source)
-    for name in ("embedded", "gradloc", "patches"):
+    for name in ("embedded", "gradloc", "patches", "tools"):
         shutil.copytree(trees.ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     trees.commit_all(source)
     trees.git(source, "clone", "-q", "-c", "core.autocrlf=true", str(source), str(clone))
@@ -531,8 +531,9 @@ def test_no_git(made: tuple[Project, Path], tmp_path: Path) -> None:
 def test_a_failure_of_the_tool_is_no_verdict(made: tuple[Project, Path], tmp_path: Path, action: str) -> None:
     project, checkout = made
     arguments = {"--check": [], "--repo": [checkout], "--init": [tmp_path / "new"]}[action]
-    done = project.make(action, *arguments, TMPDIR="/nonexistent")
-    refused(done, 3, "/nonexistent", "set TMPDIR to a folder that can be written")
+    absent = str(tmp_path / "absent")
+    done = project.make(action, *arguments, TMPDIR=absent)
+    refused(done, 3, absent, "set TMPDIR to a folder that can be written")
 
 
 @pytest.fixture
@@ -599,17 +600,25 @@ def test_check_notices(made: tuple[Project, Path], source: Path) -> None:
 
 
 def test_check_without_a_base(made: tuple[Project, Path], tmp_path: Path) -> None:
-    """A Python without a network."""
+    """A Python whose pip fails, as without a network."""
     project, _ = made
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'ERROR: No matching distribution found' >&2\nexit 1\n")
-    python.chmod(0o755)
-    command = ("bash", project.place / "make_patch.sh", "--check")
-    refused(trees.run(*command, PYTHON="false"), 3, "cannot be checked", "could not be downloaded", "--base-tree")
-    command = ("env", f"PYTHON={python}", *command)
-    refused(trees.run(*command), 3, "cannot be checked", "(ERROR: No matching distribution found)", "--base-tree")
+    (tmp_path / "modules").mkdir()
+    pip = tmp_path / "modules/pip.py"
+    failing = {"PYTHONPATH": str(pip.parent)}
+    pip.write_text("raise SystemExit(1)\n")
+    refused(project.make("--check", **failing), 3, "cannot be checked", "(it says nothing)", "--base-tree")
+    pip.write_text("raise SystemExit('ERROR: No matching distribution found')\n")
+    done = project.make("--check", **failing)
+    refused(done, 3, "cannot be checked", "downloaded", "(ERROR: No matching distribution found)", "--base-tree")
     (project.place / "gradloc/__init__.py").write_text("x = 2\n")
-    refused(trees.run(*command), 1, "__init__.py")
+    refused(project.make("--check", **failing), 1, "__init__.py")
+
+
+@pytest.mark.parametrize("python", ["false", "/no such python", "true"])
+def test_no_python_is_no_verdict(made: tuple[Project, Path], python: str) -> None:
+    project, _ = made
+    done = trees.run("bash", project.place / "make_patch.sh", "--check", PYTHON=python)
+    refused(done, 3, python, "Python 3.10")
 
 
 def test_the_real_patch_is_in_sync(base_tree: Path) -> None:
