@@ -153,7 +153,7 @@ def test_a_clone_made_with_autocrlf(base_tree: Path, tmp_path: Path) -> None:
     source.mkdir()
     for name in (".gitattributes", "apply_patch.py", "make_patch.sh", "run_experiment.sh"):
         shutil.copy(trees.ROOT / name, source)
-    for name in ("embedded", "gradloc", "patches", "tools"):
+    for name in ("embedded", "gradloc", "patches", "rewards", "tools"):
         shutil.copytree(trees.ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     trees.commit_all(source)
     trees.git(source, "clone", "-q", "-c", "core.autocrlf=true", str(source), str(clone))
@@ -320,6 +320,91 @@ def test_folders_of_the_package(made: tuple[Project, Path], source: Path, tmp_pa
     assert project.make("--repo", checkout).returncode == 0
     assert files(ours) == ["README.md", "__init__.py", "search/README.md"]
     assert files(theirs) == ["__init__.py"] and not (theirs / "measure").exists()
+
+
+# Rewards: new files, and one that replaces verl's
+
+SCORES = "verl/utils/reward_score"
+
+
+@pytest.fixture
+def rewarded(source: Path, tmp_path: Path) -> tuple[Project, Path]:
+    """As made, with a hook, a new file and a replaced file among verl's rewards."""
+    (source / SCORES).mkdir()
+    for name in ("__init__", "math_verify"):
+        (source / SCORES / f"{name}.py").write_text(f"# verl's {name}\n")
+    project, checkout = Project(tmp_path / "project", None), tmp_path / "checkout"
+    assert project.make("--init", checkout, "--base", source).returncode == 0
+    edit(checkout)
+    (checkout / SCORES / "__init__.py").write_text("# verl's __init__\n# a hook\n")
+    assert project.make("--repo", checkout).returncode == 0
+    assert not (project.place / "rewards").exists()
+    (checkout / SCORES / "math_verify.py").write_text("# verl's math_verify\n\nours = 1\n")
+    (checkout / SCORES / "new.py").write_text("new = 1\n")
+    done = project.make("--repo", checkout)
+    assert done.returncode == 0, done.stderr
+    return project, checkout
+
+
+def test_rewards_have_their_sources_in_the_project(rewarded: tuple[Project, Path], source: Path) -> None:
+    project, checkout = rewarded
+    ours, theirs = project.place / "rewards", checkout / SCORES
+    assert sorted(path.name for path in ours.iterdir()) == ["math_verify.py", "new.py"]
+    for name in ("math_verify.py", "new.py"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    assert check(project, source).returncode == 0
+    (ours / "math_verify.py").write_text("ours = 2\n")
+    (ours / "README.md").write_text("What is here.\n")
+    (theirs / "new.py").write_text("new = 2\n")
+    refused(check(project, source), 1, f"{SCORES}/math_verify.py differ")
+    assert project.make("--repo", checkout).returncode == 0
+    for side in (ours, theirs):
+        assert (side / "math_verify.py").read_text() == "ours = 2\n" and (side / "new.py").read_text() == "new = 2\n"
+    assert not (theirs / "README.md").exists() and (theirs / "__init__.py").read_text().endswith("# a hook\n")
+    assert check(project, source).returncode == 0
+    assert project.apply("--repo", source).returncode == 0
+    assert (source / SCORES / "math_verify.py").read_text() == "ours = 2\n"
+
+
+def test_a_reward_changed_on_both_sides(rewarded: tuple[Project, Path]) -> None:
+    project, checkout = rewarded
+    (project.place / "rewards/math_verify.py").write_text("ours = 2\n")
+    (checkout / SCORES / "math_verify.py").write_text("ours = 3\n")
+    (checkout / NEW).write_text("x = 2\n")
+    before = state(project, checkout)
+    refused(project.make("--repo", checkout), 3, "changed both in rewards/", "math_verify.py")
+    assert state(project, checkout) == before
+
+
+@pytest.mark.parametrize("side", ["project", "checkout"])
+def test_without_our_reward_it_is_verls(rewarded: tuple[Project, Path], source: Path, side: str) -> None:
+    project, checkout = rewarded
+    if side == "project":
+        (project.place / "rewards/math_verify.py").unlink()
+    else:
+        (checkout / SCORES / "math_verify.py").write_text("# verl's math_verify\n")
+    assert project.make("--repo", checkout).returncode == 0
+    assert not (project.place / "rewards/math_verify.py").exists()
+    assert (checkout / SCORES / "math_verify.py").read_text() == "# verl's math_verify\n"
+    assert b"math_verify" not in project.patch.read_bytes()
+    assert check(project, source).returncode == 0
+
+
+def test_what_rewards_may_not_hold(rewarded: tuple[Project, Path], source: Path) -> None:
+    project, checkout = rewarded
+    for place, words in (
+        (project.place / "rewards/__init__.py", "verl's own"),
+        (project.place / "rewards/data.json", "Python files only"),
+        (checkout / SCORES / "data.json", "Python files only"),
+    ):
+        place.write_text("{}\n")
+        before = state(project, checkout)
+        refused(project.make("--repo", checkout), 3, place.name, words)
+        assert state(project, checkout) == before
+        place.unlink() if place.name != "__init__.py" else shutil.move(place, project.place / "moved")
+    shutil.rmtree(project.place / "rewards")
+    refused(project.make("--repo", checkout), 3, "rewards/ is empty")
+    refused(check(project, source), 1, "new.py")
 
 
 @pytest.mark.parametrize("ours", ["x = 2\n", None])

@@ -10,16 +10,18 @@ Usage:
       commit, a wheel or a plain tree; without it the wheel is downloaded with pip (and kept in build/).
   make_patch.sh --repo DIR [--base REV] [--head REV] [--output FILE] [--force]
       Write the difference between REV (default: the tag gradloc-base, else the pinned commit) and DIR's
-      working tree (or --head REV), new files included, to patches/gradloc.patch and .sha256. The project's
-      gradloc/ and DIR's verl/utils/gradloc are brought together first: the present patch is their common
-      ancestor, a file changed on one side is taken from that side, and one changed on both stops the run.
+      working tree (or --head REV), new files included, to patches/gradloc.patch and .sha256. The sources
+      and DIR are brought together first: gradloc/ with DIR's verl/utils/gradloc, rewards/ with what is ours
+      in its verl/utils/reward_score. The present patch is their common ancestor, a file changed on one side
+      is taken from that side, and one changed on both stops the run.
       With --output FILE, only FILE and FILE.sha256 are written, from DIR as it is.
       --force goes on although the patch has changed since DIR was last brought together with it.
   make_patch.sh --check [--base-tree TREE]
       Check that patches/ is what the sources produce: the checksum matches; the patch applies to the base
-      without whitespace errors and reverses to it byte for byte; and regenerating it with the package from
-      gradloc/ gives the same bytes. TREE is an unpatched verl tree; without it build/base or the wheel is
-      used. If no base can be had, only the checksum and the package are checked, and the exit code is 3.
+      without whitespace errors and reverses to it byte for byte; and regenerating it with gradloc/ and
+      rewards/ gives the same bytes. TREE is an unpatched verl tree; without it build/base or the wheel is
+      used. If no base can be had, only the checksum and the files of the sources are checked, and the exit
+      code is 3.
 
 The sources hold Python files only. A README.md in them stays where it is and is not part of the patch.
 

@@ -35,7 +35,10 @@ class Source:
     replaced: frozenset[str] = frozenset()  # files of verl that ours replace as a whole, relative to the place
 
 
-SOURCES = (Source("gradloc", "verl/utils/gradloc"),)
+SOURCES = (
+    Source("gradloc", "verl/utils/gradloc"),
+    Source("rewards", "verl/utils/reward_score", frozenset({"math_verify.py"})),
+)
 
 
 def is_readme(path: str) -> bool:
