@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -405,6 +406,107 @@ def test_what_rewards_may_not_hold(rewarded: tuple[Project, Path], source: Path)
     shutil.rmtree(project.place / "rewards")
     refused(project.make("--repo", checkout), 3, "rewards/ is empty")
     refused(check(project, source), 1, "new.py")
+
+
+# Files of a web page: a module in verl
+
+PAGES = {"page.css": "p { }\n", "page.html": "<p title='\\n'>\n", "page.js": '"use strict";\n'}
+
+
+@pytest.fixture
+def paged(made: tuple[Project, Path]) -> tuple[Project, Path]:
+    """As made, with the files of a page in a folder of the package."""
+    project, checkout = made
+    (project.place / "gradloc/report").mkdir()
+    for name, text in PAGES.items():
+        (project.place / "gradloc/report" / name).write_text(text)
+    (project.place / "gradloc/report/__init__.py").write_text("")
+    done = project.make("--repo", checkout)
+    assert done.returncode == 0, done.stderr
+    return project, checkout
+
+
+def pages(module: Path) -> dict[str, str]:
+    code = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['FILES']))"
+    return json.loads(trees.run(sys.executable, "-c", code, module).stdout)
+
+
+def test_page_files_are_a_module_in_verl(paged: tuple[Project, Path], source: Path, tmp_path: Path) -> None:
+    project, checkout = paged
+    ours, theirs = project.place / "gradloc/report", checkout / PACKAGE / "report"
+    assert sorted(path.name for path in theirs.iterdir()) == ["__init__.py", "page_files.py"]
+    assert sorted(path.name for path in ours.iterdir()) == ["__init__.py", *sorted(PAGES)]
+    assert pages(theirs / "page_files.py") == PAGES
+    assert check(project, source).returncode == 0
+    assert project.make("--init", tmp_path / "second", "--base", source).returncode == 0
+    assert (tmp_path / "second" / PACKAGE / "report/page_files.py").read_bytes() == (
+        theirs / "page_files.py"
+    ).read_bytes()
+    before = state(project, checkout)
+    assert project.make("--repo", checkout).returncode == 0
+    assert state(project, checkout) == before
+    (ours / "page.css").write_text("p { x }\n")
+    refused(check(project, source), 1, "report/page_files.py differ")
+
+
+def test_edits_of_both_forms_of_a_page_come_together(paged: tuple[Project, Path], source: Path) -> None:
+    project, checkout = paged
+    ours, module = project.place / "gradloc/report", checkout / PACKAGE / "report/page_files.py"
+    module.write_text(module.read_text().replace("p { }\n", "p { color: red }"))
+    refused(project.make("--repo", checkout), 3, f"{module}: page.css lacks the newline")
+    module.write_text(module.read_text().replace("red }", "red }\n"))
+    (ours / "page.js").write_text("// τ\n")
+    (ours / "new.js").write_text("new\n")
+    (ours / "page.html").unlink()
+    done = project.make("--repo", checkout)
+    assert done.returncode == 0, done.stderr
+    wanted = {"new.js": "new\n", "page.css": "p { color: red }\n", "page.js": "// τ\n"}
+    assert {path.name: path.read_text() for path in ours.iterdir() if path.suffix != ".py"} == wanted
+    assert pages(module) == wanted
+    assert check(project, source).returncode == 0
+    (ours / "page.css").write_text("p { color: blue }\n")
+    module.write_text(module.read_text().replace("red", "green"))
+    before = state(project, checkout)
+    refused(project.make("--repo", checkout), 3, "changed both", "report/page.css")
+    assert state(project, checkout) == before
+    # The files go with the module, and the folder with the last of them.
+    (ours / "page.css").write_text("p { color: red }\n")
+    shutil.rmtree(module.parent)
+    assert project.make("--repo", checkout).returncode == 0
+    assert not ours.exists() and b"page_files" not in project.patch.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("place", "content", "words"),
+    [
+        ("gradloc/report/page.js", b"a = '''b'''\n", "gradloc/report/page.js contains '''"),
+        ("gradloc/report/page.js", b"a", "gradloc/report/page.js lacks the newline"),
+        ("gradloc/report/page.js", b"a\r\n", "gradloc/report/page.js has carriage returns"),
+        ("gradloc/report/page.js", b"a  \n", "whitespace error"),
+        ("gradloc/report/page_files.py", b"", "gradloc/report/page_files.py is a name for"),
+        ("gradloc/report/page.png", b"a\n", "Python files only"),
+    ],
+)
+def test_page_files_that_are_refused(
+    paged: tuple[Project, Path], source: Path, place: str, content: bytes, words: str
+) -> None:
+    project, checkout = paged
+    (project.place / place).write_bytes(content)
+    before = state(project, checkout)
+    refused(project.make("--repo", checkout), 3, words)
+    assert state(project, checkout) == before
+    assert check(project, source).returncode in (1, 3)
+
+
+def test_page_modules_that_are_refused(paged: tuple[Project, Path]) -> None:
+    project, checkout = paged
+    module = checkout / PACKAGE / "report/page_files.py"
+    module.write_text(module.read_text() + "FILES.clear()\n")
+    before = state(project, checkout)
+    refused(project.make("--repo", checkout), 3, f"{module}: it holds other things than FILES")
+    assert state(project, checkout) == before
+    (module.parent / "page.css").write_text("p\n")
+    refused(project.make("--repo", checkout), 3, "report/page.css", "edit it in page_files.py")
 
 
 @pytest.mark.parametrize("ours", ["x = 2\n", None])

@@ -10,7 +10,7 @@ import apply_patch
 from tools import patch_text, sources
 from tools.base import NoWheel, fetch_wheel, unpack
 from tools.messages import OutOfDate, Refused, say
-from tools.project import PATCH, ROOT, TARGET, Pin, checksum_line, project_files, read, work_tree
+from tools.project import PATCH, ROOT, TARGET, Pin, as_in_verl, checksum_line, project_files, read, work_tree
 from tools.scratch_git import GitFailed, Scratch
 from tools.sources import SOURCES, Files, Source
 
@@ -38,9 +38,9 @@ def check(tree: Path | None, pin: Pin, scratch: Scratch) -> None:
         raise OutOfDate(f"the patch does not apply to {base_tree}: {error.lines[0]}") from None
     rebuilt = patched
     for source, files in ours.items():
-        sources.check_ours(files, base, source)
-        refuse_difference(sources.carried(patched, base, source), files, source)
-        rebuilt = sources.put(rebuilt, base, source, files)
+        wanted = as_in_verl(files, base, source, scratch)
+        refuse_difference(sources.carried(patched, base, source), wanted, source)
+        rebuilt = sources.put(rebuilt, base, source, wanted)
     if scratch.diff(scratch.tree(base), scratch.tree(rebuilt)) != patch:
         raise OutOfDate(
             "the patch says the same as the sources but in other bytes; it was not written by make_patch.sh --repo"
@@ -74,8 +74,7 @@ def check_without_base(patch: bytes, ours: dict[Source, Files], scratch: Scratch
             found = patch_text.carried(patch, source, scratch.write)
         except apply_patch.Stop as stop:
             raise OutOfDate(f"the patch cannot be read: {stop}") from None
-        sources.check_ours(files, {}, source)
-        refuse_difference(found, files, source)
+        refuse_difference(found, as_in_verl(files, {}, source, scratch), source)
 
 
 def refuse_difference(found: Files, wanted: Files, source: Source) -> None:

@@ -23,7 +23,9 @@ Usage:
       used. If no base can be had, only the checksum and the files of the sources are checked, and the exit
       code is 3.
 
-The sources hold Python files only. A README.md in them stays where it is and is not part of the patch.
+The sources hold Python files, and .html, .css and .js files, which become one module page_files.py for each
+folder of verl; edits of its texts in DIR come back to the files. A README.md in the sources stays where it is
+and is not part of the patch.
 
 Exit codes: 0 done, 1 the check failed, 2 usage, 3 refused or failed (one sentence says why).
 """

@@ -67,6 +67,23 @@ def work_tree(scratch: Scratch, folder: Path, path: str, seed: Files) -> Files:
         raise Refused(f"the files of {folder}/{path} could not be read: {error.lines[0]}") from None
 
 
+def as_in_verl(files: Files, base: Files, source: Source, scratch: Scratch) -> Files:
+    """The project's files of a source as the patch makes them."""
+    sources.check_ours(files, base, source)
+    try:
+        return sources.join_pages(files, scratch.read, scratch.write)
+    except sources.Misplaced as error:
+        raise Refused(f"{source.folder}/{error}") from None
+
+
+def as_in_project(files: Files, source: Source, place: str, scratch: Scratch) -> Files:
+    """What is carried of a source in verl as the files that the project has for it."""
+    try:
+        return sources.split_pages(files, scratch.read, scratch.write)
+    except sources.Misplaced as error:
+        raise Refused(f"{place}/{error}") from None
+
+
 def remember(repo: Path, patch: bytes) -> None:
     """Notes the patch that this checkout was last brought together with."""
     folder = Path(line(git("rev-parse", "--absolute-git-dir", cwd=repo)))

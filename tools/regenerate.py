@@ -21,6 +21,8 @@ from tools.project import (
     ROOT,
     TARGET,
     Pin,
+    as_in_project,
+    as_in_verl,
     checksum,
     checksum_line,
     new_beside,
@@ -114,11 +116,12 @@ def regenerate(checkout: Checkout, force: bool, scratch: Scratch) -> None:
         updates: list[tuple[Source, Files, Files]] = []
         for source in SOURCES:
             ours = project_files(source, scratch)
-            theirs = sources.carried(edited, base, source)
-            sources.check_theirs(theirs, source)
+            place = f"{checkout.repo}/{source.place}"
+            in_verl = sources.carried(edited, base, source)
+            sources.check_theirs(in_verl, source)
+            theirs = as_in_project(in_verl, source, place, scratch)
             merged = bring_together(theirs, ours, source, checkout.repo, scratch)
-            sources.check_ours(merged, base, source)
-            final = sources.put(final, base, source, merged)
+            final = sources.put(final, base, source, as_in_verl(merged, base, source, scratch))
             if checkout.head is not None and merged != theirs:
                 raise Refused(
                     f"{source.folder}/ has changes that {checkout.head} lacks; leave out --head, "
@@ -171,9 +174,10 @@ def bring_together(theirs: Files, ours: Files, source: Source, repo: Path, scrat
     ancestor: Files = {}
     if (patch := read(PATCH)) is not None:
         try:
-            ancestor = patch_text.carried(patch, source, scratch.write)
+            in_patch = patch_text.carried(patch, source, scratch.write)
         except apply_patch.Stop as stop:
             raise Refused(f"the present {PATCH} cannot be read ({stop}); restore it") from None
+        ancestor = as_in_project(in_patch, source, f"{PATCH}: {source.place}", scratch)
     # An empty side is a checkout without the patch, or half a clone: not a wish to delete the sources.
     if ancestor and not theirs:
         raise Refused(f"{repo} has no {source.place} of ours; apply the patch to it first (apply_patch.py)")

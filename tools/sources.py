@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from tools import page_files
+
 
 class File(NamedTuple):
     mode: str  # as in git: 100644, 100755, 120000 for a symbolic link, 160000 for a nested repository
@@ -19,6 +21,7 @@ class File(NamedTuple):
 
 
 Files = dict[str, File]  # by path
+Read = Callable[[str], bytes]  # a blob's content
 Write = Callable[[bytes], str]  # keeps a content; gives its blob
 
 
@@ -94,10 +97,12 @@ def check_ours(files: Files, base: Files, source: Source) -> None:
         Misplaced: names the first such file.
     """
     for name, file in files.items():
-        if not file.mode.startswith("100") or not name.endswith(".py"):
+        if PurePosixPath(name).name == page_files.MODULE:
+            raise Misplaced(f"{source.folder}/{name} is a name for what the patch generates; rename it")
+        if not file.mode.startswith("100") or not (name.endswith(".py") or page_files.is_page_file(name)):
             raise Misplaced(
-                f"{source.folder}/{name} does not belong in a folder of the patch, which holds Python files only; "
-                "move it away"
+                f"{source.folder}/{name} does not belong in a folder of the patch, which holds Python files only "
+                f"(and {' '.join(page_files.SUFFIXES)} files, as a module); move it away"
             )
         if f"{source.place}/{name}" in base and name not in source.replaced:
             raise Misplaced(f"{source.folder}/{name} would replace a file of verl's own; rename it")
@@ -111,6 +116,46 @@ def check_theirs(files: Files, source: Source) -> None:
     """
     for name, file in files.items():
         if not file.mode.startswith("100") or not name.endswith(".py"):
+            advice = f"edit it in {page_files.MODULE}" if page_files.is_page_file(name) else "move it away"
             raise Misplaced(
-                f"{source.place}/{name} does not belong in verl, which has Python files only there; move it away"
+                f"{source.place}/{name} does not belong in verl, which has Python files only there; {advice}"
             )
+
+
+def join_pages(files: Files, read: Read, write: Write) -> Files:
+    """The files as they are in verl: those of web pages as one module a folder.
+
+    Raises:
+        Misplaced: begins with the name of a file that cannot be part of a module.
+    """
+    joined = {name: file for name, file in files.items() if not page_files.is_page_file(name)}
+    folders: dict[PurePosixPath, dict[str, bytes]] = {}
+    for name in files.keys() - joined.keys():
+        path = PurePosixPath(name)
+        folders.setdefault(path.parent, {})[path.name] = read(files[name].blob)
+    for folder, texts in sorted(folders.items()):
+        try:
+            joined[str(folder / page_files.MODULE)] = File("100644", write(page_files.join(texts)))
+        except page_files.Unfit as error:
+            raise Misplaced(f"{folder}/{error}".removeprefix("./")) from None
+    return joined
+
+
+def split_pages(files: Files, read: Read, write: Write) -> Files:
+    """The files as they are in the project: the inverse of `join_pages`.
+
+    Raises:
+        Misplaced: begins with the name of a module that does not hold files.
+    """
+    found: Files = {}
+    for name, file in files.items():
+        path = PurePosixPath(name)
+        if path.name != page_files.MODULE:
+            found[name] = file
+            continue
+        try:
+            texts = page_files.split(read(file.blob))
+        except page_files.Unfit as error:
+            raise Misplaced(f"{name}: {error}") from None
+        found |= {str(path.parent / text): File("100644", write(content)) for text, content in texts.items()}
+    return found
