@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -509,6 +510,28 @@ def test_page_modules_that_are_refused(paged: tuple[Project, Path]) -> None:
     refused(project.make("--repo", checkout), 3, "report/page.css", "edit it in page_files.py")
 
 
+# Hooks
+
+
+def test_hooks_for_reading(rewarded: tuple[Project, Path], source: Path) -> None:
+    project, checkout = rewarded
+    hooks = project.patch.with_name("hooks.patch")
+    text = hooks.read_text()
+    assert text.count("diff --git ") == 3
+    for name in (ACTOR, DELETED, f"{SCORES}/__init__.py"):
+        assert f"diff --git a/{name} b/{name}\n" in text
+    refused(project.apply("--repo", source, "--patch-file", hooks, "--patch-sha256", "0" * 64), 3)
+    sha256 = hashlib.sha256(hooks.read_bytes()).hexdigest()
+    refused(project.apply("--repo", source, "--patch-file", hooks, "--patch-sha256", sha256), 3, "does not start with")
+    hooks.write_text(text + "x\n")
+    refused(check(project, source), 1, "hooks.patch")
+    hooks.unlink()
+    refused(check(project, source), 1, "hooks.patch")
+    assert project.make("--repo", checkout).returncode == 0
+    assert hooks.read_text() == text
+    assert check(project, source).returncode == 0
+
+
 @pytest.mark.parametrize("ours", ["x = 2\n", None])
 def test_changed_on_both_sides(made: tuple[Project, Path], ours: str | None) -> None:
     project, checkout = made
@@ -820,5 +843,6 @@ def test_the_real_patch_comes_back_from_a_new_checkout(base_tree: Path, tmp_path
     assert done.returncode == 0, done.stderr
     done = trees.run(*command, "--repo", tmp_path / "checkout", "--output", tmp_path / "gradloc.patch")
     assert done.returncode == 0, done.stderr
+    assert b"diff --git a/verl/utils/gradloc/" not in (trees.ROOT / "patches/hooks.patch").read_bytes()
     for name in ("gradloc.patch", "gradloc.patch.sha256"):
         assert (tmp_path / name).read_bytes() == (trees.ROOT / "patches" / name).read_bytes()

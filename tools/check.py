@@ -10,7 +10,7 @@ import apply_patch
 from tools import patch_text, sources
 from tools.base import NoWheel, fetch_wheel, unpack
 from tools.messages import OutOfDate, Refused, say
-from tools.project import PATCH, ROOT, TARGET, Pin, as_in_verl, checksum_line, project_files, read, work_tree
+from tools.project import HOOKS, PATCH, ROOT, TARGET, Pin, as_in_verl, checksum_line, project_files, read, work_tree
 from tools.scratch_git import GitFailed, Scratch
 from tools.sources import SOURCES, Files, Source
 
@@ -29,7 +29,8 @@ def check(tree: Path | None, pin: Pin, scratch: Scratch) -> None:
     except NoWheel as error:
         check_without_base(patch, ours, scratch)
         raise Refused(
-            f"checksum and sources are right, but the rest cannot be checked: {error}; give a tree with --base-tree"
+            f"checksum, sources and hooks are right, but the rest cannot be checked: {error}; "
+            "give a tree with --base-tree"
         ) from None
     base = work_tree(scratch, base_tree, "verl", {})
     try:
@@ -47,6 +48,7 @@ def check(tree: Path | None, pin: Pin, scratch: Scratch) -> None:
         )
     if not reverses(patched, base, scratch):
         raise OutOfDate("the patch does not reverse to the base byte for byte")
+    check_hooks(patch)
     say("patches/ is what the sources produce; it applies to the base and reverses to it")
 
 
@@ -75,6 +77,7 @@ def check_without_base(patch: bytes, ours: dict[Source, Files], scratch: Scratch
         except apply_patch.Stop as stop:
             raise OutOfDate(f"the patch cannot be read: {stop}") from None
         refuse_difference(found, as_in_verl(files, {}, source, scratch), source)
+    check_hooks(patch)
 
 
 def refuse_difference(found: Files, wanted: Files, source: Source) -> None:
@@ -91,3 +94,8 @@ def reverses(patched: Files, base: Files, scratch: Scratch) -> bool:
         return scratch.apply(patched, PATCH, "-R") == base
     except GitFailed:
         return False
+
+
+def check_hooks(patch: bytes) -> None:
+    if read(HOOKS) != patch_text.hooks(patch, SOURCES):
+        raise OutOfDate(f"{HOOKS} is not the part of the patch that it should be; {REGENERATE}")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes patches/gradloc.patch and its checksum from an edited verl checkout.
+"""Makes patches/gradloc.patch, its checksum and patches/hooks.patch from an edited verl checkout.
 
 Usage:
   make_patch.sh --init DIR [--base SRC]
@@ -10,18 +10,19 @@ Usage:
       commit, a wheel or a plain tree; without it the wheel is downloaded with pip (and kept in build/).
   make_patch.sh --repo DIR [--base REV] [--head REV] [--output FILE] [--force]
       Write the difference between REV (default: the tag gradloc-base, else the pinned commit) and DIR's
-      working tree (or --head REV), new files included, to patches/gradloc.patch and .sha256. The sources
-      and DIR are brought together first: gradloc/ with DIR's verl/utils/gradloc, rewards/ with what is ours
-      in its verl/utils/reward_score. The present patch is their common ancestor, a file changed on one side
-      is taken from that side, and one changed on both stops the run.
+      working tree (or --head REV), new files included, to patches/gradloc.patch and .sha256, and the part
+      of it that changes verl's own files by hand to patches/hooks.patch, for reading. The sources and DIR
+      are brought together first: gradloc/ with DIR's verl/utils/gradloc, rewards/ with what is ours in its
+      verl/utils/reward_score. The present patch is their common ancestor, a file changed on one side is
+      taken from that side, and one changed on both stops the run.
       With --output FILE, only FILE and FILE.sha256 are written, from DIR as it is.
       --force goes on although the patch has changed since DIR was last brought together with it.
   make_patch.sh --check [--base-tree TREE]
       Check that patches/ is what the sources produce: the checksum matches; the patch applies to the base
-      without whitespace errors and reverses to it byte for byte; and regenerating it with gradloc/ and
-      rewards/ gives the same bytes. TREE is an unpatched verl tree; without it build/base or the wheel is
-      used. If no base can be had, only the checksum and the files of the sources are checked, and the exit
-      code is 3.
+      without whitespace errors and reverses to it byte for byte; regenerating it with gradloc/ and rewards/
+      gives the same bytes; and hooks.patch is its part. TREE is an unpatched verl tree; without it
+      build/base or the wheel is used. If no base can be had, only the checksum, the files of the sources
+      and hooks.patch are checked, and the exit code is 3.
 
 The sources hold Python files, and .html, .css and .js files, which become one module page_files.py for each
 folder of verl; edits of its texts in DIR come back to the files. A README.md in the sources stays where it is

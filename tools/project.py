@@ -19,6 +19,7 @@ from tools.sources import Files, Source
 ROOT = apply_patch.HERE
 TARGET = apply_patch.TARGET
 PATCH = TARGET / "gradloc.patch"
+HOOKS = TARGET / "hooks.patch"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from tools import patch_text, sources
 from tools.base import pinned_revision, refuse_sha256, revision
 from tools.messages import Refused, say
 from tools.project import (
+    HOOKS,
     PATCH,
     ROOT,
     TARGET,
@@ -135,7 +136,7 @@ def regenerate(checkout: Checkout, force: bool, scratch: Scratch) -> None:
             update(ROOT / source.folder, ours, merged, scratch)
         if checkout.head is None:
             update(checkout.repo, edited, final, scratch)
-        write_patch(PATCH, patch)
+        write_patch(PATCH, patch, patch_text.hooks(patch, SOURCES))
         remember(checkout.repo, patch)
     say_written(summary, PATCH)
 
@@ -144,7 +145,7 @@ def write_elsewhere(checkout: Checkout, output: Path, scratch: Scratch) -> None:
     """Writes the checkout's difference as it is to another file."""
     base, edited = read_checkout(checkout, scratch)
     patch, summary = make_diff(base, edited, scratch)
-    write_patch(output, patch)
+    write_patch(output, patch, None)
     say_written(summary, output)
 
 
@@ -249,12 +250,14 @@ def update(folder: Path, old: Files, new: Files, scratch: Scratch) -> None:
         say(f"updated {place}")
 
 
-def write_patch(output: Path, patch: bytes) -> None:
-    """Writes a patch and its checksum beside it."""
+def write_patch(output: Path, patch: bytes, hooks: bytes | None) -> None:
+    """Writes a patch, its checksum and, for the project's own, its hooks beside it."""
     if not output.parent.is_dir() or output.is_dir():
         raise Refused(f"{output} is not a file in an existing directory")
     with contextlib.ExitStack() as stack:
         # Left in the opposite order: the patch takes its place first.
+        if hooks is not None:
+            stack.enter_context(new_beside(HOOKS)).write_bytes(hooks)
         sums = stack.enter_context(new_beside(output.with_name(f"{output.name}.sha256")))
         sums.write_text(checksum_line(patch, output.name))
         stack.enter_context(new_beside(output)).write_bytes(patch)
