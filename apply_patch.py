@@ -60,7 +60,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-DEFAULT_PATCH = HERE / "patches" / "gradloc.patch"
+TARGET = HERE / "patches"  # the pin, the patch and its checksum
+DEFAULT_PATCH = TARGET / "gradloc.patch"
 STATE = "verl/.gradloc_patch"
 TIME_LIMIT = 60  # seconds for one download, everything included
 SIZE_LIMIT = 16 * 2**20
@@ -336,7 +337,7 @@ def load_patch(args: argparse.Namespace) -> list[FilePatch]:
 
 
 def read_pin() -> tuple[str, str]:
-    path = HERE / "patches" / "BASE_COMMIT"
+    path = TARGET / "BASE_COMMIT"
     text = read_limited(path, "restore it from the project").decode("utf-8", "replace")
     commit = re.findall(r"^COMMIT=([0-9a-f]{40})$", text, re.M)
     version = re.findall(r"^VERSION=([0-9][0-9A-Za-z.]*)$", text, re.M)
@@ -498,15 +499,19 @@ def check_content(tree: Path, found: Situation, reverse: bool) -> None:
         )
 
 
+def git_environment() -> dict[str, str]:
+    """The environment without what would change git's answers: a caller's GIT_DIR (as in a git hook) and the like.
+
+    The user's settings count: they may say that a tree of another account is safe.
+    """
+    kept = {key: value for key, value in os.environ.items() if not re.match("GIT_(?!EXEC_PATH$|CONFIG_)", key)}
+    return kept | {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
+
+
 def git(tree: Path, *arguments: str) -> str:
-    # A caller's GIT_DIR (as in a git hook), GIT_LITERAL_PATHSPECS and the like would change what git answers. The
-    # user's settings count: they may say that a tree of another account is safe.
-    environment = {key: value for key, value in os.environ.items() if not re.match("GIT_(?!EXEC_PATH$|CONFIG_)", key)}
-    environment |= {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
+    command = ["git", "-C", str(tree), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(tree), *arguments], capture_output=True, env=environment, stdin=subprocess.DEVNULL
-        )
+        done = subprocess.run(command, capture_output=True, env=git_environment(), stdin=subprocess.DEVNULL)
     except OSError as error:
         raise Stop(f"git could not be run ({error.strerror})") from None
     if done.returncode:

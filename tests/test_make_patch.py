@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -153,7 +155,7 @@ def test_a_clone_made_with_autocrlf(base_tree: Path, tmp_path: Path) -> None:
     source.mkdir()
     for name in (".gitattributes", "apply_patch.py", "make_patch.sh", "run_experiment.sh"):
         shutil.copy(trees.ROOT / name, source)
-    for name in ("embedded", "gradloc", "patches", "tools"):
+    for name in ("embedded", "gradloc", "patches", "rewards", "tools"):
         shutil.copytree(trees.ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     trees.commit_all(source)
     trees.git(source, "clone", "-q", "-c", "core.autocrlf=true", str(source), str(clone))
@@ -320,6 +322,214 @@ def test_folders_of_the_package(made: tuple[Project, Path], source: Path, tmp_pa
     assert project.make("--repo", checkout).returncode == 0
     assert files(ours) == ["README.md", "__init__.py", "search/README.md"]
     assert files(theirs) == ["__init__.py"] and not (theirs / "measure").exists()
+
+
+# Rewards: new files, and one that replaces verl's
+
+SCORES = "verl/utils/reward_score"
+
+
+@pytest.fixture
+def rewarded(source: Path, tmp_path: Path) -> tuple[Project, Path]:
+    """As made, with a hook, a new file and a replaced file among verl's rewards."""
+    (source / SCORES).mkdir()
+    for name in ("__init__", "math_verify"):
+        (source / SCORES / f"{name}.py").write_text(f"# verl's {name}\n")
+    project, checkout = Project(tmp_path / "project", None), tmp_path / "checkout"
+    assert project.make("--init", checkout, "--base", source).returncode == 0
+    edit(checkout)
+    (checkout / SCORES / "__init__.py").write_text("# verl's __init__\n# a hook\n")
+    assert project.make("--repo", checkout).returncode == 0
+    assert not (project.place / "rewards").exists()
+    (checkout / SCORES / "math_verify.py").write_text("# verl's math_verify\n\nours = 1\n")
+    (checkout / SCORES / "new.py").write_text("new = 1\n")
+    done = project.make("--repo", checkout)
+    assert done.returncode == 0, done.stderr
+    return project, checkout
+
+
+def test_rewards_have_their_sources_in_the_project(rewarded: tuple[Project, Path], source: Path) -> None:
+    project, checkout = rewarded
+    ours, theirs = project.place / "rewards", checkout / SCORES
+    assert sorted(path.name for path in ours.iterdir()) == ["math_verify.py", "new.py"]
+    for name in ("math_verify.py", "new.py"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    assert check(project, source).returncode == 0
+    (ours / "math_verify.py").write_text("ours = 2\n")
+    (ours / "README.md").write_text("What is here.\n")
+    (theirs / "new.py").write_text("new = 2\n")
+    refused(check(project, source), 1, f"{SCORES}/math_verify.py differ")
+    assert project.make("--repo", checkout).returncode == 0
+    for side in (ours, theirs):
+        assert (side / "math_verify.py").read_text() == "ours = 2\n" and (side / "new.py").read_text() == "new = 2\n"
+    assert not (theirs / "README.md").exists() and (theirs / "__init__.py").read_text().endswith("# a hook\n")
+    assert check(project, source).returncode == 0
+    assert project.apply("--repo", source).returncode == 0
+    assert (source / SCORES / "math_verify.py").read_text() == "ours = 2\n"
+
+
+def test_a_reward_changed_on_both_sides(rewarded: tuple[Project, Path]) -> None:
+    project, checkout = rewarded
+    (project.place / "rewards/math_verify.py").write_text("ours = 2\n")
+    (checkout / SCORES / "math_verify.py").write_text("ours = 3\n")
+    (checkout / NEW).write_text("x = 2\n")
+    before = state(project, checkout)
+    refused(project.make("--repo", checkout), 3, "changed both in rewards/", "math_verify.py")
+    assert state(project, checkout) == before
+
+
+@pytest.mark.parametrize("side", ["project", "checkout"])
+def test_without_our_reward_it_is_verls(rewarded: tuple[Project, Path], source: Path, side: str) -> None:
+    project, checkout = rewarded
+    if side == "project":
+        (project.place / "rewards/math_verify.py").unlink()
+    else:
+        (checkout / SCORES / "math_verify.py").write_text("# verl's math_verify\n")
+    assert project.make("--repo", checkout).returncode == 0
+    assert not (project.place / "rewards/math_verify.py").exists()
+    assert (checkout / SCORES / "math_verify.py").read_text() == "# verl's math_verify\n"
+    assert b"math_verify" not in project.patch.read_bytes()
+    assert check(project, source).returncode == 0
+
+
+def test_what_rewards_may_not_hold(rewarded: tuple[Project, Path], source: Path) -> None:
+    project, checkout = rewarded
+    for place, words in (
+        (project.place / "rewards/__init__.py", "verl's own"),
+        (project.place / "rewards/data.json", "Python files only"),
+        (checkout / SCORES / "data.json", "Python files only"),
+    ):
+        place.write_text("{}\n")
+        before = state(project, checkout)
+        refused(project.make("--repo", checkout), 3, place.name, words)
+        assert state(project, checkout) == before
+        place.unlink() if place.name != "__init__.py" else shutil.move(place, project.place / "moved")
+    shutil.rmtree(project.place / "rewards")
+    refused(project.make("--repo", checkout), 3, "rewards/ is empty")
+    refused(check(project, source), 1, "new.py")
+
+
+# Files of a web page: a module in verl
+
+PAGES = {"page.css": "p { }\n", "page.html": "<p title='\\n'>\n", "page.js": '"use strict";\n'}
+
+
+@pytest.fixture
+def paged(made: tuple[Project, Path]) -> tuple[Project, Path]:
+    """As made, with the files of a page in a folder of the package."""
+    project, checkout = made
+    (project.place / "gradloc/report").mkdir()
+    for name, text in PAGES.items():
+        (project.place / "gradloc/report" / name).write_text(text)
+    (project.place / "gradloc/report/__init__.py").write_text("")
+    done = project.make("--repo", checkout)
+    assert done.returncode == 0, done.stderr
+    return project, checkout
+
+
+def pages(module: Path) -> dict[str, str]:
+    code = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['FILES']))"
+    return json.loads(trees.run(sys.executable, "-c", code, module).stdout)
+
+
+def test_page_files_are_a_module_in_verl(paged: tuple[Project, Path], source: Path, tmp_path: Path) -> None:
+    project, checkout = paged
+    ours, theirs = project.place / "gradloc/report", checkout / PACKAGE / "report"
+    assert sorted(path.name for path in theirs.iterdir()) == ["__init__.py", "page_files.py"]
+    assert sorted(path.name for path in ours.iterdir()) == ["__init__.py", *sorted(PAGES)]
+    assert pages(theirs / "page_files.py") == PAGES
+    assert check(project, source).returncode == 0
+    assert project.make("--init", tmp_path / "second", "--base", source).returncode == 0
+    assert (tmp_path / "second" / PACKAGE / "report/page_files.py").read_bytes() == (
+        theirs / "page_files.py"
+    ).read_bytes()
+    before = state(project, checkout)
+    assert project.make("--repo", checkout).returncode == 0
+    assert state(project, checkout) == before
+    (ours / "page.css").write_text("p { x }\n")
+    refused(check(project, source), 1, "report/page_files.py differ")
+
+
+def test_edits_of_both_forms_of_a_page_come_together(paged: tuple[Project, Path], source: Path) -> None:
+    project, checkout = paged
+    ours, module = project.place / "gradloc/report", checkout / PACKAGE / "report/page_files.py"
+    module.write_text(module.read_text().replace("p { }\n", "p { color: red }"))
+    refused(project.make("--repo", checkout), 3, f"{module}: page.css lacks the newline")
+    module.write_text(module.read_text().replace("red }", "red }\n"))
+    (ours / "page.js").write_text("// τ\n")
+    (ours / "new.js").write_text("new\n")
+    (ours / "page.html").unlink()
+    done = project.make("--repo", checkout)
+    assert done.returncode == 0, done.stderr
+    wanted = {"new.js": "new\n", "page.css": "p { color: red }\n", "page.js": "// τ\n"}
+    assert {path.name: path.read_text() for path in ours.iterdir() if path.suffix != ".py"} == wanted
+    assert pages(module) == wanted
+    assert check(project, source).returncode == 0
+    (ours / "page.css").write_text("p { color: blue }\n")
+    module.write_text(module.read_text().replace("red", "green"))
+    before = state(project, checkout)
+    refused(project.make("--repo", checkout), 3, "changed both", "report/page.css")
+    assert state(project, checkout) == before
+    # The files go with the module, and the folder with the last of them.
+    (ours / "page.css").write_text("p { color: red }\n")
+    shutil.rmtree(module.parent)
+    assert project.make("--repo", checkout).returncode == 0
+    assert not ours.exists() and b"page_files" not in project.patch.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("place", "content", "words"),
+    [
+        ("gradloc/report/page.js", b"a = '''b'''\n", "gradloc/report/page.js contains '''"),
+        ("gradloc/report/page.js", b"a", "gradloc/report/page.js lacks the newline"),
+        ("gradloc/report/page.js", b"a\r\n", "gradloc/report/page.js has carriage returns"),
+        ("gradloc/report/page.js", b"a  \n", "whitespace error"),
+        ("gradloc/report/page_files.py", b"", "gradloc/report/page_files.py is a name for"),
+        ("gradloc/report/page.png", b"a\n", "Python files only"),
+    ],
+)
+def test_page_files_that_are_refused(
+    paged: tuple[Project, Path], source: Path, place: str, content: bytes, words: str
+) -> None:
+    project, checkout = paged
+    (project.place / place).write_bytes(content)
+    before = state(project, checkout)
+    refused(project.make("--repo", checkout), 3, words)
+    assert state(project, checkout) == before
+    assert check(project, source).returncode in (1, 3)
+
+
+def test_page_modules_that_are_refused(paged: tuple[Project, Path]) -> None:
+    project, checkout = paged
+    module = checkout / PACKAGE / "report/page_files.py"
+    module.write_text(module.read_text() + "FILES.clear()\n")
+    before = state(project, checkout)
+    refused(project.make("--repo", checkout), 3, f"{module}: it holds other things than FILES")
+    assert state(project, checkout) == before
+    (module.parent / "page.css").write_text("p\n")
+    refused(project.make("--repo", checkout), 3, "report/page.css", "edit it in page_files.py")
+
+
+# Hooks
+
+
+def test_hooks_for_reading(rewarded: tuple[Project, Path], source: Path) -> None:
+    project, checkout = rewarded
+    hooks = project.patch.with_name("hooks.patch")
+    text = hooks.read_text()
+    assert text.count("diff --git ") == 3
+    for name in (ACTOR, DELETED, f"{SCORES}/__init__.py"):
+        assert f"diff --git a/{name} b/{name}\n" in text
+    refused(project.apply("--repo", source, "--patch-file", hooks, "--patch-sha256", "0" * 64), 3)
+    sha256 = hashlib.sha256(hooks.read_bytes()).hexdigest()
+    refused(project.apply("--repo", source, "--patch-file", hooks, "--patch-sha256", sha256), 3, "does not start with")
+    hooks.write_text(text + "x\n")
+    refused(check(project, source), 1, "hooks.patch")
+    hooks.unlink()
+    refused(check(project, source), 1, "hooks.patch")
+    assert project.make("--repo", checkout).returncode == 0
+    assert hooks.read_text() == text
+    assert check(project, source).returncode == 0
 
 
 @pytest.mark.parametrize("ours", ["x = 2\n", None])
@@ -531,8 +741,9 @@ def test_no_git(made: tuple[Project, Path], tmp_path: Path) -> None:
 def test_a_failure_of_the_tool_is_no_verdict(made: tuple[Project, Path], tmp_path: Path, action: str) -> None:
     project, checkout = made
     arguments = {"--check": [], "--repo": [checkout], "--init": [tmp_path / "new"]}[action]
-    done = project.make(action, *arguments, TMPDIR="/nonexistent")
-    refused(done, 3, "/nonexistent", "set TMPDIR to a folder that can be written")
+    absent = str(tmp_path / "absent")
+    done = project.make(action, *arguments, TMPDIR=absent)
+    refused(done, 3, absent, "set TMPDIR to a folder that can be written")
 
 
 @pytest.fixture
@@ -599,17 +810,25 @@ def test_check_notices(made: tuple[Project, Path], source: Path) -> None:
 
 
 def test_check_without_a_base(made: tuple[Project, Path], tmp_path: Path) -> None:
-    """A Python without a network."""
+    """A Python whose pip fails, as without a network."""
     project, _ = made
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'ERROR: No matching distribution found' >&2\nexit 1\n")
-    python.chmod(0o755)
-    command = ("bash", project.place / "make_patch.sh", "--check")
-    refused(trees.run(*command, PYTHON="false"), 3, "cannot be checked", "could not be downloaded", "--base-tree")
-    command = ("env", f"PYTHON={python}", *command)
-    refused(trees.run(*command), 3, "cannot be checked", "(ERROR: No matching distribution found)", "--base-tree")
+    (tmp_path / "modules").mkdir()
+    pip = tmp_path / "modules/pip.py"
+    failing = {"PYTHONPATH": str(pip.parent)}
+    pip.write_text("raise SystemExit(1)\n")
+    refused(project.make("--check", **failing), 3, "cannot be checked", "(it says nothing)", "--base-tree")
+    pip.write_text("raise SystemExit('ERROR: No matching distribution found')\n")
+    done = project.make("--check", **failing)
+    refused(done, 3, "cannot be checked", "downloaded", "(ERROR: No matching distribution found)", "--base-tree")
     (project.place / "gradloc/__init__.py").write_text("x = 2\n")
-    refused(trees.run(*command), 1, "__init__.py")
+    refused(project.make("--check", **failing), 1, "__init__.py")
+
+
+@pytest.mark.parametrize("python", ["false", "/no such python", "true"])
+def test_no_python_is_no_verdict(made: tuple[Project, Path], python: str) -> None:
+    project, _ = made
+    done = trees.run("bash", project.place / "make_patch.sh", "--check", PYTHON=python)
+    refused(done, 3, python, "Python 3.10")
 
 
 def test_the_real_patch_is_in_sync(base_tree: Path) -> None:
@@ -624,5 +843,6 @@ def test_the_real_patch_comes_back_from_a_new_checkout(base_tree: Path, tmp_path
     assert done.returncode == 0, done.stderr
     done = trees.run(*command, "--repo", tmp_path / "checkout", "--output", tmp_path / "gradloc.patch")
     assert done.returncode == 0, done.stderr
+    assert b"diff --git a/verl/utils/gradloc/" not in (trees.ROOT / "patches/hooks.patch").read_bytes()
     for name in ("gradloc.patch", "gradloc.patch.sha256"):
         assert (tmp_path / name).read_bytes() == (trees.ROOT / "patches" / name).read_bytes()

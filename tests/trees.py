@@ -102,6 +102,7 @@ class Project:
         (place / "patches").mkdir(parents=True)
         for name in ("apply_patch.py", "make_patch.sh"):
             shutil.copy(ROOT / name, place / name)
+        shutil.copytree(ROOT / "tools", place / "tools", ignore=shutil.ignore_patterns("__pycache__"))
         if patch is not None:
             write_patch(self.patch, patch)
         self.pin(commit)

@@ -1,3 +1,5 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
 """A reward function for verl that asks a process reward model for the scores of a response's steps."""
 
 import json

@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Makes patches/gradloc.patch, its checksum and patches/hooks.patch from an edited verl checkout.
+
+Usage:
+  make_patch.sh --init DIR [--base SRC]
+      Prepare a development checkout in the new directory DIR: a git tree with the base commit tagged
+      gradloc-base and the patch applied as uncommitted edits. SRC is a verl clone that has the pinned
+      commit, a wheel or a plain tree; without it the wheel is downloaded with pip (and kept in build/).
+  make_patch.sh --repo DIR [--base REV] [--head REV] [--output FILE] [--force]
+      Write the difference between REV (default: the tag gradloc-base, else the pinned commit) and DIR's
+      working tree (or --head REV), new files included, to patches/gradloc.patch and .sha256, and the part
+      of it that changes verl's own files by hand to patches/hooks.patch, for reading. The sources and DIR
+      are brought together first: gradloc/ with DIR's verl/utils/gradloc, rewards/ with what is ours in its
+      verl/utils/reward_score. The present patch is their common ancestor, a file changed on one side is
+      taken from that side, and one changed on both stops the run.
+      With --output FILE, only FILE and FILE.sha256 are written, from DIR as it is.
+      --force goes on although the patch has changed since DIR was last brought together with it.
+  make_patch.sh --check [--base-tree TREE]
+      Check that patches/ is what the sources produce: the checksum matches; the patch applies to the base
+      without whitespace errors and reverses to it byte for byte; regenerating it with gradloc/ and rewards/
+      gives the same bytes; and hooks.patch is its part. TREE is an unpatched verl tree; without it
+      build/base or the wheel is used. If no base can be had, only the checksum, the files of the sources
+      and hooks.patch are checked, and the exit code is 3.
+
+The sources hold Python files, and .html, .css and .js files, which become one module page_files.py for each
+folder of verl; edits of its texts in DIR come back to the files. A README.md in the sources stays where it is
+and is not part of the patch.
+
+Exit codes: 0 done, 1 the check failed, 2 usage, 3 refused or failed (one sentence says why).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+try:
+    import apply_patch
+    from tools import check, new_checkout, regenerate, sources
+    from tools.messages import OutOfDate, Refused
+    from tools.project import Pin
+    from tools.scratch_git import GitFailed, Scratch
+except ImportError as error:  # its exit code must not be the verdict of --check
+    print(f"make_patch.sh: the project is not complete ({error}); restore it from version control", file=sys.stderr)
+    sys.exit(3)
+
+
+class Parser(argparse.ArgumentParser):
+    def format_help(self) -> str:
+        return f"{(__doc__ or '').strip()}\n"
+
+    def error(self, message: str) -> NoReturn:
+        print(f"make_patch.sh: {message} (--help shows the usage)", file=sys.stderr)
+        sys.exit(2)
+
+
+class Once(argparse.Action):
+    """Takes one of --init, --repo and --check, and no value that is empty."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
+        if namespace.action is not None:
+            parser.error("give one of --init, --repo and --check")
+        namespace.action = self.dest
+        setattr(namespace, self.dest, True if values == [] else values)
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    def given(value: str) -> str:
+        if not value:
+            raise argparse.ArgumentTypeError("the value is empty")
+        return value
+
+    def path(value: str) -> Path:
+        return Path(given(value))
+
+    parser = Parser(allow_abbrev=False)
+    parser.set_defaults(action=None)
+    parser.add_argument("--init", type=path, action=Once)
+    parser.add_argument("--repo", type=path, action=Once)
+    parser.add_argument("--check", nargs=0, action=Once)
+    parser.add_argument("--base", type=given)
+    parser.add_argument("--head", type=given)
+    parser.add_argument("--output", type=path)
+    parser.add_argument("--base-tree", type=path)
+    parser.add_argument("--force", action="store_true")
+    args = parser.parse_args(arguments)
+    if args.action is None:
+        parser.error("give one of --init, --repo and --check")
+    if args.action != "repo" and (args.head or args.output or args.force):
+        parser.error("--head, --output and --force belong to --repo")
+    if args.action == "check" and args.base:
+        parser.error("--base does not belong to --check; it takes --base-tree")
+    if args.action != "check" and args.base_tree:
+        parser.error("--base-tree belongs to --check")
+    return args
+
+
+@contextlib.contextmanager
+def scratch_repository() -> Iterator[Scratch]:
+    place = os.environ.get("TMPDIR") or "/tmp"
+    try:
+        folder = Path(tempfile.mkdtemp(dir=Path(place).resolve(strict=True)))
+    except OSError:
+        raise Refused(
+            f"no temporary folder can be made in {place}; set TMPDIR to a folder that can be written"
+        ) from None
+    try:
+        yield Scratch(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def act(args: argparse.Namespace, scratch: Scratch, pin: Pin) -> None:
+    if args.action == "init":
+        new_checkout.init(args.init, Path(args.base) if args.base else None, pin, scratch.folder)
+    elif args.action == "check":
+        try:
+            check.check(args.base_tree, pin, scratch)
+        except OutOfDate:
+            if not scratch.room_left():
+                raise Refused(f"the disk of {scratch.folder} is full; set TMPDIR to another") from None
+            raise
+    else:
+        checkout = regenerate.find_checkout(args.repo, args.base, args.head, pin)
+        regenerate.refuse_changes_outside(checkout)
+        if args.output:
+            regenerate.write_elsewhere(checkout, args.output, scratch)
+        else:
+            regenerate.regenerate(checkout, args.force, scratch)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # with its descriptor closed (>&-), there is none
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    try:
+        args = parse_arguments(arguments)
+        if not shutil.which("git"):
+            raise Refused("git is not on PATH; install it")
+        pin = Pin(*apply_patch.read_pin())
+        with scratch_repository() as scratch:
+            act(args, scratch, pin)
+    except OutOfDate as verdict:
+        print(f"make_patch.sh: {verdict}", file=sys.stderr)
+        return 1
+    except (Refused, GitFailed, apply_patch.Stop, sources.Misplaced) as refusal:
+        print(f"make_patch.sh: {refusal}", file=sys.stderr)
+        return 3
+    except OSError as error:
+        print(f"make_patch.sh: failed ({apply_patch.one_line(error)})", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        return 130
+    except Exception:  # a failure of the tool must not look like the verdict of --check
+        traceback.print_exc()
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
