@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# The rules of `classify`; the README states them.
+# The rules of `classify`; docs/evidence.md states them.
 MISALIGNED_FRACTION = 0.5
 TOKEN_RATIO = 2.0
 SEQUENCE_RATIO = 1.2

@@ -150,7 +150,7 @@ class Investigation:
 
     @property
     def diagnosis(self) -> str:
-        """What the event is, in a word; the README states the rules."""
+        """What the event is; docs/evidence.md states the rules."""
         if self.everything_broken:
             return "nonfinite"
         if self.culprits and self.until == "explained":
