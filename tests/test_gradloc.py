@@ -195,6 +195,31 @@ def test_the_package_needs_only_torch_and_the_standard_library() -> None:
     assert out.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("meter", ["local", "reduced"])
+@pytest.mark.parametrize(("scale", "diagnosis"), [(1.0, "nonfinite"), (1024.0, "overflow")])
+def test_a_gradient_that_is_broken_where_there_is_no_token(meter: str, scale: float, diagnosis: str) -> None:
+    model = torch.nn.Linear(3, 1)
+
+    def forward(inputs: dict, rows: list[int], length: int) -> tuple[None, torch.Tensor]:
+        return None, model(inputs["x"][rows])[:, :length, 0]
+
+    config = GradLocConfig(threshold=1.0, trigger="global")
+    gradloc = GradLoc(model, config, forward, loss_scale=lambda: scale, meter=meter)
+    gradloc.start_update(1)
+    for rows in ([0, 1], [2, 3]):
+        inputs, none = {"x": torch.randn(2, 4, 3)}, torch.zeros(2, 4)
+        gradloc.begin_pass(inputs, rows)
+        log_prob = forward(inputs, [0, 1], 4)[1]
+        gradloc.observe(log_prob, None, none, response_mask=none, token_id=none.long())
+        (log_prob * none).sum().backward()
+        gradloc.end_pass()
+    model.bias.grad.fill_(math.nan)
+    assert gradloc.locate(0, 0)
+    (event,) = gradloc.events
+    assert event["diagnosis"] == diagnosis and event["culprits"] == [] and event["error"] is None
+    assert model.bias.grad.isnan().all()
+
+
 def test_token_tensors_of_different_shapes_are_named() -> None:
     gradloc = GradLoc(torch.nn.Linear(2, 2), GradLocConfig(), forward=lambda *_: None)
     gradloc.start_update()

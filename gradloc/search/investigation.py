@@ -97,7 +97,9 @@ class Investigation:
 
     @property
     def everything_broken(self) -> bool:
-        """Whether no token of any rank has a number for its log-prob and coefficient: it is none of them alone."""
+        """Whether it is no single token: all are broken, or the gradient is, and there is no token."""
+        if self._is_empty_and_broken:
+            return self._scale == 1
         return any(unit.tokens for unit in self.units.values()) and all(
             unit.broken_tokens == unit.tokens for unit in self.units.values()
         )
@@ -106,7 +108,12 @@ class Investigation:
     def overflow(self) -> bool:
         """Whether the loss scale may be all that is wrong: fp16 gradients overflowed without a broken token."""
         wholes = self._meter.wholes(self.units, self._global_norm)
-        return self._scale != 1 and any(not (math.isfinite(norm) or broken) for norm, broken in wholes)
+        broken = any(not (math.isfinite(norm) or tokens) for norm, tokens in wholes)
+        return self._scale != 1 and (broken or self._is_empty_and_broken)
+
+    @property
+    def _is_empty_and_broken(self) -> bool:
+        return not (math.isfinite(self._global_norm) or any(unit.tokens for unit in self.units.values()))
 
     @property
     def broken(self) -> list[GroupName]:
