@@ -156,7 +156,7 @@ def main() -> None:
 
 
 def run_ranks(part: str, world_size: int, args: argparse.Namespace) -> list[Record]:
-    """Runs a part on so many processes; an error in one ends all."""
+    """Runs a part on W processes; an error in one ends all."""
     import torch
 
     if args.device == "cuda" and torch.cuda.device_count() < world_size:

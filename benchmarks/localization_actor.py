@@ -2,7 +2,7 @@
 
 Natural and coherent spikes are in `localization_natural.py`.
 
-Every function here runs on all ranks alike.
+All ranks call every function here.
 """
 
 from __future__ import annotations

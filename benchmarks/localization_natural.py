@@ -1,6 +1,6 @@
 """Natural and coherent spikes of a real actor: with nothing planted, which few tokens explain them?
 
-Everything here runs on all ranks alike.
+All ranks call everything here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ THRESHOLD = 1.0
 # The norm of the micro-batches that are not loud, over their thresholds.
 QUIET = 0.5
 
-# So many coherent batches in a row may have a token over τ.
+# How many coherent batches in a row may have a token over τ.
 TRIES = 20
 
 
@@ -81,7 +81,7 @@ class Spike:
     grams: Mapping[Unit, Tensor]
 
     def at(self, excess: float, own_rows: Mapping[Unit, slice]) -> Spike:
-        """The same with the loud micro-batches so many times over their thresholds."""
+        """The same with the loud micro-batches `excess` times over their thresholds."""
         batch = copy_batch(self.batch)
         for unit in self.grams.keys() & own_rows.keys():
             batch.batch["advantages"][own_rows[unit]] *= excess
@@ -154,7 +154,7 @@ class NaturalEvents:
                             yield {"kind": kind, "x": x, "loud": loud, "seed": seed} | record
 
     def _draw(self, kind: str, loud: int, seed: int, excess: float) -> Spike:
-        """An event; a coherent one has no token over τ, even so many times over the threshold."""
+        """An event; a coherent one has no token over τ, even at `excess` times the threshold."""
         for attempt in range(TRIES):
             spike = self._draw_batch(kind, loud, seed + attempt)
             if kind == "natural" or max(spike.norms().values()) * excess <= THRESHOLD:
@@ -164,7 +164,7 @@ class NaturalEvents:
         )
 
     def _draw_batch(self, kind: str, loud: int, seed: int) -> Spike:
-        """A batch of which so many micro-batches are loud: the loudest, or any that are made coherent.
+        """A batch of which `loud` micro-batches are loud: the loudest, or any that are made coherent.
 
         A rollout that runs into a loop repeats a token to its end, and all of it has one advantage. The contexts are
         nearly the same, and so are the gradients.

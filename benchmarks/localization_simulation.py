@@ -194,7 +194,7 @@ class Event:
 def solve(
     world_size: int, tokens: int, level: float, count: int, seed: int, kind: str, until: str = "explained"
 ) -> list[Result]:
-    """So many events of one kind: one suspected or unsuspected token, or several, or with hidden ones."""
+    """`count` events of one kind: one suspected or unsuspected token, or several, or with hidden ones."""
     results = []
     for number in range(count):
         generator = torch.Generator().manual_seed(seed + 1000 * number + 7 * world_size + tokens)

@@ -9,7 +9,7 @@ For each way of scoring them the table says
 - CPU of plain: the plain calls' processor time over that, which other load on the machine does not disturb.
 
 Rounds of all ways are interleaved, and the median over the rounds is printed. A fresh process is measured on fewer
-answers: by spawn (each imports Math-Verify anew), and by fork of this process, which has it imported, but also torch.
+answers: by spawn (each imports Math-Verify again), and by fork of this process, which has it imported, but also torch.
 
 Then 1% of the answers hang, and the table says how long all take, what the hanging ones alone must take
 (hangs x limit / workers), what all took without them, the rest, and how many others a busy machine took over the limit.

@@ -18,7 +18,7 @@ class GradLocConfig:
     Args:
         threshold (float | str): τ, the gradient norm of one token (its share of the loss divided by its weight in it)
             above which the token is a culprit; "auto": from the run's own norms, see `AutoThreshold`.
-        budget (int): At most so many extra forward/backward passes for one event.
+        budget (int): The most extra forward/backward passes for one event.
         trigger (str): "unit": any micro-batch of any rank over its threshold starts a search; "global": only the
             norm of the reduced gradient does.
         until (str): "explained": a search ends when a few tokens over τ are known without which every unit is measured

@@ -52,7 +52,7 @@ class GradLoc:
         loss_scale (Callable): Gives the factor by which backward passes are scaled (for fp16); 1 by default.
         squared_norms (Callable, optional): `LayerClip.squared_norms`, where LayerClip is on, too; it measures the
             reduced gradient.
-        sequence_parallel_size (int): So many neighbouring ranks work on the same data. If it is over 1, no rank's
+        sequence_parallel_size (int): How many neighbouring ranks work on the same data. If it is over 1, no rank's
             gradient is that of its data, and the meter is the reduced one.
         meter (str): "local": every rank's own gradient is measured, in training passes, too. "reduced": only the
             gradient after FSDP's mean, in passes of the search.
@@ -220,12 +220,12 @@ class GradLoc:
         return {"token_norms": self._auto_threshold.norms()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restores `state_dict`; with None (no state is loaded) an automatic threshold starts anew."""
+        """Restores `state_dict`; with None (no state is loaded) an automatic threshold starts over."""
         norms = state["token_norms"] if state is not None else ()
         if not norms and self.config.threshold == "auto":
             logger.warning(
                 "No norms are loaded for grad_norm_threshold=auto (the checkpoint or checkpoint.load_contents is "
-                "without them, which are part of 'extra'); its warm-up begins anew."
+                "without them, which are part of 'extra'); its warm-up starts over."
             )
         self._auto_threshold.restart_from(norms)
 

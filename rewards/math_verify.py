@@ -68,7 +68,7 @@ PR_SET_PDEATHSIG = 1
 INSTALL = "`pip install 'math-verify>=0.8' pebble`"
 # Attempts for one answer whose worker is lost over it, for instance to the kernel's OOM killer.
 ATTEMPTS = 3
-# Seconds to wait before a broken pool is started anew, again and again, as what broke it may pass: a lack of memory or
+# Seconds to wait before a broken pool is restarted, repeatedly, since the cause may pass: a lack of memory or
 # of file descriptors, say. Then seconds after which a call gives up, if no answer has been scored since.
 BACKOFF = 0.2, 1, 5, 15
 GIVE_UP = 60
@@ -125,7 +125,7 @@ def compute_score_batch(
     """Score the answers of a batch with Math-Verify; the reward function for verl's `BatchRewardManager`.
 
     Args:
-        data_sources (Iterable[str]): Not used: all samples are scored alike.
+        data_sources (Iterable[str]): Not used: all samples are scored the same way.
         solution_strs (Sequence[str]): The responses.
         ground_truths (Sequence[str]): The expected answers.
         extra_infos (Iterable[dict], optional): Not used.

@@ -15,7 +15,7 @@
 
 A response with the right answer earns 1, or 1 - gamma if it has a drop moment: a relative fall
 (p_i - p_{i+1}) / p_i >= rho between the scores of neighbouring steps. A single step cannot fall, so responses would
-shrink to one step; hence a response with fewer than `min_steps` scored steps earns at most 1 - gamma, too.
+shrink to one step. So a response with fewer than `min_steps` scored steps earns at most 1 - gamma, too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

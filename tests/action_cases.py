@@ -73,7 +73,7 @@ def drop(case: Case) -> tuple[list[float], Run]:
 
 
 def drop_without_budget(case: Case, budget: int) -> tuple[dict[str, bool], Run, list[str]]:
-    """A budget that is enough to find the culprit, but not to compute the mini-batch anew without it, and warnings."""
+    """A budget that is enough to find the culprit, but not to recompute the mini-batch without it, and warnings."""
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())

@@ -16,7 +16,7 @@ pip_install() {
              /^Installing collected/ { print "  installing"; fflush() }'
 }
 
-# The virtual environment is made anew when a requirement file or the interpreter changes.
+# The virtual environment is rebuilt when a requirement file or the interpreter changes.
 set_up_venv() {
     local python file wanted
     if ! python=$(find_python); then

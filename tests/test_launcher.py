@@ -77,7 +77,7 @@ def test_a_default_with_tiny_or_remedy_is_another_one() -> None:
 
 def test_the_documentation_has_the_settings() -> None:
     (table,) = usage.MARKED.findall(usage.PAGE.read_text())
-    assert table == usage.markdown(), "write it anew: PYTHONPATH=tools python -m launcher.usage"
+    assert table == usage.markdown(), "write it again: PYTHONPATH=tools python -m launcher.usage"
 
 
 def test_the_documentation_shows_every_value() -> None:

@@ -696,7 +696,7 @@ def test_resuming_from_a_checkpoint_is_like_never_stopping(launch: Launch, tmp_p
 
 NOT_LOADED = (
     "No LayerClip statistics are loaded (the checkpoint or checkpoint.load_contents is without them, which are part of "
-    "'extra'); the warm-up begins anew."
+    "'extra'); the warm-up starts over."
 )
 
 

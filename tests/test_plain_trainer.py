@@ -144,4 +144,4 @@ def test_norms_are_taken_in_with_a_given_threshold_too(caplog: pytest.LogCapture
     for nothing in (None, {"token_norms": []}):
         caplog.clear()
         resumed.load_state_dict(nothing)
-        assert "its warm-up begins anew" in caplog.text
+        assert "its warm-up starts over" in caplog.text

@@ -85,7 +85,7 @@ def keep_bytes(git_folder: Path) -> None:
 
 
 class Scratch:
-    """A repository of our own in an empty folder, whose index is filled anew for each question."""
+    """A repository of our own in an empty folder, whose index is filled again for each question."""
 
     def __init__(self, folder: Path):
         self.folder = folder

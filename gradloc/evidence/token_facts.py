@@ -11,7 +11,7 @@ from torch import Tensor
 # A log-prob that differs from the rollout's by more than this is misaligned.
 MISALIGNED_NATS = 1.0
 
-# Of a culprit's response, at most so many tokens around it are kept one by one.
+# The most tokens around a culprit that are kept one by one.
 WINDOW = 512
 
 

@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 RULES = ("zscore", "ratio", "fixed")
 
-# The mean never falls below this fraction of an average that is so many times slower, so that a phase of small norms
+# The mean never falls below this fraction of an average that is this many times slower, so that a phase of small norms
 # does not close the bound, but a lasting decrease of the norms is followed.
 _MEAN_FLOOR = 0.1
 _FLOOR_SLOWNESS = 5.0
 # The deviation never falls below this fraction of the mean: with none, every norm above the mean would be clipped.
 _DEVIATION_FLOOR = 0.1
-# A norm counts in the deviation with at most so many deviations, so that spikes in a row widen the bound slowly.
+# A norm counts in the deviation with at most this many deviations, so that spikes in a row widen the bound slowly.
 _DEVIATION_CAP = 2.5
 # For normal numbers: standard deviation over mean absolute deviation.
 _PER_MEAN_DEVIATION = math.sqrt(math.pi / 2)
@@ -246,7 +246,7 @@ class LayerClip:
         """Goes on from saved statistics.
 
         Args:
-            state (Mapping, optional): From `state_dict`; None where none is loaded: the warm-up begins anew.
+            state (Mapping, optional): From `state_dict`; None where none is loaded: the warm-up starts over.
 
         Raises:
             ValueError: The statistics are those of other layers.
@@ -254,7 +254,7 @@ class LayerClip:
         if state is None:
             logger.warning(
                 "No LayerClip statistics are loaded (the checkpoint or checkpoint.load_contents is without them, "
-                "which are part of 'extra'); the warm-up begins anew."
+                "which are part of 'extra'); the warm-up starts over."
             )
             self._statistics = {layer: LayerStatistics() for layer in self.layers}
             return

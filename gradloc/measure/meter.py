@@ -197,7 +197,7 @@ class ReducedMeter:
 
     Args:
         reduced_norms (ReducedNorms): Measures the reduced gradient.
-        sequence_parallel_size (int): So many neighbouring ranks work on the same data.
+        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
     """
 
     kind = "reduced"

@@ -114,7 +114,7 @@ class Passes:
         replay (CollectiveReplay): Has recorded a training pass.
         scale (float): The loss scale of the training pass.
         own (list[MicroBatch]): This rank's micro-batches; a row of them is its dummy input when it measures nothing.
-        sequence_parallel_size (int): So many neighbouring ranks work on the same data.
+        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
         recover (Callable, optional): Called after a pass that an error interrupted on this rank.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import Any
 from .explanation import ended_early, explanation
 from .figures import excess, number, ranges, rounded, severity, threshold_factor
 
-# Of a diffuse event, so many parts are kept: those farthest over their thresholds.
+# How many parts of a diffuse event are kept: those farthest over their thresholds.
 PARTS = 20
 
 _EVENT_FIELDS = ("global_step", "epoch", "mini_batch", "trigger", "threshold", "global_norm", "global_threshold")

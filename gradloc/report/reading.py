@@ -35,7 +35,7 @@ class Evidence:
 
     Attributes:
         path (str): The directory or file that it is from.
-        top (int): So many culprits keep their texts and layers: the largest of each event, then others.
+        top (int): How many culprits keep their texts and layers: the largest of each event, then others.
         since (int, optional): Events of earlier steps are left out.
         events (list[dict]): In the order in which they were written, condensed.
         notes (list[dict]): Of what was left out of the files.

@@ -18,7 +18,7 @@ from .summary import token_name
 
 Summary = Mapping[str, Any]
 
-# The steps of a run are shown in at most so many columns.
+# The most columns in which the steps of a run are shown.
 _SPARKLINE_WIDTH = 60
 
 

@@ -9,11 +9,11 @@ from .probes import Probe, Segment, is_single
 from .tokens import LEAST, UnitTokens
 from .tree import SAMPLE, Tree, patience
 
-# A few tokens are at most this share of them, but at least and at most so many.
+# "A few" tokens: at most this fraction of a unit's, but never limited to fewer than 4 nor to more than 64.
 _FEW, _FEW_LEAST, _FEW_MOST = 1 / 8, 4, 64
 
-# Where few tokens were expected to be enough, up to this many times as many are tried: suspicion does not rank the
-# largest tokens first. Without it, 5 of 40 natural spikes that 8 to 14 of 128 tokens explain are called diffuse.
+# Where a few were expected to be enough, up to this many times more are tried, because suspicion does not rank the
+# largest tokens first.
 _OVERRUN = 1.5
 
 # A spike is where suspicion expects it if the likeliest few tokens carry at least this much of their expected share of
@@ -25,8 +25,8 @@ _LEAST_CARRIED, _MOST_CARRIED = 0.6, 1.5
 class Explanation:
     """Finds few tokens that explain a unit's spike: without them, the rest is measured under its threshold.
 
-    An estimate of every token's energy (squared norm) follows suspicion and agrees with all norms measured so far. By
-    it, a few tokens are expected to be enough, or not. The states:
+    It keeps an estimate of every token's energy (squared norm), which follows suspicion and agrees with the norms
+    measured so far. By this estimate, a few tokens are expected to be enough, or not. The states:
 
     - few: they are. The rest without them is measured, and each of them alone, until tokens that were measured over τ
       are enough
@@ -101,7 +101,7 @@ class Explanation:
         return [self._loudest()] if self.ended and not self.explained else []
 
     def probes(self, count: int, passes_left: float) -> list[Probe]:
-        """What to measure next, at most so many, best first; nothing when the search is over."""
+        """At most `count` probes to measure next, best first; none when the search is over."""
         if self.ended:
             return []
         if self._sample is None:
@@ -121,7 +121,7 @@ class Explanation:
         return sample[:count] or [self._without(self.tokens.over)]
 
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
-        """Takes in a pass of up to so many probes; NaN and Inf count as over."""
+        """Takes in the norms of a pass of up to `count` probes; NaN and Inf count as over."""
         promising, enough = frozenset().union(*self._enough), len(self._enough)
         if self._tree is not None:
             self._tree.record(measured, count)

@@ -28,7 +28,7 @@ class Investigation:
     Args:
         threshold (float): τ.
         until (str): As `Search` has it.
-        budget (int): At most so many passes.
+        budget (int): The most passes.
         meter (Meter): What it measures with.
         passes (Passes): Makes the passes.
         micro_batches (list[MicroBatch]): This rank's.

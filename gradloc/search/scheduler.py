@@ -90,7 +90,7 @@ class _Unit:
 class Search:
     """Finds the tokens behind the spikes of the units given to it.
 
-    Pure bookkeeping on every rank alike: the same calls give the same answers, so that no rank needs to be asked.
+    It makes no collective call: every rank makes the same calls and gets the same answers.
 
     Args:
         threshold (float): τ.
@@ -206,8 +206,8 @@ class Search:
         """What to measure in the next pass; none when the search is over.
 
         Args:
-            count (int): At most so many probes.
-            passes_left (float): So many passes can still be made: no number is begun that could not be made use of.
+            count (int): The most probes.
+            passes_left (float): How many passes the budget still allows: no code is begun that needs more.
         """
         active = [unit for unit in self._units.values() if not unit.ended]
         probes: list[Probe] = []

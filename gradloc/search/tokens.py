@@ -33,7 +33,7 @@ class UnitTokens:
         weights (Tensor): w_t of each candidate, shape (n,), not zero.
 
     Attributes:
-        suspicion (list[float]): s_t, with a number for what is none.
+        suspicion (list[float]): s_t; large and finite where it was not finite.
         squares (list[float]): w_t².
         suspected (list[float]): The share of the unit's energy (squared norm) that each candidate has by suspicion.
         prior (list[float]): The same, less certain.

@@ -18,18 +18,18 @@ _SLACK = 1e-2
 # give it. Sets of ordinary tokens, whose norms have heavy tails, seldom reach that.
 _LOUD = 1.75
 
-# So many codes of a tree are read without finding a culprit.
+# After this many codes in a row without a culprit, a tree reads no more.
 _READINGS = 3
 
 # Where the tokens that a pass can measure alone hold this much of the prior, they come before a reading.
 _CONCENTRATED = 0.5
 
-# Of what is left, so many of the likeliest tokens are measured.
+# How many of the likeliest tokens are measured of what is given up.
 SAMPLE = 3
 
 
 def patience(candidates: int, count: int) -> float:
-    """After so many passes of so many probes that point at no token among these candidates, they are given up."""
+    """After how many passes of `count` probes that point at no token, this many candidates are given up."""
     return 2 * math.log(10 * candidates, count + 1) + 2
 
 
@@ -123,7 +123,7 @@ class Tree:
         ]
 
     def probes(self, count: int, passes_left: float) -> list[Probe]:
-        """What to measure next, at most so many, best first; nothing when the search is over."""
+        """At most `count` probes to measure next, best first; none when the search is over."""
         for node in [node for node in self._nodes if node.parts < 0 and node.code is None]:
             node.code = self._code(node, count, passes_left)
             if node.code is None:
@@ -136,7 +136,7 @@ class Tree:
         return [*named, *digits, *(segment for segment in ranked if segment not in self.named)][:count]
 
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
-        """Takes in a pass of up to so many probes; NaN and Inf count as over."""
+        """Takes in the norms of a pass of up to `count` probes; NaN and Inf count as over."""
         segments = [(probe, norm) for probe, norm in measured if probe in self._open]
         found = any(is_single(segment) and self.tokens.is_over(segment.candidates, norm) for segment, norm in segments)
         pointed = [self._record(segment, norm) for segment, norm in segments]
@@ -193,7 +193,7 @@ class Tree:
         return code if fits and (code.digits < count or not self._is_concentrated(node.segment, count)) else None
 
     def _is_concentrated(self, segment: Segment, count: int) -> bool:
-        """Whether the prior expects a segment's energy in so many tokens."""
+        """Whether the prior expects most of a segment's energy in `count` tokens."""
         prior = sorted((self.tokens.prior[t] for t in segment.candidates), reverse=True)
         return math.fsum(prior[:count]) > _CONCENTRATED * math.fsum(prior)
 

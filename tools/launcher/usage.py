@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """--help, and the table of settings in docs/launching.md. Both come from the settings.
 
-PYTHONPATH=tools python -m launcher.usage   # writes the table in docs/launching.md anew
+PYTHONPATH=tools python -m launcher.usage   # rewrites the table in docs/launching.md
 """
 
 import os
