@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools import page_files
+from tools.patching import page_files
 
 TEXTS = {
     "page.html": b"<!doctype html>\n<p title=\"''\">\\n &amp; \\</p>\n",

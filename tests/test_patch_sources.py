@@ -10,8 +10,8 @@ import itertools
 import pytest
 
 import trees
-from tools import page_files, patch_text, sources
-from tools.sources import SOURCES, File, Files, Misplaced, Source
+from tools.patching import page_files, patch_text, sources
+from tools.patching.sources import SOURCES, File, Files, Misplaced, Source
 
 SOURCE = Source("ours", "verl/place", frozenset({"replaced.py"}))
 

@@ -49,10 +49,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 try:
     import apply_patch
-    from tools import check, new_checkout, regenerate, sources
-    from tools.messages import OutOfDate, Refused
-    from tools.project import Pin
-    from tools.scratch_git import GitFailed, Scratch
+    from tools.patching import check, new_checkout, regenerate, sources
+    from tools.patching.messages import OutOfDate, Refused
+    from tools.patching.project import Pin
+    from tools.patching.scratch_git import GitFailed, Scratch
 except ImportError as error:  # its exit code must not be the verdict of --check
     print(f"make_patch.sh: the project is not complete ({error}); restore it from version control", file=sys.stderr)
     sys.exit(3)

@@ -11,9 +11,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-from tools.messages import Refused
-from tools.project import ROOT, Pin, read
-from tools.scratch_git import GitFailed, git, line
+from tools.patching.messages import Refused
+from tools.patching.project import ROOT, Pin, read
+from tools.patching.scratch_git import GitFailed, git, line
 
 
 def git_folder(repo: Path) -> Path | None:

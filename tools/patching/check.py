@@ -7,12 +7,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import apply_patch
-from tools import patch_text, sources
-from tools.base import NoWheel, fetch_wheel, unpack
-from tools.messages import OutOfDate, Refused, say
-from tools.project import HOOKS, PATCH, ROOT, TARGET, Pin, as_in_verl, checksum_line, project_files, read, work_tree
-from tools.scratch_git import GitFailed, Scratch
-from tools.sources import SOURCES, Files, Source
+from tools.patching import patch_text, sources
+from tools.patching.base import NoWheel, fetch_wheel, unpack
+from tools.patching.messages import OutOfDate, Refused, say
+from tools.patching.project import (
+    HOOKS,
+    PATCH,
+    ROOT,
+    TARGET,
+    Pin,
+    as_in_verl,
+    checksum_line,
+    project_files,
+    read,
+    work_tree,
+)
+from tools.patching.scratch_git import GitFailed, Scratch
+from tools.patching.sources import SOURCES, Files, Source
 
 REGENERATE = "run make_patch.sh --repo on a development checkout"
 

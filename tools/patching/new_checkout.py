@@ -10,10 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools.base import NoWheel, fetch_wheel, git_folder, pinned_revision, refuse_sha256, unpack
-from tools.messages import Refused, say
-from tools.project import PATCH, ROOT, Pin, remember
-from tools.scratch_git import GitFailed, git, keep_bytes, plain_git
+from tools.patching.base import NoWheel, fetch_wheel, git_folder, pinned_revision, refuse_sha256, unpack
+from tools.patching.messages import Refused, say
+from tools.patching.project import PATCH, ROOT, Pin, remember
+from tools.patching.scratch_git import GitFailed, git, keep_bytes, plain_git
 
 
 def init(target: Path, base: Path | None, pin: Pin, scratch: Path) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import apply_patch
-from tools import sources
-from tools.messages import Refused
-from tools.scratch_git import GitFailed, Scratch, git, line
-from tools.sources import Files, Source
+from tools.patching import sources
+from tools.patching.messages import Refused
+from tools.patching.scratch_git import GitFailed, Scratch, git, line
+from tools.patching.sources import Files, Source
 
 ROOT = apply_patch.HERE
 TARGET = apply_patch.TARGET

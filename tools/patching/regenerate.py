@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import apply_patch
-from tools import patch_text, sources
-from tools.base import pinned_revision, refuse_sha256, revision
-from tools.messages import Refused, say
-from tools.project import (
+from tools.patching import patch_text, sources
+from tools.patching.base import pinned_revision, refuse_sha256, revision
+from tools.patching.messages import Refused, say
+from tools.patching.project import (
     HOOKS,
     PATCH,
     ROOT,
@@ -32,8 +32,8 @@ from tools.project import (
     remember,
     work_tree,
 )
-from tools.scratch_git import GitFailed, Scratch, git, line
-from tools.sources import SOURCES, Files, Source
+from tools.patching.scratch_git import GitFailed, Scratch, git, line
+from tools.patching.sources import SOURCES, Files, Source
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from tools import page_files
+from tools.patching import page_files
 
 
 class File(NamedTuple):

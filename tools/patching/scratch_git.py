@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import apply_patch
-from tools.sources import File, Files
+from tools.patching.sources import File, Files
 
 # What editors and other tools leave in a tree is no edit.
 LEFT_BEHIND = ("__pycache__/**", "*.py[co]", "*.orig", "*.rej", "*.sw[op]", "*~")

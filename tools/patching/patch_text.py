@@ -8,7 +8,7 @@ import re
 from pathlib import PurePosixPath
 
 import apply_patch
-from tools.sources import File, Files, Source, Write
+from tools.patching.sources import File, Files, Source, Write
 
 HOOKS_PREAMBLE = b"""\
 The hooks: what gradloc.patch changes in verl's own files, for reading. To patch verl, take gradloc.patch, which is
