@@ -155,19 +155,20 @@ class Explanation:
             parts = [part for part in parts if base < part]
             if all(self._is_as_expected(base, part) for part in parts if part in self._rests):
                 checks = [self._without(part) for part in parts if part not in self._rests]
-                if not checks:
+                if not checks and (self._tree is None or not self._tree.has_named):
                     return []
-        if checks and count == 1:
-            return checks[:1]
+        first, later = checks[: max(count // 2, 1)], checks[max(count // 2, 1) :]
+        if len(first) == count:
+            return first
         if self._tree is None:
             self._tree = Tree(self.tokens, self._without(base), self._rests[base], self._ordinary)
-        found = self._tree.probes(count - len(checks[:1]), passes_left)
+        found = self._tree.probes(count - len(first), passes_left)
         named = [probe for probe in found if probe in self._tree.named]
         # A token that was named may be all that explains the spike.
         guess = frozenset(self.tokens.over).union(*(probe.candidates for probe in named))
         rests = [self._without(guess)] if named and guess not in self._rests else []
         others = [probe for probe in found if probe not in named]
-        return [*named, *rests, *checks[:1], *others, *checks[1:]][:count]
+        return [*named, *rests, *first, *others, *later][:count]
 
     def _is_as_expected(self, base: frozenset[int], few: frozenset[int]) -> bool:
         """Whether the likeliest few carry about as much of the energy as suspicion says."""

@@ -107,6 +107,11 @@ class Tree:
         return next((found for found in self._settled if rest == set(found[0].candidates)), None)
 
     @property
+    def has_named(self) -> bool:
+        """Whether a token that a code has named is still to be measured."""
+        return not self.named.isdisjoint(self._open)
+
+    @property
     def ended(self) -> bool:
         return not self._open and all(node.parts >= 0 for node in self._nodes)
 
