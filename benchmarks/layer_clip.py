@@ -31,6 +31,13 @@ RULES = [LayerClipConfig(rule="ratio", ratio=ratio) for ratio in (1.05, 2.0, 3.0
 RULES += [LayerClipConfig(rule="zscore", z=z) for z in (3.0, 4.0, 5.0, 6.0)]
 
 
+def learned_bound(statistics: LayerStatistics, config: LayerClipConfig) -> float:
+    """The bound after the warm-up."""
+    bound = statistics.bound(config)
+    assert bound is not None
+    return bound
+
+
 def step(statistics: LayerStatistics, norm: float, config: LayerClipConfig) -> float:
     """What `LayerClip.clip` does with one layer's norm; returns the clipped norm."""
     bound = statistics.bound(config)
@@ -45,7 +52,7 @@ def follow(
     """How many steps the bound needs to reach a goal once all norms are `shift` times what they were."""
     statistics = copy.deepcopy(statistics)
     steps, direction = 0, 1 if shift > 1 else -1
-    while direction * statistics.bound(config) < direction * goal and steps < STEPS:
+    while direction * learned_bound(statistics, config) < direction * goal and steps < STEPS:
         step(statistics, shift * norms.lognormvariate(0, spread), config)
         steps += 1
     return steps
@@ -60,16 +67,16 @@ def simulate(config: LayerClipConfig, spread: float, seed: int) -> dict[str, flo
     clipped, bounds = [], []
     for _ in range(STEPS):
         norm = norms.lognormvariate(0, spread)
-        bounds.append(statistics.bound(config))
+        bounds.append(learned_bound(statistics, config))
         clipped.append(step(statistics, norm, config) < norm)
     found = {"bound": mean(bounds), "clipped": mean(clipped), "clipped_early": mean(clipped[:100])}
 
     for size in (10, 100):
-        found[f"spike_{size}"] = min(size, statistics.bound(config))
+        found[f"spike_{size}"] = min(size, learned_bound(statistics, config))
     spiked = copy.deepcopy(statistics)
     for _ in range(10):
         step(spiked, 100.0, config)
-    found["ten_spikes"] = spiked.bound(config) / statistics.bound(config)
+    found["ten_spikes"] = learned_bound(spiked, config) / learned_bound(statistics, config)
     for shift in (3, 100):
         goal = 0.8 * shift * found["bound"]
         found[f"follow_{shift}"] = follow(statistics, config, norms, spread, goal, shift)
@@ -77,7 +84,7 @@ def simulate(config: LayerClipConfig, spread: float, seed: int) -> dict[str, flo
     started = LayerStatistics()
     for i in range(config.warmup_steps):
         step(started, norms.lognormvariate(0, spread) * (100 if i == 7 else 1), config)
-    found["start"] = started.bound(config) / found["bound"]
+    found["start"] = learned_bound(started, config) / found["bound"]
 
     for fall in (10, 100):
         goal = 1.5 / fall * found["bound"]

@@ -136,7 +136,7 @@ def main() -> None:
         simulate(args.quick, args.seed, args.plot, args.until)
         return
     verl = importlib.util.find_spec("verl")
-    if verl is None or not (Path(verl.origin).parent / "utils/gradloc").is_dir():
+    if verl is None or verl.origin is None or not (Path(verl.origin).parent / "utils/gradloc").is_dir():
         sys.exit("No patched verl here: put one on PYTHONPATH (see --help), or patch with apply_patch.py --installed.")
     records: list[Record] = []
     for part, print_part in {"natural": print_natural, "events": print_events}.items():
@@ -188,7 +188,8 @@ def _rank(rank: int, part: str, world_size: int, directory: str, args: argparse.
     )
     from localization_actor import Ranks
 
-    ranks = Ranks(torch.device(args.device, rank if args.device == "cuda" else None), args.strategy)
+    device = torch.device("cuda", rank) if args.device == "cuda" else torch.device(args.device)
+    ranks = Ranks(device, args.strategy)
     with open(f"{directory}/records" if rank == 0 else os.devnull, "w") as file:
         for record in PART_OF_RANK[part](ranks, args):
             print(json.dumps(record), file=file, flush=True)

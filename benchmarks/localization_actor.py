@@ -116,12 +116,13 @@ def build_model(shape: Shape, ranks: Ranks) -> LlamaForCausalLM:
         max_position_embeddings=PROMPT + shape.length,
         attn_implementation="sdpa",
     )
-    return LlamaForCausalLM(config).to(ranks.device).train()
+    model = LlamaForCausalLM(config)
+    return model.to(ranks.device).train()  # type: ignore[arg-type]  # transformers' decorator hides that it is a method
 
 
 def shard(model: LlamaForCausalLM, ranks: Ranks) -> torch.nn.Module:
     """Wraps a model as verl's worker does."""
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=["fsdp"])
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("fsdp",))
     if ranks.strategy == "fsdp":
         policy = get_fsdp_wrap_policy(model)
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=ranks.device, device_mesh=mesh)
@@ -135,6 +136,7 @@ def stock_dp_actor(base_tree: Path) -> ModuleType:
     """The module of the unpatched actor, beside the patched one."""
     path = base_tree / "verl/workers/actor/dp_actor.py"
     spec = importlib.util.spec_from_file_location("stock_dp_actor", path)
+    assert spec is not None and spec.loader is not None  # as of every path that ends with .py
     sys.modules["stock_dp_actor"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -346,7 +348,7 @@ class Solver:
         self._ranks = ranks
         self._threshold = threshold
         self._loss_config = build_config(shape, micro_batches, ranks)
-        gradloc = {"spike_detection": True, "grad_norm_threshold": threshold}
+        gradloc: dict[str, Any] = {"spike_detection": True, "grad_norm_threshold": threshold}
         self._actors = {
             until: build_actor(
                 shape, micro_batches, ranks, **gradloc, bisect_until=until, bisect_budget_steps=BUDGETS[until]
@@ -556,7 +558,8 @@ class Events:
             low, high = sizes[name]
             size = low * (high / low) ** self.random.random()
             suspected = kind != "unsuspected" and (kind == "suspected" or self.random.random() < 0.5)
-            planted[(*unit, token)] = Planted(name, size, suspected)
+            place: Place = (*unit, token)
+            planted[place] = Planted(name, size, suspected)
         return planted
 
     def _plant(self, planted: dict[Place, Planted]) -> tuple[DataProto, dict[Place, float]]:

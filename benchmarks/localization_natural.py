@@ -201,7 +201,7 @@ class NaturalEvents:
                 micro-batches without them.
         """
         norms, needed = spike.norms(), spike.needed()
-        record = {
+        record: dict[str, Any] = {
             "coherence": spike.coherence(),
             "largest": max(norms.values()) / THRESHOLD,
             "over": sum(norm > THRESHOLD for norm in norms.values()),

@@ -105,8 +105,8 @@ class Event:
         n = self.tokens
         if unit not in self.vectors:
             norms = self.level * (SIGMA * self._normal(n)).exp()
-            while (high := norms > THRESHOLD / 1.2).any():
-                norms[high] = self.level * (SIGMA * self._normal(int(high.sum()))).exp()
+            while (over := norms > THRESHOLD / 1.2).any():
+                norms[over] = self.level * (SIGMA * self._normal(int(over.sum()))).exp()
             directions = self._normal(n, DIMENSIONS)
             self.vectors[unit] = directions * (norms / directions.norm(dim=1))[:, None]
             self.suspicion[unit] = norms * (SUSPICION_NOISE * self._normal(n)).exp()
@@ -135,8 +135,16 @@ class Event:
 
         wrong = len((gradloc | published) - set(self.names))
         planted = count(set(self.names))
-        explains = [not self._loud(found) for found in (gradloc, published)]
-        return Result(gradloc_passes, published_passes, planted, count(gradloc), count(published), *explains, wrong)
+        return Result(
+            gradloc_passes,
+            published_passes,
+            planted,
+            count(gradloc),
+            count(published),
+            gradloc_explains=not self._loud(gradloc),
+            published_explains=not self._loud(published),
+            wrong=wrong,
+        )
 
     def _loud(self, without: Collection[tuple[Unit, int]] = ()) -> dict[Unit, float]:
         """The norms of the units that are over their thresholds without these tokens."""

@@ -36,12 +36,19 @@ def localize(
         list: (rank, micro-batch, token) of each single token over its threshold.
     """
     all_ranks, all_tokens = range(world_size), range(tokens)
+
+    def ranks_over(micro_batch: int) -> list[int]:
+        return _bisect(all_ranks, lambda half: over(Part(micro_batch, half, all_tokens)))
+
+    def tokens_over(micro_batch: int, rank: int) -> list[int]:
+        return _bisect(all_tokens, lambda half: over(Part(micro_batch, range(rank, rank + 1), half)))
+
     return [
         (rank, micro_batch, token)
         for micro_batch in range(micro_batches)
         if over(Part(micro_batch, all_ranks, all_tokens))
-        for rank in _bisect(all_ranks, lambda half, m=micro_batch: over(Part(m, half, all_tokens)))
-        for token in _bisect(all_tokens, lambda half, m=micro_batch, r=rank: over(Part(m, range(r, r + 1), half)))
+        for rank in ranks_over(micro_batch)
+        for token in tokens_over(micro_batch, rank)
     ]
 
 

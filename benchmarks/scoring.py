@@ -27,8 +27,10 @@ import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
+from typing import Any
 
 HANGING = "The answer is \\boxed{9^{9^{9^{9}}}}."
 THREADS = 16
@@ -73,7 +75,7 @@ def send_plain(pair: Pair, pipe: Connection) -> None:
 
 def fresh_process(method: str, pair: Pair) -> float:
     """A process that scores one answer and ends."""
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)  # of a type that is known from a literal name only
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=send_plain, args=(pair, sender))
     process.start()
@@ -111,11 +113,15 @@ def main() -> None:
     pairs, expected = ordinary_answers(arguments.answers)
 
     def in_batches(chosen: list[Pair]) -> list[float]:
-        return math_verify.compute_score_batch([], *map(list, zip(*chosen, strict=True)), **options)
+        answers, truths = zip(*chosen, strict=True)
+        return math_verify.compute_score_batch([], list(answers), list(truths), **options)
 
     def from_threads(chosen: list[Pair]) -> list[float]:
         with ThreadPoolExecutor(THREADS) as threads:
             return list(threads.map(lambda pair: math_verify.compute_score(*pair, **options), chosen))
+
+    def in_fresh_processes(method: str, chosen: list[Pair]) -> list[float]:
+        return [fresh_process(method, pair) for pair in chosen]
 
     plain_name = "plain calls in this process"
     ways: dict[str, tuple[Callable[[list[Pair]], list[float]], int, int]] = {
@@ -126,7 +132,7 @@ def main() -> None:
     if arguments.fresh > 0:
         for method, name in ("spawn", "spawned"), ("fork", "forked"):
             ways[f"a fresh process, {name}"] = (
-                lambda chosen, method=method: [fresh_process(method, pair) for pair in chosen],
+                partial(in_fresh_processes, method),
                 min(arguments.fresh, len(pairs)),
                 1,
             )

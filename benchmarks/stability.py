@@ -316,10 +316,11 @@ class Run:
         step = self.actor._optimizer_step
 
         def clip_and_step() -> Tensor:
-            self.rival_clipped.append(rival.clip([parameter.grad for parameter in self.model.parameters()]))
+            gradients: list[Any] = [parameter.grad for parameter in self.model.parameters()]
+            self.rival_clipped.append(rival.clip(gradients))
             return step()
 
-        self.actor._optimizer_step = clip_and_step
+        self.actor._optimizer_step = clip_and_step  # type: ignore[method-assign]  # the rival's hook
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         before: list[Tensor] = []
@@ -372,7 +373,7 @@ class Run:
     def parameters(self) -> Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
 
-    def logged(self, name: str) -> list[float]:
+    def logged(self, name: str) -> list[Any]:
         """A metric in each step, zero where it is not logged."""
         return [metrics.get(name, 0.0) for metrics in self.metrics]
 
@@ -388,7 +389,7 @@ def plant(advantages: Tensor, log_probs: Tensor, mask: Tensor, rewards: Tensor, 
     eligible = mask[:rows].bool() & (rewards[:rows, None] == 0)
     if not eligible.any():
         eligible = mask[:rows].bool()
-    place = log_probs[:rows].masked_fill(~eligible, math.inf).argmin().item()
+    place = int(log_probs[:rows].masked_fill(~eligible, math.inf).argmin())
     row, position = divmod(place, advantages.shape[1])
     if kind == "token":
         advantages[row, position] = SPIKE
@@ -438,6 +439,7 @@ def run_all_kinds(
             "clipped": run.logged("actor/layer_clip/fraction") if run.rival is None else run.rival_clipped,
             "seconds": time.perf_counter() - started,
         }
+    assert clean is not None  # KINDS begins with the run without spikes
     return found, clean
 
 
@@ -572,9 +574,9 @@ def plot(settings: Settings, results: dict[str, Any], picture: Path) -> None:
         chromium = shutil.which("chromium")
         if chromium is None:
             raise FileNotFoundError("Chromium is not installed; on Debian: apt-get install chromium")
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/user"]
-        options += ["--window-size=1020,660", "--virtual-time-budget=10000", f"--screenshot={picture.resolve()}"]
-        subprocess.run([chromium, *options, page.as_uri()], check=True, capture_output=True, timeout=120)
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/user"]
+        flags += ["--window-size=1020,660", "--virtual-time-budget=10000", f"--screenshot={picture.resolve()}"]
+        subprocess.run([chromium, *flags, page.as_uri()], check=True, capture_output=True, timeout=120)
 
 
 def main() -> None:

@@ -167,7 +167,8 @@ class HFReplica(RolloutReplica):
         )
 
     async def launch_servers(self) -> None:
-        server = HFServer.options(name=_server_name(self.replica_rank)).remote(
+        server_class: Any = HFServer  # made a remote class by its decorator, which type checkers leave out
+        server = server_class.options(name=_server_name(self.replica_rank)).remote(
             model_path=copy_to_local(self.model_config.path),
             response_length=self.config.response_length,
             seed=self.replica_rank,

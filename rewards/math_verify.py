@@ -50,17 +50,18 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import connection, context, forkserver, popen_forkserver, reduction, spawn, util
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import Any, cast, overload
 
 try:
     import pebble
 except ImportError:
-    pebble = None  # reported when the first answer is scored
+    pebble = None  # type: ignore[assignment]  # reported when the first answer is scored
 
 WORKER_NAME = "math_verify_worker"
 # Of Linux's prctl: the signal that a process gets when its parent ends.
@@ -91,6 +92,14 @@ _lock = threading.Lock()
 _pool: "_Pool | None" = None
 _server: forkserver.ForkServer | None = None
 _exiting = False
+
+# Of a worker, set by `_warm_up`: the arrays of the pool, its address space in bytes, whether it has scored an answer,
+# and what is wrong with Math-Verify.
+_scores: Any
+_owners: Any
+_memory: int
+_used: bool
+_fault: str | None
 
 
 def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0, **options: Any) -> float:
@@ -186,7 +195,15 @@ class _Settings:
         )
 
 
-def _number(name: str, value: Any, what: str, least: int | None = None) -> int | float:
+@overload
+def _number(name: str, value: Any, what: str) -> float: ...
+
+
+@overload
+def _number(name: str, value: Any, what: str, least: int) -> int: ...
+
+
+def _number(name: str, value: Any, what: str, least: int | None = None) -> float:
     """A whole number if it has a least value, otherwise a positive number of seconds."""
     try:
         number = float(value) if least is None else int(str(value))
@@ -227,7 +244,7 @@ def _score_all(answers: list[tuple[str, str]], timeout_score: float, settings: _
     # How often the pool broke since the last score, and when first
     breaks, broken_since = 0, 0.0
 
-    def settle(task: "_Task", error: Exception | None) -> BrokenProcessPool | None:
+    def settle(task: "_Task", error: BaseException | None) -> BrokenProcessPool | None:
         """Takes over the scores that there are, and puts what is left of a chunk back in line."""
         nonlocal breaks
         done = task.scores()
@@ -273,8 +290,8 @@ def _score_all(answers: list[tuple[str, str]], timeout_score: float, settings: _
             for future in concurrent.futures.wait(running, 1, concurrent.futures.FIRST_COMPLETED).done:
                 broken = settle(running.pop(future), future.exception()) or broken
             for future, task in tuple(running.items()):
-                if error := task.lost():
-                    broken = settle(running.pop(future), error) or broken
+                if loss := task.lost():
+                    broken = settle(running.pop(future), loss) or broken
             if broken:
                 broken_since = broken_since if breaks else time.monotonic()
                 if time.monotonic() - broken_since > GIVE_UP:
@@ -290,7 +307,7 @@ def _score_all(answers: list[tuple[str, str]], timeout_score: float, settings: _
     return scores
 
 
-def _exited(error: Exception | None, code: int) -> bool:
+def _exited(error: BaseException | None, code: int) -> bool:
     return isinstance(error, pebble.ProcessExpired) and error.exitcode == code
 
 
@@ -358,7 +375,7 @@ class _Pool:
             self.slots.put(slot)
         self.pool = pebble.ProcessPool(
             settings.workers,
-            initializer=_InWorker("_warm_up"),
+            initializer=_in_worker("_warm_up"),
             initargs=(self.scores, self.owners, settings.memory_mb * 2**20),
             context=self.processes,
         )
@@ -373,9 +390,10 @@ class _Pool:
         self.scores[first : first + CHUNK] = [math.nan] * CHUNK
         self.owners[slot] = 0
         limit = len(answers) * settings.timeout + START_GRACE
+        future: concurrent.futures.Future[None]
         try:
             future = self.pool.schedule(
-                _InWorker("_score_chunk"),
+                _in_worker("_score_chunk"),
                 args=(
                     first,
                     answers,
@@ -417,7 +435,7 @@ class _Worker(context.ForkServerProcess):
         self.kill()
 
     @staticmethod
-    def _Popen(process: context.ForkServerProcess) -> "_Popen":
+    def _Popen(process: BaseProcess) -> "_Popen":
         return _Popen(process)
 
 
@@ -437,7 +455,7 @@ class _Context(context.ForkServerContext):
 class _Popen(popen_forkserver.Popen):
     """As its base class, but from a fork server and with a main module of our own."""
 
-    def _launch(self, process: context.ForkServerProcess) -> None:
+    def _launch(self, process: BaseProcess) -> None:
         preparation = spawn.get_preparation_data(process.name)
         preparation.pop("init_main_from_name", None)
         preparation["init_main_from_path"] = os.path.abspath(__file__)
@@ -448,10 +466,12 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process, data)
         finally:
             context.set_spawning_popen(None)
-        self.sentinel, pipe = _server.connect_to_new_process(self._fds)
+        assert _server is not None  # a pool has one
+        self.sentinel, pipe = _server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]  # private
         with open(pipe, "wb") as file:
             # The child takes the parent for dead once no write end is left.
-            self.finalizer = util.Finalize(self, util.close_fds, (os.dup(pipe), self.sentinel))
+            close = util.close_fds  # type: ignore[attr-defined]  # private
+            self.finalizer = util.Finalize(self, close, (os.dup(pipe), self.sentinel))
             file.write(data.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
 
@@ -464,6 +484,10 @@ class _InWorker:
 
     def __reduce__(self) -> tuple:
         return pkgutil.resolve_name, (f"__main__:{self.name}",)
+
+
+def _in_worker(name: str) -> Callable[..., None]:
+    return cast(Callable[..., None], _InWorker(name))
 
 
 def _warm_up(scores: Any, owners: Any, memory: int) -> None:
@@ -579,8 +603,9 @@ def _shut_down() -> None:
 def _after_fork() -> None:
     # The pool's threads, workers and fork server stay with the parent.
     global _lock, _pool, _server
-    if _server is not None and _server._forkserver_alive_fd is not None:
-        os.close(_server._forkserver_alive_fd)
+    alive_fd = None if _server is None else _server._forkserver_alive_fd  # type: ignore[attr-defined]  # private
+    if alive_fd is not None:
+        os.close(alive_fd)
     # When the parent dies, its idle workers end only if nobody else could write to them.
     for end in _pool.processes.connections if _pool is not None else ():
         with contextlib.suppress(OSError):

@@ -112,7 +112,8 @@ def _step_scores(data_source: str, extra_info: dict[str, Any] | None) -> list[fl
             "ps_grpo needs them in extra_info['step_scores'], one probability for each step."
         )
     values = scores.tolist() if hasattr(scores, "tolist") else scores
-    if not isinstance(values, list | tuple) or not all(isinstance(value, Real) and 0 <= value <= 1 for value in values):
+    numbers = isinstance(values, list | tuple) and all(isinstance(value, Real) for value in values)
+    if not numbers or not all(0 <= value <= 1 for value in values):
         raise ValueError(
             f"A sample of data source {data_source!r} has malformed step scores: extra_info['step_scores'] must be "
             f"a list of numbers from 0 to 1, but is {scores!r:.200}."

@@ -7,7 +7,7 @@ It runs before anything is installed: this file and the package `launcher` need 
 
 import sys
 
-from launcher.main import main
+from launcher.main import main  # type: ignore[import-not-found]  # this file's folder is on the path
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +48,13 @@ class SetAside:
     @torch.no_grad()
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None and self._replaced:
-            for holder, gradient, _ in self._kept:
+            for holder, gradient, _copy in self._kept:
                 if gradient is None:  # with zeros in place of None, the optimizer would update the parameter
                     holder.grad = None
             return
         clear_gradients(self._module)
         for holder, gradient, copy in self._kept:
-            if copy is not None:
+            if gradient is not None and copy is not None:
                 gradient.copy_(copy)
             holder.grad = gradient
 
@@ -73,7 +74,7 @@ def reset_fsdp(module: nn.Module) -> None:
     """Resets FSDP after a forward or backward that an error interrupted, so that a new forward may start."""
     for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
         fsdp_module.training_state = TrainingState.IDLE
-        fsdp_module._post_backward_callback_queued = False
+        fsdp_module._post_backward_callback_queued = False  # type: ignore[assignment]  # torch does not declare it
         if fsdp_module._is_root:
             fsdp_module._exec_order_data.next_iter()
         if fsdp_module._handle is not None:
@@ -84,9 +85,9 @@ def reset_fsdp(module: nn.Module) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
-    for fsdp_module in module.modules():
-        if isinstance(fsdp_module, FSDPModule):
-            _reset_fsdp2(fsdp_module)
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            _reset_fsdp2(child)
 
 
 def _reset_handle(handle: FlatParamHandle) -> None:
@@ -97,8 +98,8 @@ def _reset_handle(handle: FlatParamHandle) -> None:
         del flat_param._post_backward_hook_state
     if hasattr(flat_param, "_saved_grad_shard"):
         del flat_param._saved_grad_shard
-    flat_param._post_backward_called = False
-    handle._ran_pre_backward_hook = False
+    flat_param._post_backward_called = False  # type: ignore[attr-defined]  # torch does not declare it
+    handle._ran_pre_backward_hook = False  # type: ignore[attr-defined]  # torch does not declare it
     handle._needs_pre_backward_unshard = False
     handle._post_forward_index = None
     handle._training_state = HandleTrainingState.IDLE
@@ -144,7 +145,7 @@ def all_reduced(module: nn.Module) -> Iterator[None]:
     """
     param_groups = _param_groups(module)
 
-    def reduce_all(param_group: object) -> None:
+    def reduce_all(param_group: Any) -> None:
         parameters = [p.unsharded_param for p in param_group.fsdp_params if hasattr(p, "_unsharded_param")]
         if any(parameter.grad is not None for parameter in parameters):
             for parameter in parameters:
@@ -161,9 +162,9 @@ def all_reduced(module: nn.Module) -> Iterator[None]:
             del param_group.post_backward
 
 
-def _param_groups(module: nn.Module) -> list:
+def _param_groups(module: nn.Module) -> list[Any]:
     """FSDP2's parameter groups."""
-    found = []
+    found: list[Any] = []
     for fsdp_module in module.modules():
         if isinstance(fsdp_module, FSDPModule):
             state = fsdp_module._get_fsdp_state()

@@ -17,7 +17,7 @@ except ImportError:  # torch before 2.6
         from torch.distributed._composable.fsdp import FSDPModule
     except ImportError:  # torch before 2.4
 
-        class FSDPModule:
+        class FSDPModule:  # type: ignore[no-redef]  # stands in for what this torch lacks
             """A placeholder where torch has no FSDP2: no module is an instance of it."""
 
 

@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    assert __spec__ is not None  # this module is imported or run with -m
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.parent}", description=__doc__)
     parser.add_argument("path", metavar="PATH", help="the directory with spikes.jsonl, or a file; or a run's directory")
     parser.add_argument("--html", metavar="OUT", help="write a page for the browser to OUT")

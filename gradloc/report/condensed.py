@@ -11,14 +11,14 @@ from .figures import excess, number, ranges, rounded, severity, threshold_factor
 # How many parts of a diffuse event are kept: those farthest over their thresholds.
 PARTS = 20
 
-_EVENT_FIELDS = ("global_step", "epoch", "mini_batch", "trigger", "threshold", "global_norm", "global_threshold")
-_EVENT_FIELDS += ("passes", "action", "applied", "diagnosis", "seconds", "world_size", "error")
+_EVENT_FIELDS: tuple[str, ...] = ("global_step", "epoch", "mini_batch", "trigger", "threshold", "global_norm")
+_EVENT_FIELDS += ("global_threshold", "passes", "action", "applied", "diagnosis", "seconds", "world_size", "error")
 _EVENT_FIELDS += ("until", "explained", "more_tokens")
-_ROW_FIELDS = ("rank", "micro_batch", "row", "position", "token_id", "token", "context", "grad_norm", "threshold")
-_ROW_FIELDS += ("weight", "coefficient", "suspicion", "share", "advantage", "log_prob", "old_log_prob", "ratio")
-_ROW_FIELDS += ("ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "sequence_ratio", "misaligned_share")
-_ROW_FIELDS += ("source", "reward", "data_source", "uid")
-_DETAILS = ("response_tokens", "response_tokens_start", "response_suspicion", "layer_norms")
+_ROW_FIELDS: tuple[str, ...] = ("rank", "micro_batch", "row", "position", "token_id", "token", "context", "grad_norm")
+_ROW_FIELDS += ("threshold", "weight", "coefficient", "suspicion", "share", "advantage", "log_prob", "old_log_prob")
+_ROW_FIELDS += ("ratio", "ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "sequence_ratio")
+_ROW_FIELDS += ("misaligned_share", "source", "reward", "data_source", "uid")
+_DETAILS: tuple[str, ...] = ("response_tokens", "response_tokens_start", "response_suspicion", "layer_norms")
 _DETAILS += ("prompt", "response", "ground_truth")
 
 

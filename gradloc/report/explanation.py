@@ -76,8 +76,9 @@ def _diffuse(event: Event) -> list[str]:
     kind = "likeliest" if culprits else "largest measured"
     which, them = (f"the {len(tokens)} {kind}", "them") if many else (f"the {kind}", "it")
     shares = [token.get("share") for token in tokens]
+    known = [number(share) for share in shares if share is not None]
     # As in the thresholds, tokens count as independent.
-    share = math.nan if None in shares else math.hypot(*map(number, shares))
+    share = math.hypot(*known) if len(known) == len(shares) else math.nan
     if share_known := math.isfinite(share):
         facts.append(f"{which} {'carry' if many else 'carries'} {percent(share)} of the norm")
     if unit and culprits:
@@ -88,6 +89,8 @@ def _diffuse(event: Event) -> list[str]:
 def _of_one_unit(culprits: Sequence[Culprit], unit: Unit | None) -> list[Culprit]:
     """The culprits of the unit; where none is given, of the largest culprit's."""
     one = unit or next(iter(culprits), None)
+    if one is None:
+        return []
     return [culprit for culprit in culprits if all(culprit[key] == one[key] for key in ("rank", "micro_batch"))]
 
 

@@ -117,7 +117,7 @@ class Explanation:
             if found:
                 return found
             self._sample = self._likeliest[:SAMPLE]
-        sample = [self.tokens.segment([t]) for t in self._sample if t not in self.tokens.alone]
+        sample: list[Probe] = [self.tokens.segment([t]) for t in self._sample if t not in self.tokens.alone]
         return sample[:count] or [self._without(self.tokens.over)]
 
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:

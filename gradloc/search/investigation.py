@@ -15,7 +15,7 @@ from ..fsdp import collectives
 from ..measure.meter import GroupName, Meter, Unit, suspects
 from ..measure.passes import MicroBatch, Passes, TokenSubset, UnitName
 from .broken_rows import BrokenRow
-from .probes import Probe, Segment, is_single
+from .probes import Probe, is_single
 from .scheduler import Search
 
 # (unit, row in the micro-batch, position in the response).
@@ -196,9 +196,9 @@ class Investigation:
         except collectives.RankFailedError as error:
             self.error = str(error)
 
-    def tokens_of(self, segment: Segment) -> list[Token]:
-        places = self._candidates[segment.unit][list(segment.candidates)].tolist()
-        return [((rank, segment.unit[1]), row, position) for rank, row, position in places]
+    def tokens_of(self, probe: Probe) -> list[Token]:
+        places = self._candidates[probe.unit][list(probe.candidates)].tolist()
+        return [((rank, probe.unit[1]), row, position) for rank, row, position in places]
 
     def subsets_by_unit(
         self, tokens: Sequence[Token], factors: Sequence[float] | None = None

@@ -3,12 +3,15 @@
 """What a pass can measure: the gradient of some tokens as it is, or one digit of their numbers."""
 
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 # A reading may be off by this share of a digit.
 _READING_ERROR = 0.45
+
+# A unit's name: anything hashable that the caller tells its units apart by. The search gives it back as it is, so the
+# caller knows its type.
+UnitKey = Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,13 +21,13 @@ class Segment:
     An empty one measures what a unit's gradient is without any token: anything but zero means that it is broken.
 
     Args:
-        unit (Hashable): The unit.
+        unit (UnitKey): The unit.
         candidates (tuple[int, ...]): Indices into the candidates given to `Search.add_unit`, ascending.
     """
 
     factors: ClassVar[None] = None
 
-    unit: Hashable
+    unit: UnitKey
     candidates: tuple[int, ...]
 
 
@@ -80,7 +83,7 @@ class Digit:
     digit: int
 
     @property
-    def unit(self) -> Hashable:
+    def unit(self) -> UnitKey:
         return self.code.segment.unit
 
     @property

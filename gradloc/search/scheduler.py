@@ -4,13 +4,13 @@
 
 import math
 import statistics
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from .explanation import Explanation
-from .probes import Probe, Segment, is_single
+from .probes import Probe, Segment, UnitKey, is_single
 from .tokens import UnitTokens
 from .tree import Tree
 
@@ -19,7 +19,7 @@ from .tree import Tree
 class Culprit:
     """A single token over the threshold; `candidate` is its index among the candidates given to `add_unit`."""
 
-    unit: Hashable
+    unit: UnitKey
     candidate: int
     norm: float
 
@@ -52,15 +52,15 @@ class _Unit:
         self.norm = norm
         self._look_at(norm)
         if self.tokens.is_over(self.whole.candidates, norm):
-            kind = {"explained": Explanation, "exhaustive": Tree}[self._until]
-            self.search = kind(self.tokens, self.whole, norm, self._ordinary)
+            kinds: dict[str, type[Explanation] | type[Tree]] = {"explained": Explanation, "exhaustive": Tree}
+            self.search = kinds[self._until](self.tokens, self.whole, norm, self._ordinary)
 
     @property
     def ended(self) -> bool:
         return not self.first and (self.search is None or self.search.ended)
 
     def probes(self, count: int, passes_left: float) -> list[Probe]:
-        found: list[Probe] = self.first[:count]
+        found: list[Probe] = [*self.first[:count]]
         if self.search is not None and len(found) < count:
             found = found + self.search.probes(count - len(found), passes_left)
         return found
@@ -103,7 +103,7 @@ class Search:
         self._threshold = threshold
         self._until = until
         self._ordinary = ordinary
-        self._units: dict[Hashable, _Unit] = {}
+        self._units: dict[UnitKey, _Unit] = {}
 
     @property
     def culprits(self) -> list[Culprit]:
@@ -115,7 +115,7 @@ class Search:
         ]
 
     @property
-    def broken(self) -> list[Hashable]:
+    def broken(self) -> list[UnitKey]:
         """Units whose gradient is not a number even without any token."""
         return [name for name, unit in self._units.items() if unit.broken]
 
@@ -135,19 +135,19 @@ class Search:
         """The smallest segments over their threshold, with their norms, that hold a spike without a culprit."""
         return [found for _, search in self._searches() for found in search.diffuse]
 
-    def rest(self, unit: Hashable) -> tuple[Segment, float] | None:
+    def rest(self, unit: UnitKey) -> tuple[Segment, float] | None:
         """A unit without its culprits, and the norm of that; None where it was not measured."""
         state = self._units[unit]
         if state.search is not None:
             return state.search.rest
         return None if state.norm is None else (state.whole, state.norm)
 
-    def explained(self, unit: Hashable) -> bool:
+    def explained(self, unit: UnitKey) -> bool:
         """Whether the rest of a unit was measured, and under its threshold."""
         rest = self.rest(unit)
         return rest is not None and not self.is_over(*rest)
 
-    def knows(self, unit: Hashable) -> bool:
+    def knows(self, unit: UnitKey) -> bool:
         """Whether a unit was added that has any candidates."""
         return unit in self._units
 
@@ -178,7 +178,7 @@ class Search:
 
     def add_unit(
         self,
-        unit: Hashable,
+        unit: UnitKey,
         norm: float | None,
         suspicion: Tensor,
         weights: Tensor,
@@ -187,7 +187,7 @@ class Search:
         """Opens a unit.
 
         Args:
-            unit (Hashable): Its name in `Segment.unit`.
+            unit (UnitKey): Its name in `Segment.unit`.
             norm (float | None): The norm of the candidates' gradient. None: it is to be measured first.
             suspicion (Tensor): s_t of each candidate, shape (n,).
             weights (Tensor): w_t of each candidate, shape (n,), not zero.
@@ -225,5 +225,5 @@ class Search:
             if mine:
                 unit.record(mine, len(mine))
 
-    def _searches(self) -> Iterator[tuple[Hashable, Explanation | Tree]]:
+    def _searches(self) -> Iterator[tuple[UnitKey, Explanation | Tree]]:
         return ((name, unit.search) for name, unit in self._units.items() if unit.search is not None)

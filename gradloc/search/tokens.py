@@ -3,11 +3,11 @@
 """The tokens of one unit: weights, thresholds, and how much of the gradient is expected of each."""
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor
 
-from .probes import Segment
+from .probes import Segment, UnitKey
 
 # The share of the expected energy that follows suspicion. The rest is spread evenly, so that no token is ever further
 # than log2(10 n) splits away, however misleading suspicion is.
@@ -27,7 +27,7 @@ class UnitTokens:
     threads.
 
     Args:
-        name (Hashable): The unit.
+        name (UnitKey): The unit.
         tau (float): τ.
         suspicion (Tensor): s_t of each candidate, shape (n,).
         weights (Tensor): w_t of each candidate, shape (n,), not zero.
@@ -40,7 +40,7 @@ class UnitTokens:
         alone (dict[int, float]): The norms of the candidates that were measured alone, in the order in which they were.
     """
 
-    def __init__(self, name: Hashable, tau: float, suspicion: Tensor, weights: Tensor) -> None:
+    def __init__(self, name: UnitKey, tau: float, suspicion: Tensor, weights: Tensor) -> None:
         self.name = name
         self.tau = tau
         self.alone: dict[int, float] = {}

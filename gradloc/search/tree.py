@@ -92,7 +92,8 @@ class Tree:
         self._open: dict[Segment, _Node] = {}
         self._root = root
         self._settled: list[tuple[Segment, float]] = []
-        self._pointless = self._vain_readings = 0
+        self._pointless: float = 0
+        self._vain_readings = 0
         self._nodes.append(_Node(root, norm, loud=False))
 
     @property
@@ -138,7 +139,8 @@ class Tree:
             pass
         ranked = self._ranked()
         named = [segment for segment in ranked if segment in self.named]
-        return [*named, *digits, *(segment for segment in ranked if segment not in self.named)][:count]
+        found: list[Probe] = [*named, *digits, *(segment for segment in ranked if segment not in self.named)]
+        return found[:count]
 
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
         """Takes in the norms of a pass of up to `count` probes; NaN and Inf count as over."""
@@ -148,8 +150,8 @@ class Tree:
         for probe, norm in measured:
             if isinstance(probe, Digit):
                 probe.code.norms[probe.digit] = norm
-        for node in [node for node in self._nodes if node.code and not node.code.unread]:
-            candidate, node.code = node.code.read(), None
+        for node, code in [(node, node.code) for node in self._nodes if node.code and not node.code.unread]:
+            candidate, node.code = code.read(), None
             self._vain_readings += 1
             if candidate is not None and candidate not in self.tokens.alone:
                 self._suspect(candidate)

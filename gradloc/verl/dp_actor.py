@@ -146,6 +146,7 @@ def may_step(actor: "DataParallelPPOActor", metrics: dict[str, Any], epoch: int,
     if gradloc is None or gradloc.locate(epoch, mini_batch):
         return True
     if actor.layer_clip is not None:
+        assert gradloc.squared_norms is not None  # a spike is found by them
         gradloc.add_to_event(layer_clip=actor.layer_clip.preview(gradloc.squared_norms))
     append_to_dict(metrics, {"actor/grad_norm": gradloc.events[-1]["global_norm"]})
     return False
