@@ -1,4 +1,4 @@
-# Copyright 2026 The GradLoc Authors
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
 """Rows whose forward or backward is not a number, narrowed down to the token that breaks them."""
 

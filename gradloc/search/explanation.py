@@ -1,4 +1,4 @@
-# Copyright 2026 The GradLoc Authors
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
 """A few tokens, each over τ, without which their unit is under its threshold."""
 

@@ -1,4 +1,4 @@
-# Copyright 2026 The GradLoc Authors
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
 """What a pass can measure: the gradient of some tokens as it is, or one digit of their numbers."""
 

@@ -1,4 +1,4 @@
-# Copyright 2026 The GradLoc Authors
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
 """The tokens of one unit: weights, thresholds, and how much of the gradient is expected of each."""
 

@@ -1,4 +1,4 @@
-# Copyright 2026 The GradLoc Authors
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
 """Every token over τ in a segment that is over its threshold: by halves, best first, and by numbers."""
 
