@@ -26,7 +26,7 @@ Record = Callable[[Path, int], None]
 @pytest.fixture(scope="module")
 def record() -> Record:
     """Writes an event with one culprit as the trainer does: two ranks with two rows each."""
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.utils.gradloc.verl.samples import record_update
 
     ids = torch.arange(ROWS * (PROMPT + RESPONSE)).reshape(ROWS, -1)
     tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, PROMPT:]}
@@ -38,14 +38,11 @@ def record() -> Record:
 
     def write(directory: Path, step: int) -> None:
         actor = SimpleNamespace(bisect_dump_dir=str(directory), ppo_mini_batch_size=ROWS)
-        trainer = SimpleNamespace(
-            config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=1))),
-            tokenizer=SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids))),
-        )
-        trainer._describe_token = lambda *arguments: RayPPOTrainer._describe_token(trainer, *arguments)
+        config = SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=1))
+        tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
         culprits = [{"rank": 1, "row": 1, "position": 2}]
         event = {"global_step": step, "mini_batch": 0, "world_size": 2, "culprits": culprits, "filler": "x" * 5000}
-        RayPPOTrainer._record_gradloc_events(trainer, batch, [event])
+        record_update([event], batch, config, tokenizer)
 
     return write
 

@@ -1,0 +1,58 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's part of the evidence: what only the driver knows of a culprit's sample."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ..evidence.token_facts import text_evidence
+from ..evidence.writer import record_events
+
+if TYPE_CHECKING:
+    from verl import DataProto
+    from verl.protocol import DataProtoItem
+
+logger = logging.getLogger(__name__)
+
+
+def record_update(events: list[dict[str, Any]], batch: "DataProto", config: Any, tokenizer: Any) -> None:
+    """Adds texts, rewards and ids to the culprits of an update, and writes the evidence. Never raises for a culprit.
+
+    Args:
+        events (list[dict]): The actor's events; none in an update without a spike.
+        batch (DataProto): The batch of the update, its rows as dispatched to the workers.
+        config (DictConfig): verl's `actor_rollout_ref`.
+        tokenizer (PreTrainedTokenizer): The actor's.
+    """
+    if not events:
+        return
+    for event in events:
+        # The dispatch gives every rank an equal run of rows, and the actor cuts that into mini-batches.
+        rows_per_rank = len(batch) // event["world_size"]
+        rows_per_mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n // event["world_size"]
+        for culprit in event["culprits"]:
+            row = culprit["rank"] * rows_per_rank + event["mini_batch"] * rows_per_mini_batch + culprit["row"]
+            try:
+                culprit.update(_describe(batch[row], culprit["position"], tokenizer))
+            except Exception:
+                logger.warning("a culprit of a gradient spike is written without its text", exc_info=True)
+    record_events(config.actor.bisect_dump_dir, events)
+
+
+def _describe(sample: "DataProtoItem", position: int, tokenizer: Any) -> dict[str, Any]:
+    """The text around a response's token, and what the sample was rewarded for."""
+    response_length = sample.batch["responses"].shape[-1]
+    valid = sample.batch["attention_mask"].bool()
+    ids = sample.batch["input_ids"]
+    prompt = ids[:-response_length][valid[:-response_length]]
+    response = ids[-response_length:][valid[-response_length:]]
+    scores = sample.batch.get("token_level_scores")
+    columns = sample.non_tensor_batch
+    reward_model = columns.get("reward_model")
+    return {
+        **text_evidence(tokenizer, prompt.tolist(), response.tolist(), position),
+        "ground_truth": reward_model.get("ground_truth") if isinstance(reward_model, dict) else None,
+        "reward": None if scores is None else scores.sum().item(),
+        "data_source": str(columns["data_source"]) if "data_source" in columns else None,
+        "uid": str(columns["uid"]) if "uid" in columns else None,
+    }
