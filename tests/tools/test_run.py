@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TOOLS = "bash cat cp cut dirname flock mkdir mv rm sed sha256sum".split()
 
 
