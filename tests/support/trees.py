@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BASE_TREE = Path(os.environ.get("GRADLOC_BASE_TREE") or ROOT / "build" / "base").resolve()
 # A few real files are enough for most tests, and keep them fast.
 ACTOR = "verl/workers/actor/dp_actor.py"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "scoring.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scoring.py"
 POOL = ["pool, as a batch", "pool, one by one from 16 threads"]
 FRESH = ["a fresh process, spawned", "a fresh process, forked"]
 

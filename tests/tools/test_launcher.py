@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from tools.launcher import command, hydra, options, processes, set_up, settings, usage, values
 from tools.launcher.errors import Refused
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BY_NAME = settings.BY_NAME
 TEXTS = st.text(
     st.sampled_from("\\'\"${}[]():,=~#%@ \t\r\n!*?;&|<>`") | st.characters(exclude_categories=["Cs"]), max_size=20

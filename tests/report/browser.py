@@ -1,6 +1,6 @@
 """A headless Chromium for the tests of the report, and for its picture in the README.
 
-python tests/browser.py PAGE PICTURE   takes that picture: the page from its title to the layers of a culprit
+python tests/report/browser.py PAGE PICTURE   takes that picture: the page from its title to the layers of a culprit
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pandas
 import pytest
 from valid_events import valid_events
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 THRESHOLD = 80.0
 ANSWERS, STEPS = 16, 3
 
@@ -23,7 +23,7 @@ ANSWERS, STEPS = 16, 3
 @contextlib.contextmanager
 def started(output: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen]:
     """A run, which is ended with the block if it still goes on."""
-    search_path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "tests")])
+    search_path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "tests/trainer")])
     script = subprocess.Popen(
         ["bash", ROOT / "run_experiment.sh", "--embedded", "--tiny", "--python", sys.executable]
         + [f"OUTPUT_DIR={output}", f"GRAD_NORM_THRESHOLD={THRESHOLD}", *arguments],

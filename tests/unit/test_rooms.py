@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "gradloc"
+PACKAGE = Path(__file__).resolve().parents[2] / "gradloc"
 # Imported where they are needed, so that the package does without them.
 LAZY = {"report": {"numpy", "plotly", "rich"}}
 # Files that are imported where they are needed, and so may need more themselves.

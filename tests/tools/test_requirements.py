@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 
 from tools import lock
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DIRECTORIES = ("embedded", "tests")
 VERSIONS = ("3.10", "3.11", "3.12")
 

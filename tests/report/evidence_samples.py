@@ -1,6 +1,6 @@
 """Evidence as a run of a small model on sums leaves it, made up: for the tests of the report and its screenshot.
 
-python tests/evidence_samples.py DIRECTORY [EVENTS]   writes such evidence
+python tests/report/evidence_samples.py DIRECTORY [EVENTS]   writes such evidence
 """
 
 from __future__ import annotations

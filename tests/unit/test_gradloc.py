@@ -190,7 +190,7 @@ def test_the_package_needs_only_torch_and_the_standard_library() -> None:
     code = (
         "import sys, gradloc; print([m for m in ('verl', 'ray', 'hydra', 'transformers', 'rich') if m in sys.modules])"
     )
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 

@@ -26,7 +26,7 @@ from gradloc.report.__main__ import main
 from gradloc.report.page_data import page_data as data_of_page
 from gradloc.version import __version__
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def lines(directory: Path, name: str = "spikes.jsonl") -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.Monke
 def real_events(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What a patched actor finds: a spike, and a NaN."""
     directory = tmp_path_factory.mktemp("real")
-    program = [sys.executable, str(ROOT / "tests/spike_events.py"), str(directory)]
+    program = [sys.executable, str(ROOT / "tests/report/spike_events.py"), str(directory)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return lines(directory)

@@ -20,7 +20,7 @@ from valid_events import valid_events
 from gradloc.auto_threshold import WARMUP, WINDOW, AutoThreshold
 
 __all__ = ["launch"]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def normal(source: random.Random) -> float:

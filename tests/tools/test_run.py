@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TOOLS = "bash cat cp cut dirname flock mkdir mv rm sed sha256sum".split()
 
 
@@ -40,8 +40,9 @@ def project(tmp_path: Path) -> Path:
     version = subprocess.run([sys.executable, "-VV"], capture_output=True, check=True).stdout
     write(tmp_path / "build/venv/ready", hashlib.sha256(version).hexdigest())
     write(tmp_path / "tests/test_other.py", "def test_other():\n    pass\n")
+    (tmp_path / "tests/report").mkdir()
     for name in ("browser.py", "evidence_samples.py", "test_report_browser.py"):
-        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
+        shutil.copy(ROOT / "tests/report" / name, tmp_path / "tests/report")
     (tmp_path / "gradloc").symlink_to(ROOT / "gradloc")
     return tmp_path
 

@@ -285,7 +285,7 @@ def prm_url() -> Iterator[str]:
 def test_the_example_that_asks_a_process_reward_model(prm_url: str) -> None:
     """The overrides are the README's."""
     made = manager(
-        f"custom_reward_function.path={Path(__file__).parent.parent / 'examples' / 'prm_reward.py'}",
+        f"custom_reward_function.path={Path(__file__).parents[2] / 'examples' / 'prm_reward.py'}",
         "custom_reward_function.name=compute_score",
         f"+custom_reward_function.reward_kwargs.prm_url={prm_url}",
         "+custom_reward_function.reward_kwargs.gamma=0.4",

@@ -9,7 +9,7 @@ import pytest
 from gradloc import __version__
 from gradloc.evidence import schema
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TOP_LEVEL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES = [*TOP_LEVEL, *sorted((ROOT / "docs").glob("*.md"))]
 
