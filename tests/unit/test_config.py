@@ -1,5 +1,6 @@
 """GradLoc's keys in verl's own configuration: yaml, dataclass, and the rules that verl sets for both."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -44,6 +45,25 @@ def test_every_key_is_declared_with_its_default() -> None:
     assert actor.bisect_dump_dir == "checkpoints/p/e/bisect_dump"
     as_dataclass = actor_config()
     assert {key: as_dataclass[key] for key in DEFAULTS} == DEFAULTS
+
+
+def documented(page: str) -> dict[str, str]:
+    """The keys of a page's tables, with their defaults as the page writes them."""
+    text = (Path(__file__).parents[2] / page).read_text()
+    return dict(re.findall(r"^\| `([\w.]+)` \| `([^`]+)` \|", text, re.M))
+
+
+def test_the_documentation_has_every_key_and_its_default() -> None:
+    actor = composed().actor_rollout_ref.actor
+    own = OmegaConf.to_container(actor, resolve=False)
+    gradloc = {key: str(actor[key]) for key in DEFAULTS}
+    # What the yaml's resolver comes to in a run of the trainer.
+    gradloc["bisect_dump_dir"] = own["bisect_dump_dir"].replace("oc.select:", "").replace(",checkpoints", "")
+    gradloc["layer_clip.enable"] = str(actor.layer_clip.enable)
+    assert documented("docs/configuration.md") == gradloc
+    layer_clip = {key: str(value) for key, value in own["layer_clip"].items() if not key.startswith("_")}
+    assert documented("docs/layer_clip.md") == layer_clip
+    assert documented("README.md").items() <= gradloc.items()
 
 
 def test_keys_are_overridden_without_a_plus() -> None:
