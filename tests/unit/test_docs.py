@@ -32,6 +32,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_placeholder_is_left(page: Path) -> None:
+    assert re.findall(r"^[A-Z_]{4,}$", page.read_text(), re.M) == []
+
+
 def test_the_changelog_has_the_version() -> None:
     name = "Unreleased" if ".dev" in __version__ else __version__
     assert re.search(rf"^## \[{re.escape(name)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)

@@ -10,7 +10,7 @@
 | `sources.py` | which folders are installed where in verl; the three-way merge |
 | `page_files.py` | a web page's files as a Python module, and back |
 | `patch_text.py` | the text of a patch, and of hooks.patch |
-| `base.py` | verl as released, from pip or a clone |
+| `released_verl.py` | verl as released, from pip or a clone |
 | `project.py` | the pin and the files of this project |
 | `scratch_git.py` | git without the user's settings |
 | `messages.py` | output, and errors that are one sentence |

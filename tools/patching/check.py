@@ -8,7 +8,6 @@ from pathlib import Path
 
 import apply_patch
 from tools.patching import patch_text, sources
-from tools.patching.base import NoWheel, fetch_wheel, unpack
 from tools.patching.messages import OutOfDate, Refused, say
 from tools.patching.project import (
     HOOKS,
@@ -22,6 +21,7 @@ from tools.patching.project import (
     read,
     work_tree,
 )
+from tools.patching.released_verl import NoWheel, fetch_wheel, unpack
 from tools.patching.scratch_git import GitFailed, Scratch
 from tools.patching.sources import SOURCES, Files, Source
 

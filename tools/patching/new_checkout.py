@@ -10,9 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools.patching.base import NoWheel, fetch_wheel, git_folder, pinned_revision, refuse_sha256, unpack
 from tools.patching.messages import Refused, say
 from tools.patching.project import PATCH, ROOT, Pin, remember
+from tools.patching.released_verl import NoWheel, fetch_wheel, git_folder, pinned_revision, refuse_sha256, unpack
 from tools.patching.scratch_git import GitFailed, git, keep_bytes, plain_git
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import apply_patch
 from tools.patching import patch_text, sources
-from tools.patching.base import pinned_revision, refuse_sha256, revision
 from tools.patching.messages import Refused, say
 from tools.patching.project import (
     HOOKS,
@@ -32,6 +31,7 @@ from tools.patching.project import (
     remember,
     work_tree,
 )
+from tools.patching.released_verl import pinned_revision, refuse_sha256, revision
 from tools.patching.scratch_git import GitFailed, Scratch, git, line
 from tools.patching.sources import SOURCES, Files, Source
 
