@@ -31,7 +31,8 @@ def project(tmp_path: Path) -> Path:
     write(tmp_path / "bin/apt-get", f"#!/bin/sh\necho $1 >>{tmp_path}/apt\nexit 1\n", 0o755)
     for name in ("bin/python3.11", "build/venv/bin/python"):
         write(tmp_path / name, f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755)
-    write(tmp_path / "build/venv/bin/ruff", "#!/bin/sh\n", 0o755)
+    for name in ("ruff", "deno", "mypy"):
+        write(tmp_path / "build/venv/bin" / name, "#!/bin/sh\n", 0o755)
     for name in ("apply_patch.py", "make_patch.sh", "patches/gradloc.patch", "tests/requirements.txt"):
         write(tmp_path / name, "")
     write(tmp_path / "patches/BASE_COMMIT", "VERSION=0.7.0\n")
