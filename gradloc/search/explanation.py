@@ -167,7 +167,8 @@ class Explanation:
         # A token that was named may be all that explains the spike.
         guess = frozenset(self.tokens.over).union(*(probe.candidates for probe in named))
         rests = [self._without(guess)] if named and guess not in self._rests else []
-        others = [probe for probe in found if probe not in named]
+        known = [probe.candidates for probe in (*named, *rests, *checks)]
+        others = [probe for probe in found if probe.candidates not in known]
         return [*named, *rests, *first, *others, *later][:count]
 
     def _is_as_expected(self, base: frozenset[int], few: frozenset[int]) -> bool:

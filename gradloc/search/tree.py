@@ -145,6 +145,7 @@ class Tree:
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
         """Takes in the norms of a pass of up to `count` probes; NaN and Inf count as over."""
         segments = [(probe, norm) for probe, norm in measured if probe in self._open]
+        searching = bool(self.open_segments)
         found = any(is_single(segment) and self.tokens.is_over(segment.candidates, norm) for segment, norm in segments)
         pointed = [self._record(segment, norm) for segment, norm in segments]
         for probe, norm in measured:
@@ -160,7 +161,8 @@ class Tree:
         self._infer()
         if found:
             self._vain_readings = 0
-        self._pointless = 0 if found or any(pointed) else self._pointless + 1
+        ended = searching and not self.open_segments  # what is left now is loud only
+        self._pointless = 0 if found or ended or any(pointed) else self._pointless + 1
         # Parts that are loud only get half of it.
         if self._pointless > patience(len(self._root.candidates), count) / (1 if self.open_segments else 2):
             self._leave()
@@ -191,7 +193,7 @@ class Tree:
         return norm > max(self.tokens.tau * math.sqrt(min(squares)), _LOUD * self._ordinary * math.sqrt(square))
 
     def _code(self, node: _Node, count: int, passes_left: float) -> Code | None:
-        """Numbers for a node's tokens, where that takes fewer passes than to split it."""
+        """Numbers for a node's tokens, unless the budget is too small or suspicion names the likely ones."""
         size = len(node.segment.candidates)
         if self._vain_readings >= _READINGS or node.loud or not math.isfinite(node.norm) or size < 2:
             return None

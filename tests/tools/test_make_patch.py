@@ -392,6 +392,17 @@ def test_without_our_reward_it_is_verls(rewarded: tuple[Project, Path], source: 
     assert check(project, source).returncode == 0
 
 
+def test_a_checkout_whose_hooks_are_gone(rewarded: tuple[Project, Path]) -> None:
+    """As after `git checkout .`, which leaves the package's new files, and gives verl its own math_verify back."""
+    project, checkout = rewarded
+    trees.git(checkout, "checkout", "-q", "--", ".")
+    before = state(project, checkout)
+    refused(project.make("--repo", checkout), 3, "edits of verl's own files are gone", "--force")
+    assert state(project, checkout) == before
+    assert project.make("--repo", checkout, "--force").returncode == 0
+    assert before != state(project, checkout)
+
+
 def test_what_rewards_may_not_hold(rewarded: tuple[Project, Path], source: Path) -> None:
     project, checkout = rewarded
     for place, words in (

@@ -44,6 +44,12 @@ def recorder(tmp_path: Path) -> Path:
     return make_executable(tmp_path / "recorder", f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
 
 
+def test_closed_output() -> None:
+    for stream in (">&-", "2>&-", ">&- 2>&-"):
+        command = f"bash {SCRIPT} --dry-run --embedded --tiny {stream}"
+        assert subprocess.run(["bash", "-c", command], capture_output=True, timeout=120).returncode == 0
+
+
 def overrides_of(recorder: Path, *arguments: str, **environment: str) -> list[str]:
     """The Hydra overrides that the printed command passes, found by running it."""
     printed = launch("--dry-run", "--python", str(recorder), *arguments, **environment)

@@ -75,8 +75,8 @@ class Run:
 def main(arguments: Sequence[str]) -> int:
     """Runs the program and returns its exit code, which is training's own once that has started."""
     for stream in (sys.stdout, sys.stderr):
-        assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(errors="surrogateescape")  # paths come out as they came in
+        if isinstance(stream, io.TextIOWrapper):  # a closed one is None
+            stream.reconfigure(errors="surrogateescape")  # paths come out as they came in
     exit_on_signals()
     try:
         return launch(arguments)
@@ -195,6 +195,8 @@ def train_embedded(run: Run) -> int:
 
 
 def _print_end(log: Path, lines: int = 30) -> None:
+    if sys.stdout is None:  # closed
+        return
     with open(log, "rb") as file:
         sys.stdout.buffer.writelines(deque(file, lines))
     sys.stdout.buffer.flush()

@@ -148,7 +148,7 @@ def _members(session_id: int) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
+        except OSError:  # it has ended, or belongs to another user
             continue
         state, _parent, _group, session_of = fields[:4]  # what follows "pid (name)"
         if int(session_of) == session_id and state != "Z":

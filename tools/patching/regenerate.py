@@ -131,6 +131,7 @@ def regenerate(checkout: Checkout, force: bool, scratch: Scratch) -> None:
             updates.append((source, ours, merged))
         patch, summary = make_diff(base, final, scratch)
         refuse_lost_changes(checkout, patch, force)
+        refuse_lost_hooks(checkout, patch, force)
         # The patch comes last: it is the common ancestor, so an interrupted run can simply be repeated.
         for source, ours, merged in updates:
             update(ROOT / source.folder, ours, merged, scratch)
@@ -229,6 +230,22 @@ def refuse_lost_changes(checkout: Checkout, patch: bytes, force: bool) -> None:
         f"the patch has changed since {checkout.repo} was last brought together with it, and those changes would be "
         "lost; make a new checkout with --init and redo your edits there, or pass --force"
     )
+
+
+def refuse_lost_hooks(checkout: Checkout, patch: bytes, force: bool) -> None:
+    """Refuses a checkout whose edits of verl's own files are all gone, as after `git checkout .`."""
+    present = read(PATCH)
+    if force or present is None or not any(is_hook(part) for part in patch_text.sections(present)):
+        return
+    if not any(is_hook(part) for part in patch_text.sections(patch)):
+        raise Refused(
+            f"all edits of verl's own files are gone from {checkout.repo}, as after git checkout or git stash; bring "
+            "them back (apply_patch.py does), or pass --force to write a patch without them"
+        )
+
+
+def is_hook(section: bytes) -> bool:
+    return patch_text.is_hook(section, SOURCES)
 
 
 def update(folder: Path, old: Files, new: Files, scratch: Scratch) -> None:
