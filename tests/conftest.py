@@ -12,8 +12,10 @@ import trees
 
 
 def pytest_configure() -> None:
-    # A shell starts its background jobs with SIGINT ignored, nohup with SIGHUP, and whatever they start inherits that.
+    # A shell starts its background jobs with SIGINT and SIGQUIT ignored, nohup with SIGHUP, and whatever they start
+    # inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.umask(0o022)  # the modes that the tests expect are those of most checkouts
 
