@@ -32,7 +32,7 @@ Planted events (`--parts events`):
   the planted ones, a sample of the others, and every other token that either way names. Whether an event is explained
   is a backward pass for each loud micro-batch without the named tokens.
 
-Then the standing cost of the taps, memory, and what the communication of the gradient reduction takes of a pass.
+Then the standing cost of the local norms, memory, and what the communication of the gradient reduction takes of a pass.
 `--simulate` runs the search without a model, for sizes up to W = 1024 and N = 32768: `localization_simulation.py`.
 
 The real part needs the patched verl, for instance that of the tests:
@@ -150,7 +150,7 @@ def main() -> None:
         # Otherwise the peak of resident memory would be that of what malloc keeps.
         os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         records += run_ranks("memory", world_size, args)
-        print_costs([record for record in records if record["part"] in ("taps", "reduction", "memory")])
+        print_costs([record for record in records if record["part"] in ("local norms", "reduction", "memory")])
     if args.json:
         args.json.write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -230,14 +230,14 @@ def _natural(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
 
 
 def _timings(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
-    from localization_actor import Shape, measure_reduction, measure_taps
+    from localization_actor import Shape, measure_local_norms, measure_reduction
 
     settings = [(SMALL, 256), (SMALL, 1024)] + [(MEDIUM, 256)] * (not args.quick)
     shapes = [Shape(*model, *COST_ROWS[tokens]) for model, tokens in settings]
     for shape in shapes:
         if ranks.rank == 0:
             print(f"  hidden size {shape.hidden}, {shape.tokens} tokens", file=sys.stderr, flush=True)
-        yield {"part": "taps"} | measure_taps(ranks, shape, 2, args.rounds, args.base_tree)
+        yield {"part": "local norms"} | measure_local_norms(ranks, shape, 2, args.rounds, args.base_tree)
         yield {"part": "reduction"} | measure_reduction(ranks, shape, args.rounds)
 
 
@@ -399,7 +399,7 @@ def tokens_of(record: Record) -> str:
 
 def print_costs(records: list[Record]) -> None:
     rows = []
-    for record in (r for r in records if r["part"] == "taps"):
+    for record in (r for r in records if r["part"] == "local norms"):
         model = f"{record['parameters'] / 1e6:.1f}M, {record['shape']['layers']} layers of {record['shape']['hidden']}"
         row = [model, tokens_of(record), *(f"{median(record['times'][way]):.3f}" for way in ("off", "on"))]
         for times in record["times"], record["processor"]:

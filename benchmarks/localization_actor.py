@@ -619,7 +619,9 @@ def solve_events(
                 yield {"part": "events"} | sizes | record
 
 
-def measure_taps(ranks: Ranks, shape: Shape, micro_batches: int, rounds: int, base_tree: Path | None) -> dict[str, Any]:
+def measure_local_norms(
+    ranks: Ranks, shape: Shape, micro_batches: int, rounds: int, base_tree: Path | None
+) -> dict[str, Any]:
     """The time of update_policy without GradLoc, with it but without a spike, and of the unpatched actor.
 
     They take turns, in an order that changes from round to round. Their AdamW steps have a learning rate of 0. Beside

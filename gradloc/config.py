@@ -16,7 +16,7 @@ class GradLocConfig:
     """When a gradient norm counts as a spike, and what to do about it.
 
     Args:
-        threshold (float | str): τ, the gradient norm of one token (its share of the loss divided by its weight in it)
+        threshold (float | str): τ, the gradient norm of one token (of its term of the loss, divided by its weight)
             above which the token is a culprit; "auto": from the run's own norms, see `AutoThreshold`.
         budget (int): The most extra forward/backward passes for one event.
         trigger (str): "unit": any micro-batch of any rank over its threshold starts a search; "global": only the

@@ -17,7 +17,7 @@ DIAGNOSES = {
     "tokens": "Single tokens are over the threshold: look at what is wrong with each of them.",
     "diffuse": "No small set of tokens explains the spike, it is the sum of many: "
     "look at the responses in the parts listed, at their advantages and at repeated text.",
-    "nonfinite": "NaN or Inf is in everything, not in the share of a token: "
+    "nonfinite": "NaN or Inf is in everything, not in single tokens: "
     "look at the weights after the step before, then at rewards and advantages.",
     "overflow": "The scaled fp16 gradients overflowed, while log-probs and advantages are fine: "
     "the gradient scaler handles it; look at the loss scale if it happens again and again.",

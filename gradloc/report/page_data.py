@@ -25,7 +25,7 @@ def page_data(evidence: reading.Evidence) -> dict[str, Any]:
     """What the page shows, ready for `jsonable`.
 
     Of too many events those with the largest norms are left, and of too many culprits the largest of each event, then
-    others. Culprits of one response share a strip of tokens, which they name by its index.
+    others. Culprits of one response have one strip of tokens, which they name by its index.
     """
     kept_events, culprits = _kept(evidence)
     strips = _Strips()

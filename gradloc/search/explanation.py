@@ -16,9 +16,9 @@ _FEW, _FEW_LEAST, _FEW_MOST = 1 / 8, 4, 64
 # largest tokens first.
 _OVERRUN = 1.5
 
-# A spike is where suspicion expects it if the likeliest few tokens carry at least this much of their expected share of
+# A spike is where suspicion expects it if the likeliest few tokens carry at least this much of their expected part of
 # the energy, and at most this much of what they would if all tokens pulled the same way. In natural spikes they carry
-# 0.75 to 1.3 of that share, in coherent ones up to 1.9.
+# 0.75 to 1.3 of that part, in coherent ones up to 1.9.
 _LEAST_CARRIED, _MOST_CARRIED = 0.6, 1.5
 
 
@@ -175,8 +175,8 @@ class Explanation:
         """Whether the likeliest few carry about as much of the energy as suspicion says."""
         expected = self.tokens.prior
         carried = 1 - (self._rests[few] / self._rests[base]) ** 2
-        share = math.fsum(expected[t] for t in few - base) / math.fsum(expected[t] for t in self._all - base)
-        return _LEAST_CARRIED * share <= carried <= _MOST_CARRIED * (1 - (1 - share) ** 2)
+        part = math.fsum(expected[t] for t in few - base) / math.fsum(expected[t] for t in self._all - base)
+        return _LEAST_CARRIED * part <= carried <= _MOST_CARRIED * (1 - (1 - part) ** 2)
 
     def _plan(self) -> tuple[list[int], int]:
         """The tokens that may be culprits, best first, and how many of the first of them are expected to be enough.
@@ -201,7 +201,7 @@ class Explanation:
     def _estimate(self, base: frozenset[int]) -> list[float]:
         """Every token's energy: what suspicion says, scaled to agree with the measurements, the last one last."""
         whole = self._rests.get(base, 0.0) ** 2
-        energy = [whole * share for share in self.tokens.suspected]
+        energy = [whole * fraction for fraction in self.tokens.suspected]
         for token, norm in self.tokens.alone.items():
             energy[token] = norm * norm if math.isfinite(norm) else 0.0
         for removed, norm in self._rests.items():

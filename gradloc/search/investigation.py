@@ -42,8 +42,8 @@ class Investigation:
         units (dict[UnitName, Unit]): Those of all ranks, with the norms that became known.
         micro_batches (dict[UnitName, MicroBatch]): Those of the units that it looked into.
         groups (dict[GroupName, list[UnitName]]): What it searches, by name.
-        layers (list[str]): The layer groups.
-        measured (dict[Token, list[float]]): The norm of single tokens' share of the gradient, by layer.
+        layers (list[str]): The layers, in the order of the norms.
+        measured (dict[Token, list[float]]): The norm of single tokens' weighted gradient, by layer.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Investigation:
     def subsets_by_unit(
         self, tokens: Sequence[Token], factors: Sequence[float] | None = None
     ) -> dict[UnitName, TokenSubset]:
-        """Tokens by unit, with what each one's share of the gradient is multiplied with (by default 1)."""
+        """Tokens by unit, with a factor for each one's gradient (by default 1)."""
         places: dict[UnitName, list[tuple[int, int, float]]] = {}
         for (name, row, position), factor in zip(tokens, factors or [1.0] * len(tokens), strict=True):
             places.setdefault(name, []).append((row, position, factor))
@@ -375,6 +375,6 @@ def _nonfinite_coefficients(tokens: Mapping[str, Tensor]) -> Tensor:
 
 
 def _involved(tokens: Mapping[str, Tensor]) -> Tensor:
-    """The tokens whose share of the gradient is not zero and can be measured, bool of shape (rows, response length)."""
+    """The tokens whose weighted gradient is not zero and can be measured, bool of shape (rows, response length)."""
     moved = (tokens["coefficient"] != 0) | (tokens["entropy_coefficient"] != 0)
     return moved & (tokens["weight"] != 0) & ~_nonfinite_coefficients(tokens) & ~_broken(tokens).any(1, keepdim=True)

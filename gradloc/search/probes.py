@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-# A reading may be off by this share of a digit.
+# A reading may be off by this fraction of a digit.
 _READING_ERROR = 0.45
 
 # A unit's name: anything hashable that the caller tells its units apart by. The search gives it back as it is, so the
@@ -35,7 +35,7 @@ class Segment:
 class Code:
     """Numbers for tokens of which one may outweigh all others, written in digits; a probe reads one digit.
 
-    In the probe of a digit d, each token's share of the gradient is multiplied by sqrt(d / (base - 1)). If one token
+    In the probe of a digit d, each token's gradient is multiplied by sqrt(d / (base - 1)). If one token
     outweighs all others, the squared norm over that of them all is d / (base - 1) of that token. So about
     log(n) / log(base) probes name a culprit that suspicion does not expect, and they need not wait for each other.
 
@@ -77,7 +77,7 @@ class Code:
 
 @dataclass(frozen=True, eq=False)
 class Digit:
-    """A probe that reads one digit of a code: the candidates, and what each one's share is multiplied with."""
+    """A probe that reads one digit of a code: the candidates, and the factor of each one's gradient."""
 
     code: Code
     digit: int

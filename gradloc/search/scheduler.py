@@ -214,8 +214,8 @@ class Search:
         while active and len(probes) < count:
             unit = active.pop(0)
             # An equal part for each unit that is still to be asked.
-            share = max((count - len(probes)) // (len(active) + 1), 1)
-            probes += unit.probes(share, passes_left)
+            part = max((count - len(probes)) // (len(active) + 1), 1)
+            probes += unit.probes(part, passes_left)
         return probes
 
     def record(self, measured: Sequence[tuple[Probe, float]]) -> None:

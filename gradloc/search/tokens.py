@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .probes import Segment, UnitKey
 
-# The share of the expected energy that follows suspicion. The rest is spread evenly, so that no token is ever further
-# than log2(10 n) splits away, however misleading suspicion is.
+# The fraction of the expected energy that follows suspicion. The rest is spread evenly, so no token is further than
+# log2(10 n) splits away, however misleading suspicion is.
 _TRUST = 0.9
 
 # The least that an expectation is scaled to, so that a measurement can raise it again.
@@ -35,7 +35,7 @@ class UnitTokens:
     Attributes:
         suspicion (list[float]): s_t; large and finite where it was not finite.
         squares (list[float]): w_t².
-        suspected (list[float]): The share of the unit's energy (squared norm) that each candidate has by suspicion.
+        suspected (list[float]): The fraction of the unit's energy (squared norm) that each candidate has by suspicion.
         prior (list[float]): The same, less certain.
         alone (dict[int, float]): The norms of the candidates that were measured alone, in the order in which they were.
     """
@@ -79,7 +79,7 @@ class UnitTokens:
         return [t for t, norm in self.alone.items() if self.is_over([t], norm)]
 
     def expected(self, candidates: Iterable[int]) -> float:
-        """The share of the unit's energy that is expected of these."""
+        """The fraction of the unit's energy that is expected of these."""
         return math.fsum(self.prior[t] for t in candidates)
 
     def likeliest(self, candidate: int) -> tuple[float, int]:

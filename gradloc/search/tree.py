@@ -10,7 +10,7 @@ from itertools import accumulate
 from .probes import Code, Digit, Probe, Segment, is_single
 from .tokens import UnitTokens
 
-# A bound must clear the threshold by this share of the norms that it comes from before it replaces a measurement: in
+# A bound must clear the threshold by this fraction of the norms that it comes from before it replaces a measurement: in
 # half precision, two measurements of one gradient differ by as much.
 _SLACK = 1e-2
 
