@@ -1,10 +1,10 @@
-"""How LayerClip's rules treat the norms of one layer: a simulation, from which its defaults were chosen.
+"""A simulation of LayerClip's rules on the norms of one layer, from which the defaults were chosen.
 
-Norms are log-normal with median 1 and a given spread (standard deviation of the logarithm), 2000 steps after the
-warm-up, a few seeds. For each rule the table says
+Norms are log-normal with median 1 and a given spread (standard deviation of the logarithm). Each run has 2000 steps
+after the warm-up, with a few seeds. For each rule the table gives
 
 - bound: the average bound, in medians;
-- clipped: the share of ordinary steps that it clips, over all of them and in the first 100 after the warm-up;
+- clipped: the share of ordinary steps that the rule clips, of all steps and of the first 100 after the warm-up;
 - 10x, 100x: what such a spike is scaled down to, in medians;
 - ten 100x: by how much ten 100x spikes in a row raise the bound;
 - start: the first bound after a warm-up with one 100x spike in it, in average bounds (smallest to largest);

@@ -1,11 +1,11 @@
-"""What LayerClip costs: update_policy of verl's actor with it and without it, in turns, in the same run.
+"""What LayerClip costs: update_policy of verl's actor with and without LayerClip, interleaved in one run.
 
 A random Llama of SmolLM2-135M's size (float32, AdamW) is trained by two ranks with FSDP2 on gloo, with the batch sizes
-and lengths of the embedded profile: an optimizer step of 6 answers a rank, in micro-batches of 2, 80 tokens each. Each
+and lengths of the embedded profile: an optimizer step has 6 answers a rank, in micro-batches of 2, 80 tokens each. Each
 round has one update with the stock clipping alone, one with LayerClip that finds nothing to scale, and one in which
 every layer is scaled. Printed are medians over the rounds, of the slower rank, with the smallest and the largest value:
-the update's seconds, LayerClip's own seconds in it, and their share, by the clock and in CPU time. The shares are the
-figures to go by: on a machine that does other things, too, updates differ by more than LayerClip takes.
+the update's seconds, LayerClip's own seconds in it, and their share, by the clock and in CPU time. Use the
+shares: on a machine with other load, updates differ from each other by more than LayerClip takes.
 
 The patched verl must be importable; after `bash tests/run.sh`:
 
@@ -53,7 +53,7 @@ SMOLLM2_135M = {
     "tie_word_embeddings": True,
 }
 TINY = {**SMOLLM2_135M, "vocab_size": 256, "hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 2}
-# None: the stock clipping alone. A bound that no layer has reached when the warm-up is never over, or that all exceed.
+# None: stock clipping alone. Otherwise a warm-up that never ends (nothing is scaled), or a bound that all exceed.
 KINDS = {
     "stock": None,
     "LayerClip, nothing to scale": LayerClipConfig(enable=True, warmup_steps=10**6),
@@ -103,7 +103,7 @@ def measure(rank: int, folder: str, rounds: int, sizes: dict[str, Any]) -> None:
         original = clip.clip
 
         def call(squared_norms: torch.Tensor | None = None) -> torch.Tensor:
-            dist.barrier()  # a rank that comes later to the clipping is no part of it
+            dist.barrier()  # waiting for a slower rank is not part of the clipping
             started = clocks()
             norm = original(squared_norms)
             spent.update(since(started))
@@ -115,7 +115,7 @@ def measure(rank: int, folder: str, rounds: int, sizes: dict[str, Any]) -> None:
         timed(layer_clip)
     batch = build_batch(rank)
     actor.layer_clip = None
-    actor.update_policy(batch)  # makes the optimizer's state
+    actor.update_policy(batch)  # creates the optimizer's state
     found = []
     for i in range(rounds):
         figures = {}
@@ -161,7 +161,7 @@ def main() -> None:
     for name in KINDS:
         cells = []
         for clock in ("wall", "cpu"):
-            # Of the rank that is slower in it.
+            # Of the slower rank.
             pairs = [max((r[i][name]["clip"][clock], r[i][name]["update"][clock]) for r in ranks) for i in rounds]
             cells.append(spread([update for _, update in pairs]))
             if clock == "wall":

@@ -6,13 +6,13 @@ forward and loss; passes are counted by a hook on the model. A batch is W ranks 
 `--until` says which ends of GradLoc's search are tried: `explained` (few tokens, each measured alone over τ, without
 which every loud micro-batch is under its own threshold), `exhaustive` (every token over τ).
 
-Natural events (`--parts natural`), in which nothing is planted:
+Natural events (`--parts natural`) have no planted tokens:
 
 - `natural`: advantages of either sign, log-normal with median 1 and sigma `--sigma`. The loudest `--loud` micro-batches
   are x times over their thresholds, for each x of `--excess`; all others are at half of theirs.
 - `coherent`: every response of some micro-batches repeats one token to its end, with one advantage. The gradients of
   these tokens pull the same way, and none of them is over τ. Only for x from 1.5 on.
-- Gradients are linear in the advantages: those of each micro-batch are scaled to get there, and τ is 1.
+- Gradients are linear in the advantages: each micro-batch's advantages are scaled to reach x, and τ is 1.
 - Truth: the gradient of every token of the loud micro-batches, on an unsharded model, and their inner products. From
   these: `needed`, the fewest tokens, largest gradient norm first, that explain the event; whether the named ones do;
   and `wrong`, those of them that are not over τ.
@@ -28,18 +28,18 @@ Planted events (`--parts events`):
   rank only; `hidden` 1.2 τ to τ·sqrt(N)/1.2: on neither.
 - Events: `suspected` and `unsuspected` are one clear token; `several` 2 to 5 clear ones, each suspected or not at
   random; `mixed` one clear, two hidden in the same micro-batch of the same rank, one diluted in another (if W > 1).
-- Truth: brute force, one backward pass on an unsharded model for each token: all tokens up to N = 64, for larger N
-  the planted ones, a sample of the others, and every other token that either way names. Whether an event is explained
-  is a backward pass for each loud micro-batch without the named tokens.
+- Truth: brute force, one backward pass on an unsharded model for each token: all tokens up to N = 64, for larger N the
+  planted ones, a sample of the others, and every other token that either method names. Whether an event is explained is
+  checked by a backward pass for each loud micro-batch without the named tokens.
 
-Then the standing cost of the local norms, memory, and what the communication of the gradient reduction takes of a pass.
+Then it measures the cost of the local norms without a spike, memory, and the communication time in a pass.
 `--simulate` runs the search without a model, for sizes up to W = 1024 and N = 32768: `localization_simulation.py`.
 
 The real part needs the patched verl, for instance that of the tests:
     bash tests/run.sh -k published_schedule
     PYTHONPATH=build/verl build/venv/bin/python benchmarks/localization.py --base-tree build/base
 
-`--device cuda` uses NCCL and one GPU for each rank. It has not been tried on a GPU yet.
+`--device cuda` uses NCCL and one GPU for each rank. It has not been tested on a GPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MEDIUM = (576, 1536, 8, 9, 3, 8192)
 COST_ROWS = {256: (2, 128), 1024: (4, 256)}
 UNTILS = ("explained", "exhaustive")
 KINDS = ("natural", "coherent")
-# Coherent events begin here: nearer to the threshold, one or two tokens fewer would do.
+# Coherent events start here: closer to the threshold, leaving out one or two tokens would explain them.
 COHERENT_EXCESS = 1.5
 PARTS = ("natural", "events", "costs")
 
@@ -147,7 +147,7 @@ def main() -> None:
     if "costs" in args.parts:
         world_size = 2 if 2 in args.world_sizes else args.world_sizes[0]
         records += run_ranks("timings", world_size, args)
-        # Otherwise the peak of resident memory would be that of what malloc keeps.
+        # Otherwise the peak of resident memory would include freed memory that malloc keeps.
         os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         records += run_ranks("memory", world_size, args)
         print_costs([record for record in records if record["part"] in ("local norms", "reduction", "memory")])
@@ -162,7 +162,7 @@ def run_ranks(part: str, world_size: int, args: argparse.Namespace) -> list[Reco
     if args.device == "cuda" and torch.cuda.device_count() < world_size:
         sys.exit(f"{world_size} ranks need as many GPUs; there are {torch.cuda.device_count()}: lower --world-sizes.")
     if args.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or verl takes the GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise verl uses the GPU
     print(f"{part} on {world_size} ranks", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as directory:
         torch.multiprocessing.spawn(_rank, (part, world_size, directory, args), nprocs=world_size)

@@ -212,7 +212,7 @@ class NaturalEvents:
 
         def judge(result: dict[str, Any]) -> dict[str, Any]:
             culprits = set(result.pop("culprits"))
-            # Tokens of other micro-batches were not measured yet.
+            # Tokens of other micro-batches have not been measured yet.
             measured = norms | token_norms(self._copy, spike.batch, culprits - norms.keys(), self._ranks)
             return result | {
                 "named": len(culprits),
@@ -235,7 +235,7 @@ def _rest(gram: Tensor, without: Sequence[int]) -> float:
     """norm/sqrt(Σ w_t²) of a micro-batch without these tokens, all of one weight; 0 without all of them."""
     kept = torch.ones(len(gram), dtype=gram.dtype)
     kept[list(without)] = 0.0
-    # Rounding may leave less than nothing of tokens that cancel.
+    # Where tokens cancel, rounding can make the squared norm negative.
     return math.sqrt(max(float(kept @ gram @ kept), 0.0) / max(float(kept.sum()), 1.0))
 
 

@@ -6,8 +6,8 @@ correlation of about 0.95, as measured on a real model. A planted token's suspic
 or that of an ordinary token (unsuspected). Its norm is drawn log-uniformly: clear, 1.5 to 15 τ·sqrt(W N); hidden, 1.2 τ
 to τ·sqrt(N)/1.2, in the micro-batch of a clear one. M = 4 micro-batches.
 
-GradLoc's search is tried up to the ends asked for: `explained` or `exhaustive`. An event is explained when without the
-tokens found every micro-batch is under its own threshold.
+GradLoc's search is tried up to the ends asked for: `explained` or `exhaustive`. An event is explained when every
+micro-batch is under its own threshold without the tokens found.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def draw(path: Path, count: int, seed: int) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # One grey and three hues that can be read on white and on black; the same file gives the same bytes.
+    # One grey and three hues that are legible on white and on black. The same data gives the same bytes.
     grey, colours = "#7d8590", {"published": "#d1822b", "unsuspected": "#3b8eea", "suspected": "#2da44e"}
     plt.rcParams |= {"svg.hashsalt": "localization", "svg.fonttype": "none", "font.size": 10, "axes.labelcolor": grey}
     plt.rcParams |= {"axes.edgecolor": grey, "xtick.color": grey, "ytick.color": grey, "axes.titlecolor": grey}

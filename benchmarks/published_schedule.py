@@ -1,10 +1,10 @@
-"""The published schedule of the localization, against which GradLoc's search is held.
+"""The published schedule of the localization, with which GradLoc's search is compared.
 
-It looks at nothing but the norm of the reduced gradient. For a batch of M micro-batches on W ranks with N tokens each:
+It uses only the norm of the reduced gradient. For a batch of M micro-batches on W ranks with N tokens each:
 
-1. compute every micro-batch by itself (M passes), and go on with those over their threshold;
-2. halve the ranks, again and again, and measure both halves (2 log2 W passes for one culprit);
-3. halve the tokens of a rank likewise (2 log2 N passes for one culprit);
+1. compute every micro-batch alone (M passes), and continue with those over their threshold;
+2. bisect the ranks, and measure both halves each time (2 log2 W passes for one culprit);
+3. bisect the tokens of a rank in the same way (2 log2 N passes for one culprit);
 4. compute the whole batch again, because the passes have overwritten its gradient (M passes; left to the caller).
 """
 

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Two published adaptive clips, written from their papers, against which LayerClip is held in stability.py.
+"""Two published adaptive clips, implemented from their papers. stability.py compares LayerClip with them.
 
 Both look at norms before verl's grad_clip, which still applies after them. A gradient that is exactly zero is left out
-of their statistics, as LayerClip leaves it out of its own: the smallest norm of AdaGC's warm-up would else be zero and
-stop the tensor for good.
+of their statistics, as in LayerClip. Otherwise the smallest norm of AdaGC's warm-up would be zero, and the tensor would
+never be updated again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AdaGC:
             cut += factor < 1 and not warm_up
             gradient.mul_(factor)
             clipped = factor * norm
-            # A tensor without a norm in the warm-up starts from its first.
+            # A tensor without a norm in the warm-up starts from its first norm.
             blend = self.beta * average + (1 - self.beta) * clipped
             self.averages[i] = min(average, clipped) if warm_up or average == math.inf else blend
         return cut / len(gradients)

@@ -1,18 +1,19 @@
 """How fast the math_verify reward scores: its pool, a fresh process per answer, and plain calls in this process.
 
 Ordinary answers are fractions, decimals, roots, sets and polynomials in a few sentences of text, half of them right.
-For each way of scoring them the table says
+For each way of scoring them the table gives
 
-- answers/s: by the clock;
-- of plain: that, over the plain calls', over the cores that the workers can use;
-- CPU ms: processor time of an answer, in all processes together;
-- CPU of plain: the plain calls' processor time over that, which other load on the machine does not disturb.
+- answers/s: by wall time;
+- of plain: answers/s divided by that of plain calls and by the number of cores that the workers can use;
+- CPU ms: CPU time per answer, over all processes;
+- CPU of plain: the CPU time of plain calls divided by that of this way. Other load on the machine does not affect it.
 
 Rounds of all ways are interleaved, and the median over the rounds is printed. A fresh process is measured on fewer
-answers: by spawn (each imports Math-Verify again), and by fork of this process, which has it imported, but also torch.
+answers: by spawn (each imports Math-Verify again), and by fork of this process, which has imported Math-Verify, but
+also torch.
 
-Then 1% of the answers hang, and the table says how long all take, what the hanging ones alone must take
-(hangs x limit / workers), what all took without them, the rest, and how many others a busy machine took over the limit.
+Then 1% of the answers hang. The table gives the time of the batch, the least time for the hanging answers alone
+(hangs x limit / workers), the time of the batch without them, the rest, and how many other answers ran over the limit.
 
 Usage: PYTHONPATH=<patched verl> python benchmarks/scoring.py [--answers N] [--rounds N] [--workers N]
            [--limit SECONDS] [--fresh N]

@@ -1,15 +1,15 @@
-"""Does LayerClip help? GRPO on sums with a tiny model, with spikes put in at known steps, on one CPU core.
+"""Does LayerClip help? GRPO on sums with a tiny model, with spikes injected at known steps, on one CPU core.
 
 A Llama of three layers learns two-digit sums from examples until a third of its sampled answers are right. Then verl's
-patched actor trains it on: sampled answers, GRPO advantages, PPO's clipped loss, two mini-batches a step, AdamW.
+patched actor continues training: sampled answers, GRPO advantages, PPO's clipped loss, two mini-batches a step, AdamW.
 
-Compared is what stands between the gradient and the optimizer:
+The runs differ in what is applied between the gradient and the optimizer:
 
 - none: nothing; global: verl's grad_clip alone; fixed, ratio, zscore: LayerClip by that rule (defaults), then the same
   grad_clip. grad_clip is five times the usual norm, as in runs whose norms are well under it; "tight": half the usual
   norm, so that it acts in nearly every step.
 - adagc, zclip: the rules of two papers with their own settings (rival_clips.py), then the same grad_clip.
-- "+drop": with GradLoc's spike_action=drop besides, at three times the usual token norm, with 64 passes at most.
+- "+drop": also with GradLoc's spike_action=drop, at three times the usual token norm, with 64 passes at most.
 
 The usual norms are medians over the first 10 steps of a run without spikes. Spikes come in step 20 and in each of
 steps 35 to 37, in the first mini-batch:
@@ -24,13 +24,13 @@ Reward is the probability of the right answer, averaged over 128 sums that are n
 
 - before: the reward before the first spike; lowest: after it; end: after the last step;
 - recover: steps from step 20 to 34, and from step 35 on, in which the reward is under its mean over the three steps
-  before 20, or 35 (without spikes it is so in a few steps, too);
+  before 20, or 35 (without spikes this also happens in a few steps);
 - lost: the reward of the same run without spikes, less this one's, averaged over the steps from the first spike on;
-- distance: between the parameters in the end and those of the same run without spikes, in units of the way that this
-  came; "other samples" is a run without spikes that draws other sums and answers;
+- distance: between the final parameters and those of the same run without spikes, divided by the distance that the
+  run without spikes moved; "other samples" is a run without spikes that draws other sums and answers;
 - step: the size of the optimizer step of the first spike, in usual steps (of steps 10 to 19);
-- speed: the size of the steps of layers.1 in steps 30 to 34, when Adam's momentum has forgotten the first spike, in
-  those of the same run without spikes;
+- speed: the size of the steps of layers.1 in steps 30 to 34, when Adam's momentum no longer holds the first spike,
+  divided by that in the same run without spikes;
 - clipped: the share of layers (adagc: of tensors; zclip: of steps) that were clipped, grad_clip apart;
 - events: how many spikes GradLoc saw, of four.
 
@@ -38,7 +38,7 @@ The patched verl must be importable; after `bash tests/run.sh`:
 
     PYTHONPATH=build/verl:. build/venv/bin/python benchmarks/stability.py --results build/stability.json
 
-Finished runs are kept in the results and not made again.
+Finished runs are kept in the results and not repeated.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ QUICK = Settings(
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What stands between the gradient and the optimizer.
+    """What is applied between the gradient and the optimizer.
 
     Args:
         rule (str): "none", "global", or one of LAYER_RULES or RIVALS.
