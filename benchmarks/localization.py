@@ -68,7 +68,7 @@ MEDIUM = (576, 1536, 8, 9, 3, 8192)
 COST_ROWS = {256: (2, 128), 1024: (4, 256)}
 UNTILS = ("explained", "exhaustive")
 KINDS = ("natural", "coherent")
-# Coherent events start here: closer to the threshold, leaving out one or two tokens would explain them.
+# Coherent events start here: closer to the threshold, leaving out a few tokens would explain them.
 COHERENT_EXCESS = 1.5
 PARTS = ("natural", "events", "costs")
 
