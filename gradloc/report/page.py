@@ -19,10 +19,10 @@ _FILES = ("page.html", "page.css", "page.js")
 
 
 def write_page(evidence: Evidence, out: str) -> None:
-    """Writes the page; readers of an older one never see half of it.
+    """Writes the page atomically: a reader sees the old page or the new one, never an incomplete one.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The page cannot be written.
     """
     from plotly.offline import get_plotlyjs
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the evidence, of which it keeps what the report shows.
+"""Reads the evidence and keeps only what the report shows.
 
 It may be read while training writes it. Rotated files are read as well; a line that is still being
 written is left for the next time.
