@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `spike_action` does to the gradient of a mini-batch with a spike."""
+"""Applies `spike_action` to the gradient of a mini-batch with a spike."""
 
 import logging
 import math
@@ -27,19 +27,19 @@ def drop(
 ) -> bool:
     """Recomputes the mini-batch's gradient without the culprits. A collective call.
 
-    Subtracting the culprits' gradient would take fewer passes, but in half precision it would leave the rounding errors
-    of the spike.
+    Subtracting the culprits' gradient would take fewer passes, but in half precision the rounding errors of the spike
+    would remain.
 
     Args:
-        investigation (Investigation): What was found.
-        passes (Passes): Makes the passes.
+        investigation (Investigation): The search, after its end.
+        passes (Passes): Runs the passes.
         own (list[MicroBatch]): This rank's micro-batches.
-        budget (int): How many passes an event may take, those of the search included.
+        budget (int): The maximum number of passes for an event, the search included.
         module (nn.Module): The model.
-        reduced_norm (Callable): Measures its gradient.
+        reduced_norm (Callable): Measures the norm of the reduced gradient.
 
     Returns:
-        bool: Whether the gradient is now without the culprits; if not, it is unchanged.
+        bool: Whether the gradient was replaced by one without the culprits; if not, it is unchanged.
     """
     culprits = investigation.subsets_by_unit(investigation.culprits)
     if not culprits or investigation.error is not None:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""From a spike of the gradient norm to the tokens that caused it."""
+"""Watches the training passes, and on a spike of the gradient norm searches for the tokens that caused it."""
 
 import logging
 import math
@@ -31,8 +31,8 @@ from .version import __version__
 
 logger = logging.getLogger(__name__)
 
-# In the warm-up of an automatic threshold only NaN and Inf are spikes: τ is this many times the largest finite norm so
-# far, or this number where there is none.
+# During the warm-up of an automatic threshold only NaN and Inf are spikes: τ is _WARMUP_MARGIN times the largest finite
+# norm so far, or _WARMUP_MOST if there is none.
 _WARMUP_MARGIN = 10.0
 _WARMUP_MOST = 1e30
 
@@ -40,28 +40,28 @@ _WARMUP_MOST = 1e30
 class GradLoc:
     """Watches the training passes of a (sharded) model and finds the tokens behind a spike of its gradient.
 
-    For each micro-batch the trainer calls `begin_pass`, then its forward, then `observe`, then its backward, then
-    `end_pass`; and before the optimizer step `locate`. All ranks make the same calls.
+    For each micro-batch the trainer calls `begin_pass`, runs the forward, calls `observe`, runs the backward, and calls
+    `end_pass`. Before the optimizer step it calls `locate`. All ranks make the same calls.
 
     Args:
         module (nn.Module): The model; ranks hold different data (FSDP1, FSDP2, or a single process).
         config (GradLocConfig): When a norm counts as a spike, and what to do.
         forward (Callable): `forward(inputs, rows, response_length)` computes (entropy or None, log_prob), each of shape
-            (len(rows), response_length), of some rows of a micro-batch, with their responses cut to that length.
-        device (str | torch.device): Where the model computes.
-        loss_scale (Callable): Gives the factor by which backward passes are scaled (for fp16); 1 by default.
-        squared_norms (Callable, optional): `LayerClip.squared_norms`, where LayerClip is on, too; it measures the
+            (len(rows), response_length), for some rows of a micro-batch, with responses truncated to that length.
+        device (str | torch.device): The device that the model computes on.
+        loss_scale (Callable): Returns the loss scale of the backward passes (for fp16); 1 by default.
+        squared_norms (Callable, optional): `LayerClip.squared_norms` if LayerClip is on as well; it measures the
             reduced gradient.
-        sequence_parallel_size (int): How many neighbouring ranks work on the same data. If it is over 1, no rank's
-            gradient is that of its data, and the meter is the reduced one.
-        meter (str): "local": every rank's own gradient is measured, in training passes, too. "reduced": only the
-            gradient after FSDP's mean, in passes of the search.
-        recover (Callable, optional): Called on a rank where an error interrupted a pass, to reset what belongs neither
-            to the model nor to FSDP.
+        sequence_parallel_size (int): How many neighbouring ranks work on the same data. If it is over 1, a rank's
+            local gradient is not the gradient of its data, and the reduced meter is used.
+        meter (str): "local": measure every rank's local gradient, in training passes as well. "reduced": measure only
+            the gradient after FSDP's mean, in the passes of the search.
+        recover (Callable, optional): Called on a rank where an error interrupted a pass, to reset state outside of the
+            model and FSDP.
 
     Attributes:
-        squared_norms (Tensor | None): The squared norms by layer, without the loss scale, of the gradient after
-            `locate`; None where they were not measured.
+        squared_norms (Tensor | None): The squared norms by layer of the gradient that `locate` leaves, without the loss
+            scale; None if they were not measured.
         events (list[dict]): The events since `start_update`, the same on every rank, ready for `jsonable`.
     """
 
@@ -115,10 +115,10 @@ class GradLoc:
         self._misaligned = self._compared = 0.0
 
     def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
-        """Called before a training pass.
+        """Starts recording a training pass; called before it.
 
         Args:
-            inputs (dict): What `forward` needs; picklable. Kept until `locate`.
+            inputs (dict): The inputs of `forward`; picklable. Kept until `locate`.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
         self._current = MicroBatch(inputs, [int(row) for row in rows], get_rng_state(self._device))
@@ -129,11 +129,13 @@ class GradLoc:
     def observe(self, log_prob: Tensor, entropy: Tensor | None, weight: Tensor, **tokens: Tensor) -> None:
         """Records the tokens of the current pass, and their coefficients ∂L/∂log p during its backward.
 
+        All tensors have shape (rows, response length).
+
         Args:
-            log_prob (Tensor): The log-probs that the loss is computed from, shape (rows, response length).
-            entropy (Tensor, optional): Likewise the entropies.
+            log_prob (Tensor): The log-probs that the loss is computed from.
+            entropy (Tensor, optional): The entropies that the loss is computed from.
             weight (Tensor): The weight w of each token in the loss, gradient accumulation included.
-            tokens (Tensor): Whatever `token_evidence` reports; `response_mask` and `token_id` at least.
+            tokens (Tensor): The tensors that `token_evidence` reports; at least `response_mask` and `token_id`.
         """
         current = self._current
         if current is None:
@@ -150,7 +152,7 @@ class GradLoc:
                 tensor.register_hook(_catch(current.tokens, name))
 
     def end_pass(self) -> None:
-        """Called after the backward of a training pass."""
+        """Stops recording a training pass; called after its backward."""
         if self._current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
         self._replay.stop(whole=lambda: all_reached(self._module))
@@ -161,15 +163,15 @@ class GradLoc:
     def locate(self, epoch: int, mini_batch: int) -> bool:
         """Checks the mini-batch's gradient, and on a spike finds the culprits. A collective call.
 
-        With the actions "log" and "skip", gradients, random state and training flags are afterwards what they were
-        before, bit for bit. With "drop", the gradient is without the culprits'.
+        With the actions "log" and "skip", the gradients, the random state and the training flags are restored bit for
+        bit. With "drop", the culprits' part is removed from the gradient.
 
         Args:
             epoch (int): The PPO epoch, for the event.
             mini_batch (int): The mini-batch's index in the update, for the event.
 
         Returns:
-            bool: Whether the optimizer is to step.
+            bool: Whether to take the optimizer step.
 
         Raises:
             RankLostError: An error on this rank that cannot be propagated to the other ranks: it aborts the run instead
@@ -193,15 +195,16 @@ class GradLoc:
             return True
 
     def add_to_event(self, **facts: Any) -> None:
-        """Adds facts to the event of the last `locate`, if that found a spike."""
+        """Adds facts to the event of the last `locate`, if it found a spike."""
         if self._event is not None:
             self._event.update(facts)
 
     def metrics(self) -> dict[str, float]:
         """The update's metrics for the training log, the same on every rank.
 
-        `misaligned_share`, where there are rollout log-probs: the fraction of response tokens whose log-prob differs
-        from the rollout's by more than a nat. `threshold`: τ in the last mini-batch, except during automatic warm-up.
+        `misaligned_share` (only with rollout log-probs) is the fraction of response tokens whose log-prob differs from
+        the rollout's by more than a nat. `threshold` is τ in the last mini-batch; it is missing during the warm-up of
+        an automatic threshold.
         """
         optional = {"actor/gradloc/misaligned_share": self._misaligned / self._compared} if self._compared else {}
         if self._threshold is not None:
@@ -216,11 +219,11 @@ class GradLoc:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What an automatic threshold has learned: the same on every rank and for any number of ranks."""
+        """The automatic threshold's norms: the same on every rank and for any number of ranks."""
         return {"token_norms": self._auto_threshold.norms()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restores `state_dict`; with None (no state is loaded) an automatic threshold starts over."""
+        """Restores `state_dict`; with None (no saved state) the warm-up of an automatic threshold starts over."""
         norms = state["token_norms"] if state is not None else ()
         if not norms and self.config.threshold == "auto":
             logger.warning(
@@ -317,10 +320,10 @@ class GradLoc:
         return not (self.config.action == "skip" and applied)
 
     def _next_threshold(self, token_norm_max: float, finite_max: float) -> float:
-        """τ for a mini-batch with these largest token-equivalents, of all units and of those that are finite."""
+        """τ for a mini-batch, from its largest token-equivalent norm and its largest finite one."""
         automatic = self.config.threshold == "auto"
         self._threshold = self._auto_threshold.value if automatic else float(self.config.threshold)
-        # Also with a given threshold, so that a resumed run may change to an automatic one.
+        # Also with a fixed threshold, so that a resumed run can switch to an automatic one.
         self._auto_threshold.take_in(token_norm_max)
         return self._threshold or _WARMUP_MARGIN * max([finite_max, *self._auto_threshold.norms()]) or _WARMUP_MOST
 
@@ -348,7 +351,7 @@ class GradLoc:
         global_norm: float,
         scale: float,
     ) -> bool:
-        """Does what `spike_action` asks for; returns whether it could be done. The same on every rank."""
+        """Applies `spike_action`; returns whether it was applied. The same on every rank."""
         if self.config.action == "skip":
             # After an overflow the gradient scaler skips the step itself, and must see the overflow to lower its scale.
             return scale == 1 or math.isfinite(global_norm)
@@ -404,7 +407,7 @@ def _catch(tokens: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
 
 
 def _count_misaligned(micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
-    """How many response tokens are off the rollout's log-probs, and how many there are; float64, shape ()."""
+    """Counts the response tokens that are misaligned with the rollout, and all of them; each float64 of shape ()."""
     counts = micro_batches[0].tokens["weight"].new_zeros(2, dtype=torch.float64)
     for tokens in (micro_batch.tokens for micro_batch in micro_batches):
         if "rollout_log_prob" in tokens:
@@ -415,10 +418,10 @@ def _count_misaligned(micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
 
 
 def _largest_token_equivalents(squares: Tensor, square_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest norm/sqrt(Σw²) of a rank's micro-batches, and of those where it is finite.
+    """The largest norm/sqrt(Σw²) of a rank's micro-batches, and the largest finite one.
 
     Returns:
-        tuple[Tensor, Tensor]: Each of shape (); NaN counts as infinite, no host sync.
+        tuple[Tensor, Tensor]: Each of shape (); NaN counts as infinite. No host sync.
     """
     ratio = (squares / square_weights).sqrt()
     ratio = torch.where((squares == 0) & (square_weights == 0), 0.0, ratio)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an investigation found, as the plain values of an event."""
+"""Converts an investigation's findings to the plain values of an event."""
 
 import math
 import statistics
@@ -11,12 +11,12 @@ from ..search.investigation import Investigation, Token
 from .sources import classify
 from .token_facts import response_kl, response_window, token_evidence
 
-# How many of the largest tokens an event names for a spike without a culprit.
+# How many of the largest tokens an event lists for a spike without a culprit.
 _LARGEST_TOKENS = 3
 
 
 def findings(investigation: Investigation) -> dict[str, Any]:
-    """The part of an event that says what was found, the same on every rank."""
+    """The fields of an event that hold the findings, the same on every rank."""
     return {
         "until": investigation.until,
         "diagnosis": investigation.diagnosis,
@@ -55,11 +55,11 @@ def _unit(investigation: Investigation, name: UnitName) -> dict[str, Any]:
 def _ordinary_layer_norms(investigation: Investigation) -> dict[str, float] | None:
     """Each layer's norm for one ordinary token: the median of norm/sqrt(Σw²) over the units under their thresholds.
 
-    What a suspect's norm leaves without its culprits would not do: where a culprit outweighs its unit, the remainder is
-    smaller than the rounding and the correlation between the two.
+    A suspect's norm minus its culprits' norms is not used. If a culprit outweighs its unit, that difference is smaller
+    than the rounding error and the effect of the correlation between the two.
 
     Returns:
-        dict: By layer; None when no other unit has a gradient, or none is known.
+        dict: By layer; None if no unit under its threshold has a known, nonzero norm.
     """
     ordinary = [
         unit for unit in investigation.units.values() if unit.norm and not unit.is_over(investigation.threshold)
@@ -73,13 +73,13 @@ def _ordinary_layer_norms(investigation: Investigation) -> dict[str, float] | No
 
 
 def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
-    """The smallest segments with a spike that no few tokens explain, with the largest tokens measured."""
+    """The smallest segments with a spike that no small set of tokens explains, with the largest tokens measured."""
     found = []
     for segment, norm in investigation.search.diffuse:
         names = set(investigation.groups[segment.unit])
         here = investigation.tokens_of(segment)
         ranks = {name[0] for name, _, _ in here}
-        # Of the whole unit: the segment may be what is left without the largest tokens.
+        # The largest tokens of the whole unit, because the segment may be the unit without its largest tokens.
         tokens = sorted(
             (t for t in investigation.measured if t[0] in names), key=lambda t: -_finite(_grad_norm(investigation, t))
         )
@@ -106,7 +106,7 @@ def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
 
 
 def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
-    """What the search left open, the most promising first; a unit not yet begun is a segment of all its tokens."""
+    """The segments that the search left open, best first; a group not yet searched is a segment of all its tokens."""
     search, units = investigation.search, investigation.units
     begun = [
         (segment.unit, len(segment.candidates), search.threshold(segment))
@@ -159,18 +159,18 @@ def _weight(investigation: Investigation, token: Token) -> float:
 
 
 def _grad_norm(investigation: Investigation, token: Token) -> float:
-    """‖g_t‖; NaN where it was not measured."""
+    """‖g_t‖; NaN if it was not measured."""
     if token not in investigation.measured:
         return math.nan
     return math.sqrt(sum(norm**2 for norm in investigation.measured[token])) / _weight(investigation, token)
 
 
 def _share(investigation: Investigation, token: Token) -> float | None:
-    """A token's contribution to its unit's norm."""
+    """A token's share of its unit's norm; None if that norm is zero or unknown."""
     unit = investigation.units[token[0]]
     return _grad_norm(investigation, token) * _weight(investigation, token) / unit.norm if unit.norm else None
 
 
 def _finite(norm: float) -> float:
-    """The norm for sorting, NaN on top."""
+    """The norm as a sort key: NaN and infinities count as infinite."""
     return norm if math.isfinite(norm) else math.inf

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON Schema of a line of spikes.jsonl: an event, or a note on what was left out."""
+"""The JSON Schema of a line of spikes.jsonl: an event, or a note about events or texts that were left out."""
 
 import math
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 
 SCHEMA = 2
 
-# NaN and infinities have no form in JSON of their own.
+# JSON has no NaN and no infinities, so they are strings.
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 _NUMBER_OR_NULL = {"anyOf": [*_NUMBER["anyOf"], {"type": "null"}]}
 _POSITIVE = {"type": "number", "exclusiveMinimum": 0}
@@ -35,7 +35,7 @@ def _list(items: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_need(form: dict[str, Any], *optional: str, **changed: Any) -> dict[str, Any]:
-    """An object's form in which some fields need not be there, and some have another form."""
+    """An object's schema with some fields made optional, and some given another schema."""
     required = [name for name in form["required"] if name not in optional]
     return {**form, "properties": {**form["properties"], **changed}, "required": required}
 
@@ -162,7 +162,7 @@ EVENT = {
     ),
 }
 
-# Files of version 1 are still read. It did not say whether the culprits explain the spike.
+# Files of version 1 are still read. That version has no field for whether the culprits explain the spike.
 EVENT_1 = _without_need(
     EVENT,
     "until",
@@ -200,12 +200,12 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def conforms(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a value has the form of one of this module's schemas; fields that the schema does not name may be there.
+    """Whether a value conforms to one of this module's schemas; fields that the schema does not name are allowed.
 
-    It knows the keywords in use here, so that reading evidence needs no package for JSON Schema. An integer that is too
-    large for a float does not conform: no figure is one.
+    It supports only the keywords used in this module, so that reading evidence needs no JSON Schema package. An integer
+    too large for a float does not conform: no value of an event is that large.
     """
-    # Nearly all of a file are figures and texts of which the type says all, so asking for it first makes reading fast.
+    # Most values in a file are floats, for which the type is the only check, so testing it first makes reading fast.
     if type(value) is float and (schema is _NUMBER or schema is _NUMBER_OR_NULL):
         return True
     if "anyOf" in schema:
@@ -238,6 +238,6 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def _all_plain(values: Iterable[Any], schema: dict[str, Any]) -> bool:
-    """Whether all values are floats or texts, and the schema asks for no more than that."""
+    """Whether all values are floats, or all are strings, and the schema checks nothing else."""
     plain = float if schema is _NUMBER else str if schema is _TEXT else None
     return plain is not None and set(map(type, values)) <= {plain}

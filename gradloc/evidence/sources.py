@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rules that say what looks wrong with a culprit."""
+"""Rules that classify what looks wrong with a culprit."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-# The rules of `classify`; docs/evidence.md states them.
+# The limits in the rules of `classify`; docs/evidence.md describes them.
 MISALIGNED_FRACTION = 0.5
 TOKEN_RATIO = 2.0
 SEQUENCE_RATIO = 1.2
@@ -14,7 +14,7 @@ LAYER_FRACTION = 0.5
 
 
 def classify(culprit: Mapping[str, Any]) -> str:
-    """What looks wrong with a culprit; the first rule that holds names it.
+    """Classifies what looks wrong with a culprit; the first rule that holds applies.
 
     - "nonfinite": its gradient norm is NaN or Inf.
     - "misaligned": most log-probs of the response differ by more than a nat from the rollout's: a bug, not a spike.

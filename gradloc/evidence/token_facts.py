@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a culprit token."""
+"""Facts about a culprit token: probabilities, ratios, KL estimates and text."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,23 +11,23 @@ from torch import Tensor
 # A log-prob that differs from the rollout's by more than this is misaligned.
 MISALIGNED_NATS = 1.0
 
-# The most tokens around a culprit that are kept one by one.
+# The maximum number of tokens around a culprit whose values are kept.
 WINDOW = 512
 
 
 def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[str, Any]:
-    """The facts on one token that need no gradient.
+    """The facts about one token that need no gradient.
 
     Args:
         tokens (Mapping[str, Tensor]): Tensors of shape (rows, response length): `response_mask`, `token_id`, `weight`,
-            `coefficient`, `log_prob`, and where there is such data `advantage`, `old_log_prob`, `ref_log_prob`,
-            `entropy`, `rollout_log_prob`.
+            `coefficient`, `log_prob`, and if available `advantage`, `old_log_prob`, `ref_log_prob`, `entropy`,
+            `rollout_log_prob`.
         row (int): The row in them.
         position (int): The index in the response.
 
     Returns:
-        dict: Floats; None where there is no data. `misaligned_share` is the fraction of the response's tokens whose
-            log-prob differs from the rollout's by more than a nat, or is NaN there.
+        dict: Numbers; None if there is no data. `misaligned_share` is the fraction of the response's tokens whose
+            log-prob differs from the rollout's by more than a nat, or for which the difference is NaN.
     """
 
     def value(name: str) -> float | None:
@@ -56,7 +56,7 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
 
 
 def off_the_rollout(difference: Tensor) -> Tensor:
-    """Which tokens' log-probs differ from the rollout's by more than a nat, or are NaN; from log p − log q."""
+    """Which tokens are misaligned: log p − log q (to the rollout's log-probs) is over a nat in size, or NaN."""
     return ~(difference.abs() <= MISALIGNED_NATS)
 
 
@@ -66,11 +66,11 @@ def window_start(position: int) -> int:
 
 
 def response_window(values: Tensor, response_mask: Tensor, position: int) -> list[float]:
-    """A figure of each of the response's tokens around a culprit, rounded to 4 digits.
+    """One value per response token in a window around a culprit, rounded to 4 significant digits.
 
     Args:
-        values (Tensor): The figures, shape (response length,).
-        response_mask (Tensor): Same shape; the padding behind its last token is left out.
+        values (Tensor): The values, shape (response length,).
+        response_mask (Tensor): Same shape; the padding after its last token is left out.
         position (int): The culprit's index in the response.
     """
     start = window_start(position)
@@ -80,12 +80,12 @@ def response_window(values: Tensor, response_mask: Tensor, position: int) -> lis
 
 
 def response_kl(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[str, list[float]] | None:
-    """What each of the response's tokens around a culprit adds to the KL to the reference policy.
+    """KL estimates to the reference policy for each response token in a window around a culprit.
 
     With r = log p_ref − log p: k1 = −r, k2 = r²/2, k3 = e^r − 1 − r (Schulman, "Approximating KL Divergence").
 
     Returns:
-        dict: Lists as those of `response_window`; None without a reference policy.
+        dict: Lists like those of `response_window`; None without a reference policy.
     """
     if "ref_log_prob" not in tokens:
         return None
@@ -96,7 +96,7 @@ def response_kl(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[s
 
 
 def text_evidence(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], position: int) -> dict[str, Any]:
-    """The culprit in words.
+    """The culprit as text, with its context.
 
     Args:
         tokenizer (Any): Anything with `decode(list[int], skip_special_tokens=bool) -> str`.

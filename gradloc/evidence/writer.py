@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Appends events to spikes.jsonl, within limits, and finds the files again."""
+"""Appends events to spikes.jsonl within size limits, and lists the files written."""
 
 import json
 import logging
@@ -24,16 +24,17 @@ _TEXTS = ("prompt", "response", "response_tokens", "response_suspicion", "respon
 
 
 def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
-    """Appends each event as one line to `<directory>/spikes.jsonl`. A failing disk gives a warning, not an error.
+    """Appends each event as one line to `<directory>/spikes.jsonl`. A disk error is logged as a warning, not raised.
 
-    A run that collapses, with a spike in every mini-batch, cannot fill the disk. Of each step, the first 16 events
-    are written: the cause comes before its consequences. Of each event, the 16 largest culprits keep their long texts.
-    A file of 64 MiB is renamed to spikes.1.jsonl, spikes.2.jsonl and so on, and once all have 1 GiB, nothing more
-    is written. Where something is left out, a line with a `note` in place of an event says what.
+    The limits keep a run that has collapsed, with a spike in every mini-batch, from filling the disk. Only the first 16
+    events of a step are written, because the cause comes before its consequences. Only the 16 largest culprits of an
+    event keep their long texts. A file that would exceed 64 MiB is renamed to spikes.1.jsonl, spikes.2.jsonl and so on.
+    When all files together would exceed 1 GiB, no more events are written. If something is left out, a `note` line in
+    the file says so.
 
     Args:
-        directory (str): Made if it is not there. Files of an earlier run are continued.
-        events (Sequence[Mapping]): All events of a step, in order; or of several steps.
+        directory (str): Created if it does not exist. Files of an earlier run are continued.
+        events (Sequence[Mapping]): All events of one step or of several steps, in order.
     """
     if not events:
         return
@@ -59,13 +60,13 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
 
 
 def evidence_files(directory: str) -> list[str]:
-    """The files that `record_events` has written, the oldest first."""
+    """The files that `record_events` has written, oldest first."""
     names = [f"spikes.{number}.jsonl" for number in _rotated(directory)] + ["spikes.jsonl"]
     return [path for name in names if os.path.isfile(path := os.path.join(directory, name))]
 
 
 def jsonable(value: Any) -> Any:
-    """The value in plain JSON: NaN and infinities as the strings "NaN", "Infinity" and "-Infinity"."""
+    """Converts a value to plain JSON types; NaN and infinities become "NaN", "Infinity" and "-Infinity"."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -80,7 +81,7 @@ def jsonable(value: Any) -> Any:
 
 
 def _rotated(directory: str) -> list[int]:
-    """The numbers of the full files, in order."""
+    """The numbers of the renamed (full) files, in order."""
     names = (re.fullmatch(r"spikes\.([1-9]\d*)\.jsonl", name) for name in os.listdir(directory))
     return sorted(int(name[1]) for name in names if name)
 
@@ -99,14 +100,14 @@ def _append(directory: str, data: bytes, events: Sequence[Mapping[str, Any]]) ->
     elif size and size + len(data) > FILE_BYTES:
         os.rename(path, os.path.join(directory, f"spikes.{max(_rotated(directory), default=0) + 1}.jsonl"))
         last_line = b"\n"
-    # A killed run may have left half a line: the next line must start on its own.
+    # A killed run may have left an incomplete line: end it, so that the next event starts on a new line.
     line_break = b"" if last_line.endswith(b"\n") else b"\n"
     with open(path, "ab") as file:
         file.write(line_break + data)
 
 
 def _last_line(path: str, most: int = 4096) -> bytes:
-    """The last line of a file, or its end where the line is longer."""
+    """The last line of a file; only its last `most` bytes if it is longer."""
     with open(path, "rb") as file:
         file.seek(max(os.path.getsize(path) - most, 0))
         return file.read().splitlines(keepends=True)[-1]
@@ -123,7 +124,7 @@ def _note(kind: str, step: Any, count: int, message: str) -> bytes:
 
 
 def _without_texts(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The event, whose culprits come the largest first, without the long texts of all but the first few."""
+    """The event with long texts only for its first (largest) culprits."""
     culprits = event.get("culprits", ())
     if len(culprits) <= CULPRITS_WITH_TEXT:
         return event

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-# Everything that a forward or backward pass may call; older torch versions lack some.
+# All collective functions that a forward or backward pass may call; older torch versions lack some of them.
 _COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -34,7 +34,7 @@ class RankLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class _TensorSpec:
-    """Describes a tensor of a recorded call."""
+    """The shape, dtype and device of a tensor in a recorded call."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class _Call:
     arguments: Any
 
     def replay(self) -> None:
-        """Makes the same call with dummy data (zeros)."""
+        """Repeats the call with dummy data (zeros)."""
         args, kwargs = tree_map_only(_TensorSpec, _TensorSpec.zeros, self.arguments)
         work = self.function(*args, **kwargs)
         if work is not None:
@@ -60,14 +60,14 @@ class _Call:
 class CollectiveReplay:
     """Records the collective calls of a pass, and replays them on a rank where an error interrupts a later pass.
 
-    FSDP all-gathers parameters and reduce-scatters gradients during a pass, in an order that is the same on all ranks
-    and in all passes. If an error (out of memory, say) interrupts a pass on one rank, the other ranks wait in the next
-    of these calls. The failed rank then makes the remaining calls, as recorded in an earlier pass, with dummy data: all
-    ranks reach the end of the pass, where they agree to discard it.
+    FSDP all-gathers parameters and reduce-scatters gradients during a pass, in the same order on all ranks and in all
+    passes. If an error (such as out of memory) interrupts a pass on one rank, the other ranks wait in the next of these
+    calls. To avoid a deadlock, the failed rank makes the remaining calls, as recorded in an earlier pass, with dummy
+    data. So all ranks reach the end of the pass and discard it.
 
     Args:
-        can_replay (bool): Whether all passes make the same calls. With sequence parallelism they do not, since shapes
-            depend on the data, and an error in a pass aborts the run.
+        can_replay (bool): Whether all passes make the same calls. With sequence parallelism they do not, because shapes
+            depend on the data; an error in a pass then aborts the run.
     """
 
     def __init__(self, can_replay: bool = True) -> None:
@@ -85,7 +85,7 @@ class CollectiveReplay:
 
     @property
     def knows_all(self) -> bool:
-        """Whether the recorded calls fit every later pass, or are not needed."""
+        """Whether the recorded calls match every later pass, or no recording is needed."""
         return self._whole or not self._can_replay
 
     def forget(self) -> None:
@@ -94,7 +94,7 @@ class CollectiveReplay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Wraps one pass and records it; the calls of a pass without an error are kept."""
+        """Wraps one pass and records its calls; they are kept if the pass raises no error."""
         self.start()
         try:
             yield
@@ -112,10 +112,11 @@ class CollectiveReplay:
                 setattr(dist, name, self._recorded(function))
 
     def stop(self, whole: Callable[[], bool] = lambda: True) -> None:
-        """Stops recording, if a recording is running, and keeps the calls.
+        """Stops recording and keeps the calls; does nothing if no recording is running.
 
         Args:
-            whole (Callable): Whether the pass has made all calls that a pass can make. Called only if it was recorded.
+            whole (Callable): Returns whether the pass has made all calls that a pass can make. Called only if the pass
+                was recorded.
         """
         if self._originals:
             self._restore()
@@ -130,7 +131,7 @@ class CollectiveReplay:
         """Makes the remaining calls of the pass that `error` interrupted.
 
         Raises:
-            RankLostError: They are not known, or one of them failed, too (another rank has died).
+            RankLostError: The remaining calls are unknown, or one of them failed as well (another rank has died).
         """
         traceback.clear_frames(error.__traceback__)  # frees the memory that the frames of the pass hold
         done = len(self._calls)
@@ -149,7 +150,7 @@ class CollectiveReplay:
 
     def _recorded(self, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:  # one of these functions calls another
+            if self._inside:  # called by another of these functions
                 return function(*args, **kwargs)
             specs = tree_map_only(Tensor, lambda t: _TensorSpec(t.shape, t.dtype, t.device), (args, kwargs))
             self._inside = True

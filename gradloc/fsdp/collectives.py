@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The collective operations of the search, with errors that reach every rank."""
+"""The collective operations of the search; an error on one rank is raised on every rank."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class RankFailedError(RuntimeError):
-    """Something failed on one rank; raised on every rank, with the same message."""
+    """An error on one rank, raised on every rank with the same message."""
 
 
 def world_size() -> int:
@@ -43,7 +43,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 @contextmanager
 def same_on_all_ranks() -> Iterator[None]:
-    """Wraps code that does the same on every rank, so that an error in it is raised on every rank.
+    """Wraps code that does the same on every rank, so an error in it is raised on every rank.
 
     Raises:
         RankFailedError: Instead of any other exception.
@@ -55,7 +55,7 @@ def same_on_all_ranks() -> Iterator[None]:
 
 
 def exchange(make: Callable[[], Any]) -> list[Any]:
-    """`make()` as evaluated on every rank, in rank order.
+    """Calls `make()` on every rank and returns all results on every rank, in rank order.
 
     Raises:
         RankFailedError: `make()` raised on some rank.
@@ -63,7 +63,7 @@ def exchange(make: Callable[[], Any]) -> list[Any]:
     mine: tuple[Any, str | None]
     try:
         mine = (make(), None)
-    except Exception as error:  # sent on: the other ranks wait for this one
+    except Exception as error:  # sent to the other ranks, which wait for this one
         mine = (None, f"{type(error).__name__}: {error}")
     results = gather_objects(mine)
     for rank, (_, failure) in enumerate(results):
@@ -73,7 +73,7 @@ def exchange(make: Callable[[], Any]) -> list[Any]:
 
 
 def broadcast(make: Callable[[], Any], source: int) -> Any:
-    """`make()` as evaluated on rank `source`, on every rank.
+    """Calls `make()` on rank `source` and returns the result on every rank.
 
     Raises:
         RankFailedError: `make()` raised on the source.
@@ -82,7 +82,7 @@ def broadcast(make: Callable[[], Any], source: int) -> Any:
     if rank() == source:
         try:
             box = [(make(), None)]
-        except Exception as error:  # sent on: the other ranks wait for this broadcast
+        except Exception as error:  # sent to the other ranks, which wait for this broadcast
             box = [(None, f"{type(error).__name__}: {error}")]
     if world_size() > 1:
         dist.broadcast_object_list(box, src=source)

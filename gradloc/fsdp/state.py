@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an extra pass must leave unchanged: gradients, FSDP's own state, buffers, training flags and random state."""
+"""Saves and restores what an extra pass must not change: gradients, FSDP's state, buffers, flags and random state."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,15 +22,15 @@ def _flat_handles(module: nn.Module) -> list[FlatParamHandle]:
 
 
 def _holders(module: nn.Module) -> list[Tensor]:
-    """Everything that has a `.grad` of its own; with FSDP1's original parameters these are views of the flat ones'."""
+    """All tensors with a `.grad`; with FSDP1's use_orig_params, these are views of the flat parameters' `.grad`."""
     holders = [*module.parameters(), *(handle.flat_param for handle in _flat_handles(module))]
     return list({id(holder): holder for holder in holders}.values())
 
 
 class SetAside:
-    """Removes all gradients of a module while new ones are computed, and restores them bit for bit on exit.
+    """Context manager that removes all gradients of a module on entry and restores them bit for bit on exit.
 
-    A context manager. After `replace()`, the new gradients stay.
+    After `replace()`, the gradients computed inside are kept instead.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -49,7 +49,7 @@ class SetAside:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None and self._replaced:
             for holder, gradient, _copy in self._kept:
-                if gradient is None:  # with zeros in place of None, the optimizer would update the parameter
+                if gradient is None:  # with zeros instead of None, the optimizer would update the parameter
                     holder.grad = None
             return
         clear_gradients(self._module)
@@ -60,18 +60,18 @@ class SetAside:
 
 
 def clear_gradients(module: nn.Module) -> None:
-    """Drops all gradients, FSDP1's flat ones included."""
+    """Sets all gradients to None, including those of FSDP1's flat parameters."""
     for holder in _holders(module):
         holder.grad = None
 
 
 def _copy_if_reused(holder: Tensor) -> Tensor | None:
-    # FSDP1 with CPU offload reduces every backward into one buffer, which the next backward overwrites.
+    # With CPU offload, FSDP1 reduces every backward's gradient into one buffer, which the next backward overwrites.
     return holder.grad.clone() if holder.grad is not None and hasattr(holder, "_cpu_grad") else None
 
 
 def reset_fsdp(module: nn.Module) -> None:
-    """Resets FSDP after a forward or backward that an error interrupted, so that a new forward may start."""
+    """Resets FSDP after an error interrupted a forward or backward, so that a new forward can start."""
     for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
         fsdp_module.training_state = TrainingState.IDLE
         fsdp_module._post_backward_callback_queued = False  # type: ignore[assignment]  # torch does not declare it
@@ -91,7 +91,7 @@ def reset_fsdp(module: nn.Module) -> None:
 
 
 def _reset_handle(handle: FlatParamHandle) -> None:
-    """What FSDP1 does with a handle at the end of a backward, except for the gradient."""
+    """Does what FSDP1 does with a handle at the end of a backward, except for the gradient."""
     flat_param = handle.flat_param
     if hasattr(flat_param, "_post_backward_hook_state"):
         flat_param._post_backward_hook_state[-1].remove()
@@ -104,7 +104,8 @@ def _reset_handle(handle: FlatParamHandle) -> None:
     handle._post_forward_index = None
     handle._training_state = HandleTrainingState.IDLE
     handle._prefetched = False
-    # Always: the root points at its shard after a forward but keeps the unsharded storage, so neither tells the state.
+    # Always reshard: after a forward the root points at its shard but keeps the unsharded storage, so neither of them
+    # shows whether it is resharded.
     handle.reshard(free_unsharded_flat_param=handle.uses_sharded_strategy)
     handle.post_reshard()
 
@@ -137,10 +138,10 @@ def all_reached(module: nn.Module) -> bool:
 
 @contextmanager
 def all_reduced(module: nn.Module) -> Iterator[None]:
-    """Makes FSDP2 reduce zeros for parameters that a backward has not reached, such as idle experts.
+    """Makes FSDP2 reduce zeros for parameters without a gradient, such as those of unused experts.
 
-    FSDP2 reduces the gradients of a parameter group in one reduce-scatter, without parameters that have no gradient:
-    ranks whose inputs reach different experts would disagree about its size. (From torch 2.13 on,
+    FSDP2 reduces the gradients of a parameter group in one reduce-scatter, and leaves out parameters without a
+    gradient. So ranks whose inputs use different experts would call it with different sizes. (From torch 2.13 on,
     `set_reduce_scatter_unused_params` does this.)
     """
     param_groups = _param_groups(module)
@@ -168,14 +169,14 @@ def _param_groups(module: nn.Module) -> list[Any]:
     for fsdp_module in module.modules():
         if isinstance(fsdp_module, FSDPModule):
             state = fsdp_module._get_fsdp_state()
-            # torch before 2.12 has at most one.
+            # Before torch 2.12 there is at most one.
             found += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [param_group for param_group in found if param_group is not None]
 
 
 @contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restores what a forward may change besides gradients: buffers, training flags and the random state."""
+    """Restores on exit what a pass may change besides gradients: buffers, training flags and the random state."""
     flags = [(child, child.training) for child in module.modules()]
     buffers = [
         (child, name, buffer, buffer.clone())
@@ -197,7 +198,7 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def get_rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """torch's random state: the CPU's, and the device's where that is another one."""
+    """torch's random state: the CPU's, and the device's if that is not the CPU (else None)."""
     if device.type == "cpu":
         return torch.get_rng_state(), None
     return torch.get_rng_state(), getattr(torch, device.type).get_rng_state(device)

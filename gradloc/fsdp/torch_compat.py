@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The types of sharded modules and tensors, which torch has moved between versions.
+"""Imports the types of sharded modules and tensors, whose place differs between torch versions.
 
-verl's configuration imports this package for every user, also for those whose torch cannot run GradLoc or LayerClip.
+verl's configuration imports this package for every user, even if their torch cannot run GradLoc or LayerClip.
 """
 
 try:

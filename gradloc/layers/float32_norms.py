@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# On the CPU a norm is summed in one float32 accumulator: its relative error is 1e-3 for 28 million elements, but 2e-7
+# On the CPU, torch sums a norm in one float32 accumulator. The relative error is 1e-3 for 28 million elements, but 2e-7
 # in chunks of this size. GPUs sum in blocks anyway.
 _CPU_CHUNK = 2**16
 
 
 def chunks(gradient: Tensor) -> Sequence[Tensor]:
-    """Splits a gradient into chunks whose float32 norms are precise; on a GPU into one."""
+    """Splits a gradient into chunks whose float32 norms are precise; on a GPU there is only one chunk."""
     return gradient.flatten().split(_CPU_CHUNK) if gradient.device.type == "cpu" else [gradient]
 
 

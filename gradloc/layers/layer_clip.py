@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""LayerClip: clips every layer's gradient against a bound of its own, from the layer's own recent norms."""
+"""LayerClip: clips each layer's gradient to a bound computed from that layer's recent norms."""
 
 import logging
 import math
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 RULES = ("zscore", "ratio", "fixed")
 
-# The mean never falls below this fraction of an average that is this many times slower, so that a phase of small norms
-# does not close the bound, but a lasting decrease of the norms is followed.
+# The mean never falls below _MEAN_FLOOR times an average that is _FLOOR_SLOWNESS times slower. So a short phase of
+# small norms does not bring the bound close to zero, but a lasting decrease of the norms is followed.
 _MEAN_FLOOR = 0.1
 _FLOOR_SLOWNESS = 5.0
-# The deviation never falls below this fraction of the mean: with none, every norm above the mean would be clipped.
+# The deviation never falls below this fraction of the mean: at zero, every norm above the mean would be clipped.
 _DEVIATION_FLOOR = 0.1
-# A norm counts in the deviation with at most this many deviations, so that spikes in a row widen the bound slowly.
+# A norm's distance from the mean counts as at most this many deviations, so repeated spikes widen the bound slowly.
 _DEVIATION_CAP = 2.5
 # For normal numbers: standard deviation over mean absolute deviation.
 _PER_MEAN_DEVIATION = math.sqrt(math.pi / 2)
@@ -43,8 +43,8 @@ class LayerClipConfig:
         z (float): Deviations above the mean that a layer's norm may reach, for 'zscore'.
         ratio (float): Multiple of the mean that a layer's norm may reach, for 'ratio'.
         beta (float): Decay of the moving averages for each optimizer step.
-        warmup_steps (int): Norms of a layer to see before its bound begins.
-        min_bound (float): No bound is smaller.
+        warmup_steps (int): Number of norms of a layer before it has a bound.
+        min_bound (float): The smallest possible bound.
         max_norm (float): Norm of the whole gradient that 'fixed' divides among the layers.
         log_layers (bool): Whether to log every layer's norm and bound.
 
@@ -82,17 +82,17 @@ class LayerClipConfig:
 class LayerStatistics:
     """The moving mean and deviation of one layer's clipped norms.
 
-    They start from the median and the median absolute deviation of the first norms, which one spike among them cannot
-    move far. From then on the t-th norm counts with (1 - beta) / (1 - beta^t), the weight that it has in an average
-    that starts at zero and is corrected for it, so that the start counts as much as the norms it was taken from.
+    They start from the median and the median absolute deviation of the first norms, which are robust to a spike among
+    these norms. After that, the t-th norm has the weight (1 - beta) / (1 - beta^t), as in a bias-corrected moving
+    average (Adam's), so that the starting values weigh as much as the norms they were computed from.
 
     Attributes:
-        warmup (list[float]): The first norms, until there are enough of them.
-        count (int): How many norms there have been.
-        mean (float): Of the norms.
-        deviation (float): The mean absolute deviation from the mean, times sqrt(pi / 2): the standard deviation if the
-            norms were normal.
-        floor (float): The mean does not fall below it: a tenth of the norms' average, five times slower than the mean.
+        warmup (list[float]): The norms of the warm-up; empty after it.
+        count (int): The number of norms so far.
+        mean (float): The moving mean of the norms; 0 during the warm-up.
+        deviation (float): The mean absolute deviation from the mean, times sqrt(pi / 2): equal to the standard
+            deviation for normally distributed norms.
+        floor (float): The lower limit of the mean: a tenth of a moving average five times slower than the mean.
     """
 
     warmup: list[float] = field(default_factory=list)
@@ -102,7 +102,7 @@ class LayerStatistics:
     floor: float = 0.0
 
     def take_in(self, norm: float, config: LayerClipConfig) -> None:
-        """Counts one step's norm, clipped by the caller. Exact zeros and non-finite norms do not count."""
+        """Adds one step's norm, as clipped by the caller. Exact zeros and non-finite norms are ignored."""
         if norm == 0 or not math.isfinite(norm):
             return
         self.count += 1
@@ -119,7 +119,7 @@ class LayerStatistics:
         self.deviation = max(self.deviation, _DEVIATION_FLOOR * self.mean)
 
     def bound(self, config: LayerClipConfig) -> float | None:
-        """What the next norm may be, under the rules 'zscore' and 'ratio'; None during the warm-up."""
+        """The bound of the next norm under the rules 'zscore' and 'ratio'; None during the warm-up."""
         if self.mean == 0:
             return None
         if config.rule == "ratio":
@@ -134,7 +134,7 @@ class LayerStatistics:
 
 
 class LayerStep(TypedDict):
-    """What a step did to a layer: its norm before, its bound (None during the warm-up), and by what it was scaled."""
+    """One layer in one step: its norm before clipping, its bound (None during the warm-up), and its scale factor."""
 
     norm: float
     bound: float | None
@@ -142,12 +142,12 @@ class LayerStep(TypedDict):
 
 
 class LayerClip:
-    """Scales every layer's gradient by min(1, bound / norm) before the optimizer step, and learns the bounds.
+    """Scales every layer's gradient by min(1, bound / norm) before the optimizer step, and updates the bounds.
 
     Args:
-        module (nn.Module): The model, as `ReducedNorms` takes it.
-        config (LayerClipConfig): The rule.
-        device (str | torch.device): Where the model computes.
+        module (nn.Module): The model; see `ReducedNorms`.
+        config (LayerClipConfig): The rule and its settings.
+        device (str | torch.device): The device that the model computes on.
 
     Attributes:
         layers (list[str]): The layers, in the model's order.
@@ -169,15 +169,15 @@ class LayerClip:
     def clip(self, squared_norms: Tensor | None = None) -> Tensor:
         """Clips the gradient and updates the statistics with its norms. A collective call.
 
-        For a step that is skipped there is `preview`.
+        For a step that is skipped, use `preview` instead.
 
         If any norm is NaN or infinite, nothing is changed: the optimizer step will be skipped.
 
         Args:
-            squared_norms (Tensor, optional): The squared norms of this gradient, where they are known already.
+            squared_norms (Tensor, optional): The squared norms of this gradient by layer, if already measured.
 
         Returns:
-            Tensor: The norm of the whole gradient before the clipping, shape (), on the CPU.
+            Tensor: The norm of the whole gradient before clipping, shape (), on the CPU.
         """
         if squared_norms is None:
             squared_norms = self._reduced_norms.squared_norms()
@@ -192,8 +192,8 @@ class LayerClip:
         return torch.tensor(math.sqrt(sum(layer["norm"] ** 2 for layer in figures)))
 
     def preview(self, squared_norms: Tensor) -> dict[str, LayerStep]:
-        """What `clip` would do to the gradient with these norms, as `last_step` has it. Nothing is changed."""
-        # The only host sync: the norm that `clip` returns lies on the CPU already.
+        """What `clip` would do to a gradient with these norms, in the form of `last_step`. Changes nothing."""
+        # The only host sync: the norm that `clip` returns is computed on the CPU.
         norms = [math.sqrt(square) for square in squared_norms.tolist()]
         finite = all(math.isfinite(norm) for norm in norms)
         return {
@@ -206,11 +206,11 @@ class LayerClip:
         }
 
     def metrics(self) -> dict[str, float | list[float]]:
-        """The figures since the last call for the training log, the same on every rank; lists have one per step.
+        """The metrics since the last call for the training log, the same on every rank; lists have one value per step.
 
-        `fraction` of the layers that were clipped; `min_factor`; the index of the `tightest_layer`, whose norm came
-        closest to its bound or exceeded it the most, and that `norm_max_ratio` of norm and bound (the last two from
-        the first bound on). With `log_layers` also each layer's norm and bound.
+        `fraction`: the fraction of layers that were clipped. `min_factor`: the smallest factor. `norm_max_ratio`: the
+        largest ratio of a layer's norm to its bound. `tightest_layer`: the index of the layer with this ratio. The last
+        two are missing until a layer has a bound. With `log_layers`, also each layer's norm and bound.
         """
         steps, self._steps = self._steps, []
         if not steps:
@@ -243,13 +243,13 @@ class LayerClip:
         return {layer: asdict(statistics) for layer, statistics in self._statistics.items()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from saved statistics.
+        """Restores saved statistics.
 
         Args:
-            state (Mapping, optional): From `state_dict`; None where none is loaded: the warm-up starts over.
+            state (Mapping, optional): From `state_dict`; with None (no saved state) the warm-up starts over.
 
         Raises:
-            ValueError: The statistics are those of other layers.
+            ValueError: The statistics belong to other layers.
         """
         if state is None:
             logger.warning(

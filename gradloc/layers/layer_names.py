@@ -12,16 +12,16 @@ logger = logging.getLogger(__name__)
 _WRAPPERS = re.compile(r"\b(?:_(?:fsdp|checkpoint)_wrapped_module|_orig_mod|base_model\.model|base_layer)\.")
 _LORA = re.compile(r"\.(?:lora_|modules_to_save\b|original_module\b).*")
 _MODEL = re.compile(r"^(?:(?:model|transformer|language_model|decoder|module)\.)+")
-# What chooses the experts of a mixture of experts. A "gate" elsewhere (in attention, say) is something else.
+# The router of a mixture of experts. A "gate" elsewhere (such as in attention) is not a router.
 _ROUTER = re.compile(r"\.(?:router|(?:mlp|moe|block_sparse_moe|feed_forward|ffn)\.gate)(?:\.|$)")
 
 
 def layer_name(parameter_name: str) -> str:
     """The layer of a parameter: "embed_tokens", "layers.3", "norm", "lm_head", "visual.blocks.0", ….
 
-    Everything in a numbered block is one layer, all experts of a mixture of experts included; only their router is a
-    layer of its own, "layers.3.router". Any other parameter belongs to the module that owns it, so that none is left
-    out in a model with unusual names.
+    A numbered block is one layer, including all experts of a mixture of experts; only their router is a separate
+    layer, "layers.3.router". Outside of numbered blocks, a parameter's layer is the module that owns it, so that a
+    model with unusual names is covered as well.
 
     Args:
         parameter_name (str): The name as `named_parameters()` gives it; wrappers in it are ignored.
@@ -36,7 +36,7 @@ def layer_name(parameter_name: str) -> str:
 
 
 def layers_by_parameter(parameter_names: Iterable[str]) -> dict[str, str]:
-    """The layer of each parameter of a model: `layer_name`, or the top-level module where no name has a numbered block.
+    """The layer of each parameter of a model: its `layer_name`, or without numbered blocks its top-level module.
 
     Args:
         parameter_names (Iterable[str]): The names of all the model's parameters, frozen ones included.

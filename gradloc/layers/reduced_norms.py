@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Norms and scaling of the reduced gradient by layer, however the model is sharded."""
+"""Norms and scaling of the reduced gradient by layer, for any sharding of the model."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,14 +21,14 @@ _FSDP = (FullyShardedDataParallel, FSDPModule)
 
 @dataclass(frozen=True)
 class _Piece:
-    """What this rank holds of one parameter.
+    """This rank's part of one parameter.
 
     Args:
         name (str): The parameter's name.
-        numel (int): Its elements, those on other ranks included.
+        numel (int): The number of its elements on all ranks.
         trainable (bool): Whether it gets a gradient.
         shards (int): The number of ranks that it is sharded over; the other ranks hold replicas.
-        gradient (Callable): Gives this rank's part of the gradient, None where there is none.
+        gradient (Callable): Returns this rank's part of the gradient; None if there is none.
     """
 
     name: str
@@ -39,19 +39,19 @@ class _Piece:
 
 
 class ReducedNorms:
-    """Norms and scaling of the gradient that the optimizer sees, by layer.
+    """Measures the norms of the optimizer's gradient by layer, and scales it.
 
-    Every element counts once: tied parameters appear once, each of n replicas counts 1/n, and a rank without a shard of
-    a layer adds nothing.
+    Every element counts once: a tied parameter counts once, each of n replicas counts 1/n, and a rank without a shard
+    of a layer adds nothing.
 
     Args:
         module (nn.Module): The model, wrapped by FSDP1 or FSDP2 over all ranks of the default process group, or not
             wrapped at all.
-        device (torch.device): Where it computes and communicates; offloaded gradients lie elsewhere.
+        device (torch.device): The device for compute and communication; offloaded gradients are elsewhere.
 
     Attributes:
         layers (list[str]): The layers that have trainable parameters, in the model's order.
-        numels (list[int]): How many trainable parameters each has.
+        numels (list[int]): The number of trainable parameters (elements) in each layer.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -66,35 +66,35 @@ class ReducedNorms:
             self.numels[layer] += piece.numel
             self._pieces.append((layer, piece))
         self._device = device
-        # Also without shards: all ranks must come to the same decisions.
+        # Also if nothing is sharded: all ranks must make the same decisions.
         self._summed = world_size() > 1 and any(isinstance(child, _FSDP) for child in module.modules())
         self._plan: list[tuple[int, float]] = []
         self._plan_on_device: tuple[Tensor, Tensor] | None = None
 
     def squared_norms(self) -> Tensor:
-        """The layers' squared norms. A collective call (one all-reduce) where FSDP wraps the module; no host sync.
+        """The layers' squared norms, without a host sync. A collective call (one all-reduce) if FSDP wraps the module.
 
         Returns:
-            Tensor: float64 of shape (len(layers),), then the same on every rank. 0 for a layer without a gradient.
+            Tensor: float64 of shape (len(layers),); with FSDP the same on every rank. 0 for a layer without a gradient.
         """
         return self.add_up(self.own_squares())
 
     def add_up(self, squares: Tensor) -> Tensor:
-        """Sums every rank's `own_squares`, in place. A collective call where FSDP wraps the module."""
+        """Sums every rank's `own_squares`, in place. A collective call if FSDP wraps the module."""
         if self._summed:
             dist.all_reduce(squares)
         return squares
 
     @torch.no_grad()
     def own_squares(self) -> Tensor:
-        """What this rank's part of the gradient adds to the layers' squared norms: float64 of shape (len(layers),)."""
+        """This rank's contribution to the layers' squared norms: float64 of shape (len(layers),)."""
         squares = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         parts, plan = [], []
         for layer, piece in self._pieces:
             gradient = piece.gradient()
             if gradient is None or gradient.numel() == 0:
                 continue
-            # The all-reduce adds up all replicas.
+            # The all-reduce sums over all replicas.
             replica_weight = piece.shards / world_size() if self._summed else 1.0
             for chunk in chunks(gradient):
                 parts.append(chunk)
@@ -117,7 +117,7 @@ class ReducedNorms:
             torch._foreach_mul_([gradient for gradient, _ in found], [factor for _, factor in found])
 
     def _on_device(self, plan: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
-        # Kept from step to step, because copying to the device waits for it.
+        # Cached between steps, because copying to the device is a host sync.
         if self._plan_on_device is None or plan != self._plan:
             self._plan = plan
             self._plan_on_device = (
@@ -145,7 +145,7 @@ def _pieces(module: nn.Module) -> Iterator[_Piece]:
 
 
 def _flat_piece(name: str, handle, i: int) -> _Piece:
-    """The i-th of the parameters that FSDP1 has put into one flat parameter."""
+    """This rank's part of the i-th parameter in one of FSDP1's flat parameters."""
     flat = handle.flat_param
     part = flat._shard_param_infos[i]
 
@@ -167,7 +167,7 @@ def _flat_piece(name: str, handle, i: int) -> _Piece:
 
 
 def _plain_piece(name: str, parameter: nn.Parameter) -> _Piece:
-    """A parameter under FSDP2, or without sharding."""
+    """This rank's part of a parameter under FSDP2, or without sharding."""
     shards = 1
     if isinstance(parameter, DTensor):
         sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)

@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Extra passes over parts of micro-batches, and the norms of what they add to the gradient."""
+"""Extra passes over parts of micro-batches, and the norms of the gradients they compute."""

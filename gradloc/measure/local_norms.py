@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank's own gradient norms, read just before FSDP's reduce-scatter averages the gradients."""
+"""Norms of each rank's local gradient, measured just before FSDP's reduce-scatter averages the gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from ..layers.layer_names import layers_by_parameter
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a parameter is found in the model: `getattr(owner, attribute)`, in the layer with index `layer`.
+    """Where a parameter is in the model: `getattr(owner, attribute)`, in the layer with index `layer`.
 
-    That may be a view of a flat parameter, which does not tell whether the `original` parameter is frozen.
+    With FSDP1 this may be a view of a flat parameter, which does not show whether the `original` parameter is frozen.
     """
 
     owner: nn.Module
@@ -32,13 +32,14 @@ class LocalNorms:
     """Accumulates the norms of the local (unsharded, unreduced) gradient by layer.
 
     FSDP unshards the parameters of an FSDP module just before its forward. A forward pre-hook on that module then
-    registers a tensor hook on each of them, which sees the gradient of this rank's own data. FSDP1 makes new views in
-    every forward; FSDP2 (and no FSDP) has one leaf, which is hooked only once. Nothing is hooked during a backward:
-    gradient checkpointing recomputes the forward there, but the gradients flow through the first forward's tensors.
+    registers a tensor hook on each parameter, which gets the gradient of this rank's own data. FSDP1 creates new views
+    in every forward. With FSDP2, or without FSDP, a parameter is always the same leaf, which is hooked only once. No
+    hook is registered during a backward: gradient checkpointing recomputes the forward there, but the gradients flow
+    through the tensors of the first forward.
 
     Args:
         module (nn.Module): The model, wrapped by FSDP1, by FSDP2 or not at all.
-        device (torch.device): Where it computes.
+        device (torch.device): The device that the model computes on.
 
     Attributes:
         layers (list[str]): The layers, in the order of the norms.
@@ -74,7 +75,7 @@ class LocalNorms:
             return total
         order = [(layer, len(norms)) for layer, norms in recorded]
         if self._index is None or order != self._order:
-            # Kept from pass to pass, because copying it to the device is a host sync.
+            # Cached between passes, because copying it to the device is a host sync.
             layers = [layer for layer, pieces in order for _ in range(pieces)]
             self._order, self._index = order, torch.tensor(layers, device=self._device)
         return total.index_add_(0, self._index, torch.cat([norms for _, norms in recorded]).double().square())
@@ -92,7 +93,7 @@ class LocalNorms:
             handle.remove()
 
     def _slots(self, module: nn.Module) -> dict[nn.Module, list[_Slot]]:
-        """The parameters, by the module whose forward follows their unsharding."""
+        """The parameters, by the FSDP module whose forward they are unsharded for."""
         slots: dict[nn.Module, list[_Slot]] = {}
         parameters = _flat_parameters(module) or _plain_parameters(module)
         found = {
@@ -135,7 +136,7 @@ _Place = tuple[str, nn.Module, Tensor | None]
 
 
 def _flat_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
-    """FSDP1's parameters, by their owners."""
+    """The parameters under FSDP1, by owner."""
     found: dict[nn.Module, list[_Place]] = {}
     for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
         handle = fsdp_module._handle
@@ -149,7 +150,7 @@ def _flat_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
 
 
 def _plain_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
-    """The parameters under FSDP2 or without sharding, by their owners. A tied one counts once."""
+    """The parameters under FSDP2 or without sharding, by owner. A tied parameter is listed once."""
     fsdp_names = {name for name, child in module.named_modules() if isinstance(child, FSDPModule) or child is module}
     found: dict[nn.Module, list[_Place]] = {}
     for name, _ in module.named_parameters():

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where norms come from: every rank's own gradient, or the one that FSDP has averaged over the ranks."""
+"""Meters: they measure norms of every rank's local gradient, or of the gradient averaged over the ranks by FSDP."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,22 +16,23 @@ from ..layers.reduced_norms import ReducedNorms
 from .local_norms import LocalNorms
 from .passes import MicroBatch, Passes, TokenSubset, UnitName
 
-# Units that are searched as one. With the local meter a single unit: (rank, index of the micro-batch). With the reduced
-# meter, which cannot tell ranks apart, the units of all ranks with the same index: (None, index).
+# The name of a group: units that are searched as one. With the local meter, a group is a single unit: (rank, index of
+# the micro-batch). The reduced meter cannot separate ranks: a group is the units of all ranks with the same index:
+# (None, index).
 GroupName = tuple[int | None, int]
 
-# A probe: its token subsets, by the rank whose data they are. Called on the rank that measures it; may raise.
+# Makes a probe: its token subsets, by the rank that owns the data. Called on the rank that measures it; may raise.
 MakeProbe = Callable[[], Mapping[int, TokenSubset]]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One rank's micro-batch, as all ranks know it when a search begins.
+    """What all ranks know about one rank's micro-batch when a search starts.
 
     Args:
-        rows (int): Its rows.
-        tokens (int): Its response tokens.
-        broken_tokens (int): Those of them whose log-prob or coefficient is not a finite number.
+        rows (int): The number of rows.
+        tokens (int): The number of response tokens.
+        broken_tokens (int): The number of response tokens with a non-finite log-prob or coefficient.
         root_square_weight (float): sqrt(Σ w_t²).
         norm (float | None): The norm of its gradient; None while it has not been measured.
         layer_norms (dict[str, float]): The norm in each layer.
@@ -51,26 +52,26 @@ class Unit:
         return 0.0 if self.norm == 0 else math.inf
 
     def is_over(self, threshold: float) -> bool:
-        """Whether its norm is known, and is over τ(S) for this τ."""
+        """Whether its norm is known and over its threshold for this τ."""
         return self.norm is not None and not self.token_equivalent <= threshold
 
 
 def suspects(units: Mapping[UnitName, Unit], threshold: float) -> list[UnitName]:
-    """The units measured over their threshold, the largest first."""
+    """The units measured over their threshold, largest first."""
     over = [name for name, unit in units.items() if unit.is_over(threshold)]
     return sorted(over, key=lambda name: (-units[name].token_equivalent, name))
 
 
 @dataclass(frozen=True)
 class Level:
-    """How large the gradient of a mini-batch is, the same on every rank.
+    """The size of a mini-batch's gradient, the same on every rank.
 
     Args:
-        token_norm (float): The largest token-equivalent norm that was measured, NaN counted as infinite.
-        finite (float): The largest finite one, or 0.
+        token_norm (float): The largest measured token-equivalent norm; NaN counts as infinite.
+        finite (float): The largest finite token-equivalent norm, or 0.
         root_mean_square (float | None): norm/sqrt(Σw²) of the whole mini-batch; None without tokens.
-        by_unit (bool): Whether `token_norm` is that of a unit, not that of the reduced gradient.
-        global_norm (float | None): The reduced gradient's norm, where it was measured.
+        by_unit (bool): Whether `token_norm` is the norm of a unit, and not of the reduced gradient.
+        global_norm (float | None): The reduced gradient's norm; None if it was not measured.
     """
 
     token_norm: float
@@ -97,39 +98,39 @@ class Meter(Protocol):
         """Starts recording a training pass."""
 
     def stop(self) -> Tensor:
-        """Stops recording. Returns float64 of shape (layers,): the rank's squared gradient norms, 0 if not measured."""
+        """Stops recording. Returns the rank's squared gradient norms, float64 of shape (layers,); 0 if not measured."""
 
     def level(self, by_rank: Tensor, reduced_norm: Callable[[], float]) -> Level:
-        """How large the mini-batch's gradient is.
+        """The size of the mini-batch's gradient.
 
         Args:
-            by_rank (Tensor): For each rank: the largest token-equivalent norm of its units, the largest finite one, the
-                sum of their squared norms, and Σ w_t²; shape (ranks, 4).
+            by_rank (Tensor): Shape (ranks, 4). For each rank: the largest token-equivalent norm of its units, the
+                largest finite one, the sum of its units' squared norms, and Σ w_t².
             reduced_norm (Callable): Measures the reduced gradient.
         """
 
     def norms(self, squares: Sequence[float]) -> tuple[float | None, dict[str, float]]:
-        """A unit's norm and its norms by layer, from what `stop` returned for it; None where it was not measured."""
+        """A unit's norm and its norms by layer, from what `stop` returned; (None, {}) if it was not measured."""
 
     def wholes(self, units: Mapping[UnitName, Unit], global_norm: float) -> list[tuple[float, int]]:
         """The norms measured in training, each with its number of broken tokens."""
 
     def groups(self, units: Mapping[UnitName, Unit], threshold: float) -> dict[GroupName, list[UnitName]]:
-        """The groups of units to search, the largest first; one without a norm is measured as a whole."""
+        """The groups to search, largest norm first if the norms are known; else each is first measured as a whole."""
 
     def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
-        """The micro-batches of a group's units (and perhaps of others), as this rank needs them to measure probes."""
+        """The micro-batches of a group's units (and perhaps of others), with the data this rank needs for probes."""
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
-        """One pass.
+        """Measures probes in one pass.
 
         Args:
-            passes (Passes): Makes it.
-            probes (Sequence[Callable]): At most `width` of them.
+            passes (Passes): Runs the pass.
+            probes (Sequence[Callable]): At most `width` probes.
 
         Returns:
-            Tensor: float64 of shape (probes, layers), squared norms of each probe's gradient, without the loss scale
-                and the mean over the ranks.
+            Tensor: float64 of shape (probes, layers): the squared norms of each probe's gradient, without the loss
+                scale and without the mean over the ranks.
 
         Raises:
             RankFailedError: The pass failed on some rank.
@@ -137,7 +138,7 @@ class Meter(Protocol):
 
 
 class LocalMeter:
-    """Reads each rank's own gradient before FSDP averages it: every rank measures a probe of its own in each pass."""
+    """Measures each rank's local gradient before FSDP averages it: in one pass, every rank measures another probe."""
 
     kind = "local"
 
@@ -191,9 +192,10 @@ class LocalMeter:
 
 
 class ReducedMeter:
-    """Reads the reduced gradient: one probe a pass, to which every rank contributes the tokens of its own data.
+    """Measures the reduced gradient: one probe per pass, for which every rank computes the tokens of its own data.
 
-    For sequence parallelism, where no rank's gradient is that of its data, and where hooks would see it in parts.
+    Needed with sequence parallelism: there a rank's local gradient is not the gradient of its data, and hooks would
+    see only parts of it.
 
     Args:
         reduced_norms (ReducedNorms): Measures the reduced gradient.
@@ -235,7 +237,7 @@ class ReducedMeter:
         return groups
 
     def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
-        # Every rank computes its own data: all units are exchanged at once, without their inputs.
+        # Every rank computes its own data, so all units are exchanged at once, without their inputs.
         everywhere = collectives.exchange(lambda: [mb.portable(scale, inputs=False) for mb in own])
         everywhere = everywhere[:: self._sequence_parallel_size]
         rank = collectives.rank() // self._sequence_parallel_size

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Extra forward/backward passes over micro-batches of any rank, which all ranks make together."""
+"""Extra forward/backward passes over micro-batches of any rank, run by all ranks together."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from ..fsdp.state import all_reduced, clear_gradients, reset_fsdp, set_rng_state
 
 logger = logging.getLogger(__name__)
 
-# What is read after a pass.
+# The type of the value that is read after a pass.
 _Read = TypeVar("_Read")
 
 # A unit's name: (rank, index of the micro-batch in the mini-batch).
@@ -31,11 +31,11 @@ class MicroBatch:
     """A micro-batch of a training pass, kept until the optimizer step.
 
     Args:
-        inputs (dict): What `Forward` needs.
+        inputs (dict): The inputs of `Forward`.
         rows (list[int]): Its rows in its rank's mini-batch.
         rng_state (tuple): torch's random state before the pass.
-        tokens (dict[str, Tensor]): Figures of its tokens, each of shape (rows, response length).
-        squares (Tensor): The squared norm of its local gradient in each layer, float64; zero where not measured.
+        tokens (dict[str, Tensor]): Values of its tokens, each of shape (rows, response length).
+        squares (Tensor): The squared norm of its local gradient in each layer, float64; zero if not measured.
     """
 
     inputs: dict[str, Any]
@@ -45,11 +45,11 @@ class MicroBatch:
     squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
 
     def broken(self, scaled: bool) -> Tensor:
-        """Where a log-prob or a coefficient is not a finite number, bool of shape (rows, response length).
+        """Where a log-prob or a coefficient is non-finite, bool of shape (rows, response length).
 
         Args:
-            scaled (bool): Whether the loss is scaled: then the scale may be what makes a coefficient in half precision
-                infinite.
+            scaled (bool): Whether the loss is scaled. If so, an infinite coefficient in half precision does not count,
+                because the scale may have made it overflow.
         """
         broken = ~self.tokens["log_prob"].isfinite()
         for name in ("coefficient", "entropy_coefficient"):
@@ -69,15 +69,16 @@ class MicroBatch:
         for name in ("coefficient", "entropy_coefficient"):
             tokens[name] = tokens[name] / scale if name in tokens else torch.zeros_like(tokens["weight"])
         tokens["broken"] = self.broken(scale != 1).cpu()
-        # Computed once for all ranks: the search depends on it, and the last bits of exp differ between processors.
+        # Computed on one rank for all: the search must be the same on all ranks, and the last bits of exp can differ
+        # between processors.
         tokens["suspicion"] = suspicion(tokens)
         return MicroBatch(copies, self.rows, self.rng_state, tokens)
 
 
 def suspicion(tokens: Mapping[str, Tensor]) -> Tensor:
-    """s_t = |∂L/∂log p_t|·(1 − p_t), within √2 of the norm of the gradient by the logits.
+    """s_t = |∂L/∂log p_t|·(1 − p_t), within a factor √2 of the norm of the loss's gradient w.r.t. the logits.
 
-    An entropy bonus adds its own coefficient times the entropy, a rough measure of its gradient.
+    An entropy bonus adds its own coefficient times the entropy, a rough estimate of its gradient norm.
     """
     found = tokens["coefficient"].abs() * (1 - tokens["log_prob"].exp())
     if "entropy" in tokens:
@@ -87,11 +88,11 @@ def suspicion(tokens: Mapping[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenSubset:
-    """Some of a micro-batch's tokens.
+    """A subset of a micro-batch's tokens.
 
     Args:
         micro_batch (MicroBatch): The micro-batch.
-        keep (Tensor): Which tokens (bool), or the factor of each one's gradient (float); shape (rows, response length).
+        keep (Tensor): Shape (rows, response length): which tokens (bool), or a factor for each one's gradient (float).
     """
 
     micro_batch: MicroBatch
@@ -101,25 +102,25 @@ class TokenSubset:
 class Passes:
     """Recomputes the gradients of parts of micro-batches.
 
-    The gradient of a set S of tokens is Σ_{t∈S} (∂L/∂log p_t)·∇log p_t, plus the same term for the entropies. Both
-    factors are known without the loss: the coefficients ∂L/∂log p_t were recorded in the training pass, with the loss's
-    true masks and denominators. So a pass is a forward, and a backward from the log-probs with the coefficients of S
-    and zeros elsewhere: the same as the true loss with every token outside of S detached. Rows without a token of S and
-    everything after its last token have no influence (in a causal model) and are not computed.
+    The gradient of a set S of tokens is Σ_{t∈S} (∂L/∂log p_t)·∇log p_t, plus the same term for the entropies. The loss
+    is not needed to recompute it: the coefficients ∂L/∂log p_t were recorded in the training pass, with the loss's
+    masks and denominators. So a pass is a forward, and a backward from the log-probs with the coefficients of S and
+    zeros elsewhere. The result is the gradient of the loss with every token outside of S detached. In a causal model,
+    rows without a token of S, and positions after the last token of S, have no influence and are not computed.
 
     Args:
         module (nn.Module): The model.
         forward (Forward): Computes (entropy, log_prob).
-        device (torch.device): Where the model computes.
-        replay (CollectiveReplay): Has recorded a training pass.
+        device (torch.device): The device that the model computes on.
+        replay (CollectiveReplay): Holds the recording of a training pass.
         scale (float): The loss scale of the training pass.
-        own (list[MicroBatch]): This rank's micro-batches; a row of them is its dummy input when it measures nothing.
+        own (list[MicroBatch]): This rank's micro-batches; one of their rows is the dummy input if it has no probe.
         sequence_parallel_size (int): How many neighbouring ranks work on the same data.
         recover (Callable, optional): Called after a pass that an error interrupted on this rank.
 
     Attributes:
-        count (int): The passes so far.
-        rank (int): This rank's number among those with data of their own.
+        count (int): The number of passes so far.
+        rank (int): This rank's data-parallel rank.
     """
 
     def __init__(
@@ -144,21 +145,21 @@ class Passes:
         self._recover = recover
         self._dummy_input = _healthy_row(own, scaled=scale != 1)
         self._sequence_parallel_size = sequence_parallel_size
-        # The ranks without a finite dummy input; known from the first measurement on.
+        # The ranks without a finite dummy input; None until `check_dummy_inputs` has gathered them.
         self._broken_ranks: list[int] | None = None
         self._cut = not _depends_on_the_whole(module)
 
     def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read]) -> _Read:
-        """`accumulate`, but no gradient is kept. A collective call."""
+        """Like `accumulate`, but clears the gradients after the pass. A collective call."""
         try:
             return self.accumulate(subset_of, read)
         finally:
             clear_gradients(self._module)
 
     def rehearse(self) -> None:
-        """Makes sure that every rank has recorded the collective calls of a pass, if need be with a dummy pass.
+        """Runs a dummy pass if some rank has not recorded all collective calls of a pass. A collective call.
 
-        A collective call. A training pass that has not reached all parameters makes fewer or smaller collective calls.
+        A training pass in which some parameters got no gradient makes fewer or smaller collective calls.
 
         Raises:
             RankFailedError: The dummy pass failed on some rank.
@@ -169,12 +170,13 @@ class Passes:
             self.measure(lambda _: None, lambda: None)
 
     def accumulate(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read]) -> _Read:
-        """One pass that adds the gradient of every rank's subset, averaged over the ranks, to the present gradient.
+        """Runs a pass that adds the gradient of every rank's subset, averaged over the ranks, to the current gradient.
+
+        A collective call. If `subset_of` or `read` raises on some rank, the pass fails on all ranks.
 
         Args:
-            subset_of (Callable): Gives the subset of a rank, called for this rank only.
-            read (Callable): Gives what to return, called after the pass. If one of the two raises on some rank, the
-                pass fails on all ranks.
+            subset_of (Callable): Returns the subset of a rank; called for this rank only.
+            read (Callable): Called after the pass; its result is returned.
 
         Raises:
             RankFailedError: The pass failed on some rank.
@@ -189,14 +191,14 @@ class Passes:
         except Exception as caught:
             try:
                 self._replay.complete(caught)
-            finally:  # otherwise restoring the gradients would fail, and that error would hide this one
+            finally:  # without this, restoring the gradients would fail, and that error would hide this one
                 reset_fsdp(self._module)
                 if self._recover is not None:
                     self._recover()
             error = caught
         failed = torch.tensor([float(error is not None)], device=self._device)
         if not torch.stack(collectives.gather(failed)).any():
-            return cast(_Read, result)  # no rank has an error, so this one has read
+            return cast(_Read, result)  # no rank has an error, so `read` has returned on this rank
         if error is not None:
             logger.warning("a pass of the gradient search failed; training continues", exc_info=error)
         messages = collectives.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
@@ -223,7 +225,9 @@ class Passes:
         torch.autograd.backward(outputs, coefficients)
 
     def check_dummy_inputs(self, probe: Callable[[], Mapping[int, TokenSubset]]) -> None:
-        """Where ranks measure together, a rank whose dummy input gives NaN would spoil the measurement of the others.
+        """Checks that no rank without a subset has a dummy input that gives NaN. A collective call.
+
+        For probes that all ranks measure together: such a NaN would make the result useless.
 
         Raises:
             RankFailedError: On all ranks, if there is such a rank and the probe has no subset for it.
@@ -238,7 +242,7 @@ class Passes:
             )
 
     def _extent(self, keep: Tensor) -> tuple[list[int], int]:
-        """The rows to compute and their length; all of the micro-batch if there is no token."""
+        """The rows to compute and their length; the whole micro-batch if no token is kept or it must not be cut."""
         if not self._cut or not keep.any():
             return list(range(len(keep))), keep.shape[1]
         used = keep != 0
@@ -255,7 +259,7 @@ def _coefficient(micro_batch: MicroBatch, name: str, keep: Tensor, rows: list[in
 
 
 def _healthy_row(micro_batches: Sequence[MicroBatch], scaled: bool) -> tuple[MicroBatch, int] | None:
-    """A row in which everything is finite, so that its gradient with coefficients of zero is zero."""
+    """A row with only finite values, so that its gradient with zero coefficients is zero; None if there is none."""
     for micro_batch in micro_batches:
         healthy = (~micro_batch.broken(scaled).any(1)).nonzero()
         if len(healthy):
@@ -264,12 +268,12 @@ def _healthy_row(micro_batches: Sequence[MicroBatch], scaled: bool) -> tuple[Mic
 
 
 def _depends_on_the_whole(module: nn.Module) -> bool:
-    """Whether a part of a micro-batch would see other random masks or position encodings than the whole did."""
+    """Whether a part of a micro-batch would get other dropout masks or position encodings than the whole got."""
     return any(
         (isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0)
         # Rotary frequencies that depend on the sequence length.
         or getattr(child, "rope_type", None) in ("dynamic", "longrope")
-        # Models that use functional dropout keep its rate as `dropout`, `attention_dropout`, `resid_pdrop`, ...
+        # Models that use functional dropout store its rate as `dropout`, `attention_dropout`, `resid_pdrop`, ...
         or any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(child).items())
         for child in module.modules()
     )

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Events and culprits without what the report does not show: the files may be far larger than the memory."""
+"""Reduces events and culprits to what the report shows, because the files may be far larger than the memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,8 +30,8 @@ def condensed_event(event: Mapping[str, Any], largest: Mapping[str, Any] | None)
         largest (Mapping, optional): Its largest culprit.
 
     Returns:
-        dict: What is added: `size`, the largest token's norm, or without a culprit the norm that a single token would
-            need; `explanation`; `ended_early`; `open_tokens`; `culprits_in_all` and `diffuse_in_all`.
+        dict: The event with new fields: `size` (the largest culprit's norm, or without a culprit the largest
+            token-equivalent norm), `explanation`, `ended_early`, `open_tokens`, `culprits_in_all`, `diffuse_in_all`.
     """
     ordinary = event["ordinary_layer_norms"]
     units = [_without(unit, "layer_norms", "rest") for unit in event["units"]]
@@ -60,7 +60,7 @@ def culprit_row(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> dict[st
 
 
 def culprit_details(culprit: Mapping[str, Any]) -> dict[str, Any]:
-    """What is too long to be kept of every culprit."""
+    """The fields that are too long to keep for every culprit."""
     return {name: culprit.get(name) for name in _DETAILS}
 
 
@@ -69,6 +69,6 @@ def _without(unit: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of an event without culprits, with its rows in words."""
+    """A part of a diffuse event, with its rows as text."""
     tokens = [rounded(token) for token in part["largest_tokens"]]
     return {**rounded(part), "rows": ranges(part["rows"]), "largest_tokens": tokens}

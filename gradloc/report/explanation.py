@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the culprits of a spike explain it, in a sentence."""
+"""Writes a sentence that says whether the culprits of a spike explain it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ Culprit = Mapping[str, Any]
 
 
 def ended_early(event: Event) -> bool:
-    """Whether the search ended without an answer. That no small set of tokens explains the spike is one."""
+    """Whether the search ended without an answer. "No small set of tokens explains the spike" is an answer."""
     answered = event.get("until") == "explained" and event["diagnosis"] in ("diffuse", "nonfinite", "overflow")
     return not event["complete"] and not answered
 
@@ -64,7 +64,7 @@ def _exhaustive(event: Event) -> list[str]:
 
 
 def _diffuse(event: Event) -> list[str]:
-    """No small set of tokens explains the spike: what the likeliest of them come to."""
+    """A spike that no small set of tokens explains: how much of it the likeliest tokens carry."""
     none = "no small set of tokens explains it" if event["until"] == "explained" else "no single token is over τ"
     facts = [f"Diffuse: {none}"]
     unit = _worst_rest(event)
@@ -87,7 +87,7 @@ def _diffuse(event: Event) -> list[str]:
 
 
 def _of_one_unit(culprits: Sequence[Culprit], unit: Unit | None) -> list[Culprit]:
-    """The culprits of the unit; where none is given, of the largest culprit's."""
+    """The culprits in the unit; if None, those in the unit of the largest culprit."""
     one = unit or next(iter(culprits), None)
     if one is None:
         return []
@@ -101,13 +101,13 @@ def _largest_measured(event: Event) -> list[Mapping[str, Any]]:
 
 
 def _worst_rest(event: Event) -> Unit | None:
-    """Of the units that were measured without their culprits, the one that is then farthest over its threshold."""
+    """The unit that is farthest over its threshold without its culprits, of those measured without them."""
     measured = [unit for unit in event["units"] if unit.get("rest") is not None] if event["culprits"] else []
     return max(measured, key=lambda unit: excess(unit["rest"]), default=None)
 
 
 def _without_culprits(event: Event, unit: Unit | None) -> list[str]:
-    """What a unit comes to without its culprits, if that was measured."""
+    """How far a unit is over its threshold without its culprits; an empty list if there is no such unit."""
     these, them = _these_and_them(event)
     return [f"without {these} {_unit_name(unit)} is {_rest(unit, them)}"] if unit else []
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the evidence as numbers to compare, and to print."""
+"""Converts values of the evidence to numbers for comparison, and to text."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,18 +19,18 @@ def severity(norm: float | str) -> float:
 
 
 def threshold_factor(part: Mapping[str, Any]) -> float:
-    """`norm` over `threshold`, which may be zero in a file by another hand."""
+    """`norm` divided by `threshold`; infinite if the threshold is zero, as it may be in an edited file."""
     threshold = number(part["threshold"])
     return number(part["norm"]) / threshold if threshold else math.inf
 
 
 def excess(part: Mapping[str, Any]) -> float:
-    """What parts are sorted by: how far they are over their threshold."""
+    """The sort key of parts: how far they are over their threshold."""
     return severity(threshold_factor(part))
 
 
 def rounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with five digits of each finite float."""
+    """The same values, with each finite float rounded to five significant digits."""
     return {
         name: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
         for name, value in values.items()
@@ -46,7 +46,7 @@ def short(value: float | str | None) -> str:
 
 
 def short_factor(part: Mapping[str, Any]) -> str:
-    """`threshold_factor` in short, with as many digits as it takes to tell it from 1."""
+    """`threshold_factor` as short text, with enough digits to tell it from 1."""
     factor = threshold_factor(part)
     return f"{factor:.2f}" if factor < 10 and abs(factor - 1) >= 0.005 else short(factor)
 

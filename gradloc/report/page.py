@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the page: one HTML file from page.html, page.css, page.js, plotly.js and the data. It needs plotly.
 
-The page's security policy forbids it any request.
+The page's content security policy blocks all requests.
 """
 
 import json
@@ -19,10 +19,10 @@ _FILES = ("page.html", "page.css", "page.js")
 
 
 def write_page(evidence: Evidence, out: str) -> None:
-    """Writes the page; readers of an older one never see half of it.
+    """Writes the page atomically: a reader sees the old page or the new one, never an incomplete one.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The page cannot be written.
     """
     from plotly.offline import get_plotlyjs
 
@@ -56,7 +56,7 @@ def assemble(files: Mapping[str, str], data: str, plotly: str) -> str:
         data (str): JSON.
         plotly (str): The source of plotly.js.
     """
-    # Nothing in the data may end the element that it is in, or begin a comment.
+    # The data must not close the script element that contains it, or open a comment.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     # What page.html refers to, and what stands there in the page.
     parts = {
@@ -67,7 +67,7 @@ def assemble(files: Mapping[str, str], data: str, plotly: str) -> str:
         '<script src="plotly.js"></script>': f"<script>{plotly}</script>",
         '<script type="module" src="page.js"></script>': f'<script type="module">\n{files["page.js"]}</script>',
     }
-    # All at once, so that nothing is looked for in what was put in.
+    # All in one substitution, so that the inserted text is not searched.
     references = re.compile("|".join(map(re.escape, parts)))
     page, replaced = references.subn(lambda match: parts[match[0]], files["page.html"])
     if replaced != len(parts):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The data of the page, with everything that may be long kept to a bounded size; its totals are of everything."""
+"""The data of the page: lists and texts are limited in size, totals cover all events."""
 
 import heapq
 import json
@@ -22,10 +22,11 @@ _StripKey = tuple[int, int, int, int]
 
 
 def page_data(evidence: reading.Evidence) -> dict[str, Any]:
-    """What the page shows, ready for `jsonable`.
+    """The data that the page shows, ready for `jsonable`.
 
-    Of too many events those with the largest norms are left, and of too many culprits the largest of each event, then
-    others. Culprits of one response have one strip of tokens, which they name by its index.
+    If there are too many events, those with the largest norms are kept. If there are too many culprits, the largest of
+    each event come first, then the largest others. The tokens of a response are stored once, as a strip; its culprits
+    refer to the strip by index.
     """
     kept_events, culprits = _kept(evidence)
     strips = _Strips()
@@ -86,7 +87,7 @@ class _Strips:
 
 
 def _with_texts(details: Mapping[str, Any], strip: int | None) -> dict[str, Any]:
-    """The details as the page has them; a strip stands for the response."""
+    """The details in the page's form; the response's text is left out if it has a strip."""
     return {
         "strip": strip,
         "layer_norms": rounded(details["layer_norms"]),

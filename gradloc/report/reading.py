@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the evidence, of which it keeps what the report shows.
+"""Reads the evidence and keeps only what the report shows.
 
 It may be read while training writes it. Rotated files are read as well; a line that is still being
 written is left for the next time.
@@ -20,9 +20,9 @@ from ..evidence.writer import evidence_files
 from .condensed import condensed_event, culprit_details, culprit_row
 from .figures import severity
 
-# How many culprits keep their details, if nothing else is asked for.
+# How many culprits keep their details by default.
 DETAILED = 500
-# Beyond these the page would be slow: it keeps the largest.
+# The maximum number of rows on the page, which would be slow with more; the largest are kept.
 PAGE_ROWS = 5_000
 
 # A culprit behind what it is sorted by: its size, and among equals the first; and behind the index of its event.
@@ -60,7 +60,7 @@ class Evidence:
     _detailed: list[tuple[bool, float, int, dict[str, Any]]] = field(default_factory=list)
 
     def add(self, event: dict[str, Any]) -> None:
-        """Takes in an event, and of its culprits what may be shown."""
+        """Adds an event, and the fields of its culprits that may be shown."""
         largest = max(event["culprits"], key=lambda culprit: severity(culprit["grad_norm"]), default=None)
         index, before = len(self.events), self.sources.total()
         self.events.append(condensed_event(event, largest))
@@ -82,7 +82,7 @@ class Evidence:
                 del heapq.heappop(self._detailed)[-1]["details"]
 
     def culprits(self) -> list[RankedCulprit]:
-        """Those that are kept, the largest first."""
+        """The culprits that are kept, largest first."""
         return sorted(self.largest + self.others, reverse=True)
 
 

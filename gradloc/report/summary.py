@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a summary: what `--json` prints, and what the terminal and the page show."""
+"""Computes the values of a summary, which `--json` prints and the terminal and the page show."""
 
 import heapq
 from collections import Counter
@@ -14,7 +14,7 @@ _EVENT_FIELDS = ("global_step", "epoch", "mini_batch", "diagnosis", "until", "ex
 
 
 def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
-    """The figures, ready for `jsonable`.
+    """Computes the summary, ready for `jsonable`.
 
     Args:
         evidence (Evidence): What was read.
@@ -70,7 +70,7 @@ def _largest_parts(events: Sequence[Mapping[str, Any]], most: int) -> list[dict[
 
 
 def _messages(notes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The notes' messages, each once, with the steps that it is of."""
+    """The notes' messages, each once, with its steps."""
     steps: dict[str, list[int | None]] = {}
     for note in notes:
         steps.setdefault(note["message"], []).append(note["global_step"])

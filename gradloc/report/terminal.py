@@ -18,7 +18,7 @@ from .summary import token_name
 
 Summary = Mapping[str, Any]
 
-# The most columns in which the steps of a run are shown.
+# The maximum width of the sparkline of a run's steps, in columns.
 _SPARKLINE_WIDTH = 60
 
 
@@ -72,7 +72,7 @@ def _print_totals(console: Console, summary: Summary) -> None:
 
 
 def _tables(console: Console, summary: Summary) -> Iterator[Table]:
-    """What there is to show, in order."""
+    """The tables to show, in order."""
     yield _diagnoses(summary)
     if explained := [event for event in summary["largest_events"] if event["explanation"] is not None]:
         yield _explanations(explained, every=len(explained) == summary["events"])

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows whose forward or backward is not a number, narrowed down to the token that breaks them."""
+"""Narrows a row whose forward or backward gives NaN or Inf down to the token that causes it."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,18 @@ from ..measure.passes import UnitName
 
 @dataclass
 class BrokenRow:
-    """A row that may give log-probs or gradients that are not numbers, and where it may begin to.
+    """A row that may give non-finite log-probs or gradients, and the range that contains its first bad token.
 
-    A NaN may show before its place, too: attention multiplies it with the zeros of its causal mask. So the row is
-    computed up to this or that token: with the input that breaks it, some are not numbers; without it, all are.
+    A NaN can also appear at positions before the token that causes it, because attention multiplies it by the zeros of
+    the causal mask. So prefixes of the row are computed. A prefix is broken (gives NaN or Inf) if and only if it
+    contains the token that causes the NaN.
 
     Args:
-        positions (list[int]): Its response tokens.
-        low (int), high (int): Indices into `positions`: the first prefix that is broken ends between them, inclusive.
-            One behind the last token means that none is.
+        unit (UnitName): The unit.
+        row (int): The row in the unit's micro-batch.
+        positions (list[int]): The positions of its response tokens.
+        low (int), high (int): Indices into `positions`. The shortest broken prefix ends at one of low, ..., high.
+            The index len(positions) means that no prefix is broken.
     """
 
     unit: UnitName
@@ -30,10 +33,10 @@ class BrokenRow:
 
     @classmethod
     def of(cls, unit: UnitName, row: int, mask: Tensor, broken: Tensor) -> "BrokenRow":
-        """From a row's masks of response tokens and of broken ones among them, each of shape (response length,)."""
+        """Makes a `BrokenRow` from the masks of the response tokens and of the broken ones, (response length,) each."""
         positions = mask.nonzero().flatten().tolist()
         first = int(broken[mask].nonzero()[0])
-        # Finite log-probs before it mean that nothing spreads backwards here.
+        # If the log-probs before it are finite, no NaN has reached earlier positions.
         return cls(unit, row, positions, first, first if first else len(positions) - 1)
 
     @property
@@ -45,12 +48,12 @@ class BrokenRow:
         return self.settled and self.low < len(self.positions)
 
     def cuts(self, count: int) -> list[int]:
-        """Up to `count` indices that cut the interval into even parts."""
+        """Up to `count` indices that split the range into parts of about equal length."""
         width = self.high - self.low
         return sorted({self.low + (i + 1) * width // (count + 1) for i in range(count)})
 
     def record(self, index: int, broken: bool) -> None:
-        """Takes in whether the prefix that ends with a token is broken."""
+        """Records whether the prefix that ends at `positions[index]` is broken."""
         if broken:
             self.high = min(self.high, index)
         else:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A few tokens, each over τ, without which their unit is under its threshold."""
+"""Finds a few tokens, each over τ, without which their unit is under its threshold."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -9,36 +9,36 @@ from .probes import Probe, Segment, is_single
 from .tokens import LEAST, UnitTokens
 from .tree import SAMPLE, Tree, patience
 
-# "A few" tokens: at most this fraction of a unit's, but never limited to fewer than 4 nor to more than 64.
+# "A few" tokens are at most this fraction of a unit's tokens; this limit is at least 4 and at most 64 tokens.
 _FEW, _FEW_LEAST, _FEW_MOST = 1 / 8, 4, 64
 
-# Where a few were expected to be enough, up to this many times more are tried, because suspicion does not rank the
-# largest tokens first.
+# If a few tokens were expected to be enough, up to this multiple of "a few" is tried, because suspicion does not always
+# rank the largest tokens first.
 _OVERRUN = 1.5
 
-# A spike is where suspicion expects it if the likeliest few tokens carry at least this much of their expected part of
-# the energy, and at most this much of what they would if all tokens pulled the same way. In natural spikes they carry
-# 0.75 to 1.3 of that part, in coherent ones up to 1.9.
+# Suspicion is taken to be right about a spike if the likeliest few tokens carry at least _LEAST_CARRIED times the
+# energy expected of them, and at most _MOST_CARRIED times what they would carry if all gradients were parallel. In
+# natural spikes they carry 0.75 to 1.3 times the expected energy; in coherent spikes, up to 1.9 times.
 _LEAST_CARRIED, _MOST_CARRIED = 0.6, 1.5
 
 
 class Explanation:
-    """Finds few tokens that explain a unit's spike: without them, the rest is measured under its threshold.
+    """Finds a few tokens that explain a unit's spike: the rest of the unit is measured under its threshold.
 
-    It keeps an estimate of every token's energy (squared norm), which follows suspicion and agrees with the norms
-    measured so far. By this estimate, a few tokens are expected to be enough, or not. The states:
+    It estimates every token's energy (squared norm): proportional to suspicion, and scaled to match the norms measured
+    so far. The estimate says whether a few tokens are expected to be enough to explain the spike. The states:
 
-    - few: they are. The rest without them is measured, and each of them alone, until tokens that were measured over τ
-      are enough
-    - beyond: they are not. The rest without the likeliest few is measured; where suspicion misjudges what they carry,
-      a `Tree` looks for the tokens that it does not expect
+    - few: a few tokens are expected to be enough. The rest without them is measured, and each of them alone, until the
+      tokens measured over τ are enough
+    - beyond: a few tokens are not expected to be enough. The rest without the likeliest few is measured. If suspicion
+      is wrong about how much they carry, a `Tree` searches for the tokens that suspicion does not point at
     - sample: the spike is diffuse; the likeliest tokens are measured alone
-    - ended: explained or diffuse
+    - ended: the spike is explained or diffuse
 
     Args:
         tokens (UnitTokens): The unit's tokens.
         whole (Segment): All of them.
-        norm (float): Its norm, over its threshold.
+        norm (float): The unit's norm, which is over its threshold.
         ordinary (float, optional): The root mean square of ordinary tokens' gradient norms.
     """
 
@@ -48,7 +48,7 @@ class Explanation:
         self._all = frozenset(whole.candidates)
         self._few = min(max(math.ceil(_FEW * len(self._all)), _FEW_LEAST), _FEW_MOST, len(self._all))
         self._most = min(math.ceil(_OVERRUN * self._few), len(self._all))
-        # The norm of the rest without some tokens, and those without which it was under its threshold.
+        # The norm of the unit without a set of tokens, by that set; and the sets for which it was under its threshold.
         self._rests: dict[frozenset[int], float] = {}
         self._enough: list[frozenset[int]] = []
         self._add_rest(frozenset(), norm)
@@ -56,24 +56,24 @@ class Explanation:
             self._add_rest(self._all, 0.0)
         # Whether a few tokens were ever expected to be enough.
         self._few_expected = False
-        # How many tokens that should explain the spike were not over τ, since the last one that was.
+        # How many tokens that were expected to explain the spike were not over τ, since the last one that was.
         self._misled = 0
-        # How many passes in a row have brought no token over τ, and no rest under its threshold.
+        # How many passes in a row have found no token over τ and no rest under its threshold.
         self._vain = 0
-        # The candidates as suspicion orders them.
+        # The candidates in the order of the first estimate.
         self._likeliest: list[int] = []
         self._tree: Tree | None = None
         self._sample: list[int] | None = None
 
     @property
     def culprits(self) -> list[int]:
-        """The fewest tokens that explain the spike; all over τ so far where it is not explained."""
+        """The smallest known set of tokens that explains the spike; if none does, all tokens over τ so far."""
         explaining = self._explaining()
         return [t for t in self.tokens.over if explaining is None or t in explaining]
 
     @property
     def rest(self) -> tuple[Segment, float] | None:
-        """The unit without its culprits, and its norm; None if that was not measured."""
+        """The unit without its culprits, and the norm of that; None if it was not measured."""
         removed = frozenset(self.culprits)
         return (self._without(removed), self._rests[removed]) if removed in self._rests else None
 
@@ -121,7 +121,7 @@ class Explanation:
         return sample[:count] or [self._without(self.tokens.over)]
 
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
-        """Takes in the norms of a pass of up to `count` probes; NaN and Inf count as over."""
+        """Records the norms of a pass of up to `count` probes; NaN and Inf count as over the threshold."""
         promising, enough = frozenset().union(*self._enough), len(self._enough)
         if self._tree is not None:
             self._tree.record(measured, count)
@@ -135,18 +135,18 @@ class Explanation:
         self._vain = 0 if found or len(self._enough) > enough else self._vain + 1
 
     def _probe_few(self, order: list[int], few: int, enough: frozenset[int] | None) -> list[Probe]:
-        """The rest without the likeliest tokens, and these tokens alone."""
+        """Probes for the rest without the likeliest tokens, and for each of these tokens alone."""
         over, guess = set(self.tokens.over), frozenset(order[:few])
         alone = [t for t in order if t not in over]
-        if enough:  # nothing but these tokens is needed, and of them perhaps not all
+        if enough:  # these tokens explain the spike, and perhaps not all of them are needed
             alone = [t for t in alone if t in enough]
         wanted = guess not in self._rests and (not enough or guess <= over)
         return [*([self._without(guess)] if wanted else []), *(self.tokens.segment([t]) for t in alone)]
 
     def _probe_beyond(self, count: int, passes_left: float) -> list[Probe]:
-        """Rests that show whether suspicion is right, and what the tree asks for; nothing for a diffuse spike."""
+        """Probes for rests that test whether suspicion is right, and the tree's probes; none for a diffuse spike."""
         likeliest = list(dict.fromkeys([*self.tokens.over, *self._likeliest]))[: self._few]
-        # What suspicion expects rightly only blurs the search for what it does not.
+        # Large tokens that suspicion already points at would only add noise to the search for the others.
         loud = (r for r in self._rests if r not in self._enough and r < set(likeliest))
         base = max((r for r in loud if len(r) <= self._few / 2), key=len)
         checks: list[Probe] = []
@@ -164,7 +164,7 @@ class Explanation:
             self._tree = Tree(self.tokens, self._without(base), self._rests[base], self._ordinary)
         found = self._tree.probes(count - len(first), passes_left)
         named = [probe for probe in found if probe in self._tree.named]
-        # A token that was named may be all that explains the spike.
+        # A named token may explain the spike together with those already over τ.
         guess = frozenset(self.tokens.over).union(*(probe.candidates for probe in named))
         rests = [self._without(guess)] if named and guess not in self._rests else []
         known = [probe.candidates for probe in (*named, *rests, *checks)]
@@ -172,16 +172,16 @@ class Explanation:
         return [*named, *rests, *first, *others, *later][:count]
 
     def _is_as_expected(self, base: frozenset[int], few: frozenset[int]) -> bool:
-        """Whether the likeliest few carry about as much of the energy as suspicion says."""
+        """Whether the likeliest few tokens carry about as much of the energy as suspicion predicts."""
         expected = self.tokens.prior
         carried = 1 - (self._rests[few] / self._rests[base]) ** 2
         part = math.fsum(expected[t] for t in few - base) / math.fsum(expected[t] for t in self._all - base)
         return _LEAST_CARRIED * part <= carried <= _MOST_CARRIED * (1 - (1 - part) ** 2)
 
     def _plan(self) -> tuple[list[int], int]:
-        """The tokens that may be culprits, best first, and how many of the first of them are expected to be enough.
+        """The tokens that may be culprits, likeliest first, and how many of them are expected to be enough.
 
-        The latter is more than a few where a few are not, or nothing is known.
+        The number is larger than `_most` if even that many are not enough, or if no finite norm is known.
         """
         finite = [removed for removed, norm in self._rests.items() if math.isfinite(norm)]
         base = min(finite, key=len, default=self._all)
@@ -199,7 +199,7 @@ class Explanation:
         return order, few if finite else self._most + 1
 
     def _estimate(self, base: frozenset[int]) -> list[float]:
-        """Every token's energy: what suspicion says, scaled to agree with the measurements, the last one last."""
+        """Every token's estimated energy: suspicion's, scaled to match each measurement, from oldest to newest."""
         whole = self._rests.get(base, 0.0) ** 2
         energy = [whole * fraction for fraction in self.tokens.suspected]
         for token, norm in self.tokens.alone.items():
@@ -210,12 +210,12 @@ class Explanation:
         return energy
 
     def _scale(self, energy: list[float], candidates: Iterable[int], norm_square: float) -> None:
-        """Scales the energies of the candidates that were not measured alone so that all add up to a squared norm."""
+        """Scales the candidates' energies so that they add up to a squared norm; those measured alone are kept."""
         free = [t for t in candidates if t not in self.tokens.alone]
         expected = math.fsum(energy[t] for t in free)
         if expected > 0:
             known = math.fsum(energy[t] for t in candidates if t in self.tokens.alone)
-            # Not zero, so that another measurement can raise it.
+            # Not zero, so that a later measurement can raise it again.
             factor = max((norm_square - known) / expected, LEAST)
             for t in free:
                 energy[t] *= factor

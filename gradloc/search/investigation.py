@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""One investigation: from the units over their threshold to the tokens behind it."""
+"""One investigation: from the units over their threshold to the tokens that cause it."""
 
 import math
 import statistics
@@ -23,27 +23,27 @@ Token = tuple[UnitName, int, int]
 
 
 class Investigation:
-    """Measures what `Search` asks for, until it has its answer; all ranks make the same calls and learn the same.
+    """Measures what `Search` asks for until the search ends. All ranks make the same calls and get the same results.
 
     Args:
         threshold (float): τ.
-        until (str): As `Search` has it.
-        budget (int): The most passes.
-        meter (Meter): What it measures with.
-        passes (Passes): Makes the passes.
-        micro_batches (list[MicroBatch]): This rank's.
-        units (dict[UnitName, Unit]): Those of all ranks.
+        until (str): See `Search`.
+        budget (int): The maximum number of passes.
+        meter (Meter): Measures the norms.
+        passes (Passes): Runs the passes.
+        micro_batches (list[MicroBatch]): This rank's micro-batches.
+        units (dict[UnitName, Unit]): The units of all ranks.
         scale (float): The loss scale of the training passes.
         global_norm (float): The norm of the reduced gradient.
         ordinary (float | None): The root mean square of ordinary tokens' gradient norms in an earlier mini-batch.
 
     Attributes:
-        error (str | None): Why it broke off.
-        units (dict[UnitName, Unit]): Those of all ranks, with the norms that became known.
-        micro_batches (dict[UnitName, MicroBatch]): Those of the units that it looked into.
-        groups (dict[GroupName, list[UnitName]]): What it searches, by name.
+        error (str | None): The error that stopped it.
+        units (dict[UnitName, Unit]): The units of all ranks, with the norms measured during the search.
+        micro_batches (dict[UnitName, MicroBatch]): The micro-batches of the units that were searched.
+        groups (dict[GroupName, list[UnitName]]): The groups to search, each with its units.
         layers (list[str]): The layers, in the order of the norms.
-        measured (dict[Token, list[float]]): The norm of single tokens' weighted gradient, by layer.
+        measured (dict[Token, list[float]]): The norms of the weighted gradient of each token measured alone, by layer.
     """
 
     def __init__(
@@ -72,32 +72,32 @@ class Investigation:
         self._own = micro_batches
         self._scale = scale
         self._global_norm = global_norm
-        # The units of this very mini-batch tell the level of ordinary tokens better than an earlier one.
+        # The other units of this mini-batch give a better estimate for ordinary tokens than an earlier mini-batch.
         levels = [unit.token_equivalent for unit in units.values() if unit.norm and not unit.is_over(threshold)]
         self.search = Search(threshold, until, statistics.median(levels) if levels else ordinary)
         # The tokens that can be culprits, (rank, row, position) each, int64 of shape (n, 3).
         self._candidates: dict[GroupName, Tensor] = {}
         self.groups = meter.groups(units, threshold)
         self._waiting = list(self.groups)
-        # Tokens whose coefficient is not a number, and rows whose log-probs are not: known without a measurement.
+        # Tokens with a non-finite coefficient, and rows with a non-finite log-prob: known without a measurement.
         self._unmeasurable: list[Token] = []
         self._broken_rows: list[BrokenRow] = []
-        # Groups whose gradient was not a number without any token, before they were searched.
+        # Groups whose gradient is non-finite even without any token, found before they were searched.
         self._broken_groups: list[GroupName] = []
 
     @property
     def suspects(self) -> list[UnitName]:
-        """The units known to be over their threshold, the largest first."""
+        """The units known to be over their threshold, largest first."""
         return suspects(self.units, self.threshold)
 
     @property
     def waiting(self) -> list[GroupName]:
-        """The groups that it has not begun with."""
+        """The groups whose search has not started."""
         return list(self._waiting)
 
     @property
     def everything_broken(self) -> bool:
-        """Whether it is no single token: all are broken, or the gradient is, and there is no token."""
+        """Whether no single token is the cause: all tokens are broken, or the gradient is broken without any token."""
         if self._is_empty_and_broken:
             return self._scale == 1
         return any(unit.tokens for unit in self.units.values()) and all(
@@ -106,7 +106,7 @@ class Investigation:
 
     @property
     def overflow(self) -> bool:
-        """Whether the loss scale may be all that is wrong: fp16 gradients overflowed without a broken token."""
+        """Whether the loss scale may be the only problem: fp16 gradients overflowed without a broken token."""
         wholes = self._meter.wholes(self.units, self._global_norm)
         broken = any(not (math.isfinite(norm) or tokens) for norm, tokens in wholes)
         return self._scale != 1 and (broken or self._is_empty_and_broken)
@@ -117,21 +117,21 @@ class Investigation:
 
     @property
     def broken(self) -> list[GroupName]:
-        """The groups whose gradient is not a number even without any token."""
+        """The groups whose gradient is non-finite even without any token."""
         return self._broken_groups + self.search.broken
 
     @property
     def ended(self) -> bool:
-        """Whether the search came to its end by itself."""
+        """Whether the search ended by itself, not by an error or the budget."""
         settled = all(row.settled for row in self._broken_rows)
         return self.error is None and settled and not self._waiting and not self.search.open_segments
 
     @property
     def explained(self) -> bool | None:
-        """Whether every loud unit was measured under its threshold without the culprits; None if that is not known.
+        """Whether every unit with a spike was measured under its threshold without the culprits; None if unknown.
 
-        It is not known where a rest could not be measured, as that of a row whose log-probs are not numbers, or was
-        not, in an exhaustive search.
+        It is unknown if a rest could not be measured (a row has non-finite log-probs) or was not measured (in an
+        exhaustive search).
         """
         if not (self.culprits and self.ended):
             return False
@@ -147,17 +147,17 @@ class Investigation:
 
     @property
     def complete(self) -> bool:
-        """Whether it came to its end by itself, and left no unit as diffuse."""
+        """Whether the search ended by itself without a diffuse unit; if exhaustive, without an unmeasured segment."""
         return self.ended and not self._left
 
     @property
     def _left(self) -> bool:
-        """Whether a unit was left without an answer."""
+        """Whether a unit is diffuse; in an exhaustive search, whether a segment was given up."""
         return bool(self.search.diffuse if self.until == "explained" else self.search.given_up)
 
     @property
     def diagnosis(self) -> str:
-        """What the event is; docs/evidence.md states the rules."""
+        """The event's diagnosis; docs/evidence.md gives the rules."""
         if self.everything_broken:
             return "nonfinite"
         if self.culprits and self.until == "explained":
@@ -172,7 +172,7 @@ class Investigation:
 
     @property
     def culprits(self) -> list[Token]:
-        """The tokens named."""
+        """The tokens found."""
         rows = [(row.unit, row.row, row.positions[row.low]) for row in self._broken_rows if row.found]
         found = []
         for culprit in self.search.culprits:
@@ -181,7 +181,7 @@ class Investigation:
         return self._unmeasurable + rows + found
 
     def run(self) -> None:
-        """Measures until every suspect unit is settled, the budget is spent, or a pass failed. A collective call."""
+        """Measures until every suspect unit is settled, the budget is spent, or a pass fails. A collective call."""
         if self.everything_broken:
             self._waiting = []
         if self.overflow:
@@ -203,7 +203,7 @@ class Investigation:
     def subsets_by_unit(
         self, tokens: Sequence[Token], factors: Sequence[float] | None = None
     ) -> dict[UnitName, TokenSubset]:
-        """Tokens by unit, with a factor for each one's gradient (by default 1)."""
+        """Groups tokens by unit, each with a factor for its gradient (1 by default)."""
         places: dict[UnitName, list[tuple[int, int, float]]] = {}
         for (name, row, position), factor in zip(tokens, factors or [1.0] * len(tokens), strict=True):
             places.setdefault(name, []).append((row, position, factor))
@@ -246,9 +246,9 @@ class Investigation:
         return sum(self.units[name].broken_tokens for name in self.groups[group])
 
     def _is_broken_without_tokens(self) -> bool:
-        """Where every gradient is broken and no token is: whether that is so without any token, too.
+        """Whether the gradients are broken even without any token, if all gradients are broken but no token is.
 
-        One pass over one group for each probe tells, where a search would go through all. A collective call.
+        One pass with one group per probe is enough to find out, instead of a search of all groups. A collective call.
         """
         wholes = self._meter.wholes(self.units, self._global_norm)
         if not wholes or self._scale != 1 or any(math.isfinite(norm) or broken for norm, broken in wholes):
@@ -265,12 +265,12 @@ class Investigation:
         return broken
 
     def _obtain(self, group: GroupName) -> None:
-        """Gives every rank the tokens of a group, and what it needs to measure them. A collective call."""
+        """Sends the tokens of a group, and the data needed to measure them, to every rank. A collective call."""
         if any(name not in self.micro_batches for name in self.groups[group]):
             self.micro_batches |= self._meter.obtain(self.groups[group], self._own, self._scale)
 
     def _open(self) -> None:
-        """Opens the next group for the search, or all if their norms are not known. A collective call."""
+        """Adds the next group to the search, or all groups if their norms are unknown. A collective call."""
         groups = self._waiting[:1]
         known = all(self.units[name].norm is not None for name in self.groups[groups[0]])
         if not known:
@@ -285,13 +285,14 @@ class Investigation:
         self._waiting = self._waiting[len(groups) :]
 
     def _look_into(self, name: UnitName) -> None:
-        """Notes what of a unit is not a number already."""
+        """Records the unit's rows with non-finite log-probs and its tokens with non-finite coefficients."""
         tokens = self.micro_batches[name].tokens
         mask, broken = tokens["response_mask"].bool(), _broken(tokens)
         for row in broken.any(1).nonzero().flatten().tolist():
             self._broken_rows.append(BrokenRow.of(name, row, mask[row], broken[row]))
         nonfinite = _nonfinite_coefficients(tokens) & tokens["broken"]
-        # Padding counts where nothing else is wrong with a row: some aggregations multiply it by zero, which keeps NaN.
+        # Padding is named only if nothing else is wrong with the row: aggregations that multiply padding by zero keep
+        # its NaN.
         named = nonfinite & (mask | ~(nonfinite & mask).any(1, keepdim=True)) & ~broken.any(1, keepdim=True)
         self._unmeasurable += [(name, row, position) for row, position in named.nonzero().tolist()]
 
@@ -305,21 +306,21 @@ class Investigation:
             suspicion.append(tokens["suspicion"][involved])
             weights.append(tokens["weight"][involved])
             healthy &= not _broken(tokens).any()
-            # Of a unit with broken tokens, the others have a norm of their own.
+            # With broken tokens, the unit's norm says nothing about its other tokens.
             known &= not self.units[name].broken_tokens and not _nonfinite_coefficients(tokens).any()
         self._candidates[group] = torch.cat(candidates)
         norm = self.units[self.groups[group][0]].norm if known else None
-        # A loss scale that is too large would pass for broken tokens.
+        # An overflow caused by the loss scale would look like broken tokens.
         if self._scale == 1 or norm is None or math.isfinite(norm):
             self.search.add_unit(group, norm, torch.cat(suspicion), torch.cat(weights), probe_empty=healthy)
 
     def _suspicion(self, group: GroupName) -> float:
-        """How much of the gradient's energy suspicion expects of a group."""
+        """The energy (squared norm) that suspicion predicts for a group."""
         tokens = [self.micro_batches[name].tokens for name in self.groups[group]]
         return math.fsum(e for t in tokens for e in t["suspicion"][_involved(t)].double().square().tolist())
 
     def _suspect_rows(self, group: GroupName) -> None:
-        """Has the rows of a group narrowed down whose gradient is broken without a broken token."""
+        """Queues all rows of a group for `_narrow`: its gradient is broken although none of its tokens is."""
         for name in self.groups[group]:
             mask = self.micro_batches[name].tokens["response_mask"].bool()
             for row in mask.any(1).nonzero().flatten().tolist():
@@ -327,7 +328,7 @@ class Investigation:
                 self._broken_rows.append(BrokenRow(name, row, positions, 0, len(positions)))
 
     def _narrow(self, rows: list[BrokenRow]) -> None:
-        """One pass that narrows down where in some rows the forward breaks. A collective call."""
+        """Runs one pass that narrows down the first bad token in some rows. A collective call."""
         cuts = [(row, index) for row in rows for index in row.cuts(self._meter.width // len(rows))]
         probes = [partial(self._subsets, [(row.unit, row.row, row.positions[i])]) for row, i in cuts]
         squares = self._meter.measure(self._passes, probes)
@@ -335,7 +336,7 @@ class Investigation:
             row.record(index, bool(broken))
 
     def _measure_units_of_culprits(self) -> None:
-        """The norms, where they are not known, of the units that hold culprits, as far as the budget goes."""
+        """Measures the unknown norms of units with culprits, within the budget. A collective call."""
         for name in sorted({name for name, _, _ in self.culprits if self.units[name].norm is None}):
             if self._passes.count >= self._budget:
                 return
@@ -348,7 +349,7 @@ class Investigation:
         return {name[0]: TokenSubset(micro_batch, micro_batch.tokens["response_mask"].bool())}
 
     def _subsets_of(self, probe: Probe) -> dict[int, TokenSubset]:
-        """What the ranks compute for a probe."""
+        """The token subsets that the ranks compute for a probe."""
         if not probe.candidates:
             return self._empty_subsets_of(probe.unit)
         return self._subsets(self.tokens_of(probe), probe.factors)
@@ -362,7 +363,7 @@ class Investigation:
         }
 
     def _subsets(self, tokens: Sequence[Token], factors: Sequence[float] | None = None) -> dict[int, TokenSubset]:
-        """Tokens of one group, by the rank whose they are."""
+        """Tokens of one group, by the rank that owns them."""
         return {name[0]: subset for name, subset in self.subsets_by_unit(tokens, factors).items()}
 
 

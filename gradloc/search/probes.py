@@ -1,24 +1,23 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass can measure: the gradient of some tokens as it is, or one digit of their numbers."""
+"""What a pass can measure: the gradient of some tokens (`Segment`), or one digit of a `Code` of them (`Digit`)."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-# A reading may be off by this fraction of a digit.
+# A reading may differ from a whole digit by this much.
 _READING_ERROR = 0.45
 
-# A unit's name: anything hashable that the caller tells its units apart by. The search gives it back as it is, so the
-# caller knows its type.
+# A unit's name: any hashable value. The search returns it unchanged, so only the caller knows its type.
 UnitKey = Any
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Some tokens of a unit, whose gradient is to be measured as it is.
+    """Some tokens of a unit, whose gradient is measured without factors.
 
-    An empty one measures what a unit's gradient is without any token: anything but zero means that it is broken.
+    An empty segment measures the unit's gradient without any token: a value other than zero means that it is broken.
 
     Args:
         unit (UnitKey): The unit.
@@ -33,17 +32,19 @@ class Segment:
 
 @dataclass(eq=False)
 class Code:
-    """Numbers for tokens of which one may outweigh all others, written in digits; a probe reads one digit.
+    """Numbers the tokens of a segment, to find one that outweighs all others; each probe reads one digit of its number.
 
-    In the probe of a digit d, each token's gradient is multiplied by sqrt(d / (base - 1)). If one token
-    outweighs all others, the squared norm over that of them all is d / (base - 1) of that token. So about
-    log(n) / log(base) probes name a culprit that suspicion does not expect, and they need not wait for each other.
+    In a digit's probe, each token's gradient is multiplied by sqrt(d / (base - 1)), where d is that digit of the
+    token's number. If one token outweighs all others, the probe's squared norm divided by the segment's squared norm is
+    d / (base - 1) for that token's d. So about log(n) / log(base) probes find a culprit even if its suspicion is low,
+    and these probes are independent: they can all run in one pass.
 
     Args:
         segment (Segment): The tokens.
         norm (float): The norm of their gradient.
-        base (int): Of the digits.
-        digits (int): How many each number has.
+        base (int): The base of the numbers.
+        digits (int): The number of digits of each number.
+        norms (dict[int, float]): The norms measured so far, by digit.
     """
 
     segment: Segment
@@ -56,7 +57,7 @@ class Code:
     def of(cls, segment: Segment, norm: float, largest_base: int) -> "Code":
         n = len(segment.candidates)
         digits = max(math.ceil(math.log(n, largest_base) - 1e-9), 1)
-        # The smallest base that does tells digits apart best.
+        # The smallest sufficient base separates the digits best.
         return cls(segment, norm, max(math.ceil(n ** (1 / digits) - 1e-9), 2), digits)
 
     @property
@@ -64,7 +65,7 @@ class Code:
         return [Digit(self, digit) for digit in range(self.digits) if digit not in self.norms]
 
     def read(self) -> int | None:
-        """The candidate that the norms of all digits' probes name; None if they do not fit a single token."""
+        """The candidate whose number the norms of all digits give; None if they do not fit a single token."""
         number = 0
         for digit, norm in self.norms.items():
             reading = (norm / self.norm) ** 2 * (self.base - 1)
@@ -77,7 +78,7 @@ class Code:
 
 @dataclass(frozen=True, eq=False)
 class Digit:
-    """A probe that reads one digit of a code: the candidates, and the factor of each one's gradient."""
+    """A probe that reads one digit of a code: the candidates, and the factor for each one's gradient."""
 
     code: Code
     digit: int

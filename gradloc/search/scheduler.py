@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What to measure next, in several units at once."""
+"""Decides what to measure next, over several units at once."""
 
 import math
 import statistics
@@ -25,13 +25,13 @@ class Culprit:
 
 
 class _Unit:
-    """One unit: what is to be measured first, as a whole or without any token, and then its search.
+    """One unit: the segments to measure first (the whole unit, or the empty segment), and then its search.
 
     Args:
         tokens (UnitTokens): Its candidates.
-        until (str): What the search is for.
+        until (str): See `Search`.
         ordinary (float | None): The root mean square of ordinary tokens' gradient norms.
-        probe_empty (bool): Whether the first norm that is not finite is followed by one without any token.
+        probe_empty (bool): Whether to measure the unit without any token after its first non-finite norm.
     """
 
     def __init__(self, tokens: UnitTokens, until: str, ordinary: float | None, probe_empty: bool) -> None:
@@ -48,7 +48,7 @@ class _Unit:
         self.first.append(self.whole)
 
     def begin(self, norm: float) -> None:
-        """Begins to search, if the unit's norm is over its threshold."""
+        """Starts the search if the unit's norm is over its threshold."""
         self.norm = norm
         self._look_at(norm)
         if self.tokens.is_over(self.whole.candidates, norm):
@@ -88,14 +88,14 @@ class _Unit:
 
 
 class Search:
-    """Finds the tokens behind the spikes of the units given to it.
+    """Finds the tokens behind the spikes of the units added to it.
 
-    It makes no collective call: every rank makes the same calls and gets the same answers.
+    It makes no collective call. Every rank makes the same calls to it and gets the same results.
 
     Args:
         threshold (float): τ.
-        until (str): "explained": until a few tokens explain each unit's spike, as `Explanation` has it; "exhaustive":
-            until every token over τ is found, as `Tree` has it.
+        until (str): "explained": search until a few tokens explain each unit's spike (see `Explanation`).
+            "exhaustive": search until every token over τ is found (see `Tree`).
         ordinary (float, optional): The root mean square of ordinary tokens' gradient norms.
     """
 
@@ -107,7 +107,7 @@ class Search:
 
     @property
     def culprits(self) -> list[Culprit]:
-        """The tokens named so far, each measured alone over τ."""
+        """The culprits found so far, each measured alone over τ."""
         return [
             Culprit(name, candidate, search.tokens.alone[candidate])
             for name, search in self._searches()
@@ -116,39 +116,39 @@ class Search:
 
     @property
     def broken(self) -> list[UnitKey]:
-        """Units whose gradient is not a number even without any token."""
+        """Units whose gradient is non-finite even without any token."""
         return [name for name, unit in self._units.items() if unit.broken]
 
     @property
     def open_segments(self) -> list[Segment]:
-        """What is over its threshold and not searched to the end."""
+        """The segments over their thresholds whose search has not ended."""
         waiting = [segment for unit in self._units.values() for segment in unit.first if segment.candidates]
         return waiting + [segment for _, search in self._searches() for segment in search.open_segments]
 
     @property
     def given_up(self) -> list[Segment]:
-        """What was not measured of units that were left as diffuse."""
+        """The unmeasured segments of units whose search was given up."""
         return [segment for _, search in self._searches() for segment in search.given_up]
 
     @property
     def diffuse(self) -> list[tuple[Segment, float]]:
-        """The smallest segments over their threshold, with their norms, that hold a spike without a culprit."""
+        """The smallest segments with a spike but no culprit, with their norms."""
         return [found for _, search in self._searches() for found in search.diffuse]
 
     def rest(self, unit: UnitKey) -> tuple[Segment, float] | None:
-        """A unit without its culprits, and the norm of that; None where it was not measured."""
+        """The unit without its culprits, and the norm of that; None if it was not measured."""
         state = self._units[unit]
         if state.search is not None:
             return state.search.rest
         return None if state.norm is None else (state.whole, state.norm)
 
     def explained(self, unit: UnitKey) -> bool:
-        """Whether the rest of a unit was measured, and under its threshold."""
+        """Whether the unit without its culprits was measured under its threshold."""
         rest = self.rest(unit)
         return rest is not None and not self.is_over(*rest)
 
     def knows(self, unit: UnitKey) -> bool:
-        """Whether a unit was added that has any candidates."""
+        """Whether this unit was added, with at least one candidate."""
         return unit in self._units
 
     def threshold(self, segment: Segment) -> float:
@@ -159,7 +159,7 @@ class Search:
         return self._units[segment.unit].tokens.is_over(segment.candidates, norm)
 
     def more_over(self) -> int | None:
-        """About how many tokens are over τ besides the culprits, by suspicion; None where no norm shows its scale."""
+        """Estimates from suspicion how many more tokens are over τ; None if no norm was measured to scale it."""
         ratios, scores, more = [], [], 0
         for _, search in self._searches():
             culprits, tokens = set(search.culprits), search.tokens
@@ -184,14 +184,14 @@ class Search:
         weights: Tensor,
         probe_empty: bool = True,
     ) -> None:
-        """Opens a unit.
+        """Adds a unit to search.
 
         Args:
             unit (UnitKey): Its name in `Segment.unit`.
-            norm (float | None): The norm of the candidates' gradient. None: it is to be measured first.
+            norm (float | None): The norm of the candidates' gradient; None if it must be measured first.
             suspicion (Tensor): s_t of each candidate, shape (n,).
             weights (Tensor): w_t of each candidate, shape (n,), not zero.
-            probe_empty (bool): Whether a norm that is not finite is to be measured without any token, too.
+            probe_empty (bool): Whether to measure the unit without any token after a non-finite norm.
         """
         if len(weights) == 0:
             return
@@ -203,23 +203,23 @@ class Search:
             self._units[unit].begin(norm)
 
     def next(self, count: int, passes_left: float = math.inf) -> list[Probe]:
-        """What to measure in the next pass; none when the search is over.
+        """The probes to measure in the next pass; none when the search is over.
 
         Args:
-            count (int): The most probes.
-            passes_left (float): How many passes the budget still allows: no code is begun that needs more.
+            count (int): The maximum number of probes.
+            passes_left (float): How many passes the budget still allows. A code that needs more is not started.
         """
         active = [unit for unit in self._units.values() if not unit.ended]
         probes: list[Probe] = []
         while active and len(probes) < count:
             unit = active.pop(0)
-            # An equal part for each unit that is still to be asked.
+            # The remaining probes are divided equally among the remaining units.
             part = max((count - len(probes)) // (len(active) + 1), 1)
             probes += unit.probes(part, passes_left)
         return probes
 
     def record(self, measured: Sequence[tuple[Probe, float]]) -> None:
-        """Takes in the norms of what `next` named. A NaN or Inf counts as over the threshold."""
+        """Records the norms of the probes that `next` returned. NaN and Inf count as over the threshold."""
         for name, unit in self._units.items():
             mine = [(probe, norm) for probe, norm in measured if probe.unit == name]
             if mine:

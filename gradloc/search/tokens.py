@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of one unit: weights, thresholds, and how much of the gradient is expected of each."""
+"""The tokens of one unit: weights, thresholds, and the part of the gradient's energy expected from each."""
 
 import math
 from collections.abc import Iterable
@@ -9,21 +9,22 @@ from torch import Tensor
 
 from .probes import Segment, UnitKey
 
-# The fraction of the expected energy that follows suspicion. The rest is spread evenly, so no token is further than
-# log2(10 n) splits away, however misleading suspicion is.
+# The fraction of the expected energy that is proportional to suspicion. The rest is proportional to w_t², so that at
+# most about log2(10 n) splits isolate any token, however wrong suspicion is.
 _TRUST = 0.9
 
-# The least that an expectation is scaled to, so that a measurement can raise it again.
+# The smallest factor that an estimate is scaled by, so that a later measurement can raise it again.
 LEAST = 1e-6
 
-# The base of a code where the norms of ordinary tokens, which blur the readings, are not known; and its limit.
+# The largest base of a code if the norms of ordinary tokens, which add noise to the readings, are unknown; and its
+# limit otherwise.
 _BASE_UNKNOWN, _BASE_MOST = 8, 64
 
 
 class UnitTokens:
-    """The candidates of one unit, and what the search expects of them.
+    """The candidates of one unit, with the energy (squared norm) that the search expects from each.
 
-    All sums are exact, so that every rank comes to the same decisions: the sum of a tensor depends on the number of
+    All sums use `math.fsum`, so that every rank makes the same decisions: a tensor sum depends on the number of
     threads.
 
     Args:
@@ -33,11 +34,11 @@ class UnitTokens:
         weights (Tensor): w_t of each candidate, shape (n,), not zero.
 
     Attributes:
-        suspicion (list[float]): s_t; large and finite where it was not finite.
+        suspicion (list[float]): s_t; a non-finite value is replaced by a large finite one.
         squares (list[float]): w_t².
-        suspected (list[float]): The fraction of the unit's energy (squared norm) that each candidate has by suspicion.
-        prior (list[float]): The same, less certain.
-        alone (dict[int, float]): The norms of the candidates that were measured alone, in the order in which they were.
+        suspected (list[float]): The fraction of the unit's energy that suspicion predicts for each candidate.
+        prior (list[float]): The same, with a part of the energy spread in proportion to w_t² (see `_TRUST`).
+        alone (dict[int, float]): The norms of the candidates measured alone, in the order of measurement.
     """
 
     def __init__(self, name: UnitKey, tau: float, suspicion: Tensor, weights: Tensor) -> None:
@@ -70,24 +71,24 @@ class UnitTokens:
         return self.tau * math.sqrt(self.square(candidates))
 
     def is_over(self, candidates: Iterable[int], norm: float) -> bool:
-        """Whether a measured norm is over the threshold of these; NaN and Inf are."""
+        """Whether a measured norm is over the threshold of these candidates; NaN and Inf are."""
         return not norm <= self.threshold(candidates)
 
     @property
     def over(self) -> list[int]:
-        """The candidates that were measured alone over τ."""
+        """The candidates measured alone over τ."""
         return [t for t, norm in self.alone.items() if self.is_over([t], norm)]
 
     def expected(self, candidates: Iterable[int]) -> float:
-        """The fraction of the unit's energy that is expected of these."""
+        """The fraction of the unit's energy expected from these candidates."""
         return math.fsum(self.prior[t] for t in candidates)
 
     def likeliest(self, candidate: int) -> tuple[float, int]:
-        """A key that sorts the candidates that are expected to be furthest over τ first."""
+        """A sort key: the candidates expected to be furthest over τ come first."""
         return -self.prior[candidate] / self.squares[candidate], candidate
 
     def contrast(self, segment: Segment, norm: float, ordinary: float | None) -> int:
-        """The largest base of a code in which ordinary tokens do not blur what is read of a culprit."""
+        """The largest base of a code in which ordinary tokens do not hide a culprit's digits."""
         if not ordinary:
             return _BASE_UNKNOWN
         return int(min(max(norm / (ordinary * math.sqrt(self.square(segment.candidates))), 2), _BASE_MOST))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every token over τ in a segment that is over its threshold: by halves, best first, and by numbers."""
+"""Finds every token over τ in a segment over its threshold, by best-first bisection and by codes."""
 
 import math
 from collections.abc import Sequence
@@ -10,41 +10,42 @@ from itertools import accumulate
 from .probes import Code, Digit, Probe, Segment, is_single
 from .tokens import UnitTokens
 
-# A bound must clear the threshold by this fraction of the norms that it comes from before it replaces a measurement: in
-# half precision, two measurements of one gradient differ by as much.
+# A bound replaces a measurement only if it is over the threshold by this fraction of the norm that it was computed
+# from: in half precision, two measurements of the same gradient can differ by this much.
 _SLACK = 1e-2
 
-# A part under its threshold is still searched for a token over τ if its norm is this many times what ordinary tokens
-# give it. Sets of ordinary tokens, whose norms have heavy tails, seldom reach that.
+# A part under its threshold is "loud", and still searched for a token over τ, if its norm is this many times the norm
+# expected from ordinary tokens. Sets of ordinary tokens seldom reach it, although their norms have heavy tails.
 _LOUD = 1.75
 
-# After this many codes in a row without a culprit, a tree reads no more.
+# After this many codes in a row without a culprit, a tree reads no more codes.
 _READINGS = 3
 
-# Where the tokens that a pass can measure alone hold this much of the prior, they come before a reading.
+# If the tokens that one pass can measure alone have more than this fraction of the prior, they are measured instead of
+# a code.
 _CONCENTRATED = 0.5
 
-# How many of the likeliest tokens are measured of what is given up.
+# How many of the likeliest tokens are still measured when the rest is given up.
 SAMPLE = 3
 
 
 def patience(candidates: int, count: int) -> float:
-    """After how many passes of `count` probes that point at no token, this many candidates are given up."""
+    """How many passes of `count` probes may point at no token before a search of this many candidates is given up."""
     return 2 * math.log(10 * candidates, count + 1) + 2
 
 
 @dataclass(eq=False)
 class _Node:
-    """A segment that is over its threshold, or loud, and what is known of its open parts.
+    """A segment that is over its threshold, or loud, with the state of its open parts.
 
     Args:
         segment (Segment): Its tokens.
         norm (float): Its norm.
-        loud (bool): Whether it is loud only.
-        code (Code | None): The reading under way.
+        loud (bool): Whether it is loud but not over its threshold.
+        code (Code | None): The code that is being read.
         parts (int): How many parts are open; -1 before the segment is split.
-        rest (float): A lower bound of their norm together, by the triangle inequality.
-        energy (float), prior (float): What of its squared norm, and of the prior, they hold.
+        rest (float): A lower bound on the norm of all open parts together, by the triangle inequality.
+        energy (float), prior (float): The part of the squared norm, and of the prior, that the open parts have.
         explained (bool): Whether a part of it was over its own threshold.
     """
 
@@ -62,25 +63,26 @@ class _Node:
 class Tree:
     """Finds every token over τ in a segment that is over its threshold.
 
-    A part S is over its threshold when its norm exceeds τ·sqrt(Σ_{t∈S} w_t²), or is not finite. A single token over it
-    is a culprit. Any other part over it is read (see `Code`) or split into halves of the prior. A part under it is
-    dropped, or, if loud, split as well, but last of all and only while that finds culprits. The states of a part:
+    A part S is over its threshold if its norm exceeds τ·sqrt(Σ_{t∈S} w_t²) or is not finite. A single token over its
+    threshold is a culprit. A larger part over its threshold is read by a `Code`, or split into two halves of about
+    equal prior. A part under its threshold is dropped, unless it is loud: then it is split too, but after all others,
+    and only as long as this finds culprits. The states of a part:
 
-    - open: to be measured; the one with the largest expected energy for its weight first
-    - reading: over its threshold; its tokens' numbers are being read
+    - open: to be measured; the part with the largest expected energy per squared weight comes first
+    - reading: over its threshold; a code of its tokens is being read
     - split: over its threshold, or loud; its parts are open
-    - settled: a single token, or under its threshold and not loud
-    - given up: open when the tree was left, because for some passes no probe pointed at a token
+    - settled: a measured single token, or measured under its threshold and not loud
+    - given up: still open when the search was given up, after several passes in which no probe pointed at a token
 
     Args:
         tokens (UnitTokens): The unit.
-        root (Segment): Where to search.
+        root (Segment): The segment to search.
         norm (float): Its norm.
-        ordinary (float, optional): The root mean square of ordinary tokens' gradient norms; without it no part is loud.
+        ordinary (float, optional): The root mean square of ordinary tokens' gradient norms; if None, no part is loud.
 
     Attributes:
-        given_up (list[Segment]): What was not measured when the tree was left.
-        named (set[Segment]): Single tokens that a code has named.
+        given_up (list[Segment]): The segments still unmeasured when the search was given up.
+        named (set[Segment]): The single tokens found by a code.
     """
 
     def __init__(self, tokens: UnitTokens, root: Segment, norm: float, ordinary: float | None) -> None:
@@ -98,18 +100,18 @@ class Tree:
 
     @property
     def culprits(self) -> list[int]:
-        """The tokens that were measured alone over τ."""
+        """The tokens measured alone over τ."""
         return self.tokens.over
 
     @property
     def rest(self) -> tuple[Segment, float] | None:
-        """The root without the culprits, and its norm, if that happens to have been measured as one segment."""
+        """The root without the culprits, and the norm of that; None unless it was measured as one segment."""
         rest = set(self._root.candidates).difference(self.culprits)
         return next((found for found in self._settled if rest == set(found[0].candidates)), None)
 
     @property
     def has_named(self) -> bool:
-        """Whether a token that a code has named is still to be measured."""
+        """Whether a token found by a code is still to be measured."""
         return not self.named.isdisjoint(self._open)
 
     @property
@@ -118,12 +120,12 @@ class Tree:
 
     @property
     def diffuse(self) -> list[tuple[Segment, float]]:
-        """Segments over their threshold, with their norms, of which no part is."""
+        """The segments over their threshold that have no part over its own threshold, with their norms."""
         return [(n.segment, n.norm) for n in self._nodes if n.parts == 0 and not n.loud and not n.explained]
 
     @property
     def open_segments(self) -> list[Segment]:
-        """What is not measured of segments over their threshold, best first."""
+        """The unmeasured parts of segments over their threshold, best first, and the segments not yet split."""
         return [segment for segment in self._ranked() if not self._open[segment].loud] + [
             node.segment for node in self._nodes if node.parts < 0
         ]
@@ -143,7 +145,7 @@ class Tree:
         return found[:count]
 
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
-        """Takes in the norms of a pass of up to `count` probes; NaN and Inf count as over."""
+        """Records the norms of a pass of up to `count` probes; NaN and Inf count as over the threshold."""
         segments = [(probe, norm) for probe, norm in measured if probe in self._open]
         searching = bool(self.open_segments)
         found = any(is_single(segment) and self.tokens.is_over(segment.candidates, norm) for segment, norm in segments)
@@ -161,14 +163,14 @@ class Tree:
         self._infer()
         if found:
             self._vain_readings = 0
-        ended = searching and not self.open_segments  # what is left now is loud only
+        ended = searching and not self.open_segments  # only loud parts are left
         self._pointless = 0 if found or ended or any(pointed) else self._pointless + 1
-        # Parts that are loud only get half of it.
+        # Loud parts get half of the patience.
         if self._pointless > patience(len(self._root.candidates), count) / (1 if self.open_segments else 2):
             self._leave()
 
     def _record(self, segment: Segment, norm: float) -> bool:
-        """Takes in a part's norm; returns whether it points at a token."""
+        """Records a part's norm; returns whether it points at a token."""
         parent, tokens = self._open.pop(segment), self.tokens
         over = tokens.is_over(segment.candidates, norm)
         self._settled.append((segment, norm))
@@ -193,7 +195,7 @@ class Tree:
         return norm > max(self.tokens.tau * math.sqrt(min(squares)), _LOUD * self._ordinary * math.sqrt(square))
 
     def _code(self, node: _Node, count: int, passes_left: float) -> Code | None:
-        """Numbers for a node's tokens, unless the budget is too small or suspicion names the likely ones."""
+        """A code for a node's tokens; None if the budget is too small or suspicion already points at a few tokens."""
         size = len(node.segment.candidates)
         if self._vain_readings >= _READINGS or node.loud or not math.isfinite(node.norm) or size < 2:
             return None
@@ -202,12 +204,12 @@ class Tree:
         return code if fits and (code.digits < count or not self._is_concentrated(node.segment, count)) else None
 
     def _is_concentrated(self, segment: Segment, count: int) -> bool:
-        """Whether the prior expects most of a segment's energy in `count` tokens."""
+        """Whether `count` tokens have most of a segment's prior."""
         prior = sorted((self.tokens.prior[t] for t in segment.candidates), reverse=True)
         return math.fsum(prior[:count]) > _CONCENTRATED * math.fsum(prior)
 
     def _split(self, node: _Node, *parts: Segment) -> None:
-        """Opens a node's parts: by default the halves of its prior."""
+        """Opens a node's parts; by default, its two halves."""
         node.rest, node.energy = node.norm, node.norm**2 if math.isfinite(node.norm) else 1e300
         node.prior = self.tokens.expected(node.segment.candidates)
         parts = parts or self._halves(node.segment)
@@ -215,13 +217,13 @@ class Tree:
         self._open |= dict.fromkeys(parts, node)
 
     def _replace(self, segment: Segment, *parts: Segment) -> None:
-        """Opens parts of an open segment in its place."""
+        """Replaces an open segment by parts of it."""
         node = self._open.pop(segment)
         node.parts += len(parts) - 1
         self._open |= dict.fromkeys(parts, node)
 
     def _halves(self, segment: Segment) -> tuple[Segment, ...]:
-        """Two parts with about half of the prior each, the likelier tokens in the first; of a single token, itself."""
+        """Two parts with about half of the prior each, likelier tokens first; a single token is returned as it is."""
         if len(segment.candidates) == 1:
             return (segment,)
         tokens = self.tokens
@@ -231,8 +233,8 @@ class Tree:
         return tokens.segment(ranked[:cut]), tokens.segment(ranked[cut:])
 
     def _suspect(self, candidate: int) -> None:
-        """Has a token measured alone, and what is open beside it as one."""
-        # Parts of what was read may have been measured over their threshold while its code was read.
+        """Opens a token as a segment of its own, and the other tokens of its open segment as another."""
+        # While the code was read, parts of its segment may have been measured over their threshold.
         unsplit = [n for n in self._nodes if n.parts < 0 and candidate in n.segment.candidates]
         for node in unsplit:
             self._split(node, node.segment)
@@ -245,7 +247,7 @@ class Tree:
         self._replace(holder, alone, *([self.tokens.segment(beside)] if beside else []))
 
     def _widen(self) -> bool:
-        """Splits what has the most expected energy, so that there is more to measure; whether there was anything."""
+        """Splits the segment with the most expected energy, to have more probes; returns whether there was one."""
         reading = [node for node in self._nodes if node.parts < 0]
         widest = max((s for s in self._open if len(s.candidates) > 1), key=self._expected_energy, default=None)
         if reading:
@@ -255,7 +257,7 @@ class Tree:
         return bool(reading or widest)
 
     def _infer(self) -> None:
-        """Splits what must be over its threshold because its siblings cannot account for the parent's norm."""
+        """Splits, without a measurement, each segment that must be over its threshold given its siblings' norms."""
         for segment, node in list(self._open.items()):
             slack = _SLACK * node.norm if math.isfinite(node.norm) else 0.0
             if (
@@ -266,7 +268,7 @@ class Tree:
                 self._replace(segment, *self._halves(segment))
 
     def _leave(self) -> None:
-        """Gives up what is open, but for the likeliest tokens."""
+        """Gives up all open segments, except for the likeliest tokens."""
         sample = set(sorted(range(len(self.tokens.prior)), key=self.tokens.likeliest)[:SAMPLE])
         sample -= self.tokens.alone.keys()
         for node in self._nodes:
@@ -285,7 +287,8 @@ class Tree:
         return sorted(self._open, key=self._rank)
 
     def _rank(self, segment: Segment) -> tuple[bool, float, int]:
-        # Depth first: among many culprits of one size, the segment with the most energy is always a wide one.
+        # By density, for a depth-first search: among many culprits of similar size, the segment with the most energy
+        # would always be a wide one.
         density = self._expected_energy(segment) / self.tokens.square(segment.candidates)
         return self._open[segment].loud, -density, segment.candidates[0]
 
