@@ -38,7 +38,11 @@ def is_hook(section: bytes, sources: tuple[Source, ...]) -> bool:
 
 def hooks(patch: bytes, sources: tuple[Source, ...]) -> bytes:
     """The part of a patch that a reviewer reads: its hunks in verl's own files."""
-    return HOOKS_PREAMBLE + b"".join(section for section in sections(patch) if is_hook(section, sources))
+    return HOOKS_PREAMBLE + b"".join(hook_sections(patch, sources))
+
+
+def hook_sections(patch: bytes, sources: tuple[Source, ...]) -> list[bytes]:
+    return [section for section in sections(patch) if is_hook(section, sources)]
 
 
 def carried(patch: bytes, source: Source, write: Write) -> Files:

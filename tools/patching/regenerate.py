@@ -235,17 +235,13 @@ def refuse_lost_changes(checkout: Checkout, patch: bytes, force: bool) -> None:
 def refuse_lost_hooks(checkout: Checkout, patch: bytes, force: bool) -> None:
     """Refuses a checkout whose edits of verl's own files are all gone, as after `git checkout .`."""
     present = read(PATCH)
-    if force or present is None or not any(is_hook(part) for part in patch_text.sections(present)):
+    if force or present is None or not patch_text.hook_sections(present, SOURCES):
         return
-    if not any(is_hook(part) for part in patch_text.sections(patch)):
+    if not patch_text.hook_sections(patch, SOURCES):
         raise Refused(
             f"all edits of verl's own files are gone from {checkout.repo}, as after git checkout or git stash; bring "
             "them back (apply_patch.py does), or pass --force to write a patch without them"
         )
-
-
-def is_hook(section: bytes) -> bool:
-    return patch_text.is_hook(section, SOURCES)
 
 
 def update(folder: Path, old: Files, new: Files, scratch: Scratch) -> None:
