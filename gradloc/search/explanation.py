@@ -126,9 +126,9 @@ class Explanation:
         if self._tree is not None:
             self._tree.record(measured, count)
         for probe, norm in measured:
-            removed = self._all.difference(probe.candidates)
-            if isinstance(probe, Segment) and len(removed) <= max(self._most, len(self.tokens.over)):
-                self._add_rest(removed, norm)
+            removed = len(self._all) - len(probe.candidates)
+            if isinstance(probe, Segment) and removed <= max(self._most, len(self.tokens.over)):
+                self._add_rest(self._all.difference(probe.candidates), norm)
         singles = {probe.candidates[0] for probe, _ in measured if is_single(probe)}
         found = not singles.isdisjoint(self.tokens.over)
         self._misled = 0 if found else self._misled + len(singles & promising)

@@ -116,7 +116,16 @@ class Tree:
 
     @property
     def ended(self) -> bool:
-        return not self._open and all(node.parts >= 0 for node in self._nodes)
+        return not self._open and not self._unsplit
+
+    @property
+    def _unsplit(self) -> list[_Node]:
+        return [node for node in self._nodes if node.parts < 0]
+
+    @property
+    def _only_loud(self) -> bool:
+        """Whether all parts that are left are loud: the same as no `open_segments`, without ranking them."""
+        return not self._unsplit and all(node.loud for node in self._open.values())
 
     @property
     def diffuse(self) -> list[tuple[Segment, float]]:
@@ -126,13 +135,12 @@ class Tree:
     @property
     def open_segments(self) -> list[Segment]:
         """The unmeasured parts of segments over their threshold, best first, and the segments not yet split."""
-        return [segment for segment in self._ranked() if not self._open[segment].loud] + [
-            node.segment for node in self._nodes if node.parts < 0
-        ]
+        ranked = [segment for segment in self._ranked() if not self._open[segment].loud]
+        return ranked + [node.segment for node in self._unsplit]
 
     def probes(self, count: int, passes_left: float) -> list[Probe]:
         """At most `count` probes to measure next, best first; none when the search is over."""
-        for node in [node for node in self._nodes if node.parts < 0 and node.code is None]:
+        for node in [node for node in self._unsplit if node.code is None]:
             node.code = self._code(node, count, passes_left)
             if node.code is None:
                 self._split(node)
@@ -147,7 +155,7 @@ class Tree:
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
         """Records the norms of a pass of up to `count` probes; NaN and Inf count as over the threshold."""
         segments = [(probe, norm) for probe, norm in measured if probe in self._open]
-        searching = bool(self.open_segments)
+        was_only_loud = self._only_loud
         found = any(is_single(segment) and self.tokens.is_over(segment.candidates, norm) for segment, norm in segments)
         pointed = [self._record(segment, norm) for segment, norm in segments]
         for probe, norm in measured:
@@ -163,10 +171,11 @@ class Tree:
         self._infer()
         if found:
             self._vain_readings = 0
-        ended = searching and not self.open_segments  # only loud parts are left
-        self._pointless = 0 if found or ended or any(pointed) else self._pointless + 1
+        only_loud = self._only_loud
+        begins = only_loud and not was_only_loud
+        self._pointless = 0 if found or begins or any(pointed) else self._pointless + 1
         # Loud parts get half of the patience.
-        if self._pointless > patience(len(self._root.candidates), count) / (1 if self.open_segments else 2):
+        if self._pointless > patience(len(self._root.candidates), count) / (2 if only_loud else 1):
             self._leave()
 
     def _record(self, segment: Segment, norm: float) -> bool:
@@ -235,9 +244,9 @@ class Tree:
     def _suspect(self, candidate: int) -> None:
         """Opens a token as a segment of its own, and the other tokens of its open segment as another."""
         # While the code was read, parts of its segment may have been measured over their threshold.
-        unsplit = [n for n in self._nodes if n.parts < 0 and candidate in n.segment.candidates]
-        for node in unsplit:
-            self._split(node, node.segment)
+        for node in self._unsplit:
+            if candidate in node.segment.candidates:
+                self._split(node, node.segment)
         holder = next((segment for segment in self._open if candidate in segment.candidates), None)
         if holder is None:
             return
@@ -248,7 +257,7 @@ class Tree:
 
     def _widen(self) -> bool:
         """Splits the segment with the most expected energy, to have more probes; returns whether there was one."""
-        reading = [node for node in self._nodes if node.parts < 0]
+        reading = self._unsplit
         widest = max((s for s in self._open if len(s.candidates) > 1), key=self._expected_energy, default=None)
         if reading:
             self._split(reading[0])
@@ -273,8 +282,8 @@ class Tree:
         sample -= self.tokens.alone.keys()
         for node in self._nodes:
             node.code = None
-            if node.parts < 0:
-                self._split(node, node.segment)
+        for node in self._unsplit:
+            self._split(node, node.segment)
         for segment, node in list(self._open.items()):
             kept = [self.tokens.segment([t]) for t in segment.candidates if t in sample and not node.loud]
             rest = [t for t in segment.candidates if t not in sample]
