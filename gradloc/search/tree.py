@@ -123,11 +123,6 @@ class Tree:
         return [node for node in self._nodes if node.parts < 0]
 
     @property
-    def _only_loud(self) -> bool:
-        """Whether all parts that are left are loud: the same as no `open_segments`, without ranking them."""
-        return not self._unsplit and all(node.loud for node in self._open.values())
-
-    @property
     def diffuse(self) -> list[tuple[Segment, float]]:
         """The segments over their threshold that have no part over its own threshold, with their norms."""
         return [(n.segment, n.norm) for n in self._nodes if n.parts == 0 and not n.loud and not n.explained]
@@ -155,7 +150,6 @@ class Tree:
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
         """Records the norms of a pass of up to `count` probes; NaN and Inf count as over the threshold."""
         segments = [(probe, norm) for probe, norm in measured if probe in self._open]
-        was_only_loud = self._only_loud
         found = any(is_single(segment) and self.tokens.is_over(segment.candidates, norm) for segment, norm in segments)
         pointed = [self._record(segment, norm) for segment, norm in segments]
         for probe, norm in measured:
@@ -171,11 +165,8 @@ class Tree:
         self._infer()
         if found:
             self._vain_readings = 0
-        only_loud = self._only_loud
-        begins = only_loud and not was_only_loud
-        self._pointless = 0 if found or begins or any(pointed) else self._pointless + 1
-        # Loud parts get half of the patience.
-        if self._pointless > patience(len(self._root.candidates), count) / (2 if only_loud else 1):
+        self._pointless = 0 if found or any(pointed) else self._pointless + 1
+        if self._pointless > patience(len(self._root.candidates), count):
             self._leave()
 
     def _record(self, segment: Segment, norm: float) -> bool:

@@ -362,6 +362,25 @@ def test_a_wide_pass_does_not_leave_a_unit_in_which_it_sees_a_way() -> None:
     assert [c.candidate for c in search.culprits] == [17]
 
 
+@pytest.mark.parametrize("seed", [94, 144])
+def test_loud_parts_are_searched_as_long_as_others(seed: int) -> None:
+    """Tokens that only loud parts hold: they are found late, after probes that point at nothing."""
+    choice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    n, width = choice.choice([20, 40, 64, 128]), choice.choice([1, 2, 4, 8])
+    unit = Tokens(n, {})
+    unit.weights = (torch.rand(n, generator=generator) + 0.1).double()
+    norms = 0.15 * (0.8 * torch.randn(n, generator=generator, dtype=torch.float64)).exp()
+    unit.gradients = torch.randn(n, 64, generator=generator, dtype=torch.float64) / 8 * norms[:, None]
+    for _ in range(choice.choice([1, 1, 2, 3, 5])):
+        token = choice.randrange(n)
+        unit.gradients[token] *= choice.choice([3, 8, 20]) / norms[token]
+    noise = (torch.randn(n, generator=generator) * choice.choice([0.3, 1, 3])).exp()
+    search = Search(1.0, "exhaustive", 0.2)
+    search.add_unit("a", unit.norm(list(range(n))), unit.gradients.norm(dim=1) * unit.weights * noise, unit.weights)
+    run(search, {"a": unit}, width)
+    assert {c.candidate for c in search.culprits} == set((unit.gradients.norm(dim=1) > 1).nonzero().flatten().tolist())
+
+
 class Drawn(Tokens):
     """Tokens of any kind: norms with heavy tails, some coherent, planted ones of any size, now and then a NaN."""
 
