@@ -16,6 +16,8 @@ from . import actions
 from .auto_threshold import AutoThreshold
 from .config import GradLocConfig
 from .evidence.event import findings
+from .evidence.in_words import describe
+from .evidence.medians import token_medians
 from .evidence.schema import SCHEMA
 from .evidence.sources import MISALIGNED_FRACTION
 from .evidence.token_facts import MISALIGNED_NATS, off_the_rollout
@@ -283,6 +285,7 @@ class GradLoc:
             global_norm,
             self._ordinary,
         )
+        medians = token_medians(micro_batches, self._sequence_parallel_size)
         with undisturbed(self._module, self._device):
             with SetAside(self._module):
                 investigation.run()
@@ -305,7 +308,7 @@ class GradLoc:
                 "threshold": threshold,
                 "global_norm": global_norm,
                 "global_threshold": global_threshold,
-                **findings(investigation),
+                **findings(investigation, medians),
                 "passes": passes.count,
                 "budget": self.config.budget,
                 "action": self.config.action,
@@ -316,6 +319,7 @@ class GradLoc:
                 "loss_scale": scale,
                 "layer_clip": None,
             }
+            self._event["summary"] = describe(self._event)
         self.events.append(self._event)
         return not (self.config.action == "skip" and applied)
 

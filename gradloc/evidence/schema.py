@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from .sources import SOURCES
+
 SCHEMA = 3
 
 # JSON has no NaN and no infinities, so they are strings.
@@ -17,23 +19,7 @@ _INDEX = {"type": "integer", "minimum": 0}
 _INTEGER_OR_NULL = {"type": ["integer", "null"]}
 _TEXT = {"type": "string"}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
-_SOURCE = {
-    "enum": [
-        *(
-            "nonfinite",
-            "misaligned",
-            "unsampled",
-            "advantage",
-            "weight",
-            "kl",
-            "token",
-            "sequence",
-            "unlikely",
-            "layer",
-        ),
-        "other",
-    ]
-}
+_SOURCE = {"enum": list(SOURCES)}
 _NUMBERS = {"type": "array", "items": _NUMBER}
 _NUMBERS_BY_LAYER = {"type": "object", "additionalProperties": _NUMBER}
 
@@ -102,6 +88,8 @@ _CULPRIT = _object(
         "suspicion": _NUMBER,
         "share": _NUMBER_OR_NULL,
         "advantage": _NUMBER_OR_NULL,
+        "kl_coefficient": _NUMBER_OR_NULL,
+        "behind_end": {"type": ["boolean", "null"]},
         "log_prob": _NUMBER,
         "old_log_prob": _NUMBER_OR_NULL,
         "ratio": _NUMBER_OR_NULL,
@@ -117,8 +105,6 @@ _CULPRIT = _object(
         "response_suspicion": {"anyOf": [_NUMBERS, {"type": "null"}]},
         "response_kl": {"anyOf": [_object({"k1": _NUMBERS, "k2": _NUMBERS, "k3": _NUMBERS}), {"type": "null"}]},
     },
-    kl_coefficient=_NUMBER_OR_NULL,
-    behind_end={"type": ["boolean", "null"]},
     # The trainer adds these.
     token=_TEXT_OR_NULL,
     context=_TEXT_OR_NULL,
@@ -180,6 +166,9 @@ EVENT = {
                     {"type": "null"},
                 ]
             },
+            "summary": _TEXT,
+            "median_advantage": _NUMBER_OR_NULL,
+            "median_weight": _NUMBER_OR_NULL,
             "seconds": {"type": "number"},
             "search": {"enum": ["local", "reduced"]},
             "world_size": {"type": "integer", "minimum": 1},
@@ -188,16 +177,20 @@ EVENT = {
         },
         # Older events lack it.
         gradloc_version=_TEXT,
-        summary=_TEXT_OR_NULL,
-        median_advantage=_NUMBER_OR_NULL,
-        median_weight=_NUMBER_OR_NULL,
         drill={"anyOf": [_DRILL, {"type": "null"}]},
         fault=_TEXT_OR_NULL,
     ),
 }
 
 # Files of older versions are still read. Version 2 has one source for each culprit and no summary.
-EVENT_2 = _without_need(EVENT, schema={"const": 2}, culprits=_list(_without_need(_CULPRIT, "sources")))
+EVENT_2 = _without_need(
+    EVENT,
+    "summary",
+    "median_advantage",
+    "median_weight",
+    schema={"const": 2},
+    culprits=_list(_without_need(_CULPRIT, "sources", "kl_coefficient", "behind_end")),
+)
 
 # Version 1 has no field for whether the culprits explain the spike.
 EVENT_1 = _without_need(
