@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from . import actions
 from .auto_threshold import AutoThreshold
 from .config import GradLocConfig
+from .early_warning import EarlyWarning, own_figures
 from .evidence.event import findings
 from .evidence.schema import SCHEMA
 from .evidence.sources import MISALIGNED_FRACTION
@@ -101,6 +102,7 @@ class GradLoc:
         self._current: MicroBatch | None = None
         self._global_step: int | None = None
         self._auto_threshold = AutoThreshold()
+        self._early_warning = EarlyWarning()
         self._threshold: float | None = None
         self._ordinary: float | None = None
         self._token_norm_max = 0.0
@@ -113,6 +115,7 @@ class GradLoc:
         self._global_step = global_step
         self._token_norm_max = 0.0
         self._misaligned = self._compared = 0.0
+        self._early_warning.start_update()
 
     def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
         """Starts recording a training pass; called before it.
@@ -209,14 +212,18 @@ class GradLoc:
         optional = {"actor/gradloc/misaligned_share": self._misaligned / self._compared} if self._compared else {}
         if self._threshold is not None:
             optional["actor/gradloc/threshold"] = self._threshold
-        return optional | {
-            "actor/gradloc/token_norm_max": self._token_norm_max,
-            "actor/gradloc/triggered": len(self.events),
-            "actor/gradloc/culprits": sum(len(event["culprits"]) for event in self.events),
-            "actor/gradloc/passes": sum(event["passes"] for event in self.events),
-            "actor/gradloc/seconds": sum(event["seconds"] for event in self.events),
-            "actor/gradloc/skipped": sum(event["action"] == "skip" and event["applied"] for event in self.events),
-        }
+        return (
+            optional
+            | self._early_warning.metrics()
+            | {
+                "actor/gradloc/token_norm_max": self._token_norm_max,
+                "actor/gradloc/triggered": len(self.events),
+                "actor/gradloc/culprits": sum(len(event["culprits"]) for event in self.events),
+                "actor/gradloc/passes": sum(event["passes"] for event in self.events),
+                "actor/gradloc/seconds": sum(event["seconds"] for event in self.events),
+                "actor/gradloc/skipped": sum(event["action"] == "skip" and event["applied"] for event in self.events),
+            }
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The automatic threshold's norms: the same on every rank and for any number of ranks."""
@@ -239,14 +246,17 @@ class GradLoc:
         square_weights = torch.stack([mb.tokens["weight"].double().square().sum() for mb in micro_batches])
         largest, largest_finite = _largest_token_equivalents(squares.sum(1), square_weights)
         figures = [largest, largest_finite, squares.sum(), square_weights.sum(), *_count_misaligned(micro_batches)]
-        by_rank = torch.stack(collectives.gather(torch.stack(figures).to(self._device)))
+        early = own_figures([micro_batch.tokens for micro_batch in micro_batches])
+        by_rank = torch.stack(collectives.gather(torch.cat([torch.stack(figures), early]).to(self._device)))
         by_rank = by_rank[:: self._sequence_parallel_size]
-        self._compare_with_rollout(*by_rank[:, 4:].sum(0).tolist())
+        self._compare_with_rollout(*by_rank[:, 4:6].sum(0).tolist())
+        self._early_warning.take_in(by_rank[:, 6:])
         level = self._meter.level(by_rank[:, :4], lambda: self._reduced_norm(scale))
         kind = self.config.trigger if level.by_unit else "global"
         self._token_norm_max = max(self._token_norm_max, level.token_norm)
 
         threshold = self._next_threshold(level.token_norm, level.finite)
+        self._early_warning.take_in_margin(level.token_norm, self._threshold)
         if level.token_norm <= threshold:
             self._ordinary = level.root_mean_square
             if kind == "unit":
