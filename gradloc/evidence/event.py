@@ -150,7 +150,8 @@ def _culprit(investigation: Investigation, token: Token) -> dict[str, Any]:
         "response_suspicion": response_window(suspicion, tokens["response_mask"][row], position),
         "response_kl": response_kl(tokens, row, position),
     }
-    return {**found, "source": classify(found)}
+    source = classify(found)
+    return {**found, "source": source, "sources": [source]}
 
 
 def _weight(investigation: Investigation, token: Token) -> float:

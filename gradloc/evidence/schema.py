@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-SCHEMA = 2
+SCHEMA = 3
 
 # JSON has no NaN and no infinities, so they are strings.
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
@@ -17,6 +17,23 @@ _INDEX = {"type": "integer", "minimum": 0}
 _INTEGER_OR_NULL = {"type": ["integer", "null"]}
 _TEXT = {"type": "string"}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
+_SOURCE = {
+    "enum": [
+        *(
+            "nonfinite",
+            "misaligned",
+            "unsampled",
+            "advantage",
+            "weight",
+            "kl",
+            "token",
+            "sequence",
+            "unlikely",
+            "layer",
+        ),
+        "other",
+    ]
+}
 _NUMBERS = {"type": "array", "items": _NUMBER}
 _NUMBERS_BY_LAYER = {"type": "object", "additionalProperties": _NUMBER}
 
@@ -95,10 +112,13 @@ _CULPRIT = _object(
         "sequence_ratio": _NUMBER_OR_NULL,
         "misaligned_share": _NUMBER_OR_NULL,
         "layer_norms": _NUMBERS_BY_LAYER,
-        "source": {"enum": ["nonfinite", "misaligned", "token", "sequence", "layer", "other"]},
+        "source": _SOURCE,
+        "sources": _list(_SOURCE),
         "response_suspicion": {"anyOf": [_NUMBERS, {"type": "null"}]},
         "response_kl": {"anyOf": [_object({"k1": _NUMBERS, "k2": _NUMBERS, "k3": _NUMBERS}), {"type": "null"}]},
     },
+    kl_coefficient=_NUMBER_OR_NULL,
+    behind_end={"type": ["boolean", "null"]},
     # The trainer adds these.
     token=_TEXT_OR_NULL,
     context=_TEXT_OR_NULL,
@@ -110,6 +130,15 @@ _CULPRIT = _object(
     reward=_NUMBER_OR_NULL,
     data_source=_TEXT_OR_NULL,
     uid=_TEXT_OR_NULL,
+)
+
+# A spike that was planted beside training to test the detection.
+_DRILL = _object(
+    {
+        "planted": _object({"rank": _INDEX, "row": _INDEX, "position": _INDEX}),
+        "found": {"type": "boolean"},
+        "passes": _INDEX,
+    }
 )
 
 EVENT = {
@@ -159,12 +188,20 @@ EVENT = {
         },
         # Older events lack it.
         gradloc_version=_TEXT,
+        summary=_TEXT_OR_NULL,
+        median_advantage=_NUMBER_OR_NULL,
+        median_weight=_NUMBER_OR_NULL,
+        drill={"anyOf": [_DRILL, {"type": "null"}]},
+        fault=_TEXT_OR_NULL,
     ),
 }
 
-# Files of version 1 are still read. That version has no field for whether the culprits explain the spike.
+# Files of older versions are still read. Version 2 has one source for each culprit and no summary.
+EVENT_2 = _without_need(EVENT, schema={"const": 2}, culprits=_list(_without_need(_CULPRIT, "sources")))
+
+# Version 1 has no field for whether the culprits explain the spike.
 EVENT_1 = _without_need(
-    EVENT,
+    EVENT_2,
     "until",
     "explained",
     "more_tokens",
@@ -178,7 +215,7 @@ NOTE = {
     "title": "What was left out of the file at this place",
     **_object(
         {
-            "schema": {"enum": [1, SCHEMA]},
+            "schema": {"enum": [1, 2, SCHEMA]},
             "time": {"type": "string"},
             "global_step": _INTEGER_OR_NULL,
             "note": {"enum": ["text_limit", "rate_limit", "size_limit"]},

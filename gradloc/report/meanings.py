@@ -9,6 +9,11 @@ SOURCES = {
     "layer": "The ratios are fine, but one layer carries over half of the squared norm.",
     "nonfinite": "The token's gradient is NaN or infinite.",
     "misaligned": "Most log-probs of the response differ from the rollout's by over a nat: a bug, not a spike.",
+    "unsampled": "The policy did not produce the token.",
+    "advantage": "Its advantage is over five times the median of the mini-batch.",
+    "weight": "Its weight in the loss is over five times the median of the mini-batch.",
+    "kl": "The KL term's share of its coefficient outweighs the policy's.",
+    "unlikely": "The policy gives the token a probability under 1e-3.",
     "other": "None of the rules holds.",
 }
 

@@ -90,7 +90,8 @@ def culprit(position: int, tokens: list[str], norm: float, random: random.Random
         "uid": f"{random.getrandbits(64):016x}",
         **changes,
     }
-    return {**found, "source": classify(found)}
+    source = classify(found)
+    return {**found, "source": source, "sources": [source]}
 
 
 def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **changes: Any) -> dict[str, Any]:
@@ -182,9 +183,17 @@ def without_culprits(step: int, diagnosis: str, random: random.Random, **changes
     return {**found, "trigger": {**found["trigger"], "norm": norm}}
 
 
+def version_2(found: dict[str, Any]) -> dict[str, Any]:
+    """The event as the second version of the schema has it."""
+    new = ("sources", "kl_coefficient", "behind_end")
+    culprits = [{name: c[name] for name in c if name not in new} for c in found["culprits"]]
+    new = ("summary", "median_advantage", "median_weight", "drill", "fault")
+    return {**{name: found[name] for name in found if name not in new}, "schema": 2, "culprits": culprits}
+
+
 def version_1(found: dict[str, Any]) -> dict[str, Any]:
     """The event as the first version of the schema has it."""
-    found = {**found, "schema": 1}
+    found = {**version_2(found), "schema": 1}
     for name in ("gradloc_version", "until", "explained", "more_tokens"):
         del found[name]
     found["units"] = [{name: unit[name] for name in unit if name != "rest"} for unit in found["units"]]
