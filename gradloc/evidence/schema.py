@@ -135,7 +135,7 @@ _CULPRIT = _object(
 # A spike that was planted beside training to test the detection.
 _DRILL = _object(
     {
-        "planted": _object({"rank": _INDEX, "row": _INDEX, "position": _INDEX}),
+        "planted": {"anyOf": [_object({"rank": _INDEX, "row": _INDEX, "position": _INDEX}), {"type": "null"}]},
         "found": {"type": "boolean"},
         "passes": _INDEX,
     }
@@ -186,7 +186,7 @@ EVENT = {
             "loss_scale": _POSITIVE,
             "error": _TEXT_OR_NULL,
         },
-        # Older events lack it.
+        # Older events lack these.
         gradloc_version=_TEXT,
         summary=_TEXT_OR_NULL,
         median_advantage=_NUMBER_OR_NULL,
