@@ -17,6 +17,21 @@ SOURCES = {
     "other": "None of the rules holds.",
 }
 
+# By source: what to do.
+ADVICE = {
+    "token": "Look at the rollout's precision, at how off-policy training is, and at the clipping of ratios.",
+    "sequence": "Do the same as for token, for whole responses.",
+    "layer": "Turn on LayerClip.",
+    "nonfinite": "Look at the data, the precision and the loss.",
+    "misaligned": "Look for log-probs gathered at wrong positions, or other weights or temperatures in the rollout.",
+    "unsampled": "Mask tokens in response_mask that the policy did not sample.",
+    "advantage": "Look at the rewards of its group.",
+    "weight": "Look at loss_agg_mode, and at short responses.",
+    "kl": "Lower kl_loss_coef.",
+    "unlikely": "Give rare tokens less weight.",
+    "other": "Look at the advantages, and at the threshold itself.",
+}
+
 # By `Investigation.diagnosis`: what it means, and what to look at.
 DIAGNOSES = {
     "tokens": "Single tokens are over the threshold: look at what is wrong with each of them.",
@@ -40,4 +55,13 @@ NOT_APPLIED = {
     "log": "Training went on as usual.",
     "skip": "The step was left to the gradient scaler, which skips it after an overflow.",
     "drop": "No culprit's gradient could be taken out of the step: the step's gradient was left unchanged.",
+}
+
+# By the figure in steps.jsonl: its name on the page, and what it is.
+FIGURES = {
+    "spike_margin": ("token norm over threshold", "The largest token-equivalent norm over τ: 1 is the threshold."),
+    "ratio_max": ("largest ratio", "The largest importance ratio to the old policy."),
+    "ratio_p999": ("99.9% of ratios", "99.9% of the tokens' importance ratios are at most this."),
+    "rollout_ratio_max": ("largest ratio to the rollout", "How far apart training and rollout are on one token."),
+    "unlikely_share": ("unlikely tokens", "The share of tokens with a probability under 1e-3."),
 }
