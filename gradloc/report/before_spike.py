@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..auto_threshold import AutoThreshold
+from .figures import ranges
 
 # In the order in which they are shown.
 FIGURES = ("spike_margin", "ratio_max", "ratio_p999", "rollout_ratio_max", "unlikely_share")
@@ -34,6 +35,7 @@ class StepHistory:
     def __init__(self, steps: Mapping[int, Figures]) -> None:
         self._numbers = sorted(steps)
         self._values = {name: [steps[number].get(name) for number in self._numbers] for name in FIGURES}
+        self._spikes = {number for number in self._numbers if steps[number].get("triggered")}
         self._limits: dict[tuple[str, int], float | None] = {}
 
     def before(self, step: int) -> dict[str, Any] | None:
@@ -43,14 +45,17 @@ class StepHistory:
             step (int): The step of the spike.
 
         Returns:
-            dict: `steps`, at most 21 numbers of steps in order; `figures`, for each figure with data: `name`, `values`
-                and `limits` (the upper end of its range, or None) in these steps, and `lead`, how many steps before
-                the spike it first left its range (0: in the spike's step; None: not at all).
+            dict: `steps`, at most 21 numbers of steps in order; `spikes`, those of the earlier ones with spikes of
+                their own; `figures`, for each figure with data: `name`, `values` and `limits` (the upper end of its
+                range, or None) in these steps, and `lead`, how many steps before the spike it first left its range (0:
+                in the spike's step; None: not at all). Steps with spikes of their own do not count for `lead`: an
+                earlier spike is no warning.
         """
         start, stop = bisect_left(self._numbers, step - STEPS_BEFORE), bisect_right(self._numbers, step)
         numbers = self._numbers[start:stop]
         if not numbers or numbers[0] == step:
             return None
+        spikes = [number for number in numbers if number in self._spikes and number < step]
         figures = []
         for name in FIGURES:
             values = self._values[name][start:stop]
@@ -60,10 +65,10 @@ class StepHistory:
             left = [
                 number
                 for number, value, limit in zip(numbers, values, limits, strict=True)
-                if value is not None and limit is not None and value > limit
+                if value is not None and limit is not None and value > limit and number not in spikes
             ]
             figures.append({"name": name, "values": values, "limits": limits, "lead": step - left[0] if left else None})
-        return {"steps": numbers, "figures": figures}
+        return {"steps": numbers, "spikes": spikes, "figures": figures}
 
     def _limit(self, name: str, index: int) -> float | None:
         """The upper end of a figure's range in a step; None where too few steps before it have data."""
@@ -89,11 +94,14 @@ def what_moved(before: Mapping[str, Any] | None) -> str | None:
     moved = sorted(
         (figure for figure in before["figures"] if figure["lead"] is not None), key=lambda figure: -figure["lead"]
     )
+    spikes = before["spikes"]
+    apart = f" Not counted: {'steps' if len(spikes) > 1 else 'step'} {ranges(spikes)}, with spikes." if spikes else ""
     if not moved:
-        return "No early-warning figure left its range in these steps."
+        return f"No early-warning figure left its range in these steps.{apart}"
     texts = [f"{figure['name']} {_when(figure['lead'])}" for figure in moved]
     early = bool(moved[0]["lead"])
-    return f"{'Moved before the spike' if early else 'Nothing moved before the spike'}: {', '.join(texts)}."
+    start = "Moved before the spike" if early else "Nothing moved before the spike"
+    return f"{start}: {', '.join(texts)}.{apart}"
 
 
 def _when(lead: int) -> str:

@@ -94,7 +94,7 @@ def _rounded_figures(before: Mapping[str, Any]) -> dict[str, Any]:
     figures = [
         {**figure, "values": short(figure["values"]), "limits": short(figure["limits"])} for figure in before["figures"]
     ]
-    return {"steps": before["steps"], "figures": figures}
+    return {**before, "figures": figures}
 
 
 class _Strips:

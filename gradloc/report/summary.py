@@ -83,7 +83,11 @@ def _steps(evidence: Evidence) -> dict[str, Any] | None:
     known = {step: figures for step, figures in evidence.steps.items() if since is None or step >= since}
     if not known:
         return None
-    margins = [(severity(figures["spike_margin"]), step) for step, figures in known.items() if figures["spike_margin"]]
+    margins = [
+        (severity(figures["spike_margin"]), step)
+        for step, figures in known.items()
+        if figures["spike_margin"] is not None
+    ]
     margin, where = max(margins, default=(None, None))
     return {
         "count": len(known),

@@ -68,6 +68,17 @@ def test_earlier_spikes_do_not_widen_the_range() -> None:
     assert leads(StepHistory(steps(60, spike_margin=often | {60: 5.0})), 60)["spike_margin"] == 17
 
 
+def test_steps_with_spikes_of_their_own_are_no_warning() -> None:
+    found = steps(60, spike_margin={48: 5.0, 49: 5.0, 60: 5.0}, ratio_max={48: 50.0, 58: 50.0})
+    for step in (48, 49, 60):
+        found[step]["triggered"] = 1.0
+    text = what_moved(StepHistory(found).before(60))
+    assert text == (
+        "Moved before the spike: ratio_max 2 steps before it, spike_margin only in its own step. "
+        "Not counted: steps 48 to 49, with spikes."
+    )
+
+
 def test_too_few_steps_are_not_judged() -> None:
     history = StepHistory(steps(20, ratio_max={20: 50.0}))
     assert history.before(1) is None and history.before(30) is not None
