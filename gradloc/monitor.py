@@ -17,6 +17,7 @@ from . import actions, drill
 from .auto_threshold import AutoThreshold
 from .config import GradLocConfig
 from .drill import Planted
+from .early_warning import EarlyWarning, own_figures
 from .evidence.event import findings
 from .evidence.in_words import describe
 from .evidence.medians import token_medians
@@ -128,6 +129,7 @@ class GradLoc:
         self._current: MicroBatch | None = None
         self._global_step: int | None = None
         self._auto_threshold = AutoThreshold()
+        self._early_warning = EarlyWarning()
         self._threshold: float | None = None
         self._ordinary: float | None = None
         self._token_norm_max = 0.0
@@ -140,6 +142,7 @@ class GradLoc:
         self._global_step = global_step
         self._token_norm_max = 0.0
         self._misaligned = self._compared = 0.0
+        self._early_warning.start_update()
 
     def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
         """Starts recording a training pass; called before it.
@@ -241,14 +244,18 @@ class GradLoc:
             if event["drill"] is not None:
                 optional["actor/gradloc/drill_found"] = float(event["drill"]["found"])
         spikes = [event for event in self.events if event["drill"] is None]
-        return optional | {
-            "actor/gradloc/token_norm_max": self._token_norm_max,
-            "actor/gradloc/triggered": len(spikes),
-            "actor/gradloc/culprits": sum(len(event["culprits"]) for event in spikes),
-            "actor/gradloc/passes": sum(event["passes"] for event in spikes),
-            "actor/gradloc/seconds": sum(event["seconds"] for event in spikes),
-            "actor/gradloc/skipped": sum(event["action"] == "skip" and event["applied"] for event in spikes),
-        }
+        return (
+            optional
+            | self._early_warning.metrics()
+            | {
+                "actor/gradloc/token_norm_max": self._token_norm_max,
+                "actor/gradloc/triggered": len(spikes),
+                "actor/gradloc/culprits": sum(len(event["culprits"]) for event in spikes),
+                "actor/gradloc/passes": sum(event["passes"] for event in spikes),
+                "actor/gradloc/seconds": sum(event["seconds"] for event in spikes),
+                "actor/gradloc/skipped": sum(event["action"] == "skip" and event["applied"] for event in spikes),
+            }
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The automatic threshold's norms: the same on every rank and for any number of ranks."""
@@ -267,7 +274,8 @@ class GradLoc:
     def _locate(self, micro_batches: list[MicroBatch], epoch: int, mini_batch: int) -> bool:
         started = time.perf_counter()
         gradient = self._measured(micro_batches, self._loss_scale())
-        self._compare_with_rollout(*gradient.by_rank[:, 4:].sum(0).tolist())
+        self._compare_with_rollout(*gradient.by_rank[:, 4:6].sum(0).tolist())
+        self._early_warning.take_in(gradient.by_rank[:, 6:])
         where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
         if self._global_step is not None and tuple(where.values()) == (self.config.drill_step, 0, 0):
             self.events.append(self._drill(gradient, where))
@@ -276,6 +284,7 @@ class GradLoc:
         level = gradient.level
         self._token_norm_max = max(self._token_norm_max, level.token_norm)
         threshold = self._next_threshold(level)
+        self._early_warning.take_in_margin(level.token_norm, self._threshold)
         if level.token_norm <= threshold:
             self._ordinary = level.root_mean_square
         if not self._is_spike(gradient, threshold):
@@ -367,7 +376,8 @@ class GradLoc:
         square_weights = torch.stack([mb.tokens["weight"].double().square().sum() for mb in micro_batches])
         largest, largest_finite = _largest_token_equivalents(squares.sum(1), square_weights)
         figures = [largest, largest_finite, squares.sum(), square_weights.sum(), *_count_misaligned(micro_batches)]
-        by_rank = torch.stack(collectives.gather(torch.stack(figures).to(self._device)))
+        early = own_figures([micro_batch.tokens for micro_batch in micro_batches])
+        by_rank = torch.stack(collectives.gather(torch.cat([torch.stack(figures), early]).to(self._device)))
         by_rank = by_rank[:: self._sequence_parallel_size]
         self.squared_norms = None
         level = self._meter.level(by_rank[:, :4], lambda: self._reduced_norm(scale))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON Schema of a line of spikes.jsonl: an event, or a note about events or texts that were left out."""
+"""The JSON Schemas of lines: an event of spikes.jsonl, a step of steps.jsonl, or a note about what was left out."""
 
 import math
 import sys
@@ -214,6 +214,26 @@ NOTE = {
             "note": {"enum": ["text_limit", "rate_limit", "size_limit"]},
             "count": {"type": "integer", "minimum": 1},
             "message": {"type": "string"},
+        }
+    ),
+}
+
+STEP = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "The figures of one step: a line of steps.jsonl",
+    **_object(
+        {
+            "schema": {"const": SCHEMA},
+            "time": {"type": "string"},
+            "global_step": _INTEGER_OR_NULL,
+            "threshold": _NUMBER_OR_NULL,
+            "token_norm_max": _NUMBER_OR_NULL,
+            "spike_margin": _NUMBER_OR_NULL,
+            "ratio_max": _NUMBER_OR_NULL,
+            "ratio_p999": _NUMBER_OR_NULL,
+            "rollout_ratio_max": _NUMBER_OR_NULL,
+            "unlikely_share": _NUMBER_OR_NULL,
+            "triggered": _NUMBER_OR_NULL,
         }
     ),
 }

@@ -32,3 +32,12 @@ NOT_APPLIED = {
     "skip": "The step was left to the gradient scaler, which skips it after an overflow.",
     "drop": "No culprit's gradient could be taken out of the step: the step's gradient was left unchanged.",
 }
+
+# By the figure in steps.jsonl: its name on the page, and what it is.
+FIGURES = {
+    "spike_margin": ("token norm over threshold", "The largest token-equivalent norm over τ: 1 is the threshold."),
+    "ratio_max": ("largest ratio", "The largest importance ratio to the old policy."),
+    "ratio_p999": ("99.9% of ratios", "99.9% of the tokens' importance ratios are at most this."),
+    "rollout_ratio_max": ("largest ratio to the rollout", "How far apart training and rollout are on one token."),
+    "unlikely_share": ("unlikely tokens", "The share of tokens with a probability under 1e-3."),
+}

@@ -15,6 +15,7 @@ from gradloc import record_events
 from gradloc.evidence.in_words import describe
 from gradloc.evidence.schema import SCHEMA
 from gradloc.evidence.sources import classify
+from gradloc.evidence.writer import record_step
 from gradloc.version import __version__
 
 LAYERS = ["embed_tokens", *(f"layers.{i}" for i in range(30)), "norm"]
@@ -136,6 +137,7 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
     found = {
         "schema": SCHEMA,
         "gradloc_version": __version__,
+        "drill": None,
         "time": f"2026-03-0{1 + step // 1440 % 9}T{step // 60 % 24:02d}:{step % 60:02d}:00+00:00",
         "global_step": step,
         "epoch": 0,
@@ -251,6 +253,49 @@ def samples(count: int, seed: int = 1) -> list[dict[str, Any]]:
     return events
 
 
+def drill(step: int, found: bool, random: random.Random, **changes: Any) -> dict[str, Any]:
+    """The event of a drill."""
+    tokens = ["a", " b", " c"]
+    place = {"rank": 0, "row": 0, "position": 1}
+    made = event(step, [culprit(1, tokens, 5 * THRESHOLD, random)] if found else [], random, passes=1, mini_batch=0)
+    planted = {"planted": place, "found": found, "passes": 1}
+    return {**made, "seconds": 4.0, "drill": planted, **changes}
+
+
+def step_figures(events: list[dict[str, Any]], last: int, seed: int = 1) -> dict[int, dict[str, float | None]]:
+    """The figures of every step of a run with these spikes: before every third of them, ratios move."""
+    generator = random.Random(seed)
+    spikes: dict[int, float] = {}
+    for found in events:
+        factor = found["trigger"]["norm"] / found["trigger"]["threshold"]
+        spikes[found["global_step"]] = max(factor, spikes.get(found["global_step"], 0.0))
+    warned = {step - lead: 1 + 8 / lead for step in sorted(spikes)[2::3] for lead in (6, 4, 3, 2, 1)}
+    steps: dict[int, dict[str, float | None]] = {}
+    for step in range(1, last + 1):
+        noise = [math.exp(generator.gauss(0, 0.25)) for _ in range(5)]
+        growth = warned.get(step, 1.0)
+        norm = THRESHOLD * spikes.get(step, 0.25 * noise[0])
+        steps[step] = {
+            "threshold": THRESHOLD,
+            "token_norm_max": norm,
+            "spike_margin": norm / THRESHOLD,
+            "ratio_max": math.exp(0.2 * noise[1] * (2 if step in spikes else 1)),
+            "ratio_p999": math.exp(0.04 * noise[2]),
+            "rollout_ratio_max": math.exp(0.3 * noise[3] * growth),
+            "unlikely_share": 0.004 * noise[4],
+            "triggered": sum(found["global_step"] == step for found in events),
+        }
+    return steps
+
+
+def write_run(directory: str, count: int) -> None:
+    """Evidence of a whole run: spikes, a drill in step 2, and a line for each step."""
+    events = samples(count)
+    for entry in [drill(2, True, random.Random(1)), *events]:
+        record_events(directory, [entry])
+    for step, figures in step_figures(events, events[-1]["global_step"] + 8).items():
+        record_step(directory, step, figures)
+
+
 if __name__ == "__main__":
-    for sample in samples(int(sys.argv[2]) if len(sys.argv) > 2 else 40):
-        record_events(sys.argv[1], [sample])
+    write_run(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 40)

@@ -484,7 +484,9 @@ def test_a_sentence_says_whether_the_culprits_explain_the_spike(
         "global_step": 5,
         **{name: sample[name] for name in ("epoch", "mini_batch", "diagnosis", "until", "explained", "more_tokens")},
         "culprits": len(sample["culprits"]),
+        "summary": sample["summary"],
         "explanation": sentence,
+        "moved": None,
     }
     (shown,) = page_data(tmp_path)["events"]
     assert shown["explanation"] == sentence
@@ -587,7 +589,7 @@ def test_events_without_texts_steps_or_culprits_are_shown(tmp_path: Path, run: A
 
 def test_no_evidence_is_not_taken_for_no_spike(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"No spikes.jsonl, which a run makes with its first spike: {tmp_path}\n"
+    assert capsys.readouterr().err == f"No steps.jsonl or spikes.jsonl, which spike_detection writes: {tmp_path}\n"
     for nowhere in (tmp_path / "nowhere", tmp_path / "spikes.jsonl"):
         assert main([str(nowhere)]) == 2
         assert capsys.readouterr().err == f"No such file or directory: {nowhere}\n"

@@ -56,7 +56,7 @@ def in_backticks(text: str) -> set[str]:
 
 
 EVIDENCE = (ROOT / "docs/evidence.md").read_text()
-EVENT, NOTE = schema.EVENT["properties"], schema.NOTE["properties"]
+EVENT, NOTE, STEP = schema.EVENT["properties"], schema.NOTE["properties"], schema.STEP["properties"]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,7 @@ EVENT, NOTE = schema.EVENT["properties"], schema.NOTE["properties"]
         ("The event", set(EVENT)),
         ("Units", set(EVENT["units"]["items"]["properties"])),
         ("Culprits", set(EVENT["culprits"]["items"]["properties"])),
+        ("Steps", set(STEP)),
         ("Limits of the file", {*NOTE, *NOTE["note"]["enum"]}),
     ],
 )
