@@ -13,6 +13,7 @@ The rooms of the package. A file imports from its own room and from those above 
 - evidence: what was found, as events in a file
 - report: the reader of these files
 - actions: what becomes of the gradient after a spike
+- drill: a spike planted on purpose, to see that it is found
 - monitor: watches the training passes and begins the search
 - verl: the only room that knows verl
 """

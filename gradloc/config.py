@@ -25,6 +25,8 @@ class GradLocConfig:
             under its threshold; "exhaustive": when every token over τ is found.
         action (str): What happens to the optimizer step. "log": it is taken unchanged; "skip": it is skipped; "drop":
             it is taken without the culprits' gradient.
+        drill_step (int, optional): In the first mini-batch of this step, a spike is planted beside training and
+            searched, to show that the search works.
 
     Raises:
         ValueError: A value is out of range; the message names the configuration key to fix.
@@ -35,6 +37,7 @@ class GradLocConfig:
     trigger: str = "unit"
     until: str = "explained"
     action: str = "log"
+    drill_step: int | None = None
 
     def __post_init__(self) -> None:
         if self.threshold != "auto" and not (is_finite_number(self.threshold) and self.threshold > 0):
@@ -47,3 +50,5 @@ class GradLocConfig:
             raise ValueError(f"bisect_until must be one of {list(UNTIL)}, got {self.until!r}.")
         if self.action not in ACTIONS:
             raise ValueError(f"spike_action must be one of {list(ACTIONS)}, got {self.action!r}.")
+        if self.drill_step is not None and not is_positive_integer(self.drill_step):
+            raise ValueError(f"spike_drill_step must be null or a step, from 1 on, got {self.drill_step!r}.")

@@ -6,15 +6,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import actions
+from . import actions, drill
 from .auto_threshold import AutoThreshold
 from .config import GradLocConfig
+from .drill import Planted
 from .evidence.event import findings
 from .evidence.schema import SCHEMA
 from .evidence.sources import MISALIGNED_FRACTION
@@ -24,7 +26,7 @@ from .fsdp.collective_replay import CollectiveReplay, RankLostError
 from .fsdp.state import SetAside, all_reached, get_rng_state, undisturbed
 from .layers.reduced_norms import ReducedNorms
 from .measure.local_norms import LocalNorms
-from .measure.meter import LocalMeter, Meter, ReducedMeter, Unit
+from .measure.meter import Level, LocalMeter, Meter, ReducedMeter, Unit
 from .measure.passes import Forward, MicroBatch, Passes, UnitName
 from .search.investigation import Investigation
 from .version import __version__
@@ -35,6 +37,29 @@ logger = logging.getLogger(__name__)
 # norm so far, or _WARMUP_MOST if there is none.
 _WARMUP_MARGIN = 10.0
 _WARMUP_MOST = 1e30
+
+
+@dataclass
+class _Gradient:
+    """The gradient of a mini-batch before its optimizer step, as it was measured.
+
+    Args:
+        micro_batches (list[MicroBatch]): This rank's.
+        scale (float): The loss scale.
+        squares (Tensor): The squared local norms of this rank's micro-batches, shape (micro-batches, layers).
+        square_weights (Tensor): Σ w_t² of this rank's micro-batches, shape (micro-batches,).
+        by_rank (Tensor): The figures of all ranks, shape (ranks, figures).
+        level (Level): Its size, the same on every rank.
+        global_norm (float | None): The reduced gradient's norm; None while it has not been measured.
+    """
+
+    micro_batches: list[MicroBatch]
+    scale: float
+    squares: Tensor
+    square_weights: Tensor
+    by_rank: Tensor
+    level: Level
+    global_norm: float | None = None
 
 
 class GradLoc:
@@ -204,18 +229,23 @@ class GradLoc:
 
         `misaligned_share` (only with rollout log-probs) is the fraction of response tokens whose log-prob differs from
         the rollout's by more than a nat. `threshold` is τ in the last mini-batch; it is missing during the warm-up of
-        an automatic threshold.
+        an automatic threshold. `drill_found` (only after a drill) is 1 if the planted token was found. The other
+        metrics do not count drills.
         """
         optional = {"actor/gradloc/misaligned_share": self._misaligned / self._compared} if self._compared else {}
         if self._threshold is not None:
             optional["actor/gradloc/threshold"] = self._threshold
+        for event in self.events:
+            if event["drill"] is not None:
+                optional["actor/gradloc/drill_found"] = float(event["drill"]["found"])
+        spikes = [event for event in self.events if event["drill"] is None]
         return optional | {
             "actor/gradloc/token_norm_max": self._token_norm_max,
-            "actor/gradloc/triggered": len(self.events),
-            "actor/gradloc/culprits": sum(len(event["culprits"]) for event in self.events),
-            "actor/gradloc/passes": sum(event["passes"] for event in self.events),
-            "actor/gradloc/seconds": sum(event["seconds"] for event in self.events),
-            "actor/gradloc/skipped": sum(event["action"] == "skip" and event["applied"] for event in self.events),
+            "actor/gradloc/triggered": len(spikes),
+            "actor/gradloc/culprits": sum(len(event["culprits"]) for event in spikes),
+            "actor/gradloc/passes": sum(event["passes"] for event in spikes),
+            "actor/gradloc/seconds": sum(event["seconds"] for event in spikes),
+            "actor/gradloc/skipped": sum(event["action"] == "skip" and event["applied"] for event in spikes),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,98 +264,210 @@ class GradLoc:
 
     def _locate(self, micro_batches: list[MicroBatch], epoch: int, mini_batch: int) -> bool:
         started = time.perf_counter()
-        scale = self._loss_scale()
+        gradient = self._measured(micro_batches, self._loss_scale())
+        self._compare_with_rollout(*gradient.by_rank[:, 4:].sum(0).tolist())
+        where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
+        if self._global_step is not None and tuple(where.values()) == (self.config.drill_step, 0, 0):
+            self.events.append(self._drill(gradient, where))
+            started = time.perf_counter()
+
+        level = gradient.level
+        self._token_norm_max = max(self._token_norm_max, level.token_norm)
+        threshold = self._next_threshold(level)
+        if level.token_norm <= threshold:
+            self._ordinary = level.root_mean_square
+        if not self._is_spike(gradient, threshold):
+            return True
+
+        investigation, passes = self._investigation(gradient, threshold, reserve=self.config.action == "drop")
+        with undisturbed(self._module, self._device):
+            with SetAside(self._module):
+                investigation.run()
+            applied = self._act(investigation, passes, micro_batches, self._global_norm(gradient), gradient.scale)
+        self._event = self._describe(
+            gradient, investigation, started, **where, passes=passes.count, action=self.config.action, applied=applied
+        )
+        self.events.append(self._event)
+        return not (self.config.action == "skip" and applied)
+
+    def _drill(self, gradient: _Gradient, where: dict[str, Any]) -> dict[str, Any]:
+        """Plants a spike in a copy of the mini-batch, searches for it, and restores everything. A collective call.
+
+        Returns:
+            dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place.
+        """
+        started = time.perf_counter()
+        squared_norms = self.squared_norms
+        threshold = self._spike_threshold(gradient.level)
+        place: dict[str, int] | None = None
+        if self._kind(gradient) == "global":
+            self._global_norm(gradient)  # now: it is set aside below
+        try:
+            with undisturbed(self._module, self._device), SetAside(self._module):
+                units = self._exchange_units(gradient)
+                planted = drill.choose(
+                    units, self._meter, self._passes(gradient), gradient.micro_batches, where["global_step"]
+                )
+                place = planted.place()
+                if threshold == _WARMUP_MOST:  # all gradients so far were zero
+                    threshold = _WARMUP_MARGIN * planted.norm
+                searched = self._drilled(gradient, planted, units, threshold)
+                if not self._is_spike(searched, threshold):
+                    raise drill.DrillFailedError("the planted token did not put its micro-batch over the threshold")
+                investigation, passes = self._investigation(searched, threshold)
+                investigation.run()
+        except (drill.DrillFailedError, collectives.RankFailedError) as error:
+            searched = gradient
+            investigation, passes = self._investigation(gradient, threshold)
+            investigation.error = str(error)
+        event = self._describe(
+            searched, investigation, started, **where, passes=passes.count, action="log", applied=True
+        )
+        self.squared_norms = squared_norms
+        found = (
+            any(place == {name: culprit[name] for name in place} for culprit in event["culprits"]) if place else False
+        )
+        if not found and collectives.rank() == 0:
+            logger.warning(
+                "The spike drill in step %d FAILED: the planted token was not found (diagnosis: %s; error: %s; %d of "
+                "%d passes). Do not rely on spike_detection in this configuration before a drill succeeds.",
+                where["global_step"],
+                event["diagnosis"],
+                event["error"],
+                passes.count,
+                self.config.budget,
+            )
+        return event | {"drill": {"planted": place, "found": found, "passes": passes.count}}
+
+    def _drilled(
+        self, gradient: _Gradient, planted: Planted, units: Mapping[UnitName, Unit], threshold: float
+    ) -> _Gradient:
+        """The mini-batch's gradient with the planted token's coefficient raised; it replaces the current gradient."""
+        unit, scale = units[planted.unit], gradient.scale
+        needed = threshold * unit.root_square_weight + _known(unit.norm)
+        if self._kind(gradient) == "global":
+            # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
+            norms = self._global_threshold(gradient, threshold) + _known(self._global_norm(gradient))
+            needed = max(needed, self._data_parallel_size * norms)
+        raised = drill.coefficient(planted, needed)
+        new_scale = drill.loss_scale(scale, raised, planted.weight)
+        mine = collectives.rank() // self._sequence_parallel_size == planted.unit[0]
+        micro_batches = drill.plant(gradient.micro_batches, mine, planted, raised, scale, new_scale)
+        copy = replace(gradient, micro_batches=micro_batches, scale=new_scale)
+        drill.rerun(micro_batches, self._meter, self._passes(copy), units)
+        return self._measured(micro_batches, new_scale)
+
+    def _measured(self, micro_batches: list[MicroBatch], scale: float) -> _Gradient:
+        """The current gradient, measured. A collective call."""
         squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(self._device) / scale**2
         square_weights = torch.stack([mb.tokens["weight"].double().square().sum() for mb in micro_batches])
         largest, largest_finite = _largest_token_equivalents(squares.sum(1), square_weights)
         figures = [largest, largest_finite, squares.sum(), square_weights.sum(), *_count_misaligned(micro_batches)]
         by_rank = torch.stack(collectives.gather(torch.stack(figures).to(self._device)))
         by_rank = by_rank[:: self._sequence_parallel_size]
-        self._compare_with_rollout(*by_rank[:, 4:].sum(0).tolist())
+        self.squared_norms = None
         level = self._meter.level(by_rank[:, :4], lambda: self._reduced_norm(scale))
-        kind = self.config.trigger if level.by_unit else "global"
-        self._token_norm_max = max(self._token_norm_max, level.token_norm)
+        return _Gradient(micro_batches, scale, squares, square_weights, by_rank, level, level.global_norm)
 
-        threshold = self._next_threshold(level.token_norm, level.finite)
-        if level.token_norm <= threshold:
-            self._ordinary = level.root_mean_square
-            if kind == "unit":
-                return True
-        square_weight = float(by_rank[:, 3].sum())
+    def _kind(self, gradient: _Gradient) -> str:
+        return self.config.trigger if gradient.level.by_unit else "global"
+
+    def _is_spike(self, gradient: _Gradient, threshold: float) -> bool:
+        """Whether to start a search. A collective call."""
+        if self._kind(gradient) == "unit":
+            return not gradient.level.token_norm <= threshold
+        return not self._global_norm(gradient) <= self._global_threshold(gradient, threshold)
+
+    def _global_norm(self, gradient: _Gradient) -> float:
+        """The reduced gradient's norm, measured on the first call, which is collective."""
+        if gradient.global_norm is None:
+            gradient.global_norm = self._reduced_norm(gradient.scale)
+        return gradient.global_norm
+
+    def _global_threshold(self, gradient: _Gradient, threshold: float) -> float:
         # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
-        global_threshold = threshold * math.sqrt(square_weight) / self._data_parallel_size
-        global_norm = self._reduced_norm(scale) if level.global_norm is None else level.global_norm
-        if kind == "global" and global_norm <= global_threshold:
-            return True
+        return threshold * math.sqrt(float(gradient.by_rank[:, 3].sum())) / self._data_parallel_size
 
-        units = self._exchange_units(micro_batches, squares, square_weights, scale)
-        passes = Passes(
+    def _passes(self, gradient: _Gradient) -> Passes:
+        return Passes(
             self._module,
             self._forward,
             self._device,
             self._replay,
-            scale,
-            own=micro_batches,
+            gradient.scale,
+            own=gradient.micro_batches,
             sequence_parallel_size=self._sequence_parallel_size,
             recover=self._recover,
         )
-        # A drop recomputes every micro-batch.
-        reserve = 1 + max(index for _, index in units) if self.config.action == "drop" else 0
+
+    def _investigation(
+        self, gradient: _Gradient, threshold: float, reserve: bool = False
+    ) -> tuple[Investigation, Passes]:
+        """A search that has not begun; with `reserve`, it leaves budget for recomputing every micro-batch."""
+        units = self._exchange_units(gradient)
+        passes = self._passes(gradient)
+        budget = self.config.budget
+        if reserve and (recomputed := 1 + max(index for _, index in units)) < budget:
+            budget -= recomputed
         investigation = Investigation(
             threshold,
             self.config.until,
-            self.config.budget - reserve if self.config.budget > reserve else self.config.budget,
+            budget,
             self._meter,
             passes,
-            micro_batches,
+            gradient.micro_batches,
             units,
-            scale,
-            global_norm,
+            gradient.scale,
+            self._global_norm(gradient),
             self._ordinary,
         )
-        with undisturbed(self._module, self._device):
-            with SetAside(self._module):
-                investigation.run()
-            applied = self._act(investigation, passes, micro_batches, global_norm, scale)
+        return investigation, passes
 
+    def _describe(
+        self, gradient: _Gradient, investigation: Investigation, started: float, **facts: Any
+    ) -> dict[str, Any]:
+        """The event of a search, with some more facts. A collective call."""
         clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
         with collectives.same_on_all_ranks():
+            threshold, global_norm = investigation.threshold, self._global_norm(gradient)
+            global_threshold = self._global_threshold(gradient, threshold)
             trigger = {"kind": "global", "norm": global_norm, "threshold": global_threshold}
-            if kind == "unit":
-                worst = units[investigation.suspects[0]]
+            if self._kind(gradient) == "unit":
+                worst = max(investigation.units.values(), key=lambda unit: unit.token_equivalent)
                 trigger = {"kind": "unit", "norm": worst.norm, "threshold": threshold * worst.root_square_weight}
-            self._event = {
+            return {
                 "schema": SCHEMA,
                 "gradloc_version": __version__,
                 "time": clocks[0][1],
-                "global_step": self._global_step,
-                "epoch": epoch,
-                "mini_batch": mini_batch,
+                **facts,
                 "trigger": trigger,
                 "threshold": threshold,
                 "global_norm": global_norm,
                 "global_threshold": global_threshold,
                 **findings(investigation),
-                "passes": passes.count,
                 "budget": self.config.budget,
-                "action": self.config.action,
-                "applied": applied,
                 "seconds": max(seconds for seconds, _ in clocks),
                 "search": self._meter.kind,
                 "world_size": self._data_parallel_size,
-                "loss_scale": scale,
+                "loss_scale": gradient.scale,
                 "layer_clip": None,
+                "drill": None,
             }
-        self.events.append(self._event)
-        return not (self.config.action == "skip" and applied)
 
-    def _next_threshold(self, token_norm_max: float, finite_max: float) -> float:
-        """τ for a mini-batch, from its largest token-equivalent norm and its largest finite one."""
-        automatic = self.config.threshold == "auto"
-        self._threshold = self._auto_threshold.value if automatic else float(self.config.threshold)
+    def _spike_threshold(self, level: Level) -> float:
+        """τ for a mini-batch."""
+        if self.config.threshold != "auto":
+            return float(self.config.threshold)
+        known = [level.finite, *self._auto_threshold.norms()]
+        return self._auto_threshold.value or _WARMUP_MARGIN * max(known) or _WARMUP_MOST
+
+    def _next_threshold(self, level: Level) -> float:
+        """τ for a mini-batch, which an automatic threshold then takes in."""
+        threshold = self._spike_threshold(level)
+        self._threshold = self._auto_threshold.value if self.config.threshold == "auto" else threshold
         # Also with a fixed threshold, so that a resumed run can switch to an automatic one.
-        self._auto_threshold.take_in(token_norm_max)
-        return self._threshold or _WARMUP_MARGIN * max([finite_max, *self._auto_threshold.norms()]) or _WARMUP_MOST
+        self._auto_threshold.take_in(level.token_norm)
+        return threshold
 
     def _compare_with_rollout(self, misaligned: float, tokens: float) -> None:
         self._misaligned += misaligned
@@ -370,19 +512,15 @@ class GradLoc:
             return dropped
         return True
 
-    def _exchange_units(
-        self, micro_batches: list[MicroBatch], squares: Tensor, square_weights: Tensor, scale: float
-    ) -> dict[UnitName, Unit]:
-        by_rank = collectives.exchange(lambda: self._own_units(micro_batches, squares, square_weights, scale))
+    def _exchange_units(self, gradient: _Gradient) -> dict[UnitName, Unit]:
+        by_rank = collectives.exchange(lambda: self._own_units(gradient))
         by_rank = by_rank[:: self._sequence_parallel_size]
         return {(rank, i): unit for rank, units in enumerate(by_rank) for i, unit in enumerate(units)}
 
-    def _own_units(
-        self, micro_batches: list[MicroBatch], squares: Tensor, square_weights: Tensor, scale: float
-    ) -> list[Unit]:
+    def _own_units(self, gradient: _Gradient) -> list[Unit]:
         own = []
         for micro_batch, by_layer, square_weight in zip(
-            micro_batches, squares.tolist(), square_weights.tolist(), strict=True
+            gradient.micro_batches, gradient.squares.tolist(), gradient.square_weights.tolist(), strict=True
         ):
             mask = micro_batch.tokens["response_mask"].bool()
             norm, layer_norms = self._meter.norms(by_layer)
@@ -390,13 +528,18 @@ class GradLoc:
                 Unit(
                     rows=len(micro_batch.rows),
                     tokens=int(mask.sum()),
-                    broken_tokens=int((micro_batch.broken(scale != 1) & mask).sum()),
+                    broken_tokens=int((micro_batch.broken(gradient.scale != 1) & mask).sum()),
                     root_square_weight=math.sqrt(square_weight),
                     norm=norm,
                     layer_norms=layer_norms,
                 )
             )
         return own
+
+
+def _known(norm: float | None) -> float:
+    """The norm; 0 if it is unknown or not finite."""
+    return norm if norm is not None and math.isfinite(norm) else 0.0
 
 
 def _catch(tokens: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:

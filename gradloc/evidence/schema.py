@@ -112,6 +112,14 @@ _CULPRIT = _object(
     uid=_TEXT_OR_NULL,
 )
 
+_DRILL = _object(
+    {
+        "planted": {"anyOf": [_object({"rank": _INDEX, "row": _INDEX, "position": _INDEX}), {"type": "null"}]},
+        "found": {"type": "boolean"},
+        "passes": _INDEX,
+    }
+)
+
 EVENT = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "A gradient spike and the tokens behind it",
@@ -157,8 +165,9 @@ EVENT = {
             "loss_scale": _POSITIVE,
             "error": _TEXT_OR_NULL,
         },
-        # Older events lack it.
+        # Older events lack these.
         gradloc_version=_TEXT,
+        drill={"anyOf": [_DRILL, {"type": "null"}]},
     ),
 }
 

@@ -759,17 +759,3 @@ def test_keys_are_set_without_a_plus_and_validated() -> None:
     assert {key: config.layer_clip[key] for key in keys} == keys
     with pytest.raises(Exception, match="layer_clip.ratio must be a number over 1, got 0.5."):
         actor_config("actor_rollout_ref.actor.layer_clip.ratio=0.5")
-
-
-def test_the_trainer_refuses_workers_without_layer_clip() -> None:
-    import verl
-    from hydra import compose, initialize_config_dir
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
-
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-        config = compose(
-            "ppo_trainer",
-            overrides=["trainer.use_legacy_worker_impl=disable", "actor_rollout_ref.actor.layer_clip.enable=True"],
-        )
-    with pytest.raises(ValueError, match="layer_clip needs the FSDP workers"):
-        RayPPOTrainer(config, None, {Role.ActorRollout: None}, None)

@@ -1,5 +1,6 @@
 """GradLoc's keys in verl's own configuration: yaml, dataclass, and the rules that verl sets for both."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ DEFAULTS = {
     "spike_trigger": "unit",
     "bisect_until": "explained",
     "spike_action": "log",
+    "spike_drill_step": None,
 }
 
 
@@ -56,7 +58,7 @@ def documented(page: str) -> dict[str, str]:
 def test_the_documentation_has_every_key_and_its_default() -> None:
     actor = composed().actor_rollout_ref.actor
     own = OmegaConf.to_container(actor, resolve=False)
-    gradloc = {key: str(actor[key]) for key in DEFAULTS}
+    gradloc = {key: "null" if actor[key] is None else str(actor[key]) for key in DEFAULTS}
     # What the yaml's resolver comes to in a run of the trainer.
     gradloc["bisect_dump_dir"] = own["bisect_dump_dir"].replace("oc.select:", "").replace(",checkpoints", "")
     gradloc["layer_clip.enable"] = str(actor.layer_clip.enable)
@@ -92,6 +94,9 @@ def test_keys_are_overridden_without_a_plus() -> None:
         ("spike_action=panic", "spike_action must be one of"),
         ("bisect_dump_dir=''", "bisect_dump_dir must name a folder"),
         ("spike_detection=maybe", "spike_detection must be True or False"),
+        ("spike_drill_step=2", "spike_drill_step needs spike_detection=True"),
+        ("spike_drill_step=0", "spike_drill_step must be null or a step"),
+        ("spike_drill_step=now", "spike_drill_step must be null or a step"),
     ],
 )
 def test_bad_values_are_refused_at_start(override: str, message: str) -> None:
@@ -117,12 +122,31 @@ def test_yaml_follows_verls_format_rules() -> None:
     assert yaml.safe_load("\n".join(lines))["spike_detection"] is False
 
 
-def test_the_trainer_refuses_workers_without_gradloc() -> None:
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["trainer.use_legacy_worker_impl=disable", "actor_rollout_ref.actor.spike_detection=True"],
+            "spike_detection needs the FSDP workers",
+        ),
+        (
+            ["trainer.use_legacy_worker_impl=disable", "actor_rollout_ref.actor.layer_clip.enable=True"],
+            "layer_clip needs the FSDP workers",
+        ),
+        (["actor_rollout_ref.actor.spike_drill_step=5"], "choose one of 1 to 4"),
+        (["actor_rollout_ref.actor.spike_drill_step=2", "trainer.critic_warmup=3"], "choose one of 3 to 4"),
+        (["actor_rollout_ref.actor.spike_drill_step=4"], None),
+    ],
+)
+def test_what_the_trainer_refuses(monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str | None) -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
 
-    config = composed("trainer.use_legacy_worker_impl=disable", "actor_rollout_ref.actor.spike_detection=True")
-    with pytest.raises(ValueError, match="spike_detection needs the FSDP workers"):
-        RayPPOTrainer(config, None, {Role.ActorRollout: None}, None)
+    def of_four_steps(trainer: RayPPOTrainer, *_: object) -> None:
+        trainer.total_training_steps = 4
+
+    monkeypatch.setattr(RayPPOTrainer, "_create_dataloader", of_four_steps)
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        RayPPOTrainer(composed(*overrides), None, {Role.ActorRollout: None}, None)
 
 
 @pytest.mark.parametrize(

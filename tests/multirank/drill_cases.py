@@ -1,0 +1,127 @@
+"""Updates with a spike drill, and the same without."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import reduced_meter_cases
+import torch
+import torch.distributed as dist
+from actor_cases import IDENTITY_THRESHOLD, Case, Run, Unit, brute_force, build_batch, compare_runs, train
+from verl.workers.config import LayerClipConfig
+
+# That of the first call's batch.
+STEP = 7
+
+
+def both(case: Case, options: dict[str, Any]) -> tuple[dict[str, bool], list[list[dict[str, Any]]], Run, Run]:
+    """Two calls with a drill in the first, and without.
+
+    Returns:
+        tuple: What is bit-identical; the events of the calls without the drill; the runs.
+    """
+    options = {
+        "spike_detection": True,
+        "grad_norm_threshold": IDENTITY_THRESHOLD,
+        "bisect_budget_steps": 100,
+        **options,
+    }
+    if options.pop("clip_layers", False):
+        options["layer_clip"] = LayerClipConfig(enable=True, warmup_steps=1, rule="ratio", ratio=1.5)
+    states: list[str] = []
+
+    def keep_state(actor: Any) -> None:
+        def hook(*_: Any) -> None:
+            learned = [actor.gradloc.state_dict(), actor.layer_clip and actor.layer_clip.state_dict()]
+            states.append(repr([learned, actor.scaler and actor.scaler.get_scale()]))
+
+        actor.actor_optimizer.register_step_post_hook(hook)
+
+    drilled = train(case, calls=2, prepare=keep_state, spike_drill_step=STEP, **options)
+    plain = train(case, calls=2, prepare=keep_state, **options)
+    same = compare_runs(drilled, plain)
+    half = len(states) // 2
+    same["learned"] = half > 0 and states[:half] == states[half:]
+    # Extra passes take time and are counted apart.
+    same["own metrics"] = [of_gradloc(metrics) for metrics in drilled.metrics] == [
+        of_gradloc(metrics) for metrics in plain.metrics
+    ]
+    return same, [json.loads(events) for events in plain.events], drilled, plain
+
+
+def of_gradloc(metrics: dict[str, Any]) -> str:
+    left_out = ("drill_found", "seconds")
+    return repr({name: value for name, value in metrics.items() if "gradloc" in name and not name.endswith(left_out)})
+
+
+def sensitivities(case: Case) -> list[Unit]:
+    """The brute force of the first mini-batch, in which each token's norm is divided by its coefficient's size."""
+    units, _ = brute_force(case, build_batch(case, dist.get_rank()), tokens=True, steps=1)
+    for unit in units:
+        for token in unit.each:
+            token.norm *= token.weight / abs(token.coefficient)
+    return units
+
+
+def with_shared_sequences(case: Case, size: int) -> tuple[dict[str, bool], str, dict[str, Any]]:
+    """With groups of `size` ranks that share their data: what a drill leaves as it was, its events and metrics."""
+    options = {"grad_norm_threshold": IDENTITY_THRESHOLD}
+    drilled = reduced_meter_cases.train(case, size, spike_drill_step=STEP, **options)
+    plain = reduced_meter_cases.train(case, size, **options)
+    pairs = zip(drilled.gradients, plain.gradients, strict=True)
+    same = {
+        "gradients": all(all(map(torch.equal, ours, theirs)) for ours, theirs in pairs),
+        "parameters": all(map(torch.equal, drilled.parameters, plain.parameters)),
+        "rng": torch.equal(drilled.rng, plain.rng),
+        "no spike": plain.events == "[]",
+    }
+    return same, drilled.events, drilled.metrics
+
+
+def without_weights(case: Case) -> tuple[dict[str, bool], Run]:
+    """A drill in a mini-batch without a response token on any rank."""
+
+    def reject(batch: Any) -> None:
+        if batch.meta_info["global_steps"] == STEP:
+            batch.batch["response_mask"].zero_()
+
+    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD}
+    drilled = train(case, calls=2, change_batch=reject, spike_drill_step=STEP, **options)
+    return compare_runs(drilled, train(case, calls=2, change_batch=reject, **options)), drilled
+
+
+def with_broken_weights(case: Case) -> tuple[dict[str, bool], Run]:
+    """A drill while every parameter is NaN."""
+
+    def spoil(actor: Any) -> None:
+        with torch.no_grad():
+            for parameter in actor.actor_module.parameters():
+                parameter.fill_(math.nan)
+
+    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD}
+    drilled = train(case, prepare=spoil, spike_drill_step=STEP, **options)
+    return {"no step": drilled.gradients == []}, drilled
+
+
+def with_a_failing_pass(case: Case, rank: int, number: int) -> tuple[dict[str, bool], Run]:
+    """One rank's pass of the drill with that number, counted from 0, fails."""
+
+    def disturb(actor: Any) -> None:
+        forward = actor._forward_micro_batch
+        count = 0
+
+        def failing(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal count
+            if actor.gradloc._current is None:
+                count += 1
+                if dist.get_rank() == rank and count == number + 1:
+                    raise RuntimeError("disturbed")
+            return forward(*arguments, **keywords)
+
+        actor._forward_micro_batch = failing
+
+    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD}
+    drilled = train(case, calls=2, prepare=disturb, spike_drill_step=STEP, **options)
+    return compare_runs(drilled, train(case, calls=2, **options)), drilled

@@ -1,0 +1,119 @@
+"""The spike drill: the planted token is found in every configuration, and training is as without a drill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import drill_cases
+import pytest
+from actor_cases import Case, Run
+from test_actor import ONE, THREE, WRAPS, Launch, launch, same_events
+from valid_events import valid_events
+
+__all__ = ["launch"]
+
+REPLICAS = ((0, 0, 4), (2, 4, 2), (3, 7, 0))
+
+
+def check_drill(event: dict[str, Any], metrics: dict[str, Any]) -> None:
+    drill = event["drill"]
+    assert drill["found"] and metrics["actor/gradloc/drill_found"] == 1.0, (drill, event["error"])
+    assert drill["passes"] == event["passes"] > 0
+    assert (event["global_step"], event["epoch"], event["mini_batch"]) == (drill_cases.STEP, 0, 0)
+    assert (event["action"], event["applied"], event["diagnosis"]) == ("log", True, "tokens")
+    culprits = [{name: c[name] for name in drill["planted"]} for c in event["culprits"]]
+    assert drill["planted"] in culprits
+
+
+@pytest.mark.parametrize(
+    ("world", "case", "options"),
+    [
+        *[(2, Case(wrap, checkpointing=True, dropout=0.2, optimizer="adamw", mini_batch=4), {}) for wrap in WRAPS],
+        *[(2, Case(wrap, model="lora"), {}) for wrap in ("fsdp1", "fsdp2")],
+        *[(2, Case(wrap, model="moe", micro_batch=8), {}) for wrap in ("fsdp1", "fsdp2")],
+        *[(2, Case(wrap, precision="float16", loss_scale=2.0**14), {}) for wrap in ("fsdp1", "fsdp2")],
+        (2, Case(precision="bfloat16", model="frozen"), {}),
+        (2, Case("fsdp1-orig", dynamic=True, mini_batch=4, epochs=2, kl=True, entropy=True), {}),
+        (2, Case("fsdp1", packed=True, fused=True, trigger="global"), {"spike_trigger": "global"}),
+        (2, Case("fsdp2", model="vision"), {"bisect_until": "exhaustive"}),
+        (2, Case("fsdp2", model="tiled"), {}),
+        (2, Case("fsdp2", offload_policy=True), {"grad_norm_threshold": "auto", "clip_layers": True}),
+        (4, Case("fsdp1", hsdp=True), {}),
+        (1, Case("none", loss_agg_mode="seq-mean-token-mean"), {"grad_norm_threshold": "auto"}),
+        # A real spike in the mini-batch of the drill is found besides, and acted on.
+        *[(2, Case(wrap, planted=THREE), {"spike_action": "drop"}) for wrap in ("fsdp1", "fsdp2")],
+        (2, Case(planted=ONE), {"spike_action": "skip"}),
+    ],
+    ids=lambda value: getattr(value, "id", None) or str(value),
+)
+def test_the_planted_token_is_found(launch: Launch, world: int, case: Case, options: dict[str, Any]) -> None:
+    results = launch(world, drill_cases.both, case, options)
+    runs: list[Run] = [drilled for _, _, drilled, _ in results]
+    first, second = same_events(runs)
+    for same, without, drilled, _ in results:
+        assert all(same.values()), same
+        assert [len(events) for events in without] == [len(first) - 1, len(second)]
+        check_drill(first[0], drilled.metrics[0])
+        assert "actor/gradloc/drill_found" not in drilled.metrics[1]
+    assert all(event["drill"] is None for event in first[1:] + second)
+    assert len(first) == (2 if case.planted else 1)
+    if not case.planted:
+        (culprit,) = first[0]["culprits"]
+        assert culprit["grad_norm"] > first[0]["threshold"]
+
+
+@pytest.mark.parametrize("case", [Case("fsdp2", mini_batch=4), Case("fsdp1", dynamic=True, kl=True)])
+def test_its_gradient_is_that_of_the_token(launch: Launch, case: Case) -> None:
+    """Against brute force: the culprit's norm over its raised coefficient is the norm of ∇log p."""
+    units = launch(2, drill_cases.sensitivities, case)[0]
+    _, _, drilled, _ = launch(2, drill_cases.both, case, {})[0]
+    event = valid_events(drilled.events[0])[0]
+    (culprit,) = event["culprits"]
+    (token,) = [
+        token
+        for unit in units
+        for token in unit.each
+        if unit.rank == culprit["rank"] and (token.row, token.position) == (culprit["row"], culprit["position"])
+    ]
+    assert culprit["grad_norm"] * culprit["weight"] / abs(culprit["coefficient"]) == pytest.approx(token.norm, rel=1e-4)
+    assert culprit["coefficient"] * token.coefficient > 0
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (2, 1)])
+def test_shared_sequences(launch: Launch, world: int, size: int) -> None:
+    """With sequence parallelism, and with the reduced meter on unshared data."""
+    results = launch(world, drill_cases.with_shared_sequences, Case("fsdp2", packed=size > 1), size)
+    for same, events, metrics in results:
+        assert all(same.values()), same
+        assert events == results[0][1]
+        (event,) = valid_events(events)
+        assert event["search"] == "reduced"
+        check_drill(event, metrics)
+
+
+def failed_drill(results: list[tuple[dict[str, bool], Run]]) -> dict[str, Any]:
+    first, *_ = same_events([run for _, run in results])
+    for same, run in results:
+        assert all(same.values()), same
+        assert run.metrics[0]["actor/gradloc/drill_found"] == 0.0
+    assert not first[0]["drill"]["found"]
+    return first[0]
+
+
+def test_without_a_response_token_it_fails_and_says_so(launch: Launch) -> None:
+    event = failed_drill(launch(2, drill_cases.without_weights, Case("fsdp2", mini_batch=4)))
+    assert event["drill"]["planted"] is None and "no response token" in event["error"]
+
+
+@pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])
+def test_with_broken_weights_it_fails_and_says_so(launch: Launch, wrap: str) -> None:
+    event = failed_drill(launch(2, drill_cases.with_broken_weights, Case(wrap)))
+    assert event["diagnosis"] == "nonfinite" and event["drill"]["planted"] is None
+
+
+@pytest.mark.parametrize("number", [0, 2, 5])
+@pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])
+def test_a_failing_pass_fails_it_on_all_ranks(launch: Launch, wrap: str, number: int) -> None:
+    """The pass that measures the token, one of the mini-batch's four, and one of the search."""
+    event = failed_drill(launch(2, drill_cases.with_a_failing_pass, Case(wrap), 1, number))
+    assert "disturbed" in event["error"] and event["diagnosis"] == "incomplete"
