@@ -21,7 +21,7 @@ Usage: bash run_experiment.sh [options] [NAME=value ...] [Hydra overrides ...]
   --embedded       SmolLM2-135M on CPU, installed under .embedded/ (default where there is no GPU)
   --tiny           with --embedded: a random model of two layers, seconds per step
   --remedy         turn on TOKEN_CLIP, SEQUENCE_CLIP and LAYER_CLIP; NAME=off leaves one of them off
-  --drill          in step 2, plant a spike beside training, find it, and put everything back (--embedded does it anyway)
+  --drill          in step 2, plant a spike beside training, find it and put everything back (default with --embedded)
   --fault NAME     with --embedded: plant a fault on purpose, to see what it looks like:
 FAULTS  --python PYTHON  the Python with the patched verl (default: python3; with --embedded: one made for it)
   --dry-run        print the command and stop
