@@ -39,7 +39,7 @@ FAULTS = {
     ),
     "stale": Fault(
         "the rollout keeps the weights of three steps ago",
-        {"TOTAL_STEPS": "5"},
+        {"TOTAL_STEPS": "5", "LR": "1e-4"},
     ),
     "nan": Fault(
         "in step 2 the advantage of one token is NaN",
