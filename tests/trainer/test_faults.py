@@ -9,7 +9,7 @@ from runs import ROOT, finished
 from tools.launcher.faults import FAULTS
 
 REWARDS = [f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"]
-# A random model finds every token unlikely, so that all have about the same norm. With this threshold, some are over it.
+# A random model finds all tokens equally unlikely, so that their norms are alike: some are over these thresholds.
 THRESHOLDS = {"unsampled": "3", "advantage": "30", "bitflip": "30", "stale": "3", "nan": "1000"}
 CHANGES_IN_EACH_RUN = {"time", "seconds", "uid"}
 
