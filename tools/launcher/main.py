@@ -161,10 +161,13 @@ def train_on_cluster(run: Run) -> int:
     latest = run.output / "latest_checkpointed_iteration.txt"  # verl's note of its last checkpoint
     elsewhere = re.compile(r"trainer\.(resume_mode=(disable|resume_path)|default_local_dir=)")
     if latest.is_file() and not any(map(elsewhere.search, run.overrides)):
+        step, drill_step = latest.read_text().strip(), run.values["SPIKE_DRILL_STEP"]
         say(
-            f"Resuming from step {latest.read_text().strip()} in {run.output} "
+            f"Resuming from step {step} in {run.output} "
             "(to start from scratch: another OUTPUT_DIR, or trainer.resume_mode=disable)"
         )
+        if step.isdecimal() and drill_step != "null" and int(drill_step) <= int(step):
+            say(f"There will be no drill: its step {drill_step} is past (for one: SPIKE_DRILL_STEP={int(step) + 1})")
     with session(run.command, run.environment) as training:
         status = exit_code(training.wait())
         spikes = run.evidence / "spikes.jsonl"
