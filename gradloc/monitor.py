@@ -18,6 +18,8 @@ from .auto_threshold import AutoThreshold
 from .config import GradLocConfig
 from .drill import Planted
 from .evidence.event import findings
+from .evidence.in_words import describe
+from .evidence.medians import token_medians
 from .evidence.schema import SCHEMA
 from .evidence.sources import MISALIGNED_FRACTION
 from .evidence.token_facts import MISALIGNED_NATS, off_the_rollout
@@ -427,6 +429,7 @@ class GradLoc:
         self, gradient: _Gradient, investigation: Investigation, started: float, **facts: Any
     ) -> dict[str, Any]:
         """The event of a search, with some more facts. A collective call."""
+        medians = token_medians(gradient.micro_batches, self._sequence_parallel_size)
         clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
         with collectives.same_on_all_ranks():
             threshold, global_norm = investigation.threshold, self._global_norm(gradient)
@@ -435,7 +438,7 @@ class GradLoc:
             if self._kind(gradient) == "unit":
                 worst = max(investigation.units.values(), key=lambda unit: unit.token_equivalent)
                 trigger = {"kind": "unit", "norm": worst.norm, "threshold": threshold * worst.root_square_weight}
-            return {
+            event = {
                 "schema": SCHEMA,
                 "gradloc_version": __version__,
                 "time": clocks[0][1],
@@ -444,7 +447,7 @@ class GradLoc:
                 "threshold": threshold,
                 "global_norm": global_norm,
                 "global_threshold": global_threshold,
-                **findings(investigation),
+                **findings(investigation, medians),
                 "budget": self.config.budget,
                 "seconds": max(seconds for seconds, _ in clocks),
                 "search": self._meter.kind,
@@ -453,6 +456,8 @@ class GradLoc:
                 "layer_clip": None,
                 "drill": None,
             }
+            event["summary"] = describe(event)
+            return event
 
     def _spike_threshold(self, level: Level) -> float:
         """τ for a mini-batch."""

@@ -2,15 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the words in an event mean, in sentences for people."""
 
-# By `evidence.classify`.
-SOURCES = {
-    "token": "The token's importance ratio is far from 1: over 2 or under ½.",
-    "sequence": "The response as a whole has drifted: its mean ratio is over 1.2 or under 1/1.2.",
-    "layer": "The ratios are fine, but one layer carries over half of the squared norm.",
-    "nonfinite": "The token's gradient is NaN or infinite.",
-    "misaligned": "Most log-probs of the response differ from the rollout's by over a nat: a bug, not a spike.",
-    "other": "None of the rules holds.",
-}
+from ..evidence import sources
+
+# By source: the rule, and what to do.
+SOURCES = {name: rule.meaning for name, rule in sources.SOURCES.items()}
+ADVICE = {name: rule.advice for name, rule in sources.SOURCES.items()}
 
 # By `Investigation.diagnosis`: what it means, and what to look at.
 DIAGNOSES = {

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..evidence.schema import EVENT, EVENT_1, NOTE, conforms
+from ..evidence.schema import EVENT, EVENT_1, EVENT_2, NOTE, conforms
 from ..evidence.writer import evidence_files
 from .condensed import condensed_event, culprit_details, culprit_row
 from .figures import severity
@@ -104,7 +104,7 @@ def read(path: str, since: int | None = None, top: int = DETAILED) -> Evidence:
         except (ValueError, RecursionError):
             found.skipped += finished
             continue
-        is_event = conforms(entry, EVENT) or conforms(entry, EVENT_1)
+        is_event = any(conforms(entry, form) for form in (EVENT, EVENT_2, EVENT_1))
         if not is_event and not conforms(entry, NOTE):
             found.skipped += 1
         elif since is None or (entry["global_step"] is not None and entry["global_step"] >= since):

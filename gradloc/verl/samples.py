@@ -5,6 +5,7 @@
 import logging
 from typing import TYPE_CHECKING, Any
 
+from ..evidence.in_words import describe
 from ..evidence.token_facts import text_evidence
 from ..evidence.writer import record_events
 
@@ -16,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def record_update(events: list[dict[str, Any]], batch: "DataProto", config: Any, tokenizer: Any) -> None:
-    """Adds texts, rewards and ids to the culprits of an update, and writes the evidence. Never raises for a culprit.
+    """Adds texts, rewards and ids to the culprits of an update, sums up its events, and writes the evidence.
+
+    Never raises for a culprit.
 
     Args:
         events (list[dict]): The actor's events; none in an update without a spike.
@@ -36,6 +39,11 @@ def record_update(events: list[dict[str, Any]], batch: "DataProto", config: Any,
                 culprit.update(_describe(batch[row], culprit["position"], tokenizer))
             except Exception:
                 logger.warning("a culprit of a gradient spike is written without its text", exc_info=True)
+        try:
+            event["summary"] = describe(event)
+            logger.warning("Gradient spike in step %s: %s", event["global_step"], event["summary"])
+        except Exception:
+            logger.warning("a gradient spike is written without the trainer's part of its summary", exc_info=True)
     record_events(config.actor.bisect_dump_dir, events)
 
 
