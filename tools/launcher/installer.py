@@ -53,7 +53,8 @@ def translated(listed: str) -> ForUv:
             if line.startswith(section):
                 name, _, value = line.removeprefix(section).partition("=")
                 values[name] = str(ast.literal_eval(value))
-    arguments, environment = [], {}
+    arguments: list[str] = []
+    environment: dict[str, str] = {}
     for name, value in values.items():
         if name in _OPTIONS:
             arguments += [_OPTIONS[name], value]
