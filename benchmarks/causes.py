@@ -180,16 +180,17 @@ class OrdinaryTokens:
         _, log_prob = self._actor._forward_micro_batch(inputs, temperature=1.0, calculate_entropy=False)
         named = dict(self._actor.actor_module.named_parameters())
         gradients = torch.autograd.grad(log_prob[0, position], list(named.values()))
-        squares: Counter[str] = Counter()
+        squares: dict[str, float] = {}
         for name, gradient in zip(named, gradients, strict=True):
-            squares[layer_name(name)] += float(gradient.double().square().sum())
+            layer = layer_name(name)
+            squares[layer] = squares.get(layer, 0.0) + float(gradient.double().square().sum())
         return {name: math.sqrt(square) for name, square in squares.items()}
 
 
 def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float]]:
     """Its events, the ordinary tokens beside their culprits, and the log-probs of all tokens with an advantage."""
     torch.manual_seed(args.seed)
-    torch.cpu.current_device = lambda: "cpu"  # type: ignore[attr-defined]  # verl asks for it; torch's CPU has none
+    torch.cpu.current_device = lambda: "cpu"  # verl asks for it; torch's CPU has none
     tokenizer = AutoTokenizer.from_pretrained(args.directory / "model")
     model = AutoModelForCausalLM.from_pretrained(args.directory / "model", dtype=torch.float32)
     rows = args.prompts * args.answers

@@ -19,7 +19,7 @@ LAYER_FRACTION = 0.5
 OUTLIER = 5.0
 # A token to which the rollout gave probability 1 and training one under this: the rollout did not sample it.
 UNSAMPLED = 1e-3
-# Of natural culprits 9 of 10 or more are under this, and few ordinary tokens: docs/causes.md has the figures.
+# All 23 natural culprits of the embedded profile are under this, and a third of its tokens: docs/causes.md.
 UNLIKELY = 0.05
 
 

@@ -78,8 +78,9 @@ def kl_coefficients(config: Any, response_mask: Tensor, log_prob: Tensor, ref_lo
     Returns:
         Tensor: Same shape.
     """
+    penalty: Any = kl_penalty  # annotated for FloatTensor, which type checkers do not take a Tensor for
     with torch.enable_grad():
         x = log_prob.detach().requires_grad_()
-        estimate = kl_penalty(logprob=x, ref_logprob=ref_log_prob, kl_penalty=config.kl_loss_type)
+        estimate = penalty(logprob=x, ref_logprob=ref_log_prob, kl_penalty=config.kl_loss_type)
         loss = agg_loss(loss_mat=estimate, loss_mask=response_mask, loss_agg_mode=config.loss_agg_mode)
         return torch.autograd.grad(loss * config.kl_loss_coef, x)[0]
