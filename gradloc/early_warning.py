@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-# A token under this probability is unlikely.
-UNLIKELY = 1e-3
+from .evidence.sources import UNLIKELY
+
 # `ratio_p999` is exceeded by at most one token in so many.
 _ONE_IN = 1000
 
@@ -88,7 +88,7 @@ class EarlyWarning:
         - `ratio_p999`: 99.9% of the tokens' ratios are at most this; at least 1. Its logarithm is at most 6% too large,
           from the width of the histogram's bins. Over e^10 it is the largest ratio.
         - `rollout_ratio_max`: the largest of p/p_rollout and p_rollout/p: either way training and rollout disagree.
-        - `unlikely_share`: the share of tokens with p < 1e-3.
+        - `unlikely_share`: the share of tokens with p < 0.05, as the rule `unlikely` has it.
         - `spike_margin`: the largest token-equivalent norm over τ; at 1 it is at the threshold.
 
         A log-prob that is NaN makes the ratios infinite and counts as unlikely.

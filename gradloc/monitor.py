@@ -132,6 +132,8 @@ class GradLoc:
         self._early_warning = EarlyWarning()
         self._threshold: float | None = None
         self._ordinary: float | None = None
+        # Of the last mini-batch without a spike, this rank's squared norms by layer, and Σ w².
+        self._ordinary_squares: tuple[Tensor, Tensor] | None = None
         self._token_norm_max = 0.0
         self._misaligned = self._compared = 0.0
 
@@ -287,6 +289,7 @@ class GradLoc:
         self._early_warning.take_in_margin(level.token_norm, self._threshold)
         if level.token_norm <= threshold:
             self._ordinary = level.root_mean_square
+            self._ordinary_squares = gradient.squares.sum(0), gradient.square_weights.sum()
         if not self._is_spike(gradient, threshold):
             return True
 
@@ -442,6 +445,7 @@ class GradLoc:
     ) -> dict[str, Any]:
         """The event of a search, with some more facts. A collective call."""
         medians = token_medians(gradient.micro_batches, self._sequence_parallel_size)
+        ordinary = self._ordinary_layer_norms()
         clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
         with collectives.same_on_all_ranks():
             threshold, global_norm = investigation.threshold, self._global_norm(gradient)
@@ -459,7 +463,7 @@ class GradLoc:
                 "threshold": threshold,
                 "global_norm": global_norm,
                 "global_threshold": global_threshold,
-                **findings(investigation, medians),
+                **findings(investigation, medians, ordinary),
                 "budget": self.config.budget,
                 "seconds": max(seconds for seconds, _ in clocks),
                 "search": self._meter.kind,
@@ -470,6 +474,20 @@ class GradLoc:
             }
             event["summary"] = describe(event)
         return event
+
+    def _ordinary_layer_norms(self) -> dict[str, float] | None:
+        """Each layer's norm/sqrt(Σw²) in the last mini-batch without a spike; None if unknown. A collective call."""
+        if self._ordinary_squares is None:
+            return None
+        squares, square_weight = self._ordinary_squares
+        by_rank = torch.stack(collectives.gather(torch.cat([squares, square_weight.unsqueeze(0)])))
+        *of_layers, square_weight_sum = by_rank[:: self._sequence_parallel_size].sum(0).tolist()
+        if not (any(of_layers) and square_weight_sum):
+            return None
+        return {
+            layer: math.sqrt(square / square_weight_sum)
+            for layer, square in zip(self._meter.layers, of_layers, strict=True)
+        }
 
     def _spike_threshold(self, level: Level) -> float:
         """τ for a mini-batch."""

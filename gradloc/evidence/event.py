@@ -4,6 +4,7 @@
 
 import math
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 from ..measure.passes import UnitName
@@ -15,18 +16,22 @@ from .token_facts import response_kl, response_window, token_evidence
 _LARGEST_TOKENS = 3
 
 
-def findings(investigation: Investigation, medians: Medians) -> dict[str, Any]:
+def findings(
+    investigation: Investigation, medians: Medians, ordinary_before: Mapping[str, float] | None
+) -> dict[str, Any]:
     """The fields of an event that hold the findings, the same on every rank.
 
     Args:
         investigation (Investigation): The search, after its end.
         medians (Mapping): What `token_medians` returned.
+        ordinary_before (Mapping, optional): Each layer's norm for one ordinary token in an earlier mini-batch.
     """
     return {
         "until": investigation.until,
         "diagnosis": investigation.diagnosis,
         "explained": investigation.explained,
         "more_tokens": investigation.search.more_over(),
+        "micro_batches": sum(unit.tokens > 0 for unit in investigation.units.values()),
         "units": [_unit(investigation, name) for name in investigation.suspects],
         "culprits": sorted(
             (_culprit(investigation, token, medians) for token in investigation.culprits),
@@ -35,7 +40,7 @@ def findings(investigation: Investigation, medians: Medians) -> dict[str, Any]:
         "diffuse": _diffuse(investigation),
         "complete": investigation.complete,
         "open_segments": _open_segments(investigation),
-        "ordinary_layer_norms": _ordinary_layer_norms(investigation),
+        "ordinary_layer_norms": _ordinary_layer_norms(investigation) or ordinary_before,
         "error": investigation.error,
         **medians,
     }

@@ -12,6 +12,9 @@ from .sources import LAYER_FRACTION, UNLIKELY
 Event = Mapping[str, Any]
 Culprit = Mapping[str, Any]
 
+# A layer is named if so much more of the squared norm is in it than ordinarily.
+_LAYER_GAIN = 0.25
+
 _SMALL_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 # By source, what culprits are: one, and several.
@@ -131,12 +134,12 @@ def _spread(event: Event) -> str:
 
 def _everywhere(event: Event) -> str:
     """Says so if every micro-batch of several is over its threshold: then the fault is not in single tokens."""
-    several = len(event["units"]) > 1
-    return "every micro-batch is over its threshold: " if several and event["ordinary_layer_norms"] is None else ""
+    all_over = 1 < len(event["units"]) == event["micro_batches"]
+    return "every micro-batch is over its threshold; " if all_over else ""
 
 
 def _layer(event: Event) -> str | None:
-    """The layer that carries over half of the squared norm of the units, if it does not do so ordinarily."""
+    """The layer that carries far more of the units' squared norm than it does ordinarily."""
     squares: Counter[str] = Counter()
     for unit in event["units"]:
         for layer, norm in unit["layer_norms"].items():
@@ -145,22 +148,24 @@ def _layer(event: Event) -> str | None:
     if broken:
         whole = len(broken) == len(squares)
         return None if whole or len(broken) > 1 else f"only the gradient of {broken[0]} is NaN or infinite"
-    name, share = _largest(squares)
-    if name is None or share <= LAYER_FRACTION:
+    shares = _shares(squares)
+    if len(shares) < 2:
         return None
-    ordinary = {layer: norm**2 for layer, norm in (event["ordinary_layer_norms"] or {}).items()}
-    if _largest(ordinary)[0] == name and _largest(ordinary)[1] > LAYER_FRACTION:
+    usual = _shares({layer: norm**2 for layer, norm in (event["ordinary_layer_norms"] or {}).items()})
+    if not usual:
+        name = max(shares, key=shares.__getitem__)
+        return f"{name} carries {shares[name]:.0%} of the squared norm" if shares[name] > LAYER_FRACTION else None
+    gains = {layer: share - usual.get(layer, 0.0) for layer, share in shares.items()}
+    name = max(gains, key=gains.__getitem__)
+    if gains[name] <= _LAYER_GAIN:
         return None
-    return f"{name} carries {share:.0%} of the squared norm"
+    return f"{name} carries {shares[name]:.0%} of the squared norm, ordinarily {usual.get(name, 0.0):.0%}"
 
 
-def _largest(squares: Mapping[str, float]) -> tuple[str | None, float]:
-    """The layer with the largest squared norm, and its share of the sum; (None, 0) for a single layer."""
+def _shares(squares: Mapping[str, float]) -> dict[str, float]:
+    """Each layer's share of the sum; none if that is 0 or infinite."""
     total = math.fsum(squares.values())
-    if len(squares) < 2 or not (0 < total < math.inf):
-        return None, 0.0
-    name = max(squares, key=squares.__getitem__)
-    return name, squares[name] / total
+    return {layer: square / total for layer, square in squares.items()} if 0 < total < math.inf else {}
 
 
 def _number(count: int) -> str:

@@ -146,6 +146,7 @@ EVENT = {
             "until": {"enum": ["explained", "exhaustive"]},
             "explained": {"type": ["boolean", "null"]},
             "more_tokens": {"type": ["integer", "null"], "minimum": 0},
+            "micro_batches": _INDEX,
             "units": _list(_UNIT),
             "culprits": _list(_CULPRIT),
             "diffuse": _list(_DIFFUSE),
@@ -188,6 +189,7 @@ EVENT_2 = _without_need(
     "summary",
     "median_advantage",
     "median_weight",
+    "micro_batches",
     schema={"const": 2},
     culprits=_list(_without_need(_CULPRIT, "sources", "kl_coefficient", "behind_end")),
 )

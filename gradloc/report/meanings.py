@@ -39,5 +39,5 @@ FIGURES = {
     "ratio_max": ("largest ratio", "The largest importance ratio to the old policy."),
     "ratio_p999": ("99.9% of ratios", "99.9% of the tokens' importance ratios are at most this."),
     "rollout_ratio_max": ("largest ratio to the rollout", "How far apart training and rollout are on one token."),
-    "unlikely_share": ("unlikely tokens", "The share of tokens with a probability under 1e-3."),
+    "unlikely_share": ("unlikely tokens", f"The share of tokens with a probability under {sources.UNLIKELY:g}."),
 }

@@ -1242,10 +1242,9 @@ function isNorm(x) {
 function layersHint(shown) {
   if (!shown) return "There are no finite norms by layer to show for this culprit.";
   if (!currentEvent.ordinary_layer_norms) {
-    return "Every micro-batch of this mini-batch is over its threshold: there is no ordinary token to compare with.";
+    return "No mini-batch so far had a micro-batch under its threshold: there is no ordinary token to compare with.";
   }
-  return "Each bar goes from an ordinary token (the median over the micro-batches under their thresholds) " +
-    "to the culprit.";
+  return "Each bar goes from an ordinary token (of the micro-batches under their thresholds) to the culprit.";
 }
 
 function layersLabel(layers) {

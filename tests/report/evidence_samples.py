@@ -149,6 +149,7 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
         "ordinary_layer_norms": {name: random.uniform(4, 9) for name in LAYERS},
         "diagnosis": "tokens",
         "until": "explained",
+        "micro_batches": max(len(units), 24),
         "units": units,
         "culprits": culprits,
         "diffuse": [],
@@ -195,7 +196,7 @@ def version_2(found: dict[str, Any]) -> dict[str, Any]:
     """The event as the second version of the schema has it."""
     new = ("sources", "kl_coefficient", "behind_end")
     culprits = [{name: c[name] for name in c if name not in new} for c in found["culprits"]]
-    new = ("summary", "median_advantage", "median_weight", "drill", "fault")
+    new = ("summary", "median_advantage", "median_weight", "micro_batches", "drill", "fault")
     return {**{name: found[name] for name in found if name not in new}, "schema": 2, "culprits": culprits}
 
 

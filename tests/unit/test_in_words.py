@@ -27,6 +27,7 @@ def event(*culprits: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "diagnosis": "tokens",
         "culprits": list(culprits),
         "diffuse": [],
+        "micro_batches": 4,
         "units": [unit()],
         "ordinary_layer_norms": EVEN,
         "passes": 3,
@@ -116,7 +117,7 @@ RARE = "rare tokens (p < 0.05)"
         # A fault that hits every token: no micro-batch is under its threshold.
         (
             event(diagnosis="diffuse", diffuse=[PART], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None),
-            "Every micro-batch is over its threshold: no few tokens explain the spike: it is the sum of 48 "
+            "Every micro-batch is over its threshold; no few tokens explain the spike: it is the sum of 48 "
             "tokens of three "
             "responses; layers.1 carries 98% of the squared norm.",
         ),
@@ -124,15 +125,20 @@ RARE = "rare tokens (p < 0.05)"
             event(
                 *[culprit("layer", row) for row in range(2)], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None
             ),
-            "Every micro-batch is over its threshold: both culprits are tokens of which one layer carries "
+            "Every micro-batch is over its threshold; both culprits are tokens of which one layer carries "
             "the norm of two "
             "responses that were rewarded; layers.1 carries 98% of the squared norm.",
         ),
         (
             event(culprit("layer"), units=[unit(**ONE_LAYER)]),
             "The culprit is a token of which one layer carries the norm of one response that was rewarded; "
-            "layers.1 carries "
-            "98% of the squared norm.",
+            "layers.1 carries 98% of the squared norm, ordinarily 40%.",
+        ),
+        # The layer that has gained most, not the one that carries most.
+        (
+            event(culprit(), units=[unit(a=7.0, b=6.0)], ordinary_layer_norms={"a": 9.0, "b": 1.0}),
+            "The culprit is a rare token (p < 0.05) of one response that was rewarded; "
+            "b carries 42% of the squared norm, ordinarily 1%.",
         ),
         # The same layer carries the norm of ordinary micro-batches.
         (
@@ -141,7 +147,7 @@ RARE = "rare tokens (p < 0.05)"
         ),
         # A single micro-batch that is over its threshold says nothing about every token.
         (
-            event(culprit(), ordinary_layer_norms=None),
+            event(culprit(), ordinary_layer_norms=None, micro_batches=1),
             "The culprit is a rare token (p < 0.05) of one response that was rewarded.",
         ),
         (

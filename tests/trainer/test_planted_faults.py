@@ -1,0 +1,85 @@
+"""Runs with a fault planted on purpose: each is told by its evidence. Also that runs repeat themselves."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import ROOT, finished
+from transformers import AutoModelForCausalLM
+
+from tools.launcher.faults import FAULTS
+
+REWARDS = [f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"]
+# A random model finds all tokens equally unlikely, so that their norms are alike, around 10: with "unsampled" and
+# "stale" some are over their threshold, with the others only what the fault makes larger.
+THRESHOLDS = {"unsampled": "3", "advantage": "30", "bitflip": "40", "stale": "3", "nan": "1000"}
+# At this rate three steps change the weights by several times their size.
+CHANGED = {"stale": ["LR=0.05"]}
+CHANGES_IN_EACH_RUN = {"time", "seconds", "uid"}
+
+
+def with_fault(name: str, directory: Path, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
+    arguments = (f"GRAD_NORM_THRESHOLD={THRESHOLDS[name]}", *CHANGED.get(name, []), *REWARDS, *arguments)
+    return finished(directory, "--fault", name, *arguments)
+
+
+def with_an_outlier_weight(directory: Path) -> Path:
+    """The tiny model with one large weight, as trained models have them: small ones can flip to 2 at most."""
+    subprocess.run([sys.executable, ROOT / "embedded/prepare.py", directory, "--tiny"], check=True)
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = 4.0
+    model.save_pretrained(directory / "model")
+    return directory / "model"
+
+
+def repeated(value: Any) -> Any:
+    """The evidence without what is another in each run."""
+    if isinstance(value, dict):
+        return {name: repeated(part) for name, part in value.items() if name not in CHANGES_IN_EACH_RUN}
+    return [repeated(part) for part in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def advantage(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    return with_fault("advantage", tmp_path_factory.mktemp("advantage"))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if name == "advantage":
+        printed, events = request.getfixturevalue(name)
+    else:
+        model = [f"MODEL_PATH={with_an_outlier_weight(tmp_path)}"] if name == "bitflip" else []
+        printed, events = with_fault(name, tmp_path / "out", *model)
+    assert f"FAULT '{name}' IS PLANTED IN THIS RUN ON PURPOSE" in printed
+    assert events and {event["fault"] for event in events} == {name}
+    culprits = [culprit for event in events for culprit in event["culprits"]]
+    match name:
+        case "unsampled":
+            appended = [culprit for culprit in culprits if culprit["source"] == "unsampled"]
+            assert appended and {culprit["token"] for culprit in appended} == {"<|im_end|>"}
+        case "advantage":
+            assert {event["global_step"] for event in events} == {2}
+            assert {culprit["source"] for culprit in culprits} == {"advantage"}
+            assert 100.0 in {culprit["reward"] for culprit in culprits}
+        case "nan":
+            (culprit,) = culprits
+            assert (culprit["source"], culprit["advantage"]) == ("nonfinite", "NaN")
+        case "stale":
+            late = [culprit for event in events if event["global_step"] >= 4 for culprit in event["culprits"]]
+            assert late and {culprit["source"] for culprit in late} <= {"misaligned", "token", "sequence"}
+        case "bitflip":
+            assert {event["global_step"] for event in events} == {2}
+            for event in events:
+                assert event["units"] and len(event["units"]) == event["micro_batches"]
+                assert event["summary"].startswith("Every micro-batch is over its threshold; ")
+                assert "layers.1 carries" in event["summary"] and "of the squared norm, ordinarily" in event["summary"]
+
+
+def test_the_same_command_finds_the_same_culprits(advantage: tuple[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+    _, again = with_fault("advantage", tmp_path / "out")
+    assert repeated(again) == repeated(advantage[1])
