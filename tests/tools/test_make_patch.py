@@ -598,7 +598,7 @@ def test_interrupted_regeneration_is_repeated(made: tuple[Project, Path]) -> Non
 
 def test_one_run_at_a_time(made: tuple[Project, Path], source: Path) -> None:
     project, checkout = made
-    for file, place in ((project.place / "patches/BASE_COMMIT", project.place), (checkout / ".git/HEAD", checkout)):
+    for file, place in ((project.place / "patches/0.7.0/PIN", project.place), (checkout / ".git/HEAD", checkout)):
         with open(file, "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             refused(project.make("--repo", checkout), 3, f"another make_patch.sh is at work on {place}")
@@ -720,8 +720,8 @@ def test_bad_checkouts(made: tuple[Project, Path], source: Path, tmp_path: Path)
     fresh = Project(tmp_path / "fresh", None)
     assert fresh.make("--init", tmp_path / "untouched", "--base", trees.copy_base(tmp_path / "b")).returncode == 0
     refused(fresh.make("--repo", tmp_path / "untouched"), 3, "nothing differs")
-    (fresh.place / "patches/BASE_COMMIT").write_text("COMMIT=abc\n")
-    refused(fresh.make("--check"), 3, "BASE_COMMIT")
+    (fresh.place / "patches/0.7.0/PIN").write_text("COMMIT=abc\n")
+    refused(fresh.make("--check"), 3, "PIN")
 
 
 def test_usage(made: tuple[Project, Path]) -> None:
@@ -854,6 +854,6 @@ def test_the_real_patch_comes_back_from_a_new_checkout(base_tree: Path, tmp_path
     assert done.returncode == 0, done.stderr
     done = trees.run(*command, "--repo", tmp_path / "checkout", "--output", tmp_path / "gradloc.patch")
     assert done.returncode == 0, done.stderr
-    assert b"diff --git a/verl/utils/gradloc/" not in (trees.ROOT / "patches/hooks.patch").read_bytes()
+    assert b"diff --git a/verl/utils/gradloc/" not in (trees.ROOT / "patches/0.7.0/hooks.patch").read_bytes()
     for name in ("gradloc.patch", "gradloc.patch.sha256"):
         assert (tmp_path / name).read_bytes() == (trees.ROOT / "patches" / name).read_bytes()

@@ -44,11 +44,13 @@ def set_up_venv(venv: Path, root: Path, environment: Mapping[str, str]) -> None:
         no_deps = str(embedded / "requirements-no-deps.txt")
         run([python, "-m", "pip", "install", "--quiet", "--no-deps", "-r", no_deps], environment)
         _note(venv / "ready", wanted)
-    wanted = _hash(*_contents(root / "patches/gradloc.patch", venv / "ready"))
+    pin = _pinned_verl(embedded / "requirements.txt")
+    patch = root / "patches" / pin.removeprefix("verl==") / "gradloc.patch"
+    wanted = _hash(*_contents(patch, venv / "ready"))
     if not _is(venv / "patched", wanted):
         say("Patching verl")
         (venv / "patched").unlink(missing_ok=True)
-        _restore_verl(python, embedded / "requirements.txt", environment)
+        _restore_verl(python, pin, environment)
         run([python, str(root / "apply_patch.py"), "--installed"], environment)
         _note(venv / "patched", wanted)
 
@@ -92,12 +94,16 @@ def _pip_install(python: str, requirements: Path, environment: Mapping[str, str]
                 print("  writing them to disk", flush=True)
 
 
-def _restore_verl(python: str, requirements: Path, environment: Mapping[str, str]) -> None:
+def _pinned_verl(requirements: Path) -> str:
+    (pin,) = [line for line in requirements.read_text().splitlines() if line.startswith("verl==")]
+    return pin
+
+
+def _restore_verl(python: str, pin: str, environment: Mapping[str, str]) -> None:
     """Installs verl as released: an earlier patch may be in it, and may have left files of its own."""
     code = 'import sysconfig; print(sysconfig.get_path("purelib"))'
     site = subprocess.run([python, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     shutil.rmtree(Path(site.rstrip("\n")) / "verl", ignore_errors=True)
-    (pin,) = [line for line in requirements.read_text().splitlines() if line.startswith("verl==")]
     run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", pin], environment)
 
 
