@@ -16,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE_TREE = Path(os.environ.get("GRADLOC_BASE_TREE") or ROOT / "build" / "base").resolve()
+VERSION_FILE = BASE_TREE / "verl/version/version"
+TARGET = VERSION_FILE.read_text().strip() if VERSION_FILE.is_file() else ""  # the verl that the tests run against
 # A few real files are enough for most tests, and keep them fast.
 ACTOR = "verl/workers/actor/dp_actor.py"
 ALGOS = "verl/trainer/ppo/core_algos.py"
@@ -59,6 +61,8 @@ def copy_base(target: Path, files: list[str] | None = SOME_FILES) -> Path:
     for name in files:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(BASE_TREE / name, target / name)
+    if "verl/version/version" in files:  # small trees and their patches are of one release, whatever is tested
+        (target / "verl/version/version").write_text("0.7.0\n")
     return target
 
 

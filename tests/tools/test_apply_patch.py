@@ -929,20 +929,22 @@ def test_byte_code_that_cannot_be_removed(project: Project, unchecked: bool) -> 
 # The project's own patch
 
 
+@pytest.mark.every_target
 def test_the_real_patch(base_tree: Path, tmp_path: Path) -> None:
     tree = trees.copy_base(tmp_path / "tree", files=None)
     before = snapshot(tree)
     command = [sys.executable, trees.ROOT / "apply_patch.py", "--repo", tree]
     done = trees.run(*command)
     assert done.returncode == 0, done.stderr
-    patches = apply_patch.parse_patch((trees.ROOT / "patches/0.7.0/gradloc.patch").read_bytes())
+    assert f"(verl {trees.TARGET}, " in done.stdout
+    patches = apply_patch.parse_patch((trees.ROOT / "patches" / trees.TARGET / "gradloc.patch").read_bytes())
     assert {patch.path.partition("/")[0] for patch in patches} == {"verl"}
     for patch in patches:
         path = tree / patch.path
         assert apply_patch.blob_hash(path.read_bytes() if path.exists() else None) == patch.new
     by_git = trees.copy_base(tmp_path / "by_git", files=None)
     trees.git(by_git, "init", "-q")
-    trees.git(by_git, "apply", str(trees.ROOT / "patches/0.7.0/gradloc.patch"))
+    trees.git(by_git, "apply", str(trees.ROOT / "patches" / trees.TARGET / "gradloc.patch"))
     assert snapshot(tree) == snapshot(by_git)
     assert trees.run(*command, "--check").returncode == 10
     assert trees.run(*command, "--reverse").returncode == 0

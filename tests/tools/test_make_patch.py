@@ -162,7 +162,8 @@ def test_a_clone_made_with_autocrlf(base_tree: Path, tmp_path: Path) -> None:
     assert snapshot(clone) == snapshot(source)
     done = trees.run(sys.executable, clone / "apply_patch.py", "--repo", base_tree, "--check", "--force")
     assert done.returncode == 0, done.stderr
-    done = trees.run("bash", clone / "make_patch.sh", "--check", "--base-tree", base_tree, PYTHON=sys.executable)
+    check = ["--check", "--target", trees.TARGET, "--base-tree", base_tree]
+    done = trees.run("bash", clone / "make_patch.sh", *check, PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
     assert trees.run("bash", clone / "run_experiment.sh", "--dry-run").returncode == 0
 
@@ -842,18 +843,21 @@ def test_no_python_is_no_verdict(made: tuple[Project, Path], python: str) -> Non
     refused(done, 3, python, "Python 3.10")
 
 
+@pytest.mark.every_target
 def test_the_real_patch_is_in_sync(base_tree: Path) -> None:
     command = ("env", f"PYTHON={sys.executable}", "bash", trees.ROOT / "make_patch.sh")
-    done = trees.run(*command, "--check", "--base-tree", base_tree)
+    done = trees.run(*command, "--check", "--target", trees.TARGET, "--base-tree", base_tree)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.every_target
 def test_the_real_patch_comes_back_from_a_new_checkout(base_tree: Path, tmp_path: Path) -> None:
     command = ("env", f"PYTHON={sys.executable}", "bash", trees.ROOT / "make_patch.sh")
+    patches = trees.ROOT / "patches" / trees.TARGET
     done = trees.run(*command, "--init", tmp_path / "checkout", "--base", base_tree)
     assert done.returncode == 0, done.stderr
     done = trees.run(*command, "--repo", tmp_path / "checkout", "--output", tmp_path / "gradloc.patch")
     assert done.returncode == 0, done.stderr
-    assert b"diff --git a/verl/utils/gradloc/" not in (trees.ROOT / "patches/0.7.0/hooks.patch").read_bytes()
+    assert b"diff --git a/verl/utils/gradloc/" not in (patches / "hooks.patch").read_bytes()
     for name in ("gradloc.patch", "gradloc.patch.sha256"):
-        assert (tmp_path / name).read_bytes() == (trees.ROOT / "patches" / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == (patches / name).read_bytes()

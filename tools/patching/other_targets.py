@@ -41,7 +41,8 @@ def renewed(patch: bytes, wanted: dict[Source, Files], earlier: dict[str, bytes]
             original = _taken_back(change, [*([earlier[change.path]] if change.path in earlier else []), *present])
             mode = re.search(rb"^index \S+ (\d+)$", section, re.M)
             base[change.path] = File(mode[1].decode() if mode else "100644", scratch.write(original))
-    made = patch_text.sections(scratch.diff(scratch.tree(base), scratch.tree(final)))
+    # A file that is replaced no longer is verl's own again.
+    made = patch_text.sections(scratch.diff(scratch.tree(base), scratch.tree(base | final)))
     return b"".join(sorted([*kept, *made], key=_by_path))
 
 
