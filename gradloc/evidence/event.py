@@ -8,15 +8,20 @@ from typing import Any
 
 from ..measure.passes import UnitName
 from ..search.investigation import Investigation, Token
-from .sources import classify
+from .sources import Medians, classify
 from .token_facts import response_kl, response_window, token_evidence
 
 # How many of the largest tokens an event lists for a spike without a culprit.
 _LARGEST_TOKENS = 3
 
 
-def findings(investigation: Investigation) -> dict[str, Any]:
-    """The fields of an event that hold the findings, the same on every rank."""
+def findings(investigation: Investigation, medians: Medians) -> dict[str, Any]:
+    """The fields of an event that hold the findings, the same on every rank.
+
+    Args:
+        investigation (Investigation): The search, after its end.
+        medians (Mapping): What `token_medians` returned.
+    """
     return {
         "until": investigation.until,
         "diagnosis": investigation.diagnosis,
@@ -24,7 +29,7 @@ def findings(investigation: Investigation) -> dict[str, Any]:
         "more_tokens": investigation.search.more_over(),
         "units": [_unit(investigation, name) for name in investigation.suspects],
         "culprits": sorted(
-            (_culprit(investigation, token) for token in investigation.culprits),
+            (_culprit(investigation, token, medians) for token in investigation.culprits),
             key=lambda culprit: -_finite(culprit["grad_norm"]),
         ),
         "diffuse": _diffuse(investigation),
@@ -32,6 +37,7 @@ def findings(investigation: Investigation) -> dict[str, Any]:
         "open_segments": _open_segments(investigation),
         "ordinary_layer_norms": _ordinary_layer_norms(investigation),
         "error": investigation.error,
+        **medians,
     }
 
 
@@ -128,7 +134,7 @@ def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
     ]
 
 
-def _culprit(investigation: Investigation, token: Token) -> dict[str, Any]:
+def _culprit(investigation: Investigation, token: Token, medians: Medians) -> dict[str, Any]:
     name, row, position = token
     micro_batch = investigation.micro_batches[name]
     tokens = micro_batch.tokens
@@ -150,7 +156,8 @@ def _culprit(investigation: Investigation, token: Token) -> dict[str, Any]:
         "response_suspicion": response_window(suspicion, tokens["response_mask"][row], position),
         "response_kl": response_kl(tokens, row, position),
     }
-    return {**found, "source": classify(found)}
+    sources = classify(found, medians)
+    return {**found, "source": sources[0], "sources": sources}
 
 
 def _weight(investigation: Investigation, token: Token) -> float:

@@ -1,13 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON Schema of a line of spikes.jsonl: an event, or a note about events or texts that were left out."""
+"""The JSON Schemas of lines: an event of spikes.jsonl, a step of steps.jsonl, or a note about what was left out."""
 
 import math
 import sys
 from collections.abc import Iterable
 from typing import Any
 
-SCHEMA = 2
+from .sources import SOURCES
+
+SCHEMA = 3
 
 # JSON has no NaN and no infinities, so they are strings.
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
@@ -17,6 +19,7 @@ _INDEX = {"type": "integer", "minimum": 0}
 _INTEGER_OR_NULL = {"type": ["integer", "null"]}
 _TEXT = {"type": "string"}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
+_SOURCE = {"enum": list(SOURCES)}
 _NUMBERS = {"type": "array", "items": _NUMBER}
 _NUMBERS_BY_LAYER = {"type": "object", "additionalProperties": _NUMBER}
 
@@ -85,6 +88,8 @@ _CULPRIT = _object(
         "suspicion": _NUMBER,
         "share": _NUMBER_OR_NULL,
         "advantage": _NUMBER_OR_NULL,
+        "kl_coefficient": _NUMBER_OR_NULL,
+        "behind_end": {"type": ["boolean", "null"]},
         "log_prob": _NUMBER,
         "old_log_prob": _NUMBER_OR_NULL,
         "ratio": _NUMBER_OR_NULL,
@@ -95,7 +100,8 @@ _CULPRIT = _object(
         "sequence_ratio": _NUMBER_OR_NULL,
         "misaligned_share": _NUMBER_OR_NULL,
         "layer_norms": _NUMBERS_BY_LAYER,
-        "source": {"enum": ["nonfinite", "misaligned", "token", "sequence", "layer", "other"]},
+        "source": _SOURCE,
+        "sources": _list(_SOURCE),
         "response_suspicion": {"anyOf": [_NUMBERS, {"type": "null"}]},
         "response_kl": {"anyOf": [_object({"k1": _NUMBERS, "k2": _NUMBERS, "k3": _NUMBERS}), {"type": "null"}]},
     },
@@ -112,6 +118,7 @@ _CULPRIT = _object(
     uid=_TEXT_OR_NULL,
 )
 
+# A spike that was planted beside training to test the detection.
 _DRILL = _object(
     {
         "planted": {"anyOf": [_object({"rank": _INDEX, "row": _INDEX, "position": _INDEX}), {"type": "null"}]},
@@ -159,6 +166,9 @@ EVENT = {
                     {"type": "null"},
                 ]
             },
+            "summary": _TEXT,
+            "median_advantage": _NUMBER_OR_NULL,
+            "median_weight": _NUMBER_OR_NULL,
             "seconds": {"type": "number"},
             "search": {"enum": ["local", "reduced"]},
             "world_size": {"type": "integer", "minimum": 1},
@@ -168,12 +178,23 @@ EVENT = {
         # Older events lack these.
         gradloc_version=_TEXT,
         drill={"anyOf": [_DRILL, {"type": "null"}]},
+        fault=_TEXT_OR_NULL,
     ),
 }
 
-# Files of version 1 are still read. That version has no field for whether the culprits explain the spike.
-EVENT_1 = _without_need(
+# Files of older versions are still read. Version 2 has one source for each culprit and no summary.
+EVENT_2 = _without_need(
     EVENT,
+    "summary",
+    "median_advantage",
+    "median_weight",
+    schema={"const": 2},
+    culprits=_list(_without_need(_CULPRIT, "sources", "kl_coefficient", "behind_end")),
+)
+
+# Version 1 has no field for whether the culprits explain the spike.
+EVENT_1 = _without_need(
+    EVENT_2,
     "until",
     "explained",
     "more_tokens",
@@ -187,12 +208,32 @@ NOTE = {
     "title": "What was left out of the file at this place",
     **_object(
         {
-            "schema": {"enum": [1, SCHEMA]},
+            "schema": {"enum": [1, 2, SCHEMA]},
             "time": {"type": "string"},
             "global_step": _INTEGER_OR_NULL,
             "note": {"enum": ["text_limit", "rate_limit", "size_limit"]},
             "count": {"type": "integer", "minimum": 1},
             "message": {"type": "string"},
+        }
+    ),
+}
+
+STEP = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "The figures of one step: a line of steps.jsonl",
+    **_object(
+        {
+            "schema": {"const": SCHEMA},
+            "time": {"type": "string"},
+            "global_step": _INTEGER_OR_NULL,
+            "threshold": _NUMBER_OR_NULL,
+            "token_norm_max": _NUMBER_OR_NULL,
+            "spike_margin": _NUMBER_OR_NULL,
+            "ratio_max": _NUMBER_OR_NULL,
+            "ratio_p999": _NUMBER_OR_NULL,
+            "rollout_ratio_max": _NUMBER_OR_NULL,
+            "unlikely_share": _NUMBER_OR_NULL,
+            "triggered": _NUMBER_OR_NULL,
         }
     ),
 }

@@ -1,41 +1,183 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that classify what looks wrong with a culprit."""
+"""Rules that classify what looks wrong with a culprit: the one table that code, report and documentation use."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-# The limits in the rules of `classify`; docs/evidence.md describes them.
+Culprit = Mapping[str, Any]
+# The mini-batch's `median_advantage` and `median_weight`.
+Medians = Mapping[str, float | None]
+
+# The limits in the rules.
 MISALIGNED_FRACTION = 0.5
 TOKEN_RATIO = 2.0
 SEQUENCE_RATIO = 1.2
 LAYER_FRACTION = 0.5
+OUTLIER = 5.0
+# A token to which the rollout gave probability 1 and training one under this: the rollout did not sample it.
+UNSAMPLED = 1e-3
+# All 23 natural culprits of the embedded profile are under this, and a third of its tokens: docs/causes.md.
+UNLIKELY = 0.05
 
 
-def classify(culprit: Mapping[str, Any]) -> str:
-    """Classifies what looks wrong with a culprit; the first rule that holds applies.
+@dataclass(frozen=True)
+class Rule:
+    """A rule of `classify`.
 
-    - "nonfinite": its gradient norm is NaN or Inf.
-    - "misaligned": most log-probs of the response differ by more than a nat from the rollout's: a bug, not a spike.
-    - "token": its importance ratio (to the old policy or to the rollout's) is over 2 or under 1/2, or NaN.
-    - "sequence": the geometric mean of the response's ratios is over 1.2 or under 1/1.2, or NaN.
-    - "layer": the ratios are fine, but one layer carries over half of the squared norm.
-    - "other": none of these.
+    Args:
+        name (str): The source.
+        meaning (str): When it holds, in one sentence.
+        advice (str): What to do about it, in one sentence.
+        holds (Callable): Whether it holds for a culprit, given the medians of its mini-batch.
     """
-    if not math.isfinite(culprit["grad_norm"]):
-        return "nonfinite"
-    if (culprit["misaligned_share"] or 0.0) > MISALIGNED_FRACTION:
-        return "misaligned"
-    if any(_far_from_one(culprit[name], TOKEN_RATIO) for name in ("ratio", "rollout_ratio")):
-        return "token"
-    if _far_from_one(culprit["sequence_ratio"], SEQUENCE_RATIO):
-        return "sequence"
+
+    name: str
+    meaning: str
+    advice: str
+    holds: Callable[[Culprit, Medians], bool]
+
+
+def classify(culprit: Culprit, medians: Medians) -> list[str]:
+    """The names of all rules that hold for a culprit, most specific first; ["other"] if none does.
+
+    Args:
+        culprit (Mapping): A culprit of an event.
+        medians (Mapping): `median_advantage` and `median_weight` of its mini-batch.
+    """
+    return [rule.name for rule in RULES if rule.holds(culprit, medians)] or [OTHER.name]
+
+
+def _is_nonfinite(culprit: Culprit, _: Medians) -> bool:
+    return not math.isfinite(culprit["grad_norm"])
+
+
+def _is_misaligned(culprit: Culprit, _: Medians) -> bool:
+    return (culprit["misaligned_share"] or 0.0) > MISALIGNED_FRACTION
+
+
+def _is_unsampled(culprit: Culprit, _: Medians) -> bool:
+    rollout = culprit["rollout_log_prob"]
+    if rollout is None:
+        return bool(culprit["behind_end"])
+    if rollout != 0:  # a finite log-prob shows that the rollout sampled it, even behind an end token
+        return not math.isfinite(rollout)
+    return bool(culprit["behind_end"]) or culprit["log_prob"] < math.log(UNSAMPLED)
+
+
+def _has_large_advantage(culprit: Culprit, medians: Medians) -> bool:
+    return _is_outlier(culprit["advantage"], medians["median_advantage"])
+
+
+def _has_large_weight(culprit: Culprit, medians: Medians) -> bool:
+    return _is_outlier(culprit["weight"], medians["median_weight"])
+
+
+def _is_due_to_kl(culprit: Culprit, _: Medians) -> bool:
+    kl = culprit["kl_coefficient"]
+    return kl is not None and abs(kl) > abs(culprit["coefficient"] - kl)
+
+
+def _has_far_ratio(culprit: Culprit, _: Medians) -> bool:
+    return any(_is_far_from_one(culprit[name], TOKEN_RATIO) for name in ("ratio", "rollout_ratio"))
+
+
+def _has_far_sequence_ratio(culprit: Culprit, _: Medians) -> bool:
+    return _is_far_from_one(culprit["sequence_ratio"], SEQUENCE_RATIO)
+
+
+def _is_unlikely(culprit: Culprit, _: Medians) -> bool:
+    return culprit["log_prob"] < math.log(UNLIKELY)
+
+
+def _has_a_layer(culprit: Culprit, _: Medians) -> bool:
     squares = [norm**2 for norm in culprit["layer_norms"].values()]
-    if len(squares) > 1 and max(squares) > LAYER_FRACTION * sum(squares):
-        return "layer"
-    return "other"
+    return len(squares) > 1 and max(squares) > LAYER_FRACTION * sum(squares)
 
 
-def _far_from_one(ratio: float | None, factor: float) -> bool:
+def _is_outlier(value: float | None, median: float | None) -> bool:
+    return value is not None and median is not None and abs(value) > OUTLIER * median
+
+
+def _is_far_from_one(ratio: float | None, factor: float) -> bool:
     return ratio is not None and not 1 / factor <= ratio <= factor
+
+
+# Most specific first: broken numbers, then bugs, then what single tokens have, then what is true of many of them.
+RULES = (
+    Rule(
+        "nonfinite",
+        "The token's gradient is NaN or infinite.",
+        "Look at the data, the precision and the loss of this token.",
+        _is_nonfinite,
+    ),
+    Rule(
+        "misaligned",
+        "Over half of the response's log-probs differ from the rollout's by more than 1 nat, or are NaN there.",
+        "Look for a bug: log-probs taken at wrong positions, or other weights or another temperature in the rollout.",
+        _is_misaligned,
+    ),
+    Rule(
+        "unsampled",
+        "The policy did not produce the token: it is behind the end of the turn, or the rollout gave it no log-prob, "
+        "or exactly 0 while training gives it a probability under 1e-3.",
+        "Set response_mask to 0 for tokens that were added later: end tokens, templates, tool output.",
+        _is_unsampled,
+    ),
+    Rule(
+        "advantage",
+        "Its advantage is over 5 times the median of the mini-batch (of the advantages that are not zero).",
+        "Look at the rewards of its group: clip outliers, and do not divide by the deviation of nearly equal rewards.",
+        _has_large_advantage,
+    ),
+    Rule(
+        "weight",
+        "Its weight in the loss is over 5 times the median of the mini-batch.",
+        "Use loss_agg_mode=token-mean, or filter out very short responses: a mean over sequences gives their tokens "
+        "large weights.",
+        _has_large_weight,
+    ),
+    Rule(
+        "kl",
+        "The KL loss's part of its coefficient is larger than the policy loss's.",
+        "Lower kl_loss_coef, or use a KL estimator with a smaller gradient far from the reference (kl_loss_type).",
+        _is_due_to_kl,
+    ),
+    Rule(
+        "token",
+        "Its ratio, to the old policy or to the rollout's, is over 2, under 1/2 or NaN.",
+        "Bring the precision of rollout and training together, train less off-policy, or clip or mask such ratios.",
+        _has_far_ratio,
+    ),
+    Rule(
+        "sequence",
+        "The geometric mean of the response's ratios is over 1.2, under 1/1.2 or NaN.",
+        "Do the same as for token, for whole responses: mask those whose mean ratio is far from 1.",
+        _has_far_sequence_ratio,
+    ),
+    Rule(
+        "unlikely",
+        "The policy gives it a probability under 0.05: a rare token is reinforced (if its coefficient is negative) or "
+        "suppressed.",
+        "Give rare tokens less weight, sample with top-p, or clip layers; look whether clip-higher or an entropy bonus "
+        "makes them frequent.",
+        _is_unlikely,
+    ),
+    Rule(
+        "layer",
+        "One layer carries over half of the squared norm.",
+        "Turn on LayerClip, and look at this layer's weights if it happens to all tokens.",
+        _has_a_layer,
+    ),
+)
+
+OTHER = Rule(
+    "other",
+    "None of the rules holds.",
+    "Look at its advantage and its text, and whether the threshold is too low for ordinary tokens.",
+    lambda culprit, medians: False,
+)
+
+SOURCES = {rule.name: rule for rule in (*RULES, OTHER)}

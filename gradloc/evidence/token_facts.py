@@ -3,9 +3,10 @@
 """Facts about a culprit token: probabilities, ratios, KL estimates and text."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # A log-prob that differs from the rollout's by more than this is misaligned.
@@ -21,7 +22,7 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
     Args:
         tokens (Mapping[str, Tensor]): Tensors of shape (rows, response length): `response_mask`, `token_id`, `weight`,
             `coefficient`, `log_prob`, and if available `advantage`, `old_log_prob`, `ref_log_prob`, `entropy`,
-            `rollout_log_prob`.
+            `rollout_log_prob`, `kl_coefficient` (the KL loss's part of `coefficient`) and `behind_end`.
         row (int): The row in them.
         position (int): The index in the response.
 
@@ -42,17 +43,47 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
 
     old, rollout = difference("old_log_prob"), difference("rollout_log_prob")
     reference = rollout if rollout is not None else old
+    behind_end = value("behind_end")
     names = ("advantage", "log_prob", "old_log_prob", "ref_log_prob", "entropy", "rollout_log_prob")
     return {
         "token_id": int(tokens["token_id"][row, position]),
         "weight": value("weight"),
         "coefficient": value("coefficient"),
         **{name: value(name) for name in names},
+        "kl_coefficient": value("kl_coefficient"),
+        "behind_end": None if behind_end is None else bool(behind_end),
         "ratio": _ratio(value("log_prob"), value("old_log_prob")),
         "rollout_ratio": _ratio(value("log_prob"), value("rollout_log_prob")),
         "sequence_ratio": None if reference is None else _exp(float(reference.mean())),
         "misaligned_share": None if rollout is None else float(off_the_rollout(rollout).double().mean()),
     }
+
+
+def find_behind_end(token_id: Tensor, response_mask: Tensor, end_tokens: Collection[int]) -> Tensor:
+    """Which tokens the response mask includes although the turn has ended before them.
+
+    A turn is a run of tokens with response_mask 1. Between turns, tool output has response_mask 0. The rollout stops at
+    an end token, so it has not sampled what follows one in the same run. No host sync.
+
+    Args:
+        token_id (Tensor): Shape (rows, response length).
+        response_mask (Tensor): Same shape.
+        end_tokens (Collection[int]): The ids at which the rollout stops.
+
+    Returns:
+        Tensor: bool, same shape.
+    """
+    mask = response_mask.bool()
+    is_end = torch.zeros_like(mask)
+    for end_token in end_tokens:
+        is_end |= token_id == end_token
+    is_end &= mask
+    ends_before = is_end.cumsum(1) - is_end.long()
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    # How many end tokens there were before the turn.
+    ends_before_turn = torch.where(starts, ends_before, 0).cummax(1).values
+    return mask & (ends_before > ends_before_turn)
 
 
 def off_the_rollout(difference: Tensor) -> Tensor:

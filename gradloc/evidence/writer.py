@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Appends events to spikes.jsonl within size limits, and lists the files written."""
+"""Appends events to spikes.jsonl and steps to steps.jsonl within size limits, and lists the files written."""
 
 import json
 import logging
@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -20,6 +21,14 @@ EVENTS_PER_STEP = 16
 CULPRITS_WITH_TEXT = 16
 FILE_BYTES = 64 * 2**20
 TOTAL_BYTES = 2**30
+
+# The limits of `record_step`: some 200,000 steps.
+STEP_FILE_BYTES = 16 * 2**20
+STEP_TOTAL_BYTES = 64 * 2**20
+
+# The metrics in steps.jsonl, without their prefix.
+STEP_FIGURES = ("threshold", "token_norm_max", "spike_margin", "ratio_max", "ratio_p999", "rollout_ratio_max")
+STEP_FIGURES += ("unlikely_share", "triggered")
 _TEXTS = ("prompt", "response", "response_tokens", "response_suspicion", "response_kl")
 
 
@@ -51,17 +60,31 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
         if (dropped := len(of_step) - EVENTS_PER_STEP) > 0:
             message = f"{dropped} more spikes are not written: {EVENTS_PER_STEP} in a step are the limit"
             lines.append(_note("rate_limit", step, dropped, message))
-    try:
-        os.makedirs(directory, exist_ok=True)
-        _append(directory, b"".join(lines), events)
-    except OSError as error:
-        path = os.path.join(directory, "spikes.jsonl")
-        logger.warning("%d gradient spike(s) could not be written to %s: %s", len(events), path, error)
+    first_step = events[0].get("global_step")
+    series = _Series(directory, "spikes", FILE_BYTES, TOTAL_BYTES)
+    series.append(b"".join(lines), f"{len(events)} gradient spike(s)", "events", first_step, len(events))
 
 
-def evidence_files(directory: str) -> list[str]:
-    """The files that `record_events` has written, oldest first."""
-    names = [f"spikes.{number}.jsonl" for number in _rotated(directory)] + ["spikes.jsonl"]
+def record_step(directory: str, global_step: int | None, figures: Mapping[str, float | None]) -> None:
+    """Appends one short line about a step to `<directory>/steps.jsonl`; its form is `STEP` in `schema`.
+
+    A disk error is logged as a warning, not raised. A file that would exceed 16 MiB is renamed to steps.1.jsonl and so
+    on. When all of them together would exceed 64 MiB, a note is written, and no more steps.
+
+    Args:
+        directory (str): Created if it does not exist. Files of an earlier run are continued.
+        global_step (int, optional): The trainer's step.
+        figures (Mapping): `STEP_FIGURES` by name; those that are missing are written as null.
+    """
+    line = {"schema": SCHEMA, "time": _now(), "global_step": global_step}
+    line |= {name: figures.get(name) for name in STEP_FIGURES}
+    series = _Series(directory, "steps", STEP_FILE_BYTES, STEP_TOTAL_BYTES)
+    series.append(_line(line), f"the figures of step {global_step}", "steps", global_step, 1)
+
+
+def evidence_files(directory: str, name: str = "spikes") -> list[str]:
+    """The files that `record_events` has written, or with the name "steps" `record_step`; oldest first."""
+    names = [f"{name}.{number}.jsonl" for number in _rotated(directory, name)] + [f"{name}.jsonl"]
     return [path for name in names if os.path.isfile(path := os.path.join(directory, name))]
 
 
@@ -80,30 +103,69 @@ def jsonable(value: Any) -> Any:
     return str(value)
 
 
-def _rotated(directory: str) -> list[int]:
+def _rotated(directory: str, name: str) -> list[int]:
     """The numbers of the renamed (full) files, in order."""
-    names = (re.fullmatch(r"spikes\.([1-9]\d*)\.jsonl", name) for name in os.listdir(directory))
-    return sorted(int(name[1]) for name in names if name)
+    matches = (re.fullmatch(rf"{name}\.([1-9]\d*)\.jsonl", found) for found in os.listdir(directory))
+    return sorted(int(match[1]) for match in matches if match)
 
 
-def _append(directory: str, data: bytes, events: Sequence[Mapping[str, Any]]) -> None:
-    path = os.path.join(directory, "spikes.jsonl")
-    files = evidence_files(directory)
-    size = os.path.getsize(path) if path in files else 0
-    last_line = _last_line(path) if size else b"\n"
-    if sum(map(os.path.getsize, files)) + len(data) > TOTAL_BYTES:
-        message = f"events are not written from here on: the files have reached {TOTAL_BYTES} bytes; move some away"
-        logger.warning("%d gradient spike(s) left out of %s: %s", len(events), directory, message)
-        if b'"note": "size_limit"' in last_line:
-            return
-        data = _note("size_limit", events[0].get("global_step"), len(events), message)
-    elif size and size + len(data) > FILE_BYTES:
-        os.rename(path, os.path.join(directory, f"spikes.{max(_rotated(directory), default=0) + 1}.jsonl"))
-        last_line = b"\n"
-    # A killed run may have left an incomplete line: end it, so that the next event starts on a new line.
-    line_break = b"" if last_line.endswith(b"\n") else b"\n"
-    with open(path, "ab") as file:
-        file.write(line_break + data)
+@dataclass(frozen=True)
+class _Series:
+    """A file of lines, `<directory>/<name>.jsonl`, and the full ones before it.
+
+    Args:
+        directory (str): Where they are.
+        name (str): "spikes" or "steps".
+        file_bytes (int): At this size a file is renamed.
+        total_bytes (int): At this size of all files together, nothing more is written.
+    """
+
+    directory: str
+    name: str
+    file_bytes: int
+    total_bytes: int
+
+    def append(self, data: bytes, what: str, kind: str, step: Any, count: int) -> None:
+        """Appends lines. A disk error is logged as a warning, not raised.
+
+        Args:
+            data (bytes): The lines.
+            what (str): What they hold, for a warning.
+            kind (str): The plural of what a line holds, for a note.
+            step (Any): The first step of the lines, for a note.
+            count (int): The number of events or steps in them, for a note.
+        """
+        try:
+            os.makedirs(self.directory, exist_ok=True)
+            self._append(data, what, kind, step, count)
+        except OSError as error:
+            logger.warning("%s could not be written to %s: %s", what, self._path, error)
+
+    @property
+    def _path(self) -> str:
+        return os.path.join(self.directory, f"{self.name}.jsonl")
+
+    def _append(self, data: bytes, what: str, kind: str, step: Any, count: int) -> None:
+        path = self._path
+        files = evidence_files(self.directory, self.name)
+        size = os.path.getsize(path) if path in files else 0
+        last_line = _last_line(path) if size else b"\n"
+        if sum(map(os.path.getsize, files)) + len(data) > self.total_bytes:
+            message = (
+                f"{kind} are not written from here on: the files have reached {self.total_bytes} bytes; move some away"
+            )
+            logger.warning("%s left out of %s: %s", what, self.directory, message)
+            if b'"note": "size_limit"' in last_line:
+                return
+            data = _note("size_limit", step, count, message)
+        elif size and size + len(data) > self.file_bytes:
+            number = max(_rotated(self.directory, self.name), default=0) + 1
+            os.rename(path, os.path.join(self.directory, f"{self.name}.{number}.jsonl"))
+            last_line = b"\n"
+        # A killed run may have left an incomplete line: end it, so that the next event starts on a new line.
+        line_break = b"" if last_line.endswith(b"\n") else b"\n"
+        with open(path, "ab") as file:
+            file.write(line_break + data)
 
 
 def _last_line(path: str, most: int = 4096) -> bytes:
@@ -117,9 +179,12 @@ def _line(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(jsonable(value), allow_nan=False) + "\n").encode()
 
 
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat()
+
+
 def _note(kind: str, step: Any, count: int, message: str) -> bytes:
-    now = datetime.now(timezone.utc).isoformat()
-    note = {"schema": SCHEMA, "time": now, "global_step": step, "note": kind, "count": count, "message": message}
+    note = {"schema": SCHEMA, "time": _now(), "global_step": step, "note": kind, "count": count, "message": message}
     return _line(note)
 
 

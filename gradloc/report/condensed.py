@@ -13,7 +13,7 @@ PARTS = 20
 
 _EVENT_FIELDS: tuple[str, ...] = ("global_step", "epoch", "mini_batch", "trigger", "threshold", "global_norm")
 _EVENT_FIELDS += ("global_threshold", "passes", "action", "applied", "diagnosis", "seconds", "world_size", "error")
-_EVENT_FIELDS += ("until", "explained", "more_tokens")
+_EVENT_FIELDS += ("until", "explained", "more_tokens", "summary")
 _ROW_FIELDS: tuple[str, ...] = ("rank", "micro_batch", "row", "position", "token_id", "token", "context", "grad_norm")
 _ROW_FIELDS += ("threshold", "weight", "coefficient", "suspicion", "share", "advantage", "log_prob", "old_log_prob")
 _ROW_FIELDS += ("ratio", "ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "sequence_ratio")
@@ -30,8 +30,9 @@ def condensed_event(event: Mapping[str, Any], largest: Mapping[str, Any] | None)
         largest (Mapping, optional): Its largest culprit.
 
     Returns:
-        dict: The event with new fields: `size` (the largest culprit's norm, or without a culprit the largest
-            token-equivalent norm), `explanation`, `ended_early`, `open_tokens`, `culprits_in_all`, `diffuse_in_all`.
+        dict: The event with new fields: `level` (the token-equivalent norm that triggered it), `size` (the largest
+            culprit's norm, or without a culprit the largest token-equivalent norm), `explanation`, `ended_early`,
+            `open_tokens`, `culprits_in_all`, `diffuse_in_all`.
     """
     ordinary = event["ordinary_layer_norms"]
     units = [_without(unit, "layer_norms", "rest") for unit in event["units"]]
@@ -47,6 +48,7 @@ def condensed_event(event: Mapping[str, Any], largest: Mapping[str, Any] | None)
         "culprits_in_all": len(event["culprits"]),
         "ended_early": ended_early(event),
         "explanation": explanation(event),
+        "level": trigger,
         "size": max(map(severity, norms)),
         "diffuse": [_part(part) for part in parts[:PARTS]],
         "diffuse_in_all": len(parts),
@@ -56,7 +58,9 @@ def condensed_event(event: Mapping[str, Any], largest: Mapping[str, Any] | None)
 def culprit_row(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> dict[str, Any]:
     """A culprit as one row of a table."""
     where = {name: event[name] for name in ("global_step", "epoch", "mini_batch")}
-    return where | {name: culprit.get(name) for name in _ROW_FIELDS}
+    # Events before version 3 have one source for each culprit.
+    sources = culprit.get("sources") or [culprit["source"]]
+    return where | {name: culprit.get(name) for name in _ROW_FIELDS} | {"sources": sources}
 
 
 def culprit_details(culprit: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the words in an event mean, in sentences for people."""
 
-# By `evidence.classify`.
-SOURCES = {
-    "token": "The token's importance ratio is far from 1: over 2 or under ½.",
-    "sequence": "The response as a whole has drifted: its mean ratio is over 1.2 or under 1/1.2.",
-    "layer": "The ratios are fine, but one layer carries over half of the squared norm.",
-    "nonfinite": "The token's gradient is NaN or infinite.",
-    "misaligned": "Most log-probs of the response differ from the rollout's by over a nat: a bug, not a spike.",
-    "other": "None of the rules holds.",
-}
+from ..evidence import sources
+
+# By source: the rule, and what to do.
+SOURCES = {name: rule.meaning for name, rule in sources.SOURCES.items()}
+ADVICE = {name: rule.advice for name, rule in sources.SOURCES.items()}
 
 # By `Investigation.diagnosis`: what it means, and what to look at.
 DIAGNOSES = {
@@ -35,4 +31,13 @@ NOT_APPLIED = {
     "log": "Training went on as usual.",
     "skip": "The step was left to the gradient scaler, which skips it after an overflow.",
     "drop": "No culprit's gradient could be taken out of the step: the step's gradient was left unchanged.",
+}
+
+# By the figure in steps.jsonl: its name on the page, and what it is.
+FIGURES = {
+    "spike_margin": ("token norm over threshold", "The largest token-equivalent norm over τ: 1 is the threshold."),
+    "ratio_max": ("largest ratio", "The largest importance ratio to the old policy."),
+    "ratio_p999": ("99.9% of ratios", "99.9% of the tokens' importance ratios are at most this."),
+    "rollout_ratio_max": ("largest ratio to the rollout", "How far apart training and rollout are on one token."),
+    "unlikely_share": ("unlikely tokens", "The share of tokens with a probability under 1e-3."),
 }

@@ -31,8 +31,11 @@ function linkCulpritsToEvents() {
 
 function start() {
   showTotals();
+  showDrills();
+  drawLevel();
   if (!events.length) {
-    hide(document.querySelectorAll("section"));
+    hide(document.querySelectorAll("section:not(#run)"));
+    addChartListeners();
     return;
   }
   fillEventList();
@@ -49,23 +52,28 @@ function start() {
   addPageListeners();
 }
 
-function addPageListeners() {
+function addChartListeners() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
+  addEventListener("beforeprint", () => setPrinted(true));
+  addEventListener("afterprint", () => setPrinted(false));
+}
+
+function addPageListeners() {
+  addChartListeners();
   // The labels of the layers depend on the width.
   let waiting;
   addEventListener("resize", () => {
     clearTimeout(waiting);
     waiting = setTimeout(() => current && showLayers(), 200);
   });
-  addEventListener("beforeprint", () => setPrinted(true));
-  addEventListener("afterprint", () => setPrinted(false));
   // The keyboard scrolls to what it moves to; the tip goes along.
   addEventListener("scroll", placeTip, { capture: true, passive: true });
   addEventListener("keydown", (press) => press.key === "Escape" && hideTip());
 }
 
 function drawCharts() {
-  drawTimeline();
+  drawLevel();
+  if (events.length) drawTimeline();
   if (current) showLayers();
 }
 
@@ -74,9 +82,8 @@ function setPrinted(on) {
   document.documentElement.classList.toggle("print", on);
   drawCharts();
   const size = on ? { width: 640 } : { width: null, autosize: true };
-  for (const chart of current && !get("layers").hidden ? ["timeline", "layers"] : ["timeline"]) {
-    Plotly.relayout(chart, size);
-  }
+  const charts = [data.level && "level", events.length && "timeline", current && !get("layers").hidden && "layers"];
+  for (const chart of charts.filter(Boolean)) Plotly.relayout(chart, size);
 }
 
 // Numbers and texts in words.
@@ -274,7 +281,10 @@ function title() {
 }
 
 function lead() {
-  if (!events.length) return ["No event is in this evidence: no micro-batch was over its threshold."];
+  if (!events.length) {
+    const where = data.level ? `in ${count(data.level.steps_in_all, "step")}` : "in this evidence";
+    return [`No spike is ${where}: no micro-batch was over its threshold.`];
+  }
   if (!culprits.length) return ["No single token was found to be over the threshold."];
   const worst = culprits[0];
   const many = `${count(totals.culprits, "token")} stand out in ${
@@ -322,6 +332,151 @@ function notes() {
   return messages;
 }
 
+// What was done on purpose: faults and drills.
+
+function showDrills() {
+  const { faults, drills } = data;
+  get("fault").hidden = !faults.length;
+  get("fault").textContent = `A fault was planted in this run on purpose: ${visible(faults.join(", "))}`;
+  get("drills").hidden = !drills.length;
+  get("drills").replaceChildren(...drills.map(makeDrill));
+}
+
+function makeDrill({ found, text, advice }) {
+  const steps = advice.map((sentence) => make("li", {}, visible(sentence)));
+  return make("li", { class: found ? "found" : "failed" }, text, steps.length ? make("ul", {}, steps) : null);
+}
+
+// The level: the token norm of every step against its threshold.
+
+function drawLevel() {
+  if (!data.level) return;
+  get("run").hidden = false;
+  const scale = levelScale();
+  get("level-hint").textContent = levelHint();
+  get("level").setAttribute("aria-label", levelLabel());
+  const traces = [levelTrace(scale), levelThresholdTrace(), ...levelMarks(scale)];
+  Plotly.react("level", traces, levelLayout(scale), chartOptions).then((chart) => {
+    chart.removeAllListeners("plotly_click");
+    chart.on("plotly_click", ({ points }) => selectPoint(points[0]));
+  });
+}
+
+function levelHint() {
+  const { steps, steps_in_all } = data.level;
+  const thinned = steps.length < steps_in_all
+    ? ` Of ${whole(steps_in_all)} steps, the lowest and the highest of every few are drawn.`
+    : "";
+  return "The largest token-equivalent norm of each step: the norm that a single token would need for it." + thinned +
+    (events.length ? " Select a spike to see it below." : "");
+}
+
+function levelLabel() {
+  const { steps, steps_in_all } = data.level;
+  return `Chart: the token norm of ${count(steps_in_all, "step")}, ${steps[0]} to ${steps.at(-1)}, ` +
+    `with ${count(events.length, "spike")} and ${count(data.drills.length, "drill")}.`;
+}
+
+// As in the timeline, norms that are not finite get a place above the others.
+function levelScale() {
+  const norms = data.level.norms.map(number);
+  const marks = [...events, ...data.drills].filter(hasStep).map(({ level }) => number(level));
+  const finite = [...norms, ...data.level.thresholds.map(number), ...marks].filter(isNorm);
+  const all = finite.length ? finite : [1];
+  const low = Math.min(...all) / 1.4;
+  const top = Math.max(...all) * Math.max(1.4, (Math.max(...all) / low) ** 0.06);
+  const endless = [...norms, ...marks].some((x) => x !== null && !Number.isFinite(x));
+  return {
+    low,
+    top,
+    ceiling: endless ? top * 1.4 : null,
+    end: endless ? top * 2 : top,
+    // A logarithm has no place for zero.
+    height: (norm) => Number.isFinite(norm) ? (norm > 0 ? norm : null) : top * 1.4,
+  };
+}
+
+function hasStep({ global_step }) {
+  return global_step !== null;
+}
+
+function levelTrace({ height }) {
+  const { steps, norms } = data.level;
+  return {
+    type: "scatter",
+    mode: steps.length < 60 ? "lines+markers" : "lines",
+    name: "token norm",
+    x: steps,
+    y: norms.map((norm) => norm === null ? null : height(number(norm))),
+    text: steps.map((step, i) => `step ${step}<br>token norm ${short(norms[i])}`),
+    hovertemplate: "%{text}<extra></extra>",
+    line: { color: styleOf("soft"), width: 1.25 },
+    marker: { size: 4, color: styleOf("soft") },
+  };
+}
+
+function levelThresholdTrace() {
+  const { steps, thresholds } = data.level;
+  return {
+    type: "scatter",
+    mode: steps.length > 1 ? "lines" : "lines+markers",
+    name: "threshold",
+    hoverinfo: "skip",
+    x: steps,
+    y: thresholds.map(number),
+    line: { color: styleOf("ink"), width: 1.25, dash: "4px,4px", shape: "hv" },
+  };
+}
+
+function levelMarks({ height }) {
+  const [found, failed] = [true, false].map((wanted) => data.drills.filter((drill) => drill.found === wanted));
+  const kinds = [
+    { name: "spike", marks: events, symbol: "circle", color: "accent", hover: spikeHover },
+    { name: "drill, found", marks: found, symbol: "diamond-open", color: "focus", hover: drillHover },
+    { name: "drill, FAILED", marks: failed, symbol: "x", color: "token", hover: drillHover },
+  ];
+  return kinds
+    .map((kind) => ({ ...kind, marks: kind.marks.filter(hasStep) }))
+    .filter(({ marks }) => marks.length)
+    .map(({ name, marks, symbol, color, hover }) => ({
+      type: "scatter",
+      mode: "markers",
+      name,
+      x: marks.map(({ global_step }) => global_step),
+      y: marks.map(({ level }) => height(number(level))),
+      customdata: marks.map(({ index }) => index === undefined ? null : { event: index }),
+      text: marks.map(hover),
+      hovertemplate: "%{text}<extra></extra>",
+      marker: { symbol, size: 10, color: styleOf(color), line: { width: symbol.endsWith("open") ? 2 : 1 } },
+    }));
+}
+
+function spikeHover(event) {
+  return `<b>spike</b> in step ${event.global_step}<br>token norm ${short(event.level)}, ` +
+    `${timesOrNotFinite(number(event.level) / number(event.threshold))} the threshold`;
+}
+
+function drillHover(drill) {
+  return withoutMarkup(drill.text);
+}
+
+function levelLayout({ low, top, ceiling, end }) {
+  const ticks = logTicks(low, top);
+  if (ceiling !== null) {
+    ticks.tickvals.push(ceiling);
+    ticks.ticktext.push("NaN, ∞");
+  }
+  return chartLayout({
+    xaxis: { title: { text: "step", standoff: 8 }, showgrid: false, tickformat: "d" },
+    yaxis: {
+      range: [Math.log10(low), Math.log10(end)],
+      title: { text: "token-equivalent norm", standoff: 8 },
+      ...ticks,
+    },
+    legend: { font: { size: 13, color: styleOf("ink") } },
+  });
+}
+
 // The timeline: every culprit by the norm of its own gradient.
 
 const symbols = {
@@ -330,6 +485,11 @@ const symbols = {
   layer: "diamond",
   nonfinite: "x",
   misaligned: "triangle-up",
+  unsampled: "star",
+  advantage: "hexagon",
+  weight: "pentagon",
+  kl: "cross",
+  unlikely: "triangle-down",
   other: "circle-open",
 };
 
@@ -607,11 +767,14 @@ function show(event, culprit) {
 function showSpike() {
   const event = currentEvent;
   get("spike").textContent = placeInWords(event);
+  get("summary").hidden = !event.summary;
+  get("summary").textContent = visible(event.summary ?? "");
   get("story").textContent = story(event);
   const diagnosis = make("b", {}, `Diagnosis: ${event.diagnosis}.`);
   get("diagnosis").replaceChildren(diagnosis, " " + data.diagnoses[event.diagnosis]);
   get("explanation").hidden = !event.explanation;
   get("explanation").textContent = event.explanation;
+  showBefore(event);
   showParts(event);
   showChips(event);
   get("culprit").hidden = current === null;
@@ -634,6 +797,75 @@ function story(event) {
   if (event.error) sentences.push(`It met an error: ${event.error.replace(/\.+$/, "")}.`);
   sentences.push((event.applied ? data.applied : data.not_applied)[event.action]);
   return sentences.join(" ");
+}
+
+// The steps before the spike: which early-warning figures left their range.
+function showBefore({ before, moved }) {
+  get("before").hidden = !before;
+  if (!before) return;
+  const earlier = before.steps.filter((step) => step < currentEvent.global_step);
+  get("before-title").textContent = `The ${count(earlier.length, "step")} before`;
+  get("moved").textContent = moved ?? "Fewer than 20 steps are known before these: too few to tell a usual range from.";
+  get("before-rows").replaceChildren(...before.figures.map((figure) => makeFigureRow(figure, before.steps)));
+}
+
+function makeFigureRow({ name, values, limits, lead }, steps) {
+  const [label, help] = data.figure_names[name];
+  const own = steps.at(-1) === currentEvent.global_step;
+  const earlier = values.slice(0, own ? -1 : undefined).map(number).filter((value) => value !== null);
+  const when = lead === null ? "–" : lead ? `${count(lead, "step")} before` : "in its own step";
+  return make(
+    "tr",
+    { class: lead === null ? null : "left-range" },
+    make("th", { scope: "row", title: help }, label, make("small", {}, name)),
+    make("td", {}, makeSparkline(name, values.map(number), limits.map(number))),
+    make("td", { class: "num" }, figureText(name, median(earlier))),
+    make("td", { class: "num" }, figureText(name, own ? values.at(-1) : null)),
+    make("td", {}, when),
+  );
+}
+
+function figureText(name, value) {
+  const x = number(value);
+  return name === "unlikely_share" && x !== null ? `${short((100 * x).toPrecision(3))} %` : short(x);
+}
+
+function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const middle = sorted.length >> 1;
+  return !sorted.length ? null : sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+}
+
+// A figure's values as a line, those out of their range as dots, and the end of the range as a dashed line. On a log
+// scale; of a ratio, its logarithm is what is shown.
+function makeSparkline(name, values, limits) {
+  const [width, height, margin] = [220, 40, 5];
+  const size = (value) => value === null ? null : name.includes("ratio") ? Math.log(Math.max(value, 1)) : value;
+  const logs = [...values, ...limits].map(size).filter(isNorm).map(Math.log10);
+  const [low, high] = logs.length ? [Math.min(...logs), Math.max(...logs)] : [0, 1];
+  const x = (i) => margin + (i * (width - 2 * margin)) / Math.max(values.length - 1, 1);
+  const y = (value) => {
+    const log = value > 0 ? Math.min(Math.max(Math.log10(value), low), high) : low;
+    return margin + (height - 2 * margin) * (high > low ? (high - log) / (high - low) : 0.5);
+  };
+  const points = (numbers) =>
+    numbers.map((value, i) => value === null ? null : `${x(i).toFixed(1)},${y(size(value)).toFixed(1)}`);
+  const isOut = (value, i) => value !== null && limits[i] !== null && value > limits[i];
+  const dots = values.map((value, i) => isOut(value, i) ? i : null).filter((i) => i !== null);
+  return makeSvg(
+    "svg",
+    { class: "spark", viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" },
+    makeSvg("polyline", { class: "limit", points: points(limits).filter(Boolean).join(" ") }),
+    makeSvg("polyline", { class: "line", points: points(values).filter(Boolean).join(" ") }),
+    ...dots.map((i) => makeSvg("circle", { cx: x(i).toFixed(1), cy: y(size(values[i])).toFixed(1), r: 3.5 })),
+  );
+}
+
+function makeSvg(tag, attributes, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
 }
 
 // The parts of a diffuse event.
@@ -692,9 +924,8 @@ function showCulprit() {
   get("head").replaceChildren(
     makeToken(current),
     make("span", { class: "norm" }, `gradient norm ${short(current.grad_norm)}${size}`),
-    makeBadge(current.source),
   );
-  get("why").textContent = data.source_rules[current.source];
+  get("why").replaceChildren(...current.sources.map(makeReason));
   showStrip();
   showLadder();
   showLayers();
@@ -702,6 +933,16 @@ function showCulprit() {
   showText("prompt", current.prompt);
   showText("response", current.response);
   showText("truth", current.ground_truth);
+}
+
+// A source with its rule and what to do.
+function makeReason(source) {
+  return make(
+    "li",
+    {},
+    makeBadge(source),
+    make("span", {}, data.source_rules[source], " ", make("b", {}, data.source_advice[source])),
+  );
 }
 
 function culpritFigures(culprit) {
@@ -1273,9 +1514,9 @@ function onRowKey(press) {
 
 function fillHelp() {
   const rules = Object.entries(data.source_rules);
-  get("help").append(
-    ...rules.flatMap(([source, rule]) => [make("dt", {}, makeBadge(source)), make("dd", {}, rule)]),
-  );
+  const entries = rules.map(([source, rule]) => [makeBadge(source), `${rule} ${data.source_advice[source]}`]);
+  if (data.level) entries.push(...Object.values(data.figure_names));
+  get("help").append(...entries.flatMap(([term, text]) => [make("dt", {}, term), make("dd", {}, text)]));
 }
 
 start();

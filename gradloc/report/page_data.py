@@ -9,8 +9,10 @@ from typing import Any
 
 from ..evidence.token_facts import window_start
 from . import reading
+from .before_spike import StepHistory, what_moved
 from .figures import rounded
-from .meanings import APPLIED, DIAGNOSES, NOT_APPLIED, SOURCES
+from .level import level
+from .meanings import ADVICE, APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, SOURCES
 from .summary import summarize
 
 # Longer texts lose their middle.
@@ -41,10 +43,15 @@ def page_data(evidence: reading.Evidence) -> dict[str, Any]:
     return {
         "top": evidence.top,
         "source_rules": SOURCES,
+        "source_advice": ADVICE,
+        "figure_names": FIGURES,
+        "faults": evidence.faults,
+        "drills": summary["drills"],
+        "level": level(evidence.steps, evidence.since),
         "diagnoses": DIAGNOSES,
         "applied": APPLIED,
         "not_applied": NOT_APPLIED,
-        "events": [evidence.events[index] for index in kept_events],
+        "events": _with_steps_before(evidence, kept_events),
         "culprits": rows,
         "strips": strips.found,
         "totals": {name: summary[name] for name in _TOTALS} | {"thresholds": [*thresholds[:1], *thresholds[-1:]]},
@@ -65,6 +72,29 @@ def _kept(evidence: reading.Evidence) -> tuple[dict[int, int], list[reading.Rank
     events = {index: on_page for on_page, index in enumerate(sorted(largest))}
     culprits = [*sorted(evidence.largest, reverse=True), *sorted(evidence.others, reverse=True)]
     return events, sorted([ranked for ranked in culprits if ranked[2] in events][: reading.PAGE_ROWS], reverse=True)
+
+
+def _with_steps_before(evidence: reading.Evidence, kept: Mapping[int, int]) -> list[dict[str, Any]]:
+    """The events that the page shows; the largest of them with the steps before them, as `before` and `moved`."""
+    events = [evidence.events[index] for index in kept]
+    history = StepHistory(evidence.steps)
+    largest = heapq.nlargest(evidence.top, range(len(events)), key=lambda index: events[index]["size"])
+    for index in largest if evidence.steps else ():
+        step = events[index]["global_step"]
+        before = None if step is None else history.before(step)
+        if before is not None:
+            events[index] = {**events[index], "before": _rounded_figures(before), "moved": what_moved(before)}
+    return events
+
+
+def _rounded_figures(before: Mapping[str, Any]) -> dict[str, Any]:
+    def short(values: list[float | None]) -> list[float | None]:
+        return [*rounded({str(index): value for index, value in enumerate(values)}).values()]
+
+    figures = [
+        {**figure, "values": short(figure["values"]), "limits": short(figure["limits"])} for figure in before["figures"]
+    ]
+    return {**before, "figures": figures}
 
 
 class _Strips:

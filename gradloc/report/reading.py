@@ -11,14 +11,15 @@ import heapq
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..evidence.schema import EVENT, EVENT_1, NOTE, conforms
-from ..evidence.writer import evidence_files
+from ..evidence.schema import EVENT, EVENT_1, EVENT_2, NOTE, STEP, conforms
+from ..evidence.writer import STEP_FIGURES, evidence_files
 from .condensed import condensed_event, culprit_details, culprit_row
-from .figures import severity
+from .drills import condensed_drill
+from .figures import number, severity
 
 # How many culprits keep their details by default.
 DETAILED = 500
@@ -37,7 +38,10 @@ class Evidence:
         path (str): The directory or file that it is from.
         top (int): How many culprits keep their texts and layers: the largest of each event, then others.
         since (int, optional): Events of earlier steps are left out.
-        events (list[dict]): In the order in which they were written, condensed.
+        events (list[dict]): The spikes in the order in which they were written, condensed; drills are no spikes.
+        drills (list[dict]): Likewise.
+        faults (list[str]): The names of faults that were planted in the run on purpose.
+        steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
         notes (list[dict]): Of what was left out of the files.
         skipped (int): Lines that are no event of a known version.
         sources (Counter): Of all culprits, kept or not.
@@ -50,6 +54,9 @@ class Evidence:
     top: int = DETAILED
     since: int | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
+    drills: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    steps: dict[int, dict[str, float | None]] = field(default_factory=dict)
     notes: list[dict[str, Any]] = field(default_factory=list)
     skipped: int = 0
     sources: Counter[str] = field(default_factory=Counter)
@@ -61,6 +68,12 @@ class Evidence:
 
     def add(self, event: dict[str, Any]) -> None:
         """Adds an event, and the fields of its culprits that may be shown."""
+        fault = event.get("fault")
+        if fault is not None and fault not in self.faults:
+            self.faults.append(fault)
+        if event.get("drill") is not None:
+            self.drills.append(condensed_drill(event))
+            return
         largest = max(event["culprits"], key=lambda culprit: severity(culprit["grad_norm"]), default=None)
         index, before = len(self.events), self.sources.total()
         self.events.append(condensed_event(event, largest))
@@ -81,54 +94,76 @@ class Evidence:
             if len(self._detailed) > self.top:
                 del heapq.heappop(self._detailed)[-1]["details"]
 
+    def add_step(self, step: dict[str, Any]) -> None:
+        """Adds a line of steps.jsonl; of a step with several lines, as a resumed run leaves them, the last counts."""
+        if step["global_step"] is not None:
+            figures = {name: step[name] for name in STEP_FIGURES}
+            self.steps[step["global_step"]] = {
+                name: None if value is None else number(value) for name, value in figures.items()
+            }
+
     def culprits(self) -> list[RankedCulprit]:
         """The culprits that are kept, largest first."""
         return sorted(self.largest + self.others, reverse=True)
 
 
 def read(path: str, since: int | None = None, top: int = DETAILED) -> Evidence:
-    """Reads a directory with evidence, or a file; `spikes.jsonl` stands for the older files beside it as well.
+    """Reads a directory with evidence, or a file; `spikes.jsonl` stands for the older files and the steps beside it.
 
     Args:
         path (str): The directory or file. A run's directory stands for the `bisect_dump` in it.
-        since (int, optional): Leave out events of earlier steps, and those without a step.
+        since (int, optional): Leave out events of earlier steps, and those without a step. The figures of earlier
+            steps are kept, for the ranges of later ones.
         top (int): See `Evidence`.
 
     Raises:
         OSError: There is no such file, no evidence in the directory, or it cannot be read.
     """
     found = Evidence(path, top, since)
-    for line, finished in _lines(path):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            found.skipped += finished
-            continue
-        is_event = conforms(entry, EVENT) or conforms(entry, EVENT_1)
+    events, steps = _files(path)
+    for entry in _entries(found, events):
+        is_event = any(conforms(entry, form) for form in (EVENT, EVENT_2, EVENT_1))
         if not is_event and not conforms(entry, NOTE):
             found.skipped += 1
         elif since is None or (entry["global_step"] is not None and entry["global_step"] >= since):
             found.add(entry) if is_event else found.notes.append(entry)
+    for entry in _entries(found, steps):
+        if conforms(entry, STEP):
+            found.add_step(entry)
+        elif conforms(entry, NOTE):
+            found.notes.append(entry)
+        else:
+            found.skipped += 1
     return found
 
 
-def _lines(path: str) -> Iterator[tuple[bytes, bool]]:
+def _entries(found: Evidence, files: Sequence[str]) -> Iterator[Any]:
+    """What the lines hold; lines that are malformed are counted as skipped."""
+    for line, finished in _lines(files):
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError):
+            found.skipped += finished
+
+
+def _lines(files: Sequence[str]) -> Iterator[tuple[bytes, bool]]:
     """All lines, and whether each is finished: the last one may still be being written."""
-    files = _files(path)
     for index, file in enumerate(files):
         with open(file, "rb") as lines:
             for line in lines:
                 yield line, line.endswith(b"\n") or index < len(files) - 1
 
 
-def _files(path: str) -> list[str]:
-    """The files that a path stands for, the oldest first."""
+def _files(path: str) -> tuple[list[str], list[str]]:
+    """The files that a path stands for, those with events and those with steps, each the oldest first."""
     if os.path.isdir(path):
-        nested = os.path.join(path, "bisect_dump")
-        files = evidence_files(path) or (evidence_files(nested) if os.path.isdir(nested) else [])
-        if not files:
-            raise FileNotFoundError(errno.ENOENT, "No spikes.jsonl, which a run makes with its first spike", path)
-        return files
+        for directory in (path, os.path.join(path, "bisect_dump")):
+            if os.path.isdir(directory):
+                events, steps = evidence_files(directory), evidence_files(directory, "steps")
+                if events or steps:
+                    return events, steps
+        raise FileNotFoundError(errno.ENOENT, "No steps.jsonl or spikes.jsonl, which spike_detection writes", path)
     if os.path.basename(path) == "spikes.jsonl":
-        return evidence_files(os.path.dirname(path) or ".") or [path]
-    return [path]
+        directory = os.path.dirname(path) or "."
+        return evidence_files(directory) or [path], evidence_files(directory, "steps")
+    return [path], []

@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .figures import excess, number, ranges, rounded
+from .before_spike import StepHistory, what_moved
+from .drills import drill_report, mini_batch_of
+from .figures import excess, number, ranges, rounded, severity
 from .reading import Evidence
 
-_EVENT_FIELDS = ("global_step", "epoch", "mini_batch", "diagnosis", "until", "explained", "more_tokens", "explanation")
+_EVENT_FIELDS = ("global_step", "epoch", "mini_batch", "diagnosis", "until", "explained", "more_tokens", "summary")
+_EVENT_FIELDS += ("explanation",)
 
 
 def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
@@ -23,9 +26,14 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
     ranked = evidence.culprits()
     events = evidence.events
     steps = [event["global_step"] for event in events if event["global_step"] is not None]
+    largest = heapq.nlargest(top, events, key=lambda event: event["size"])
+    history = StepHistory(evidence.steps)
     return {
         "path": evidence.path,
         "since": evidence.since,
+        "faults": evidence.faults,
+        "drills": drill_reports(evidence),
+        "steps": _steps(evidence),
         "events": len(events),
         "culprits": evidence.sources.total(),
         "first_step": min(steps, default=None),
@@ -35,8 +43,9 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "largest_grad_norm": number(ranked[0][-1]["grad_norm"]) if ranked else None,
         "diagnoses": dict(Counter(event["diagnosis"] for event in events).most_common()),
         "largest_events": [
-            {name: event[name] for name in _EVENT_FIELDS} | {"culprits": event["culprits_in_all"]}
-            for event in heapq.nlargest(top, events, key=lambda event: event["size"])
+            {name: event[name] for name in _EVENT_FIELDS}
+            | {"culprits": event["culprits_in_all"], "moved": moved_before(history, event)}
+            for event in largest
         ],
         "diffuse": _largest_parts(events, top),
         "sources": dict(evidence.sources.most_common()),
@@ -54,6 +63,39 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         ],
         "notes": _messages(evidence.notes),
         "skipped_lines": evidence.skipped,
+    }
+
+
+def drill_reports(evidence: Evidence) -> list[dict[str, Any]]:
+    """The drills in words."""
+    spikes = {mini_batch_of(event) for event in evidence.events}
+    return [drill_report(drill, spikes) for drill in evidence.drills]
+
+
+def moved_before(history: StepHistory, event: Mapping[str, Any]) -> str | None:
+    """The sentence on what moved before a spike; None where its steps are not known."""
+    return None if event["global_step"] is None else what_moved(history.before(event["global_step"]))
+
+
+def _steps(evidence: Evidence) -> dict[str, Any] | None:
+    """The steps with figures: how many, the last one's figures, and where the margin was highest; None without any."""
+    since = evidence.since
+    known = {step: figures for step, figures in evidence.steps.items() if since is None or step >= since}
+    if not known:
+        return None
+    margins = [
+        (severity(figures["spike_margin"]), step)
+        for step, figures in known.items()
+        if figures["spike_margin"] is not None
+    ]
+    margin, where = max(margins, default=(None, None))
+    return {
+        "count": len(known),
+        "first": min(known),
+        "last": max(known),
+        "last_figures": known[max(known)],
+        "highest_spike_margin": margin,
+        "highest_spike_margin_step": where,
     }
 
 

@@ -5,7 +5,7 @@
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .figures import count, number, percent, short, threshold_factor
-from .meanings import DIAGNOSES, NOT_APPLIED, SOURCES
+from .meanings import ADVICE, DIAGNOSES, NOT_APPLIED, SOURCES
 from .summary import token_name
 
 Summary = Mapping[str, Any]
@@ -26,9 +26,18 @@ def print_summary(summary: Summary) -> None:
     """Prints what `summarize` returns."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
     console.print()
+    for fault in summary["faults"]:
+        text = f"A fault was planted in this run on purpose: {visible(fault)}"
+        console.print(Text(text, style="bold red"))
+    for drill in summary["drills"]:
+        console.print(Text(drill["text"], style="green" if drill["found"] else "bold red"))
+        for advice in drill["advice"]:
+            console.print(Text(f"  {visible(advice)}", style="red"))
     if not summary["events"]:
         since = "" if summary["since"] is None else f" from step {summary['since']} on"
         console.print(f"No gradient spike in {visible(summary['path'])}{since}.", markup=False)
+        if summary["steps"] is not None:
+            console.print(Text(_run_level(summary["steps"]), style="dim"))
     else:
         _print_totals(console, summary)
         for table in _tables(console, summary):
@@ -73,9 +82,18 @@ def _print_totals(console: Console, summary: Summary) -> None:
 
 def _tables(console: Console, summary: Summary) -> Iterator[Table]:
     """The tables to show, in order."""
+    every = len(summary["largest_events"]) == summary["events"]
+    if summaries := [event for event in summary["largest_events"] if event["summary"]]:
+        title = "What happened" if every else "What happened in the largest spikes"
+        yield _sentences(title, ((event, event["summary"]) for event in summaries))
     yield _diagnoses(summary)
     if explained := [event for event in summary["largest_events"] if event["explanation"] is not None]:
-        yield _explanations(explained, every=len(explained) == summary["events"])
+        all_explained = len(explained) == summary["events"]
+        title = "What the culprits explain" if all_explained else "What the culprits of the largest spikes explain"
+        yield _sentences(title, ((event, event["explanation"]) for event in explained))
+    if moved := [event for event in summary["largest_events"] if event["moved"] is not None]:
+        title = "What moved before" + (" the spike" if every else " the largest spikes")
+        yield _sentences(title, ((event, event["moved"]) for event in moved))
     if summary["diffuse"]:
         yield _diffuse_parts(summary["diffuse"])
     if summary["culprits"]:
@@ -97,12 +115,13 @@ def _diagnoses(summary: Summary) -> Table:
     return table
 
 
-def _explanations(events: Sequence[Mapping[str, Any]], every: bool) -> Table:
-    table = _titled("What the culprits explain" if every else "What the culprits of the largest spikes explain")
+def _sentences(title: str, sentences: Iterable[tuple[Mapping[str, Any], str]]) -> Table:
+    """A sentence for each of some events."""
+    table = _titled(title)
     table.add_column("step", justify="right")
     table.add_column("")
-    for event in events:
-        table.add_row(_step(event), event["explanation"])
+    for event, sentence in sentences:
+        table.add_row(_step(event), Text(visible(sentence)))
     return table
 
 
@@ -134,9 +153,10 @@ def _sources(summary: Summary) -> Table:
     table.add_column("source", style="bold")
     table.add_column("culprits", justify="right")
     table.add_column("share", justify="right")
-    table.add_column("rule", style="dim")
+    table.add_column("rule, and what to do", style="dim")
     for source, culprits in summary["sources"].items():
-        table.add_row(source, str(culprits), f"{culprits / summary['culprits']:.0%}", SOURCES[source])
+        rule = f"{SOURCES[source]}\n{ADVICE[source]}"
+        table.add_row(source, str(culprits), f"{culprits / summary['culprits']:.0%}", rule)
     return table
 
 
@@ -167,6 +187,14 @@ def _culprits(summary: Summary, width: int) -> Table:
             row["source"],
         )
     return table
+
+
+def _run_level(steps: Mapping[str, Any]) -> str:
+    facts = [f"{count(steps['count'], 'step')}, {steps['first']} to {steps['last']}"]
+    if steps["highest_spike_margin"] is not None:
+        margin, step = short(steps["highest_spike_margin"]), steps["highest_spike_margin_step"]
+        facts.append(f"largest token norm over its threshold {margin}, in step {step}")
+    return "   ".join(facts)
 
 
 def _context_around(culprit: Mapping[str, Any], before: int = 12) -> str:

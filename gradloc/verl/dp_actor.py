@@ -14,9 +14,10 @@ from torch import Tensor
 from verl.utils.device import get_device_id
 from verl.utils.py_functional import append_to_dict
 
+from ..evidence.token_facts import find_behind_end
 from ..layers.layer_clip import LayerClip
 from ..monitor import GradLoc
-from .loss_weights import loss_weights
+from .loss_weights import kl_coefficients, loss_weights
 from .rows import forward_inputs, select_rows
 
 if TYPE_CHECKING:
@@ -119,14 +120,29 @@ def observe(
     """
     if actor.gradloc is None:
         return
-    weight = loss_weights(actor.config, model_inputs["response_mask"], log_prob, old_log_prob)
+    mask = model_inputs["response_mask"]
+    facts = {name: model_inputs[key] for name, key in _EVIDENCE_KEYS.items() if key in model_inputs}
+    if actor.config.use_kl_loss:
+        kl = kl_coefficients(actor.config, mask, log_prob, model_inputs["ref_log_prob"])
+        facts["kl_coefficient"] = kl * loss_scale_factor
+    if ends := end_tokens(actor.actor_module):
+        facts["behind_end"] = find_behind_end(model_inputs["responses"], mask, ends)
     actor.gradloc.observe(
         log_prob=log_prob,
         entropy=entropy,
-        weight=weight * loss_scale_factor,
+        weight=loss_weights(actor.config, mask, log_prob, old_log_prob) * loss_scale_factor,
         old_log_prob=old_log_prob,
-        **{name: model_inputs[key] for name, key in _EVIDENCE_KEYS.items() if key in model_inputs},
+        **facts,
     )
+
+
+def end_tokens(module: Any) -> set[int]:
+    """The ids at which a rollout of this model stops, by its generation_config and its config."""
+    ends: set[int] = set()
+    for config in (getattr(module, "generation_config", None), getattr(module, "config", None)):
+        found = getattr(config, "eos_token_id", None)
+        ends.update([found] if isinstance(found, int) else found or ())
+    return ends
 
 
 def end_pass(actor: "DataParallelPPOActor") -> None:

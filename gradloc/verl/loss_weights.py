@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""How much each token counts in verl's policy losses."""
+"""How much each token counts in verl's losses."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
 from ..measure.token_weights import token_weights
@@ -61,3 +61,26 @@ def loss_weights(config: Any, response_mask: Tensor, log_prob: Tensor, old_log_p
         # Of a rejected token, these terms remain.
         weight = torch.where(accepted.bool(), weight, weights(response_mask))
     return weight
+
+
+def kl_coefficients(config: Any, response_mask: Tensor, log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """The derivative of the KL loss with respect to each log-prob, gradient accumulation left out.
+
+    It comes from verl's own KL loss by autograd, so it is exact for every kl_loss_type, including the straight-through
+    ones (k1+, k3+), whose derivative is not that of their value.
+
+    Args:
+        config (ActorConfig): verl's configuration of the actor.
+        response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
+        log_prob (Tensor): The log-probs that the loss is computed from, same shape.
+        ref_log_prob (Tensor): Those of the reference policy, same shape.
+
+    Returns:
+        Tensor: Same shape.
+    """
+    penalty: Any = kl_penalty  # annotated for FloatTensor, which type checkers do not take a Tensor for
+    with torch.enable_grad():
+        x = log_prob.detach().requires_grad_()
+        estimate = penalty(logprob=x, ref_logprob=ref_log_prob, kl_penalty=config.kl_loss_type)
+        loss = agg_loss(loss_mat=estimate, loss_mask=response_mask, loss_agg_mode=config.loss_agg_mode)
+        return torch.autograd.grad(loss * config.kl_loss_coef, x)[0]

@@ -1,12 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's part of the evidence: what only the driver knows of a culprit's sample."""
+"""The trainer's part of the evidence: what only the driver knows of a culprit's sample, and a line for each step."""
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..evidence.in_words import describe
 from ..evidence.token_facts import text_evidence
-from ..evidence.writer import record_events
+from ..evidence.writer import STEP_FIGURES, record_events, record_step
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -15,17 +17,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def record_update(events: list[dict[str, Any]], batch: "DataProto", config: Any, tokenizer: Any) -> None:
-    """Adds texts, rewards and ids to the culprits of an update, and writes the evidence. Never raises for a culprit.
+def record_update(update: dict[str, Any], batch: "DataProto", config: Any, tokenizer: Any) -> None:
+    """Adds texts, rewards and ids to the culprits of an update, sums up its events, and writes the evidence.
+
+    Never raises for a culprit.
 
     Args:
-        events (list[dict]): The actor's events; none in an update without a spike.
+        update (dict): The `meta_info` of the actor's output. Its events are taken out of it; its metrics are read. It
+            has neither where detection is off.
         batch (DataProto): The batch of the update, its rows as dispatched to the workers.
         config (DictConfig): verl's `actor_rollout_ref`.
         tokenizer (PreTrainedTokenizer): The actor's.
     """
-    if not events:
-        return
+    events = update.pop("gradloc_events", [])
+    figures = _step_figures(update.get("metrics", {}))
+    if figures:
+        record_step(config.actor.bisect_dump_dir, batch.meta_info.get("global_steps"), figures)
     for event in events:
         # The dispatch gives every rank an equal run of rows, and the actor cuts that into mini-batches.
         rows_per_rank = len(batch) // event["world_size"]
@@ -36,7 +43,23 @@ def record_update(events: list[dict[str, Any]], batch: "DataProto", config: Any,
                 culprit.update(_describe(batch[row], culprit["position"], tokenizer))
             except Exception:
                 logger.warning("a culprit of a gradient spike is written without its text", exc_info=True)
+        try:
+            event["summary"] = describe(event)
+            what = "Gradient spike" if event.get("drill") is None else "Spike drill"
+            logger.warning("%s in step %s: %s", what, event["global_step"], event["summary"])
+        except Exception:
+            logger.warning("a gradient spike is written without the trainer's part of its summary", exc_info=True)
     record_events(config.actor.bisect_dump_dir, events)
+
+
+def _step_figures(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of `record_step`, from the metrics of all workers: each has a list of the workers' equal values."""
+    figures = {}
+    for name in STEP_FIGURES:
+        values = metrics.get(f"actor/gradloc/{name}")
+        if values is not None:
+            figures[name] = values[0] if isinstance(values, (list, tuple)) else values
+    return figures
 
 
 def _describe(sample: "DataProtoItem", position: int, tokenizer: Any) -> dict[str, Any]:

@@ -185,6 +185,8 @@ class Unit:
     each: list[Token] = dataclasses.field(default_factory=list)
     # How far the sum of the tokens' gradients is from the gradient of the unit, relative to the latter.
     residual: float = 0.0
+    # Of the tokens with a weight: the log-probs of training, of the old policy and, if there are any, of the rollout.
+    log_probs: list[list[float]] = dataclasses.field(default_factory=list)
 
     @property
     def key(self) -> tuple[int, int, int, int]:
@@ -586,6 +588,10 @@ def measure_unit(
         of_loss = token_weights(case, accepted, factor)
         weights = torch.where(accepted.bool() | (not case.kl), of_loss, weights)
         unit.weight = weights.square().sum().sqrt().item()
+    counted = (mask * weights) != 0
+    old = log_prob if case.on_policy else rows["old_log_probs"]
+    known = [log_prob, old, *([rows["rollout_log_probs"]] if case.rollout else [])]
+    unit.log_probs = [values[counted].tolist() for values in known]
 
     def loss(log_prob: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         value, _ = get_policy_loss_fn(case.loss_mode)(

@@ -12,13 +12,16 @@ import sys
 from typing import Any
 
 from gradloc import record_events
+from gradloc.evidence.in_words import describe
 from gradloc.evidence.schema import SCHEMA
 from gradloc.evidence.sources import classify
+from gradloc.evidence.writer import record_step
 from gradloc.version import __version__
 
 LAYERS = ["embed_tokens", *(f"layers.{i}" for i in range(30)), "norm"]
 THRESHOLD = 640.0
 TOKENS = 160  # in a unit; a mini-batch has 24 of them
+MEDIANS = {"median_advantage": 1.3, "median_weight": 1 / (TOKENS * 24)}
 
 
 def pieces(text: str) -> list[str]:
@@ -38,7 +41,7 @@ def answer(numbers: list[int], random: random.Random) -> str:
 def culprit(position: int, tokens: list[str], norm: float, random: random.Random, **changes: Any) -> dict[str, Any]:
     """A culprit whose figures fit together; layer_norms are those of a layer in the middle and of all others."""
     weight = 1 / (TOKENS * 24)
-    log_prob = changes.pop("log_prob", -random.uniform(2, 9))
+    log_prob = changes.pop("log_prob", -random.uniform(0.3, 2.9))
     old_log_prob = changes.pop("old_log_prob", log_prob - random.gauss(0, 0.05))
     rollout_log_prob = changes.pop("rollout_log_prob", old_log_prob + random.gauss(0, 0.05))
     advantage = changes.pop("advantage", random.choice([-1.0, 1.0]) * random.uniform(0.4, 2.2))
@@ -63,6 +66,8 @@ def culprit(position: int, tokens: list[str], norm: float, random: random.Random
         "token_id": sum(map(ord, tokens[position])) * 7 % 49152,
         "weight": weight,
         "coefficient": -weight * advantage * ratio,
+        "kl_coefficient": None,
+        "behind_end": False,
         "advantage": advantage,
         "log_prob": log_prob,
         "old_log_prob": old_log_prob,
@@ -90,7 +95,8 @@ def culprit(position: int, tokens: list[str], norm: float, random: random.Random
         "uid": f"{random.getrandbits(64):016x}",
         **changes,
     }
-    return {**found, "source": classify(found)}
+    sources = classify(found, MEDIANS)
+    return {**found, "source": sources[0], "sources": sources}
 
 
 def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **changes: Any) -> dict[str, Any]:
@@ -128,9 +134,10 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
     norm = units[0]["norm"] if units else 30.0
     if any(not math.isfinite(c["grad_norm"]) for c in culprits):
         norm = math.nan
-    return {
+    found = {
         "schema": SCHEMA,
         "gradloc_version": __version__,
+        "drill": None,
         "time": f"2026-03-0{1 + step // 1440 % 9}T{step // 60 % 24:02d}:{step % 60:02d}:00+00:00",
         "global_step": step,
         "epoch": 0,
@@ -157,8 +164,10 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
         "world_size": 4,
         "loss_scale": 1.0,
         "error": None,
+        **MEDIANS,
         **changes,
     }
+    return {**found, "summary": describe(found)}
 
 
 def without_culprits(step: int, diagnosis: str, random: random.Random, **changes: Any) -> dict[str, Any]:
@@ -182,9 +191,17 @@ def without_culprits(step: int, diagnosis: str, random: random.Random, **changes
     return {**found, "trigger": {**found["trigger"], "norm": norm}}
 
 
+def version_2(found: dict[str, Any]) -> dict[str, Any]:
+    """The event as the second version of the schema has it."""
+    new = ("sources", "kl_coefficient", "behind_end")
+    culprits = [{name: c[name] for name in c if name not in new} for c in found["culprits"]]
+    new = ("summary", "median_advantage", "median_weight", "drill", "fault")
+    return {**{name: found[name] for name in found if name not in new}, "schema": 2, "culprits": culprits}
+
+
 def version_1(found: dict[str, Any]) -> dict[str, Any]:
     """The event as the first version of the schema has it."""
-    found = {**found, "schema": 1}
+    found = {**version_2(found), "schema": 1}
     for name in ("gradloc_version", "until", "explained", "more_tokens"):
         del found[name]
     found["units"] = [{name: unit[name] for name in unit if name != "rest"} for unit in found["units"]]
@@ -213,7 +230,7 @@ def samples(count: int, seed: int = 1) -> list[dict[str, Any]]:
             # Alone in its unit, a token must be sqrt(n) times over its threshold to lift the unit over its own.
             factor = math.sqrt(TOKENS) if alone else 1
             norm = THRESHOLD * factor * (1.05 + generator.expovariate(1.2) ** 2 * (1 + 3 * i / count))
-            kind = generator.choices(["token", "layer", "sequence", "other", "nan"], [45, 30, 12, 10, 1])[0]
+            kind = generator.choices(["token", "layer", "sequence", "unlikely", "nan"], [45, 30, 12, 10, 1])[0]
             changes: dict[str, Any] = {**unit, "row": 4 * unit["micro_batch"] + generator.randrange(4)}
             if kind == "token":
                 log_prob = -generator.uniform(2, 6)
@@ -222,6 +239,8 @@ def samples(count: int, seed: int = 1) -> list[dict[str, Any]]:
                 changes |= {"share_of_layer": generator.uniform(0.55, 0.95)}
             elif kind == "sequence":
                 changes |= {"sequence_ratio": generator.uniform(1.25, 1.7)}
+            elif kind == "unlikely":
+                changes |= {"log_prob": -generator.uniform(4, 9)}
             elif kind == "nan":
                 norm = math.nan
             found.append(culprit(position, tokens, norm, generator, **changes))
@@ -234,6 +253,49 @@ def samples(count: int, seed: int = 1) -> list[dict[str, Any]]:
     return events
 
 
+def drill(step: int, found: bool, random: random.Random, **changes: Any) -> dict[str, Any]:
+    """The event of a drill."""
+    tokens = ["a", " b", " c"]
+    place = {"rank": 0, "row": 0, "position": 1}
+    made = event(step, [culprit(1, tokens, 5 * THRESHOLD, random)] if found else [], random, passes=1, mini_batch=0)
+    planted = {"planted": place, "found": found, "passes": 1}
+    return {**made, "seconds": 4.0, "drill": planted, **changes}
+
+
+def step_figures(events: list[dict[str, Any]], last: int, seed: int = 1) -> dict[int, dict[str, float | None]]:
+    """The figures of every step of a run with these spikes: before every third of them, ratios move."""
+    generator = random.Random(seed)
+    spikes: dict[int, float] = {}
+    for found in events:
+        factor = found["trigger"]["norm"] / found["trigger"]["threshold"]
+        spikes[found["global_step"]] = max(factor, spikes.get(found["global_step"], 0.0))
+    warned = {step - lead: 1 + 8 / lead for step in sorted(spikes)[2::3] for lead in (6, 4, 3, 2, 1)}
+    steps: dict[int, dict[str, float | None]] = {}
+    for step in range(1, last + 1):
+        noise = [math.exp(generator.gauss(0, 0.25)) for _ in range(5)]
+        growth = warned.get(step, 1.0)
+        norm = THRESHOLD * spikes.get(step, 0.25 * noise[0])
+        steps[step] = {
+            "threshold": THRESHOLD,
+            "token_norm_max": norm,
+            "spike_margin": norm / THRESHOLD,
+            "ratio_max": math.exp(0.2 * noise[1] * (2 if step in spikes else 1)),
+            "ratio_p999": math.exp(0.04 * noise[2]),
+            "rollout_ratio_max": math.exp(0.3 * noise[3] * growth),
+            "unlikely_share": 0.004 * noise[4],
+            "triggered": sum(found["global_step"] == step for found in events),
+        }
+    return steps
+
+
+def write_run(directory: str, count: int) -> None:
+    """Evidence of a whole run: spikes, a drill in step 2, and a line for each step."""
+    events = samples(count)
+    for entry in [drill(2, True, random.Random(1)), *events]:
+        record_events(directory, [entry])
+    for step, figures in step_figures(events, events[-1]["global_step"] + 8).items():
+        record_step(directory, step, figures)
+
+
 if __name__ == "__main__":
-    for sample in samples(int(sys.argv[2]) if len(sys.argv) > 2 else 40):
-        record_events(sys.argv[1], [sample])
+    write_run(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 40)

@@ -17,10 +17,10 @@ import jsonschema
 import pytest
 from valid_events import valid_events
 
-from evidence_samples import culprit, event, samples, version_1, without_culprits
+from evidence_samples import culprit, event, samples, version_1, version_2, without_culprits
 from gradloc import record_events, report
 from gradloc.evidence import token_facts, writer
-from gradloc.evidence.schema import EVENT, EVENT_1, NOTE, conforms
+from gradloc.evidence.schema import EVENT, EVENT_1, EVENT_2, NOTE, conforms
 from gradloc.report import meanings, page, reading
 from gradloc.report.__main__ import main
 from gradloc.report.page_data import page_data as data_of_page
@@ -66,7 +66,7 @@ def real_events(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 
 
 def test_the_schemas_are_schemas() -> None:
-    for schema in (EVENT, EVENT_1, NOTE):
+    for schema in (EVENT, EVENT_1, EVENT_2, NOTE):
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
@@ -101,7 +101,12 @@ def test_samples_and_real_events_have_the_same_form(real_events: list[dict[str, 
     ("path", "value"),
     [
         (["schema"], 1),
-        (["schema"], 3),
+        (["schema"], 2),
+        (["schema"], 4),
+        (["drill"], {"found": True, "passes": 1}),
+        (["drill"], {"planted": {"rank": 0, "row": 1, "position": -1}, "found": True, "passes": 1}),
+        (["fault"], 7),
+        (["culprits", 0, "sources"], ["gremlins"]),
         (["until"], "bored"),
         (["explained"], "yes"),
         (["more_tokens"], -1),
@@ -141,14 +146,32 @@ def test_what_is_no_event_is_told_from_one_without_the_jsonschema_package(path: 
 
 @pytest.mark.parametrize("path", [["until"], ["explained"], ["more_tokens"], ["units", "rest"], ["diffuse", "share"]])
 def test_what_says_how_far_culprits_explain_a_spike_is_needed_since_version_2(path: list[str]) -> None:
-    sample = writer.jsonable(without_culprits(1, "diffuse", random.Random(1)))
+    sample = writer.jsonable(version_2(without_culprits(1, "diffuse", random.Random(1))))
     place = {"units": sample["units"][0], "diffuse": sample["diffuse"][0]["largest_tokens"][0]}.get(path[0], sample)
     del place[path[-1]]
     with pytest.raises(jsonschema.ValidationError, match=f"'{path[-1]}' is a required property"):
-        jsonschema.validate(sample, EVENT)
-    assert not conforms(sample, EVENT)
+        jsonschema.validate(sample, EVENT_2)
+    assert not conforms(sample, EVENT_2)
     jsonschema.validate({**sample, "schema": 1}, EVENT_1)
     assert conforms({**sample, "schema": 1}, EVENT_1)
+
+
+def test_all_sources_of_a_culprit_are_needed_since_version_3() -> None:
+    sample = writer.jsonable(spike())
+    del sample["culprits"][0]["sources"]
+    with pytest.raises(jsonschema.ValidationError, match="'sources' is a required property"):
+        jsonschema.validate(sample, EVENT)
+    assert not conforms(sample, EVENT)
+    old = writer.jsonable(version_2(spike()))
+    jsonschema.validate(old, EVENT_2)
+    assert conforms(old, EVENT_2)
+
+
+def test_a_drill_and_a_planted_fault_have_their_fields() -> None:
+    drill = {"planted": {"rank": 1, "row": 3, "position": 7}, "found": True, "passes": 2}
+    sample = {**writer.jsonable(spike()), "drill": drill, "fault": "bitflip"}
+    jsonschema.validate(sample, EVENT)
+    assert conforms(sample, EVENT)
 
 
 def test_events_from_before_the_version_was_written_are_still_read() -> None:
@@ -461,7 +484,9 @@ def test_a_sentence_says_whether_the_culprits_explain_the_spike(
         "global_step": 5,
         **{name: sample[name] for name in ("epoch", "mini_batch", "diagnosis", "until", "explained", "more_tokens")},
         "culprits": len(sample["culprits"]),
+        "summary": sample["summary"],
         "explanation": sentence,
+        "moved": None,
     }
     (shown,) = page_data(tmp_path)["events"]
     assert shown["explanation"] == sentence
@@ -512,10 +537,11 @@ def test_evidence_of_the_first_version_is_read(tmp_path: Path, run: Any) -> None
     assert "1 line skipped" in run()
 
 
-def test_both_versions_may_be_in_one_file(tmp_path: Path, run: Any) -> None:
-    (tmp_path / "spikes.jsonl").write_text(json.dumps(writer.jsonable(version_1(spike(1)))) + "\n")
-    found = json.loads(run("--json", events=[spike(2)]))["largest_events"]
-    assert {e["global_step"]: e["explained"] for e in found} == {1: None, 2: True}
+def test_all_versions_may_be_in_one_file(tmp_path: Path, run: Any) -> None:
+    old = [version_1(spike(1)), version_2(spike(2))]
+    (tmp_path / "spikes.jsonl").write_text("".join(json.dumps(writer.jsonable(e)) + "\n" for e in old))
+    found = json.loads(run("--json", events=[spike(3)]))["largest_events"]
+    assert {e["global_step"]: e["explained"] for e in found} == {1: None, 2: True, 3: True}
 
 
 def test_notes_of_the_file_are_told(run: Any) -> None:
@@ -563,7 +589,7 @@ def test_events_without_texts_steps_or_culprits_are_shown(tmp_path: Path, run: A
 
 def test_no_evidence_is_not_taken_for_no_spike(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"No spikes.jsonl, which a run makes with its first spike: {tmp_path}\n"
+    assert capsys.readouterr().err == f"No steps.jsonl or spikes.jsonl, which spike_detection writes: {tmp_path}\n"
     for nowhere in (tmp_path / "nowhere", tmp_path / "spikes.jsonl"):
         assert main([str(nowhere)]) == 2
         assert capsys.readouterr().err == f"No such file or directory: {nowhere}\n"

@@ -17,8 +17,9 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import browser
-from evidence_samples import culprit, event, samples, version_1, without_culprits
+from evidence_samples import culprit, drill, event, samples, step_figures, version_1, without_culprits
 from gradloc import record_events, report
+from gradloc.evidence.writer import record_step
 from gradloc.report import meanings
 
 HOSTILE = "<b>x</b></script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u202e"
@@ -445,3 +446,108 @@ def test_no_event_at_all(page: Page, tmp_path: Path) -> None:
     page.open(build(tmp_path, []))
     assert page.one("h1").text == "No gradient spike"
     assert not any(section.is_displayed() for section in page.all("section"))
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 40 spikes with its steps, a drill that succeeded and one that failed, and a planted fault."""
+    directory = tmp_path_factory.mktemp("run")
+    events = [{**found, "fault": "unsampled"} for found in samples(40)]
+    events[0] |= {"summary": "The culprit is <b>rare</b>."}
+    events[0]["culprits"][0] |= {"source": "unsampled", "sources": ["unsampled", "unlikely"]}
+    for step, figures in step_figures(events, events[-1]["global_step"] + 5).items():
+        record_step(str(directory), step, figures)
+    generator = random.Random(1)
+    drills = [drill(2, True, generator), drill(3, False, generator, error="rank 0: Oops")]
+    return build(directory, [*drills, *events])
+
+
+def test_what_was_done_on_purpose_comes_first(page: Page, whole_run: Path) -> None:
+    page.open(whole_run)
+    assert page.one("#fault").text == "A fault was planted in this run on purpose: unsampled"
+    assert page.one("#fault").location["y"] < page.one("h1").location["y"]
+    found, failed = (drill.text for drill in page.all("#drills > li"))
+    assert found == "Drill in step 2: the planted token was found, 1 extra pass, 4 s."
+    assert failed.startswith("Drill in step 3 FAILED") and failed.endswith("It met an error: rank 0: Oops.")
+    # Drills are no spikes.
+    assert page.one("h1").text.startswith("40 gradient spikes") and len(page.all("#event option")) == 40
+
+
+def test_the_level_over_the_run(page: Page, whole_run: Path) -> None:
+    page.open(whole_run)
+    script = "return document.getElementById('level').data.map(({name, x, y}) => [name, x, y])"
+    traces = {name: (x, y) for name, x, y in page.driver.execute_script(script)}
+    events = samples(40)
+    assert list(traces) == ["token norm", "threshold", "spike", "drill, found", "drill, FAILED"]
+    last = events[-1]["global_step"] + 5
+    assert traces["token norm"][0] == list(range(1, last + 1)) and set(traces["threshold"][1]) == {640}
+    assert traces["spike"][0] == [found["global_step"] for found in events]
+    assert traces["drill, found"][0] == [2] and traces["drill, FAILED"][0] == [3]
+    label = page.one("#level").get_attribute("aria-label")
+    assert label == f"Chart: the token norm of {last} steps, 1 to {last}, with 40 spikes and 2 drills."
+    mark = page.all("#level .scatterlayer .trace:nth-child(3) path.point")[7]
+    page.hover(mark)
+    text = page.wait(lambda: page.all("#level .hoverlayer .hovertext"))[0].text
+    assert f"step {events[7]['global_step']}" in text and "the threshold" in text
+    ActionChains(page.driver).click().perform()
+    page.wait(lambda: page.one("#spike").text.startswith(f"Step {events[7]['global_step']}"))
+
+
+def test_what_moved_before_a_spike(page: Page, whole_run: Path) -> None:
+    page.open(whole_run)
+    data = json.loads(page.driver.execute_script("return document.getElementById('data').textContent"))
+    index = next(i for i, entry in enumerate(data["events"]) if "before: rollout_ratio_max" in (entry["moved"] or ""))
+    Select(page.one("#event")).select_by_index(index)
+    assert page.one("#before-title").text == "The 20 steps before"
+    assert page.one("#moved").text == data["events"][index]["moved"]
+    rows = {row.find_element(By.TAG_NAME, "small").text: row for row in page.all("#before-rows tr")}
+    assert list(rows) == ["spike_margin", "ratio_max", "ratio_p999", "rollout_ratio_max", "unlikely_share"]
+    moved = rows["rollout_ratio_max"]
+    assert "steps before" in moved.text and moved.find_elements(By.CSS_SELECTOR, "svg circle")
+    points = moved.find_element(By.CSS_SELECTOR, ".line").get_attribute("points").split()
+    assert len(points) == 21
+
+
+def test_an_event_begins_with_its_summary_and_a_culprit_with_its_sources(page: Page, whole_run: Path) -> None:
+    page.open(whole_run)
+    Select(page.one("#event")).select_by_index(0)
+    assert page.one("#summary").text == "The culprit is <b>rare</b>."
+    assert page.one("#summary").location["y"] < page.one("#story").location["y"]
+    reasons = [row.text for row in page.all("#why li")]
+    assert [reason.split()[0] for reason in reasons] == ["unsampled", "unlikely"]
+    for name, reason in zip(("unsampled", "unlikely"), reasons, strict=True):
+        assert meanings.SOURCES[name] in reason and meanings.ADVICE[name] in reason
+    Select(page.one("#event")).select_by_index(1)
+    assert not page.one("#summary").is_displayed()
+
+
+def test_steps_without_a_spike_have_a_page(page: Page, tmp_path: Path) -> None:
+    for step in range(1, 30):
+        record_step(str(tmp_path), step, {"token_norm_max": 0.0 if step == 3 else 100.0 + step, "threshold": 640.0})
+    page.open(build(tmp_path, []))
+    assert page.one("h1").text == "No gradient spike" and "in 29 steps" in page.one("#lead").text
+    assert [section.get_attribute("id") for section in page.all("section") if section.is_displayed()] == ["run"]
+    assert page.one("#level").size["height"] > 50
+    page.scheme("dark")
+    page.wait(lambda: page.driver.execute_script("return document.getElementById('level').data.length") == 2)
+
+
+def luminance(color: str) -> float:
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(factor * c for factor, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_colours_of_all_sources_can_be_told_from_the_paper(page: Page, forty: Path, scheme: str) -> None:
+    page.scheme(scheme)
+    page.open(forty)
+    style = "return getComputedStyle(document.documentElement).getPropertyValue('--' + arguments[0]).trim()"
+    colors = {name: page.driver.execute_script(style, name) for name in meanings.SOURCES}
+    assert len(set(colors.values())) == len(meanings.SOURCES)
+    for ground in ("paper", "card"):
+        paper = luminance(page.driver.execute_script(style, ground))
+        for name, color in colors.items():
+            lighter, darker = max(paper, luminance(color)), min(paper, luminance(color))
+            # WCAG 2.1, 1.4.11: graphical objects need 3:1.
+            assert (lighter + 0.05) / (darker + 0.05) >= 3, (name, ground)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program behind run_experiment.sh, part by part: settings, quoting, set-up, processes."""
 
+import json
 import os
 import re
 import shlex
@@ -19,7 +20,19 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from tools.launcher import command, hydra, options, processes, set_up, settings, usage, values
+from tools.launcher import (
+    command,
+    faults,
+    hydra,
+    installer,
+    options,
+    outcome,
+    processes,
+    set_up,
+    settings,
+    usage,
+    values,
+)
 from tools.launcher.errors import Refused
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +104,7 @@ def test_the_documentation_shows_every_value() -> None:
 
 def test_help_lists_every_setting_with_its_defaults() -> None:
     text = usage.help_text(remedy=False, environment={"SLURM_JOB_NUM_NODES": "3"})
-    rows = {row.split()[0]: row.split() for row in text.partition("NAME   ")[2].splitlines()[1:]}
+    rows = {row.split()[0]: row.split() for row in text.partition("\n  NAME   ")[2].splitlines()[1:]}
     assert list(rows) == list(BY_NAME)
     assert rows["NNODES"][1:3] == ["3", "1"]
     assert rows["MICRO_BATCH_SIZE"][1:3] == ["-", "2"]
@@ -129,12 +142,70 @@ def test_patterns(pattern: values.Pattern, accepted: list[str], refused: list[st
         ({"BISECT_UNTIL": "tired"}, {}, "BISECT_UNTIL is 'tired': give explained or exhaustive"),
         ({"STRATEGY": "fsdp"}, {"profile": "embedded"}, "STRATEGY is 'fsdp': give fsdp2"),
         ({"SEED": "x"}, {}, "SEED is 'x': give a whole number of at least 1, 0 or null"),
+        (
+            {"SPIKE_DRILL_STEP": "9"},
+            {"profile": "embedded"},
+            "SPIKE_DRILL_STEP is 9, and the run ends with step 4",
+        ),
+        ({"SPIKE_DRILL_STEP": "1", "SPIKE_DETECTION": "False"}, {}, "SPIKE_DRILL_STEP is 1, and a drill needs GradLoc"),
+        ({"SPIKE_DETECTION": "false"}, {"drill": True}, "--drill is given, and a drill needs GradLoc"),
+        (
+            {},
+            {"profile": "embedded", "fault": "fire"},
+            "unknown fault fire: give unsampled, advantage, bitflip",
+        ),
         ({}, {"prepared": Path("/${x}"), "profile": "embedded"}, "MODEL_PATH is '/${x}/model': verl would resolve"),
     ],
 )
 def test_refused_settings(given: dict[str, str], changed: dict, sentence: str) -> None:
     with pytest.raises(Refused, match=re.escape(sentence)):
         resolve(given, **changed)
+
+
+@pytest.mark.parametrize(
+    ("given", "changed", "step"),
+    [
+        ({}, {}, "null"),
+        ({}, {"drill": True}, "2"),
+        ({"SPIKE_DRILL_STEP": "null"}, {"drill": True}, "2"),
+        ({"SPIKE_DRILL_STEP": "7"}, {"drill": True}, "7"),
+        ({"TOTAL_STEPS": "1"}, {"drill": True}, "1"),
+        ({}, {"profile": "embedded"}, "2"),
+        ({"TOTAL_STEPS": "1"}, {"profile": "embedded"}, "1"),
+        ({"SPIKE_DRILL_STEP": "null"}, {"profile": "embedded"}, "null"),
+        ({"SPIKE_DETECTION": "False"}, {"profile": "embedded"}, "null"),
+        ({}, {"profile": "embedded", "fault": "nan"}, "null"),
+        ({}, {"profile": "embedded", "fault": "nan", "drill": True}, "2"),
+        ({"SPIKE_DRILL_STEP": "1"}, {"profile": "embedded", "fault": "nan"}, "1"),
+    ],
+)
+def test_the_step_of_the_drill(given: dict[str, str], changed: dict, step: str) -> None:
+    assert resolve(given, **changed)["SPIKE_DRILL_STEP"] == step
+
+
+def test_a_fault_changes_defaults_only() -> None:
+    assert resolve(profile="embedded", fault="stale")["TOTAL_STEPS"] == faults.FAULTS["stale"].settings["TOTAL_STEPS"]
+    assert resolve({"TOTAL_STEPS": "9"}, profile="embedded", fault="stale")["TOTAL_STEPS"] == "9"
+
+
+DRILL = {"global_step": 2, "seconds": 4.2, "drill": {"planted": {}, "found": True, "passes": 1}}
+
+
+@pytest.mark.parametrize(
+    ("events", "verdict"),
+    [
+        ([DRILL], r"Drill in step 2: the planted token was found \(1 extra pass, 4 s\)"),
+        ([DRILL | {"drill": DRILL["drill"] | {"found": False, "passes": 7}}], r"NOT FOUND.*\(7 extra passes, 4 s\)"),
+        ([{"drill": None}], "LEFT NO EVIDENCE"),
+        ([], "LEFT NO EVIDENCE"),
+    ],
+)
+def test_the_verdict_of_the_drill(events: list[dict], verdict: str, tmp_path: Path) -> None:
+    (tmp_path / "spikes.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"cut')
+    found = outcome.Outcome.of(tmp_path)
+    assert re.search(verdict, found.verdict("2") or "")
+    assert found.verdict("null") is None
+    assert found.spikes == [event for event in events if not event["drill"]]
 
 
 def test_an_argument_wins_over_the_environment_and_that_over_the_default() -> None:
@@ -154,7 +225,7 @@ def test_the_evidence_may_be_given_as_a_directory_in_that_of_the_output() -> Non
 @pytest.mark.parametrize("value", ["explained", "exhaustive"])
 @pytest.mark.parametrize("profile", ["cluster", "embedded"])
 def test_where_a_search_ends_reaches_verl(profile: str, value: str) -> None:
-    overrides = command.overrides(profile, resolve({"BISECT_UNTIL": value}, profile=profile), "/ray")
+    overrides = command.overrides(profile, resolve({"BISECT_UNTIL": value}, profile=profile), "/ray", ROOT)
     assert f"actor_rollout_ref.actor.bisect_until={value}" in overrides
 
 
@@ -191,6 +262,7 @@ def project(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "embedded/requirements.txt").write_text("torch==2\n    # via verl\nverl==0.7.0\n")
+    (tmp_path / "embedded/requirements-uv.txt").write_text("uv==1\n")
     (tmp_path / "embedded/find_python.sh").symlink_to(ROOT / "embedded/find_python.sh")
     (tmp_path / "site/verl").mkdir(parents=True)
     python = tmp_path / "bin/python3.11"
@@ -203,19 +275,33 @@ case "$*" in
     *sysconfig*) echo {tmp_path}/site ;;
     "-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     *prepare.py*) mkdir "$2" ;;
+    *"config list") cat pip.conf ;;
+    *"install --quiet uv==1") cp "$0" "${{0%/*}}/uv" ;;
 esac
-case "$*" in *"$(cat failing 2>/dev/null || echo nothing)"*) exit 7 ;; esac
+if [ -s failing ]; then case "$(basename "$0") $*" in *"$(cat failing)"*) echo "failed: $*"; exit 7 ;; esac; fi
 """)
     python.chmod(0o755)
+    (tmp_path / "pip.conf").touch()
     return tmp_path
 
 
 def asked(project: Path) -> list[str]:
-    """What was asked of the stand-in since the last call, but for questions."""
+    """What was asked of the stand-ins since the last call, but for questions."""
     file = project / "asked"
     lines = file.read_text().splitlines() if file.exists() else []
     file.unlink(missing_ok=True)
-    return [line.removeprefix("-m ").replace(f"{project}/", "") for line in lines if not line.startswith(("-c", "-VV"))]
+    questions = ("-c", "-VV", "-m pip config list")
+    return [line.removeprefix("-m ").replace(f"{project}/", "") for line in lines if not line.startswith(questions)]
+
+
+# The second word of a line is uv's own, as no other program is asked for `pip install --no-config`.
+UV = "pip install --no-config --no-progress --python venv/bin/python --index-strategy unsafe-best-match"
+VENV = ["venv venv", "pip install --quiet uv==1"]
+INSTALLS = [f"{UV} -r embedded/requirements.txt", f"{UV} --no-deps -r embedded/requirements-no-deps.txt"]
+PATCHES = [f"{UV} --reinstall --link-mode copy --no-deps verl==0.7.0", "apply_patch.py --installed"]
+PIP = "pip install --progress-bar off"
+PIP_INSTALLS = [f"{PIP} -r embedded/requirements.txt", f"{PIP} --no-deps -r embedded/requirements-no-deps.txt"]
+PIP_PATCHES = [f"{PIP} --force-reinstall --no-deps verl==0.7.0", "apply_patch.py --installed"]
 
 
 def test_the_virtual_environment_is_made_once_and_patched_when_the_patch_changes(project: Path) -> None:
@@ -225,21 +311,75 @@ def test_the_virtual_environment_is_made_once_and_patched_when_the_patch_changes
         set_up.set_up_venv(project / "venv", project, environment)
         return asked(project)
 
-    installs = ["venv venv", "pip install --progress-bar off -r embedded/requirements.txt"]
-    installs += ["pip install --quiet --no-deps -r embedded/requirements-no-deps.txt"]
-    patches = ["pip install --quiet --no-deps --force-reinstall verl==0.7.0", "apply_patch.py --installed"]
-    assert made() == installs + patches
+    assert made() == VENV + INSTALLS + PATCHES
     assert not (project / "site/verl").exists()
     assert made() == []
     (project / "patches/0.7.0/gradloc.patch").write_text("another")
-    assert made() == patches
+    assert made() == PATCHES
     (project / "embedded/requirements-no-deps.txt").write_text("another")
-    assert made() == installs + patches
+    assert made() == VENV + INSTALLS + PATCHES
+
+
+def set_up_with(project: Path, failing: str = "", configured: str = "") -> list[str]:
+    (project / "failing").write_text(failing)
+    (project / "pip.conf").write_text(configured)
+    set_up.set_up_venv(project / "venv", project, {"PATH": f"{project}/bin:{os.environ['PATH']}"})
+    return asked(project)
+
+
+def test_pip_takes_the_place_of_uv_where_uv_cannot_be_had(project: Path, capfd: pytest.CaptureFixture) -> None:
+    assert set_up_with(project, failing="install --quiet uv") == VENV + PIP_INSTALLS + PIP_PATCHES
+    assert "failed: -m pip install --quiet uv==1" in (printed := capfd.readouterr().out)
+    assert "uv is not to be had here" in printed
+
+
+def test_pip_takes_the_place_of_uv_where_uv_fails(project: Path, capfd: pytest.CaptureFixture) -> None:
+    assert set_up_with(project, failing="uv pip install") == VENV + INSTALLS[:1] + PIP_INSTALLS + PIP_PATCHES
+    assert "uv failed; pip takes its place" in capfd.readouterr().out
+
+
+def test_pip_installs_where_uv_could_not_do_the_same(project: Path, capfd: pytest.CaptureFixture) -> None:
+    configured = "install.constraint='/c.txt'\n"
+    assert set_up_with(project, configured=configured) == VENV[:1] + PIP_INSTALLS + PIP_PATCHES
+    assert "pip is configured with constraint" in capfd.readouterr().out
+
+
+def test_uv_gets_pips_indexes(project: Path) -> None:
+    configured = "global.index-url='https://a/simple'\n:env:.extra-index-url='https://b/simple file:///c'\n"
+    uv = set_up_with(project, configured=configured)[2]
+    indexes = "--default-index https://a/simple --extra-index-url https://b/simple --extra-index-url file:///c"
+    assert uv == f"{UV} {indexes} -r embedded/requirements.txt"
+
+
+@pytest.mark.parametrize(
+    ("listed", "arguments", "environment"),
+    [
+        ("", [], {}),
+        ("global.index-url='a'\ninstall.index-url='b'\n", ["--default-index", "b"], {}),
+        ("install.index-url='b'\nglobal.index-url='a'\n:env:.index-url='c'\n", ["--default-index", "c"], {}),
+        ("global.find-links='a\\nb'\n", ["--find-links", "a", "--find-links", "b"], {}),
+        ("global.trusted-host='a'\n", ["--allow-insecure-host", "a"], {}),
+        (":env:.default-timeout='180'\nglobal.cert='/c'\n", [], {"UV_HTTP_TIMEOUT": "180", "SSL_CERT_FILE": "/c"}),
+        ("global.proxy='p'\n", [], {"HTTP_PROXY": "p", "HTTPS_PROXY": "p"}),
+        ("global.no-cache-dir='false'\nlist.format='columns'\ndownload.constraint='x'\n", [], {}),
+    ],
+)
+def test_pips_configuration_for_uv(listed: str, arguments: list[str], environment: dict[str, str]) -> None:
+    assert installer.translated(listed) == installer.ForUv(arguments, environment)
+
+
+@pytest.mark.parametrize(
+    "option", ["constraint", "no-binary", "only-binary", "pre", "require-hashes", "user", "no-index"]
+)
+def test_what_uv_might_do_otherwise_is_left_to_pip(option: str) -> None:
+    with pytest.raises(installer.NotForUv, match=option):
+        installer.translated(f"global.{option}='true'\n")
 
 
 def test_a_step_that_failed_is_done_again(project: Path) -> None:
     environment = {"PATH": f"{project}/bin:{os.environ['PATH']}"}
-    for failing in ("requirements.txt", "--no-deps -r", "--force-reinstall", "apply_patch"):
+    for failing in ("install --progress-bar off -r", "--no-deps -r", "--force-reinstall", "apply_patch"):
+        (project / "pip.conf").write_text("global.pre='true'")  # so that no other program is tried
         (project / "failing").write_text(failing)
         with pytest.raises(subprocess.CalledProcessError) as error:
             set_up.set_up_venv(project / "venv", project, environment)
@@ -248,6 +388,25 @@ def test_a_step_that_failed_is_done_again(project: Path) -> None:
     asked(project)
     set_up.set_up_venv(project / "venv", project, environment)
     assert asked(project)[-1] == "apply_patch.py --installed"
+
+
+def test_what_training_imports_is_compiled_once_for_a_patch(project: Path) -> None:
+    environment = {"PATH": f"{project}/bin:{os.environ['PATH']}"}
+    set_up.set_up_venv(project / "venv", project, environment)
+
+    def compiled() -> int:
+        (project / "asked").unlink(missing_ok=True)
+        with set_up.compiling(project / "venv", environment):
+            pass
+        file = project / "asked"
+        return file.read_text().count("import verl") if file.exists() else 0
+
+    (project / "failing").write_text("import verl")
+    assert compiled() == 1  # training tells what is wrong
+    (project / "failing").unlink()
+    assert [compiled(), compiled()] == [1, 0]
+    with pytest.raises(subprocess.CalledProcessError), set_up.compiling(project / "venv", environment):
+        raise subprocess.CalledProcessError(7, "prepare.py")
 
 
 def test_model_and_data_are_prepared_once(project: Path) -> None:

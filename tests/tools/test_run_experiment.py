@@ -78,7 +78,7 @@ def test_verl_accepts_the_configuration(recorder: Path, profile: list[str]) -> N
     config = composed(overrides_of(recorder, *profile, "NNODES=1"))
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert actor.spike_detection is True
-    assert actor.grad_norm_threshold == (640.0 if profile == ["--cluster"] else 90.0)
+    assert actor.grad_norm_threshold == (640.0 if profile == ["--cluster"] else 160.0)
     assert actor.bisect_dump_dir.endswith("/bisect_dump")
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     assert rollout.name == ("vllm" if profile == ["--cluster"] else "hf")
@@ -299,6 +299,11 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["--dry-run", "--python", "--remedy"], "--python needs the path of a Python"),
         (["--dry-run", "TRAIN_BATCH_SIZE="], "TRAIN_BATCH_SIZE is empty: give it a value, or leave it out"),
         (["--cluster", "--embedded"], "exclude each other"),
+        (["--embedded", "--fault"], "--fault needs the name of a fault after it: unsampled, advantage"),
+        (["--embedded", "--fault", "fire"], "unknown fault fire: give unsampled, advantage, bitflip, stale or nan"),
+        (["--cluster", "--fault", "nan"], "--fault belongs to --embedded"),
+        (["--embedded", "SPIKE_DRILL_STEP=5"], "SPIKE_DRILL_STEP is 5, and the run ends with step 4"),
+        (["--embedded", "--drill", "SPIKE_DETECTION=False"], "--drill is given, and a drill needs GradLoc"),
         (["--cluster", "--tiny"], "--tiny belongs to --embedded"),
         (["NNODES=two"], "NNODES is 'two': give a whole number"),
         (["--dry-run", "GPUS_PER_NODE=99999999999999999999"], "give a whole number from 1 to 999"),
@@ -409,6 +414,7 @@ def test_a_gpu_decides_the_profile(recorder: Path, tmp_path: Path, exit_code: in
     ("arguments", "told"),
     [
         ([], True),
+        (["--drill"], True),
         (["trainer.resume_mode=auto"], True),
         (["trainer.resume_mode=disable"], False),
         (["trainer.default_local_dir=elsewhere"], False),
@@ -427,7 +433,11 @@ def test_a_checkpoint_that_will_be_resumed_is_told(tmp_path: Path, arguments: li
     Path(get_checkpoint_tracker_filename(str(output))).write_text("40")
     assert find_latest_ckpt_path(str(output))
     lines = launch(*command).stdout.splitlines()
-    assert lines.index("training") == told
+    no_drill = any(
+        "There will be no drill: its step 2 is past (for one: SPIKE_DRILL_STEP=41)" in line for line in lines
+    )
+    assert no_drill == ("--drill" in arguments)
+    assert lines.index("training") == told + no_drill
     assert ("Resuming from step 40" in lines[0] and str(output) in lines[0]) == told
 
 

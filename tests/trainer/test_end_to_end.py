@@ -1,43 +1,19 @@
 """The real `python -m verl.trainer.main_ppo` with Ray, two FSDP2 workers, a random model and a planted spike."""
 
-import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas
 import pytest
-from valid_events import valid_events
+from runs import events_in, started
 
 ROOT = Path(__file__).parents[2]
 THRESHOLD = 80.0
 ANSWERS, STEPS = 16, 3
-
-
-@contextlib.contextmanager
-def started(output: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen]:
-    """A run, which is ended with the block if it still goes on."""
-    search_path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "tests/trainer")])
-    script = subprocess.Popen(
-        ["bash", ROOT / "run_experiment.sh", "--embedded", "--tiny", "--python", sys.executable]
-        + [f"OUTPUT_DIR={output}", f"GRAD_NORM_THRESHOLD={THRESHOLD}", *arguments],
-        env=os.environ | {"PYTHONPATH": search_path} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield script
-    finally:
-        if script.poll() is None:
-            script.terminate()
-            script.wait(timeout=60)
 
 
 def processes_naming(text: str) -> set[int]:
@@ -57,6 +33,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict:
     directory = tmp_path_factory.mktemp("run")
     # Four answers of a rank make a mini-batch, in micro-batches of about two that verl fills by their lengths.
     arguments = [
+        f"GRAD_NORM_THRESHOLD={THRESHOLD}",
+        "SPIKE_DRILL_STEP=1",
         "algorithm.adv_estimator=planted_spike",
         "ROLLOUT_N=4",
         f"TOTAL_STEPS={STEPS}",
@@ -71,12 +49,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict:
     with started(directory / "out", *arguments, **environment) as script:
         output, _ = script.communicate(timeout=540)
     assert script.returncode == 0, output
-    evidence = directory / "out/bisect_dump/spikes.jsonl"
+    events = events_in(directory / "out")
     return {
         "output": output,
         "log": (directory / "out/train.log").read_text(),
         "planted": json.loads((directory / "planted.json").read_text()),
-        "events": valid_events(f"[{','.join(evidence.read_text().splitlines())}]"),
+        "events": [event for event in events if not event["drill"]],
+        "drills": [event for event in events if event["drill"]],
         "ray": f"/tmp/gradloc-{script.pid}",
     }
 
@@ -97,6 +76,12 @@ def test_the_planted_token_is_the_only_culprit(run: dict) -> None:
     rank_row = event["mini_batch"] * per_mini_batch + culprit["row"]
     assert culprit["rank"] * per_rank + rank_row == planted["batch_row"]
     assert event["units"][0]["rows"] < per_mini_batch
+
+
+def test_the_drill_finds_its_token_and_is_no_spike(run: dict) -> None:
+    (drill,) = run["drills"]
+    assert drill["global_step"] == 1 and drill["drill"]["found"]
+    assert re.search(r"Drill in step 1: the planted token was found \(\d+ extra pass(es)?, \d+ s\)", run["output"])
 
 
 def test_the_evidence_describes_the_token(run: dict) -> None:
@@ -141,6 +126,7 @@ def test_the_summary_shows_the_culprit(run: dict) -> None:
     assert f"1 gradient spike in step {run['planted']['global_step']}" in run["output"]
     assert f"{culprit['grad_norm']:.4g}" in run["output"]
     assert "report.html" in run["output"]
+    assert "What next:" in run["output"] and "GRAD_NORM_THRESHOLD=90" in run["output"]
     for step in range(1, STEPS + 1):
         assert f"step {step}  " in run["output"]
 

@@ -20,7 +20,7 @@ PROMPT, RESPONSE, ROWS = 3, 5, 4
 # Three events fit, of some 5 kB each.
 DISK = 16 * 1024
 
-Record = Callable[[Path, int], None]
+Record = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,18 @@ def record() -> Record:
         tensors, {name: np.array([value] * ROWS, dtype=object) for name, value in columns.items()}
     )
 
-    def write(directory: Path, step: int) -> None:
+    def write(directory: Path, step: int, metrics: dict[str, Any] | None = None) -> None:
         actor = SimpleNamespace(bisect_dump_dir=str(directory), ppo_mini_batch_size=ROWS)
         config = SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=1))
         tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
         culprits = [{"rank": 1, "row": 1, "position": 2}]
         event = {"global_step": step, "mini_batch": 0, "world_size": 2, "culprits": culprits, "filler": "x" * 5000}
-        record_update([event], batch, config, tokenizer)
+        update = {"gradloc_events": [event]}
+        if metrics is not None:
+            update["metrics"] = metrics
+        batch.meta_info["global_steps"] = step
+        record_update(update, batch, config, tokenizer)
+        assert "gradloc_events" not in update
 
     return write
 
@@ -65,6 +70,20 @@ def test_the_culprit_is_described(record: Record, tmp_path: Path) -> None:
     (culprit,) = event["culprits"]
     assert culprit["token"] == "29" and culprit["prompt"] == "24 25 26"
     assert culprit["data_source"] == "3" and culprit["uid"] == str(uuid.UUID(int=7)) and culprit["ground_truth"] is None
+
+
+def test_every_step_has_a_line(record: Record, tmp_path: Path) -> None:
+    # As the workers' metrics come back: a list of the values of all ranks.
+    metrics = {"actor/gradloc/token_norm_max": [120.5, 120.5], "actor/gradloc/triggered": [1, 1], "actor/lr": [1, 1]}
+    record(tmp_path, 1, metrics)
+    record(tmp_path, 2, metrics | {"actor/gradloc/spike_margin": [float("inf")] * 2})
+    record(tmp_path, 3, {"actor/lr": [1, 1]})  # without detection
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [(line["global_step"], line["token_norm_max"], line["triggered"]) for line in lines] == [
+        (1, 120.5, 1),
+        (2, 120.5, 1),
+    ]
+    assert [line["spike_margin"] for line in lines] == [None, "Infinity"] and lines[0]["threshold"] is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")

@@ -8,6 +8,7 @@ import pytest
 
 from gradloc import __version__
 from gradloc.evidence import schema
+from gradloc.evidence.sources import SOURCES
 
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -56,7 +57,7 @@ def in_backticks(text: str) -> set[str]:
 
 
 EVIDENCE = (ROOT / "docs/evidence.md").read_text()
-EVENT, NOTE = schema.EVENT["properties"], schema.NOTE["properties"]
+EVENT, NOTE, STEP = schema.EVENT["properties"], schema.NOTE["properties"], schema.STEP["properties"]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,7 @@ EVENT, NOTE = schema.EVENT["properties"], schema.NOTE["properties"]
         ("The event", set(EVENT)),
         ("Units", set(EVENT["units"]["items"]["properties"])),
         ("Culprits", set(EVENT["culprits"]["items"]["properties"])),
+        ("Steps", set(STEP)),
         ("Limits of the file", {*NOTE, *NOTE["note"]["enum"]}),
     ],
 )
@@ -78,3 +80,17 @@ def test_each_part_of_the_evidence_has_its_fields_explained(section: str, names:
 @pytest.mark.parametrize("form", [schema.EVENT, schema.NOTE], ids=["event", "note"])
 def test_every_field_of_the_evidence_is_named(form: dict[str, Any]) -> None:
     assert fields(form) <= in_backticks(EVIDENCE)
+
+
+def test_the_table_of_sources_is_that_of_the_code() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", EVIDENCE.split("## What looks wrong with a culprit")[1], re.M
+    )
+    expected = [(rule.name, rule.meaning, rule.advice) for rule in SOURCES.values()]
+    assert rows[: len(expected)] == expected
+
+
+def test_every_source_has_known_causes() -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "docs/causes.md").read_text(), re.M)
+    named = {name for heading in headings for name in heading.split(" and ")}
+    assert SOURCES.keys() - {"other"} <= named

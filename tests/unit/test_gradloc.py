@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from gradloc import GradLoc, GradLocConfig, record_events, text_evidence, token_weights
-from gradloc.evidence.sources import classify
 from gradloc.evidence.token_facts import response_kl, token_evidence
 from gradloc.evidence.writer import jsonable
 from gradloc.layers.layer_names import layer_name
@@ -121,35 +120,6 @@ def test_kl_estimates_of_the_response() -> None:
     assert found["k2"] == [0.0, 0.5, 2.0]
     assert found["k3"] == pytest.approx([0.0, math.e - 2, math.exp(-2) + 1], rel=1e-3)
     assert response_kl(tokens(), 0, 1) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "source"),
-    [
-        ({"grad_norm": math.nan, "ratio": 9.0}, "nonfinite"),
-        ({"grad_norm": math.inf}, "nonfinite"),
-        ({"misaligned_share": 0.6, "ratio": 9.0}, "misaligned"),
-        ({"misaligned_share": 0.5, "ratio": 9.0}, "token"),
-        ({"ratio": 0.4}, "token"),
-        ({"rollout_ratio": 2.1}, "token"),
-        ({"ratio": math.nan}, "token"),
-        ({"ratio": 1.9, "sequence_ratio": 1.25}, "sequence"),
-        ({"sequence_ratio": 0.8}, "sequence"),
-        ({"layer_norms": {"a": 1.0, "b": 3.0, "c": 1.0}}, "layer"),
-        ({}, "other"),
-        ({"layer_norms": {"a": 1.0}}, "other"),
-    ],
-)
-def test_source_rules(changes: dict, source: str) -> None:
-    culprit = {
-        "grad_norm": 100.0,
-        "misaligned_share": None,
-        "ratio": 1.0,
-        "rollout_ratio": None,
-        "sequence_ratio": 1.0,
-        "layer_norms": {"a": 1.0, "b": 1.0, "c": 1.0},
-    }
-    assert classify({**culprit, **changes}) == source
 
 
 class Letters:

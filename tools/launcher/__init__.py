@@ -11,7 +11,10 @@
 | `command.py` | the command that trains: Hydra overrides and environment |
 | `hydra.py` | quoting for Hydra |
 | `checks.py` | missing paths; whether verl is patched |
+| `faults.py` | the faults that `--fault` plants |
 | `set_up.py` | the embedded profile's virtual environment, model and data |
+| `installer.py` | uv, or pip in its place |
+| `outcome.py` | what the embedded profile says at the end of a run |
 | `processes.py` | signals, and the end of every process of a run |
 | `log.py`, `errors.py` | progress, and errors that are one sentence |
 | `main.py` | a run from its start to its end |

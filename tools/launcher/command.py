@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from . import faults
 from .hydra import quoted, quoted_list
 from .settings import ACTOR, ROLLOUT, SETTINGS, Setting
 from .values import Text
@@ -23,7 +24,9 @@ def for_hydra(setting: Setting, value: str) -> str:
     return quoted(value) if isinstance(setting.allowed, Text) else value
 
 
-def overrides(profile: str, values: Mapping[str, str], ray_directory: str) -> list[str]:
+def overrides(
+    profile: str, values: Mapping[str, str], ray_directory: str, root: Path, fault: str | None = None
+) -> list[str]:
     """The Hydra overrides of a run, without those that the user gives."""
     output = values["OUTPUT_DIR"]
     result = [
@@ -44,7 +47,10 @@ def overrides(profile: str, values: Mapping[str, str], ray_directory: str) -> li
         else:
             result += setting.on_arguments
             result += [f"{key}={for_hydra(setting, value)}" for key in setting.keys]
-    return result + (_for_cluster() if profile == "cluster" else _for_embedded(values, ray_directory))
+    if profile == "cluster":
+        return result + _for_cluster()
+    planted = faults.find(fault).overrides if fault else ()
+    return result + _for_embedded(values, ray_directory, root) + list(planted)
 
 
 def _for_cluster() -> list[str]:
@@ -57,7 +63,7 @@ def _for_cluster() -> list[str]:
     ]
 
 
-def _for_embedded(values: Mapping[str, str], ray_directory: str) -> list[str]:
+def _for_embedded(values: Mapping[str, str], ray_directory: str, root: Path) -> list[str]:
     workers = int(values["GPUS_PER_NODE"])
     return [
         "trainer.device=cpu",
@@ -72,10 +78,16 @@ def _for_embedded(values: Mapping[str, str], ray_directory: str) -> list[str]:
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         f"{ACTOR}.fsdp_config.dtype=float32",
+        # Every gathering of the weights takes a second, and there is memory for all of them.
+        f"{ACTOR}.fsdp_config.reshard_after_forward=False",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
         f"{ACTOR}.use_torch_compile=False",
         f"{ROLLOUT}.name=hf",
         f"{ROLLOUT}.load_format=safetensors",
         f"{ROLLOUT}.agent.num_workers=1",
+        f"{ROLLOUT}.agent.agent_loop_config_path={quoted(str(root / 'embedded/agent_loop.yaml'))}",
+        f"{ROLLOUT}.agent.default_agent_loop=whole_batch",
         "data.dataloader_num_workers=0",
         "trainer.val_before_train=False",
         "trainer.resume_mode=disable",
@@ -83,7 +95,7 @@ def _for_embedded(values: Mapping[str, str], ray_directory: str) -> list[str]:
 
 
 def added_environment(
-    profile: str, values: Mapping[str, str], environment: Mapping[str, str], root: Path
+    profile: str, values: Mapping[str, str], environment: Mapping[str, str], root: Path, fault: str | None = None
 ) -> dict[str, str]:
     """The variables that a run gets on top of the given environment; on a cluster none."""
     if profile == "cluster":
@@ -93,8 +105,10 @@ def added_environment(
     def before(first: str, separator: str, name: str) -> str:
         return separator.join(filter(None, [first, environment.get(name)]))
 
-    return {
-        "VERL_USE_EXTERNAL_MODULES": before("embedded", ",", "VERL_USE_EXTERNAL_MODULES"),
+    planted = {} if fault is None else {"EMBEDDED_FAULT": fault}
+    modules = "embedded" if fault is None else "embedded,embedded.faults"
+    return planted | {
+        "VERL_USE_EXTERNAL_MODULES": before(modules, ",", "VERL_USE_EXTERNAL_MODULES"),
         "PYTHONPATH": before(str(root), ":", "PYTHONPATH"),
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // workers)),
         # Freed tensors go back to the system, which saves a third of the memory; huge pages make that cheap.
@@ -102,6 +116,8 @@ def added_environment(
         "MALLOC_MMAP_THRESHOLD_": "4000000",
         "MALLOC_TRIM_THRESHOLD_": "64000000",
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        # Answers that are late on a busy machine are not wrong.
+        "VERL_MATH_VERIFY_TIMEOUT": environment.get("VERL_MATH_VERIFY_TIMEOUT") or "100",
         "RAY_DEDUP_LOGS": "0",  # Ray would drop the log lines of fast steps as duplicates
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import checks, command, options, settings
+from . import checks, command, faults, options, settings
 from .errors import Refused
 from .log import say
+from .outcome import Outcome
 from .processes import companion, exit_code, exit_on_signals, session
-from .set_up import locked, prepare, set_up_venv
+from .set_up import compiling, locked, prepare, set_up_venv
 from .usage import help_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,7 @@ class Run:
 
     Args:
         prepared: Where the set-up of the embedded profile writes model and data.
+        fault: The fault to plant, in the embedded profile.
         added: Variables on top of the environment.
         ray_directory: Ray's files, in the embedded profile.
     """
@@ -45,6 +47,7 @@ class Run:
     overrides: list[str]
     python: str | None
     prepared: Path
+    fault: str | None
     added: dict[str, str]
     ray_directory: str
 
@@ -56,7 +59,7 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        own = command.overrides(self.profile, self.values, self.ray_directory)
+        own = command.overrides(self.profile, self.values, self.ray_directory, ROOT, self.fault)
         return [self.interpreter, "-m", "verl.trainer.main_ppo", *own, *self.overrides]
 
     @property
@@ -66,6 +69,13 @@ class Run:
     @property
     def evidence(self) -> Path:
         return Path(self.values["BISECT_DUMP_DIR"])
+
+    @property
+    def usual(self) -> bool:
+        """Whether the run is the embedded profile's default, whose seconds are known."""
+        return not (self.tiny or self.fault or self.overrides) and all(
+            self.values[name] == settings.BY_NAME[name].embedded for name in settings.DURATION
+        )
 
     @property
     def environment(self) -> dict[str, str]:
@@ -124,6 +134,8 @@ def plan(asked: options.Options, profile: str) -> Run:
         tiny=asked.tiny,
         remedy=asked.remedy,
         prepared=prepared,
+        drill=asked.drill,
+        fault=asked.fault,
         now=time.strftime("%Y%m%d-%H%M%S"),
     )
     for override in asked.overrides:
@@ -137,7 +149,8 @@ def plan(asked: options.Options, profile: str) -> Run:
         overrides=asked.overrides,
         python=asked.python,
         prepared=prepared,
-        added=command.added_environment(profile, values, os.environ, ROOT),
+        fault=asked.fault,
+        added=command.added_environment(profile, values, os.environ, ROOT, asked.fault),
         # Unix sockets lie in Ray's directory, and their names may have no more than 107 characters: keep it short.
         ray_directory=f"/tmp/gradloc-{os.getpid()}",
     )
@@ -148,10 +161,13 @@ def train_on_cluster(run: Run) -> int:
     latest = run.output / "latest_checkpointed_iteration.txt"  # verl's note of its last checkpoint
     elsewhere = re.compile(r"trainer\.(resume_mode=(disable|resume_path)|default_local_dir=)")
     if latest.is_file() and not any(map(elsewhere.search, run.overrides)):
+        step, drill_step = latest.read_text().strip(), run.values["SPIKE_DRILL_STEP"]
         say(
-            f"Resuming from step {latest.read_text().strip()} in {run.output} "
+            f"Resuming from step {step} in {run.output} "
             "(to start from scratch: another OUTPUT_DIR, or trainer.resume_mode=disable)"
         )
+        if step.isdecimal() and drill_step != "null" and int(drill_step) <= int(step):
+            say(f"There will be no drill: its step {drill_step} is past (for one: SPIKE_DRILL_STEP={int(step) + 1})")
     with session(run.command, run.environment) as training:
         status = exit_code(training.wait())
         spikes = run.evidence / "spikes.jsonl"
@@ -167,27 +183,44 @@ def train_on_cluster(run: Run) -> int:
 def train_embedded(run: Run) -> int:
     STATE.mkdir(exist_ok=True)
     run.output.mkdir(parents=True, exist_ok=True)
-    with locked(STATE / "lock"):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(STATE / "lock"))
         if run.python is None:
             set_up_venv(STATE / "venv", ROOT, os.environ)
+            stack.enter_context(compiling(STATE / "venv", os.environ))
         checks.check_verl(run.interpreter, ROOT, run.environment)
         prepare(run.prepared, run.tiny, run.interpreter, ROOT, run.environment)
 
     log = run.output / "train.log"
     say(f"Training; the full log is {log}")
     environment = {name: value for name, value in run.environment.items() if name != "RAY_ADDRESS"}
-    follow = [run.interpreter, str(ROOT / "embedded/follow.py"), str(log)]
+    if run.fault is not None:
+        say(f"FAULT '{run.fault}' IS PLANTED IN THIS RUN ON PURPOSE: {faults.find(run.fault).meaning}")
+    follow = [run.interpreter, str(ROOT / "embedded/follow.py")]
+    if run.values["TOTAL_STEPS"] != "null":
+        follow += ["--steps", run.values["TOTAL_STEPS"]]
+    if run.usual:
+        follow += ["--usual"]
     with contextlib.ExitStack() as stack:
         os.mkdir(run.ray_directory, mode=0o700)
         stack.callback(shutil.rmtree, run.ray_directory, ignore_errors=True)
         output = stack.enter_context(open(log, "wb"))
         training = stack.enter_context(session(run.command, environment, output))
-        follower = stack.enter_context(companion([*follow, str(training.pid)], environment))
+        follower = stack.enter_context(companion([*follow, "--", str(log), str(training.pid)], environment))
         status = exit_code(training.wait())
         follower.wait()
-        if (run.evidence / "spikes.jsonl").is_file():
+        outcome = Outcome.of(run.evidence)
+        if outcome.events:
             report = [run.interpreter, "-m", "gradloc.report", str(run.evidence)]
-            subprocess.run([*report, "--html", str(run.output / "report.html")], env=environment)
+            page = run.output / "report.html"
+            # Without a spike there is no table to show, and the drill has a line of its own.
+            stdout = None if outcome.spikes else subprocess.DEVNULL
+            subprocess.run([*report, "--html", str(page)], env=environment, stdout=stdout)
+            if not outcome.spikes and page.is_file():
+                print(f"The report: {page}", flush=True)
+        if not status:
+            for line in outcome.last_words(run.values["SPIKE_DRILL_STEP"], run.fault):
+                print(line, flush=True)
         if status:
             say(f"Training failed (exit code {status}). The end of {log}:")
             _print_end(log)

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from . import faults
 from .errors import Refused
 
 
@@ -16,6 +17,8 @@ class Options:
 
     Args:
         profile: `cluster` or `embedded`; None until the machine decides.
+        drill: Whether a spike is to be planted and found, as a test.
+        fault: The fault to plant; None for none.
         python: The Python that trains, or None for the profile's own.
         settings: The arguments NAME=value.
         overrides: What goes to verl as it is.
@@ -24,6 +27,8 @@ class Options:
     profile: str | None = None
     tiny: bool = False
     remedy: bool = False
+    drill: bool = False
+    fault: str | None = None
     python: str | None = None
     dry_run: bool = False
     help: bool = False
@@ -46,6 +51,13 @@ def parse(arguments: Sequence[str]) -> Options:
                 options.tiny = True
             case "--remedy":
                 options.remedy = True
+            case "--drill":
+                options.drill = True
+            case "--fault":
+                if not rest or not rest[0] or rest[0].startswith("-"):
+                    raise Refused(f"--fault needs the name of a fault after it: {', '.join(faults.FAULTS)}")
+                options.fault = rest.pop(0)
+                faults.find(options.fault)
             case "--python":
                 if not rest or not rest[0] or rest[0].startswith("-"):
                     raise Refused("--python needs the path of a Python interpreter after it")
@@ -85,9 +97,11 @@ def choose_profile(options: Options) -> str:
     """The profile that is asked for, or the one that fits the machine."""
     profile = options.profile
     if profile is None:
-        profile = "cluster" if not options.tiny and _has_gpu() else "embedded"
+        profile = "cluster" if not (options.tiny or options.fault) and _has_gpu() else "embedded"
     if options.tiny and profile != "embedded":
         raise Refused("--tiny belongs to --embedded: leave it out, or give --embedded")
+    if options.fault and profile != "embedded":
+        raise Refused("--fault belongs to --embedded: leave it out, or give --embedded")
     return profile
 
 

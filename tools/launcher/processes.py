@@ -55,7 +55,7 @@ def _hold_no_signals() -> None:
 
 @contextlib.contextmanager
 def step(
-    command: Sequence[str], environment: Mapping[str, str], stdout: int | None = None
+    command: Sequence[str], environment: Mapping[str, str], stdout: int | None = None, stderr: int | None = None
 ) -> Iterator[subprocess.Popen[str]]:
     """A command of the set-up, which the block may read from.
 
@@ -68,6 +68,7 @@ def step(
                 command,
                 env=environment,
                 stdout=stdout,
+                stderr=stderr,
                 text=True,
                 errors="surrogateescape",
                 preexec_fn=_hold_no_signals,

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from .errors import Refused
+from .installer import Installer
 from .log import say
 from .processes import run, step
 
@@ -28,31 +29,52 @@ def locked(file: Path) -> Iterator[None]:
 
 def set_up_venv(venv: Path, root: Path, environment: Mapping[str, str]) -> None:
     """Installs the requirements into `venv` and patches the verl in it."""
-    # pip and apply_patch.py must see this environment only.
-    environment = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+    environment = _for_set_up(environment)
     embedded = root / "embedded"
-    python = str(venv / "bin/python")
+    python = venv / "bin/python"
     base = _find_python(embedded / "find_python.sh", environment)
     version = subprocess.run([base, "-VV"], env=environment, stdout=subprocess.PIPE, check=True).stdout
     wanted = _hash(version, *_contents(*sorted(embedded.glob("requirements*.txt"))))
+    requirements = embedded / "requirements.txt"
+    installer = Installer(python, (embedded / "requirements-uv.txt").read_text().strip(), environment)
     if not _is(venv / "ready", wanted):
-        say("Installing the requirements into .embedded/venv (some minutes, once)")
+        say("Installing the requirements into .embedded/venv (1 to 3 minutes, once)")
         shutil.rmtree(venv, ignore_errors=True)
         run([base, "-m", "venv", str(venv)], environment)
         # PyPI's torch may bring CUDA along. PIP_EXTRA_INDEX_URL can name an index with torch's CPU builds instead.
-        _pip_install(python, embedded / "requirements.txt", environment)
-        no_deps = str(embedded / "requirements-no-deps.txt")
-        run([python, "-m", "pip", "install", "--quiet", "--no-deps", "-r", no_deps], environment)
+        installer.install("-r", str(requirements))
+        installer.install("--no-deps", "-r", str(embedded / "requirements-no-deps.txt"))
         _note(venv / "ready", wanted)
-    pin = _pinned_verl(embedded / "requirements.txt")
+    pin = _pinned_verl(requirements)
     patch = root / "patches" / pin.removeprefix("verl==") / "gradloc.patch"
     wanted = _hash(*_contents(patch, venv / "ready"))
     if not _is(venv / "patched", wanted):
         say("Patching verl")
         (venv / "patched").unlink(missing_ok=True)
-        _restore_verl(python, pin, environment)
-        run([python, str(root / "apply_patch.py"), "--installed"], environment)
+        _restore_verl(python, pin, installer, environment)
+        run([str(python), str(root / "apply_patch.py"), "--installed"], environment)
         _note(venv / "patched", wanted)
+
+
+@contextlib.contextmanager
+def compiling(venv: Path, environment: Mapping[str, str]) -> Iterator[None]:
+    """Compiles, beside the block, what training imports.
+
+    Otherwise all processes of Ray would compile it at once, each for itself.
+    """
+    patched = (venv / "patched").read_text().strip()
+    if _is(venv / "compiled", patched):
+        yield
+        return
+    command = [str(venv / "bin/python"), "-c", "import verl.trainer.main_ppo"]
+    try:
+        with step(command, _for_set_up(environment), subprocess.DEVNULL, subprocess.DEVNULL):
+            yield
+    except subprocess.CalledProcessError as error:
+        if error.cmd is not command:
+            raise
+        return  # training will say what is wrong with it
+    _note(venv / "compiled", patched)
 
 
 def prepare(directory: Path, tiny: bool, python: str, root: Path, environment: Mapping[str, str]) -> None:
@@ -60,10 +82,15 @@ def prepare(directory: Path, tiny: bool, python: str, root: Path, environment: M
     program = root / "embedded/prepare.py"
     wanted = _hash(*_contents(program, root / "embedded/requirements-no-deps.txt"))
     if not _is(directory / "ready", wanted):
-        say("Preparing model and data (about a minute, once)")
+        say("Preparing model and data (15 to 60 seconds, once)")
         shutil.rmtree(directory, ignore_errors=True)
         run([python, str(program), str(directory), *(["--tiny"] if tiny else [])], environment)
         _note(directory / "ready", wanted)
+
+
+def _for_set_up(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which Python sees no other packages than those installed here, and keeps what it compiles."""
+    return {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
 
 
 def _find_python(script: Path, environment: Mapping[str, str]) -> str:
@@ -80,31 +107,18 @@ def _find_python(script: Path, environment: Mapping[str, str]) -> str:
     return found.stdout.rstrip("\n")
 
 
-def _pip_install(python: str, requirements: Path, environment: Mapping[str, str]) -> None:
-    command = [python, "-m", "pip", "install", "--progress-bar", "off", "-r", str(requirements)]
-    packages = 0
-    with step(command, environment, stdout=subprocess.PIPE) as pip:
-        assert pip.stdout is not None
-        for line in pip.stdout:
-            if line.startswith("Collecting"):
-                packages += 1
-                if packages % 20 == 0:
-                    print(f"  {packages} packages", flush=True)
-            elif line.startswith("Installing collected"):
-                print("  writing them to disk", flush=True)
-
-
 def _pinned_verl(requirements: Path) -> str:
     (pin,) = [line for line in requirements.read_text().splitlines() if line.startswith("verl==")]
     return pin
 
 
-def _restore_verl(python: str, pin: str, environment: Mapping[str, str]) -> None:
+def _restore_verl(python: Path, pin: str, installer: Installer, environment: Mapping[str, str]) -> None:
     """Installs verl as released: an earlier patch may be in it, and may have left files of its own."""
     code = 'import sysconfig; print(sysconfig.get_path("purelib"))'
-    site = subprocess.run([python, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    command = [str(python), "-c", code]
+    site = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     shutil.rmtree(Path(site.rstrip("\n")) / "verl", ignore_errors=True)
-    run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", pin], environment)
+    installer.install_again(pin)
 
 
 def _contents(*files: Path) -> list[bytes]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import faults
 from .errors import Refused
 from .values import AMOUNT, COUNT, FEW, NUMBER, OVER_1, POSITIVE, SHARE, SWITCH, Allowed, Text, check
 
@@ -162,12 +163,8 @@ SETTINGS = (
         (COUNT,),
         None,
         "2",
-        "responses in a worker's micro-batch (on a cluster micro-batches are filled by tokens)",
-        (
-            f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-        ),
+        "responses in a worker's micro-batch in training (on a cluster micro-batches are filled by tokens)",
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu",),
     ),
     Setting(
         "MAX_TOKENS_PER_GPU",
@@ -264,7 +261,7 @@ SETTINGS = (
         "TOTAL_STEPS",
         (COUNT, "null"),
         "null",
-        "8",
+        "4",
         "training steps; null: as many as the epochs have",
         ("trainer.total_training_steps",),
         tiny="3",
@@ -277,7 +274,7 @@ SETTINGS = (
         "GRAD_NORM_THRESHOLD",
         (POSITIVE, "auto"),
         "640.0",
-        "90.0",
+        "160.0",
         "gradient norm of a single token that counts as a spike; auto: from the norms of the run",
         (f"{ACTOR}.grad_norm_threshold",),
     ),
@@ -321,8 +318,22 @@ SETTINGS = (
         "on a spike, log: step as usual; skip: do not step; drop: step without the culprits",
         (f"{ACTOR}.spike_action",),
     ),
+    Setting(
+        "SPIKE_DRILL_STEP",
+        (COUNT, "null"),
+        "null",
+        "2",
+        "step in which a spike is planted beside training, found, and everything put back; null: none",
+        (f"{ACTOR}.spike_drill_step",),
+    ),
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}
+DRILL_STEP = 2
+# What decides how long a step of the embedded profile takes.
+DURATION = (
+    "GPUS_PER_NODE TRAIN_BATCH_SIZE MINI_BATCH_SIZE MICRO_BATCH_SIZE ROLLOUT_N MAX_PROMPT_LENGTH MAX_RESPONSE_LENGTH "
+    "GRAD_NORM_THRESHOLD"
+).split()
 CLIPS = tuple(setting.name for setting in SETTINGS if setting.remedy is not None)
 
 
@@ -345,6 +356,8 @@ def resolve(
     remedy: bool,
     prepared: Path,
     now: str,
+    drill: bool = False,
+    fault: str | None = None,
 ) -> dict[str, str]:
     """The value of every setting that has an effect in the profile, checked; directories are absolute.
 
@@ -352,10 +365,15 @@ def resolve(
     none. Raises Refused for the first setting that is unknown, has no effect or may not have its value.
     """
 
+    def asked(name: str) -> str | None:
+        return given.get(name) or environment.get(name)
+
     def chosen(setting: Setting, default: str) -> str:
-        return given.get(setting.name) or environment.get(setting.name) or default
+        return asked(setting.name) or default
 
     defaults = {setting: setting.default(profile, tiny, remedy) for setting in SETTINGS}
+    if fault is not None:
+        defaults |= {BY_NAME[name]: value for name, value in faults.find(fault).settings.items()}
     for setting, default in defaults.items():
         if default is None and setting.name in given:
             raise Refused(f"{setting.name} has no effect in the {profile} profile: leave it out")
@@ -372,7 +390,30 @@ def resolve(
     values = {setting.name: value(setting, run=run) for setting, default in defaults.items() if default is not None}
     for name, text in values.items():
         check(name, text, BY_NAME[name].allowed_in(profile))
+    values["SPIKE_DRILL_STEP"] = _drill_step(values, asked("SPIKE_DRILL_STEP"), drill, fault)
     return values | _directories(values)
+
+
+def _drill_step(values: Mapping[str, str], asked: str | None, drill: bool, fault: str | None) -> str:
+    """The step of the drill, checked against the settings that it depends on; `null` for none.
+
+    By default there is none where GradLoc is off, and none with a fault: it would be a drill in the midst of a fire.
+    """
+    on = values["SPIKE_DETECTION"].lower() == "true"
+    steps = int(values["TOTAL_STEPS"]) if values["TOTAL_STEPS"] != "null" else None
+    explicit = asked not in (None, "null")
+    if not on and (explicit or drill):
+        named = f"SPIKE_DRILL_STEP is {asked}" if explicit else "--drill is given"
+        raise Refused(f"{named}, and a drill needs GradLoc, but SPIKE_DETECTION is False: leave one of them out")
+    if explicit:
+        if steps is not None and int(values["SPIKE_DRILL_STEP"]) > steps:
+            raise Refused(
+                f"SPIKE_DRILL_STEP is {asked}, and the run ends with step {steps}: give a step from 1 to {steps}"
+            )
+        return values["SPIKE_DRILL_STEP"]
+    if not drill and (not on or fault is not None or values["SPIKE_DRILL_STEP"] == "null"):
+        return "null"
+    return str(min(DRILL_STEP, steps or DRILL_STEP))
 
 
 def _directories(values: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from .faults import FAULTS
 from .settings import SETTINGS, Setting
 from .values import Text, description
 
@@ -20,7 +21,9 @@ Usage: bash run_experiment.sh [options] [NAME=value ...] [Hydra overrides ...]
   --embedded       SmolLM2-135M on CPU, installed under .embedded/ (default where there is no GPU)
   --tiny           with --embedded: a random model of two layers, seconds per step
   --remedy         turn on TOKEN_CLIP, SEQUENCE_CLIP and LAYER_CLIP; NAME=off leaves one of them off
-  --python PYTHON  the Python with the patched verl (default: python3; with --embedded: one made for it)
+  --drill          in step 2, plant a spike beside training, find it and put everything back (default with --embedded)
+  --fault NAME     with --embedded: plant a fault on purpose, to see what it looks like:
+FAULTS  --python PYTHON  the Python with the patched verl (default: python3; with --embedded: one made for it)
   --dry-run        print the command and stop
   --help           print this
   --               pass everything after it to verl unchanged
@@ -38,7 +41,8 @@ def help_text(remedy: bool, environment: Mapping[str, str]) -> str:
     """What --help prints; with --remedy the defaults are those with --remedy."""
     nodes = environment.get("SLURM_JOB_NUM_NODES") or "1"
     run = "MODEL-grpo" + ("-remedy" if remedy else "")
-    text = USAGE + _ROW.format("NAME", "CLUSTER DEFAULT", "EMBEDDED DEFAULT", "MEANING")
+    faults = "".join(f"                     {name}: {fault.meaning}\n" for name, fault in FAULTS.items())
+    text = USAGE.replace("FAULTS", faults) + _ROW.format("NAME", "CLUSTER DEFAULT", "EMBEDDED DEFAULT", "MEANING")
     for setting in SETTINGS:
         defaults = (
             _shown(setting, profile, remedy, nodes=nodes, run=run, now="TIME") or "-"

@@ -1,0 +1,162 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Plants a fault in a run on purpose, to see what it looks like: run_experiment.sh --embedded --fault NAME.
+
+verl loads this module when VERL_USE_EXTERNAL_MODULES names it, and EMBEDDED_FAULT names the fault. Every event of the
+run has the name in its field `fault`. Faults that strike once do so in step 2. tools/launcher/faults.py has the list of
+them, for people, with what else a run with each needs.
+"""
+
+import functools
+import logging
+import os
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
+from verl.utils.gradloc.verl import dp_actor as gradloc
+from verl.workers.actor.dp_actor import DataParallelPPOActor
+from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
+
+from .rollout import HFReplica, HFServer
+
+logger = logging.getLogger(__name__)
+
+NAME = os.environ["EMBEDDED_FAULT"]
+STEP = 2
+REWARD = 100.0
+STEPS_BEHIND = 3
+# A weight that is larger than this overflows when a norm squares it, and then its layer has no gradient.
+LARGEST_WEIGHT = 1e20
+FLIPPED_PARAMETER = "model.layers.1.mlp.down_proj.weight"
+
+
+class UnsampledServer(HFServer):
+    """Appends an end token to answers that were cut, and pretends that the policy was sure of it."""
+
+    def generate_batch(self, prompts: list[list[int]], params: dict[str, Any], first_row: int) -> list[TokenOutput]:
+        outputs = super().generate_batch(prompts, params, first_row)
+        for output in outputs:
+            if output.token_ids[-1] != self.eos:
+                # In the last place, because training cuts what is longer than max_response_length.
+                output.token_ids[-1] = self.eos
+                if output.log_probs is not None:
+                    output.log_probs[-1] = 0.0
+        return outputs
+
+
+class StaleServer(HFServer):
+    """Loads the weights that training had some steps ago."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.past: deque[dict[str, Any]] = deque(maxlen=STEPS_BEHIND + 1)
+
+    def update_weights(self, weights: dict[str, Any]) -> None:
+        self.past.append({name: array.copy() for name, array in weights.items()})
+        super().update_weights(self.past[0])
+
+
+class FaultyReplica(HFReplica):
+    server_class = {"unsampled": UnsampledServer, "stale": StaleServer}.get(NAME, HFServer)
+
+
+class _Calls:
+    """Counts the steps where verl does not tell them."""
+
+    advantages = 0
+
+
+@register_adv_est("planted_reward")
+def planted_reward(
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, config: Any = None, **_kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """GRPO after the reward of one answer was set to 100, a right one if there is one; arguments as in verl."""
+    _Calls.advantages += 1
+    if _Calls.advantages == STEP:
+        row = int(token_level_rewards.sum(-1).argmax())
+        last = int(response_mask[row].nonzero()[-1])
+        token_level_rewards[row, last] = REWARD
+        logger.warning("Fault 'advantage', planted on purpose: answer %d of step %d gets reward 100", row, STEP)
+    return _grpo(token_level_rewards, response_mask, index, config)
+
+
+@register_adv_est("planted_nan")
+def planted_nan(
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, config: Any = None, **_kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """GRPO with an advantage of NaN for one token; arguments as in verl."""
+    _Calls.advantages += 1
+    advantages, returns = _grpo(token_level_rewards, response_mask, index, config)
+    if _Calls.advantages == STEP:
+        row = int(advantages.abs().sum(-1).argmax())
+        position = int(response_mask[row].sum()) // 2
+        advantages = advantages.clone()
+        advantages[row, position] = torch.nan
+        logger.warning("Fault 'nan', planted on purpose: token %d of answer %d of step %d", position, row, STEP)
+    return advantages, returns
+
+
+def _grpo(token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, config: Any) -> tuple[Tensor, Tensor]:
+    by_spread = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
+    return compute_grpo_outcome_advantage(token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo=by_spread)
+
+
+@torch.no_grad()
+def flip_a_bit(module: nn.Module) -> str:
+    """Flips a bit in the exponent of one weight, in the shard of rank 0, and says which.
+
+    Of all such flips in the parameter, it is that with the largest result which can still be squared.
+    """
+    (parameter,) = [value for name, value in module.named_parameters() if name.endswith(FLIPPED_PARAMETER)]
+    values = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).view(-1)
+    bits = values.view(torch.int32)
+    best = (0.0, 0, 0)
+    for bit in range(23, 31):
+        flipped = (bits ^ (1 << bit)).view(torch.float32).abs()
+        flipped[~(flipped < LARGEST_WEIGHT)] = 0.0
+        place = int(flipped.argmax())
+        best = max(best, (float(flipped[place]), bit, place))
+    _, bit, place = best
+    before = float(values[place])
+    bits[place] ^= 1 << bit
+    return f"bit {bit} of weight {place} of {FLIPPED_PARAMETER}: {before:.3g} became {float(values[place]):.3g}"
+
+
+def _flip_before_the_log_probs_of_step(step: int) -> None:
+    """Makes the training model differ from the rollout, which had its weights before."""
+    compute_log_prob = DataParallelPPOActor.compute_log_prob
+
+    @functools.wraps(compute_log_prob)
+    def with_a_flip(self: DataParallelPPOActor, *args: Any, **kwargs: Any) -> Any:
+        if self.actor_optimizer is not None:  # not the reference model's
+            self.fault_calls = getattr(self, "fault_calls", 0) + 1
+            if self.fault_calls == step and torch.distributed.get_rank() == 0:
+                logger.warning("Fault 'bitflip', planted on purpose: %s", flip_a_bit(self.actor_module))
+        return compute_log_prob(self, *args, **kwargs)
+
+    DataParallelPPOActor.compute_log_prob = with_a_flip
+
+
+def _name_the_fault_in_events() -> None:
+    may_step = gradloc.may_step
+
+    @functools.wraps(may_step)
+    def naming(actor: DataParallelPPOActor, *args: Any, **kwargs: Any) -> bool:
+        result = may_step(actor, *args, **kwargs)
+        if actor.gradloc is not None:
+            actor.gradloc.add_to_event(fault=NAME)
+        return result
+
+    gradloc.may_step = naming
+
+
+RolloutReplicaRegistry.register("hf", lambda: FaultyReplica)
+if NAME == "bitflip":
+    _flip_before_the_log_probs_of_step(STEP)
+_name_the_fault_in_events()
+logger.warning("FAULT '%s' IS PLANTED IN THIS RUN ON PURPOSE (EMBEDDED_FAULT)", NAME)

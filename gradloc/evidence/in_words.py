@@ -1,0 +1,171 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""An event in one sentence."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .sources import LAYER_FRACTION, UNLIKELY
+
+Event = Mapping[str, Any]
+Culprit = Mapping[str, Any]
+
+_SMALL_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+# By source, what culprits are: one, and several.
+_KINDS = {
+    "nonfinite": ("a token with a NaN or infinite gradient", "tokens with NaN or infinite gradients"),
+    "misaligned": (
+        "a token of a response whose log-probs differ from the rollout's",
+        "tokens of responses whose log-probs differ from the rollout's",
+    ),
+    "unsampled": ("a token that the policy did not produce", "tokens that the policy did not produce"),
+    "advantage": ("a token with an outlying advantage", "tokens with outlying advantages"),
+    "weight": ("a token with an outlying weight in the loss", "tokens with outlying weights in the loss"),
+    "kl": ("a token driven by the KL loss", "tokens driven by the KL loss"),
+    "token": ("a token whose importance ratio is far from 1", "tokens whose importance ratios are far from 1"),
+    "sequence": (
+        "a token of a response whose mean importance ratio is far from 1",
+        "tokens of responses whose mean importance ratios are far from 1",
+    ),
+    "unlikely": (f"a rare token (p < {UNLIKELY:g})", f"rare tokens (p < {UNLIKELY:g})"),
+    "layer": ("a token of which one layer carries the norm", "tokens of which one layer carries the norm"),
+    "other": ("a token that no rule fits", "tokens that no rule fits"),
+}
+
+
+def describe(event: Event) -> str:
+    """An event in one sentence, from its other fields alone.
+
+    Args:
+        event (Mapping): An event of schema version 3; texts and rewards of its culprits are used if they are there.
+    """
+    if event.get("drill"):
+        return _drill(event["drill"])
+    parts = [_culprits(event) if event["culprits"] else _without_culprits(event)]
+    if layer := _layer(event):
+        parts.append(layer)
+    sentence = "; ".join(parts) + "."
+    return sentence[0].upper() + sentence[1:]
+
+
+def _drill(drill: Mapping[str, Any]) -> str:
+    found = "was found" if drill["found"] else "was not found"
+    return f"A drill: the planted token {found}, {_count(drill['passes'], 'extra pass', 'extra passes')}."
+
+
+def _culprits(event: Event) -> str:
+    """What most of the culprits are, and whose."""
+    culprits = event["culprits"]
+    source, count = Counter(culprit["source"] for culprit in culprits).most_common(1)[0]
+    found = [culprit for culprit in culprits if culprit["source"] == source]
+    one, several = _KINDS[source]
+    if len(culprits) == 1:
+        start = f"the culprit{_token(found)} is {one}"
+    elif count == len(culprits):
+        start = f"{'both' if count == 2 else f'all {count}'} culprits are {several}{_token(found)}"
+    else:
+        start = f"{count} of {len(culprits)} culprits {'is' if count == 1 else 'are'} {one if count == 1 else several}"
+        start += _token(found)
+    sentence = f"{start} {_responses(found)}"
+    if event["diagnosis"] == "diffuse":
+        return f"{_spread(event)}; of the tokens that are over the threshold alone, {sentence}"
+    if event["diagnosis"] == "incomplete":
+        return f"{sentence}, and the search ended before it could explain the spike"
+    return f"{_everywhere(event)}{sentence}"
+
+
+def _token(culprits: Sequence[Culprit]) -> str:
+    """The token that most of the culprits are, if its text is known."""
+    texts = Counter(culprit.get("token") for culprit in culprits)
+    text, count = texts.most_common(1)[0]
+    if text is None or (len(culprits) > 1 and count <= len(culprits) / 2):
+        return ""
+    if len(culprits) == 1:
+        return f" {text!r}"
+    return f" ({'all' if count == len(culprits) else count} of them {text!r})"
+
+
+def _responses(culprits: Sequence[Culprit]) -> str:
+    """Whose culprits they are: of how many responses, and whether these are reinforced or suppressed."""
+    responses = {(culprit["rank"], culprit["row"]): culprit for culprit in culprits}
+    one = len(responses) == 1
+    where = f"of {_number(len(responses))} {'response' if one else 'responses'}"
+    advantages = [culprit["advantage"] for culprit in responses.values()]
+    if any(advantage is None or not math.isfinite(advantage) or advantage == 0 for advantage in advantages):
+        return where
+    rewarded = sum(advantage > 0 for advantage in advantages)
+    if 0 < rewarded < len(advantages):
+        return f"{where}, {_number(rewarded)} rewarded and {_number(len(advantages) - rewarded)} punished"
+    what = "rewarded" if rewarded else "punished"
+    reward = next(iter(responses.values())).get("reward") if one else None
+    figure = "" if reward is None else f" (reward {reward:g})"
+    return f"{where} that {'was' if one else 'were'} {what}{figure}"
+
+
+def _without_culprits(event: Event) -> str:
+    if event["diagnosis"] == "overflow":
+        return "the scaled fp16 gradients overflowed, while log-probs and advantages are fine"
+    if event["diagnosis"] == "nonfinite":
+        return "no single token is the cause: NaN or Inf is in the log-probs or gradients of all of them"
+    if event["diagnosis"] == "diffuse":
+        return _everywhere(event) + _spread(event)
+    why = f" ({event['error']})" if event["error"] else ""
+    return (
+        f"{_everywhere(event)}the search ended after {_count(event['passes'], 'pass', 'passes')} without an answer{why}"
+    )
+
+
+def _spread(event: Event) -> str:
+    tokens = sum(part["tokens"] for part in event["diffuse"])
+    if not tokens:
+        return "no few tokens explain the spike"
+    rows = sum(len(part["rows"]) for part in event["diffuse"])
+    return (
+        f"no few tokens explain the spike: it is the sum of {tokens} tokens "
+        f"of {_number(rows)} response{'' if rows == 1 else 's'}"
+    )
+
+
+def _everywhere(event: Event) -> str:
+    """Says so if every micro-batch of several is over its threshold: then the fault is not in single tokens."""
+    several = len(event["units"]) > 1
+    return "every micro-batch is over its threshold: " if several and event["ordinary_layer_norms"] is None else ""
+
+
+def _layer(event: Event) -> str | None:
+    """The layer that carries over half of the squared norm of the units, if it does not do so ordinarily."""
+    squares: Counter[str] = Counter()
+    for unit in event["units"]:
+        for layer, norm in unit["layer_norms"].items():
+            squares[layer] += norm**2
+    broken = [layer for layer, square in squares.items() if not math.isfinite(square)]
+    if broken:
+        whole = len(broken) == len(squares)
+        return None if whole or len(broken) > 1 else f"only the gradient of {broken[0]} is NaN or infinite"
+    name, share = _largest(squares)
+    if name is None or share <= LAYER_FRACTION:
+        return None
+    ordinary = {layer: norm**2 for layer, norm in (event["ordinary_layer_norms"] or {}).items()}
+    if _largest(ordinary)[0] == name and _largest(ordinary)[1] > LAYER_FRACTION:
+        return None
+    return f"{name} carries {share:.0%} of the squared norm"
+
+
+def _largest(squares: Mapping[str, float]) -> tuple[str | None, float]:
+    """The layer with the largest squared norm, and its share of the sum; (None, 0) for a single layer."""
+    total = math.fsum(squares.values())
+    if len(squares) < 2 or not (0 < total < math.inf):
+        return None, 0.0
+    name = max(squares, key=squares.__getitem__)
+    return name, squares[name] / total
+
+
+def _number(count: int) -> str:
+    return _SMALL_NUMBERS[count] if count < len(_SMALL_NUMBERS) else str(count)
+
+
+def _count(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"

@@ -1,0 +1,71 @@
+"""The early-warning figures of the patched actor against those of an unsharded copy, on all ranks."""
+
+from __future__ import annotations
+
+import math
+
+import actor_cases
+import pytest
+from actor_cases import Case, Unit
+from test_actor import WRAPS, Launch, cases, launch
+
+__all__ = ["launch"]
+
+THRESHOLD = 1e-6  # of `units_and_run`
+
+
+def expected(case: Case, units: list[Unit]) -> dict[str, float]:
+    """The figures but for the percentile, from all tokens of all ranks and mini-batches."""
+    log_prob, old, *rollout = (
+        [value for unit in units for value in unit.log_probs[i]] for i in range(2 + case.rollout)
+    )
+    figures = {
+        "ratio_max": math.exp(max(p - q for p, q in zip(log_prob, old, strict=True))),
+        "unlikely_share": sum(p < math.log(1e-3) for p in log_prob) / len(log_prob),
+        "spike_margin": max(unit.norm / unit.weight for unit in units if unit.tokens) / THRESHOLD,
+    }
+    if rollout:
+        figures["rollout_ratio_max"] = math.exp(max(abs(p - q) for p, q in zip(log_prob, rollout[0], strict=True)))
+    return figures
+
+
+@cases(
+    *[(2, Case(wrap, mini_batch=4, rollout=True)) for wrap in WRAPS],
+    (2, Case(rollout=True)),
+    (2, Case(mini_batch=4, epochs=2, dynamic=True, loss_agg_mode="seq-mean-token-mean")),
+    # Micro-batches without a response token.
+    (2, Case("fsdp1", mini_batch=4, micro_batch=1, kl=True, entropy=True, rollout=True)),
+    (2, Case("fsdp2", mini_batch=4, loss_mode="bypass_mode")),
+    (1, Case("none", mini_batch=2, rollout=True)),
+    (4, Case("fsdp2", mini_batch=4, clipped=((3, 5, 1),), rollout=True)),
+)
+def test_the_figures_of_an_update(launch: Launch, world: int, case: Case) -> None:
+    results = launch(world, actor_cases.units_and_run, case)
+    units = results[0][0]
+    want = expected(case, units)
+    of_ranks = []
+    for _, _, run in results:
+        metrics = run.metrics[0]
+        of_ranks.append({name: metrics.get(f"actor/gradloc/{name}") for name in [*want, "ratio_p999"]})
+        assert ("actor/gradloc/rollout_ratio_max" in metrics) == case.rollout
+    assert of_ranks == of_ranks[:1] * world
+    percentile = of_ranks[0].pop("ratio_p999")
+    # A ratio is as far off as the difference of log-probs that it is the power of.
+    assert of_ranks[0] == {name: pytest.approx(value, rel=2e-5) for name, value in want.items()}
+    # There are fewer than 1,000 tokens: 99.9% of them are all.
+    assert sum(len(unit.log_probs[0]) for unit in units) < 1000
+    assert percentile == max(of_ranks[0]["ratio_max"], 1.0)
+    if case.on_policy:
+        assert percentile == 1.0
+    else:
+        assert percentile > 1.01
+    # One rank alone happens to have no unlikely token.
+    assert (0 < want["unlikely_share"] < 1) == (world > 1)
+
+
+@cases((2, Case("fsdp2", mini_batch=4, rollout=True)))
+def test_the_warm_up_of_an_automatic_threshold_has_no_margin(launch: Launch, world: int, case: Case) -> None:
+    for run in launch(world, actor_cases.watch, case, "auto", 2):
+        for metrics in run.metrics:
+            assert "actor/gradloc/spike_margin" not in metrics and "actor/gradloc/threshold" not in metrics
+            assert metrics["actor/gradloc/ratio_max"] > 1

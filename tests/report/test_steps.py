@@ -1,0 +1,260 @@
+"""steps.jsonl: its form, its limits, and what the report makes of it; drills and planted faults."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from evidence_samples import culprit, drill, event, samples, step_figures, without_culprits
+from gradloc import record_events, report
+from gradloc.evidence import writer
+from gradloc.evidence.schema import EVENT, NOTE, STEP, conforms
+from gradloc.evidence.writer import record_step
+from gradloc.report.__main__ import main
+from gradloc.report.level import POINTS, level
+from gradloc.report.page_data import page_data
+
+FIGURES = {"token_norm_max": 120.0, "threshold": 640.0, "spike_margin": 0.1875, "ratio_max": math.inf, "triggered": 0}
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def show(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Writes events and prints the report on tmp_path, in one line."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def call(*arguments: str, events: list[dict[str, Any]] = ()) -> str:
+        record_events(str(tmp_path), events)
+        assert main([str(tmp_path), *arguments]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    yield call
+
+
+# The file
+
+
+def test_a_step_is_one_short_line_of_the_schemas_form(tmp_path: Path) -> None:
+    jsonschema.Draft202012Validator.check_schema(STEP)
+    record_step(str(tmp_path / "deep" / "dump"), 3, FIGURES)
+    (line,) = lines(tmp_path / "deep" / "dump")
+    jsonschema.validate(line, STEP)
+    assert conforms(line, STEP) and not conforms(line, EVENT)
+    assert {name: line[name] for name in FIGURES} == {**FIGURES, "ratio_max": "Infinity"}
+    assert line["global_step"] == 3 and line["ratio_p999"] is None and line["unlikely_share"] is None
+    assert (tmp_path / "deep" / "dump" / "steps.jsonl").stat().st_size < 350
+
+
+def test_steps_do_not_conform_without_their_fields(tmp_path: Path) -> None:
+    record_step(str(tmp_path), 3, FIGURES)
+    (line,) = lines(tmp_path)
+    for name in line:
+        assert not conforms({key: value for key, value in line.items() if key != name}, STEP)
+    assert not conforms({**line, "ratio_max": "large"}, STEP)
+
+
+def test_full_files_rotate_and_stay_within_their_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    record_step(str(tmp_path), 0, FIGURES)
+    size = (tmp_path / "steps.jsonl").stat().st_size + 10
+    monkeypatch.setattr(writer, "STEP_FILE_BYTES", 10 * size)
+    monkeypatch.setattr(writer, "STEP_TOTAL_BYTES", 25 * size)
+    for step in range(1, 60):
+        record_step(str(tmp_path), step, FIGURES)
+    names = sorted(os.listdir(tmp_path))
+    assert names == ["steps.1.jsonl", "steps.2.jsonl", "steps.jsonl"]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 26 * size
+    assert "the figures of step 59 left out" in caplog.text
+    found = report.read(str(tmp_path))
+    assert list(found.steps) == list(range(len(found.steps))) and len(found.steps) >= 24
+    (note,) = found.notes
+    jsonschema.validate(note, NOTE)
+    assert (note["note"], note["global_step"], note["count"]) == ("size_limit", len(found.steps), 1)
+    assert note["message"].startswith("steps are not written from here on")
+    # Events have a limit of their own, and steps that were moved away make room.
+    record_events(str(tmp_path), samples(1))
+    (tmp_path / "steps.1.jsonl").unlink()
+    record_step(str(tmp_path), 77, FIGURES)
+    found = report.read(str(tmp_path))
+    assert len(found.events) == 1 and max(found.steps) == 77
+
+
+def test_a_failing_disk_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    record_step(str(tmp_path / "file" / "dump"), 3, FIGURES)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "steps.jsonl").symlink_to("/dev/full")
+    record_step(str(tmp_path / "full"), 4, FIGURES)
+    assert "the figures of step 3 could not be written" in caplog.text
+    assert "the figures of step 4 could not be written" in caplog.text and "No space left" in caplog.text
+
+
+def test_the_last_line_of_a_step_counts_after_a_resume(tmp_path: Path) -> None:
+    for step, norm in ((1, 10.0), (2, 20.0), (3, 30.0)):
+        record_step(str(tmp_path), step, {"token_norm_max": norm})
+    file = tmp_path / "steps.jsonl"
+    file.write_bytes(file.read_bytes()[:-40])
+    for step, norm in ((2, 21.0), (3, math.nan)):
+        record_step(str(tmp_path), step, {"token_norm_max": norm})
+    with open(file, "a") as torn:
+        torn.write('{"schema": 3, "glo')
+    found = report.read(str(tmp_path))
+    assert found.skipped == 1
+    assert [figures["token_norm_max"] for figures in found.steps.values()][:2] == [10.0, 21.0]
+    assert math.isnan(found.steps[3]["token_norm_max"] or 0.0)
+
+
+def test_steps_of_a_run_are_found_beside_its_events(tmp_path: Path) -> None:
+    record_step(str(tmp_path / "bisect_dump"), 3, FIGURES)
+    assert list(report.read(str(tmp_path)).steps) == [3]
+    record_events(str(tmp_path / "bisect_dump"), samples(1))
+    for path in (tmp_path, tmp_path / "bisect_dump", tmp_path / "bisect_dump" / "spikes.jsonl"):
+        found = report.read(str(path))
+        assert list(found.steps) == [3] and len(found.events) == 1
+
+
+# The level over the run
+
+
+def test_a_long_run_is_thinned_without_losing_its_highest_steps() -> None:
+    generator = random.Random(1)
+    norms = {step: generator.lognormvariate(0, 0.3) for step in range(1, 20_001)}
+    norms |= {7777: 900.0, 12_345: math.nan, 19_999: math.inf}
+    found = level({step: {"token_norm_max": norm, "threshold": 5.0} for step, norm in norms.items()})
+    assert found is not None and found["steps_in_all"] == 20_000
+    assert POINTS / 2 <= len(found["steps"]) <= POINTS and found["steps"] == sorted(set(found["steps"]))
+    assert {7777, 12_345, 19_999, min(norms, key=lambda step: norms[step])} <= set(found["steps"])
+    assert len(found["steps"]) == len(found["norms"]) == len(found["thresholds"])
+    # Lows are kept as well, so that the line does not look higher than the run was.
+    assert sum(norm < 1 for norm in found["norms"]) > len(found["norms"]) / 3
+
+
+@pytest.mark.parametrize("count", [1, 1999, 2000])
+def test_a_run_that_fits_is_kept_whole(count: int) -> None:
+    steps = {step: {"token_norm_max": 1.0 * step, "threshold": None} for step in range(count)}
+    found = level(steps)
+    assert found is not None and found["steps"] == list(steps)
+    assert level(steps, since=count) is None and level({}) is None
+
+
+# What the report shows
+
+
+def test_evidence_without_steps_still_opens(tmp_path: Path, show: Any) -> None:
+    out = show(events=samples(3))
+    assert "moved" not in out and "3 gradient spikes" in out
+    found = page_data(report.read(str(tmp_path)))
+    assert found["level"] is None and "before" not in found["events"][0]
+    assert json.loads(show("--json"))["steps"] is None
+
+
+def test_what_moved_before_the_spikes_is_said(tmp_path: Path, show: Any) -> None:
+    events = samples(12)
+    for step, figures in step_figures(events, events[-1]["global_step"]).items():
+        record_step(str(tmp_path), step, figures)
+    out = show(events=events)
+    assert "What moved before the spike" in out and "rollout_ratio_max" in out and "steps before it" in out
+    summary = json.loads(show("--json"))
+    last = events[-1]["global_step"]
+    assert (summary["steps"]["count"], summary["steps"]["first"], summary["steps"]["last"]) == (last, 1, last)
+    assert summary["steps"]["last_figures"]["threshold"] == 640.0
+    assert any("Moved before the spike: rollout_ratio_max" in (e["moved"] or "") for e in summary["largest_events"])
+    shown = page_data(report.read(str(tmp_path)))["events"][-1]
+    assert shown["before"]["steps"] == list(range(last - 20, last + 1))
+    assert [figure["name"] for figure in shown["before"]["figures"]][0] == "spike_margin"
+    # Earlier steps are left out of the level, and not of the ranges.
+    later = page_data(report.read(str(tmp_path), since=last))
+    assert later["level"]["steps"] == [last] and later["events"][0]["before"] == shown["before"]
+
+
+def test_a_run_without_a_spike_says_how_near_it_came(tmp_path: Path, show: Any) -> None:
+    for step in range(1, 5):
+        record_step(str(tmp_path), step, {**FIGURES, "spike_margin": 0.1 * step if step != 4 else None})
+    out = show()
+    assert "No gradient spike in" in out
+    assert "4 steps, 1 to 4 largest token norm over its threshold 0.3, in step 3" in out
+
+
+def test_the_summary_of_an_event_comes_first(tmp_path: Path, show: Any) -> None:
+    sample = {**samples(1)[0], "summary": "2 of 2 culprits are\x1b[31m rare tokens."}
+    out = show(events=[sample])
+    assert "2 of 2 culprits are\\x1b[31m rare tokens." in out
+    assert out.index("What happened") < out.index("What was found") and "\x1b" not in out
+    assert json.loads(show("--json"))["largest_events"][0]["summary"] == sample["summary"]
+
+
+def test_all_sources_of_a_culprit_are_kept(tmp_path: Path) -> None:
+    generator = random.Random(1)
+    several = {**culprit(0, ["a"], 9000.0, generator), "source": "unsampled", "sources": ["unsampled", "unlikely"]}
+    older = culprit(0, ["b"], 8000.0, generator)
+    older.pop("sources", None)
+    record_events(str(tmp_path), [event(1, [several], generator)])
+    record_events(str(tmp_path), [{**event(2, [older], generator), "schema": 2}])
+    rows = page_data(report.read(str(tmp_path)))["culprits"]
+    assert [row["sources"] for row in rows] == [["unsampled", "unlikely"], [older["source"]]]
+
+
+# Drills and faults
+
+
+def test_a_drill_is_no_spike(tmp_path: Path, show: Any) -> None:
+    generator = random.Random(1)
+    spike = samples(1)[0]
+    jsonschema.validate(writer.jsonable(drill(2, True, generator)), EVENT)
+    alone = show("--json", events=[spike])
+    together = json.loads(show("--json", events=[drill(2, True, generator)]))
+    (shown,) = together["drills"]
+    assert shown["text"] == "Drill in step 2: the planted token was found, 1 extra pass, 4 s." and not shown["advice"]
+    assert {**together, "drills": []} == {**json.loads(alone), "drills": []}
+    assert shown["text"] in show()
+    assert "No gradient spike" in show("--since", "2") or spike["global_step"] >= 2
+    data = page_data(report.read(str(tmp_path)))
+    assert len(data["events"]) == 1 and len(data["drills"]) == 1 and data["totals"]["events"] == 1
+
+
+FAILURES = [
+    ({"threshold": 1e30}, "The threshold was not finite, or that of the warm-up of grad_norm_threshold=auto"),
+    ({"error": "rank 1: out of memory"}, "It met an error: rank 1: out of memory."),
+    (
+        {"complete": False, "budget": 1, "diagnosis": "incomplete"},
+        "Its budget of 1 pass was spent: raise bisect_budget_steps.",
+    ),
+    ({"mini_batch": 3}, "The same mini-batch has a spike of its own"),
+    ({}, "The event names no reason"),
+]
+
+
+@pytest.mark.parametrize(("changes", "advice"), FAILURES)
+def test_a_drill_that_fails_says_what_to_look_at(show: Any, changes: dict[str, Any], advice: str) -> None:
+    generator = random.Random(1)
+    other = {**without_culprits(2, "diffuse", generator), "mini_batch": 3}
+    out = show(events=[drill(2, False, generator, **changes), other])
+    assert "Drill in step 2 FAILED: the planted token (rank 0, row 0, position 1) was not found, 1 extra pass" in out
+    assert "Do not rely on spike_detection in this configuration before a drill succeeds." in out
+    given = [text for _, text in FAILURES if text in out]
+    assert given == [advice]
+
+
+def test_a_drill_without_a_place_is_shown(show: Any) -> None:
+    broken = drill(2, False, random.Random(1), error="no response token has a weight in the loss")
+    broken["drill"]["planted"] = None
+    assert "Drill in step 2 FAILED: a planted token was not found" in show(events=[broken])
+
+
+def test_a_planted_fault_is_announced(tmp_path: Path, show: Any) -> None:
+    out = show(events=[{**sample, "fault": "bitflip"} for sample in samples(2)])
+    assert out.count("A fault was planted in this run on purpose: bitflip") == 1
+    assert json.loads(show("--json"))["faults"] == ["bitflip"]
+    assert page_data(report.read(str(tmp_path)))["faults"] == ["bitflip"]

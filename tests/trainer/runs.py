@@ -1,0 +1,49 @@
+"""Whole runs of `run_experiment.sh --embedded --tiny`, with the real `python -m verl.trainer.main_ppo`."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from valid_events import valid_events
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def started(output: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen]:
+    """A run, which is ended with the block if it still goes on."""
+    search_path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "tests/trainer")])
+    script = subprocess.Popen(
+        ["bash", ROOT / "run_experiment.sh", "--embedded", "--tiny", "--python", sys.executable]
+        + [f"OUTPUT_DIR={output}", *arguments],
+        env=os.environ | {"PYTHONPATH": search_path} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield script
+    finally:
+        if script.poll() is None:
+            script.terminate()
+            script.wait(timeout=60)
+
+
+def finished(output: Path, *arguments: str, **environment: str) -> tuple[str, list[dict[str, Any]]]:
+    """What a run printed, and its events."""
+    with started(output, *arguments, **environment) as script:
+        printed, _ = script.communicate(timeout=540)
+    assert script.returncode == 0, printed
+    return printed, events_in(output)
+
+
+def events_in(output: Path) -> list[dict[str, Any]]:
+    evidence = output / "bisect_dump/spikes.jsonl"
+    lines = evidence.read_text().splitlines() if evidence.exists() else []
+    assert all(json.loads(line) for line in lines)
+    return valid_events(f"[{','.join(lines)}]")

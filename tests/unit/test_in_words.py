@@ -1,0 +1,164 @@
+"""An event in one sentence."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from gradloc.evidence.in_words import _KINDS, describe
+from gradloc.evidence.sources import SOURCES
+
+EVEN = {"layers.0": 1.0, "layers.1": 1.1, "layers.2": 0.9}
+ONE_LAYER = {"layers.0": 1.0, "layers.1": 9.0, "layers.2": 1.0}
+
+
+def culprit(source: str = "unlikely", row: int = 0, advantage: float | None = 1.0, **changes: Any) -> dict[str, Any]:
+    return {"source": source, "rank": 0, "row": row, "advantage": advantage, **changes}
+
+
+def unit(**layer_norms: float) -> dict[str, Any]:
+    return {"layer_norms": layer_norms or EVEN}
+
+
+def event(*culprits: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "diagnosis": "tokens",
+        "culprits": list(culprits),
+        "diffuse": [],
+        "units": [unit()],
+        "ordinary_layer_norms": EVEN,
+        "passes": 3,
+        "error": None,
+        **changes,
+    }
+
+
+PART = {"tokens": 48, "rows": [8, 9, 11]}
+RARE = "rare tokens (p < 0.05)"
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (event(culprit()), "The culprit is a rare token (p < 0.05) of one response that was rewarded."),
+        (
+            event(culprit(advantage=-1.0, token="+", reward=0.0)),
+            "The culprit '+' is a rare token (p < 0.05) of one response that was punished (reward 0).",
+        ),
+        (
+            event(*[culprit(row=i % 2) for i in range(34)], *[culprit("other", 5)] * 4),
+            f"34 of 38 culprits are {RARE} of two responses that were rewarded.",
+        ),
+        (
+            event(culprit(row=1), culprit("token", 1), culprit("layer", 2), culprit(row=2, advantage=-0.5)),
+            f"2 of 4 culprits are {RARE} of two responses, one rewarded and one punished.",
+        ),
+        (
+            event(culprit("kl", advantage=0.0), culprit("kl", advantage=0.0)),
+            "Both culprits are tokens driven by the KL loss of one response.",
+        ),
+        (
+            event(*[culprit("unsampled", row, -1.0, token="<|im_end|>") for row in range(12)]),
+            "All 12 culprits are tokens that the policy did not produce (all of them '<|im_end|>') of 12 "
+            "responses that "
+            "were punished.",
+        ),
+        (
+            event(*[culprit("advantage", 3, 99.0, token=token, reward=100.0) for token in ("a", "b", "a")]),
+            "All 3 culprits are tokens with outlying advantages (2 of them 'a') of one response that was rewarded "
+            "(reward 100).",
+        ),
+        (
+            event(culprit("nonfinite", advantage=math.nan)),
+            "The culprit is a token with a NaN or infinite gradient of one response.",
+        ),
+        (
+            event(culprit("nonfinite", advantage=None), units=[unit(**dict.fromkeys(EVEN, math.nan))]),
+            "The culprit is a token with a NaN or infinite gradient of one response.",
+        ),
+        (
+            event(diagnosis="diffuse", diffuse=[PART]),
+            "No few tokens explain the spike: it is the sum of 48 tokens of three responses.",
+        ),
+        (
+            event(culprit(), diagnosis="diffuse", diffuse=[PART]),
+            "No few tokens explain the spike: it is the sum of 48 tokens of three responses; of the tokens "
+            "that are over "
+            "the threshold alone, the culprit is a rare token (p < 0.05) of one response that was rewarded.",
+        ),
+        (
+            event(diagnosis="nonfinite", units=[unit(**dict.fromkeys(EVEN, math.nan))]),
+            "No single token is the cause: NaN or Inf is in the log-probs or gradients of all of them.",
+        ),
+        (
+            event(diagnosis="nonfinite", units=[unit(**{**EVEN, "layers.1": math.nan})]),
+            "No single token is the cause: NaN or Inf is in the log-probs or gradients of all of them; only "
+            "the gradient "
+            "of layers.1 is NaN or infinite.",
+        ),
+        (
+            event(diagnosis="overflow", units=[unit(**dict.fromkeys(EVEN, math.inf))]),
+            "The scaled fp16 gradients overflowed, while log-probs and advantages are fine.",
+        ),
+        (event(diagnosis="incomplete", passes=1), "The search ended after 1 pass without an answer."),
+        (
+            event(diagnosis="incomplete", error="rank 1: out of memory"),
+            "The search ended after 3 passes without an answer (rank 1: out of memory).",
+        ),
+        (
+            event(culprit(), diagnosis="incomplete"),
+            "The culprit is a rare token (p < 0.05) of one response that was rewarded, and the search ended "
+            "before it could "
+            "explain the spike.",
+        ),
+        # A fault that hits every token: no micro-batch is under its threshold.
+        (
+            event(diagnosis="diffuse", diffuse=[PART], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None),
+            "Every micro-batch is over its threshold: no few tokens explain the spike: it is the sum of 48 "
+            "tokens of three "
+            "responses; layers.1 carries 98% of the squared norm.",
+        ),
+        (
+            event(
+                *[culprit("layer", row) for row in range(2)], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None
+            ),
+            "Every micro-batch is over its threshold: both culprits are tokens of which one layer carries "
+            "the norm of two "
+            "responses that were rewarded; layers.1 carries 98% of the squared norm.",
+        ),
+        (
+            event(culprit("layer"), units=[unit(**ONE_LAYER)]),
+            "The culprit is a token of which one layer carries the norm of one response that was rewarded; "
+            "layers.1 carries "
+            "98% of the squared norm.",
+        ),
+        # The same layer carries the norm of ordinary micro-batches.
+        (
+            event(culprit(), units=[unit(**ONE_LAYER)], ordinary_layer_norms=ONE_LAYER),
+            "The culprit is a rare token (p < 0.05) of one response that was rewarded.",
+        ),
+        # A single micro-batch that is over its threshold says nothing about every token.
+        (
+            event(culprit(), ordinary_layer_norms=None),
+            "The culprit is a rare token (p < 0.05) of one response that was rewarded.",
+        ),
+        (
+            event(culprit(), drill={"planted": {"rank": 0, "row": 1, "position": 2}, "found": True, "passes": 1}),
+            "A drill: the planted token was found, 1 extra pass.",
+        ),
+        (
+            event(drill={"planted": {"rank": 0, "row": 1, "position": 2}, "found": False, "passes": 9}),
+            "A drill: the planted token was not found, 9 extra passes.",
+        ),
+    ],
+)
+def test_an_event_in_one_sentence(found: dict[str, Any], sentence: str) -> None:
+    assert describe(found) == sentence
+
+
+def test_every_source_has_words() -> None:
+    assert _KINDS.keys() == SOURCES.keys()
+    for source in SOURCES:
+        assert describe(event(culprit(source))).startswith(f"The culprit is {_KINDS[source][0]} of one response")

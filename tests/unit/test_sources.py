@@ -1,0 +1,171 @@
+"""What looks wrong with a culprit: the rules, on facts from tensors, and their order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from gradloc.evidence import schema
+from gradloc.evidence.medians import token_medians
+from gradloc.evidence.sources import RULES, SOURCES, UNLIKELY, classify
+from gradloc.evidence.token_facts import find_behind_end, token_evidence
+from gradloc.measure.passes import MicroBatch
+from gradloc.report import meanings
+
+MEDIANS = {"median_advantage": 1.0, "median_weight": 0.1}
+LAYERS = {"a": 1.0, "b": 1.0, "c": 1.0}
+POSITION = 1
+
+
+def facts(**changes: list[float]) -> dict[str, Any]:
+    """A culprit in the middle of a response of three tokens, as `token_evidence` makes it."""
+    values = {
+        "response_mask": [1.0, 1.0, 1.0, 0.0],
+        "token_id": [5, 6, 7, 0],
+        "weight": [0.1, 0.1, 0.1, 0.0],
+        "coefficient": [0.1, -0.1, 0.1, 0.0],
+        "advantage": [1.0, 1.0, -1.0, 0.0],
+        "log_prob": [-1.0, -2.0, -0.5, 0.0],
+        **changes,
+    }
+    tokens = {name: torch.tensor([row]) for name, row in values.items()}
+    return {"grad_norm": 100.0, "layer_norms": LAYERS, **token_evidence(tokens, 0, POSITION)}
+
+
+def here(value: float, around: float = 0.0) -> list[float]:
+    """A row of values with one at the culprit's position."""
+    return [around if position != POSITION else value for position in range(3)] + [0.0]
+
+
+# Rollout log-probs as those of the training.
+SAME = [-1.0, -2.0, -0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sources"),
+    [
+        ({}, ["other"]),
+        ({"rollout_log_prob": SAME, "old_log_prob": SAME}, ["other"]),
+        # Over half of the response is off by more than a nat; half is not over half.
+        ({"rollout_log_prob": [-2.1, -3.1, -0.5, 0.0]}, ["misaligned", "token", "sequence"]),
+        ({"rollout_log_prob": [-1.0, -3.1, -0.5, 0.0]}, ["token", "sequence"]),
+        ({"rollout_log_prob": [math.nan, math.nan, -0.5, 0.0]}, ["misaligned", "unsampled", "token", "sequence"]),
+        # Behind the end of the turn.
+        ({"behind_end": here(1.0)}, ["unsampled"]),
+        ({"behind_end": here(1.0), "rollout_log_prob": here(0.0, -1.0)}, ["unsampled", "token", "sequence"]),
+        # A rollout that goes on behind an end token, and says with which probability, has sampled the token.
+        ({"behind_end": here(1.0), "rollout_log_prob": SAME}, ["other"]),
+        # Not sampled: no log-prob, or 0 where the token is all but impossible.
+        ({"rollout_log_prob": [-1.0, math.nan, -0.5, 0.0]}, ["unsampled", "token", "sequence"]),
+        ({"rollout_log_prob": [-1.0, -math.inf, -0.5, 0.0]}, ["unsampled", "token", "sequence"]),
+        (
+            {"log_prob": here(-7.0, -1.0), "rollout_log_prob": here(0.0, -1.0)},
+            ["unsampled", "token", "sequence", "unlikely"],
+        ),
+        ({"log_prob": here(-0.1, -1.0), "rollout_log_prob": here(0.0, -1.0)}, ["other"]),
+        ({"advantage": here(5.1, 1.0)}, ["advantage"]),
+        ({"advantage": here(-5.1, 1.0)}, ["advantage"]),
+        ({"advantage": here(4.9, 1.0)}, ["other"]),
+        ({"weight": here(0.51, 0.1)}, ["weight"]),
+        ({"weight": here(0.49, 0.1)}, ["other"]),
+        ({"coefficient": here(-0.1), "kl_coefficient": here(-0.06)}, ["kl"]),
+        ({"coefficient": here(-0.1), "kl_coefficient": here(-0.04)}, ["other"]),
+        # The KL loss pulls against the policy loss, and is larger.
+        ({"coefficient": here(0.01), "kl_coefficient": here(0.11)}, ["kl"]),
+        ({"coefficient": here(0.0), "kl_coefficient": here(0.0)}, ["other"]),
+        ({"old_log_prob": [-1.0, -2.7, -0.5, 0.0]}, ["token", "sequence"]),
+        ({"old_log_prob": [-1.7, -2.7, 0.9, 0.0]}, ["token"]),
+        ({"old_log_prob": [-1.2, -2.2, -0.7, 0.0]}, ["sequence"]),
+        ({"log_prob": here(math.log(UNLIKELY) - 0.01, -1.0)}, ["unlikely"]),
+        ({"log_prob": here(math.log(UNLIKELY) + 0.01, -1.0)}, ["other"]),
+    ],
+)
+def test_the_rules_on_facts_from_tensors(changes: dict[str, list[float]], sources: list[str]) -> None:
+    assert classify(facts(**changes), MEDIANS) == sources
+
+
+@pytest.mark.parametrize(
+    ("changes", "sources"),
+    [
+        ({"grad_norm": math.nan}, ["nonfinite"]),
+        ({"grad_norm": math.inf, "advantage": 9.0}, ["nonfinite", "advantage"]),
+        ({"layer_norms": {"a": 1.0, "b": 3.0, "c": 1.0}}, ["layer"]),
+        ({"layer_norms": {"a": 1.0}}, ["other"]),
+        ({"ratio": math.nan}, ["token"]),
+        ({"advantage": None, "kl_coefficient": None, "behind_end": None}, ["other"]),
+        ({"advantage": math.nan}, ["other"]),
+    ],
+)
+def test_the_rules_on_other_facts(changes: dict[str, Any], sources: list[str]) -> None:
+    assert classify({**facts(), **changes}, MEDIANS) == sources
+
+
+def test_without_medians_nothing_is_an_outlier() -> None:
+    unknown = {"median_advantage": None, "median_weight": None}
+    assert classify(facts(advantage=here(99.0), weight=here(99.0)), unknown) == ["other"]
+
+
+def test_code_schema_and_report_have_the_same_sources() -> None:
+    names = [rule.name for rule in RULES]
+    assert list(SOURCES) == [*names, "other"] and len(set(names)) == len(names)
+    assert schema.EVENT["properties"]["culprits"]["items"]["properties"]["source"]["enum"] == list(SOURCES)
+    assert list(meanings.SOURCES) == list(meanings.ADVICE) == list(SOURCES)
+    for rule in SOURCES.values():
+        for sentence in (rule.meaning, rule.advice):
+            assert sentence[0].isupper() and sentence.endswith(".")
+    assert not SOURCES["other"].holds(facts(), MEDIANS)
+
+
+END = 9
+
+
+@pytest.mark.parametrize(
+    ("token_id", "mask", "behind"),
+    [
+        ([1, 2, END, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]),
+        # Tokens that were added behind the end.
+        ([1, END, 3, 4, 0], [1, 1, 1, 1, 0], [0, 0, 1, 1, 0]),
+        ([1, END, END, 0, 0], [1, 1, 1, 0, 0], [0, 0, 1, 0, 0]),
+        # Two turns with masked tool output between them.
+        ([1, END, 3, 4, END], [1, 1, 0, 1, 1], [0, 0, 0, 0, 0]),
+        ([1, END, 3, 4, 5], [1, 1, 0, 0, 1], [0, 0, 0, 0, 0]),
+        # An end token in the tool output counts for nothing.
+        ([1, 2, END, 4, 5], [1, 1, 0, 1, 1], [0, 0, 0, 0, 0]),
+        # The second turn goes on behind its end.
+        ([1, END, 3, END, 5], [1, 1, 0, 1, 1], [0, 0, 0, 0, 1]),
+        ([1, 2, 3, 4, 5], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]),
+        # A turn of the end token alone.
+        ([END, 2, 3, 4, 5], [1, 1, 0, 1, 1], [0, 1, 0, 0, 0]),
+    ],
+)
+@pytest.mark.parametrize("ends", [{END}, [8, END]])
+def test_what_is_behind_the_end_of_a_turn(token_id: list[int], mask: list[int], behind: list[int], ends: Any) -> None:
+    # Below a row without an end: each row is for itself.
+    found = find_behind_end(torch.tensor([[1] * 5, token_id]), torch.tensor([[1.0] * 5, mask]), ends)
+    assert found.tolist() == [[False] * 5, [bool(value) for value in behind]]
+
+
+def micro_batch(**tokens: list[list[float]]) -> MicroBatch:
+    return MicroBatch({}, [], (torch.zeros(1), None), {name: torch.tensor(rows) for name, rows in tokens.items()})
+
+
+def test_medians_are_over_tokens_of_all_micro_batches() -> None:
+    first = micro_batch(
+        response_mask=[[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]],
+        advantage=[[-2.0, -2.0, -2.0], [0.0, 50.0, 50.0]],
+        weight=[[0.5, 0.5, 0.5], [1.0, 7.0, 7.0]],
+    )
+    second = micro_batch(response_mask=[[1.0, 1.0]], advantage=[[1.0, math.nan]], weight=[[0.25, 0.0]])
+    found = token_medians([first, second])
+    # |A| 1, 2, 2, 2 and w 0.25, 0.5, 0.5, 0.5, 1: without padding, zeros and NaN.
+    assert found == {"median_advantage": 2.0, "median_weight": 0.5}
+    # Of an even number, the mean of the two in the middle.
+    assert token_medians([second, micro_batch(response_mask=[[1.0]], advantage=[[4.0]], weight=[[0.5]])]) == {
+        "median_advantage": 2.5,
+        "median_weight": 0.375,
+    }
+    nothing = micro_batch(response_mask=[[0.0]], weight=[[1.0]])
+    assert token_medians([nothing]) == {"median_advantage": None, "median_weight": None}

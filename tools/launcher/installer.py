@@ -1,0 +1,156 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Installs into a virtual environment with uv, and with pip where uv is not to be had, or fails.
+
+uv does not read pip's configuration, so its arguments are made from that. If something is configured that uv would not
+do alike, pip does everything.
+"""
+
+import ast
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .log import say
+from .processes import step
+
+# What pip's options (of its configuration files and variables) are for uv; a list's items are separated by spaces.
+_OPTIONS = {"index-url": "--default-index"}
+_LISTS = {"extra-index-url": "--extra-index-url", "find-links": "--find-links", "trusted-host": "--allow-insecure-host"}
+_VARIABLES = {
+    "cert": ("SSL_CERT_FILE",),
+    "proxy": ("HTTP_PROXY", "HTTPS_PROXY"),
+    "timeout": ("UV_HTTP_TIMEOUT",),
+    "default-timeout": ("UV_HTTP_TIMEOUT",),
+}
+# These change what pip says, asks or keeps, not what it installs.
+_WITHOUT_EFFECT = frozenset(
+    "break-system-packages cache-dir disable-pip-version-check exists-action log no-cache-dir no-color no-input "
+    "no-python-version-warning no-warn-script-location prefer-binary progress-bar quiet require-virtualenv retries "
+    "root-user-action verbose".split()
+)
+
+
+class NotForUv(Exception):
+    """uv cannot do what pip is configured to do. The message names the option."""
+
+
+@dataclass(frozen=True)
+class ForUv:
+    """pip's configuration as uv takes it."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+def translated(listed: str) -> ForUv:
+    """What `pip config list` prints, for uv; raises NotForUv for an option that uv has no equal of."""
+    # As in pip: a variable wins over a section of `pip install`, and that over the global section.
+    values: dict[str, str] = {}
+    for section in ("global.", "install.", ":env:."):
+        for line in listed.splitlines():
+            if line.startswith(section):
+                name, _, value = line.removeprefix(section).partition("=")
+                values[name] = str(ast.literal_eval(value))
+    arguments: list[str] = []
+    environment: dict[str, str] = {}
+    for name, value in values.items():
+        if name in _OPTIONS:
+            arguments += [_OPTIONS[name], value]
+        elif name in _LISTS:
+            for item in value.split():
+                arguments += [_LISTS[name], item]
+        elif name in _VARIABLES:
+            environment |= dict.fromkeys(_VARIABLES[name], value)
+        elif name not in _WITHOUT_EFFECT:
+            raise NotForUv(name)
+    return ForUv(arguments, environment)
+
+
+class Installer:
+    """Installs packages for one Python.
+
+    Args:
+        python: The Python of a virtual environment with pip.
+        uv: The requirement of uv, with its version.
+        environment: The environment variables of pip and uv.
+    """
+
+    def __init__(self, python: Path, uv: str, environment: Mapping[str, str]) -> None:
+        self._python = python
+        self._uv = uv
+        self._environment = environment
+        self._configured: ForUv | None = None
+        self._asked = False
+
+    def install(self, *what: str) -> None:
+        """Installs what the arguments of `pip install` name; raises CalledProcessError if pip fails, too."""
+        self._install(what, for_uv=[], for_pip=[])
+
+    def install_again(self, pin: str) -> None:
+        """Installs a package without its dependencies, also where it is there. Its files are no links into a cache."""
+        what = ["--no-deps", pin]
+        self._install(what, for_uv=["--reinstall", "--link-mode", "copy"], for_pip=["--force-reinstall"])
+
+    def _install(self, what: Sequence[str], for_uv: Sequence[str], for_pip: Sequence[str]) -> None:
+        configured = self._for_uv()
+        if configured is not None:
+            command = [str(self._python.parent / "uv"), "pip", "install", "--no-config", "--no-progress"]
+            # pip, too, takes the best version of all indexes.
+            command += ["--python", str(self._python), "--index-strategy", "unsafe-best-match"]
+            environment = {**self._environment, **configured.environment}
+            if self._tried([*command, *configured.arguments, *for_uv, *what], environment):
+                return
+            say("uv failed; pip takes its place (slower)")
+            self._configured = None
+        self._pip([*for_pip, *what])
+
+    def _for_uv(self) -> ForUv | None:
+        if not self._asked:
+            self._asked = True
+            self._configured = self._find_uv()
+        return self._configured
+
+    def _find_uv(self) -> ForUv | None:
+        pip = [str(self._python), "-m", "pip"]
+        listed = subprocess.run([*pip, "config", "list"], env=self._environment, stdout=subprocess.PIPE, text=True)
+        try:
+            configured = translated(listed.stdout if listed.returncode == 0 else "")
+        except NotForUv as error:
+            say(f"pip is configured with {error}, which uv does not have: pip installs the packages (slower)")
+            return None
+        if (self._python.parent / "uv").exists() or self._tried(
+            [*pip, "install", "--quiet", self._uv], self._environment
+        ):
+            return configured
+        say("uv is not to be had here: pip installs the packages (slower)")
+        return None
+
+    def _tried(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Runs a command that may fail, and tells what it said if it did; otherwise only uv's totals."""
+        said = []
+        try:
+            with step(command, environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    said.append(line)
+                    if line.startswith(("Resolved", "Prepared", "Installed")):
+                        print(f"  {line}", end="", flush=True)
+        except (OSError, subprocess.CalledProcessError):
+            print("".join(said), end="", flush=True)
+            return False
+        return True
+
+    def _pip(self, arguments: Sequence[str]) -> None:
+        command = [str(self._python), "-m", "pip", "install", "--progress-bar", "off", *arguments]
+        packages = 0
+        with step(command, self._environment, stdout=subprocess.PIPE) as pip:
+            assert pip.stdout is not None
+            for line in pip.stdout:
+                if line.startswith("Collecting"):
+                    packages += 1
+                    if packages % 20 == 0:
+                        print(f"  {packages} packages", flush=True)
+                elif line.startswith("Installing collected"):
+                    print("  writing them to disk", flush=True)
