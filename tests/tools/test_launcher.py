@@ -259,7 +259,7 @@ def test_what_is_on_the_command_line() -> None:
 def project(tmp_path: Path) -> Path:
     """What the set-up reads, and a `python3.11` that only notes what it is asked for."""
     for name in ("embedded/prepare.py", "embedded/requirements-no-deps.txt", "patches/0.7.0/gradloc.patch"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "embedded/requirements.txt").write_text("torch==2\n    # via verl\nverl==0.7.0\n")
     (tmp_path / "embedded/requirements-uv.txt").write_text("uv==1\n")

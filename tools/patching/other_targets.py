@@ -43,7 +43,8 @@ def renewed(patch: bytes, wanted: dict[Source, Files], earlier: dict[str, bytes]
             base[change.path] = File(mode[1].decode() if mode else "100644", scratch.write(original))
     # A file that is replaced no longer is verl's own again.
     made = patch_text.sections(scratch.diff(scratch.tree(base), scratch.tree(base | final)))
-    return b"".join(sorted([*kept, *made], key=_by_path))
+    parts = sorted([*kept, *made], key=patch_text.path_of)
+    return b"".join(parts)
 
 
 def _taken_back(change: apply_patch.FilePatch, candidates: list[bytes]) -> bytes:
@@ -55,7 +56,3 @@ def _taken_back(change: apply_patch.FilePatch, candidates: list[bytes]) -> bytes
         f"a patch of another target makes something else of {change.path} than this one; restore patches/ from version "
         "control, and run again"
     )
-
-
-def _by_path(section: bytes) -> str:
-    return patch_text.path_of(section)
