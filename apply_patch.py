@@ -1,15 +1,23 @@
 #!/usr/bin/env python3
 """Apply, check or reverse the GradLoc patch on a verl source tree. Needs Python 3.10 and nothing else.
 
+There is a patch for each supported release of verl, a target, in patches/VERSION/. Which one is taken:
+  - the one that --target names;
+  - with --installed: the one for the installed version;
+  - with --repo: the one for the commit of HEAD; else the one that all the files it changes fit, patched or not; else
+    the one for the version that verl/version/version says. --force and --reverse do not look at HEAD.
+A verl of no target is refused, with the supported versions and, for --repo, what differs from each.
+
 What is checked before anything is written:
   - the patch has the required SHA-256, is a plain git diff with full blob hashes and changes files below verl/ only;
   - every file it changes has exactly the content the patch was made for, by blob hash. This also holds for trees
     without git, and --force does not skip it. Files that only a patched verl has may be there already (pip and git
     leave them when they restore verl), if they are exactly as the patch makes them;
-  - in a git checkout: HEAD is the base commit (patches/BASE_COMMIT, or the tag gradloc-base of a development
-    checkout) and no tracked file has local changes. --force skips this. A tree in a subfolder of another repository
-    has no HEAD of its own and is decided by content alone. --reverse looks at content only;
-  - with --installed: the verl that this Python would import has the version in patches/BASE_COMMIT.
+  - in a git checkout: HEAD is the target's commit (in its PIN; where that has none, content decides) or the tag
+    gradloc-base of a development checkout, and no tracked file has local changes. --force skips this. A tree in a
+    subfolder of another repository has no HEAD of its own and is decided by content alone. --reverse looks at content
+    only;
+  - with --installed: the verl that this Python would import has the target's version.
 
 Then all files are replaced through a journal in verl/.gradloc_patch and read back. Whatever fails or interrupts,
 every file is put back, after a kill -9 by the next run. A second run at the same time is refused. New files and
@@ -60,8 +68,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-TARGET = HERE / "patches"  # the pin, the patch and its checksum
-DEFAULT_PATCH = TARGET / "gradloc.patch"
+PATCHES = HERE / "patches"  # in a folder for each target: its pin, the patch and its checksum
+PIN = "PIN"
 STATE = "verl/.gradloc_patch"
 TIME_LIMIT = 60  # seconds for one download, everything included
 SIZE_LIMIT = 16 * 2**20
@@ -117,6 +125,28 @@ class FilePatch:
         if blob_hash(result) != self.new:
             raise Stop(f"the patch contradicts itself: its hunks do not give the {self.path} it promises")
         return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A release of verl that there is a patch for."""
+
+    folder: Path
+    version: str
+    commit: str | None  # None where it is not known
+    wheel_sha256: str
+
+    @property
+    def patch(self) -> Path:
+        return self.folder / "gradloc.patch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A target and what its patch, or the one that was given instead, does to it."""
+
+    target: Target
+    patches: list[FilePatch]
 
 
 def blob_hash(content: bytes | None) -> str | None:
@@ -315,16 +345,25 @@ def parse_checksum(data: bytes, source: str, patch_name: str) -> str:
     return found.pop()
 
 
-def load_patch(args: argparse.Namespace) -> list[FilePatch]:
-    if args.patch_url:
+def load_candidates(args: argparse.Namespace, targets: list[Target]) -> list[Candidate]:
+    if args.patch_url or args.patch_file:
+        patches = load_patch(args, args.patch_file)
+        return [Candidate(target, patches) for target in targets]
+    if len(targets) > 1 and (args.patch_sha256 or args.sha256_file):
+        raise Stop("a SHA-256 is that of one patch; say which with --target, --patch-file or --patch-url", 2)
+    return [Candidate(target, load_patch(args, target.patch)) for target in targets]
+
+
+def load_patch(args: argparse.Namespace, path: Path | None) -> list[FilePatch]:
+    """Reads the patch of this path, or without one that of --patch-url, and proves it by its SHA-256."""
+    if path is None:
         data, name = download(args.patch_url), urllib.parse.urlsplit(args.patch_url).path.rpartition("/")[2]
     else:
-        path = args.patch_file or DEFAULT_PATCH
         data, name = read_limited(path, "give the patch with --patch-file, or restore it"), path.name
     if args.patch_sha256:
         wanted = args.patch_sha256
     else:
-        source = args.sha256_file or f"{args.patch_file or DEFAULT_PATCH}.sha256"
+        source = args.sha256_file or f"{path}.sha256"
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", source):
             wanted = parse_checksum(download(source), source, name)
         else:
@@ -336,14 +375,44 @@ def load_patch(args: argparse.Namespace) -> list[FilePatch]:
     return parse_patch(data)
 
 
-def read_pin() -> tuple[str, str]:
-    path = TARGET / "BASE_COMMIT"
+def read_targets() -> list[Target]:
+    """All targets, the oldest release first."""
+    targets = [read_pin(pin) for pin in PATCHES.glob(f"*/{PIN}")]
+    if not targets:
+        raise Stop(f"{PATCHES} has no file VERSION/{PIN}; restore it from the project")
+    return sorted(targets, key=lambda target: [int(number) for number in re.findall(r"\d+", target.version)])
+
+
+def read_pin(path: Path) -> Target:
     text = read_limited(path, "restore it from the project").decode("utf-8", "replace")
-    commit = re.findall(r"^COMMIT=([0-9a-f]{40})$", text, re.M)
-    version = re.findall(r"^VERSION=([0-9][0-9A-Za-z.]*)$", text, re.M)
-    if len(commit) != 1 or len(version) != 1:
-        raise Stop(f"{path} must hold one line COMMIT=<40 hex digits> and one line VERSION=<release>; restore it")
-    return commit[0], version[0]
+    lines = dict(line.partition("=")[::2] for line in text.splitlines())
+    version, commit, wheel = (lines.get(key, "") for key in ("VERSION", "COMMIT", "WHEEL_SHA256"))
+    if (
+        len(lines) != len(text.splitlines())
+        or version != path.parent.name
+        or not re.fullmatch(r"[0-9][0-9A-Za-z.]*", version)
+        or not re.fullmatch(r"[0-9a-f]{64}", wheel)
+        or "COMMIT" in lines
+        and not re.fullmatch(r"[0-9a-f]{40}", commit)
+    ):
+        raise Stop(
+            f"{path} must hold the lines VERSION={path.parent.name}, WHEEL_SHA256=<64 hex digits> and, where it is "
+            "known, COMMIT=<40 hex digits>; restore it"
+        )
+    return Target(path.parent, version, commit or None, wheel)
+
+
+def narrowed(targets: list[Target], version: str | None) -> list[Target]:
+    """The target of this version only, where one is named."""
+    found = [target for target in targets if version in (None, target.version)]
+    if not found:
+        raise Stop(f"there is no patch for verl {version}; --target takes {versions(targets, 'or')}")
+    return found
+
+
+def versions(targets: list[Target], last: str = "and") -> str:
+    *others, end = [target.version for target in targets]
+    return f"{', '.join(others)} {last} {end}" if others else end
 
 
 def find_installed() -> Path:
@@ -450,19 +519,59 @@ def clean_up(tree: Path, paths: list[str]) -> str:
     return shlex.join(["rm", "-r", *sorted(places)])
 
 
-def check_release(tree: Path, version: str, found: Situation) -> None:
-    """Refuses another release of verl; after an upgrade of a patched one, says how to remove what that left."""
+def release_of(tree: Path) -> str | None:
+    """What a verl says its version is."""
     try:
-        release = (tree / "verl" / "version" / "version").read_text().strip()
+        return (tree / "verl" / "version" / "version").read_text().strip()
     except (OSError, ValueError):
-        release = "of unknown version"
-    if release == version or release.startswith(f"{version}.dev"):  # as in the commit, where the wheel has the release
-        return
-    left = [path for path in found.patched + found.other if path in found.created]
+        return None
+
+
+def is_release(release: str | None, version: str) -> bool:
+    # A commit may have .dev where the wheel made of it has the release.
+    return release is not None and (release == version or release.startswith(f"{version}.dev"))
+
+
+def choose(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -> tuple[Candidate, Situation]:
+    """The target that the tree is of, and how its files stand.
+
+    Raises:
+        Stop: if it is of none, or of several by content and of none by its version.
+    """
+    found = [(candidate, survey(tree, candidate.patches)) for candidate in candidates]
+    if len(found) == 1:
+        return found[0]
+    if not args.installed:
+        head = None if args.force or args.reverse else head_of(tree)
+        if at_head := [entry for entry in found if head and head == entry[0].target.commit]:
+            return at_head[0]
+    release = release_of(tree)
+    fitting = [] if args.installed else [entry for entry in found if not entry[1].other]
+    if of_release := [entry for entry in fitting or found if is_release(release, entry[0].target.version)]:
+        return of_release[0]
+    if len(fitting) == 1 or fitting and all(candidate.patches is fitting[0][0].patches for candidate, _ in fitting):
+        return fitting[0]
+    if fitting:
+        fits = versions([candidate.target for candidate, _ in fitting])
+        raise Stop(f"{tree} fits the patches for {fits}; say with --target which verl it is", WRONG_BASE)
+    raise no_target(tree, found, differences=not args.installed)
+
+
+def no_target(tree: Path, found: list[tuple[Candidate, Situation]], differences: bool) -> Stop:
+    """Says which verl is there and which ones there are patches for; also how to remove what a patched one left."""
+    targets = [candidate.target for candidate, _ in found]
+    several = len(targets) > 1
+    only = f"there are patches for {versions(targets)} only" if several else f"the patch is for {versions(targets)}"
+    if differences and several:
+        only += f" ({'; '.join(f'{each.target.version} differs in {listing(at.other)}' for each, at in found)})"
+    left = sorted({path for _, at in found for path in at.patched + at.other if path in at.created})
     also = ""
     if left:
         also = "; a patched verl left files in it; if they hold no work of yours, delete them: " + clean_up(tree, left)
-    raise Stop(f"the verl in {tree} is {release}, but the patch is for {version}; install that{also}", WRONG_BASE)
+    install = "install one of these" if several else "install that"
+    return Stop(
+        f"the verl in {tree} is {release_of(tree) or 'of unknown version'}, but {only}; {install}{also}", WRONG_BASE
+    )
 
 
 def check_content(tree: Path, found: Situation, reverse: bool) -> None:
@@ -520,8 +629,17 @@ def git(tree: Path, *arguments: str) -> str:
     return done.stdout.decode("utf-8", "surrogateescape")
 
 
-def check_head(tree: Path, commit: str) -> bool:
-    """Refuses a checkout at another commit. Returns whether the tree is a git checkout at all."""
+def head_of(tree: Path) -> str | None:
+    """The commit of a checkout; None where there is none, and where git cannot tell, which check_head reports."""
+    if not os.path.lexists(tree / ".git"):
+        return None
+    with contextlib.suppress(Stop):
+        return git(tree, "rev-parse", "HEAD^{commit}").strip()
+    return None
+
+
+def check_head(tree: Path, commit: str | None) -> bool:
+    """Refuses a checkout at another commit, where that is known. Returns whether the tree is a git checkout at all."""
     if not os.path.lexists(tree / ".git"):
         outer = next((parent for parent in tree.parents if os.path.lexists(parent / ".git")), None)
         if outer:
@@ -535,7 +653,7 @@ def check_head(tree: Path, commit: str) -> bool:
     if Path(top).resolve() != tree:
         raise Stop(f"{tree}/.git is not a repository of its own (git answers for {top}); repair or remove it")
     tagged = git(tree, "for-each-ref", "--format=%(objectname)%(*objectname)", "refs/tags/gradloc-base").strip()
-    if head != commit and head != tagged[-40:]:
+    if commit is not None and head not in (commit, tagged[-40:]):
         raise Stop(f"HEAD of {tree} is {head}, not the base commit {commit}; check that out, or --force", WRONG_BASE)
     return True
 
@@ -795,11 +913,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--repo", metavar="DIR", type=path, help="the verl checkout or release tree to patch")
-    target.add_argument("--installed", action="store_true", help="patch the verl that this Python would import")
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--repo", metavar="DIR", type=path, help="the verl checkout or release tree to patch")
+    place.add_argument("--installed", action="store_true", help="patch the verl that this Python would import")
+    parser.add_argument(
+        "--target", metavar="VERSION", type=given, help="the patch for this verl; default: by what is there"
+    )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--patch-file", metavar="FILE", type=path, help="default: patches/gradloc.patch of the project")
+    source.add_argument("--patch-file", metavar="FILE", type=path, help="default: patches/VERSION/gradloc.patch")
     source.add_argument(
         "--patch-url", metavar="URL", type=given, help="https; http for this machine only; needs a SHA-256"
     )
@@ -818,54 +939,56 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def inspect(args: argparse.Namespace, tree: Path, pin: tuple[str, str], patches: list[FilePatch]) -> Situation:
-    """Raises Stop unless the patch can be applied (or reversed), or already is."""
-    found = survey(tree, patches)
-    commit, version = pin
-    if args.installed or found.unknown:
-        check_release(tree, version, found)
+def inspect(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -> tuple[Candidate, Situation]:
+    """Finds the target. Raises Stop unless its patch can be applied (or reversed), or already is."""
+    chosen, found = choose(args, tree, candidates)
+    target = chosen.target
+    if (args.installed or found.unknown) and not is_release(release_of(tree), target.version):
+        raise no_target(tree, [(chosen, found)], differences=False)
     done = found.base if args.reverse else found.patched
-    if len(done) == len(patches):
-        return found
+    if len(done) == len(chosen.patches):
+        return chosen, found
     start = found.left_behind or not found.patched  # with other files patched, that is what there is to say
-    checkout = not args.reverse and not args.force and start and check_head(tree, commit)
+    checkout = not args.reverse and not args.force and start and check_head(tree, target.commit)
     check_content(tree, found, args.reverse)
     if checkout:
         check_clean(tree, found.patched)
     if found.left_behind:
         say_once(f"{tree} has files that a patched verl left there, as this patch makes them: {listing(found.patched)}")
-    return found
+    return chosen, found
 
 
-def check(args: argparse.Namespace, tree: Path, pin: tuple[str, str], patches: list[FilePatch]) -> int:
+def check(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -> int:
     if (tree / STATE / "journal.json").exists():
         raise Stop(f"{tree}: a run is at work or was interrupted; run again without --check to put it right", PARTLY)
-    found = inspect(args, tree, pin, patches)
+    chosen, found = inspect(args, tree, candidates)
     if not found.base:
-        say(f"already applied to {tree}")
+        say(f"already applied to {tree} (verl {chosen.target.version})")
         return APPLIED
-    for patch in patches:
+    for patch in chosen.patches:
         if patch.path in found.base:
             patch.result(read_target(tree, patch.path))
-    say(f"applicable to {tree} ({len(found.base)} files)")
+    say(f"applicable to {tree} (verl {chosen.target.version}, {len(found.base)} files)")
     return 0
 
 
-def change(args: argparse.Namespace, tree: Path, pin: tuple[str, str], patches: list[FilePatch]) -> int:
-    def pending() -> list[FilePatch]:
-        found = inspect(args, tree, pin, patches)
+def change(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -> int:
+    def pending() -> tuple[str, list[FilePatch]]:
+        chosen, found = inspect(args, tree, candidates)
         paths = found.patched if args.reverse else found.base
         if not paths:
             say(f"not applied to {tree}; nothing to reverse" if args.reverse else f"already applied to {tree}")
-        return [patch for patch in patches if patch.path in paths]
+        return chosen.target.version, [patch for patch in chosen.patches if patch.path in paths]
 
     # A first look, so that a refused or needless run does not touch the tree, which may be read-only.
-    if not (tree / STATE).exists() and not pending():
+    if not (tree / STATE).exists() and not pending()[1]:
         return 0
     with locked(tree) as state:
-        if todo := pending():
+        version, todo = pending()
+        if todo:
             replace_files(tree, state, [patch.reversed() for patch in todo] if args.reverse else todo)
-            say(f"{'reversed in' if args.reverse else 'applied to'} {tree} ({len(todo)} files, all verified)")
+            done = "reversed in" if args.reverse else "applied to"
+            say(f"{done} {tree} (verl {version}, {len(todo)} files, all verified)")
     return 0
 
 
@@ -882,10 +1005,9 @@ def main(arguments: list[str] | None = None) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)
     try:
-        pin = read_pin()
+        targets = narrowed(read_targets(), args.target)
         tree = find_tree(args)
-        patches = load_patch(args)
-        return (check if args.check else change)(args, tree, pin, patches)
+        return (check if args.check else change)(args, tree, load_candidates(args, targets))
     except Stop as stop:
         print(f"apply_patch: {stop}", file=sys.stderr)
         if args.check or stop.code not in (PARTLY, WRONG_BASE):

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Sets up build/ on first use and runs every check of the project: ruff, the patch against its sources, pytest.
-# Usage: bash tests/run.sh [pytest arguments]
+# Usage: bash tests/run.sh [--target VERSION] [pytest arguments]
+# The tests run against the verl of patches/DEFAULT; without arguments, those that are marked every_target also run
+# against each other verl that there is a patch for. --target takes another verl, for everything.
 # Exit code: 0 if everything passes, the failing step's own code otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -37,36 +39,49 @@ set_up_venv() {
     echo "$wanted" >"$venv/ready"
 }
 
-# build/base: verl as released.
+# build/VERSION/base: verl as released.
 set_up_base() {
-    local version wheel
-    version=$(sed -n 's/^VERSION=//p' patches/BASE_COMMIT)
-    wheel=$build/wheel/verl-$version-py3-none-any.whl
-    [[ ! -f $build/base/ready || $(<"$build/base/ready") != "$version" ]] || return 0
-    say "unpacking verl $version into build/base"
-    rm -rf "$build/base" "$build/base.new" "$build/wheel.new"
+    local version=$1 wheel=$build/wheel/verl-$1-py3-none-any.whl place=$build/$1 sum
+    [[ ! -f $place/base/ready || $(<"$place/base/ready") != "$version" ]] || return 0
+    say "unpacking verl $version into build/$version/base"
+    mkdir -p "$place"
+    rm -rf "$place/base" "$place/base.new" "$build/wheel.new"
     if [[ ! -f $wheel ]]; then
         "$venv/bin/python" -m pip download -q --no-deps --only-binary :all: -d "$build/wheel.new" "verl==$version"
         mkdir -p "$build/wheel"
         mv "$build/wheel.new/$(basename "$wheel")" "$wheel"
         rmdir "$build/wheel.new"
     fi
-    "$venv/bin/python" -m zipfile -e "$wheel" "$build/base.new"
-    echo "$version" >"$build/base.new/ready"
-    mv "$build/base.new" "$build/base"
+    sum=$(sha256sum "$wheel" | cut -d' ' -f1)
+    if [[ $sum != "$(sed -n 's/^WHEEL_SHA256=//p' "patches/$version/PIN")" ]]; then
+        say "$wheel has SHA-256 $sum, not that of patches/$version/PIN; delete it and run again" >&2
+        return 1
+    fi
+    "$venv/bin/python" -m zipfile -e "$wheel" "$place/base.new"
+    echo "$version" >"$place/base.new/ready"
+    mv "$place/base.new" "$place/base"
 }
 
-# build/verl: the same with the patch.
+# build/VERSION/verl: the same with the patch.
 set_up_patched() {
-    local wanted
-    wanted=$(sha256sum patches/BASE_COMMIT patches/gradloc.patch | sha256sum | cut -d' ' -f1)
-    [[ ! -f $build/verl/ready || $(<"$build/verl/ready") != "$wanted" ]] || return 0
-    rm -rf "$build/verl" "$build/verl.new"
-    mkdir "$build/verl.new"
-    cp -R "$build/base/verl" "$build/verl.new/verl"
-    "$venv/bin/python" apply_patch.py --repo "$build/verl.new"
-    echo "$wanted" >"$build/verl.new/ready"
-    mv "$build/verl.new" "$build/verl"
+    local version=$1 place=$build/$1 wanted
+    wanted=$(cat "patches/$version/PIN" "patches/$version/gradloc.patch" | sha256sum | cut -d' ' -f1)
+    [[ ! -f $place/verl/ready || $(<"$place/verl/ready") != "$wanted" ]] || return 0
+    rm -rf "$place/verl" "$place/verl.new"
+    mkdir "$place/verl.new"
+    cp -R "$place/base/verl" "$place/verl.new/verl"
+    "$venv/bin/python" apply_patch.py --target "$version" --repo "$place/verl.new"
+    echo "$wanted" >"$place/verl.new/ready"
+    mv "$place/verl.new" "$place/verl"
+}
+
+# build/base and build/verl are those of the default target.
+link_default() {
+    local name
+    for name in base verl; do
+        [[ -L $build/$name ]] || rm -rf "${build:?}/$name"
+        ln -sfn "$default/$name" "$build/$name"
+    done
 }
 
 # The report is tested in a real browser. Without one those tests fail, and all others run.
@@ -83,11 +98,35 @@ set_up_browser() {
     say "the tests of the report in a browser will fail: Chromium or its driver is missing" >&2
 }
 
+# The patched verl comes before the unpatched one that is installed in the environment.
+use_target() {
+    export GRADLOC_BASE_TREE=$build/$1/base PYTHONPATH=$build/$1/verl:$root MYPYPATH=$build/$1/verl
+}
+
+default=$(<patches/DEFAULT)
+targets=()
+for pin in patches/*/PIN; do targets+=("$(basename "$(dirname "$pin")")"); done
+target=$default
+if [[ ${1-} == --target ]]; then
+    target=${2-}
+    if [[ ! -f patches/$target/PIN ]]; then
+        say "--target takes one of: ${targets[*]}" >&2
+        exit 2
+    fi
+    shift 2
+    others=()
+elif (($#)); then
+    others=()
+else
+    others=()
+    for version in "${targets[@]}"; do [[ $version == "$default" ]] || others+=("$version"); done
+fi
+
 mkdir -p "$build"
 exec 9>"$build/lock"
 flock 9 # two runs side by side must not set up the same files
 set_up_venv
-set_up_base
+for version in "${targets[@]}"; do set_up_base "$version"; done
 
 say "ruff"
 "$venv/bin/ruff" check .
@@ -96,14 +135,21 @@ say "deno"
 "$venv/bin/deno" lint
 "$venv/bin/deno" fmt --check
 say "the patch"
-PYTHON=$venv/bin/python bash make_patch.sh --check --base-tree build/base
-set_up_patched
+PYTHON=$venv/bin/python bash make_patch.sh --check
+for version in "${targets[@]}"; do set_up_patched "$version"; done
+link_default
+use_target "$target"
 say "mypy"
 "$venv/bin/mypy"
-# The patched verl comes before the unpatched one that is installed in the environment.
-export GRADLOC_BASE_TREE=$build/base PYTHONPATH=$build/verl:$root
 set_up_browser "$@"
 exec 9>&-
 
-say "pytest"
-exec "$venv/bin/python" -m pytest "$@"
+say "pytest, verl $target"
+code=0
+"$venv/bin/python" -m pytest "$@" || code=$?
+for version in "${others[@]}"; do
+    use_target "$version"
+    say "pytest, verl $version"
+    "$venv/bin/python" -m pytest -m every_target || code=$?
+done
+exit "$code"

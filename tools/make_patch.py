@@ -1,28 +1,33 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes patches/gradloc.patch, its checksum and patches/hooks.patch from an edited verl checkout.
+"""Makes the patches, their checksums and hooks.patch files in patches/ from an edited verl checkout.
+
+A target is a release of verl that there is a patch for; its files are in patches/VERSION/. Its PIN and
+patches/DEFAULT, the version that is meant where nothing says which, are written by hand.
 
 Usage:
-  make_patch.sh --init DIR [--base SRC]
+  make_patch.sh --init DIR [--target VERSION] [--base SRC]
       Prepare a development checkout in the new directory DIR: a git tree with the base commit tagged
-      gradloc-base and the patch applied as uncommitted edits. SRC is a verl clone that has the pinned
-      commit, a wheel or a plain tree; without it the wheel is downloaded with pip (and kept in build/).
-  make_patch.sh --repo DIR [--base REV] [--head REV] [--output FILE] [--force]
+      gradloc-base and the target's patch, if there is one, applied as uncommitted edits. SRC is a verl
+      clone that has the pinned commit, a wheel or a plain tree, and says which target is meant; without it
+      the wheel is downloaded with pip (and kept in build/).
+  make_patch.sh --repo DIR [--target VERSION] [--base REV] [--head REV] [--output FILE] [--force]
       Write the difference between REV (default: the tag gradloc-base, else the pinned commit) and DIR's
-      working tree (or --head REV), new files included, to patches/gradloc.patch and .sha256, and the part
-      of it that changes verl's own files by hand to patches/hooks.patch, for reading. The sources and DIR
-      are brought together first: gradloc/ with DIR's verl/utils/gradloc, rewards/ with what is ours in its
-      verl/utils/reward_score. The present patch is their common ancestor, a file changed on one side is
-      taken from that side, and one changed on both stops the run.
+      working tree (or --head REV), new files included, to the target's gradloc.patch and .sha256, and the
+      part of it that changes verl's own files by hand to its hooks.patch, for reading. DIR knows which
+      target it was made for. The sources and DIR are brought together first: gradloc/ with DIR's
+      verl/utils/gradloc, rewards/ with what is ours in its verl/utils/reward_score. The target's present
+      patch is their common ancestor, a file changed on one side is taken from that side, and one changed on
+      both stops the run. The patches of the other targets get the same sources; their hooks stay.
       With --output FILE, only FILE and FILE.sha256 are written, from DIR as it is.
       --force goes on although the patch has changed since DIR was last brought together with it.
-  make_patch.sh --check [--base-tree TREE]
-      Check that patches/ is what the sources produce: the checksum matches; the patch applies to the base
-      without whitespace errors and reverses to it byte for byte; regenerating it with gradloc/ and rewards/
-      gives the same bytes; and hooks.patch is its part. TREE is an unpatched verl tree; without it
-      build/base or the wheel is used. If no base can be had, only the checksum, the files of the sources
-      and hooks.patch are checked, and the exit code is 3.
+  make_patch.sh --check [--target VERSION] [--base-tree TREE]
+      Check that patches/ is what the sources produce, for each target: the checksum matches; the patch
+      applies to the base without whitespace errors and reverses to it byte for byte; regenerating it with
+      gradloc/ and rewards/ gives the same bytes; and hooks.patch is its part. TREE is the unpatched verl of
+      one target; for the others, and without it, build/VERSION/base or the wheel is used. If no base can be
+      had, only the checksum, the files of the sources and hooks.patch are checked, and the exit code is 3.
 
 The sources hold Python files, and .html, .css and .js files, which become one module page_files.py for each
 folder of verl; edits of its texts in DIR come back to the files. A README.md in the sources stays where it is
@@ -51,7 +56,6 @@ try:
     import apply_patch
     from tools.patching import check, new_checkout, regenerate, sources
     from tools.patching.messages import OutOfDate, Refused
-    from tools.patching.project import Pin
     from tools.patching.scratch_git import GitFailed, Scratch
 except ImportError as error:  # its exit code must not be the verdict of --check
     print(f"make_patch.sh: the project is not complete ({error}); restore it from version control", file=sys.stderr)
@@ -97,6 +101,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--init", type=path, action=Once)
     parser.add_argument("--repo", type=path, action=Once)
     parser.add_argument("--check", nargs=0, action=Once)
+    parser.add_argument("--target", type=given)
     parser.add_argument("--base", type=given)
     parser.add_argument("--head", type=given)
     parser.add_argument("--output", type=path)
@@ -129,23 +134,25 @@ def scratch_repository() -> Iterator[Scratch]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def act(args: argparse.Namespace, scratch: Scratch, pin: Pin) -> None:
+def act(args: argparse.Namespace, scratch: Scratch) -> None:
+    targets = apply_patch.read_targets()
+    named = apply_patch.narrowed(targets, args.target)
     if args.action == "init":
-        new_checkout.init(args.init, Path(args.base) if args.base else None, pin, scratch.folder)
+        new_checkout.init(args.init, Path(args.base) if args.base else None, named, scratch.folder)
     elif args.action == "check":
         try:
-            check.check(args.base_tree, pin, scratch)
+            check.check(args.base_tree, named, scratch)
         except OutOfDate:
             if not scratch.room_left():
                 raise Refused(f"the disk of {scratch.folder} is full; set TMPDIR to another") from None
             raise
     else:
-        checkout = regenerate.find_checkout(args.repo, args.base, args.head, pin)
+        checkout = regenerate.find_checkout(args.repo, args.base, args.head, targets, args.target)
         regenerate.refuse_changes_outside(checkout)
         if args.output:
             regenerate.write_elsewhere(checkout, args.output, scratch)
         else:
-            regenerate.regenerate(checkout, args.force, scratch)
+            regenerate.regenerate(checkout, targets, args.force, scratch)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -162,9 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
         args = parse_arguments(arguments)
         if not shutil.which("git"):
             raise Refused("git is not on PATH; install it")
-        pin = Pin(*apply_patch.read_pin())
         with scratch_repository() as scratch:
-            act(args, scratch, pin)
+            act(args, scratch)
     except OutOfDate as verdict:
         print(f"make_patch.sh: {verdict}", file=sys.stderr)
         return 1

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter for the `DataParallelPPOActor` of verl 0.7.0: what the hooks in its update call.
+"""The adapter for the `DataParallelPPOActor` of verl 0.7.0 and 0.7.1: what the hooks in its update call.
 
 The actor owns `gradloc` and `layer_clip`, each None where it is off. Except for the two that build them, every function
 does nothing for what is off.
@@ -65,11 +65,13 @@ def forward_rows(
     actor: "DataParallelPPOActor", inputs: dict[str, Any], rows: list[int], response_length: int
 ) -> tuple[Tensor | None, Tensor]:
     """The actor's forward of some rows of a micro-batch: `forward` as `GradLoc` takes it."""
-    entropy, log_prob = actor._forward_micro_batch(
+    outputs = actor._forward_micro_batch(
         select_rows(inputs, rows, response_length, get_device_id()),
         temperature=inputs["temperature"],
         calculate_entropy=actor.config.entropy_coeff != 0,
     )
+    # verl 0.7.1 gives by name what 0.7.0 gives in this order.
+    entropy, log_prob = (outputs.get("entropys"), outputs["log_probs"]) if isinstance(outputs, dict) else outputs
     return None if entropy is None else entropy[:, :response_length], log_prob[:, :response_length]
 
 

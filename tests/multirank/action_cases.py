@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from actor_cases import (
+    FIRST_RELEASE,
     IDENTITY_THRESHOLD,
     PROMPT,
     Case,
@@ -20,6 +21,7 @@ from actor_cases import (
     compare_runs,
     dp_actor,
     local,
+    parts,
     stock_dp_actor,
     train,
 )
@@ -49,14 +51,16 @@ def drop(case: Case) -> tuple[list[float], Run]:
         places = [(row, position) for rank, row, position in (*case.planted, *case.nan) if rank == dist.get_rank()]
         forward = actor._forward_micro_batch
 
-        def detaching_forward(micro_batch: dict[str, Any], *arguments: Any, **options: Any) -> tuple:
-            entropy, log_prob = forward(micro_batch, *arguments, **options)
+        def detaching_forward(micro_batch: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+            outputs = forward(micro_batch, *arguments, **options)
+            entropy, log_prob = parts(outputs)
             keep = torch.ones_like(log_prob, dtype=torch.bool)
             for row, position in places:
                 here = (micro_batch["input_ids"] == batch.batch["input_ids"][row]).all(-1)
                 keep[here, position] = False
             log_prob = torch.where(keep, log_prob, log_prob.detach())
-            return None if entropy is None else torch.where(keep, entropy, entropy.detach()), log_prob
+            entropy = None if entropy is None else torch.where(keep, entropy, entropy.detach())
+            return (entropy, log_prob) if FIRST_RELEASE else {"log_probs": log_prob, "entropys": entropy}
 
         actor._forward_micro_batch = detaching_forward
 
@@ -287,7 +291,8 @@ def update_of_the_worker(case: Case, action: str) -> tuple[str, list[float], lis
             actor_optimizer=actor.actor_optimizer,
             actor_lr_scheduler=torch.optim.lr_scheduler.LambdaLR(actor.actor_optimizer, lambda step: 1 / (1 + step)),
             ulysses_sharding_manager=contextlib.nullcontext(),
-            flops_counter=SimpleNamespace(estimate_flops=lambda *_: (0.0, 1.0)),
+            flops_counter=SimpleNamespace(estimate_flops=lambda *_, **__: (0.0, 1.0)),
+            tokenizer=SimpleNamespace(pad_token_id=0),
             config=SimpleNamespace(actor=actor.config),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),

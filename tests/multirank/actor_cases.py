@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import verl
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -57,6 +58,9 @@ LEARNING_RATE = 1e-3
 KL_COEF, ENTROPY_COEF = 0.3, 0.05
 # Tokens whose ratio is further from 1 are rejected in bypass_mode.
 BYPASS_RATIO = 1.03
+FIRST_RELEASE = verl.__version__.startswith("0.7.0")
+# Rejection by a token's ratio: 0.7.1 has more kinds, under other names.
+TOKEN_REJECTION = "token" if FIRST_RELEASE else "token_k1"
 # What a planted token's advantage is multiplied with: far above the spread of ordinary tokens, weights included.
 SPIKE = 5e3
 # Between ordinary and planted tokens with a wide margin, for runs that the brute force cannot follow.
@@ -152,7 +156,7 @@ class BypassLossConfig(PolicyLossConfig):
     """verl's, with what its trainer adds for bypass_mode."""
 
     rollout_correction: dict[str, Any] = dataclasses.field(
-        default_factory=lambda: {"rollout_rs": "token", "rollout_rs_threshold": BYPASS_RATIO}
+        default_factory=lambda: {"rollout_rs": TOKEN_REJECTION, "rollout_rs_threshold": BYPASS_RATIO}
     )
 
 
@@ -453,13 +457,19 @@ def build_batch(case: Case, rank: int, seed: int = 0) -> DataProto:
     return DataProto.from_dict(tensors, others, meta_info={"temperature": TEMPERATURE, "global_steps": 7 + seed})
 
 
+def parts(outputs: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Entropy and log-probs of an actor's forward, which 0.7.1 gives by name."""
+    return outputs if FIRST_RELEASE else (outputs.get("entropys"), outputs["log_probs"])
+
+
 def log_probs_and_entropy(
     case: Case, model: torch.nn.Module, rows: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of an unsharded model: by plain torch, or by the unpatched actor where there is more to it."""
     if case.precision != "float32" or case.packed or case.fused or case.model == "vision":
         actor = stock_dp_actor().DataParallelPPOActor(build_config(case), model)
-        entropy, log_probs = actor._forward_micro_batch(rows, TEMPERATURE, calculate_entropy=True)
+        entropy, log_probs = parts(actor._forward_micro_batch(rows, TEMPERATURE, calculate_entropy=True))
+        assert entropy is not None
         return log_probs, entropy
     logits = model(
         input_ids=rows["input_ids"],
@@ -489,7 +499,8 @@ def token_weights(case: Case, mask: torch.Tensor, factor: float) -> torch.Tensor
         "token-mean": 1 / lengths.sum().clamp(min=1),
         "seq-mean-token-sum": 1 / sequences,
         "seq-mean-token-mean": 1 / (sequences * lengths.clamp(min=1)),
-        "seq-mean-token-sum-norm": torch.tensor(1 / mask.shape[1]),
+        # Only 0.7.1 takes the mean that the name promises.
+        "seq-mean-token-sum-norm": torch.tensor(1 / mask.shape[1]) / (1 if FIRST_RELEASE else sequences),
     }[mode]
     return torch.where(mask > 0, factor * weight, 0.0)
 
@@ -808,15 +819,15 @@ def failing_search(case: Case, where: str) -> tuple[dict[str, bool], Run]:
     def prepare(actor: Any) -> None:
         forward = actor._forward_micro_batch
 
-        def failing_forward(*arguments: Any, **options: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+        def failing_forward(*arguments: Any, **options: Any) -> Any:
             if where == "before the forward":
                 fail()
-            entropy, log_prob = forward(*arguments, **options)
+            outputs = forward(*arguments, **options)
             if where == "after the forward":
                 fail()
             elif where == "in the backward":
-                log_prob.register_hook(fail)
-            return entropy, log_prob
+                parts(outputs)[1].register_hook(fail)
+            return outputs
 
         if where == "in a layer":
             layers = [m for m in actor.actor_module.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]

@@ -19,6 +19,7 @@ from actor_cases import (
     brute_force,
     build_batch,
     compare_runs,
+    parts,
     response_length,
     stock_dp_actor,
     train,
@@ -42,15 +43,15 @@ def disturb(actor: Any, where: str, when: int, disturbance: Callable[[], None]) 
 
     forward = actor._forward_micro_batch
 
-    def striking_forward(*arguments: Any, **options: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def striking_forward(*arguments: Any, **options: Any) -> Any:
         if where == "before the forward":
             strike()
-        entropy, log_prob = forward(*arguments, **options)
+        outputs = forward(*arguments, **options)
         if where == "after the forward":
             strike()
         elif where == "in the backward":
-            log_prob.register_hook(strike)
-        return entropy, log_prob
+            parts(outputs)[1].register_hook(strike)
+        return outputs
 
     def strike_in_backward(_module: torch.nn.Module, _arguments: Any, output: torch.Tensor) -> None:
         # Gradient checkpointing runs the forward again in the backward.

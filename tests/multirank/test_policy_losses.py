@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from actor_cases import BypassLossConfig, Case
+from actor_cases import TOKEN_REJECTION, BypassLossConfig, Case
 from test_actor import MODES, Launch, cases, check_planted_tokens, launch
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.utils.gradloc.verl.loss_weights import loss_weights
@@ -20,7 +20,7 @@ WHOLE_BATCH = {"dp_size": 2, "batch_num_tokens": 41, "global_batch_size": 12, "l
 
 
 def build_config(mode: str, agg_mode: str, **options: Any) -> FSDPActorConfig:
-    correction = {"loss_type": "reinforce", "rollout_rs": "token", "rollout_rs_threshold": 1.5}
+    correction = {"loss_type": "reinforce", "rollout_rs": TOKEN_REJECTION, "rollout_rs_threshold": 1.5}
     return FSDPActorConfig(
         strategy="fsdp2",
         rollout_n=1,
@@ -46,6 +46,7 @@ def gradient_of_the_loss(
     return torch.autograd.grad(loss, log_prob)[0]
 
 
+@pytest.mark.every_target
 @pytest.mark.parametrize("info", [{}, WHOLE_BATCH], ids=["local", "global"])
 @pytest.mark.parametrize("agg_mode", MODES)
 @pytest.mark.parametrize("mode", list(POLICY_LOSS_REGISTRY))

@@ -16,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE_TREE = Path(os.environ.get("GRADLOC_BASE_TREE") or ROOT / "build" / "base").resolve()
+VERSION_FILE = BASE_TREE / "verl/version/version"
+TARGET = VERSION_FILE.read_text().strip() if VERSION_FILE.is_file() else ""  # the verl that the tests run against
 # A few real files are enough for most tests, and keep them fast.
 ACTOR = "verl/workers/actor/dp_actor.py"
 ALGOS = "verl/trainer/ppo/core_algos.py"
@@ -59,6 +61,8 @@ def copy_base(target: Path, files: list[str] | None = SOME_FILES) -> Path:
     for name in files:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(BASE_TREE / name, target / name)
+    if "verl/version/version" in files:  # small trees and their patches are of one release, whatever is tested
+        (target / "verl/version/version").write_text("0.7.0\n")
     return target
 
 
@@ -86,20 +90,36 @@ def write_patch(path: Path, data: bytes) -> Path:
     return path
 
 
-def small_patch(scratch: Path) -> bytes:
-    commit_all(copy_base(scratch))
+def make_next_release(tree: Path, version: str = "0.7.1") -> Path:
+    """Turns a tree of verl into one of a later release, in which a file of the small patch differs."""
+    (tree / "verl/version/version").write_text(f"{version}\n")
+    algos = tree / ALGOS
+    algos.write_text(f"# as in {version}\n{algos.read_text()}")
+    return tree
+
+
+def small_patch(scratch: Path, version: str = "0.7.0") -> bytes:
+    copy_base(scratch)
+    if version != "0.7.0":
+        make_next_release(scratch, version)
+    commit_all(scratch)
     edit_tree(scratch)
     git(scratch, "add", "-A")
     return (git(scratch, "diff", "--cached", "--full-index", "--no-renames", "--no-color", "HEAD") + "\n").encode()
 
 
+def write_pin(folder: Path, commit: str | None, version: str) -> None:
+    lines = [f"VERSION={version}", *([f"COMMIT={commit}"] if commit else []), f"WHEEL_SHA256={'0' * 64}"]
+    (folder / "PIN").write_text("".join(f"{line}\n" for line in lines))
+
+
 class Project:
-    """A copy of the project's tools with a patch and a pin of its own."""
+    """A copy of the project's tools with a target of its own, 0.7.0."""
 
     def __init__(self, place: Path, patch: bytes | None, commit: str = "0" * 40):
         self.place = place
-        self.patch = place / "patches" / "gradloc.patch"
-        (place / "patches").mkdir(parents=True)
+        self.patch = place / "patches/0.7.0/gradloc.patch"
+        self.patch.parent.mkdir(parents=True)
         for name in ("apply_patch.py", "make_patch.sh"):
             shutil.copy(ROOT / name, place / name)
         shutil.copytree(ROOT / "tools", place / "tools", ignore=shutil.ignore_patterns("__pycache__"))
@@ -108,7 +128,15 @@ class Project:
         self.pin(commit)
 
     def pin(self, commit: str, version: str = "0.7.0") -> None:
-        (self.place / "patches" / "BASE_COMMIT").write_text(f"COMMIT={commit}\nVERSION={version}\n")
+        write_pin(self.patch.parent, commit, version)
+
+    def add_target(self, version: str, patch: bytes | None, commit: str | None = None) -> Path:
+        """Another target; the first one stays the default. Returns where its patch is."""
+        place = self.place / "patches" / version / "gradloc.patch"
+        place.parent.mkdir()
+        write_pin(place.parent, commit, version)
+        (self.place / "patches/DEFAULT").write_text(f"{self.patch.parent.name}\n")
+        return place if patch is None else write_patch(place, patch)
 
     def apply(self, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         return run(sys.executable, self.place / "apply_patch.py", *arguments, **environment)

@@ -247,9 +247,9 @@ def test_file_in_the_way(project: Project, tree: Path) -> None:
 def test_home_in_an_option(project: Project, tree: Path) -> None:
     """As in --repo=~/verl, where no shell expands it."""
     home = {"HOME": str(tree.parent)}
-    done = project.apply(f"--repo=~/{tree.name}", "--patch-file=~/project/patches/gradloc.patch", **home)
+    done = project.apply(f"--repo=~/{tree.name}", "--patch-file=~/project/patches/0.7.0/gradloc.patch", **home)
     assert done.returncode == 0, done.stderr
-    sha256 = "--sha256-file=~/project/patches/gradloc.patch.sha256"
+    sha256 = "--sha256-file=~/project/patches/0.7.0/gradloc.patch.sha256"
     assert project.apply(f"--repo=~/{tree.name}", "--check", sha256, **home).returncode == 10
     refused(project.apply("--repo=~nobody-has-this-name/verl"), 3, "~nobody-has-this-name/verl is not a directory")
 
@@ -585,11 +585,26 @@ def test_bad_patch(project: Project, tree: Path, change, words: str) -> None:
     assert snapshot(tree.parent / "tree") == before
 
 
-@pytest.mark.parametrize("text", ["", "COMMIT=abc\nVERSION=0.7.0\n", "COMMIT=" + "0" * 40, "\udcff", None])
+GOOD_PIN = f"VERSION=0.7.0\nWHEEL_SHA256={'0' * 64}\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "VERSION=0.7.0\n",
+        GOOD_PIN.replace("0.7.0", "0.7.1"),
+        GOOD_PIN.replace("=00", "="),
+        f"{GOOD_PIN}COMMIT=abc\n",
+        f"{GOOD_PIN}VERSION=0.7.0\n",
+        "\udcff",
+        None,
+    ],
+)
 def test_malformed_pin(project: Project, tree: Path, text: str | None) -> None:
-    pin = project.place / "patches/BASE_COMMIT"
+    pin = project.place / "patches/0.7.0/PIN"
     pin.unlink() if text is None else pin.write_text(text, errors="surrogateescape")
-    refused(project.apply("--repo", tree), 3, "BASE_COMMIT", "restore it")
+    refused(project.apply("--repo", tree), 3, "PIN", "restore it")
 
 
 # Downloads
@@ -914,20 +929,22 @@ def test_byte_code_that_cannot_be_removed(project: Project, unchecked: bool) -> 
 # The project's own patch
 
 
+@pytest.mark.every_target
 def test_the_real_patch(base_tree: Path, tmp_path: Path) -> None:
     tree = trees.copy_base(tmp_path / "tree", files=None)
     before = snapshot(tree)
     command = [sys.executable, trees.ROOT / "apply_patch.py", "--repo", tree]
     done = trees.run(*command)
     assert done.returncode == 0, done.stderr
-    patches = apply_patch.parse_patch((trees.ROOT / "patches/gradloc.patch").read_bytes())
+    assert f"(verl {trees.TARGET}, " in done.stdout
+    patches = apply_patch.parse_patch((trees.ROOT / "patches" / trees.TARGET / "gradloc.patch").read_bytes())
     assert {patch.path.partition("/")[0] for patch in patches} == {"verl"}
     for patch in patches:
         path = tree / patch.path
         assert apply_patch.blob_hash(path.read_bytes() if path.exists() else None) == patch.new
     by_git = trees.copy_base(tmp_path / "by_git", files=None)
     trees.git(by_git, "init", "-q")
-    trees.git(by_git, "apply", str(trees.ROOT / "patches/gradloc.patch"))
+    trees.git(by_git, "apply", str(trees.ROOT / "patches" / trees.TARGET / "gradloc.patch"))
     assert snapshot(tree) == snapshot(by_git)
     assert trees.run(*command, "--check").returncode == 10
     assert trees.run(*command, "--reverse").returncode == 0

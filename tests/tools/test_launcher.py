@@ -258,8 +258,8 @@ def test_what_is_on_the_command_line() -> None:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """What the set-up reads, and a `python3.11` that only notes what it is asked for."""
-    for name in ("embedded/prepare.py", "embedded/requirements-no-deps.txt", "patches/gradloc.patch"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("embedded/prepare.py", "embedded/requirements-no-deps.txt", "patches/0.7.0/gradloc.patch"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "embedded/requirements.txt").write_text("torch==2\n    # via verl\nverl==0.7.0\n")
     (tmp_path / "embedded/requirements-uv.txt").write_text("uv==1\n")
@@ -314,7 +314,7 @@ def test_the_virtual_environment_is_made_once_and_patched_when_the_patch_changes
     assert made() == VENV + INSTALLS + PATCHES
     assert not (project / "site/verl").exists()
     assert made() == []
-    (project / "patches/gradloc.patch").write_text("another")
+    (project / "patches/0.7.0/gradloc.patch").write_text("another")
     assert made() == PATCHES
     (project / "embedded/requirements-no-deps.txt").write_text("another")
     assert made() == VENV + INSTALLS + PATCHES

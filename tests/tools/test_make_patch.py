@@ -162,7 +162,8 @@ def test_a_clone_made_with_autocrlf(base_tree: Path, tmp_path: Path) -> None:
     assert snapshot(clone) == snapshot(source)
     done = trees.run(sys.executable, clone / "apply_patch.py", "--repo", base_tree, "--check", "--force")
     assert done.returncode == 0, done.stderr
-    done = trees.run("bash", clone / "make_patch.sh", "--check", "--base-tree", base_tree, PYTHON=sys.executable)
+    check = ["--check", "--target", trees.TARGET, "--base-tree", base_tree]
+    done = trees.run("bash", clone / "make_patch.sh", *check, PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
     assert trees.run("bash", clone / "run_experiment.sh", "--dry-run").returncode == 0
 
@@ -598,7 +599,7 @@ def test_interrupted_regeneration_is_repeated(made: tuple[Project, Path]) -> Non
 
 def test_one_run_at_a_time(made: tuple[Project, Path], source: Path) -> None:
     project, checkout = made
-    for file, place in ((project.place / "patches/BASE_COMMIT", project.place), (checkout / ".git/HEAD", checkout)):
+    for file, place in ((project.place / "patches/0.7.0/PIN", project.place), (checkout / ".git/HEAD", checkout)):
         with open(file, "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             refused(project.make("--repo", checkout), 3, f"another make_patch.sh is at work on {place}")
@@ -720,8 +721,8 @@ def test_bad_checkouts(made: tuple[Project, Path], source: Path, tmp_path: Path)
     fresh = Project(tmp_path / "fresh", None)
     assert fresh.make("--init", tmp_path / "untouched", "--base", trees.copy_base(tmp_path / "b")).returncode == 0
     refused(fresh.make("--repo", tmp_path / "untouched"), 3, "nothing differs")
-    (fresh.place / "patches/BASE_COMMIT").write_text("COMMIT=abc\n")
-    refused(fresh.make("--check"), 3, "BASE_COMMIT")
+    (fresh.place / "patches/0.7.0/PIN").write_text("COMMIT=abc\n")
+    refused(fresh.make("--check"), 3, "PIN")
 
 
 def test_usage(made: tuple[Project, Path]) -> None:
@@ -842,18 +843,21 @@ def test_no_python_is_no_verdict(made: tuple[Project, Path], python: str) -> Non
     refused(done, 3, python, "Python 3.10")
 
 
+@pytest.mark.every_target
 def test_the_real_patch_is_in_sync(base_tree: Path) -> None:
     command = ("env", f"PYTHON={sys.executable}", "bash", trees.ROOT / "make_patch.sh")
-    done = trees.run(*command, "--check", "--base-tree", base_tree)
+    done = trees.run(*command, "--check", "--target", trees.TARGET, "--base-tree", base_tree)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.every_target
 def test_the_real_patch_comes_back_from_a_new_checkout(base_tree: Path, tmp_path: Path) -> None:
     command = ("env", f"PYTHON={sys.executable}", "bash", trees.ROOT / "make_patch.sh")
+    patches = trees.ROOT / "patches" / trees.TARGET
     done = trees.run(*command, "--init", tmp_path / "checkout", "--base", base_tree)
     assert done.returncode == 0, done.stderr
     done = trees.run(*command, "--repo", tmp_path / "checkout", "--output", tmp_path / "gradloc.patch")
     assert done.returncode == 0, done.stderr
-    assert b"diff --git a/verl/utils/gradloc/" not in (trees.ROOT / "patches/hooks.patch").read_bytes()
+    assert b"diff --git a/verl/utils/gradloc/" not in (patches / "hooks.patch").read_bytes()
     for name in ("gradloc.patch", "gradloc.patch.sha256"):
-        assert (tmp_path / name).read_bytes() == (trees.ROOT / "patches" / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == (patches / name).read_bytes()

@@ -105,7 +105,7 @@ def test_pages_there_and_back() -> None:
         sources.split_pages(in_verl, blobs.__getitem__, blobs.write)
 
 
-PATCH = (trees.ROOT / "patches/gradloc.patch").read_bytes()
+PATCH = (trees.ROOT / "patches/0.7.0/gradloc.patch").read_bytes()
 
 
 def test_sections_are_the_patch() -> None:

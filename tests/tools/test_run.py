@@ -10,13 +10,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = "bash cat cp cut dirname flock mkdir mv rm sed sha256sum".split()
+TOOLS = "basename bash cat cp cut dirname flock ln mkdir mv rm sed sha256sum".split()
 
 
 def write(file: Path, text: str, mode: int = 0o644) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     file.chmod(mode)
+
+
+def add_target(project: Path, version: str) -> None:
+    for name in (
+        f"patches/{version}/PIN",
+        f"patches/{version}/gradloc.patch",
+        f"build/{version}/base/verl/__init__.py",
+    ):
+        write(project / name, "")
+    write(project / f"build/{version}/base/ready", f"{version}\n")
 
 
 @pytest.fixture
@@ -33,11 +43,10 @@ def project(tmp_path: Path) -> Path:
         write(tmp_path / name, f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755)
     for name in ("ruff", "deno", "mypy"):
         write(tmp_path / "build/venv/bin" / name, "#!/bin/sh\n", 0o755)
-    for name in ("apply_patch.py", "make_patch.sh", "patches/gradloc.patch", "tests/requirements.txt"):
+    for name in ("apply_patch.py", "make_patch.sh", "tests/requirements.txt"):
         write(tmp_path / name, "")
-    write(tmp_path / "patches/BASE_COMMIT", "VERSION=0.7.0\n")
-    write(tmp_path / "build/base/verl/__init__.py", "")
-    write(tmp_path / "build/base/ready", "0.7.0\n")
+    write(tmp_path / "patches/DEFAULT", "0.7.0\n")
+    add_target(tmp_path, "0.7.0")
     version = subprocess.run([sys.executable, "-VV"], capture_output=True, check=True).stdout
     write(tmp_path / "build/venv/ready", hashlib.sha256(version).hexdigest())
     write(tmp_path / "tests/test_other.py", "def test_other():\n    pass\n")
@@ -68,3 +77,63 @@ def test_without_a_browser_all_other_tests_run(project: Path) -> None:
     assert "the tests of the report in a browser will fail" in done.stderr
     assert "apt-get install chromium chromium-driver" in done.stdout and "Traceback" not in done.stdout
     assert not (project / "apt").exists()
+
+
+WHICH = """import os, pytest
+
+@pytest.mark.every_target
+def test_marked():
+    print("MARKED", os.environ["GRADLOC_BASE_TREE"], os.environ["PYTHONPATH"])
+
+def test_other():
+    print("OTHER", os.environ["GRADLOC_BASE_TREE"])
+"""
+
+
+def ran(project: Path, *arguments: str) -> list[str]:
+    """What of the two tests ran against which verl."""
+    write(project / "pyproject.toml", '[tool.pytest.ini_options]\nmarkers = ["every_target"]\naddopts = "-s -q"\n')
+    shutil.rmtree(project / "tests/report", ignore_errors=True)
+    write(project / "tests/test_other.py", WHICH)
+    environment = os.environ | {"PATH": str(project / "bin")}
+    done = subprocess.run(
+        [project / "bin/bash", project / "tests/run.sh", *arguments], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.lstrip(".").split() for line in done.stdout.splitlines() if "MARKED" in line or "OTHER" in line]
+    for line in lines:
+        version = Path(line[1]).parent.name
+        assert Path(line[1]) == project / f"build/{version}/base"
+        assert line[0] == "OTHER" or line[2].startswith(f"{project}/build/{version}/verl:")
+    return [f"{line[0]} {Path(line[1]).parent.name}" for line in lines]
+
+
+def test_which_tests_run_against_which_target(project: Path) -> None:
+    add_target(project, "0.7.1")
+    assert ran(project) == ["MARKED 0.7.0", "OTHER 0.7.0", "MARKED 0.7.1"]
+    assert ran(project, "-k", "test_marked") == ["MARKED 0.7.0"]
+    assert ran(project, "--target", "0.7.1") == ["MARKED 0.7.1", "OTHER 0.7.1"]
+    assert (project / "build/base").resolve() == project / "build/0.7.0/base"
+    assert (project / "build/verl").resolve() == project / "build/0.7.0/verl"
+
+
+def test_an_unknown_target(project: Path) -> None:
+    environment = os.environ | {"PATH": str(project / "bin")}
+    command = [project / "bin/bash", project / "tests/run.sh", "--target", "0.6.0"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "--target takes one of: 0.7.0" in done.stderr
+
+
+def test_a_failing_test_of_another_target_fails_the_run(project: Path) -> None:
+    add_target(project, "0.7.1")
+    write(project / "pyproject.toml", '[tool.pytest.ini_options]\nmarkers = ["every_target"]\n')
+    shutil.rmtree(project / "tests/report")
+    test = (
+        "import os, pytest\n@pytest.mark.every_target\ndef test_it():\n    assert '0.7.0' in os.environ['PYTHONPATH']\n"
+    )
+    write(project / "tests/test_other.py", test)
+    environment = os.environ | {"PATH": str(project / "bin")}
+    done = subprocess.run(
+        [project / "bin/bash", project / "tests/run.sh"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "1 passed" in done.stdout and "1 failed" in done.stdout, done.stdout

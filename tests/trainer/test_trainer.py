@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import verl
 from verl import DataProto
 
 PROMPT, RESPONSE, ROWS = 3, 5, 4
@@ -127,6 +128,8 @@ def test_a_step_whose_answers_are_all_rejected_has_metrics() -> None:
     from verl.trainer.ppo.ray_trainer import compute_advantage
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
+    rejection = "geometric" if verl.__version__.startswith("0.7.0") else "seq_mean_k1"
+
     def metrics(rollout_log_prob: float) -> dict[str, Any]:
         ids, per_token = torch.ones(ROWS, PROMPT + RESPONSE, dtype=torch.long), torch.zeros(ROWS, RESPONSE)
         rewards = torch.arange(ROWS).float().unsqueeze(1) * torch.eye(RESPONSE)[-1]
@@ -135,7 +138,7 @@ def test_a_step_whose_answers_are_all_rejected_has_metrics() -> None:
         tensors |= {"token_level_scores": rewards, "token_level_rewards": rewards}
         batch = DataProto.from_dict(tensors, {"uid": np.array(["a"] * ROWS, dtype=object)})
         batch, _ = compute_rollout_correction_and_add_to_batch(
-            batch, {"rollout_rs": "geometric", "rollout_rs_threshold": 1.2}
+            batch, {"rollout_rs": rejection, "rollout_rs_threshold": 1.2}
         )
         return compute_data_metrics(compute_advantage(batch, adv_estimator="grpo"), use_critic=False)
 

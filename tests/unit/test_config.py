@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPActorConfig
 
+pytestmark = pytest.mark.every_target
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 DEFAULTS = {
     "spike_detection": False,

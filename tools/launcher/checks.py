@@ -52,7 +52,8 @@ def check_verl(python: str, root: Path, environment: Mapping[str, str]) -> None:
     installed = not found or re.search(r"/(site|dist)-packages/verl\Z", found)
     patch_it = for_shell([*apply_patch, *(["--installed"] if installed else ["--repo", os.path.dirname(found)])])
     if not found:
-        raise Refused(f"{python} has no verl: install verl 0.7.0 there and run: {patch_it}")
+        versions = " or ".join(sorted(pin.parent.name for pin in root.glob("patches/*/PIN")))
+        raise Refused(f"{python} has no verl: install verl {versions} there and run: {patch_it}")
     # By content: folders and words stay when pip or git restore verl, and an older patch has them, too.
     tree = os.path.dirname(os.path.realpath(found))
     checked = subprocess.run(

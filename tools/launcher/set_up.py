@@ -45,11 +45,13 @@ def set_up_venv(venv: Path, root: Path, environment: Mapping[str, str]) -> None:
         installer.install("-r", str(requirements))
         installer.install("--no-deps", "-r", str(embedded / "requirements-no-deps.txt"))
         _note(venv / "ready", wanted)
-    wanted = _hash(*_contents(root / "patches/gradloc.patch", venv / "ready"))
+    pin = _pinned_verl(requirements)
+    patch = root / "patches" / pin.removeprefix("verl==") / "gradloc.patch"
+    wanted = _hash(*_contents(patch, venv / "ready"))
     if not _is(venv / "patched", wanted):
         say("Patching verl")
         (venv / "patched").unlink(missing_ok=True)
-        _restore_verl(python, requirements, installer, environment)
+        _restore_verl(python, pin, installer, environment)
         run([str(python), str(root / "apply_patch.py"), "--installed"], environment)
         _note(venv / "patched", wanted)
 
@@ -105,13 +107,17 @@ def _find_python(script: Path, environment: Mapping[str, str]) -> str:
     return found.stdout.rstrip("\n")
 
 
-def _restore_verl(python: Path, requirements: Path, installer: Installer, environment: Mapping[str, str]) -> None:
+def _pinned_verl(requirements: Path) -> str:
+    (pin,) = [line for line in requirements.read_text().splitlines() if line.startswith("verl==")]
+    return pin
+
+
+def _restore_verl(python: Path, pin: str, installer: Installer, environment: Mapping[str, str]) -> None:
     """Installs verl as released: an earlier patch may be in it, and may have left files of its own."""
     code = 'import sysconfig; print(sysconfig.get_path("purelib"))'
     command = [str(python), "-c", code]
     site = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     shutil.rmtree(Path(site.rstrip("\n")) / "verl", ignore_errors=True)
-    (pin,) = [line for line in requirements.read_text().splitlines() if line.startswith("verl==")]
     installer.install_again(pin)
 
 

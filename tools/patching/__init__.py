@@ -6,6 +6,7 @@
 |---|---|
 | `new_checkout.py` | `--init`: a development checkout |
 | `regenerate.py` | `--repo`: brings sources and checkout together, and writes patches/ |
+| `other_targets.py` | the patches of the targets that there is no checkout of |
 | `check.py` | `--check`: patches/ is what the sources produce |
 | `sources.py` | which folders are installed where in verl; the three-way merge |
 | `page_files.py` | a web page's files as a Python module, and back |

@@ -10,19 +10,32 @@ import sys
 import tempfile
 from pathlib import Path
 
+import apply_patch
+from apply_patch import Target
 from tools.patching.messages import Refused, say
-from tools.patching.project import PATCH, ROOT, Pin, remember
-from tools.patching.released_verl import NoWheel, fetch_wheel, git_folder, pinned_revision, refuse_sha256, unpack
+from tools.patching.project import ROOT, default_target, noted_target, read, remember, target_of
+from tools.patching.released_verl import (
+    NoWheel,
+    copy_verl,
+    fetch_wheel,
+    git_folder,
+    pinned_revision,
+    refuse_sha256,
+    release_at,
+    revision,
+    unpacked,
+)
 from tools.patching.scratch_git import GitFailed, git, keep_bytes, plain_git
 
 
-def init(target: Path, base: Path | None, pin: Pin, scratch: Path) -> None:
-    if target.exists():
-        if not target.is_dir() or any(target.iterdir()):
-            raise Refused(f"{target} exists already; give a new directory")
-        if target.samefile("."):
+def init(place: Path, base: Path | None, targets: list[Target], scratch: Path) -> None:
+    """Makes a checkout in the place, of the only target or of the one that the base is of."""
+    if place.exists():
+        if not place.is_dir() or any(place.iterdir()):
+            raise Refused(f"{place} exists already; give a new directory")
+        if place.samefile("."):
             raise Refused("the current directory cannot be replaced; go elsewhere and name it from there")
-    parent = target.parent
+    parent = place.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=".gradloc-init-", dir=parent))
@@ -30,44 +43,67 @@ def init(target: Path, base: Path | None, pin: Pin, scratch: Path) -> None:
         raise Refused(f"{parent} cannot be written; give another directory") from None
     try:
         tree = partial / "tree"
-        make_base(tree, base, pin, scratch)
-        if PATCH.is_file():
-            patch_tree(tree)
-            remember(tree, PATCH.read_bytes())
+        target = make_base(tree, base, targets, scratch)
+        if target.patch.is_file():
+            patch_tree(tree, target)
+        remember(tree, target, read(target.patch))
         try:
-            tree.rename(target)
+            tree.rename(place)
         except OSError:
-            raise Refused(f"{target} cannot be replaced; give a new directory") from None
+            raise Refused(f"{place} cannot be replaced; give a new directory") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    say(f"{target} is ready: edit it, then run make_patch.sh --repo {target}")
+    say(f"{place} is ready, with verl {target.version}: edit it, then run make_patch.sh --repo {place}")
 
 
-def make_base(tree: Path, base: Path | None, pin: Pin, scratch: Path) -> None:
+def make_base(tree: Path, base: Path | None, targets: list[Target], scratch: Path) -> Target:
     """A git tree of the base, tagged gradloc-base."""
     if base is not None and not base.exists():
         raise Refused(f"{base} does not exist; --base takes a clone, a wheel or a tree")
     folder = git_folder(base) if base is not None else None
     if base is not None and folder is not None:
-        clone(base, folder, pin, tree)
+        target = target_of_clone(folder, targets)
+        clone(base, folder, target, tree)
     else:
+        found = None
         if base is None:
-            say(f"fetching verl {pin.version}")
+            found = default_target(targets)
+            say(f"fetching verl {found.version}")
             try:
-                base = fetch_wheel(pin, scratch)
+                base = fetch_wheel(found, scratch)
             except NoWheel as error:
                 raise Refused(f"{error}; give a clone or wheel with --base") from None
-        unpack(base, pin, tree, scratch)
-        commit(tree, pin)
+        release = unpacked(base, scratch)
+        found = found or target_of(release, targets)
+        if found is None:
+            raise Refused(f"{base} is not verl {apply_patch.versions(targets, 'or')}, which there is a patch for")
+        target = found
+        copy_verl(release, tree)
+        commit(tree, target)
     plain_git("config", "core.autocrlf", "false", cwd=tree)
     plain_git("tag", "-f", "gradloc-base", cwd=tree)
+    return target
 
 
-def clone(base: Path, folder: Path, pin: Pin, tree: Path) -> None:
+def target_of_clone(folder: Path, targets: list[Target]) -> Target:
+    """What a development checkout was made for; for any other clone, a target whose commit it has."""
+    default = default_target(targets)
+    if len(targets) == 1:
+        return default
+    if noted := noted_target(folder, targets):
+        return noted
+    tagged = release_at(folder, "refs/tags/gradloc-base")
+    of_tag = [target for target in targets if apply_patch.is_release(tagged, target.version)]
+    there = [target for target in targets if target.commit and revision(folder, target.commit)]
+    return next(iter([*of_tag, *(each for each in there if each == default), *there]), default)
+
+
+def clone(base: Path, folder: Path, target: Target, tree: Path) -> None:
     refuse_sha256(base)
-    pinned = pinned_revision(folder, pin)
+    pinned = pinned_revision(folder, target)
     if pinned is None:
-        raise Refused(f"{base} has neither commit {pin.commit} nor a tag gradloc-base")
+        commit = f"commit {target.commit}" if target.commit else f"a known commit of verl {target.version}"
+        raise Refused(f"{base} has neither {commit} nor a tag gradloc-base")
     try:
         git("clone", "-q", "--no-checkout", "--template=", str(base), str(tree))
     except GitFailed as error:
@@ -79,7 +115,7 @@ def clone(base: Path, folder: Path, pin: Pin, tree: Path) -> None:
         raise Refused(f"commit {pinned} of {base} could not be checked out: {error.lines[-1]}") from None
 
 
-def commit(tree: Path, pin: Pin) -> None:
+def commit(tree: Path, target: Target) -> None:
     """Makes the base's files a git tree whose commit is the same everywhere, by a fixed author and date."""
     plain_git("init", "-q", "--template=", cwd=tree)
     keep_bytes(tree / ".git")
@@ -87,11 +123,13 @@ def commit(tree: Path, pin: Pin) -> None:
     plain_git("add", "-A", "-f", cwd=tree)
     person = {"NAME": "verl", "EMAIL": "verl@localhost", "DATE": "2026-01-01T00:00:00Z"}
     people = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in person.items()}
-    plain_git("commit", "-q", "-m", f"verl {pin.version} (upstream {pin.commit})", cwd=tree, also=people)
+    upstream = f" (upstream {target.commit})" if target.commit else ""
+    plain_git("commit", "-q", "-m", f"verl {target.version}{upstream}", cwd=tree, also=people)
 
 
-def patch_tree(tree: Path) -> None:
-    command = [sys.executable, "-B", str(ROOT / "apply_patch.py"), "--repo", str(tree)]
+def patch_tree(tree: Path, target: Target) -> None:
+    script = [sys.executable, "-B", str(ROOT / "apply_patch.py")]
+    command = [*script, "--target", target.version, "--repo", str(tree)]
     done = subprocess.run([*command, "--check"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines() or [f"exit {done.returncode}"]

@@ -23,17 +23,27 @@ def sections(patch: bytes) -> list[bytes]:
     return [patch[start:end] for start, end in zip(starts, [*starts[1:], len(patch)], strict=True)]
 
 
-def is_hook(section: bytes, sources: tuple[Source, ...]) -> bool:
-    """Whether a section changes verl by hand: it comes from no source, and verl's tools do not generate it."""
+def path_of(section: bytes) -> str:
+    path = re.match(r"diff --git a/(.*) b/\1$", section.partition(b"\n")[0].decode("utf-8", "replace"))
+    return path[1] if path else ""
+
+
+def is_from(section: bytes, sources: tuple[Source, ...]) -> bool:
+    """Whether a section has its content from a source."""
     header, _, _ = section.partition(b"\n@@ ")
-    path = re.match(r"diff --git a/(.*) b/\1$", header.decode("utf-8", "replace"), re.M)
-    name = path[1] if path else ""
+    name = path_of(section)
     created = b"\nnew file mode " in header
     for source in sources:
         inner = name.removeprefix(f"{source.place}/")
         if inner != name and (created or inner in source.replaced):
-            return False
-    return not re.fullmatch(r"_generated_.*\.yaml", PurePosixPath(name).name)
+            return True
+    return False
+
+
+def is_hook(section: bytes, sources: tuple[Source, ...]) -> bool:
+    """Whether a section changes verl by hand: it comes from no source, and verl's tools do not generate it."""
+    generated = re.fullmatch(r"_generated_.*\.yaml", PurePosixPath(path_of(section)).name)
+    return not generated and not is_from(section, sources)
 
 
 def hooks(patch: bytes, sources: tuple[Source, ...]) -> bytes:

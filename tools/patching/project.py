@@ -5,27 +5,49 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import apply_patch
+from apply_patch import Target
 from tools.patching import sources
 from tools.patching.messages import Refused
 from tools.patching.scratch_git import GitFailed, Scratch, git, line
 from tools.patching.sources import Files, Source
 
 ROOT = apply_patch.HERE
-TARGET = apply_patch.TARGET
-PATCH = TARGET / "gradloc.patch"
-HOOKS = TARGET / "hooks.patch"
+DEFAULT = apply_patch.PATCHES / "DEFAULT"  # the version that is meant where nothing says which
 
 
-@dataclasses.dataclass(frozen=True)
-class Pin:
-    commit: str
-    version: str
+def hooks_file(target: Target) -> Path:
+    return target.folder / "hooks.patch"
+
+
+def pin_file(target: Target) -> Path:
+    return target.folder / apply_patch.PIN
+
+
+def default_target(targets: list[Target]) -> Target:
+    if len(targets) == 1:
+        return targets[0]
+    version = (read(DEFAULT) or b"").decode("utf-8", "replace").strip()
+    for target in targets:
+        if target.version == version:
+            return target
+    raise Refused(f"{DEFAULT} must hold one of {apply_patch.versions(targets)}; restore it")
+
+
+def target_of(tree: Path, targets: list[Target]) -> Target | None:
+    """The target that a verl tree is of, by its version."""
+    release = apply_patch.release_of(tree)
+    return next((target for target in targets if apply_patch.is_release(release, target.version)), None)
+
+
+def noted_target(folder: Path, targets: list[Target]) -> Target | None:
+    """The target that a development checkout, given by its git folder, was made for."""
+    version = (read(folder / "gradloc-target") or b"").decode("utf-8", "replace").strip()
+    return next((target for target in targets if target.version == version), None)
 
 
 def checksum(data: bytes) -> str:
@@ -85,7 +107,9 @@ def as_in_project(files: Files, source: Source, place: str, scratch: Scratch) ->
         raise Refused(f"{place}/{error}") from None
 
 
-def remember(repo: Path, patch: bytes) -> None:
-    """Notes the patch that this checkout was last brought together with."""
+def remember(repo: Path, target: Target, patch: bytes | None) -> None:
+    """Notes a checkout's target, and the patch that it was last brought together with."""
     folder = Path(line(git("rev-parse", "--absolute-git-dir", cwd=repo)))
-    (folder / "gradloc-patch.sha256").write_text(f"{checksum(patch)}\n")
+    (folder / "gradloc-target").write_text(f"{target.version}\n")
+    if patch is not None:
+        (folder / "gradloc-patch.sha256").write_text(f"{checksum(patch)}\n")

@@ -13,25 +13,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import apply_patch
-from tools.patching import patch_text, sources
+from apply_patch import Target
+from tools.patching import other_targets, patch_text, sources
 from tools.patching.messages import Refused, say
 from tools.patching.project import (
-    HOOKS,
-    PATCH,
     ROOT,
-    TARGET,
-    Pin,
     as_in_project,
     as_in_verl,
     checksum,
     checksum_line,
+    hooks_file,
     new_beside,
+    noted_target,
+    pin_file,
     project_files,
     read,
     remember,
     work_tree,
 )
-from tools.patching.released_verl import pinned_revision, refuse_sha256, revision
+from tools.patching.released_verl import pinned_revision, refuse_sha256, release_at, revision
 from tools.patching.scratch_git import GitFailed, Scratch, git, line
 from tools.patching.sources import SOURCES, Files, Source
 
@@ -40,13 +40,17 @@ from tools.patching.sources import SOURCES, Files, Source
 class Checkout:
     """A development checkout and the two revisions that the patch is made from; head is None for the working tree."""
 
+    target: Target
     repo: Path
     folder: Path  # of git
     base: str
     head: str | None
 
 
-def find_checkout(repo: Path, base: str | None, head: str | None, pin: Pin) -> Checkout:
+def find_checkout(
+    repo: Path, base: str | None, head: str | None, targets: list[Target], version: str | None
+) -> Checkout:
+    """The checkout, of the target of this version; without one, of the one that it was made from."""
     if not repo.is_dir():
         raise Refused(f"{repo} is not a directory; --repo takes a verl checkout")
     repo = repo.resolve()
@@ -58,18 +62,24 @@ def find_checkout(repo: Path, base: str | None, head: str | None, pin: Pin) -> C
         raise Refused(f"{repo} lies inside the repository {top}; give the top of a verl checkout")
     refuse_sha256(repo)
     folder = Path(line(git("rev-parse", "--absolute-git-dir", cwd=repo)))
+    target = target_of_checkout(repo, folder, base, apply_patch.narrowed(targets, version))
     if base is not None:
         start = revision(folder, base)
         if start is None:
             raise Refused(f"{base} is not a revision of {repo}")
     else:
-        start = pinned_revision(folder, pin)
+        start = pinned_revision(folder, target)
         if start is None:
-            raise Refused(f"{repo} has neither a tag gradloc-base nor commit {pin.commit}; name the base with --base")
+            commit = f"commit {target.commit}" if target.commit else f"a known commit of verl {target.version}"
+            raise Refused(f"{repo} has neither a tag gradloc-base nor {commit}; name the base with --base")
     try:
         git("rev-parse", "-q", "--verify", f"{start}:verl", cwd=repo)
     except GitFailed:
         raise Refused(f"{start} of {repo} has no directory verl") from None
+    release = release_at(folder, start)
+    others = [each for each in targets if each != target and apply_patch.is_release(release, each.version)]
+    if others:
+        raise Refused(f"{repo} is made from verl {others[0].version}, not {target.version}; leave out --target")
     end = None
     if head is not None:
         end = revision(folder, head)
@@ -77,7 +87,22 @@ def find_checkout(repo: Path, base: str | None, head: str | None, pin: Pin) -> C
             raise Refused(f"{head} is not a revision of {repo}")
     elif not (repo / "verl").is_dir():
         raise Refused(f"{repo} has no directory verl")
-    return Checkout(repo, folder, start, end)
+    return Checkout(target, repo, folder, start, end)
+
+
+def target_of_checkout(repo: Path, folder: Path, base: str | None, targets: list[Target]) -> Target:
+    if len(targets) == 1:
+        return targets[0]
+    if noted := noted_target(folder, targets):
+        return noted
+    start = revision(folder, base or "refs/tags/gradloc-base") or revision(folder, "HEAD")
+    release = release_at(folder, start) if start else None
+    for target in targets:
+        if start is not None and start == target.commit or apply_patch.is_release(release, target.version):
+            return target
+    raise Refused(
+        f"{repo} does not say which verl it is made from; give --target ({apply_patch.versions(targets, 'or')})"
+    )
 
 
 def refuse_changes_outside(checkout: Checkout) -> None:
@@ -109,20 +134,25 @@ def locked(file: Path, place: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def regenerate(checkout: Checkout, force: bool, scratch: Scratch) -> None:
-    """Brings the sources and the checkout together, and writes the patch."""
-    with locked(TARGET / "BASE_COMMIT", ROOT), locked(checkout.folder / "HEAD", checkout.repo):
+def regenerate(checkout: Checkout, targets: list[Target], force: bool, scratch: Scratch) -> None:
+    """Brings the sources and the checkout together, and writes its target's patch and those of the others."""
+    with contextlib.ExitStack() as locks:
+        for target in targets:
+            locks.enter_context(locked(pin_file(target), ROOT))
+        locks.enter_context(locked(checkout.folder / "HEAD", checkout.repo))
         base, edited = read_checkout(checkout, scratch)
         final = edited
         updates: list[tuple[Source, Files, Files]] = []
+        wanted: dict[Source, Files] = {}
         for source in SOURCES:
             ours = project_files(source, scratch)
             place = f"{checkout.repo}/{source.place}"
             in_verl = sources.carried(edited, base, source)
             sources.check_theirs(in_verl, source)
             theirs = as_in_project(in_verl, source, place, scratch)
-            merged = bring_together(theirs, ours, source, checkout.repo, scratch)
-            final = sources.put(final, base, source, as_in_verl(merged, base, source, scratch))
+            merged = bring_together(theirs, ours, source, checkout, scratch)
+            wanted[source] = as_in_verl(merged, base, source, scratch)
+            final = sources.put(final, base, source, wanted[source])
             if checkout.head is not None and merged != theirs:
                 raise Refused(
                     f"{source.folder}/ has changes that {checkout.head} lacks; leave out --head, "
@@ -132,14 +162,35 @@ def regenerate(checkout: Checkout, force: bool, scratch: Scratch) -> None:
         patch, summary = make_diff(base, final, scratch)
         refuse_lost_changes(checkout, patch, force)
         refuse_lost_hooks(checkout, patch, force)
-        # The patch comes last: it is the common ancestor, so an interrupted run can simply be repeated.
+        earlier = replaced_files(checkout.target, base, scratch)
+        others = {}
+        for other in targets:
+            if other != checkout.target and (present := read(other.patch)):
+                others[other] = other_targets.renewed(present, wanted, earlier, scratch)
+        # The checkout's patch comes last: it is the common ancestor, so an interrupted run can simply be repeated.
         for source, ours, merged in updates:
             update(ROOT / source.folder, ours, merged, scratch)
         if checkout.head is None:
             update(checkout.repo, edited, final, scratch)
-        write_patch(PATCH, patch, patch_text.hooks(patch, SOURCES))
-        remember(checkout.repo, patch)
-    say_written(summary, PATCH)
+        for other, renewed in others.items():
+            write_target(other, renewed)
+        write_target(checkout.target, patch)
+        remember(checkout.repo, checkout.target, patch)
+    say_written(summary, [*(other.patch for other in others), checkout.target.patch])
+
+
+def replaced_files(target: Target, base: Files, scratch: Scratch) -> dict[str, bytes]:
+    """What a target's present patch makes of the files of verl that a source replaces, by path."""
+    paths = {f"{source.place}/{name}" for source in SOURCES for name in source.replaced}
+    found = {}
+    for change in apply_patch.parse_patch(read(target.patch) or b"") if target.patch.is_file() else []:
+        if change.path in paths and change.path in base:
+            found[change.path] = change.result(scratch.read(base[change.path].blob)) or b""
+    return found
+
+
+def write_target(target: Target, patch: bytes) -> None:
+    write_patch(target.patch, patch, (hooks_file(target), patch_text.hooks(patch, SOURCES)))
 
 
 def write_elsewhere(checkout: Checkout, output: Path, scratch: Scratch) -> None:
@@ -147,13 +198,14 @@ def write_elsewhere(checkout: Checkout, output: Path, scratch: Scratch) -> None:
     base, edited = read_checkout(checkout, scratch)
     patch, summary = make_diff(base, edited, scratch)
     write_patch(output, patch, None)
-    say_written(summary, output)
+    say_written(summary, [output])
 
 
-def say_written(summary: str, output: Path) -> None:
+def say_written(summary: str, outputs: list[Path]) -> None:
     with contextlib.suppress(OSError):
         print(summary, flush=True)
-    say(f"wrote {output} and its .sha256")
+    for output in outputs:
+        say(f"wrote {output} and its .sha256")
 
 
 def read_checkout(checkout: Checkout, scratch: Scratch) -> tuple[Files, Files]:
@@ -171,15 +223,16 @@ def read_checkout(checkout: Checkout, scratch: Scratch) -> tuple[Files, Files]:
     return base, edited
 
 
-def bring_together(theirs: Files, ours: Files, source: Source, repo: Path, scratch: Scratch) -> Files:
-    """Merges the project's and the checkout's files of a source; the present patch is their common ancestor."""
+def bring_together(theirs: Files, ours: Files, source: Source, checkout: Checkout, scratch: Scratch) -> Files:
+    """Merges the project's and the checkout's files of a source; its target's present patch is the common ancestor."""
     ancestor: Files = {}
-    if (patch := read(PATCH)) is not None:
+    repo, present = checkout.repo, checkout.target.patch
+    if (patch := read(present)) is not None:
         try:
             in_patch = patch_text.carried(patch, source, scratch.write)
         except apply_patch.Stop as stop:
-            raise Refused(f"the present {PATCH} cannot be read ({stop}); restore it") from None
-        ancestor = as_in_project(in_patch, source, f"{PATCH}: {source.place}", scratch)
+            raise Refused(f"the present {present} cannot be read ({stop}); restore it") from None
+        ancestor = as_in_project(in_patch, source, f"{present}: {source.place}", scratch)
     # An empty side is a checkout without the patch, or half a clone: not a wish to delete the sources.
     if ancestor and not theirs:
         raise Refused(f"{repo} has no {source.place} of ours; apply the patch to it first (apply_patch.py)")
@@ -223,7 +276,7 @@ def make_diff(base: Files, final: Files, scratch: Scratch) -> tuple[bytes, str]:
 def refuse_lost_changes(checkout: Checkout, patch: bytes, force: bool) -> None:
     """Refuses to undo what another checkout brought into the patch since this one was brought together with it."""
     synced = (read(checkout.folder / "gradloc-patch.sha256") or b"").decode("utf-8", "replace").strip()
-    present = read(PATCH)
+    present = read(checkout.target.patch)
     if force or not synced or present is None or patch == present or synced == checksum(present):
         return
     raise Refused(
@@ -234,7 +287,7 @@ def refuse_lost_changes(checkout: Checkout, patch: bytes, force: bool) -> None:
 
 def refuse_lost_hooks(checkout: Checkout, patch: bytes, force: bool) -> None:
     """Refuses a checkout whose edits of verl's own files are all gone, as after `git checkout .`."""
-    present = read(PATCH)
+    present = read(checkout.target.patch)
     if force or present is None or not patch_text.hook_sections(present, SOURCES):
         return
     if not patch_text.hook_sections(patch, SOURCES):
@@ -263,14 +316,14 @@ def update(folder: Path, old: Files, new: Files, scratch: Scratch) -> None:
         say(f"updated {place}")
 
 
-def write_patch(output: Path, patch: bytes, hooks: bytes | None) -> None:
-    """Writes a patch, its checksum and, for the project's own, its hooks beside it."""
+def write_patch(output: Path, patch: bytes, hooks: tuple[Path, bytes] | None) -> None:
+    """Writes a patch, its checksum and, for the project's own, its hooks."""
     if not output.parent.is_dir() or output.is_dir():
         raise Refused(f"{output} is not a file in an existing directory")
     with contextlib.ExitStack() as stack:
         # Left in the opposite order: the patch takes its place first.
         if hooks is not None:
-            stack.enter_context(new_beside(HOOKS)).write_bytes(hooks)
+            stack.enter_context(new_beside(hooks[0])).write_bytes(hooks[1])
         sums = stack.enter_context(new_beside(output.with_name(f"{output.name}.sha256")))
         sums.write_text(checksum_line(patch, output.name))
         stack.enter_context(new_beside(output)).write_bytes(patch)

@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import apply_patch
+from apply_patch import Target
 from tools.patching.messages import Refused
-from tools.patching.project import ROOT, Pin, read
+from tools.patching.project import ROOT, checksum
 from tools.patching.scratch_git import GitFailed, git, line
 
 
@@ -42,33 +43,52 @@ def revision(folder: Path, name: str) -> str | None:
         return None
 
 
-def pinned_revision(folder: Path, pin: Pin) -> str | None:
+def pinned_revision(folder: Path, target: Target) -> str | None:
     """The revision that stands for the base."""
-    return revision(folder, "refs/tags/gradloc-base") or revision(folder, pin.commit)
+    tagged = revision(folder, "refs/tags/gradloc-base")
+    if tagged and apply_patch.is_release(release_at(folder, tagged), target.version):
+        return tagged
+    return (revision(folder, target.commit) if target.commit else None) or tagged
+
+
+def release_at(folder: Path, name: str) -> str | None:
+    """What verl says its version is at a revision."""
+    try:
+        return line(git(f"--git-dir={folder}", "show", f"{name}:verl/version/version")).strip()
+    except GitFailed:
+        return None
 
 
 class NoWheel(Exception):
     """Says why the base could not be downloaded."""
 
 
-def fetch_wheel(pin: Pin, scratch: Path) -> Path:
+def fetch_wheel(target: Target, scratch: Path) -> Path:
     """Downloads the wheel of the base, once, into build/."""
-    wheel = ROOT / "build/wheel" / f"verl-{pin.version}-py3-none-any.whl"
+    wheel = ROOT / "build/wheel" / f"verl-{target.version}-py3-none-any.whl"
     if wheel.is_file():
+        refuse_other_wheel(wheel, target)
         return wheel
     command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary", "verl", "-d", str(scratch / "wheel"), f"verl=={pin.version}"]
+    command += ["--only-binary", "verl", "-d", str(scratch / "wheel"), f"verl=={target.version}"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines() or ["it says nothing"]
-        raise NoWheel(f"verl {pin.version} could not be downloaded with pip ({said[-1]})")
+        raise NoWheel(f"verl {target.version} could not be downloaded with pip ({said[-1]})")
+    refuse_other_wheel(scratch / "wheel" / wheel.name, target)
     wheel.parent.mkdir(parents=True, exist_ok=True)
     shutil.move(scratch / "wheel" / wheel.name, wheel)
     return wheel
 
 
-def unpack(source: Path, pin: Pin, target: Path, scratch: Path) -> None:
-    """Copies the verl/ of a wheel or of a plain tree into the folder."""
+def refuse_other_wheel(wheel: Path, target: Target) -> None:
+    found = checksum(wheel.read_bytes())
+    if found != target.wheel_sha256:
+        raise Refused(f"{wheel} has SHA-256 {found}, not the {target.wheel_sha256} of the pin; delete it")
+
+
+def unpacked(source: Path, scratch: Path) -> Path:
+    """The tree of verl in a wheel, or the plain tree itself."""
     tree = source
     if source.is_file():
         tree = scratch / "unzipped"
@@ -79,7 +99,8 @@ def unpack(source: Path, pin: Pin, target: Path, scratch: Path) -> None:
             raise Refused(f"{source} is not a wheel that can be unpacked") from None
     if not (tree / "verl/__init__.py").is_file():
         raise Refused(f"{source} has no verl/__init__.py; give a verl clone, wheel or tree")
-    release = (read(tree / "verl/version/version") or b"").decode("utf-8", "replace").strip()
-    if not re.fullmatch(re.escape(pin.version) + r"(\.dev[0-9A-Za-z.]*)?", release):
-        raise Refused(f"{source} is not verl {pin.version}, which the patch is made for")
-    shutil.copytree(tree / "verl", target / "verl", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return tree
+
+
+def copy_verl(tree: Path, place: Path) -> None:
+    shutil.copytree(tree / "verl", place / "verl", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

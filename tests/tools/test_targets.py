@@ -1,0 +1,193 @@
+"""apply_patch.py with a patch for each of several verl releases: which one it takes, and what it says otherwise."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+import apply_patch
+import trees
+from trees import ACTOR, ALGOS, DELETED, NEW, Project, refused, snapshot
+
+BOTH = "0.7.0 and 0.7.1"
+
+
+@pytest.fixture(scope="session")
+def next_patch(base_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return trees.small_patch(tmp_path_factory.mktemp("next"), "0.7.1")
+
+
+@pytest.fixture
+def two(project: Project, next_patch: bytes) -> Project:
+    """A project with a second target, whose commit is not known."""
+    project.add_target("0.7.1", next_patch)
+    return project
+
+
+@pytest.fixture
+def newer(tree: Path, tmp_path: Path) -> Path:
+    """A release tree of the second target."""
+    return trees.make_next_release(shutil.copytree(tree, tmp_path / "newer"))
+
+
+def said(project: Project, *arguments: str | Path, code: int = 0) -> str:
+    done = project.apply(*arguments)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("version", ["0.7.0", "0.7.1"])
+def test_each_release_gets_its_own_patch_and_loses_it_again(
+    two: Project, tree: Path, newer: Path, version: str
+) -> None:
+    place = {"0.7.0": tree, "0.7.1": newer}[version]
+    before = snapshot(place)
+    assert f"(verl {version}, " in said(two, "--repo", place, "--check")
+    assert f"(verl {version}, " in said(two, "--repo", place)
+    assert (place / NEW).exists() and not (place / DELETED).exists()
+    assert ("as in 0.7.1" in (place / ALGOS).read_text()) == (version == "0.7.1")
+    assert f"(verl {version})" in said(two, "--repo", place, "--check", code=10)
+    said(two, "--repo", place, "--target", version, "--reverse")
+    assert snapshot(place) == before
+    said(two, "--repo", place)
+    said(two, "--repo", place, "--reverse")
+    assert snapshot(place) == before
+
+
+@pytest.mark.parametrize("release", [None, "0.9.9\n"])
+def test_content_decides_where_the_version_says_nothing(two: Project, newer: Path, release: str | None) -> None:
+    version = newer / "verl/version/version"
+    version.unlink() if release is None else version.write_text(release)
+    for arguments in (["--check"], [], ["--reverse"], []):
+        assert "(verl 0.7.1, " in said(two, "--repo", newer, *arguments)
+    said(two, "--repo", newer, "--check", code=10)
+
+
+def test_a_commit_decides_before_the_content(two: Project, tree: Path, newer: Path) -> None:
+    """In a checkout of one target with a file of the other, the changed file is named."""
+    two.pin(trees.commit_all(tree))
+    shutil.copy(newer / ALGOS, tree / ALGOS)
+    refused(two.apply("--repo", tree, "--check"), 12, "not as in the base", ALGOS)
+    assert "(verl 0.7.1, " in said(two, "--repo", tree, "--check", "--force")
+
+
+def test_a_target_without_a_commit_goes_by_content(two: Project, newer: Path) -> None:
+    trees.commit_all(newer)
+    assert "(verl 0.7.1, " in said(two, "--repo", newer, "--check")
+    (newer / "verl/__init__.py").write_text("# changed\n")
+    refused(two.apply("--repo", newer), 3, "local changes", "verl/__init__.py")
+
+
+def test_a_target_with_a_commit_refuses_another_head(two: Project, tree: Path) -> None:
+    head = trees.commit_all(tree)
+    refused(two.apply("--repo", tree, "--check"), 12, head, "0" * 40)
+
+
+def test_a_verl_of_no_target(two: Project, newer: Path) -> None:
+    (newer / "verl/version/version").write_text("0.8.0\n")
+    for file in (ACTOR, ALGOS):
+        (newer / file).write_text("other\n")
+    before = snapshot(newer)
+    done = two.apply("--repo", newer, "--check")
+    refused(done, 12, "is 0.8.0", f"patches for {BOTH} only", f"0.7.0 differs in {ALGOS}, {ACTOR}; 0.7.1 differs in")
+    refused(two.apply("--repo", newer), 3, "install one of these")
+    refused(two.apply("--repo", newer, "--reverse"), 3, f"patches for {BOTH} only")
+    assert snapshot(newer) == before
+
+
+def test_files_that_an_upgrade_left_behind_are_named(two: Project, newer: Path) -> None:
+    said(two, "--repo", newer)
+    (newer / "verl/version/version").write_text("0.8.0\n")
+    for file in (ACTOR, ALGOS, DELETED):
+        (newer / file).write_text("other\n")
+    refused(two.apply("--repo", newer), 3, f"{BOTH} only", f"rm -r {newer}/verl/utils/gradloc")
+
+
+def test_the_target_that_is_named_counts(two: Project, newer: Path) -> None:
+    refused(two.apply("--repo", newer, "--target", "0.7.0"), 3, "is 0.7.1", "the patch is for 0.7.0")
+    refused(two.apply("--repo", newer, "--target", "0.6.0"), 3, "no patch for verl 0.6.0", "0.7.0 or 0.7.1")
+
+
+def test_only_a_named_target_has_to_be_whole(two: Project, tree: Path) -> None:
+    (two.place / "patches/0.7.1/gradloc.patch").write_text("damaged\n")
+    refused(two.apply("--repo", tree), 3, "SHA-256")
+    said(two, "--repo", tree, "--target", "0.7.0")
+
+
+def test_a_checksum_is_that_of_one_patch(two: Project, newer: Path) -> None:
+    sha256 = hashlib.sha256((two.place / "patches/0.7.1/gradloc.patch").read_bytes()).hexdigest()
+    refused(two.apply("--repo", newer, "--patch-sha256", sha256), 2, "--target")
+    assert "(verl 0.7.1, " in said(two, "--repo", newer, "--patch-sha256", sha256, "--target", "0.7.1")
+
+
+def test_a_given_patch_is_for_whatever_it_fits(two: Project, newer: Path, next_patch: bytes, tmp_path: Path) -> None:
+    patch = trees.write_patch(tmp_path / "own.patch", next_patch)
+    assert "(verl 0.7.1, " in said(two, "--repo", newer, "--check", "--patch-file", patch)
+    (newer / "verl/version/version").unlink()
+    said(two, "--repo", newer, "--patch-file", patch)
+    said(two, "--repo", newer, "--patch-file", patch, "--reverse")
+
+
+def test_a_tree_that_fits_several_has_to_say_which_it_is(project: Project, tree: Path) -> None:
+    """Two releases may have the same files where the patch changes them."""
+    second = project.patch.read_bytes()
+    project.add_target("0.7.1", second)
+    assert "(verl 0.7.0, " in said(project, "--repo", tree, "--check")
+    (tree / "verl/version/version").write_text("0.7.1.dev3\n")
+    assert "(verl 0.7.1, " in said(project, "--repo", tree, "--check")
+    (tree / "verl/version/version").unlink()
+    refused(project.apply("--repo", tree, "--check"), 12, f"fits the patches for {BOTH}", "--target")
+    assert "(verl 0.7.0, " in said(project, "--repo", tree, "--check", "--target", "0.7.0")
+
+
+def test_an_interrupted_run_is_undone_and_repeated(two: Project, newer: Path) -> None:
+    """Half of the files are patched and the version is not known, when the second run chooses."""
+    (newer / "verl/version/version").unlink()
+    before = snapshot(newer)
+    killed = two.apply_with(trees.at_call("replace", 4, "os.kill(os.getpid(), 9)"), "--repo", newer)
+    assert killed.returncode == -9
+    refused(two.apply("--repo", newer, "--check"), 11, "interrupted")
+    assert "(verl 0.7.1, " in said(two, "--repo", newer)
+    said(two, "--repo", newer, "--reverse")
+    assert snapshot(newer) == before
+
+
+def test_a_partly_patched_tree_is_recognized(two: Project, newer: Path) -> None:
+    (newer / "verl/version/version").unlink()
+    said(two, "--repo", newer)
+    shutil.copy(trees.BASE_TREE / DELETED, newer / DELETED)
+    refused(two.apply("--repo", newer, "--check"), 11, "partly patched", DELETED)
+
+
+def installed(project: Project, tree: Path, *arguments: str):
+    return project.apply("--installed", *arguments, PYTHONPATH=str(tree))
+
+
+def test_the_installed_version_decides(two: Project, tree: Path, newer: Path) -> None:
+    for place, version in ((tree, "0.7.0"), (newer, "0.7.1")):
+        done = installed(two, place, "--check")
+        assert done.returncode == 0 and f"(verl {version}, " in done.stdout, done.stderr
+    (newer / "verl/version/version").write_text("0.8.0\n")
+    refused(installed(two, newer), 3, "is 0.8.0", f"patches for {BOTH} only", "install one of these")
+    (newer / "verl/version/version").write_text("0.7.1\n")
+    refused(installed(two, newer, "--target", "0.7.0"), 3, "is 0.7.1", "the patch is for 0.7.0")
+
+
+def test_the_real_targets() -> None:
+    targets = apply_patch.read_targets()
+    assert [target.version for target in targets] == ["0.7.0", "0.7.1"]
+    assert (apply_patch.PATCHES / "DEFAULT").read_text().strip() == "0.7.0"
+    for target in targets:
+        data = target.patch.read_bytes()
+        wanted = apply_patch.parse_checksum(
+            Path(f"{target.patch}.sha256").read_bytes(), "its checksum", "gradloc.patch"
+        )
+        assert hashlib.sha256(data).hexdigest() == wanted
+    package = [
+        {each.path: each.new for each in apply_patch.parse_patch(target.patch.read_bytes()) if each.old is None}
+        for target in targets
+    ]
+    assert package[0] == package[1] and NEW in package[0]
