@@ -133,7 +133,6 @@ class Run:
         self._tokenizer = tokenizer
         model = AutoModelForCausalLM.from_pretrained(prepared / "model", dtype=torch.float32)
         self._model: nn.Module = model
-        # The copy is on the disk anyway, and its weights are replaced by those of some steps ago.
         self._stale: nn.Module | None = None
         self._data = pandas.read_parquet(prepared / "train.parquet")
         config = FSDPActorConfig(
@@ -202,8 +201,9 @@ class Run:
         if state["stale"] is not None:
             self._copy_weights(state["stale"])
         # Steps after the checkpoint are repeated.
-        lines = self._records_file.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line)["step"] < self.step]
+        with self._records_file.open("a+") as file:
+            file.seek(0)
+            kept = [line for line in file if json.loads(line)["step"] < self.step]
         self._records_file.write_text("".join(kept))
 
     def _keep_stale_weights(self) -> None:
