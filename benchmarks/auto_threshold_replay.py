@@ -102,7 +102,7 @@ def replay(norms: Sequence[Norm], alarms: Sequence[bool] | None = None) -> Repla
 def replays(norms: Sequence[Norm]) -> dict[str, Replayed]:
     """The counts in other orders, with other windows and warm-ups, and of k mini-batches at once."""
     window, warmup = auto_threshold.WINDOW, auto_threshold.WARMUP
-    found = {"as it ran": replay(norms), "reversed": replay(_in_order(norms, None))}
+    found = {"in its order": replay(norms), "reversed": replay(_in_order(norms, None))}
     shuffled = [replay(_in_order(norms, random.Random(seed))) for seed in range(SHUFFLES)]
     found[f"shuffled, {SHUFFLES} seeds"] = sum(shuffled, Replayed())
     for size in (window // 4, window // 2, 2 * window):

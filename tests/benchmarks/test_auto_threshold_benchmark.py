@@ -84,7 +84,7 @@ def test_a_run_that_is_stopped_and_goes_on(prepared: Path, tmp_path: Path) -> No
     assert all(fault["norm"] > 0 for name, fault in faults.items() if name not in ("nan", "bit"))
     # The rule comes to the recorded alarms again.
     run_figures = {name: found["run"][name] for name in Replayed.__dataclass_fields__}
-    assert found["replays"]["as it ran"] == run_figures
+    assert found["replays"]["in its order"] == run_figures
 
 
 def test_each_fault_comes_as_often_and_is_spaced() -> None:
@@ -112,8 +112,8 @@ def test_replays_keep_what_they_count() -> None:
         records[number] = {"norm": "nan", "fault": {"name": "nan"}}
     found = replays(norms_of(records))
     assert all(row.spikes == row.caught == row.faults == 7 for row in found.values() if row.checked < 400)
-    assert found["shuffled, 20 seeds"].checked == 20 * found["as it ran"].checked == 20 * 373
-    assert found["warm-up 100 (not 20)"].checked < found["as it ran"].checked
+    assert found["shuffled, 20 seeds"].checked == 20 * found["in its order"].checked == 20 * 373
+    assert found["warm-up 100 (not 20)"].checked < found["in its order"].checked
     assert found["largest of 4"].checked == 100 - 7 - 20
 
 
