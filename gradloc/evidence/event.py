@@ -31,7 +31,8 @@ def findings(
         "diagnosis": investigation.diagnosis,
         "explained": investigation.explained,
         "more_tokens": investigation.search.more_over(),
-        "micro_batches": sum(unit.tokens > 0 for unit in investigation.units.values()),
+        # Where all answers to a prompt got the same reward, there is none.
+        "micro_batches": sum(unit.tokens > 0 and unit.norm != 0 for unit in investigation.units.values()),
         "units": [_unit(investigation, name) for name in investigation.suspects],
         "culprits": sorted(
             (_culprit(investigation, token, medians) for token in investigation.culprits),
