@@ -195,7 +195,6 @@ def check_event(
             )
 
 
-@pytest.mark.every_target
 @cases((2, Case("fsdp1", planted=ONE)), (4, Case("fsdp2", planted=ONE)))
 def test_a_spike_of_one_unit_that_the_mean_hides(launch: Launch, world: int, case: Case) -> None:
     """The threshold lies between what the two triggers compare it with: only that of the units fires."""
