@@ -62,7 +62,7 @@ def record(run: stability.Run, settings: stability.Settings, kind: str, folder: 
         run.step(kind if settings.spikes_in(step) else "no")
         figures = {name: run.metrics[-1].get(f"actor/gradloc/{name}") for name in STEP_FIGURES}
         steps[step] = figures
-        if folder is not None:
+        if folder is not None and run.actor.gradloc is not None:
             record_step(str(folder), step, figures)
             record_events(str(folder), [{**event, "global_step": step} for event in run.actor.gradloc.events])
     return Recording(kind, steps, [step for step, figures in steps.items() if figures["triggered"]])

@@ -28,7 +28,8 @@ class WholeBatchAgentLoop(AgentLoopBase):
     _open: _Batch | None = None
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        prompt = self.tokenizer.apply_chat_template(
+        tokenizer: Any = self.tokenizer  # transformers declares its factory's type
+        prompt = tokenizer.apply_chat_template(
             list(kwargs["raw_prompt"]), add_generation_prompt=True, tokenize=True, **self.apply_chat_template_kwargs
         )
         shared = WholeBatchAgentLoop
@@ -40,7 +41,7 @@ class WholeBatchAgentLoop(AgentLoopBase):
         if batch.answers is None:
             shared._open = None
             batch.answers = asyncio.ensure_future(self._ask(batch.prompts, sampling_params))
-        metrics: dict[str, float] = {}
+        metrics: Any = {}  # verl's own loops give a dict, too
         with simple_timer("generate_sequences", metrics):
             output = (await batch.answers)[row]
         return AgentLoopOutput(

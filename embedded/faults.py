@@ -36,7 +36,7 @@ FLIPPED_PARAMETER = "model.layers.1.mlp.down_proj.weight"
 
 
 class UnsampledServer(HFServer):
-    """Appends an end token to answers that were cut, and pretends that the policy was sure of it."""
+    """Appends an end token to answers that were cut, and gives it a log-prob of 0."""
 
     def generate_batch(self, prompts: list[list[int]], params: dict[str, Any], first_row: int) -> list[TokenOutput]:
         outputs = super().generate_batch(prompts, params, first_row)
@@ -69,6 +69,7 @@ class _Calls:
     """Counts the steps where verl does not tell them."""
 
     advantages = 0
+    log_probs = 0
 
 
 @register_adv_est("planted_reward")
@@ -134,12 +135,12 @@ def _flip_before_the_log_probs_of_step(step: int) -> None:
     @functools.wraps(compute_log_prob)
     def with_a_flip(self: DataParallelPPOActor, *args: Any, **kwargs: Any) -> Any:
         if self.actor_optimizer is not None:  # not the reference model's
-            self.fault_calls = getattr(self, "fault_calls", 0) + 1
-            if self.fault_calls == step and torch.distributed.get_rank() == 0:
+            _Calls.log_probs += 1
+            if _Calls.log_probs == step and torch.distributed.get_rank() == 0:
                 logger.warning("Fault 'bitflip', planted on purpose: %s", flip_a_bit(self.actor_module))
         return compute_log_prob(self, *args, **kwargs)
 
-    DataParallelPPOActor.compute_log_prob = with_a_flip
+    DataParallelPPOActor.compute_log_prob = with_a_flip  # type: ignore[method-assign]  # on purpose
 
 
 def _name_the_fault_in_events() -> None:

@@ -12,8 +12,17 @@ from .drills import drill_report, mini_batch_of
 from .figures import excess, number, ranges, rounded, severity
 from .reading import Evidence
 
-_EVENT_FIELDS = ("global_step", "epoch", "mini_batch", "diagnosis", "until", "explained", "more_tokens", "summary")
-_EVENT_FIELDS += ("explanation",)
+_EVENT_FIELDS = (
+    "global_step",
+    "epoch",
+    "mini_batch",
+    "diagnosis",
+    "until",
+    "explained",
+    "more_tokens",
+    "summary",
+    "explanation",
+)
 
 
 def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
