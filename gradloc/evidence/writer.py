@@ -27,8 +27,16 @@ STEP_FILE_BYTES = 16 * 2**20
 STEP_TOTAL_BYTES = 64 * 2**20
 
 # The metrics in steps.jsonl, without their prefix.
-STEP_FIGURES = ("threshold", "token_norm_max", "spike_margin", "ratio_max", "ratio_p999", "rollout_ratio_max")
-STEP_FIGURES += ("unlikely_share", "triggered")
+STEP_FIGURES = (
+    "threshold",
+    "token_norm_max",
+    "spike_margin",
+    "ratio_max",
+    "ratio_p999",
+    "rollout_ratio_max",
+    "unlikely_share",
+    "triggered",
+)
 _TEXTS = ("prompt", "response", "response_tokens", "response_suspicion", "response_kl")
 
 
