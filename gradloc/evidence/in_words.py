@@ -74,7 +74,7 @@ def _culprits(event: Event) -> str:
         start += _token(found)
     sentence = f"{start} {_responses(found)}"
     if event["diagnosis"] == "diffuse":
-        return f"{_spread(event)}; of the tokens that are over the threshold alone, {sentence}"
+        return f"{_everywhere(event)}{_spread(event)}; of the tokens that are over the threshold alone, {sentence}"
     if event["diagnosis"] == "incomplete":
         return f"{sentence}, and the search ended before it could explain the spike"
     return f"{_everywhere(event)}{sentence}"

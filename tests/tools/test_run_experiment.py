@@ -78,7 +78,7 @@ def test_verl_accepts_the_configuration(recorder: Path, profile: list[str]) -> N
     config = composed(overrides_of(recorder, *profile, "NNODES=1"))
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert actor.spike_detection is True
-    assert actor.grad_norm_threshold == (640.0 if profile == ["--cluster"] else 160.0)
+    assert actor.grad_norm_threshold == ("auto" if profile == ["--cluster"] else 160.0)
     assert actor.bisect_dump_dir.endswith("/bisect_dump")
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     assert rollout.name == ("vllm" if profile == ["--cluster"] else "hf")

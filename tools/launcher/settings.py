@@ -273,7 +273,7 @@ SETTINGS = (
     Setting(
         "GRAD_NORM_THRESHOLD",
         (POSITIVE, "auto"),
-        "640.0",
+        "auto",
         "160.0",
         "gradient norm of a single token that counts as a spike; auto: from the norms of the run",
         (f"{ACTOR}.grad_norm_threshold",),
