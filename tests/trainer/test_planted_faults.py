@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from tools.launcher.faults import FAULTS
 
 REWARDS = [f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"]
-# A random model finds all tokens equally unlikely, so that their norms are alike, up to 13: with "unsampled" and "stale"
-# some are over their threshold, with the others only what the fault makes larger.
+# A random model finds all tokens equally unlikely, so that their norms are alike, up to 13: with "unsampled" and
+# "stale" some are over their threshold, with the others only what the fault makes larger.
 THRESHOLDS = {"unsampled": "3", "advantage": "30", "bitflip": "14", "stale": "3", "nan": "1000"}
 # At this rate three steps change the weights by several times their size.
 CHANGED = {"stale": ["LR=0.05"]}
