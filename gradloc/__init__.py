@@ -5,12 +5,13 @@
 The rooms of the package. A file imports from its own room and from those above it:
 
 - version, checks, robust_statistics: the version, and small functions
-- config, auto_threshold, early_warning: what counts as a spike, and what may move before one
+- config, auto_threshold: what counts as a spike
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
 - measure: extra passes and the norms of what they compute
 - search: what to measure next
 - evidence: what was found, as events in a file
+- early_warning: what may move before a spike
 - report: the reader of these files
 - actions: what becomes of the gradient after a spike
 - drill: a spike planted on purpose, to see that it is found

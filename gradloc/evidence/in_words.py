@@ -12,6 +12,9 @@ from .sources import LAYER_FRACTION, UNLIKELY
 Event = Mapping[str, Any]
 Culprit = Mapping[str, Any]
 
+# Where they hold for any culprit, something is broken, and the other culprits may be its consequences.
+_BUGS = ("nonfinite", "misaligned", "unsampled")
+
 # A layer is named if so much more of the squared norm is in it than ordinarily.
 _LAYER_GAIN = 0.25
 
@@ -60,9 +63,11 @@ def _drill(drill: Mapping[str, Any]) -> str:
 
 
 def _culprits(event: Event) -> str:
-    """What most of the culprits are, and whose."""
+    """What most of the culprits are, and whose; where some are bugs, what these are."""
     culprits = event["culprits"]
-    source, count = Counter(culprit["source"] for culprit in culprits).most_common(1)[0]
+    counts = Counter(culprit["source"] for culprit in culprits)
+    source = next((bug for bug in _BUGS if bug in counts), counts.most_common(1)[0][0])
+    count = counts[source]
     found = [culprit for culprit in culprits if culprit["source"] == source]
     one, several = _KINDS[source]
     if len(culprits) == 1:

@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from typing import Any
 
-from ..auto_threshold import AutoThreshold
+from ..robust_statistics import median_and_deviation
 from .figures import ranges
 
 # In the order in which they are shown.
@@ -17,6 +17,11 @@ _RATIOS = ("ratio_max", "ratio_p999", "rollout_ratio_max")
 # How many steps before a spike are shown, and how many steps a figure's range is taken from.
 STEPS_BEFORE = 20
 STEPS_OF_RANGE = 100
+_FEWEST = 20
+
+# The range ends so many deviations over the median, and more where few values tell the deviation. The deviation counts
+# as at least the floor: figures that hardly change would leave their range at a few percent.
+_DEVIATIONS, _SMALL_SAMPLE, _DEVIATION_FLOOR = 6.0, 16.0, 0.1
 
 Figures = Mapping[str, float | None]
 
@@ -24,9 +29,9 @@ Figures = Mapping[str, float | None]
 class StepHistory:
     """The figures of a run's steps.
 
-    A figure leaves its range in a step if it is over what `grad_norm_threshold=auto` would set from the 100 steps
-    before: exp(median + 6·(1 + 16/n)·deviation) of the logarithms of n ≥ 20 values. For a ratio, these are values of
-    its own logarithm, since an ordinary ratio is close to 1.
+    A figure leaves its range in a step if it is over exp(median + 6·(1 + 16/n)·deviation) of the logarithms of the
+    n ≥ 20 positive values in the 100 steps before. For a ratio, these are values of its own logarithm, since an
+    ordinary ratio is close to 1.
 
     Args:
         steps (Mapping[int, Mapping]): The figures by step; None where there is no data.
@@ -74,13 +79,20 @@ class StepHistory:
         """The upper end of a figure's range in a step; None where too few steps before it have data."""
         key = (name, index)
         if key not in self._limits:
-            threshold = AutoThreshold()
-            for value in self._values[name][max(index - STEPS_OF_RANGE, 0) : index]:
-                if value is not None:
-                    threshold.take_in(_log(value) if name in _RATIOS else value)
-            limit = threshold.value
+            before = self._values[name][max(index - STEPS_OF_RANGE, 0) : index]
+            values = [_log(value) if name in _RATIOS else value for value in before if value is not None]
+            limit = _range_end([value for value in values if 0 < value < math.inf])
             self._limits[key] = _exp(limit) if limit is not None and name in _RATIOS else limit
         return self._limits[key]
+
+
+def _range_end(values: list[float]) -> float | None:
+    """The upper end of the range of positive values; None for too few of them."""
+    if len(values) < _FEWEST:
+        return None
+    middle, deviation = median_and_deviation([math.log(value) for value in values])
+    deviations = _DEVIATIONS * (1 + _SMALL_SAMPLE / len(values))
+    return math.exp(middle + deviations * max(deviation, _DEVIATION_FLOOR))
 
 
 def what_moved(before: Mapping[str, Any] | None) -> str | None:
