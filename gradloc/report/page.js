@@ -400,15 +400,18 @@ function hasStep({ global_step }) {
   return global_step !== null;
 }
 
+// The line lies under the marks. So that it does not take the mouse from them, it says and selects the same there.
 function levelTrace({ height }) {
   const { steps, norms } = data.level;
+  const marks = marksByStep();
   return {
     type: "scatter",
     mode: steps.length < 60 ? "lines+markers" : "lines",
     name: "token norm",
     x: steps,
     y: norms.map((norm) => norm === null ? null : height(number(norm))),
-    text: steps.map((step, i) => `step ${step}<br>token norm ${short(norms[i])}`),
+    customdata: steps.map((step) => marks.get(step)?.point ?? null),
+    text: steps.map((step, i) => marks.get(step)?.text ?? `step ${step}<br>token norm ${short(norms[i])}`),
     hovertemplate: "%{text}<extra></extra>",
     line: { color: styleOf("soft"), width: 1.25 },
     marker: { size: 4, color: styleOf("soft") },
@@ -449,6 +452,16 @@ function levelMarks({ height }) {
       hovertemplate: "%{text}<extra></extra>",
       marker: { symbol, size: 10, color: styleOf(color), line: { width: symbol.endsWith("open") ? 2 : 1 } },
     }));
+}
+
+// The texts and places of the marks by step; of several spikes in a step, those of the largest.
+function marksByStep() {
+  const byStep = new Map(data.drills.filter(hasStep).map((drill) => [drill.global_step, { text: drillHover(drill) }]));
+  const level = (event) => Number.isNaN(number(event.level)) ? Infinity : number(event.level);
+  for (const event of [...events].filter(hasStep).sort((a, b) => level(a) - level(b))) {
+    byStep.set(event.global_step, { text: spikeHover(event), point: { event: event.index } });
+  }
+  return byStep;
 }
 
 function spikeHover(event) {

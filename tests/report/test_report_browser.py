@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import browser
-from evidence_samples import culprit, drill, event, samples, step_figures, version_1, without_culprits
+from evidence_samples import culprit, drill, event, samples, step_figures, version_1, version_2, without_culprits
 from gradloc import record_events, report
 from gradloc.evidence.writer import record_step
 from gradloc.report import meanings
@@ -137,7 +138,7 @@ def test_pointing_at_a_token_shows_its_numbers(page: Page, forty: Path) -> None:
     page.hover(page.one("#strip .piece:not(.culprit)"))
     page.wait(lambda: page.all("#tip") and "gradient norm" not in page.one("#tip").text)
     assert "suspicion" in page.one("#tip").text
-    page.hover(page.one("h2"))
+    page.hover(page.one("#h-time"))
     page.wait(lambda: not page.all("#tip"))
 
 
@@ -209,17 +210,21 @@ def test_the_keyboard_is_enough(page: Page, forty: Path) -> None:
         page.press(Keys.TAB)
     first = page.focused()
     assert first.get_attribute("data-culprit") == "0"
-    page.press(*[Keys.ARROW_DOWN] * 3)  # to the first whose norms are finite
+    page.press(*[Keys.ARROW_DOWN] * 2)  # past the one whose norm is NaN, to one with tokens before it
     row = page.focused()
+    assert row.get_attribute("data-culprit") == "2"
     step = row.find_element(By.CSS_SELECTOR, "td").text
+    spike = next(e for e in samples(40) if f"{e['global_step']}" == step)
+    heading = f"Step {step}" + (f", mini-batch {spike['mini_batch']}" if spike["mini_batch"] else "")
     page.press(Keys.ENTER)
-    page.wait(lambda: page.one("#spike").text == f"Step {step}")
+    page.wait(lambda: page.one("#spike").text == heading)
     assert page.focused().get_attribute("id") == "spike" and row.get_attribute("aria-current") == "true"
     for _ in range(20):
         if "piece" in (page.focused().get_attribute("class") or ""):
             break
         page.press(Keys.TAB)
     position = int(page.focused().get_attribute("data-position"))
+    assert position == spike["culprits"][0]["position"] > 0
     assert "gradient norm" in page.one("#tip").text
     page.press(Keys.ARROW_LEFT)
     assert int(page.focused().get_attribute("data-position")) == position - 1
@@ -234,7 +239,7 @@ def test_the_keyboard_is_enough(page: Page, forty: Path) -> None:
     page.press(Keys.ENTER)
     rows = [row.text.split() for row in page.all("#layers-rows tr")]
     assert [row[0] for row in rows[:2]] == ["embed_tokens", "layers.0"] and len(rows) == 32
-    found = next(c for e in samples(40) for c in e["culprits"] if f"{e['global_step']}" == step)
+    found = spike["culprits"][0]
     largest = max(found["layer_norms"], key=found["layer_norms"].get)
     ratio = dict((row[0], row[3]) for row in rows)[largest]
     label = page.one("#layers").get_attribute("aria-label")
@@ -455,6 +460,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     events = [{**found, "fault": "unsampled"} for found in samples(40)]
     events[0] |= {"summary": "The culprit is <b>rare</b>."}
     events[0]["culprits"][0] |= {"source": "unsampled", "sources": ["unsampled", "unlikely"]}
+    events[1] = version_2(events[1])
     for step, figures in step_figures(events, events[-1]["global_step"] + 5).items():
         record_step(str(directory), step, figures)
     generator = random.Random(1)
@@ -485,25 +491,28 @@ def test_the_level_over_the_run(page: Page, whole_run: Path) -> None:
     assert traces["drill, found"][0] == [2] and traces["drill, FAILED"][0] == [3]
     label = page.one("#level").get_attribute("aria-label")
     assert label == f"Chart: the token norm of {last} steps, 1 to {last}, with 40 spikes and 2 drills."
-    mark = page.all("#level .scatterlayer .trace:nth-child(3) path.point")[7]
-    page.hover(mark)
+    # The mark farthest from its neighbours: others cover each other.
+    steps = [found["global_step"] for found in events]
+    alone = max(range(1, 39), key=lambda i: min(steps[i] - steps[i - 1], steps[i + 1] - steps[i]))
+    page.hover(page.all("#level .scatterlayer .trace:nth-child(3) path.point")[alone])
     text = page.wait(lambda: page.all("#level .hoverlayer .hovertext"))[0].text
-    assert f"step {events[7]['global_step']}" in text and "the threshold" in text
+    assert f"step {steps[alone]}" in text and "the threshold" in text
     ActionChains(page.driver).click().perform()
-    page.wait(lambda: page.one("#spike").text.startswith(f"Step {events[7]['global_step']}"))
+    page.wait(lambda: page.one("#spike").text.startswith(f"Step {steps[alone]}"))
 
 
 def test_what_moved_before_a_spike(page: Page, whole_run: Path) -> None:
     page.open(whole_run)
     data = json.loads(page.driver.execute_script("return document.getElementById('data').textContent"))
-    index = next(i for i, entry in enumerate(data["events"]) if "before: rollout_ratio_max" in (entry["moved"] or ""))
+    warning = re.compile(r"Moved before the spike: rollout_ratio_max (\d+ steps) before it")
+    index, match = next((i, m) for i, e in enumerate(data["events"]) if (m := warning.match(e["moved"] or "")))
     Select(page.one("#event")).select_by_index(index)
     assert page.one("#before-title").text == "The 20 steps before"
     assert page.one("#moved").text == data["events"][index]["moved"]
     rows = {row.find_element(By.TAG_NAME, "small").text: row for row in page.all("#before-rows tr")}
     assert list(rows) == ["spike_margin", "ratio_max", "ratio_p999", "rollout_ratio_max", "unlikely_share"]
     moved = rows["rollout_ratio_max"]
-    assert "steps before" in moved.text and moved.find_elements(By.CSS_SELECTOR, "svg circle")
+    assert moved.text.endswith(f"{match[1]} before") and moved.find_elements(By.CSS_SELECTOR, "svg circle")
     points = moved.find_element(By.CSS_SELECTOR, ".line").get_attribute("points").split()
     assert len(points) == 21
 
@@ -517,8 +526,13 @@ def test_an_event_begins_with_its_summary_and_a_culprit_with_its_sources(page: P
     assert [reason.split()[0] for reason in reasons] == ["unsampled", "unlikely"]
     for name, reason in zip(("unsampled", "unlikely"), reasons, strict=True):
         assert meanings.SOURCES[name] in reason and meanings.ADVICE[name] in reason
+    # Version 2 has neither summaries nor several sources.
     Select(page.one("#event")).select_by_index(1)
     assert not page.one("#summary").is_displayed()
+    source = samples(40)[1]["culprits"][0]["source"]
+    assert [row.text.split()[0] for row in page.all("#why li")] == [source]
+    Select(page.one("#event")).select_by_index(2)
+    assert page.one("#summary").text == samples(40)[2]["summary"]
 
 
 def test_steps_without_a_spike_have_a_page(page: Page, tmp_path: Path) -> None:
