@@ -150,7 +150,8 @@ def _name_the_fault_in_events() -> None:
     def naming(actor: DataParallelPPOActor, *args: Any, **kwargs: Any) -> bool:
         result = may_step(actor, *args, **kwargs)
         if actor.gradloc is not None:
-            actor.gradloc.add_to_event(fault=NAME)
+            for event in actor.gradloc.events:
+                event["fault"] = NAME
         return result
 
     gradloc.may_step = naming

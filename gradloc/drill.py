@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from .fsdp import collectives
 from .measure.meter import Meter, Unit
 from .measure.passes import MicroBatch, Passes, TokenSubset, UnitName
 
@@ -67,7 +68,7 @@ def choose(
         DrillFailedError: No token has a gradient that can be scaled.
         RankFailedError: The pass failed on some rank.
     """
-    generator = random.Random(seed)
+    generator = random.Random(seed)  # the same on every rank, as what it draws from
     usable = sorted(
         name for name, unit in units.items() if unit.tokens > unit.broken_tokens and unit.root_square_weight
     )
@@ -77,18 +78,20 @@ def choose(
     name = generator.choice([name for name in usable if name[0] == rank])
     micro_batch = meter.obtain([name], own, passes.scale)[name]
     tokens = micro_batch.tokens
-    possible = tokens["response_mask"].bool() & (tokens["weight"] != 0) & ~tokens["broken"].bool()
-    unsure = possible & (tokens["log_prob"] < math.log(_SURE))
-    places = (unsure if unsure.any() else possible).nonzero().tolist()
+    with collectives.same_on_all_ranks():
+        possible = tokens["response_mask"].bool() & (tokens["weight"] != 0) & ~tokens["broken"].bool()
+        unsure = possible & (tokens["log_prob"] < math.log(_SURE))
+        places = (unsure if unsure.any() else possible).nonzero().tolist()
     if not places:
         raise DrillFailedError("no response token of the chosen micro-batch has a weight in the loss")
     row, position = generator.choice(places)
 
-    alone = torch.zeros_like(possible)
-    alone[row, position] = True
-    weight, coefficient = float(tokens["weight"][row, position]), float(tokens["coefficient"][row, position])
-    policy_only = {"coefficient": tokens["weight"], "entropy_coefficient": torch.zeros_like(tokens["weight"])}
-    probe = {rank: TokenSubset(replace(micro_batch, tokens={**tokens, **policy_only}), alone)}
+    with collectives.same_on_all_ranks():
+        alone = torch.zeros_like(possible)
+        alone[row, position] = True
+        weight, coefficient = float(tokens["weight"][row, position]), float(tokens["coefficient"][row, position])
+        policy_only = {"coefficient": tokens["weight"], "entropy_coefficient": torch.zeros_like(tokens["weight"])}
+        probe = {rank: TokenSubset(replace(micro_batch, tokens={**tokens, **policy_only}), alone)}
     norm = math.sqrt(float(meter.measure(passes, [lambda: probe]).sum())) / abs(weight)
     if not (norm > 0 and math.isfinite(norm)):
         raise DrillFailedError(f"the chosen token has a gradient of norm {norm:g}, which cannot be scaled")

@@ -54,6 +54,7 @@ class _Gradient:
         by_rank (Tensor): The figures of all ranks, shape (ranks, figures).
         level (Level): Its size, the same on every rank.
         global_norm (float | None): The reduced gradient's norm; None while it has not been measured.
+        squared_norms (Tensor | None): Its squared norms by layer; None while they have not been measured.
     """
 
     micro_batches: list[MicroBatch]
@@ -63,6 +64,7 @@ class _Gradient:
     by_rank: Tensor
     level: Level
     global_norm: float | None = None
+    squared_norms: Tensor | None = None
 
 
 class GradLoc:
@@ -131,6 +133,7 @@ class GradLoc:
         self._auto_threshold = AutoThreshold()
         self._early_warning = EarlyWarning()
         self._threshold: float | None = None
+        self._drill_found: float | None = None
         self._ordinary: float | None = None
         # Of the last mini-batch without a spike, this rank's squared norms by layer, and Σ w².
         self._ordinary_squares: tuple[Tensor, Tensor] | None = None
@@ -145,6 +148,7 @@ class GradLoc:
         self._token_norm_max = 0.0
         self._misaligned = self._compared = 0.0
         self._early_warning.start_update()
+        self._drill_found = None
 
     def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
         """Starts recording a training pass; called before it.
@@ -242,9 +246,8 @@ class GradLoc:
         optional = {"actor/gradloc/misaligned_share": self._misaligned / self._compared} if self._compared else {}
         if self._threshold is not None:
             optional["actor/gradloc/threshold"] = self._threshold
-        for event in self.events:
-            if event["drill"] is not None:
-                optional["actor/gradloc/drill_found"] = float(event["drill"]["found"])
+        if self._drill_found is not None:
+            optional["actor/gradloc/drill_found"] = self._drill_found
         spikes = [event for event in self.events if event["drill"] is None]
         return (
             optional
@@ -280,17 +283,17 @@ class GradLoc:
         self._early_warning.take_in(gradient.by_rank[:, 6:])
         where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
         if self._global_step is not None and tuple(where.values()) == (self.config.drill_step, 0, 0):
-            self.events.append(self._drill(gradient, where))
+            self._hold_drill(gradient, where)
             started = time.perf_counter()
 
         level = gradient.level
         self._token_norm_max = max(self._token_norm_max, level.token_norm)
         threshold = self._next_threshold(level)
         self._early_warning.take_in_margin(level.token_norm, self._threshold)
-        if level.token_norm <= threshold:
-            self._ordinary = level.root_mean_square
-            self._ordinary_squares = gradient.squares.sum(0), gradient.square_weights.sum()
         if not self._is_spike(gradient, threshold):
+            if level.token_norm <= threshold:
+                self._ordinary = level.root_mean_square
+                self._ordinary_squares = gradient.squares.sum(0), gradient.square_weights.sum()
             return True
 
         investigation, passes = self._investigation(gradient, threshold, reserve=self.config.action == "drop")
@@ -304,6 +307,21 @@ class GradLoc:
         self.events.append(self._event)
         return not (self.config.action == "skip" and applied)
 
+    def _hold_drill(self, gradient: _Gradient, where: dict[str, Any]) -> None:
+        """Holds a drill. Whatever becomes of it, the real mini-batch is checked as usual. A collective call."""
+        self._drill_found = 0.0
+        try:
+            event = self._drill(gradient, where)
+        except Exception as error:
+            if collectives.world_size() > 1 and not isinstance(error, collectives.RankFailedError):
+                raise
+            logger.warning("the spike drill failed; training continues", exc_info=True)
+        else:
+            self.events.append(event)
+            self._drill_found = float(event["drill"]["found"])
+        finally:
+            self.squared_norms = gradient.squared_norms
+
     def _drill(self, gradient: _Gradient, where: dict[str, Any]) -> dict[str, Any]:
         """Plants a spike in a copy of the mini-batch, searches for it, and restores everything. A collective call.
 
@@ -311,7 +329,6 @@ class GradLoc:
             dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place.
         """
         started = time.perf_counter()
-        squared_norms = self.squared_norms
         threshold = self._spike_threshold(gradient.level)
         place: dict[str, int] | None = None
         if self._kind(gradient) == "global":
@@ -319,9 +336,9 @@ class GradLoc:
         try:
             with undisturbed(self._module, self._device), SetAside(self._module):
                 units = self._exchange_units(gradient)
-                planted = drill.choose(
-                    units, self._meter, self._passes(gradient), gradient.micro_batches, where["global_step"]
-                )
+                passes = self._passes(gradient)
+                passes.rehearse()
+                planted = drill.choose(units, self._meter, passes, gradient.micro_batches, where["global_step"])
                 place = planted.place()
                 if threshold == _WARMUP_MOST:  # all gradients so far were zero
                     threshold = _WARMUP_MARGIN * planted.norm
@@ -337,7 +354,6 @@ class GradLoc:
         event = self._describe(
             searched, investigation, started, **where, passes=passes.count, action="log", applied=True
         )
-        self.squared_norms = squared_norms
         found = (
             any(place == {name: culprit[name] for name in place} for culprit in event["culprits"]) if place else False
         )
@@ -352,7 +368,7 @@ class GradLoc:
                 self.config.budget,
             )
         event["drill"] = {"planted": place, "found": found, "passes": passes.count}
-        event["summary"] = describe(event)
+        event["summary"] = _summary(event)
         return event
 
     def _drilled(
@@ -368,7 +384,11 @@ class GradLoc:
         raised = drill.coefficient(planted, needed)
         new_scale = drill.loss_scale(scale, raised, planted.weight)
         mine = collectives.rank() // self._sequence_parallel_size == planted.unit[0]
-        micro_batches = drill.plant(gradient.micro_batches, mine, planted, raised, scale, new_scale)
+        micro_batches: list[MicroBatch] = []
+        # An exchange, so that an error on one rank (out of memory, say) fails the drill on all.
+        collectives.exchange(
+            lambda: micro_batches.extend(drill.plant(gradient.micro_batches, mine, planted, raised, scale, new_scale))
+        )
         copy = replace(gradient, micro_batches=micro_batches, scale=new_scale)
         drill.rerun(micro_batches, self._meter, self._passes(copy), units)
         return self._measured(micro_batches, new_scale)
@@ -384,7 +404,9 @@ class GradLoc:
         by_rank = by_rank[:: self._sequence_parallel_size]
         self.squared_norms = None
         level = self._meter.level(by_rank[:, :4], lambda: self._reduced_norm(scale))
-        return _Gradient(micro_batches, scale, squares, square_weights, by_rank, level, level.global_norm)
+        return _Gradient(
+            micro_batches, scale, squares, square_weights, by_rank, level, level.global_norm, self.squared_norms
+        )
 
     def _kind(self, gradient: _Gradient) -> str:
         return self.config.trigger if gradient.level.by_unit else "global"
@@ -399,6 +421,7 @@ class GradLoc:
         """The reduced gradient's norm, measured on the first call, which is collective."""
         if gradient.global_norm is None:
             gradient.global_norm = self._reduced_norm(gradient.scale)
+            gradient.squared_norms = self.squared_norms
         return gradient.global_norm
 
     def _global_threshold(self, gradient: _Gradient, threshold: float) -> float:
@@ -472,7 +495,7 @@ class GradLoc:
                 "layer_clip": None,
                 "drill": None,
             }
-            event["summary"] = describe(event)
+            event["summary"] = _summary(event)
         return event
 
     def _ordinary_layer_norms(self) -> dict[str, float] | None:
@@ -570,6 +593,15 @@ class GradLoc:
                 )
             )
         return own
+
+
+def _summary(event: dict[str, Any]) -> str:
+    """The event in one sentence; wording must not cost the event."""
+    try:
+        return describe(event)
+    except Exception:
+        logger.warning("an event is written without its summary", exc_info=True)
+        return ""
 
 
 def _known(norm: float | None) -> float:

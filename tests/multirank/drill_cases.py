@@ -22,14 +22,7 @@ def both(case: Case, options: dict[str, Any]) -> tuple[dict[str, bool], list[lis
     Returns:
         tuple: What is bit-identical; the events of the calls without the drill; the runs.
     """
-    options = {
-        "spike_detection": True,
-        "grad_norm_threshold": IDENTITY_THRESHOLD,
-        "bisect_budget_steps": 100,
-        **options,
-    }
-    if options.pop("clip_layers", False):
-        options["layer_clip"] = LayerClipConfig(enable=True, warmup_steps=1, rule="ratio", ratio=1.5)
+    options = with_detection(options)
     states: list[str] = []
 
     def keep_state(actor: Any) -> None:
@@ -49,6 +42,14 @@ def both(case: Case, options: dict[str, Any]) -> tuple[dict[str, bool], list[lis
         of_gradloc(metrics) for metrics in plain.metrics
     ]
     return same, [json.loads(events) for events in plain.events], drilled, plain
+
+
+def with_detection(options: dict[str, Any]) -> dict[str, Any]:
+    detection = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
+    options = detection | options
+    if options.pop("clip_layers", False):
+        options["layer_clip"] = LayerClipConfig(enable=True, warmup_steps=1, rule="ratio", ratio=1.5)
+    return options
 
 
 def of_gradloc(metrics: dict[str, Any]) -> str:
@@ -92,7 +93,7 @@ def without_weights(case: Case) -> tuple[dict[str, bool], Run]:
     return compare_runs(drilled, train(case, calls=2, change_batch=reject, **options)), drilled
 
 
-def with_broken_weights(case: Case) -> tuple[dict[str, bool], Run]:
+def with_broken_weights(case: Case, options: dict[str, Any]) -> tuple[dict[str, bool], Run]:
     """A drill while every parameter is NaN."""
 
     def spoil(actor: Any) -> None:
@@ -100,8 +101,7 @@ def with_broken_weights(case: Case) -> tuple[dict[str, bool], Run]:
             for parameter in actor.actor_module.parameters():
                 parameter.fill_(math.nan)
 
-    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD}
-    drilled = train(case, prepare=spoil, spike_drill_step=STEP, **options)
+    drilled = train(case, prepare=spoil, spike_drill_step=STEP, **with_detection(options))
     return {"no step": drilled.gradients == []}, drilled
 
 

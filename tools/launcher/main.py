@@ -136,6 +136,7 @@ def plan(asked: options.Options, profile: str) -> Run:
         prepared=prepared,
         drill=asked.drill,
         fault=asked.fault,
+        overridden=[override.lstrip("+~").partition("=")[0] for override in asked.overrides],
         now=time.strftime("%Y%m%d-%H%M%S"),
     )
     for override in asked.overrides:
@@ -192,6 +193,8 @@ def train_embedded(run: Run) -> int:
         prepare(run.prepared, run.tiny, run.interpreter, ROOT, run.environment)
 
     log = run.output / "train.log"
+    spikes = run.evidence / "spikes.jsonl"
+    evidence_before = spikes.stat().st_size if spikes.exists() else 0
     say(f"Training; the full log is {log}")
     environment = {name: value for name, value in run.environment.items() if name != "RAY_ADDRESS"}
     if run.fault is not None:
@@ -209,7 +212,7 @@ def train_embedded(run: Run) -> int:
         follower = stack.enter_context(companion([*follow, "--", str(log), str(training.pid)], environment))
         status = exit_code(training.wait())
         follower.wait()
-        outcome = Outcome.of(run.evidence)
+        outcome = Outcome.of(run.evidence, evidence_before)
         if outcome.events:
             report = [run.interpreter, "-m", "gradloc.report", str(run.evidence)]
             page = run.output / "report.html"

@@ -22,18 +22,23 @@ What next:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The events that a run left."""
+    """The events that a run left behind those of earlier runs."""
 
     events: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, evidence: Path) -> "Outcome":
-        """Reads a directory of evidence; one without any has no events, and an incomplete line is left out."""
+    def of(cls, evidence: Path, start: int = 0) -> "Outcome":
+        """Reads a directory of evidence; one without any has no events, and an incomplete line is left out.
+
+        Args:
+            evidence: The directory.
+            start: The size of the evidence before the run.
+        """
         try:
-            lines = (evidence / "spikes.jsonl").read_text().splitlines()
+            lines = (evidence / "spikes.jsonl").read_bytes()[start:].decode(errors="replace").splitlines()
         except OSError:
             return cls([])
-        return cls(list(_parsed(lines)))
+        return cls([event for event in _parsed(lines) if "note" not in event])
 
     @property
     def spikes(self) -> list[dict[str, Any]]:
@@ -44,7 +49,8 @@ class Outcome:
         if drill_step == "null":
             return None
         for event in self.events:
-            if drill := event.get("drill"):
+            drill = event.get("drill")
+            if drill and event["global_step"] == int(drill_step):
                 passes = f"{drill['passes']} extra pass{'' if drill['passes'] == 1 else 'es'}"
                 found = "found" if drill["found"] else "NOT FOUND: detection does not work here; see train.log"
                 step, seconds = event["global_step"], event["seconds"]

@@ -3,7 +3,7 @@
 """The settings: one table, from which come --help, the checks, the Hydra overrides and docs/launching.md."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -358,11 +358,13 @@ def resolve(
     now: str,
     drill: bool = False,
     fault: str | None = None,
+    overridden: Collection[str] = (),
 ) -> dict[str, str]:
     """The value of every setting that has an effect in the profile, checked; directories are absolute.
 
     An argument wins over the environment, and that over the default. An empty variable of the environment counts as
-    none. Raises Refused for the first setting that is unknown, has no effect or may not have its value.
+    none. Raises Refused for the first setting that is unknown, has no effect or may not have its value. `overridden`
+    are the keys of the Hydra overrides.
     """
 
     def asked(name: str) -> str | None:
@@ -390,14 +392,20 @@ def resolve(
     values = {setting.name: value(setting, run=run) for setting, default in defaults.items() if default is not None}
     for name, text in values.items():
         check(name, text, BY_NAME[name].allowed_in(profile))
-    values["SPIKE_DRILL_STEP"] = _drill_step(values, asked("SPIKE_DRILL_STEP"), drill, fault)
+    values["SPIKE_DRILL_STEP"] = _drill_step(values, asked("SPIKE_DRILL_STEP"), drill, fault, overridden)
     return values | _directories(values)
 
 
-def _drill_step(values: Mapping[str, str], asked: str | None, drill: bool, fault: str | None) -> str:
+_DRILL_DEPENDS_ON = frozenset({f"{ACTOR}.spike_detection", f"{ACTOR}.spike_drill_step", "trainer.total_training_steps"})
+
+
+def _drill_step(
+    values: Mapping[str, str], asked: str | None, drill: bool, fault: str | None, overridden: Collection[str]
+) -> str:
     """The step of the drill, checked against the settings that it depends on; `null` for none.
 
-    By default there is none where GradLoc is off, and none with a fault: it would be a drill in the midst of a fire.
+    By default there is none where GradLoc is off, with a fault (a drill is about a run without faults), and where it is
+    not known whether GradLoc is on, or how many steps the run has.
     """
     on = values["SPIKE_DETECTION"].lower() == "true"
     steps = int(values["TOTAL_STEPS"]) if values["TOTAL_STEPS"] != "null" else None
@@ -411,7 +419,8 @@ def _drill_step(values: Mapping[str, str], asked: str | None, drill: bool, fault
                 f"SPIKE_DRILL_STEP is {asked}, and the run ends with step {steps}: give a step from 1 to {steps}"
             )
         return values["SPIKE_DRILL_STEP"]
-    if not drill and (not on or fault is not None or values["SPIKE_DRILL_STEP"] == "null"):
+    unknown = steps is None or not _DRILL_DEPENDS_ON.isdisjoint(overridden)
+    if not drill and (not on or unknown or fault is not None or values["SPIKE_DRILL_STEP"] == "null"):
         return "null"
     return str(min(DRILL_STEP, steps or DRILL_STEP))
 
