@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..robust_statistics import median_and_deviation
-from .figures import ranges
+from .figures import ranges, severity
 
 # In the order in which they are shown.
 FIGURES = ("spike_margin", "ratio_max", "ratio_p999", "rollout_ratio_max", "unlikely_share")
@@ -70,7 +70,7 @@ class StepHistory:
             left = [
                 number
                 for number, value, limit in zip(numbers, values, limits, strict=True)
-                if value is not None and limit is not None and value > limit and number not in spikes
+                if value is not None and limit is not None and severity(value) > limit and number not in spikes
             ]
             figures.append({"name": name, "values": values, "limits": limits, "lead": step - left[0] if left else None})
         return {"steps": numbers, "spikes": spikes, "figures": figures}

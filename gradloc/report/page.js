@@ -858,12 +858,13 @@ function makeSparkline(name, values, limits) {
   const [low, high] = logs.length ? [Math.min(...logs), Math.max(...logs)] : [0, 1];
   const x = (i) => margin + (i * (width - 2 * margin)) / Math.max(values.length - 1, 1);
   const y = (value) => {
-    const log = value > 0 ? Math.min(Math.max(Math.log10(value), low), high) : low;
+    const log = Number.isFinite(value) ? Math.min(Math.max(Math.log10(Math.max(value, 0)), low), high) : high;
     return margin + (height - 2 * margin) * (high > low ? (high - log) / (high - low) : 0.5);
   };
   const points = (numbers) =>
     numbers.map((value, i) => value === null ? null : `${x(i).toFixed(1)},${y(size(value)).toFixed(1)}`);
-  const isOut = (value, i) => value !== null && limits[i] !== null && value > limits[i];
+  // A NaN is out of any range.
+  const isOut = (value, i) => value !== null && limits[i] !== null && !(value <= limits[i]);
   const dots = values.map((value, i) => isOut(value, i) ? i : null).filter((i) => i !== null);
   return makeSvg(
     "svg",

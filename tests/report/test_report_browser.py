@@ -535,6 +535,26 @@ def test_an_event_begins_with_its_summary_and_a_culprit_with_its_sources(page: P
     assert page.one("#summary").text == samples(40)[2]["summary"]
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_names_of_all_sources_fit(page: Page, tmp_path: Path, width: int) -> None:
+    generator = random.Random(1)
+    found = [small(i, 9000.0 - i, generator) for i in range(len(meanings.SOURCES))]
+    found = [
+        {**c, "source": name, "sources": list(meanings.SOURCES)}
+        for c, name in zip(found, meanings.SOURCES, strict=True)
+    ]
+    page.width(width)
+    page.open(build(tmp_path, [event(1, found, generator)]))
+    script = """return [...document.querySelectorAll(arguments[0])]
+        .map((e) => [e.innerText, e.scrollWidth <= e.clientWidth, e.getBoundingClientRect().right])"""
+    labels = page.driver.execute_script(script, "#sources .label")
+    assert {text for text, _, _ in labels} == set(meanings.SOURCES) and all(fits for _, fits, _ in labels), labels
+    badges = page.driver.execute_script(script, "#why .badge")
+    script = "return document.querySelector('#why .badge + span').getBoundingClientRect().left"
+    rule = page.driver.execute_script(script)
+    assert len(badges) == len(meanings.SOURCES) and all(right <= rule for _, _, right in badges), badges
+
+
 def test_steps_without_a_spike_have_a_page(page: Page, tmp_path: Path) -> None:
     for step in range(1, 30):
         record_step(str(tmp_path), step, {"token_norm_max": 0.0 if step == 3 else 100.0 + step, "threshold": 640.0})

@@ -19,6 +19,7 @@ from gradloc.evidence import writer
 from gradloc.evidence.schema import EVENT, NOTE, STEP, conforms
 from gradloc.evidence.writer import record_step
 from gradloc.report.__main__ import main
+from gradloc.report.before_spike import StepHistory, what_moved
 from gradloc.report.level import POINTS, level
 from gradloc.report.page_data import page_data
 
@@ -177,6 +178,14 @@ def test_what_moved_before_the_spikes_is_said(tmp_path: Path, show: Any) -> None
     # Earlier steps are left out of the level, and not of the ranges.
     later = page_data(report.read(str(tmp_path), since=last))
     assert later["level"]["steps"] == [last] and later["events"][0]["before"] == shown["before"]
+
+
+def test_a_norm_that_is_nan_leaves_its_range() -> None:
+    steps = {step: {"spike_margin": 0.3 + 0.01 * (step % 3), "triggered": 0} for step in range(1, 31)}
+    steps[28]["spike_margin"] = math.nan
+    before = StepHistory(steps).before(30)
+    assert before is not None and before["figures"][0]["lead"] == 2
+    assert what_moved(before) == "Moved before the spike: spike_margin 2 steps before it."
 
 
 def test_a_run_without_a_spike_says_how_near_it_came(tmp_path: Path, show: Any) -> None:
