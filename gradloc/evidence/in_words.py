@@ -37,7 +37,7 @@ _KINDS = {
         "tokens of responses whose mean importance ratios are far from 1",
     ),
     "unlikely": (f"a rare token (p < {UNLIKELY:g})", f"rare tokens (p < {UNLIKELY:g})"),
-    "layer": ("a token of which one layer carries the norm", "tokens of which one layer carries the norm"),
+    "layer": ("a token whose norm is mostly in one layer", "tokens whose norms are mostly in one layer"),
     "other": ("a token that no rule fits", "tokens that no rule fits"),
 }
 
@@ -129,10 +129,10 @@ def _without_culprits(event: Event) -> str:
 def _spread(event: Event) -> str:
     tokens = sum(part["tokens"] for part in event["diffuse"])
     if not tokens:
-        return "no few tokens explain the spike"
+        return "no small set of tokens explains the spike"
     rows = sum(len(part["rows"]) for part in event["diffuse"])
     return (
-        f"no few tokens explain the spike: it is the sum of {tokens} tokens "
+        f"no small set of tokens explains the spike: it is the sum of {tokens} tokens "
         f"of {_number(rows)} response{'' if rows == 1 else 's'}"
     )
 

@@ -121,7 +121,7 @@ RULES = (
     ),
     Rule(
         "unsampled",
-        "The policy did not produce the token: it is behind the end of the turn, or the rollout gave it no log-prob, "
+        "The policy did not produce the token: it is after the end of the turn, or the rollout gave it no log-prob, "
         "or exactly 0 while training gives it a probability under 1e-3.",
         "Set response_mask to 0 for tokens that were added later: end tokens, templates, tool output.",
         _is_unsampled,
@@ -129,7 +129,8 @@ RULES = (
     Rule(
         "advantage",
         "Its advantage is over 5 times the median of the mini-batch (of the advantages that are not zero).",
-        "Look at the rewards of its group: clip outliers, and do not divide by the deviation of nearly equal rewards.",
+        "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation of nearly equal "
+        "rewards.",
         _has_large_advantage,
     ),
     Rule(
@@ -148,7 +149,7 @@ RULES = (
     Rule(
         "token",
         "Its ratio, to the old policy or to the rollout's, is over 2, under 1/2 or NaN.",
-        "Bring the precision of rollout and training together, train less off-policy, or clip or mask such ratios.",
+        "Use the same precision in rollout and training, train less off-policy, or clip or mask such ratios.",
         _has_far_ratio,
     ),
     Rule(
@@ -161,8 +162,8 @@ RULES = (
         "unlikely",
         "The policy gives it a probability under 0.05: a rare token is reinforced (if its coefficient is negative) or "
         "suppressed.",
-        "Give rare tokens less weight, sample with top-p, or clip layers; look whether clip-higher or an entropy bonus "
-        "makes them frequent.",
+        "Give rare tokens less weight, sample with top-p, or clip layers; check whether clip-higher or an entropy "
+        "bonus makes them frequent.",
         _is_unlikely,
     ),
     Rule(

@@ -11,10 +11,10 @@ ADVICE = {name: rule.advice for name, rule in sources.SOURCES.items()}
 # By `Investigation.diagnosis`: what it means, and what to look at.
 DIAGNOSES = {
     "tokens": "Single tokens are over the threshold: look at what is wrong with each of them.",
-    "diffuse": "No small set of tokens explains the spike, it is the sum of many: "
+    "diffuse": "No small set of tokens explains the spike, which is the sum of many: "
     "look at the responses in the parts listed, at their advantages and at repeated text.",
-    "nonfinite": "NaN or Inf is in everything, not in single tokens: "
-    "look at the weights after the step before, then at rewards and advantages.",
+    "nonfinite": "NaN or Inf is everywhere, not in single tokens: "
+    "look at the weights after the previous step, then at rewards and advantages.",
     "overflow": "The scaled fp16 gradients overflowed, while log-probs and advantages are fine: "
     "the gradient scaler handles it; look at the loss scale if it happens again and again.",
     "incomplete": "The search ended before it had an answer: "
@@ -25,17 +25,17 @@ DIAGNOSES = {
 APPLIED = {
     "log": "Training went on as usual.",
     "skip": "The optimizer step was skipped.",
-    "drop": "The gradient of the culprits found was taken out of the step.",
+    "drop": "The gradient of the culprits found was removed from the step.",
 }
 NOT_APPLIED = {
     "log": "Training went on as usual.",
     "skip": "The step was left to the gradient scaler, which skips it after an overflow.",
-    "drop": "No culprit's gradient could be taken out of the step: the step's gradient was left unchanged.",
+    "drop": "No culprit's gradient could be removed from the step: the step's gradient was left unchanged.",
 }
 
 # By the figure in steps.jsonl: its name on the page, and what it is.
 FIGURES = {
-    "spike_margin": ("token norm over threshold", "The largest token-equivalent norm over τ: 1 is the threshold."),
+    "spike_margin": ("token norm over threshold", "The largest token-equivalent norm/τ: 1 is the threshold."),
     "ratio_max": ("largest ratio", "The largest importance ratio to the old policy."),
     "ratio_p999": ("99.9% of ratios", "99.9% of the tokens' importance ratios are at most this."),
     "rollout_ratio_max": ("largest ratio to the rollout", "How far apart training and rollout are on one token."),

@@ -81,13 +81,13 @@ RARE = "rare tokens (p < 0.05)"
         ),
         (
             event(diagnosis="diffuse", diffuse=[PART]),
-            "No few tokens explain the spike: it is the sum of 48 tokens of three responses.",
+            "No small set of tokens explains the spike: it is the sum of 48 tokens of three responses.",
         ),
         (
             event(culprit(), diagnosis="diffuse", diffuse=[PART]),
-            "No few tokens explain the spike: it is the sum of 48 tokens of three responses; of the tokens "
-            "that are over "
-            "the threshold alone, the culprit is a rare token (p < 0.05) of one response that was rewarded.",
+            "No small set of tokens explains the spike: it is the sum of 48 tokens of three responses; "
+            "of the tokens that are over the threshold alone, the culprit is a rare token (p < 0.05) of one "
+            "response that was rewarded.",
         ),
         (
             event(diagnosis="nonfinite", units=[unit(**dict.fromkeys(EVEN, math.nan))]),
@@ -117,21 +117,19 @@ RARE = "rare tokens (p < 0.05)"
         # A fault that hits every token: no micro-batch is under its threshold.
         (
             event(diagnosis="diffuse", diffuse=[PART], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None),
-            "Every micro-batch is over its threshold; no few tokens explain the spike: it is the sum of 48 "
-            "tokens of three "
-            "responses; layers.1 carries 98% of the squared norm.",
+            "Every micro-batch is over its threshold; no small set of tokens explains the spike: it is the sum of "
+            "48 tokens of three responses; layers.1 carries 98% of the squared norm.",
         ),
         (
             event(
                 *[culprit("layer", row) for row in range(2)], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None
             ),
-            "Every micro-batch is over its threshold; both culprits are tokens of which one layer carries "
-            "the norm of two "
-            "responses that were rewarded; layers.1 carries 98% of the squared norm.",
+            "Every micro-batch is over its threshold; both culprits are tokens whose norms are mostly in one layer "
+            "of two responses that were rewarded; layers.1 carries 98% of the squared norm.",
         ),
         (
             event(culprit("layer"), units=[unit(**ONE_LAYER)]),
-            "The culprit is a token of which one layer carries the norm of one response that was rewarded; "
+            "The culprit is a token whose norm is mostly in one layer of one response that was rewarded; "
             "layers.1 carries 98% of the squared norm, ordinarily 40%.",
         ),
         # The layer that has gained most, not the one that carries most.

@@ -55,7 +55,7 @@ class Outcome:
                 found = "found" if drill["found"] else "NOT FOUND: detection does not work here; see train.log"
                 step, seconds = event["global_step"], event["seconds"]
                 return f"Drill in step {step}: the planted token was {found} ({passes}, {seconds:.0f} s)"
-        return f"THE DRILL OF STEP {drill_step} LEFT NO EVIDENCE, so detection is not proved: see train.log"
+        return f"THE DRILL OF STEP {drill_step} LEFT NO EVIDENCE, so detection was not tested: see train.log"
 
     def last_words(self, drill_step: str, fault: str | None) -> Iterator[str]:
         """The lines at the end of a run."""
@@ -65,7 +65,7 @@ class Outcome:
         if fault is not None:
             yield f"The fault '{fault}' was planted on purpose: {FAULTS[fault].meaning}."
             if not self.spikes:
-                yield "It did not bring any gradient over the threshold."
+                yield "It did not raise any gradient over the threshold."
         yield NEXT.format(others=", ".join(name for name in FAULTS if name != "unsampled"))
 
 

@@ -100,7 +100,7 @@ SETTINGS = (
         (OVER_1, "off"),
         "off",
         "off",
-        "off, or the largest weight of a token, which is its ratio of training's to the rollout's probability",
+        "off, or the largest weight of a token, which is its probability in training over that in the rollout",
         ("algorithm.rollout_correction.rollout_is_threshold",),
         remedy="2.0",
         off="off",
@@ -299,7 +299,7 @@ SETTINGS = (
         ("unit", "global"),
         "unit",
         "unit",
-        "what starts a search, unit: any micro-batch over its threshold; global: only the reduced gradient",
+        "when a search starts (unit: any micro-batch is over its threshold; global: the reduced gradient is)",
         (f"{ACTOR}.spike_trigger",),
     ),
     Setting(
@@ -307,7 +307,7 @@ SETTINGS = (
         ("explained", "exhaustive"),
         "explained",
         "explained",
-        "when a search ends, explained: a few tokens explain the spike; exhaustive: all over the threshold are found",
+        "when a search ends (explained: a few tokens explain the spike; exhaustive: all over the threshold are found)",
         (f"{ACTOR}.bisect_until",),
     ),
     Setting(
@@ -315,7 +315,7 @@ SETTINGS = (
         ("log", "skip", "drop"),
         "log",
         "log",
-        "on a spike, log: step as usual; skip: do not step; drop: step without the culprits",
+        "what happens on a spike (log: step as usual; skip: do not step; drop: step without the culprits)",
         (f"{ACTOR}.spike_action",),
     ),
     Setting(
@@ -323,7 +323,7 @@ SETTINGS = (
         (COUNT, "null"),
         "null",
         "2",
-        "step in which a spike is planted beside training, found, and everything put back; null: none",
+        "step in which a spike is planted in a copy of a mini-batch, to test the search; null: none",
         (f"{ACTOR}.spike_drill_step",),
     ),
 )
