@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from tools.launcher import (
+    checks,
     command,
     faults,
     hydra,
     installer,
+    main,
     options,
     outcome,
     processes,
@@ -521,3 +523,47 @@ with processes.{start}(sleep, os.environ) as process:
 
 def test_exit_codes_are_those_of_a_shell() -> None:
     assert [processes.exit_code(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
+
+
+def test_which_verl_has_the_clip_of_sequences(tmp_path: Path) -> None:
+    code = tmp_path / "verl/trainer/ppo/rollout_corr_helper.py"
+    assert checks.has_geometric_clip(str(tmp_path))  # what cannot be read is left to verl
+    code.parent.mkdir(parents=True)
+    code.write_text('OPTIONS = {"token", "seq_mean_k1"}')
+    assert not checks.has_geometric_clip(str(tmp_path))
+    code.write_text('LEVELS = {"token", "geometric"}')
+    assert checks.has_geometric_clip(str(tmp_path))
+    released = Path(os.environ["GRADLOC_BASE_TREE"])
+    version = (released / "verl/version/version").read_text().strip()
+    assert checks.has_geometric_clip(str(released)) == (version == "0.7.0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "step"),
+    [
+        ([], "2"),
+        (["actor_rollout_ref.actor.spike_detection=False"], "null"),
+        (["actor_rollout_ref.actor.spike_drill_step=3"], "null"),
+        (["trainer.total_training_steps=1"], "null"),
+        (["TOTAL_STEPS=null"], "null"),
+        (["--drill", "+actor_rollout_ref.actor.spike_detection=True"], "2"),
+    ],
+)
+def test_the_default_drill_gives_way_to_overrides(arguments: list[str], step: str) -> None:
+    asked = options.parse(["--embedded", *arguments])
+    assert main.plan(asked, "embedded").values["SPIKE_DRILL_STEP"] == step
+
+
+def test_the_verdict_is_that_of_this_run(tmp_path: Path) -> None:
+    def line(step: int, found: bool) -> str:
+        return json.dumps({"global_step": step, "seconds": 1.0, "drill": {"found": found, "passes": 1}}) + "\n"
+
+    evidence = tmp_path / "spikes.jsonl"
+    evidence.write_text(line(2, True))
+    before = evidence.stat().st_size
+    nothing = outcome.Outcome.of(tmp_path, before).verdict("2")
+    assert nothing is not None and "NO EVIDENCE" in nothing
+    evidence.write_text(line(2, True) + json.dumps({"note": "rate_limit"}) + "\n" + line(2, False))
+    found = outcome.Outcome.of(tmp_path, before)
+    assert "NOT FOUND" in str(found.verdict("2")) and len(found.events) == 1 and not found.spikes
+    assert "NO EVIDENCE" in str(found.verdict("3"))

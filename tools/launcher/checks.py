@@ -40,8 +40,8 @@ def missing_paths(values: Mapping[str, str], prepared: Path | None) -> list[str]
     return missing
 
 
-def check_verl(python: str, root: Path, environment: Mapping[str, str]) -> None:
-    """Raises Refused if the verl of this Python is not as the patch makes it."""
+def check_verl(python: str, root: Path, environment: Mapping[str, str], values: Mapping[str, str]) -> None:
+    """Raises Refused if the verl of this Python is not as the patch makes it, or lacks what a setting needs."""
     if shutil.which(python, path=environment.get("PATH")) is None:
         raise Refused(f"there is no Python at {python}: name one with --python")
     asked = subprocess.run([python, "-c", _FIND_VERL], env=environment, stdout=subprocess.PIPE)
@@ -70,3 +70,15 @@ def check_verl(python: str, root: Path, environment: Mapping[str, str]) -> None:
             f"the verl in {found} is not as this patch makes it ({said}); "
             "to launch with it all the same, run what --dry-run prints"
         )
+    clip = values["SEQUENCE_CLIP"]
+    if not (BY_NAME["SEQUENCE_CLIP"].is_off(clip) or has_geometric_clip(tree)):
+        raise Refused(
+            f"SEQUENCE_CLIP={clip} is rollout_rs=geometric, which the verl in {found} does not have: "
+            "give SEQUENCE_CLIP=off, and set what it has as Hydra overrides (docs/support.md)"
+        )
+
+
+def has_geometric_clip(tree: str) -> bool:
+    """Whether the verl in this directory knows rollout_rs=geometric; 0.7.1 has seq_mean_k1 instead."""
+    code = Path(tree, "verl", "trainer", "ppo", "rollout_corr_helper.py")
+    return not code.is_file() or '"geometric"' in code.read_text(errors="replace")

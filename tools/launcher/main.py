@@ -158,7 +158,7 @@ def plan(asked: options.Options, profile: str) -> Run:
 
 
 def train_on_cluster(run: Run) -> int:
-    checks.check_verl(run.interpreter, ROOT, run.environment)
+    checks.check_verl(run.interpreter, ROOT, run.environment, run.values)
     latest = run.output / "latest_checkpointed_iteration.txt"  # verl's note of its last checkpoint
     elsewhere = re.compile(r"trainer\.(resume_mode=(disable|resume_path)|default_local_dir=)")
     if latest.is_file() and not any(map(elsewhere.search, run.overrides)):
@@ -189,7 +189,7 @@ def train_embedded(run: Run) -> int:
         if run.python is None:
             set_up_venv(STATE / "venv", ROOT, os.environ)
             stack.enter_context(compiling(STATE / "venv", os.environ))
-        checks.check_verl(run.interpreter, ROOT, run.environment)
+        checks.check_verl(run.interpreter, ROOT, run.environment, run.values)
         prepare(run.prepared, run.tiny, run.interpreter, ROOT, run.environment)
 
     log = run.output / "train.log"
