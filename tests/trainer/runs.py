@@ -45,5 +45,5 @@ def finished(output: Path, *arguments: str, **environment: str) -> tuple[str, li
 def events_in(output: Path) -> list[dict[str, Any]]:
     evidence = output / "bisect_dump/spikes.jsonl"
     lines = evidence.read_text().splitlines() if evidence.exists() else []
-    assert all(json.loads(line) for line in lines)
+    lines = [line for line in lines if "note" not in json.loads(line)]
     return valid_events(f"[{','.join(lines)}]")
