@@ -140,7 +140,7 @@ for version in "${targets[@]}"; do set_up_patched "$version"; done
 link_default
 use_target "$target"
 say "mypy"
-env -u PYTHONPATH "$venv/bin/mypy" # which would take what is on it for installed
+(unset PYTHONPATH && "$venv/bin/mypy") # which would take what is on it for installed
 set_up_browser "$@"
 exec 9>&-
 
