@@ -204,6 +204,7 @@ def _prompts(rows: Any) -> torch.Tensor:
 def _nest_responses(data: Any) -> None:
     """Makes nested columns of padded ones."""
     mask = data.pop("attention_mask").bool()
+    data.pop("max_response_len")
     width = data["responses"].shape[1]
     for name in ("prompts", "responses", *(key for key in data.keys() if key not in ("prompts", "responses"))):
         column = data[name]
