@@ -142,10 +142,10 @@ RULES = (
     ),
     Rule(
         "advantage",
-        "Its advantage is over 2.5 times the median of the mini-batch (of the advantages that are not zero): its answer "
-        "was rewarded unlike most of its group, or its reward is an outlier.",
-        "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives nearly "
-        "equal rewards and groups with a single right or wrong answer more weight.",
+        "Its advantage is over 2.5 times the median of the mini-batch (of the advantages that are not zero): its "
+        "answer was rewarded unlike most of its group, or its reward is an outlier.",
+        "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
+        "nearly equal rewards and groups with a single right or wrong answer more weight.",
         _has_large_advantage,
     ),
     Rule(
