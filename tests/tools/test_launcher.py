@@ -272,6 +272,7 @@ def project(tmp_path: Path) -> Path:
     python.write_text(f"""#!/bin/sh
 cd {tmp_path}
 echo "$*" >>asked
+case "$*" in *--no-config*) env | grep ^UV_ >variables ;; esac
 case "$*" in
     *sys.executable*) echo "$0" ;;
     *sysconfig*) echo {tmp_path}/site ;;
@@ -346,28 +347,29 @@ def test_pip_installs_where_uv_could_not_do_the_same(project: Path, capfd: pytes
     assert "pip is configured with constraint" in capfd.readouterr().out
 
 
-def test_uv_gets_pips_indexes(project: Path) -> None:
-    configured = "global.index-url='https://a/simple'\n:env:.extra-index-url='https://b/simple file:///c'\n"
-    uv = set_up_with(project, configured=configured)[2]
-    indexes = "--default-index https://a/simple --extra-index-url https://b/simple --extra-index-url file:///c"
-    assert uv == f"{UV} {indexes} -r embedded/requirements.txt"
+def test_uv_gets_pips_indexes_and_no_password_is_on_its_command_line(project: Path) -> None:
+    indexes = ("https://user:secret@a/simple", "https://b/simple file:///c")
+    configured = f"global.index-url='{indexes[0]}'\n:env:.extra-index-url='{indexes[1]}'\n"
+    assert set_up_with(project, configured=configured) == VENV + INSTALLS + PATCHES
+    variables = (project / "variables").read_text().splitlines()
+    assert {f"UV_DEFAULT_INDEX={indexes[0]}", f"UV_EXTRA_INDEX_URL={indexes[1]}"} <= set(variables)
 
 
 @pytest.mark.parametrize(
-    ("listed", "arguments", "environment"),
+    ("listed", "variables"),
     [
-        ("", [], {}),
-        ("global.index-url='a'\ninstall.index-url='b'\n", ["--default-index", "b"], {}),
-        ("install.index-url='b'\nglobal.index-url='a'\n:env:.index-url='c'\n", ["--default-index", "c"], {}),
-        ("global.find-links='a\\nb'\n", ["--find-links", "a", "--find-links", "b"], {}),
-        ("global.trusted-host='a'\n", ["--allow-insecure-host", "a"], {}),
-        (":env:.default-timeout='180'\nglobal.cert='/c'\n", [], {"UV_HTTP_TIMEOUT": "180", "SSL_CERT_FILE": "/c"}),
-        ("global.proxy='p'\n", [], {"HTTP_PROXY": "p", "HTTPS_PROXY": "p"}),
-        ("global.no-cache-dir='false'\nlist.format='columns'\ndownload.constraint='x'\n", [], {}),
+        ("", {}),
+        ("global.index-url='a'\ninstall.index-url='b'\n", {"UV_DEFAULT_INDEX": "b"}),
+        ("install.index-url='b'\nglobal.index-url='a'\n:env:.index-url='c'\n", {"UV_DEFAULT_INDEX": "c"}),
+        ("global.find-links='a\\nb'\n", {"UV_FIND_LINKS": "a,b"}),
+        ("global.trusted-host='a b'\n", {"UV_INSECURE_HOST": "a b"}),
+        (":env:.default-timeout='180'\nglobal.cert='/c'\n", {"UV_HTTP_TIMEOUT": "180", "SSL_CERT_FILE": "/c"}),
+        ("global.proxy='p'\n", {"HTTP_PROXY": "p", "HTTPS_PROXY": "p"}),
+        ("global.no-cache-dir='false'\nlist.format='columns'\ndownload.constraint='x'\n", {}),
     ],
 )
-def test_pips_configuration_for_uv(listed: str, arguments: list[str], environment: dict[str, str]) -> None:
-    assert installer.translated(listed) == installer.ForUv(arguments, environment)
+def test_pips_configuration_for_uv(listed: str, variables: dict[str, str]) -> None:
+    assert installer.translated(listed) == variables
 
 
 @pytest.mark.parametrize(
@@ -376,6 +378,11 @@ def test_pips_configuration_for_uv(listed: str, arguments: list[str], environmen
 def test_what_uv_might_do_otherwise_is_left_to_pip(option: str) -> None:
     with pytest.raises(installer.NotForUv, match=option):
         installer.translated(f"global.{option}='true'\n")
+
+
+def test_a_comma_in_a_link_is_left_to_pip() -> None:
+    with pytest.raises(installer.NotForUv, match="find-links with ','"):
+        installer.translated("global.find-links='/a,b'\n")
 
 
 def test_a_step_that_failed_is_done_again(project: Path) -> None:
