@@ -151,6 +151,7 @@ def test_patterns(pattern: values.Pattern, accepted: list[str], refused: list[st
         ),
         ({"SPIKE_DRILL_STEP": "1", "SPIKE_DETECTION": "False"}, {}, "SPIKE_DRILL_STEP is 1, and a drill needs GradLoc"),
         ({"SPIKE_DETECTION": "false"}, {"drill": True}, "--drill is given, and a drill needs GradLoc"),
+        ({"SPIKE_DRILL_STEP": "null"}, {"drill": True}, "SPIKE_DRILL_STEP is null, which means no drill, and --drill"),
         (
             {},
             {"profile": "embedded", "fault": "fire"},
@@ -169,7 +170,6 @@ def test_refused_settings(given: dict[str, str], changed: dict, sentence: str) -
     [
         ({}, {}, "null"),
         ({}, {"drill": True}, "2"),
-        ({"SPIKE_DRILL_STEP": "null"}, {"drill": True}, "2"),
         ({"SPIKE_DRILL_STEP": "7"}, {"drill": True}, "7"),
         ({"TOTAL_STEPS": "1"}, {"drill": True}, "1"),
         ({}, {"profile": "embedded"}, "2"),

@@ -407,6 +407,8 @@ def _drill_step(
     By default there is none where GradLoc is off, with a fault (a drill is about a run without faults), and where it is
     not known whether GradLoc is on, or how many steps the run has.
     """
+    if drill and asked == "null":
+        raise Refused("SPIKE_DRILL_STEP is null, which means no drill, and --drill is given: leave one of them out")
     on = values["SPIKE_DETECTION"].lower() == "true"
     steps = int(values["TOTAL_STEPS"]) if values["TOTAL_STEPS"] != "null" else None
     explicit = asked not in (None, "null")
