@@ -561,6 +561,29 @@ def test_the_default_drill_gives_way_to_overrides(arguments: list[str], step: st
     assert main.plan(asked, "embedded").values["SPIKE_DRILL_STEP"] == step
 
 
+@pytest.mark.parametrize(
+    ("arguments", "usual"),
+    [
+        ([], True),
+        (["TOTAL_STEPS=1", "OUTPUT_DIR=/o", "EXPERIMENT=x"], True),
+        (["SPIKE_DRILL_STEP=null"], True),
+        (["--tiny"], False),
+        (["--remedy"], False),
+        (["--fault", "nan"], False),
+        (["trainer.total_epochs=1"], False),
+        (["KL_LOSS_COEF=0.1"], False),
+        (["ENTROPY_COEFF=0.1"], False),
+        (["OFFLOAD=True"], False),
+        (["TEST_FREQ=1"], False),
+        (["SAVE_FREQ=1"], False),
+        (["MODEL_PATH=/another"], False),
+        (["SPIKE_DETECTION=False"], False),
+    ],
+)
+def test_the_usual_seconds_are_told_of_the_default_run_only(arguments: list[str], usual: bool) -> None:
+    assert main.plan(options.parse(["--embedded", *arguments]), "embedded").usual == usual
+
+
 def test_the_verdict_is_that_of_this_run(tmp_path: Path) -> None:
     def line(step: int, found: bool) -> str:
         return json.dumps({"global_step": step, "seconds": 1.0, "drill": {"found": found, "passes": 1}}) + "\n"

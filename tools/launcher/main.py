@@ -73,9 +73,12 @@ class Run:
     @property
     def usual(self) -> bool:
         """Whether the run is the embedded profile's default, whose seconds are known."""
-        return not (self.tiny or self.fault or self.overrides) and all(
-            self.values[name] == settings.BY_NAME[name].embedded for name in settings.DURATION
+        if self.tiny or self.fault or self.overrides:
+            return False
+        usual = settings.resolve(
+            {}, {}, profile="embedded", tiny=False, remedy=False, prepared=self.prepared, now="any"
         )
+        return all(self.values[name] == usual[name] for name in usual.keys() - settings.WITHOUT_DURATION)
 
     @property
     def environment(self) -> dict[str, str]:

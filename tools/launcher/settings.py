@@ -329,11 +329,10 @@ SETTINGS = (
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 DRILL_STEP = 2
-# What decides how long a step of the embedded profile takes.
-DURATION = (
-    "GPUS_PER_NODE TRAIN_BATCH_SIZE MINI_BATCH_SIZE MICRO_BATCH_SIZE ROLLOUT_N MAX_PROMPT_LENGTH MAX_RESPONSE_LENGTH "
-    "GRAD_NORM_THRESHOLD"
-).split()
+# All that do not change how long a step of the embedded profile takes; a drill takes a few seconds of a run.
+WITHOUT_DURATION = frozenset(
+    "OUTPUT_DIR EXPERIMENT PROJECT LOGGER BISECT_DUMP_DIR TOTAL_EPOCHS TOTAL_STEPS SPIKE_DRILL_STEP".split()
+)
 CLIPS = tuple(setting.name for setting in SETTINGS if setting.remedy is not None)
 
 
