@@ -205,9 +205,9 @@ DRILL = {"global_step": 2, "seconds": 4.2, "drill": {"planted": {}, "found": Tru
 def test_the_verdict_of_the_drill(events: list[dict], verdict: str, tmp_path: Path) -> None:
     (tmp_path / "spikes.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"cut')
     found = outcome.Outcome.of(tmp_path)
-    assert re.search(verdict, found.verdict("2") or "")
-    assert found.verdict("null") is None
-    assert found.spikes == [event for event in events if not event["drill"]]
+    assert re.search(verdict, found.verdict("2"))
+    assert not any(re.search(verdict, line) for line in found.last_words("null", None))
+    assert found.spikes == sum(not event["drill"] for event in events)
 
 
 def test_an_argument_wins_over_the_environment_and_that_over_the_default() -> None:
@@ -590,10 +590,44 @@ def test_the_verdict_is_that_of_this_run(tmp_path: Path) -> None:
 
     evidence = tmp_path / "spikes.jsonl"
     evidence.write_text(line(2, True))
-    before = evidence.stat().st_size
-    nothing = outcome.Outcome.of(tmp_path, before).verdict("2")
-    assert nothing is not None and "NO EVIDENCE" in nothing
-    evidence.write_text(line(2, True) + json.dumps({"note": "rate_limit"}) + "\n" + line(2, False))
+    before = outcome.sizes(tmp_path)
+    assert "NO EVIDENCE" in outcome.Outcome.of(tmp_path, before).verdict("2")
+    added = json.dumps({"note": "rate_limit"}) + "\n" + line(2, False)
+    evidence.write_text(line(2, True) + added)
     found = outcome.Outcome.of(tmp_path, before)
-    assert "NOT FOUND" in str(found.verdict("2")) and len(found.events) == 1 and not found.spikes
-    assert "NO EVIDENCE" in str(found.verdict("3"))
+    assert "NOT FOUND" in found.verdict("2") and len(found.drills) == 1 and not found.spikes
+    assert "NO EVIDENCE" in found.verdict("3")
+    # The run may have filled the file, which then got another name.
+    evidence.rename(tmp_path / "spikes.1.jsonl")
+    for name, text in (("spikes.2.jsonl", line(3, True)), ("spikes.10.jsonl", line(4, True)), ("spikes.jsonl", "")):
+        (tmp_path / name).write_text(text)
+    drills = outcome.Outcome.of(tmp_path, before).drills
+    assert [(drill["global_step"], drill["drill"]["found"]) for drill in drills] == [(2, False), (3, True), (4, True)]
+
+
+STAND_IN = """#!/bin/sh
+case "$*" in
+    *main_ppo*) mkdir -p "$EVIDENCE"; printf '%s\\n' "$STEP" >"$EVIDENCE/steps.jsonl" ;;
+    *follow.py*) ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+
+
+def test_a_run_without_a_spike_or_drill_has_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(STAND_IN.format(python=sys.executable))
+    python.chmod(0o755)
+    figures = "threshold token_norm_max spike_margin ratio_max ratio_p999 rollout_ratio_max unlikely_share triggered"
+    step = {"schema": 3, "time": "", "global_step": 1, **dict.fromkeys(figures.split(), 1.0)}
+    monkeypatch.setenv("EVIDENCE", str(tmp_path / "out/bisect_dump"))
+    monkeypatch.setenv("STEP", json.dumps(step))
+    monkeypatch.setattr(main, "STATE", tmp_path)
+    monkeypatch.setattr(main, "prepare", lambda *_: None)
+    monkeypatch.setattr(checks, "check_verl", lambda *_: None)
+    arguments = ["--embedded", "--python", str(python), f"OUTPUT_DIR={tmp_path}/out", "SPIKE_DRILL_STEP=null"]
+    assert main.launch(arguments) == 0
+    assert f"The report: {tmp_path}/out/report.html" in capfd.readouterr().out
+    assert '"level":{"steps":[1],"norms":[1.0]' in (tmp_path / "out/report.html").read_text()
