@@ -119,11 +119,12 @@ def test_the_last_line_of_a_step_counts_after_a_resume(tmp_path: Path) -> None:
 
 def test_steps_of_a_run_are_found_beside_its_events(tmp_path: Path) -> None:
     record_step(str(tmp_path / "bisect_dump"), 3, FIGURES)
-    assert list(report.read(str(tmp_path)).steps) == [3]
-    record_events(str(tmp_path / "bisect_dump"), samples(1))
-    for path in (tmp_path, tmp_path / "bisect_dump", tmp_path / "bisect_dump" / "spikes.jsonl"):
-        found = report.read(str(path))
-        assert list(found.steps) == [3] and len(found.events) == 1
+    places = [tmp_path, *(tmp_path / "bisect_dump" / name for name in ("", "spikes.jsonl", "steps.jsonl"))]
+    for count in (0, 1):
+        record_events(str(tmp_path / "bisect_dump"), samples(count))
+        for path in places:
+            found = report.read(str(path))
+            assert list(found.steps) == [3] and len(found.events) == count and not found.skipped
 
 
 # The level over the run
@@ -191,7 +192,8 @@ def test_a_norm_that_is_nan_leaves_its_range() -> None:
 def test_a_run_without_a_spike_says_how_near_it_came(tmp_path: Path, show: Any) -> None:
     for step in range(1, 5):
         record_step(str(tmp_path), step, {**FIGURES, "spike_margin": 0.1 * step if step != 4 else None})
-    out = show()
+    out = show("--html", str(tmp_path / "page.html"))
+    assert '"level":{"steps":[1,2,3,4],"norms":[120.0' in (tmp_path / "page.html").read_text()
     assert "No gradient spike in" in out
     assert "4 steps, 1 to 4 largest token norm over its threshold 0.3, in step 3" in out
 
