@@ -416,7 +416,7 @@ class GradLoc:
             lambda: micro_batches.extend(drill.plant(gradient.micro_batches, mine, planted, raised, scale, new_scale))
         )
         copy = replace(gradient, micro_batches=micro_batches, scale=new_scale)
-        drill.rerun(micro_batches, self._meter, self._passes(copy), units)
+        drill.rerun(micro_batches, self._meter, self._passes(copy), units, reduced=self._kind(gradient) == "global")
         return self._measured(micro_batches, new_scale)
 
     def _measured(self, micro_batches: list[MicroBatch], scale: float) -> _Gradient:
@@ -608,11 +608,13 @@ class GradLoc:
         ):
             mask = micro_batch.tokens["response_mask"].bool()
             norm, layer_norms = self._meter.norms(by_layer)
+            broken = micro_batch.broken(gradient.scale != 1)
             own.append(
                 Unit(
                     rows=len(micro_batch.rows),
                     tokens=int(mask.sum()),
-                    broken_tokens=int((micro_batch.broken(gradient.scale != 1) & mask).sum()),
+                    broken_tokens=int((broken & mask).sum()),
+                    usable_tokens=int(drill.usable_tokens(micro_batch.tokens, broken).sum()),
                     root_square_weight=math.sqrt(square_weight),
                     norm=norm,
                     layer_norms=layer_norms,
