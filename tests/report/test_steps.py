@@ -77,12 +77,13 @@ def test_full_files_rotate_and_stay_within_their_limit(
     names = sorted(os.listdir(tmp_path))
     assert names == ["steps.1.jsonl", "steps.2.jsonl", "steps.jsonl"]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 26 * size
-    assert "the figures of step 59 left out" in caplog.text
+    assert caplog.text.count("left out of") == 1
     found = report.read(str(tmp_path))
     assert list(found.steps) == list(range(len(found.steps))) and len(found.steps) >= 24
     (note,) = found.notes
     jsonschema.validate(note, NOTE)
     assert (note["note"], note["global_step"], note["count"]) == ("size_limit", len(found.steps), 1)
+    assert f"the figures of step {len(found.steps)} left out" in caplog.text
     assert note["message"].startswith("steps are not written from here on")
     # Events have a limit of their own, and steps that were moved away make room.
     record_events(str(tmp_path), samples(1))
@@ -90,6 +91,10 @@ def test_full_files_rotate_and_stay_within_their_limit(
     record_step(str(tmp_path), 77, FIGURES)
     found = report.read(str(tmp_path))
     assert len(found.events) == 1 and max(found.steps) == 77
+    # Full again, it is said again.
+    for step in range(78, 100):
+        record_step(str(tmp_path), step, FIGURES)
+    assert caplog.text.count("left out of") == 2
 
 
 def test_a_failing_disk_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
