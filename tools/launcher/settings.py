@@ -291,7 +291,7 @@ SETTINGS = (
         Text.DIRECTORY,
         "OUTPUT_DIR/bisect_dump",
         "OUTPUT_DIR/bisect_dump",
-        "directory of spikes.jsonl",
+        "directory of the evidence, spikes.jsonl and steps.jsonl",
         (f"{ACTOR}.bisect_dump_dir",),
     ),
     Setting(
