@@ -92,7 +92,8 @@ class GradLoc:
     Attributes:
         squared_norms (Tensor | None): The squared norms by layer of the gradient that `locate` leaves, without the loss
             scale; None if they were not measured.
-        events (list[dict]): The events since `start_update`, the same on every rank, ready for `jsonable`.
+        events (list[dict]): The events since `start_update` or `start_mini_batch`, the same on every rank, ready for
+            `jsonable`.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class GradLoc:
         self._recover = recover
         self._loss_scale = loss_scale
         self._event: dict[str, Any] | None = None
+        self._events_of_update: list[dict[str, Any]] = []
         self._sequence_parallel_size = sequence_parallel_size
         self._data_parallel_size = collectives.world_size() // sequence_parallel_size
         self._reduced_norms = ReducedNorms(module, self._device)
@@ -140,9 +142,14 @@ class GradLoc:
         self._token_norm_max = 0.0
         self._misaligned = self._compared = 0.0
 
+    def start_mini_batch(self) -> None:
+        """Discards the events of the last mini-batch; the update's metrics still count them."""
+        self.events = []
+
     def start_update(self, global_step: int | None = None) -> None:
         """Discards the events and metrics of the last update."""
         self.events = []
+        self._events_of_update = []
         self._micro_batches = []
         self._global_step = global_step
         self._token_norm_max = 0.0
@@ -150,19 +157,28 @@ class GradLoc:
         self._early_warning.start_update()
         self._drill_found = None
 
-    def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
+    def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int], reduces: bool = True) -> None:
         """Starts recording a training pass; called before it.
 
         Args:
             inputs (dict): The inputs of `forward`; picklable. Kept until `locate`.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
+            reduces (bool): Whether its backward reduces the gradients, which gradient accumulation may leave to the
+                last micro-batch. The collective calls of an extra pass are those of a pass that does.
         """
         self._current = MicroBatch(inputs, [int(row) for row in rows], get_rng_state(self._device))
         self._meter.start()
-        if not self._replay.has_recording:
+        if reduces and not self._replay.has_recording:
             self._replay.start()
 
-    def observe(self, log_prob: Tensor, entropy: Tensor | None, weight: Tensor, **tokens: Tensor) -> None:
+    def observe(
+        self,
+        log_prob: Tensor,
+        entropy: Tensor | None,
+        weight: Tensor,
+        sources: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None,
+        **tokens: Tensor,
+    ) -> None:
         """Records the tokens of the current pass, and their coefficients ∂L/∂log p during its backward.
 
         All tensors have shape (rows, response length).
@@ -171,6 +187,9 @@ class GradLoc:
             log_prob (Tensor): The log-probs that the loss is computed from.
             entropy (Tensor, optional): The entropies that the loss is computed from.
             weight (Tensor): The weight w of each token in the loss, gradient accumulation included.
+            sources (dict, optional): If the loss is computed from other tensors than those given: for "coefficient"
+                (of log-probs) and "entropy_coefficient" the tensor, and a function that brings its gradient into the
+                shape (rows, response length).
             tokens (Tensor): The tensors that `token_evidence` reports; at least `response_mask` and `token_id`.
         """
         current = self._current
@@ -183,9 +202,12 @@ class GradLoc:
         if len(set(shapes.values())) > 1:
             raise ValueError(f"all token tensors must be of one shape (rows, response length), got {shapes}.")
         current.tokens = {name: tensor.detach() for name, tensor in noted.items()}
-        for name, tensor in (("coefficient", log_prob), ("entropy_coefficient", entropy)):
-            if tensor is not None and tensor.requires_grad:
-                tensor.register_hook(_catch(current.tokens, name))
+        if sources is None:
+            given = {"coefficient": log_prob, "entropy_coefficient": entropy}
+            sources = {name: (tensor, _unchanged) for name, tensor in given.items() if tensor is not None}
+        for name, (source, reshape) in sources.items():
+            if source.requires_grad:
+                source.register_hook(_catch(current.tokens, name, reshape))
 
     def end_pass(self) -> None:
         """Stops recording a training pass; called after its backward."""
@@ -248,7 +270,7 @@ class GradLoc:
             optional["actor/gradloc/threshold"] = self._threshold
         if self._drill_found is not None:
             optional["actor/gradloc/drill_found"] = self._drill_found
-        spikes = [event for event in self.events if event["drill"] is None]
+        spikes = [event for event in self._events_of_update if event["drill"] is None]
         return (
             optional
             | self._early_warning.metrics()
@@ -304,8 +326,12 @@ class GradLoc:
         self._event = self._describe(
             gradient, investigation, started, **where, passes=passes.count, action=self.config.action, applied=applied
         )
-        self.events.append(self._event)
+        self._add(self._event)
         return not (self.config.action == "skip" and applied)
+
+    def _add(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        self._events_of_update.append(event)
 
     def _hold_drill(self, gradient: _Gradient, where: dict[str, Any]) -> None:
         """Holds a drill. Whatever becomes of it, the real mini-batch is checked as usual. A collective call."""
@@ -317,7 +343,7 @@ class GradLoc:
                 raise
             logger.warning("the spike drill failed; training continues", exc_info=True)
         else:
-            self.events.append(event)
+            self._add(event)
             self._drill_found = float(event["drill"]["found"])
         finally:
             self.squared_norms = gradient.squared_norms
@@ -609,11 +635,15 @@ def _known(norm: float | None) -> float:
     return norm if norm is not None and math.isfinite(norm) else 0.0
 
 
-def _catch(tokens: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
+def _catch(tokens: dict[str, Tensor], name: str, reshape: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
     def hook(gradient: Tensor) -> None:
-        tokens[name] = gradient.detach()
+        tokens[name] = reshape(gradient.detach())
 
     return hook
+
+
+def _unchanged(gradient: Tensor) -> Tensor:
+    return gradient
 
 
 def _count_misaligned(micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:

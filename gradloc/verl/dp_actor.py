@@ -17,7 +17,8 @@ from verl.utils.py_functional import append_to_dict
 from ..evidence.token_facts import find_behind_end
 from ..layers.layer_clip import LayerClip
 from ..monitor import GradLoc
-from .loss_weights import kl_coefficients, loss_weights
+from .end_tokens import end_tokens
+from .loss_weights import RecordedAggregation, kl_coefficients
 from .rows import forward_inputs, select_rows
 
 if TYPE_CHECKING:
@@ -42,13 +43,21 @@ def build_layer_clip(actor: "DataParallelPPOActor") -> LayerClip | None:
     return LayerClip(actor.actor_module, config, device=actor.device_name)
 
 
-def build_gradloc(actor: "DataParallelPPOActor") -> GradLoc | None:
+class ActorGradLoc(GradLoc):
+    """GradLoc, and the aggregation of the loss that is being computed."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.aggregation = RecordedAggregation()
+
+
+def build_gradloc(actor: "DataParallelPPOActor") -> ActorGradLoc | None:
     """GradLoc, for an actor that is trained with `spike_detection`."""
     if actor.actor_optimizer is None or not actor.config.get("spike_detection", False):
         return None
     # TiledMLP computes a weight's gradient in parts, which the local meter would take for several gradients.
     tiled_mlp = any(getattr(module, "is_tiled_mlp", False) for module in actor.actor_module.modules())
-    return GradLoc(
+    return ActorGradLoc(
         actor.actor_module,
         actor.config.gradloc_config(),
         forward=partial(forward_rows, actor),
@@ -98,6 +107,7 @@ def begin_pass(
     """
     if actor.gradloc is not None:
         actor.gradloc.begin_pass({**forward_inputs(model_inputs), "temperature": temperature}, rows)
+        actor.gradloc.aggregation.start()
 
 
 def observe(
@@ -108,7 +118,7 @@ def observe(
     old_log_prob: Tensor,
     loss_scale_factor: float,
 ) -> None:
-    """Called between a micro-batch's forward and its loss.
+    """Called between a micro-batch's loss and its backward.
 
     Args:
         actor (DataParallelPPOActor): The actor.
@@ -130,19 +140,10 @@ def observe(
     actor.gradloc.observe(
         log_prob=log_prob,
         entropy=entropy,
-        weight=loss_weights(actor.config, mask, log_prob, old_log_prob) * loss_scale_factor,
+        weight=actor.gradloc.aggregation.weights(actor.config, mask) * loss_scale_factor,
         old_log_prob=old_log_prob,
         **facts,
     )
-
-
-def end_tokens(module: Any) -> set[int]:
-    """The ids at which a rollout of this model stops, by its generation_config and its config."""
-    ends: set[int] = set()
-    for config in (getattr(module, "generation_config", None), getattr(module, "config", None)):
-        found = getattr(config, "eos_token_id", None)
-        ends.update([found] if isinstance(found, int) else found or ())
-    return ends
 
 
 def end_pass(actor: "DataParallelPPOActor") -> None:

@@ -2,69 +2,92 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much each token counts in verl's losses."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.trainer.ppo import core_algos
 
 from ..measure.token_weights import token_weights
 
-# Policy losses that aggregate in one way, whatever loss_agg_mode says.
-_FIXED_LOSS_AGG_MODES = {
-    "gspo": "seq-mean-token-mean",
-    "sapo": "seq-mean-token-mean",
-    "geo_mean": "seq-mean-token-mean",
-}
 
-# What decides which tokens bypass_mode leaves out of the policy loss.
-_REJECTION_KEYS = (
-    "rollout_rs",
-    "rollout_rs_threshold",
-    "rollout_rs_threshold_lower",
-    "rollout_token_veto_threshold",
-)
+class RecordedAggregation:
+    """Records the call of verl's `agg_loss` that a policy loss makes.
 
-
-def loss_weights(config: Any, response_mask: Tensor, log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """The weight of each token in the policy loss, gradient accumulation left out.
-
-    Args:
-        config (ActorConfig): verl's configuration of the actor.
-        response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
-        log_prob (Tensor): The log-probs that the loss is computed from, same shape.
-        old_log_prob (Tensor): Those that it compares them with; in bypass mode the rollout's.
-
-    Returns:
-        Tensor: Same shape.
+    verl's policy losses take that function from their module, so it is replaced there between `start` and `stop`. The
+    terms of KL and entropy, which import it by name, are not seen.
     """
-    loss_mode = config.policy_loss.get("loss_mode", "vanilla")
-    loss_agg_mode = _FIXED_LOSS_AGG_MODES.get(loss_mode, config.loss_agg_mode)
 
-    def weights(mask: Tensor, **options: Any) -> Tensor:
-        return token_weights(lambda loss_mat: agg_loss(loss_mat, mask, loss_agg_mode, **options), log_prob)
+    def __init__(self) -> None:
+        self._original: Callable[..., Tensor] | None = None
+        self._call: Callable[[Tensor], Tensor] | None = None
+        self._mask: Tensor | None = None
 
-    if loss_mode == "geo_mean":
+    def start(self) -> None:
+        """Forgets the call of an earlier loss, and waits for that of the next one."""
+        self.stop()
+        self._call = self._mask = None
+        original = self._original = core_algos.agg_loss
+
+        @functools.wraps(original)
+        def recorded(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *rest: Any, **options: Any) -> Tensor:
+            if self._call is None:  # the loss itself; what follows are figures for the log
+                self._mask = loss_mask.detach()
+                self._call = lambda x: original(x, loss_mask, loss_agg_mode, *rest, **options)
+            return original(loss_mat, loss_mask, loss_agg_mode, *rest, **options)
+
+        core_algos.agg_loss = recorded
+
+    def stop(self) -> None:
+        """Gives verl its function back."""
+        if self._original is not None:
+            core_algos.agg_loss, self._original = self._original, None
+
+    def weights(self, config: Any, response_mask: Tensor, **options: Any) -> Tensor:
+        """The weight of each token in the policy loss that was computed since `start`.
+
+        The weight is the derivative of the loss with respect to the token's own loss. verl 0.7's factor for gradient
+        accumulation, which comes after the aggregation, is left out.
+
+        Args:
+            config (ActorConfig): verl's configuration of the actor.
+            response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
+            options (Any): More arguments with which verl aggregates the terms of KL and entropy.
+
+        Returns:
+            Tensor: float32, same shape.
+        """
+        self.stop()
+        call, mask = self._call, self._mask
+        like = response_mask.float()
+        if call is None:
+            return token_weights(functools.partial(_without_a_call, config, response_mask), like)
+        weight = token_weights(call, like)
+        if mask is not None and (config.use_kl_loss or config.entropy_coeff != 0):
+            # Of a token that the loss has rejected, these terms remain.
+            whole = token_weights(
+                lambda x: core_algos.agg_loss(x, response_mask, config.loss_agg_mode, **options), like
+            )
+            weight = torch.where(mask.bool(), weight, whole)
+        return weight
+
+
+def _without_a_call(config: Any, response_mask: Tensor, losses: Tensor) -> Tensor:
+    """The aggregation of a loss that does not call `agg_loss`."""
+    if config.policy_loss.get("loss_mode", "vanilla") == "geo_mean":
         # A mean over all sequences, also those without a token.
-        return weights(response_mask, global_batch_size=len(response_mask))
-    if loss_mode != "bypass_mode":
-        return weights(response_mask, **config.global_batch_info)
-
-    correction = config.policy_loss.get("rollout_correction", {})
-    options = {key: correction[key] for key in _REJECTION_KEYS if correction.get(key) is not None}
-    _, accepted, _ = compute_rollout_correction_and_rejection_mask(
-        old_log_prob=log_prob.detach(), rollout_log_prob=old_log_prob, response_mask=response_mask, **options
-    )
-    weight = weights(accepted, **config.global_batch_info)
-    if config.use_kl_loss or config.entropy_coeff != 0:
-        # Of a rejected token, these terms remain.
-        weight = torch.where(accepted.bool(), weight, weights(response_mask))
-    return weight
+        mode, options = "seq-mean-token-mean", {"global_batch_size": len(response_mask)}
+    else:
+        mode, options = config.loss_agg_mode, config.global_batch_info
+    return core_algos.agg_loss(losses, response_mask, mode, **options)
 
 
-def kl_coefficients(config: Any, response_mask: Tensor, log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """The derivative of the KL loss with respect to each log-prob, gradient accumulation left out.
+def kl_coefficients(
+    config: Any, response_mask: Tensor, log_prob: Tensor, ref_log_prob: Tensor, **options: Any
+) -> Tensor:
+    """The derivative of the KL loss with respect to each log-prob; gradient accumulation is left out as above.
 
     It comes from verl's own KL loss by autograd, so it is exact for every kl_loss_type, including the straight-through
     ones (k1+, k3+), whose derivative is not that of their value.
@@ -74,13 +97,14 @@ def kl_coefficients(config: Any, response_mask: Tensor, log_prob: Tensor, ref_lo
         response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
         log_prob (Tensor): The log-probs that the loss is computed from, same shape.
         ref_log_prob (Tensor): Those of the reference policy, same shape.
+        options (Any): More arguments with which verl aggregates this term.
 
     Returns:
         Tensor: Same shape.
     """
-    penalty: Any = kl_penalty  # annotated for FloatTensor, which type checkers do not take a Tensor for
+    penalty: Any = core_algos.kl_penalty  # annotated for FloatTensor, which type checkers do not take a Tensor for
     with torch.enable_grad():
         x = log_prob.detach().requires_grad_()
         estimate = penalty(logprob=x, ref_logprob=ref_log_prob, kl_penalty=config.kl_loss_type)
-        loss = agg_loss(loss_mat=estimate, loss_mask=response_mask, loss_agg_mode=config.loss_agg_mode)
+        loss = core_algos.agg_loss(estimate, response_mask, config.loss_agg_mode, **options)
         return torch.autograd.grad(loss * config.kl_loss_coef, x)[0]

@@ -3,7 +3,7 @@
 """The trainer's part of the evidence: what only the driver knows of a culprit's sample, and a line for each step."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..evidence.in_words import describe
@@ -30,9 +30,6 @@ def record_update(update: dict[str, Any], batch: "DataProto", config: Any, token
         tokenizer (PreTrainedTokenizer): The actor's.
     """
     events = update.pop("gradloc_events", [])
-    figures = _step_figures(update.get("metrics", {}))
-    if figures:
-        record_step(config.actor.bisect_dump_dir, batch.meta_info.get("global_steps"), figures)
     for event in events:
         # The dispatch gives every rank an equal run of rows, and the actor cuts that into mini-batches.
         rows_per_rank = len(batch) // event["world_size"]
@@ -43,16 +40,40 @@ def record_update(update: dict[str, Any], batch: "DataProto", config: Any, token
                 culprit.update(_describe(batch[row], culprit["position"], tokenizer))
             except Exception:
                 logger.warning("a culprit of a gradient spike is written without its text", exc_info=True)
+    sum_up(events)
+    figures = step_figures(update.get("metrics", {}))
+    write_update(config.actor.bisect_dump_dir, batch.meta_info.get("global_steps"), events, figures)
+
+
+def write_update(
+    directory: str, global_step: int | None, events: Sequence[dict[str, Any]], figures: Mapping[str, Any]
+) -> None:
+    """Logs the events of an update, and writes them and the step's figures. Never raises for an event.
+
+    Args:
+        directory (str): Where to.
+        global_step (int, optional): The trainer's step.
+        events (Sequence[dict]): With the facts on all culprits, and summed up.
+        figures (Mapping): What `step_figures` gave; nothing where detection is off.
+    """
+    if figures:
+        record_step(directory, global_step, figures)
+    for event in events:
+        what = "Gradient spike" if event.get("drill") is None else "Spike drill"
+        logger.warning("%s in step %s: %s", what, event["global_step"], event["summary"])
+    record_events(directory, events)
+
+
+def sum_up(events: Sequence[dict[str, Any]]) -> None:
+    """Gives events the `summary` that the facts on their culprits make possible. Never raises for an event."""
+    for event in events:
         try:
             event["summary"] = describe(event)
-            what = "Gradient spike" if event.get("drill") is None else "Spike drill"
-            logger.warning("%s in step %s: %s", what, event["global_step"], event["summary"])
         except Exception:
             logger.warning("a gradient spike is written without the trainer's part of its summary", exc_info=True)
-    record_events(config.actor.bisect_dump_dir, events)
 
 
-def _step_figures(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def step_figures(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of `record_step`, from the metrics of all workers: each has a list of the workers' equal values."""
     figures = {}
     for name in STEP_FIGURES:

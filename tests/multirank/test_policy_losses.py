@@ -8,12 +8,14 @@ import pytest
 import torch
 from actor_cases import TOKEN_REJECTION, BypassLossConfig, Case
 from test_actor import MODES, Launch, cases, check_planted_tokens, launch
+from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
-from verl.utils.gradloc.verl.loss_weights import loss_weights
+from verl.utils.gradloc.verl.loss_weights import RecordedAggregation
 from verl.workers.config import FSDPActorConfig
 
 __all__ = ["launch"]
 
+AGG_LOSS = core_algos.agg_loss
 # The last row has no tokens.
 MASK = (torch.arange(7) < torch.tensor([5, 7, 1, 3, 0]).unsqueeze(1)).float()
 WHOLE_BATCH = {"dp_size": 2, "batch_num_tokens": 41, "global_batch_size": 12, "loss_scale_factor": 9}
@@ -31,10 +33,12 @@ def build_config(mode: str, agg_mode: str, **options: Any) -> FSDPActorConfig:
     )
 
 
-def gradient_of_the_loss(
+def weights_and_gradient(
     mode: str, agg_mode: str, config: FSDPActorConfig, log_prob: torch.Tensor, old_log_prob: torch.Tensor
-) -> torch.Tensor:
-    """verl's own, at an advantage of -1."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights, and the gradient of verl's own loss at an advantage of -1."""
+    aggregation = RecordedAggregation()
+    aggregation.start()
     loss, _ = get_policy_loss_fn(mode)(
         old_log_prob=old_log_prob,
         log_prob=log_prob,
@@ -43,7 +47,9 @@ def gradient_of_the_loss(
         loss_agg_mode=agg_mode,
         config=config,
     )
-    return torch.autograd.grad(loss, log_prob)[0]
+    weights = aggregation.weights(config, MASK, **config.global_batch_info)
+    assert core_algos.agg_loss is AGG_LOSS  # given back
+    return weights, torch.autograd.grad(loss, log_prob)[0]
 
 
 @pytest.mark.every_target
@@ -54,8 +60,7 @@ def test_weights_are_those_of_the_loss_itself(mode: str, agg_mode: str, info: di
     """With a ratio of 1 and an advantage of -1, a token's loss changes as fast as its log-prob."""
     config = build_config(mode, agg_mode, global_batch_info=info)
     log_prob = torch.randn(MASK.shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    gradient = gradient_of_the_loss(mode, agg_mode, config, log_prob, log_prob.detach())
-    weights = loss_weights(config, MASK, log_prob, log_prob.detach())
+    weights, gradient = weights_and_gradient(mode, agg_mode, config, log_prob, log_prob.detach())
     assert weights.flatten().tolist() == pytest.approx(gradient.flatten().tolist(), rel=1e-5)
     assert (weights > 0).equal(MASK.bool())
 
@@ -66,19 +71,20 @@ def test_tokens_that_bypass_mode_rejects(agg_mode: str) -> None:
     log_prob = torch.zeros(MASK.shape, requires_grad=True)
     rejected = MASK.bool() & (torch.arange(35).reshape(5, 7) % 3 == 0)
     rollout = torch.where(rejected, -1.0, 0.0)
-    gradient = gradient_of_the_loss("bypass_mode", agg_mode, config, log_prob, rollout)
-    weights = loss_weights(config, MASK, log_prob, rollout)
+    weights, gradient = weights_and_gradient("bypass_mode", agg_mode, config, log_prob, rollout)
     assert weights.flatten().tolist() == pytest.approx(gradient.flatten().tolist(), rel=1e-5)
     assert (weights > 0).equal(MASK.bool() & ~rejected)
-    with_kl = loss_weights(build_config("bypass_mode", agg_mode, use_kl_loss=True), MASK, log_prob, rollout)
-    plain = loss_weights(build_config("vanilla", agg_mode), MASK, log_prob, rollout)
+    config = build_config("bypass_mode", agg_mode, use_kl_loss=True)
+    with_kl, _ = weights_and_gradient("bypass_mode", agg_mode, config, log_prob, rollout)
+    plain, _ = weights_and_gradient("vanilla", agg_mode, build_config("vanilla", agg_mode), log_prob, rollout)
     assert with_kl.equal(torch.where(rejected, plain, weights))
 
 
 def test_a_weight_keeps_its_precision_with_half_precision_log_probs() -> None:
     config = build_config("vanilla", "token-mean")
-    log_prob = torch.zeros(MASK.shape, dtype=torch.bfloat16)
-    assert loss_weights(config, MASK, log_prob, log_prob)[0, 0].item() == pytest.approx(1 / 16, rel=1e-6)
+    log_prob = torch.zeros(MASK.shape, dtype=torch.bfloat16, requires_grad=True)
+    weights, _ = weights_and_gradient("vanilla", "token-mean", config, log_prob, log_prob.detach())
+    assert weights[0, 0].item() == pytest.approx(1 / 16, rel=1e-6)
 
 
 ROW = tuple((0, 0, position) for position in range(5))

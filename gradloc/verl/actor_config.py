@@ -1,0 +1,71 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of verl's actor configuration that turn GradLoc and LayerClip on."""
+
+from dataclasses import dataclass, field
+
+from verl.base_config import BaseConfig
+
+from ..config import GradLocConfig
+from ..layers import layer_clip
+
+
+@dataclass
+class LayerClipConfig(BaseConfig, layer_clip.LayerClipConfig):
+    """Configuration for clipping every layer's gradient against a bound of its own.
+
+    Fields and their validation are those of verl.utils.gradloc.LayerClipConfig.
+    """
+
+
+@dataclass
+class SpikeConfig(BaseConfig):
+    """A base of the actor's configuration. Its `__post_init__` is to call `check_spike_keys`.
+
+    Args:
+        spike_detection (bool): Whether to find the tokens behind spikes of the gradient norm (GradLoc).
+        grad_norm_threshold (float | str): Gradient norm of a single token that counts as a spike, or 'auto': from the
+            norms that the run usually has.
+        bisect_budget_steps (int): At most so many extra forward/backward passes to explain one spike.
+        bisect_dump_dir (str): Folder of the evidence, spikes.jsonl and steps.jsonl.
+        spike_trigger (str): What starts a search. Options: 'unit' (any micro-batch of any rank over its threshold),
+            'global' (only the norm of the reduced gradient).
+        bisect_until (str): When a search ends. Options: 'explained' (a few tokens are known without which every
+            micro-batch is under its threshold), 'exhaustive' (every token over its threshold is found).
+        spike_action (str): What becomes of the optimizer step. Options: 'log' (taken as usual), 'skip' (left out),
+            'drop' (taken without the gradient of the tokens found).
+        spike_drill_step (int, optional): At this global step, a spike is planted beside training and searched, to show
+            that it would be found.
+        layer_clip (LayerClipConfig): Configuration for clipping layer by layer.
+    """
+
+    spike_detection: bool = False
+    grad_norm_threshold: float | str = 640.0
+    bisect_budget_steps: int = 128
+    bisect_dump_dir: str = "checkpoints/bisect_dump"
+    spike_trigger: str = "unit"
+    bisect_until: str = "explained"
+    spike_action: str = "log"
+    spike_drill_step: int | None = None
+    layer_clip: LayerClipConfig = field(default_factory=LayerClipConfig)
+
+    def check_spike_keys(self) -> None:
+        """Raises ValueError for a value out of range; the message names the key."""
+        self.gradloc_config()
+        if not isinstance(self.spike_detection, bool):
+            raise ValueError(f"[actor] spike_detection must be True or False, got {self.spike_detection!r}.")
+        if self.spike_drill_step is not None and not self.spike_detection:
+            raise ValueError("[actor] spike_drill_step needs spike_detection=True.")
+        if not isinstance(self.bisect_dump_dir, str) or not self.bisect_dump_dir:
+            raise ValueError(f"[actor] bisect_dump_dir must name a folder, got {self.bisect_dump_dir!r}.")
+
+    def gradloc_config(self) -> GradLocConfig:
+        """The GradLoc settings, validated."""
+        return GradLocConfig(
+            threshold=self.grad_norm_threshold,
+            budget=self.bisect_budget_steps,
+            trigger=self.spike_trigger,
+            until=self.bisect_until,
+            action=self.spike_action,
+            drill_step=self.spike_drill_step,
+        )

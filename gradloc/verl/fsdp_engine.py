@@ -1,0 +1,359 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The adapter for the FSDP engine of verl 0.9: a mixin over the class of engine that trains the actor."""
+
+# The types are checked against verl 0.7, which lacks some of these names.
+# mypy: disable-error-code="attr-defined"
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.utils.padding import no_padding_2_padding
+
+from ..evidence.token_facts import find_behind_end
+from ..fsdp import collectives
+from ..layers.layer_clip import LayerClip
+from ..monitor import GradLoc
+from .end_tokens import end_tokens
+from .engine_evidence import EngineEvidence
+from .loss_weights import RecordedAggregation, kl_coefficients
+
+logger = logging.getLogger(__name__)
+
+# The column that `train_batch` adds: each row's index in the data that it was given.
+_ROW = "gradloc_row"
+
+# The evidence's names for what is known of a token, and where a micro-batch holds it.
+_EVIDENCE_KEYS = {
+    "token_id": "responses",
+    "response_mask": "response_mask",
+    "advantage": "advantages",
+    "old_log_prob": "old_log_probs",
+    "ref_log_prob": "ref_log_prob",
+    "rollout_log_prob": "rollout_log_probs",
+}
+
+_STATE_FILE = "gradloc_state.pt"
+
+
+class WatchedEngine:
+    """Watches the training passes of an FSDP engine, which comes behind it in the order of bases.
+
+    It acts only within `train_batch`, and only if the actor configuration that the loss is bound to turns it on. Each
+    `train_batch` makes one optimizer step. verl calls it once for each mini-batch of an update, and says in the data
+    which one it is; one that says nothing is an update of its own. With the update's last mini-batch, its metrics are
+    in the output, and rank 0 writes its evidence.
+
+    Attributes:
+        gradloc (GradLoc | None): None where it is off, or before the first `train_batch`. Its `events` are those of the
+            last `train_batch`; a culprit's `row` is its row in the data given to that.
+        layer_clip (LayerClip | None): The same.
+    """
+
+    gradloc: GradLoc | None = None
+    layer_clip: LayerClip | None = None
+    _settings: Any = None
+    _saved_state: Mapping[str, Any] | None = None
+    _watching = False
+    _pass_open = False
+    _reduces = True
+
+    def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
+        config = _actor_config(loss_function)
+        if config is not None and self._settings is None:
+            self._build(config)
+        if self.gradloc is None and self.layer_clip is None:
+            return super().train_batch(data, loss_function)  # type: ignore[misc]
+        self._where = tuple(tu.get(data, "epoch_and_mini_batch", (0, 0)))
+        last = tu.get(data, "update_lr_scheduler", True)
+        step = tu.get(data, "training_step")
+        if self.gradloc is not None:
+            self._start(step)
+            data[_ROW] = torch.arange(len(data))
+        self._watching = True
+        try:
+            outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
+        finally:
+            self._watching = self._pass_open = False
+            self._aggregation.stop()
+            data.pop(_ROW, None)
+        metrics = self._metrics() if last else {}
+        if self.gradloc is not None:
+            self._evidence.add(step, self.gradloc.events, data)
+            if last:
+                self._evidence.write(metrics)
+        if self.is_mp_src_rank_with_outputs():
+            # The trainer takes the mean over the mini-batches that have a metric: here one.
+            named = {name: Metric(AggregationType.MEAN, float(value)) for name, value in metrics.items()}
+            outputs["metrics"].update(named)
+        return outputs
+
+    def forward_step(
+        self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
+    ) -> Any:
+        gradloc = self.gradloc
+        if gradloc is None or not self._watching or forward_only:
+            return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
+        self._end_pass()
+        micro_batch = micro_batch.to(get_device_id())
+        gradloc.begin_pass(_inputs(micro_batch), micro_batch[_ROW].tolist(), reduces=self._reduces)
+        self._pass_open = True
+        return super().forward_step(  # type: ignore[misc]
+            micro_batch, partial(self._observed, loss_function), forward_only
+        )
+
+    def optimizer_step(self) -> float:
+        if not self._watching:
+            return super().optimizer_step()  # type: ignore[misc]
+        self._end_pass()
+        gradloc, layer_clip = self.gradloc, self.layer_clip
+        squared_norms = None
+        if gradloc is not None:
+            step = gradloc.locate(*self._where)
+            squared_norms = gradloc.squared_norms
+            if not step:
+                if layer_clip is not None:
+                    assert squared_norms is not None  # a spike is found by them
+                    gradloc.add_to_event(layer_clip=layer_clip.preview(squared_norms))
+                return float(gradloc.events[-1]["global_norm"])
+        if layer_clip is None:
+            return super().optimizer_step()  # type: ignore[misc]
+        if squared_norms is None:
+            squared_norms = layer_clip.squared_norms() / self._loss_scale() ** 2
+        # It clips the scaled gradient: the engine unscales it afterwards.
+        unclipped_norm = layer_clip.clip(squared_norms)
+        if gradloc is not None:
+            gradloc.add_to_event(layer_clip=layer_clip.last_step)
+        super().optimizer_step()  # type: ignore[misc]
+        return float(unclipped_norm)
+
+    @contextmanager
+    def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:
+        deferred = getattr(self.engine_config, "use_no_sync_for_gradient_accumulation", True)
+        self._reduces = is_last_micro_batch or not deferred
+        with super()._gradient_sync_context(is_last_micro_batch=is_last_micro_batch):  # type: ignore[misc]
+            yield
+
+    def save_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
+        super().save_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
+        extra = getattr(self.checkpoint_manager, "should_save_extra", True)
+        if extra and collectives.rank() == 0 and (self.gradloc is not None or self.layer_clip is not None):
+            state = {name: part.state_dict() for name, part in self._parts().items()}
+            torch.save(state, os.path.join(local_path, _STATE_FILE))
+
+    def load_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
+        super().load_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
+        extra = getattr(self.checkpoint_manager, "should_load_extra", True)
+        path = os.path.join(local_path, _STATE_FILE) if local_path else ""
+        found = extra and os.path.isfile(path)
+        self._saved_state = torch.load(path, weights_only=True) if found else {}
+        self._restore()
+
+    def _parts(self) -> dict[str, GradLoc | LayerClip]:
+        parts = {"gradloc": self.gradloc, "layer_clip": self.layer_clip}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _restore(self) -> None:
+        """Gives the parts their state of the checkpoint, which may be loaded before they are made."""
+        if self._saved_state is not None and self._settings is not None:
+            for name, part in self._parts().items():
+                part.load_state_dict(self._saved_state.get(name))
+            self._saved_state = None
+
+    def _build(self, config: Any) -> None:
+        self._settings = config
+        self._aggregation = RecordedAggregation()
+        module: nn.Module = self.module
+        self._end_tokens = end_tokens(module)
+        device = get_device_name()
+        if config.layer_clip.enable:
+            self.layer_clip = LayerClip(module, config.layer_clip, device=device)
+        if config.spike_detection:
+            group_size: int = self.ulysses_sequence_parallel_size
+            # TiledMLP computes a weight's gradient in parts, which the local meter would take for several gradients.
+            tiled_mlp = any(getattr(child, "is_tiled_mlp", False) for child in module.modules())
+            self.gradloc = GradLoc(
+                module,
+                config.gradloc_config(),
+                forward=partial(_forward_rows, self),
+                device=device,
+                loss_scale=self._loss_scale,
+                squared_norms=None if self.layer_clip is None else self.layer_clip.squared_norms,
+                sequence_parallel_size=group_size,
+                meter="reduced" if tiled_mlp else "local",
+                recover=getattr(module, "reset_activation_offloading", None),
+            )
+            tokenizer = getattr(self.model_config, "tokenizer", None)
+            self._evidence = EngineEvidence(config.bisect_dump_dir, tokenizer, group_size)
+        self._restore()
+
+    def _start(self, training_step: int | None) -> None:
+        """Begins a mini-batch; the first one begins an update."""
+        assert self.gradloc is not None
+        if self._where == (0, 0):
+            if training_step is None:
+                logger.warning("the trainer does not say which step this is: the evidence has global_step null")
+            self.gradloc.start_update(training_step)
+        else:
+            self.gradloc.start_mini_batch()
+
+    def _loss_scale(self) -> float:
+        scaler = getattr(self, "scaler", None)
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def _end_pass(self) -> None:
+        if self._pass_open:
+            assert self.gradloc is not None
+            self.gradloc.end_pass()
+            self._pass_open = False
+
+    def _observed(
+        self,
+        loss_function: Callable[..., Any] | None,
+        model_output: dict[str, Tensor],
+        data: TensorDict,
+        dp_group: Any = None,
+    ) -> Any:
+        """The loss, with the tokens that it is computed from observed."""
+        # The loss takes flat values, too, and only a tensor that it was given itself sees its gradient.
+        flat = {name: model_output[name].values() for name in ("log_probs", "entropy") if name in model_output}
+        self._aggregation.start()
+        assert loss_function is not None  # the engine's loss is only left out without a backward
+        try:
+            loss = loss_function(model_output={**model_output, **flat}, data=data, dp_group=dp_group)
+        finally:
+            self._aggregation.stop()
+        assert self.gradloc is not None
+        config = self._settings
+        as_response = partial(no_padding_2_padding, data=data)
+        padded = {name: as_response(values.detach()) for name, values in flat.items()}
+        facts = {name: _padded(data[key]) for name, key in _EVIDENCE_KEYS.items() if key in data.keys()}
+        mask = facts["response_mask"]
+        options = config.global_batch_info
+        if config.use_kl_loss:
+            facts["kl_coefficient"] = kl_coefficients(
+                config, mask, padded["log_probs"], facts["ref_log_prob"], **options
+            )
+        if self._end_tokens:
+            facts["behind_end"] = find_behind_end(facts["token_id"], mask, self._end_tokens)
+        self.gradloc.observe(
+            log_prob=padded["log_probs"],
+            entropy=padded.get("entropy"),
+            weight=self._aggregation.weights(config, mask, **options),
+            sources={
+                name: (flat[key], as_response)
+                for name, key in (("coefficient", "log_probs"), ("entropy_coefficient", "entropy"))
+                if key in flat
+            },
+            **facts,
+        )
+        return loss
+
+    def _metrics(self) -> dict[str, Any]:
+        """The update's figures for the training log."""
+        return {name: value for part in self._parts().values() for name, value in part.metrics().items()}
+
+
+def _actor_config(loss_function: Callable[..., Any]) -> Any:
+    """The actor's configuration that the loss is bound to; None for another loss."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    return config if hasattr(config, "gradloc_config") else None
+
+
+def _padded(values: Tensor) -> Tensor:
+    """A column of the responses, of shape (rows, response length)."""
+    return values.to_padded_tensor(0) if values.is_nested else values
+
+
+# What a forward needs besides the tokens: settings of the batch.
+_FORWARD_SETTINGS = (
+    "use_remove_padding",
+    "pad_mode",
+    "use_fused_kernels",
+    "temperature",
+    "pad_token_id",
+    "max_response_len",
+    "multi_modal_inputs",
+)
+
+
+def _inputs(micro_batch: TensorDict) -> dict[str, Any]:
+    """The part of a micro-batch that a forward needs; without nested tensors, so that it can be sent."""
+    responses = micro_batch["responses"]
+    if responses.is_nested:
+        lengths = responses.offsets().diff()
+    else:
+        lengths = micro_batch["attention_mask"][:, -responses.shape[1] :].sum(1)
+    return {
+        "input_ids": [row.detach() for row in micro_batch["input_ids"].unbind()],
+        "position_ids": [row.detach() for row in micro_batch["position_ids"].unbind()],
+        "response_lengths": lengths.tolist(),
+        "settings": {key: tu.get(micro_batch, key) for key in _FORWARD_SETTINGS if key in micro_batch.keys()},
+    }
+
+
+def _forward_rows(
+    engine: WatchedEngine, inputs: dict[str, Any], rows: list[int], response_length: int
+) -> tuple[Tensor | None, Tensor]:
+    """The engine's forward of some rows of a micro-batch: `forward` as `GradLoc` takes it."""
+    settings = dict(inputs["settings"])
+    images = settings.pop("multi_modal_inputs", None)
+    device = get_device_id()
+    ids, positions, responses, prompts = [], [], [], []
+    for row in rows:
+        # Images in a response, which tools may give, cannot be cut off.
+        length = inputs["response_lengths"][row]
+        kept = length if images is not None else min(length, response_length)
+        sequence = inputs["input_ids"][row]
+        prompt = len(sequence) - length
+        sequence = sequence[: prompt + kept].to(device)
+        ids.append(sequence)
+        positions.append(inputs["position_ids"][row][..., : prompt + kept].to(device))
+        prompts.append(sequence[:prompt])
+        responses.append(sequence[prompt:])
+    columns: dict[str, Any] = {
+        name: torch.nested.as_nested_tensor(values, layout=torch.jagged)
+        for name, values in (("input_ids", ids), ("prompts", prompts), ("responses", responses))
+    }
+    columns["position_ids"] = tu.nested_tensor_from_tensor_list(positions)
+    if images is not None:
+        columns["multi_modal_inputs"] = [images[row] for row in rows]
+    if isinstance(settings.get("temperature"), Tensor):
+        columns["temperature"] = settings.pop("temperature")[rows].to(device)
+    settings["max_response_len"] = response_length
+    settings["calculate_entropy"] = engine._settings.entropy_coeff != 0
+    captured: dict[str, Tensor] = {}
+
+    def capture(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict]:
+        for name in ("log_probs", "entropy"):
+            if name in model_output:
+                captured[name] = no_padding_2_padding(model_output[name], data)
+        return torch.zeros((), device=device), {}
+
+    batch = tu.get_tensordict(columns, settings)
+    unwatched = super(WatchedEngine, engine).forward_step  # type: ignore[misc]
+    unwatched(batch, capture, False)
+    return captured.get("entropy"), captured["log_probs"]
+
+
+def watch_fsdp_engines() -> None:
+    """Puts the mixin over the FSDP engines that verl has registered for language models."""
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.fsdp import FSDPEngineWithLMHead
+
+    watched = type("FSDPEngineWithLMHead", (WatchedEngine, FSDPEngineWithLMHead), {"__module__": __name__})
+    for backend in ("fsdp", "fsdp2"):
+        registered = EngineRegistry._engines["language_model"][backend]
+        for key, engine in registered.items():
+            if engine is FSDPEngineWithLMHead:
+                registered[key] = watched
