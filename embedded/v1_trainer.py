@@ -7,7 +7,9 @@ V1 starts each prompt's loops by itself, and takes the answers in the order in w
 
 from typing import Any
 
+from omegaconf import DictConfig
 from tensordict import TensorDict
+from verl.experimental.agent_loop import AgentLoopManager
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils import tensordict_utils
@@ -17,6 +19,13 @@ from .agent_loop import PLACE
 
 class OrderedAgentLoopManager(AgentLoopManagerTQ):
     """Tells each prompt its place in the batch, for WholeBatchAgentLoop."""
+
+    @classmethod
+    def create(cls, *args: Any, config: DictConfig, **kwargs: Any) -> Any:
+        # The older trainer (trainer.use_v1=False) waits for the answers, and has its own manager for that.
+        if not config.trainer.use_v1:
+            return AgentLoopManager.create(*args, config=config, **kwargs)
+        return super().create(*args, config=config, **kwargs)
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         rollout = self.config.actor_rollout_ref.rollout

@@ -43,7 +43,7 @@ def project(tmp_path: Path) -> Path:
         write(tmp_path / name, f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755)
     for name in ("ruff", "deno", "mypy"):
         write(tmp_path / "build/venv/bin" / name, "#!/bin/sh\n", 0o755)
-    for name in ("apply_patch.py", "make_patch.sh", "tests/requirements.txt"):
+    for name in ("apply_patch.py", "make_patch.sh", "tests/requirements-0.7.0.txt"):
         write(tmp_path / name, "")
     write(tmp_path / "patches/DEFAULT", "0.7.0\n")
     add_target(tmp_path, "0.7.0")

@@ -13,7 +13,7 @@ from .command import for_shell
 from .errors import Refused
 from .hydra import split_list
 from .settings import BY_NAME
-from .targets import find_verl, one_of, supported
+from .targets import find_verl, one_of, release_of, supported
 from .values import Text
 
 _HUGGING_FACE_ID = r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?"
@@ -44,14 +44,19 @@ def check_verl(python: str, root: Path, environment: Mapping[str, str], target: 
     if found is None:
         raise Refused(f"{python} does not run")
     apply_patch = [python, str(root / "apply_patch.py")]
-    installed = not found or re.search(r"/(site|dist)-packages/verl\Z", found)
-    patch_it = for_shell([*apply_patch, *(["--installed"] if installed else ["--repo", os.path.dirname(found)])])
+    in_packages = not found or re.search(r"/(site|dist)-packages/verl\Z", found)
+    patch_it = for_shell([*apply_patch, *(["--installed"] if in_packages else ["--repo", os.path.dirname(found)])])
     if not found:
         raise Refused(f"{python} has no verl: install verl {one_of(supported(root))} there and run: {patch_it}")
+    if target is not None and (installed := release_of(found)) != target:
+        raise Refused(
+            f"--target is {target}, and the verl in {found} is {installed}: leave --target out, "
+            "or name another Python with --python"
+        )
     # By content: folders and words stay when pip or git restore verl, and an older patch has them, too.
     tree = os.path.dirname(os.path.realpath(found))
     checked = subprocess.run(
-        [*apply_patch, "--check", "--force", "--repo", tree, *(["--target", target] if target else [])],
+        [*apply_patch, "--check", "--force", "--repo", tree],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

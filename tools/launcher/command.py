@@ -93,6 +93,7 @@ def _for_embedded(values: Mapping[str, str], ray_directory: str, root: Path) -> 
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
         f"{ACTOR}.use_torch_compile=False",
+        "actor_rollout_ref.ref.use_torch_compile=False",
         f"{ROLLOUT}.name=hf",
         f"{ROLLOUT}.load_format=safetensors",
         f"{ROLLOUT}.agent.num_workers=1",

@@ -53,14 +53,15 @@ RENAMED = (
     Renamed("0.7.1", "reward_manager.", "reward.reward_manager."),
     # These are still in 0.9.1's configuration, and its engine does not read them.
     *(
-        Renamed("0.9.1", f"{model}.fsdp_config.dtype", f"++{model}.fsdp_config.mixed_precision.param_dtype")
+        Renamed("0.9.1", f"{model}.{old}", new.format(f"{model}.fsdp_config"))
         for model in ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
+        for old, new in (
+            ("fsdp_config.dtype", "++{}.mixed_precision.param_dtype"),
+            ("use_torch_compile", "{}.use_torch_compile"),
+        )
     ),
     Renamed("0.9.1", "actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
     Renamed("0.9.1", "critic.grad_clip", "critic.optim.clip_grad"),
-    Renamed(
-        "0.9.1", "actor_rollout_ref.actor.use_torch_compile", "actor_rollout_ref.actor.fsdp_config.use_torch_compile"
-    ),
 )
 
 
@@ -112,7 +113,7 @@ def choose(asked: str | None, python: str | None, root: Path, environment: Mappi
     default = (root / "patches/DEFAULT").read_text().strip()
     if python is None:
         return default
-    installed = installed_version(python, environment)
+    installed = release_of(find_verl(python, environment))
     return installed if installed in supported(root) else default
 
 
@@ -127,10 +128,9 @@ def find_verl(python: str, environment: Mapping[str, str]) -> str | None:
     return os.fsdecode(done.stdout).rstrip("\n") if done.returncode == 0 else None
 
 
-def installed_version(python: str, environment: Mapping[str, str]) -> str | None:
-    """The version of the verl that this Python would import; None if that cannot be told."""
-    found = find_verl(python, environment)
+def release_of(verl: str | None) -> str | None:
+    """The version of the verl in this directory; None if that cannot be told."""
     try:
-        return Path(found, "version/version").read_text().strip() if found else None
+        return Path(verl, "version/version").read_text().strip() if verl else None
     except (OSError, ValueError):
         return None
