@@ -4,7 +4,7 @@
 
 from typing import Any
 
-_FSDP_ONLY = "needs the FSDP workers: set trainer.use_legacy_worker_impl=auto or actor_rollout_ref.actor"
+_ACTOR = "actor_rollout_ref.actor"
 
 
 def check_trainer(config: Any, total_training_steps: int) -> None:
@@ -15,11 +15,12 @@ def check_trainer(config: Any, total_training_steps: int) -> None:
         total_training_steps (int): The run's last step.
     """
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
-    if trainer.get("use_legacy_worker_impl", "auto") == "disable":
+    unsupported = _unsupported(config)
+    if unsupported is not None:
         if actor.get("spike_detection", False):
-            raise ValueError(f"spike_detection {_FSDP_ONLY}.spike_detection=False.")
+            raise ValueError(f"spike_detection {unsupported}, or {_ACTOR}.spike_detection=False.")
         if actor.get("layer_clip", {}).get("enable", False):
-            raise ValueError(f"layer_clip {_FSDP_ONLY}.layer_clip.enable=False.")
+            raise ValueError(f"layer_clip {unsupported}, or {_ACTOR}.layer_clip.enable=False.")
     drill_step = actor.get("spike_drill_step")
     if isinstance(drill_step, int) and not trainer.get("critic_warmup", 0) <= drill_step <= total_training_steps:
         first = max(trainer.get("critic_warmup", 0), 1)
@@ -27,3 +28,15 @@ def check_trainer(config: Any, total_training_steps: int) -> None:
             f"spike_drill_step={drill_step} is not a step in which the actor is trained: choose one of {first} to "
             f"{total_training_steps}, or null."
         )
+
+
+def _unsupported(config: Any) -> str | None:
+    """What the run trains with that GradLoc and LayerClip cannot watch, and what to set instead; None if they can."""
+    if config.trainer.get("use_legacy_worker_impl", "auto") == "disable":  # verl 0.7
+        return "needs the FSDP workers: set trainer.use_legacy_worker_impl=auto"
+    strategy = config.actor_rollout_ref.actor.get("strategy", "fsdp")
+    if strategy not in ("fsdp", "fsdp2"):
+        return f"needs the FSDP engine and does not know strategy={strategy}: set {_ACTOR}.strategy=fsdp2"
+    if (config.get("distillation") or {}).get("enabled", False):
+        return "does not know distillation losses: set distillation.enabled=False"
+    return None

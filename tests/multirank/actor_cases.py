@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -47,8 +48,16 @@ from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
 from verl.utils import activation_offload, attention_utils
 from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_placement_fn
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
-from verl.workers.actor import dp_actor
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
+
+ENGINE = importlib.util.find_spec("verl.workers.actor") is None
+if ENGINE:
+    import engine_actor
+    from engine_actor import EngineActor
+
+    dp_actor = types.SimpleNamespace(DataParallelPPOActor=EngineActor)
+else:
+    from verl.workers.actor import dp_actor
 
 VOCABULARY = 67  # odd, so that not every shard has the same size
 PROMPT, RESPONSE = 6, 10
@@ -78,6 +87,9 @@ class Case:
     model: str = "llama"
     precision: str = "float32"
     layers: int = 3
+    # verl 0.9's engine only: reduce the gradient in the last micro-batch alone; nested columns, as its trainer V1 has.
+    deferred: bool = False
+    nested: bool = False
     # For float16; also what the brute force multiplies its losses with.
     loss_scale: float = 1.0
     # Two replicas of a model that is sharded over half of the ranks.
@@ -134,7 +146,8 @@ class Case:
 
     @property
     def on_policy(self) -> bool:
-        return self.rows == self.mini_batch and self.epochs == 1
+        """Whether the old log-probs are those of the forward itself, as in verl 0.7's actor."""
+        return not ENGINE and self.rows == self.mini_batch and self.epochs == 1
 
     @property
     def tolerance(self) -> float:
@@ -304,6 +317,7 @@ def strategy(case: Case) -> str:
 
 
 def build_config(case: Case, **gradloc: Any) -> FSDPActorConfig:
+    engine = {"use_no_sync_for_gradient_accumulation": case.deferred} if ENGINE else {}
     return FSDPActorConfig(
         strategy=strategy(case),
         rollout_n=1,
@@ -321,13 +335,15 @@ def build_config(case: Case, **gradloc: Any) -> FSDPActorConfig:
         use_torch_compile=False,
         use_remove_padding=case.packed,
         use_fused_kernels=case.fused,
-        fsdp_config=FSDPEngineConfig(dtype=case.precision),
+        fsdp_config=FSDPEngineConfig(dtype=case.precision, use_torch_compile=False, **engine),
         **gradloc,
     )
 
 
-def stock_dp_actor() -> ModuleType:
+def stock_dp_actor() -> Any:
     """The module of the unpatched actor, beside the patched one."""
+    if ENGINE:
+        return types.SimpleNamespace(DataParallelPPOActor=engine_actor.StockEngineActor)
     return stock_module("verl/workers/actor/dp_actor.py")
 
 
@@ -343,7 +359,7 @@ def stock_module(path: str) -> ModuleType:
 
 def build_actor(
     case: Case,
-    module: ModuleType = dp_actor,
+    module: Any = dp_actor,
     change_model: Callable[[torch.nn.Module], None] = lambda _: None,
     **gradloc: Any,
 ) -> Any:
@@ -356,6 +372,8 @@ def build_actor(
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
     optimizer = kinds[case.optimizer](model.parameters(), lr=LEARNING_RATE)
     actor = module.DataParallelPPOActor(build_config(case, **gradloc), model, optimizer)
+    if ENGINE:
+        actor.nested = case.nested
     if case.precision == "float16":
         # The actor's own is for GPUs, and disabled here.
         actor.scaler = grad_scaler(case.loss_scale)
@@ -468,6 +486,8 @@ def log_probs_and_entropy(
     """Of an unsharded model: by plain torch, or by the unpatched actor where there is more to it."""
     if case.precision != "float32" or case.packed or case.fused or case.model == "vision":
         actor = stock_dp_actor().DataParallelPPOActor(build_config(case), model)
+        if ENGINE:
+            return actor.forward(rows, TEMPERATURE)
         entropy, log_probs = parts(actor._forward_micro_batch(rows, TEMPERATURE, calculate_entropy=True))
         assert entropy is not None
         return log_probs, entropy
@@ -484,13 +504,26 @@ def log_probs_and_entropy(
 
 def split_rows(case: Case, config: FSDPActorConfig, mini_batch: DataProto) -> list[list[int]]:
     if case.dynamic:
-        return prepare_dynamic_batch(mini_batch, max_token_len=config.ppo_max_token_len_per_gpu)[1]
+        group = dist.group.WORLD if ENGINE else None
+        return prepare_dynamic_batch(mini_batch, config.ppo_max_token_len_per_gpu, dp_group=group)[1]
     return [list(range(i, i + case.micro_batch)) for i in range(0, len(mini_batch), case.micro_batch)]
 
 
-def token_weights(case: Case, mask: torch.Tensor, factor: float) -> torch.Tensor:
-    """How much each token's own loss counts in the loss that is differentiated."""
+def token_weights(case: Case, mask: torch.Tensor, factor: float, info: dict[str, Any]) -> torch.Tensor:
+    """How much each token's own loss counts in the loss that is differentiated.
+
+    verl 0.9's engine takes its means over the whole mini-batch of all ranks, whose sizes are in `info`.
+    """
     lengths = mask.sum(-1, keepdim=True)
+    if ENGINE and case.loss_mode != "geo_mean":
+        of_sequence = info["dp_size"] / info["global_batch_size"]
+        weight = {
+            "token-mean": torch.tensor(info["dp_size"] / info["batch_num_tokens"]),
+            "seq-mean-token-sum": torch.tensor(of_sequence),
+            "seq-mean-token-mean": of_sequence / lengths.clamp(min=1),
+            "seq-mean-token-sum-norm": torch.tensor(of_sequence / mask.shape[1]),
+        }[case.loss_agg_mode]
+        return torch.where(mask > 0, weight, 0.0)
     # The geometric mean alone counts sequences without a token, too.
     sequences = len(mask) if case.loss_mode == "geo_mean" else (lengths > 0).sum()
     of_sequences = case.loss_mode in ("gspo", "sapo", "geo_mean")
@@ -553,9 +586,18 @@ def brute_force(case: Case, batch: DataProto, tokens: bool, steps: int | None = 
                 break
             total = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
             micro_batches = split_rows(case, config, mini_batch)
+            if ENGINE:
+                tokens_of_all = mini_batch.batch["response_mask"].sum()
+                dist.all_reduce(tokens_of_all)
+                config.global_batch_info.update(
+                    dp_size=dist.get_world_size(),
+                    batch_num_tokens=tokens_of_all.item(),
+                    global_batch_size=case.mini_batch * dist.get_world_size(),
+                )
             for micro_batch, rows in enumerate(micro_batches):
                 unit = Unit(epoch, number, dist.get_rank(), micro_batch, rows, 0, 0.0, 0.0, {})
                 factor = len(rows) / case.mini_batch if case.dynamic else case.micro_batch / case.mini_batch
+                factor = 1.0 if ENGINE else factor
                 others = {name: values[rows] for name, values in mini_batch.non_tensor_batch.items()}
                 measure_unit(case, config, model, unit, {**mini_batch.batch[rows], **others}, factor, tokens)
                 for part, gradient in zip(total, take_gradients(case, model), strict=True):
@@ -578,14 +620,15 @@ def measure_unit(
 ) -> None:
     """Fills in the unit, and leaves its gradient in the model."""
     mask = rows["response_mask"]
-    weights = token_weights(case, mask, factor)
+    info = config.global_batch_info
+    weights = token_weights(case, mask, factor, info)
     unit.tokens = int(mask.sum())
     unit.weight = weights.square().sum().sqrt().item()
     log_prob, entropy = log_probs_and_entropy(case, model, rows)
     if case.loss_mode == "bypass_mode":
         accepted = mask * ((log_prob - rows["old_log_probs"]).abs() <= math.log(BYPASS_RATIO))
         assert 0 < accepted.sum() < mask.sum()
-        of_loss = token_weights(case, accepted, factor)
+        of_loss = token_weights(case, accepted, factor, info)
         weights = torch.where(accepted.bool() | (not case.kl), of_loss, weights)
         unit.weight = weights.square().sum().sqrt().item()
     counted = (mask * weights) != 0
@@ -604,10 +647,10 @@ def measure_unit(
             rollout_is_weights=rows.get("rollout_is_weights"),
         )
         if case.entropy:
-            value = value - ENTROPY_COEF * agg_loss(entropy, mask, case.loss_agg_mode)
+            value = value - ENTROPY_COEF * agg_loss(entropy, mask, case.loss_agg_mode, **info)
         if case.kl:
             penalty = kl_penalty(log_prob, rows["ref_log_prob"], config.kl_loss_type)
-            value = value + KL_COEF * agg_loss(penalty, mask, case.loss_agg_mode)
+            value = value + KL_COEF * agg_loss(penalty, mask, case.loss_agg_mode, **info)
         return factor * value
 
     def only(values: torch.Tensor, row: int, position: int) -> torch.Tensor:
@@ -660,7 +703,7 @@ def token_facts(
         "ratio": (log_prob - old)[row, position].exp(),
         # Without a KL loss, a KL penalty in the reward has it in the batch.
         "ref_log_prob": rows["ref_log_prob"][row, position] if "ref_log_prob" in rows else None,
-        "entropy": entropy[row, position] if case.entropy or case.fused else None,
+        "entropy": entropy[row, position] if case.entropy or (case.fused and not ENGINE) else None,
         "rollout_log_prob": None if rollout is None else rollout[row, position],
         "rollout_ratio": None if rollout is None else (log_prob - rollout)[row, position].exp(),
         "sequence_ratio": differences.mean().exp(),
@@ -701,7 +744,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def train(
     case: Case,
-    module: ModuleType = dp_actor,
+    module: Any = dp_actor,
     calls: int = 1,
     prepare: Callable[[Any], None] | None = None,
     change_model: Callable[[torch.nn.Module], None] = lambda _: None,
@@ -733,7 +776,7 @@ def train(
         run.metrics.append(actor.update_policy(batch))
         run.forwards.append(count)
         if getattr(actor, "gradloc", None) is not None:
-            run.events.append(json.dumps(actor.gradloc.events))
+            run.events.append(json.dumps((actor if ENGINE else actor.gradloc).events))
     run.parameters = [local(p) for p in actor.actor_module.parameters()]
     run.rng = torch.get_rng_state()
     run.training = [m.training for m in actor.actor_module.modules()]
@@ -822,12 +865,21 @@ def failing_search(case: Case, where: str) -> tuple[dict[str, bool], Run]:
         def failing_forward(*arguments: Any, **options: Any) -> Any:
             if where == "before the forward":
                 fail()
+            if ENGINE and where == "in the backward":
+                return forward(arguments[0], failing_loss(arguments[1]), *arguments[2:])
             outputs = forward(*arguments, **options)
             if where == "after the forward":
                 fail()
             elif where == "in the backward":
                 parts(outputs)[1].register_hook(fail)
             return outputs
+
+        def failing_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
+            def computed(model_output: dict[str, torch.Tensor], **others: Any) -> Any:
+                model_output["log_probs"].register_hook(fail)
+                return loss(model_output=model_output, **others)
+
+            return computed
 
         if where == "in a layer":
             layers = [m for m in actor.actor_module.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]
@@ -870,5 +922,6 @@ def weights_both_ways(case: Case) -> tuple[list[float], list[float]]:
     lengths = torch.tensor([response_length(0, row) for row in range(case.rows)])
     mask = (torch.arange(RESPONSE) < lengths.unsqueeze(1)).float()
     losses = torch.zeros_like(mask, requires_grad=True)
-    agg_loss(losses, mask, case.loss_agg_mode).backward()
-    return token_weights(case, mask, 1.0).flatten().tolist(), losses.grad.flatten().tolist()
+    sizes = {"dp_size": 2, "batch_num_tokens": 90, "global_batch_size": 16} if ENGINE else {}
+    agg_loss(losses, mask, case.loss_agg_mode, **sizes).backward()
+    return token_weights(case, mask, 1.0, sizes).flatten().tolist(), losses.grad.flatten().tolist()

@@ -139,5 +139,5 @@ def medians(case: Case, sequence_parallel_size: int) -> tuple[str, list[float], 
         events = train(case, spike_detection=True, **detection).events[0]
     mask = batch["response_mask"]
     factor = case.micro_batch / case.mini_batch
-    weights = [token_weights(case, part, factor) for part in mask.split(case.micro_batch)]
+    weights = [token_weights(case, part, factor, {}) for part in mask.split(case.micro_batch)]
     return events, batch["advantages"].abs()[mask > 0].tolist(), torch.cat(weights)[mask > 0].tolist()

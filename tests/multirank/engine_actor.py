@@ -1,0 +1,221 @@
+"""verl 0.9's FSDP engine behind the calls of verl 0.7's actor that the tests make, so that both share their cases."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from verl import DataProto
+from verl.utils import tensordict_utils as tu
+from verl.utils.gradloc.verl.fsdp_engine import WatchedEngine
+from verl.utils.metric import Metric
+from verl.utils.profiler import DistProfiler
+from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig
+from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+
+def stock_engine() -> type[FSDPEngineWithLMHead]:
+    """The engine of the unpatched tree, beside the patched one."""
+    name = "verl.workers.engine.fsdp.stock_transformer_impl"
+    if name not in sys.modules:
+        path = Path(os.environ["GRADLOC_BASE_TREE"]) / "verl/workers/engine/fsdp/transformer_impl.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        registered, EngineRegistry._engines = EngineRegistry._engines, {}  # it registers itself
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            EngineRegistry._engines = registered
+    return sys.modules[name].FSDPEngineWithLMHead
+
+
+def with_given_parts(engine: type[FSDPEngineWithLMHead], watched: bool) -> type[FSDPEngineWithLMHead]:
+    """An engine that is given its module and optimizer, and whose forward a test can replace."""
+
+    class GivenParts(engine):
+        actor: Any
+
+        def _build_model_optimizer(self) -> None:
+            self.module, self.optimizer = self.actor.actor_module, self.actor.actor_optimizer
+            self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, factor=1.0, total_iters=0)
+            precision = getattr(torch, self.engine_config.dtype)
+            self._autocast_dtype = precision
+
+        def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+            return self.actor._forward_micro_batch(micro_batch, loss_function, forward_only)
+
+        def ordinary_forward_step(self, *arguments: Any) -> Any:
+            return super().forward_step(*arguments)
+
+        def optimizer_step(self) -> float:
+            self.scaler = self.actor.scaler
+            return super().optimizer_step()
+
+        def optimizer_zero_grad(self) -> None:
+            self.scaler = self.actor.scaler  # tests give their own
+            super().optimizer_zero_grad()
+
+    return type("TestedEngine", (WatchedEngine, GivenParts), {}) if watched else GivenParts
+
+
+class EngineActor:
+    """What the tests know of an actor: `update_policy`, its parts, and `gradloc`, `layer_clip`, `scaler`.
+
+    An update is the worker's own `train_mini_batch`; the data are those of the trainer V0, or with `nested` of V1.
+    """
+
+    nested = False
+    dataloader: dict[str, Any] = {}
+
+    watched = True
+    engine_class: Callable[[], type[FSDPEngineWithLMHead]] = staticmethod(lambda: FSDPEngineWithLMHead)
+
+    def __init__(self, config: FSDPActorConfig, module: torch.nn.Module, optimizer: Any = None) -> None:
+        self.config, self.actor_module, self.actor_optimizer = config, module, optimizer
+        self.scaler = None
+        self.events: list[dict[str, Any]] = []
+        engine_config = config.engine
+        micro_batch, budget = config.ppo_micro_batch_size_per_gpu, config.ppo_max_token_len_per_gpu
+        for name, value in {
+            "use_dynamic_bsz": config.use_dynamic_bsz,
+            "micro_batch_size_per_gpu": micro_batch,
+            "max_token_len_per_gpu": budget,
+            "use_fused_kernels": config.use_fused_kernels,
+        }.items():
+            object.__setattr__(engine_config, name, value)
+        model_config = types.SimpleNamespace(
+            use_remove_padding=config.use_remove_padding,
+            use_fused_kernels=config.use_fused_kernels,
+            lora_rank=0,
+            tokenizer=None,
+            trust_remote_code=False,
+            get_processor=lambda: None,
+            get=lambda name, default=None: getattr(model_config, name, default),
+        )
+        engine = with_given_parts(self.engine_class(), self.watched)
+        self.engine = object.__new__(engine)
+        self.engine.actor = self
+        self.engine.__init__(
+            model_config, engine_config, FSDPOptimizerConfig(lr=1e-3, clip_grad=config.grad_clip), None
+        )
+        self.engine._build_model_optimizer()
+        # The worker without its process group and its registration with Ray.
+        self.worker = object.__new__(TrainingWorker)
+        self.worker.engine, self.worker.engine_config, self.worker.model_config = (
+            self.engine,
+            engine_config,
+            model_config,
+        )
+        self.worker.flops_counter, self.worker.device_name = None, "cpu"
+        self.worker.profiler = DistProfiler(rank=dist.get_rank(), config=None)
+        self.worker.loss_fn = partial(ppo_loss, config=config)
+        if optimizer is not None and self.watched:
+            self.engine._build(config)
+            self._keep_events()
+
+    @property
+    def gradloc(self) -> Any:
+        return getattr(self.engine, "gradloc", None)
+
+    @property
+    def layer_clip(self) -> Any:
+        return getattr(self.engine, "layer_clip", None)
+
+    def _keep_events(self) -> None:
+        train_batch = self.engine.train_batch
+
+        def keeping(*arguments: Any, **options: Any) -> Any:
+            output = train_batch(*arguments, **options)
+            if self.gradloc is not None:
+                self.events += self.gradloc.events
+            return output
+
+        self.engine.train_batch = keeping
+
+    def update_policy(self, batch: DataProto) -> dict[str, Any]:
+        self.events = []
+        batch.batch["prompts"] = _prompts(batch.batch)
+        data = left_right_2_no_padding(batch.to_tensordict())
+        if self.nested:
+            _nest_responses(data)
+        config, world = self.config, dist.get_world_size()
+        tu.assign_non_tensor(
+            data,
+            calculate_entropy=config.entropy_coeff != 0,
+            temperature=batch.meta_info["temperature"],
+            global_batch_size=config.ppo_mini_batch_size * world,
+            mini_batch_size=config.ppo_mini_batch_size * world,
+            epochs=config.ppo_epochs,
+            dataloader_kwargs=self.dataloader,
+            training_step=batch.meta_info["global_steps"],
+        )
+        output = TrainingWorker.train_mini_batch.__wrapped__(self.worker, data)
+        metrics = tu.get(output, "metrics")
+        metrics = {name if name.startswith("actor/") else f"actor/{name}": value for name, value in metrics.items()}
+        return {
+            name: [v.aggregate() if isinstance(v, Metric) else v for v in value] if isinstance(value, list) else value
+            for name, value in metrics.items()
+            if "/perf/" not in name
+        }
+
+    def _forward_micro_batch(self, *arguments: Any) -> Any:
+        return self.engine.ordinary_forward_step(*arguments)
+
+    def forward(self, rows: dict[str, Any], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropy of padded rows."""
+        captured: dict[str, torch.Tensor] = {}
+
+        def capture(
+            model_output: dict[str, torch.Tensor], data: Any, dp_group: Any = None
+        ) -> tuple[torch.Tensor, dict]:
+            for name in ("log_probs", "entropy"):
+                captured[name] = no_padding_2_padding(model_output[name], data)
+            return torch.zeros(()), {}
+
+        tensors = {name: value for name, value in rows.items() if isinstance(value, torch.Tensor)}
+        tensors["prompts"] = _prompts(rows)
+        images = {name: list(value) for name, value in rows.items() if name not in tensors}
+        data = left_right_2_no_padding(tu.get_tensordict({**tensors, **images}, {"temperature": temperature}))
+        tu.assign_non_tensor(
+            data,
+            calculate_entropy=True,
+            use_remove_padding=self.config.use_remove_padding,
+            use_fused_kernels=self.config.use_fused_kernels,
+        )
+        self.engine.ordinary_forward_step(data, capture, False)
+        return captured["log_probs"], captured["entropy"]
+
+
+def _prompts(rows: Any) -> torch.Tensor:
+    return rows["input_ids"][:, : -rows["responses"].shape[1]]
+
+
+def _nest_responses(data: Any) -> None:
+    """Makes nested columns of padded ones."""
+    mask = data.pop("attention_mask").bool()
+    data.pop("max_response_len")
+    width = data["responses"].shape[1]
+    for name in ("prompts", "responses", *(key for key in data.keys() if key not in ("prompts", "responses"))):
+        column = data[name]
+        if isinstance(column, torch.Tensor) and not column.is_nested and column.dim() == 2 and column.shape[1] > 1:
+            of_column = mask[:, :-width] if name == "prompts" else mask[:, -width:]
+            rows = [row[kept] for row, kept in zip(column, of_column, strict=True)]
+            data[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+class StockEngineActor(EngineActor):
+    """The same with the unpatched engine."""
+
+    watched = False
+    engine_class = staticmethod(stock_engine)

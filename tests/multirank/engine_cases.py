@@ -1,0 +1,175 @@
+"""What only verl 0.9's engine has: updates cut up by the worker, evidence from the ranks, checkpoints of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from actor_cases import Case, build_actor, build_batch, build_model, response_length
+from verl import DataProto
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+
+
+class Words:
+    """A tokenizer whose words are the ids."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, ids))
+
+
+def with_columns(case: Case, batch: DataProto) -> None:
+    """What a trainer knows of each row; a row's name is its rank and number."""
+    rank = dist.get_rank()
+    rows = range(len(batch))
+    columns = {
+        "uid": [f"{rank}/{row}" for row in rows],
+        "data_source": ["sums"] * len(batch),
+        "reward_model": [{"ground_truth": str(row)} for row in rows],
+    }
+    for name, values in columns.items():
+        batch.non_tensor_batch[name] = np.array(values, dtype=object)
+    scores = torch.zeros_like(batch.batch["advantages"])
+    scores[:, 0] = torch.arange(len(batch)) + 100.0 * rank
+    name = "rm_scores" if case.nested else "token_level_scores"
+    batch.batch[name] = scores * batch.batch["response_mask"]
+
+
+def evidence(case: Case, directory: str, shuffle: bool, updates: int = 1) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Updates whose evidence is written.
+
+    Returns:
+        tuple: For each planted token, its row's name, and its position and id; the metrics of each update.
+    """
+    options = {"spike_detection": True, "grad_norm_threshold": 1e3, "bisect_dump_dir": directory}
+    actor = build_actor(case, **options)
+    actor.engine._evidence._tokenizer = Words()
+    actor.dataloader = {"shuffle": shuffle}
+    metrics, planted = [], []
+    for seed in range(updates):
+        with torch.random.fork_rng():
+            batch = build_batch(case, dist.get_rank(), seed)
+        with_columns(case, batch)
+        if seed == 0:
+            for rank, row, position in case.planted:
+                if rank == dist.get_rank():
+                    prompt = batch.batch["input_ids"][row, : -batch.batch["responses"].shape[1]]
+                    prompt = prompt[batch.batch["attention_mask"][row, : len(prompt)].bool()]
+                    planted.append(
+                        {
+                            "uid": f"{rank}/{row}",
+                            "position": position,
+                            "token": str(batch.batch["responses"][row, position].item()),
+                            "prompt": " ".join(map(str, prompt.tolist())),
+                            "response": " ".join(
+                                map(str, batch.batch["responses"][row, : response_length(rank, row)].tolist())
+                            ),
+                            "reward": 100.0 * rank + row,
+                            "ground_truth": str(row),
+                            "data_source": "sums",
+                        }
+                    )
+        metrics.append(actor.update_policy(batch))
+    return planted, metrics
+
+
+def engine_as_the_worker_builds_it(directory: str, strategy: str, **options: Any) -> Any:
+    """An engine with all its own parts, of a model that is loaded from disk."""
+    from engine_actor import EngineRegistry
+
+    config = FSDPEngineConfig(
+        dtype="float32",
+        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        use_torch_compile=False,
+        strategy=strategy,
+    )
+    actor = FSDPActorConfig(
+        strategy=strategy,
+        rollout_n=1,
+        ppo_mini_batch_size=8,
+        ppo_micro_batch_size_per_gpu=2,
+        use_torch_compile=False,
+        fsdp_config=config,
+        **options,
+    )
+    from verl.trainer.config import CheckpointConfig
+
+    model = HFModelConfig(
+        path=directory,
+        load_tokenizer=False,
+        use_remove_padding=False,
+        enable_gradient_checkpointing=False,
+        override_config={"attn_implementation": "sdpa"},
+    )
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend=strategy,
+        model_config=model,
+        engine_config=config,
+        optimizer_config=FSDPOptimizerConfig(lr=1e-3, clip_grad=1.0),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine, actor
+
+
+def resumed(directory: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]:
+    """States of an engine that was trained and saved, of a new one, and of one that was loaded; the files saved."""
+    from functools import partial
+
+    from engine_actor import _prompts
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import LayerClipConfig
+    from verl.workers.utils.losses import ppo_loss
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    case = Case()
+    path = Path(directory)
+    if dist.get_rank() == 0:
+        build_model(case).save_pretrained(path / "model")
+    dist.barrier()
+    options = {
+        "spike_detection": True,
+        "grad_norm_threshold": "auto",
+        "layer_clip": LayerClipConfig(enable=True),
+        "bisect_dump_dir": str(path / "dump"),
+    }
+
+    def trained(load: bool, seed: int) -> Any:
+        engine, config = engine_as_the_worker_builds_it(str(path / "model"), strategy, **options)
+        if load:
+            engine.load_checkpoint(str(path / "checkpoint"))
+        batch = build_batch(case, dist.get_rank(), seed)
+        batch.batch["prompts"] = _prompts(batch.batch)
+        data = left_right_2_no_padding(batch.to_tensordict())
+        tu.assign_non_tensor(
+            data,
+            calculate_entropy=False,
+            global_batch_size=8 * dist.get_world_size(),
+            use_remove_padding=False,
+            use_dynamic_bsz=False,
+            micro_batch_size_per_gpu=2,
+            use_fused_kernels=False,
+        )
+        with engine.train_mode():
+            engine.train_batch(data, loss_function=partial(ppo_loss, config=config))
+        return engine
+
+    def state(engine: Any) -> dict[str, Any]:
+        return json.loads(json.dumps({name: repr(part.state_dict()) for name, part in engine._parts().items()}))
+
+    first = trained(False, 0)
+    first.save_checkpoint(str(path / "checkpoint"))
+    dist.barrier()
+    saved = sorted(os.listdir(path / "checkpoint"))
+    norms = [trained(load, 1).gradloc.state_dict()["token_norms"] for load in (False, True)]
+    return (
+        state(first),
+        {"norms": first.gradloc.state_dict()["token_norms"]},
+        {"fresh": norms[0], "loaded": norms[1]},
+        saved,
+    )

@@ -1,0 +1,71 @@
+"""What only verl 0.9's FSDP engine has; the actor's own tests run against it as well."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import actor_cases
+import pytest
+from actor_cases import Case
+from test_actor import ONE, THREE, WRAPS, Launch, cases, check_planted_tokens, launch, same_events
+from valid_events import valid_events
+
+__all__ = ["launch"]
+
+pytestmark = [
+    pytest.mark.every_target,
+    pytest.mark.skipif(not actor_cases.ENGINE, reason="this verl trains with its legacy actor"),
+]
+
+if actor_cases.ENGINE:
+    import engine_cases
+
+
+@cases(
+    *[(2, Case(wrap, deferred=True, mini_batch=4, planted=THREE)) for wrap in WRAPS],
+    (2, Case(deferred=True, dynamic=True, planted=THREE)),
+    (2, Case(nested=True, mini_batch=4, rollout=True, kl=True, planted=THREE)),
+    (4, Case("fsdp1", deferred=True, nested=True, planted=ONE)),
+)
+def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> None:
+    check_planted_tokens(launch, world, case)
+
+
+@cases(*[(2, Case(wrap, deferred=True, dropout=0.2, optimizer="adamw", planted=THREE)) for wrap in WRAPS])
+def test_training_is_bit_identical_with_a_deferred_reduction(launch: Launch, world: int, case: Case) -> None:
+    results = launch(world, actor_cases.identity, case, 100)
+    first, second = same_events([run for _, _, run in results])
+    assert sum(event["passes"] for event in first) > 0 and second == []
+    for searched, off, _ in results:
+        assert all(searched.values()), searched
+        assert all(off.values()), off
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["padded", "nested"])
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in_order", "shuffled"])
+def test_each_rank_describes_its_culprits(launch: Launch, tmp_path: Path, shuffle: bool, nested: bool) -> None:
+    case = Case(mini_batch=4, nested=nested, planted=THREE)
+    results = launch(2, engine_cases.evidence, case, str(tmp_path), shuffle, 2)
+    planted = {tuple(sorted(row.items())) for rows, _ in results for row in rows}
+    assert len(planted) == len(THREE)
+    events = valid_events(f"[{','.join((tmp_path / 'spikes.jsonl').read_text().splitlines())}]")
+    names = ("uid", "position", "token", "prompt", "response", "reward", "ground_truth", "data_source")
+    culprits = [culprit for event in events for culprit in event["culprits"]]
+    assert {tuple(sorted((name, culprit[name]) for name in names)) for culprit in culprits} == planted
+    assert {event["global_step"] for event in events} == {7}
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [(step["global_step"], step["triggered"]) for step in steps] == [(7, len(events)), (8, 0)]
+    for _, (first, second) in results:
+        # One value for the update, whatever the number of its mini-batches.
+        assert first["actor/gradloc/triggered"] == [len(events)] and second["actor/gradloc/triggered"] == [0]
+        assert first["actor/gradloc/culprits"] == [len(THREE)]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2"])
+def test_a_run_resumes_with_what_was_learned(launch: Launch, tmp_path: Path, strategy: str) -> None:
+    for state, norms, later, files in launch(2, engine_cases.resumed, str(tmp_path), strategy):
+        assert set(state) == {"gradloc", "layer_clip"} and "gradloc_state.pt" in files
+        assert len(norms["norms"]) == 1
+        assert later["loaded"] == [*norms["norms"], *later["loaded"][1:]] and len(later["loaded"]) == 2
+        assert len(later["fresh"]) == 1
