@@ -1,9 +1,8 @@
-"""Which tests run against which verl, and fixtures for the tests of the tools."""
+"""Fixtures for the tests of the tools."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -19,32 +18,6 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.umask(0o022)  # the modes that the tests expect are those of most checkouts
-
-
-# Tests without a mark are for verl's older actor, or for no verl at all.
-WITHOUT_MARK = ("0.7.0", "0.7.1")
-# The marks of pyproject.toml, in the text of a file.
-MARK = re.compile(r"\bmark\.(every_target|target\(([^)]*)\))")
-
-
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leaves out files with no test for the target: they may import what that verl does not have."""
-    if collection_path.suffix != ".py" or trees.TARGET in WITHOUT_MARK or not trees.TARGET:
-        return None
-    marks = MARK.findall(collection_path.read_text())
-    return None if any(mark == "every_target" or f'"{trees.TARGET}"' in versions for mark, versions in marks) else True
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests that are not for the target."""
-
-    def is_for_target(item: pytest.Item) -> bool:
-        if marker := item.get_closest_marker("target"):
-            return trees.TARGET in marker.args
-        return item.get_closest_marker("every_target") is not None or trees.TARGET in (*WITHOUT_MARK, "")
-
-    config.hook.pytest_deselected(items=[item for item in items if not is_for_target(item)])
-    items[:] = [item for item in items if is_for_target(item)]
 
 
 @pytest.fixture(scope="session")

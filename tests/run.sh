@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Sets up build/ on first use and runs every check of the project: ruff, the patch against its sources, pytest.
 # Usage: bash tests/run.sh [--target VERSION] [pytest arguments]
-# The tests run against the verl of patches/DEFAULT; without arguments, those that are marked every_target or target also
-# run against each other verl that there is a patch for. --target takes one verl, for everything.
+# The tests run against the verl of patches/DEFAULT; without arguments, those that are marked every_target also run
+# against each other verl that there is a patch for, and those marked target against the one that they name. --target
+# takes one verl, for everything.
 # Exit code: 0 if everything passes, the failing step's own code otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -165,6 +166,6 @@ code=0
 for version in "${others[@]}"; do
     use_target "$version"
     say "pytest, verl $version"
-    "$venv/bin/python" -m pytest -m "every_target or target" || code=$?
+    "$venv/bin/python" -m pytest -m "every_target or target(version='$version')" || code=$?
 done
 exit "$code"

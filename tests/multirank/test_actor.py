@@ -217,7 +217,7 @@ def test_nothing_happens_without_a_spike(launch: Launch, world: int, case: Case)
                 assert sum(as_list(metrics[f"actor/gradloc/{name}"])) == 0
 
 
-@pytest.mark.target("0.7.0", "0.7.1")
+@pytest.mark.every_target
 @cases(*[(2, Case(wrap, planted=ONE, nan=((0, 2, 7), (1, 3, 2)))) for wrap in WRAPS])
 def test_tokens_that_produce_nan(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, actor_cases.identity, case, 100)
@@ -257,7 +257,7 @@ IDENTITY_CASES = [
 ]
 
 
-@pytest.mark.target("0.7.0", "0.7.1")
+@pytest.mark.every_target
 @cases(*IDENTITY_CASES)
 def test_training_is_bit_identical_after_a_search(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, actor_cases.identity, case, 100)
@@ -292,7 +292,7 @@ def test_a_failure_on_one_rank_ends_the_search_on_all(launch: Launch, wrap: str,
 
 
 # Micro-batches have two rows, ranks eight: one micro-batch, one rank, everything.
-@pytest.mark.target("0.7.0", "0.7.1")
+@pytest.mark.every_target
 @pytest.mark.parametrize("detection", [False, True])
 @pytest.mark.parametrize("rejected", [(2, 0), (0, 8), (8, 8)])
 def test_metrics_of_rejected_answers_are_averaged(launch: Launch, rejected: tuple[int, int], detection: bool) -> None:
@@ -317,7 +317,7 @@ def test_detection_is_off_by_default(launch: Launch) -> None:
     assert launch(2, actor_cases.gradloc_of_a_default_actor) == [None, None]
 
 
-@pytest.mark.target("0.7.0", "0.7.1")
+@pytest.mark.every_target
 @pytest.mark.parametrize("mode", MODES)
 def test_the_closed_formulas_are_what_verl_aggregates(mode: str) -> None:
     closed, autograd = actor_cases.weights_both_ways(Case(loss_agg_mode=mode))

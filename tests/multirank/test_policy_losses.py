@@ -52,7 +52,7 @@ def weights_and_gradient(
     return weights, torch.autograd.grad(loss, log_prob)[0]
 
 
-@pytest.mark.target("0.7.0", "0.7.1")
+@pytest.mark.every_target
 @pytest.mark.parametrize("info", [{}, WHOLE_BATCH], ids=["local", "global"])
 @pytest.mark.parametrize("agg_mode", MODES)
 @pytest.mark.parametrize("mode", list(POLICY_LOSS_REGISTRY))

@@ -15,7 +15,7 @@ import pytest
 import verl
 from runs import events_in, started
 
-pytestmark = pytest.mark.target("0.7.0", "0.9.1")
+pytestmark = pytest.mark.target(version="0.9.1")
 
 ROOT = Path(__file__).parents[2]
 PREPARED = ROOT / ".embedded" / verl.__version__ / "tiny"
