@@ -3,17 +3,17 @@
 """Lets verl train on a machine without a GPU. verl loads it when VERL_USE_EXTERNAL_MODULES names it.
 
 verl expects the functions of torch.cuda in its device's module, and creates process groups with NCCL. This package
-adds the missing functions to torch.cpu, replaces NCCL by gloo, and registers the `hf` rollout (rollout.py). verl's own
-files stay as they are.
+adds the missing functions to torch.cpu, replaces NCCL by gloo, and registers the `hf` rollout (rollout.py). For verl
+0.9, cpu_platform.py adds the platform, and v1_trainer.py makes runs of its V1 trainer repeatable. verl's own files stay
+as they are.
 """
 
 import functools
+import importlib.util
 
 import psutil
 import torch
 import torch.distributed
-from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 
 def _memory_used(*_args, **_kwargs) -> int:
@@ -56,10 +56,19 @@ _init_process_group = torch.distributed.init_process_group
 
 @functools.wraps(_init_process_group)
 def _init_with_gloo(backend: str | None = None, *args, **kwargs):
-    return _init_process_group("gloo" if backend and "nccl" in backend else backend, *args, **kwargs)
+    return _init_process_group("gloo" if backend else None, *args, **kwargs)
 
 
 torch.distributed.init_process_group = _init_with_gloo
+
+
+def _register_rollout() -> None:
+    # Imported here, because these modules ask for verl's platform.
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    _ROLLOUT_REGISTRY[("hf", "async")] = "embedded.rollout.HFRollout"
+    RolloutReplicaRegistry.register("hf", _load_replica)
 
 
 def _load_replica() -> type:
@@ -68,5 +77,6 @@ def _load_replica() -> type:
     return HFReplica
 
 
-_ROLLOUT_REGISTRY[("hf", "async")] = "embedded.rollout.HFRollout"
-RolloutReplicaRegistry.register("hf", _load_replica)
+if importlib.util.find_spec("verl.plugin") is not None:
+    importlib.import_module("embedded.cpu_platform")
+_register_rollout()

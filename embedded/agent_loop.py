@@ -7,39 +7,46 @@ over seconds. Which row then gets which random numbers, and how many are answere
 """
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Any
 
+import ray
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.utils.profiler import simple_timer
 from verl.workers.rollout.replica import TokenOutput
 
+from .rollout import server_name
 
+# A field of each prompt of verl's V1 trainer, made by v1_trainer.py: the batch, the row of its first answer, and the
+# number of rows of the batch.
+PLACE = "embedded_place"
+
+
+@dataclass
 class _Batch:
-    """The prompts of a step, and their answers once they are asked for."""
+    """The prompts of a step by their rows, and the answers once they are asked for."""
 
-    def __init__(self) -> None:
-        self.prompts: list[list[int]] = []
-        self.answers: asyncio.Future[list[TokenOutput]] | None = None
+    prompts: dict[int, list[int]] = field(default_factory=dict)
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+    answers: asyncio.Future[dict[int, TokenOutput]] | None = None
 
 
 class WholeBatchAgentLoop(AgentLoopBase):
     """One turn for each row of a batch, answered with all other rows."""
 
-    _open: _Batch | None = None
+    _open: dict[str, _Batch] = {}
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         tokenizer: Any = self.tokenizer  # transformers declares its factory's type
         prompt = tokenizer.apply_chat_template(
-            list(kwargs["raw_prompt"]), add_generation_prompt=True, tokenize=True, **self.apply_chat_template_kwargs
+            list(kwargs["raw_prompt"]),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **self.apply_chat_template_kwargs,
         )
-        shared = WholeBatchAgentLoop
-        batch = shared._open = shared._open or _Batch()
-        row = len(batch.prompts)
-        batch.prompts.append(prompt)
-        # verl starts the loops of a batch in the order of its rows. All have come to this line before one goes on.
-        await asyncio.sleep(0)
+        batch, row = await self._join(prompt, kwargs.get(PLACE), kwargs.get("session_id", 0))
         if batch.answers is None:
-            shared._open = None
             batch.answers = asyncio.ensure_future(self._ask(batch.prompts, sampling_params))
         metrics: Any = {}  # verl's own loops give a dict, too
         with simple_timer("generate_sequences", metrics):
@@ -52,17 +59,46 @@ class WholeBatchAgentLoop(AgentLoopBase):
             multi_modal_data={},
             num_turns=2,
             metrics=metrics,
+            extra_fields=_extra_fields(output),
         )
 
-    async def _ask(self, prompts: list[list[int]], sampling_params: dict[str, Any]) -> list[TokenOutput]:
+    async def _join(self, prompt: list[int], place: dict[str, Any] | None, session: int) -> tuple[_Batch, int]:
+        """Adds a prompt to its batch, and waits until the batch is complete. Returns the batch and the prompt's row."""
+        batches = WholeBatchAgentLoop._open
+        name = "" if place is None else place["batch"]
+        batch = batches.setdefault(name, _Batch())
+        row = len(batch.prompts) if place is None else place["first_row"] + session
+        batch.prompts[row] = prompt
+        if place is None:
+            # verl starts the loops of a batch in the order of its rows. All have come to this line before one goes on.
+            await asyncio.sleep(0)
+            batch.complete.set()
+        elif len(batch.prompts) == place["rows"]:
+            batch.complete.set()
+        await batch.complete.wait()
+        batches.pop(name, None)
+        return batch, row
+
+    async def _ask(self, prompts: dict[int, list[int]], sampling_params: dict[str, Any]) -> dict[int, TokenOutput]:
         """Deals the prompts out to the servers, in runs of equal length. All servers answer alike."""
-        servers = self.server_manager.server_handles
-        length = -(-len(prompts) // len(servers))
-        parts = [(first, prompts[first : first + length]) for first in range(0, len(prompts), length)]
+        trainer, rollout = self.config.trainer, self.config.actor_rollout_ref.rollout
+        servers = trainer.nnodes * trainer.n_gpus_per_node // rollout.tensor_model_parallel_size
+        length = -(-len(prompts) // servers)
+        ordered = [prompts[row] for row in range(len(prompts))]
+        parts = [(first, ordered[first : first + length]) for first in range(0, len(ordered), length)]
         answers = await asyncio.gather(
             *[
-                server.generate_batch.remote(part, sampling_params, first)
-                for server, (first, part) in zip(servers, parts, strict=False)
+                ray.get_actor(server_name(server)).generate_batch.remote(part, sampling_params, first)
+                for server, (first, part) in enumerate(parts)
             ]
         )
-        return [output for part in answers for output in part]
+        return dict(enumerate(output for part in answers for output in part))
+
+
+def _extra_fields(output: TokenOutput) -> dict[str, Any]:
+    """What verl 0.9's own loops add: the steps whose weights gave the answer, and fields of tools. Nothing with 0.7."""
+    if "extra_fields" not in TokenOutput.model_fields:
+        return {}
+    step = output.extra_fields.get("global_steps")
+    steps = dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps"), step)
+    return {**steps, "turn_scores": [], "tool_rewards": []}

@@ -56,9 +56,9 @@ class StaleServer(HFServer):
         super().__init__(*args, **kwargs)
         self.past: deque[dict[str, Any]] = deque(maxlen=STEPS_BEHIND + 1)
 
-    def update_weights(self, weights: dict[str, Any]) -> None:
+    def update_weights(self, weights: dict[str, Any], global_step: int | None = None) -> None:
         self.past.append({name: array.copy() for name, array in weights.items()})
-        super().update_weights(self.past[0])
+        super().update_weights(self.past[0], global_step)
 
 
 class FaultyReplica(HFReplica):

@@ -63,13 +63,15 @@ class HFServer:
         self.eos, self.pad = tokenizer.eos_token_id, tokenizer.pad_token_id
         self.response_length = response_length
         self.version = 0
+        self.global_step: int | None = None
 
-    def update_weights(self, weights: dict[str, Any]) -> None:
+    def update_weights(self, weights: dict[str, Any], global_step: int | None = None) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's arrays are read-only, and load_state_dict only reads them
             tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
         self.model.load_state_dict(tensors)
         self.version += 1
+        self.global_step = global_step
 
     @torch.no_grad()
     def generate_batch(self, prompts: list[list[int]], params: dict[str, Any], first_row: int) -> list[TokenOutput]:
@@ -100,6 +102,9 @@ class HFServer:
         )
         sampler.collect(sequences)
         log_probs = torch.stack(sampler.log_probs, dim=1).tolist()
+        # verl 0.9 asks by which step's weights an answer was given; 0.7 does not have the field.
+        step = {} if self.global_step is None else {"global_steps": self.global_step}
+        extra_fields: dict[str, Any] = {"extra_fields": step} if "extra_fields" in TokenOutput.model_fields else {}
         outputs = []
         for tokens, row_log_probs in zip(sequences[:, width:].tolist(), log_probs, strict=True):
             length = tokens.index(self.eos) + 1 if self.eos in tokens else len(tokens)
@@ -108,12 +113,14 @@ class HFServer:
                     token_ids=tokens[:length],
                     log_probs=row_log_probs[:length] if params.get("logprobs") else None,
                     stop_reason="completed",
+                    **extra_fields,
                 )
             )
         return outputs
 
 
-def _server_name(replica_rank: int) -> str:
+def server_name(replica_rank: int) -> str:
+    """The name by which Ray knows the server of a replica."""
     return f"hf_server_{replica_rank}"
 
 
@@ -134,8 +141,8 @@ class HFRollout(BaseRollout):
             if first_of_replica:
                 collected[name] = weight.detach().cpu().numpy()
         if first_of_replica:
-            server = ray.get_actor(_server_name(self.device_mesh["dp"].get_local_rank()))
-            await server.update_weights.remote(collected)
+            server = ray.get_actor(server_name(self.device_mesh["dp"].get_local_rank()))
+            await server.update_weights.remote(collected, kwargs.get("global_steps"))
 
 
 class HFReplica(RolloutReplica):
@@ -150,18 +157,25 @@ class HFReplica(RolloutReplica):
 
     async def launch_servers(self) -> None:
         server_class: Any = ray.remote(self.server_class)
-        server = server_class.options(name=_server_name(self.replica_rank)).remote(
+        server = server_class.options(name=server_name(self.replica_rank)).remote(
             model_path=copy_to_local(self.model_config.path), response_length=self.config.response_length
         )
         self.servers = [server]
         self._server_handle = server
-        self._server_address = _server_name(self.replica_rank)
+        self._server_address = server_name(self.replica_rank)
 
     async def wake_up(self) -> None:
-        await asyncio.gather(*[worker.wake_up.remote() for worker in self.workers])
+        await self._tell_workers("wake_up")
 
     async def sleep(self) -> None:
-        await asyncio.gather(*[worker.sleep.remote() for worker in self.workers])
+        await self._tell_workers("sleep")
 
-    async def clear_kv_cache(self) -> None:
-        """Does nothing: the cache exists only during a `generate` call."""
+    async def _tell_workers(self, method: str) -> None:
+        """verl 0.7's workers send their weights when they are woken up. 0.9's trainer asks for that itself."""
+        await asyncio.gather(*[getattr(each, method).remote() for each in self.workers if hasattr(each, method)])
+
+    async def _do_nothing(self, *_args: Any, **_kwargs: Any) -> None:
+        """The server has no cache beyond a `generate` call, and a call cannot be interrupted."""
+
+    clear_kv_cache = release_kv_cache = resume_kv_cache = _do_nothing
+    abort_all_requests = resume_generation = _do_nothing

@@ -2,40 +2,52 @@
 # Sets up build/ on first use and runs every check of the project: ruff, the patch against its sources, pytest.
 # Usage: bash tests/run.sh [--target VERSION] [pytest arguments]
 # The tests run against the verl of patches/DEFAULT; without arguments, those that are marked every_target also run
-# against each other verl that there is a patch for. --target takes another verl, for everything.
+# against each other verl that there is a patch for, and those marked target against the one that they name. --target
+# takes one verl, for everything.
 # Exit code: 0 if everything passes, the failing step's own code otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 build=$root/build
-venv=$build/venv
 source embedded/find_python.sh
 say() { printf '%s\n' "run.sh: $*"; }
 
-pip_install() {
-    "$venv/bin/python" -m pip install --progress-bar off "$@" |
-        awk '/^Collecting/ { if (++n % 20 == 0) { print "  " n " packages"; fflush() } }
-             /^Installing collected/ { print "  installing"; fflush() }'
+# The verl whose requirements a target shares.
+environment_of() {
+    case $1 in
+        0.7.*) echo 0.7.0 ;;
+        *) echo "$1" ;;
+    esac
 }
 
-# The virtual environment is rebuilt when a requirement file or the interpreter changes.
+# The virtual environment of a target: build/venv for verl 0.7, build/venv-VERSION for others.
+venv_of() {
+    local version
+    version=$(environment_of "$1")
+    [[ $version == 0.7.0 ]] && echo "$build/venv" || echo "$build/venv-$version"
+}
+
+# A virtual environment is rebuilt when a requirement file or the interpreter changes.
 set_up_venv() {
-    local python file wanted
+    local python version file wanted venv
     if ! python=$(find_python); then
         say "no Python 3.10, 3.11 or 3.12 with the venv module was found; install one of them" >&2
         return 1
     fi
-    local files=(tests/requirements.txt)
-    for file in embedded/requirements.txt embedded/requirements-no-deps.txt; do
+    version=$(environment_of "$1")
+    venv=$(venv_of "$1")
+    local files=("tests/requirements-$version.txt")
+    for file in "embedded/requirements-$version.txt" embedded/requirements-no-deps.txt; do
         [[ ! -f $file ]] || files+=("$file")
     done
     wanted=$({ "$python" -VV; cat "${files[@]}"; } | sha256sum | cut -d' ' -f1)
     [[ ! -f $venv/ready || $(<"$venv/ready") != "$wanted" ]] || return 0
-    say "installing the requirements into build/venv (a few minutes, once)"
+    say "installing the requirements with verl $version into build/$(basename "$venv") (a few minutes, once)"
     rm -rf "$venv"
     "$python" -m venv "$venv"
-    pip_install -r tests/requirements.txt
-    [[ ! -f embedded/requirements-no-deps.txt ]] || pip_install --no-deps -r embedded/requirements-no-deps.txt
+    "$python" tools/install.py "$venv/bin/python" -r "tests/requirements-$version.txt"
+    [[ ! -f embedded/requirements-no-deps.txt ]] ||
+        "$python" tools/install.py "$venv/bin/python" --no-deps -r embedded/requirements-no-deps.txt
     echo "$wanted" >"$venv/ready"
 }
 
@@ -100,6 +112,7 @@ set_up_browser() {
 
 # The patched verl comes before the unpatched one that is installed in the environment.
 use_target() {
+    venv=$(venv_of "$1")
     export GRADLOC_BASE_TREE=$build/$1/base PYTHONPATH=$build/$1/verl:$root MYPYPATH=$build/$1/verl
 }
 
@@ -125,7 +138,8 @@ fi
 mkdir -p "$build"
 exec 9>"$build/lock"
 flock 9 # two runs side by side must not set up the same files
-set_up_venv
+venv=$(venv_of "$target")
+for version in "$target" "${others[@]}"; do set_up_venv "$version"; done
 for version in "${targets[@]}"; do set_up_base "$version"; done
 
 say "ruff"
@@ -139,8 +153,10 @@ PYTHON=$venv/bin/python bash make_patch.sh --check
 for version in "${targets[@]}"; do set_up_patched "$version"; done
 link_default
 use_target "$target"
-say "mypy"
-(unset PYTHONPATH && "$venv/bin/mypy") # which would take what is on it for installed
+if [[ $venv == "$build/venv" ]]; then # types are those of verl 0.7
+    say "mypy"
+    (unset PYTHONPATH && "$venv/bin/mypy") # which would take what is on it for installed
+fi
 set_up_browser "$@"
 exec 9>&-
 
@@ -150,6 +166,6 @@ code=0
 for version in "${others[@]}"; do
     use_target "$version"
     say "pytest, verl $version"
-    "$venv/bin/python" -m pytest -m every_target || code=$?
+    "$venv/bin/python" -m pytest -m "every_target or target(version='$version')" || code=$?
 done
 exit "$code"

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pins all requirements: writes requirements.txt from requirements.in, in embedded/ and in tests/.
+"""Pins all requirements: writes requirements-VERSION.txt in embedded/ and in tests/, for each verl in embedded/.
 
 pip install uv
 python tools/lock.py              # keeps the pinned versions wherever they fit
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED, TESTS = ROOT / "embedded", ROOT / "tests"
-HEADER = "# Written by `python tools/lock.py` from requirements.in.\n"
+HEADER = "# Written by `python tools/lock.py`.\n"
 # What is tested. Each line's marker would repeat it, so it is left out there.
 ENVIRONMENT = (
     "sys_platform == 'linux'",
@@ -67,12 +67,20 @@ def main() -> None:
     options = ["--upgrade"] if parser.parse_args().upgrade else []
     if shutil.which("uv") is None:
         sys.exit("lock.py: this needs uv: pip install uv")
-    embedded = resolve([EMBEDDED / "requirements.in"], EMBEDDED / "requirements.txt", *options)
-    (EMBEDDED / "requirements.txt").write_text(HEADER + "\n".join(embedded) + "\n")
-    options += ["--constraint", str(EMBEDDED / "requirements.txt")]
-    both = [EMBEDDED / "requirements.in", TESTS / "requirements.in"]
-    added = [line for line in resolve(both, TESTS / "requirements.txt", *options) if line not in embedded]
-    (TESTS / "requirements.txt").write_text(f"{HEADER}-r ../embedded/requirements.txt\n" + "\n".join(added) + "\n")
+    for direct in sorted(EMBEDDED.glob("requirements-*.in")):
+        pin(direct, options)
+
+
+def pin(direct: Path, options: list[str]) -> None:
+    """Pins what the embedded profile needs with one verl, and on top of it what the tests need with that verl."""
+    pins = direct.with_suffix(".txt")
+    embedded = resolve([direct], pins, *options)
+    pins.write_text(HEADER + "\n".join(embedded) + "\n")
+    tests = TESTS / pins.name
+    both = [direct, TESTS / "requirements.in"]
+    needed = resolve(both, tests, *options, "--constraint", str(pins))
+    added = [line for line in needed if line not in embedded]
+    tests.write_text(f"{HEADER}-r ../embedded/{pins.name}\n" + "\n".join(added) + "\n")
 
 
 if __name__ == "__main__":

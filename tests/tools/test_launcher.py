@@ -20,8 +20,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+import trees
 from tools.launcher import (
-    checks,
     command,
     faults,
     hydra,
@@ -32,6 +32,7 @@ from tools.launcher import (
     processes,
     set_up,
     settings,
+    targets,
     usage,
     values,
 )
@@ -64,6 +65,7 @@ def test_settings_and_their_keys_are_named_once() -> None:
     assert keys.most_common(1)[0][1] == 1
 
 
+@pytest.mark.every_target
 def test_every_key_is_one_of_verls() -> None:
     from importlib.util import find_spec
 
@@ -72,7 +74,7 @@ def test_every_key_is_one_of_verls() -> None:
         config = compose("ppo_trainer")
     for setting in settings.SETTINGS:
         for key in setting.keys:
-            parent, _, name = key.rpartition(".")
+            parent, _, name = targets.translated(key, trees.TARGET).rpartition(".")
             assert name in OmegaConf.select(config, parent), key
 
 
@@ -224,10 +226,33 @@ def test_the_evidence_may_be_given_as_a_directory_in_that_of_the_output() -> Non
     assert resolve({"BISECT_DUMP_DIR": "/OUTPUT_DIR/a"})["BISECT_DUMP_DIR"] == "/OUTPUT_DIR/a"
 
 
+@pytest.mark.parametrize(
+    ("override", "newest"),
+    [
+        ("custom_reward_function.path=/a=b", "reward.custom_reward_function.path=/a=b"),
+        ("+reward_model.rollout.name=vllm", "+reward.reward_model.rollout.name=vllm"),
+        ("algorithm.rollout_correction.rollout_rs='geometric'", "algorithm.rollout_correction.rollout_rs=seq_mean_k1"),
+        ("algorithm.rollout_correction.rollout_rs=seq_max_k3", "algorithm.rollout_correction.rollout_rs=seq_max_k3"),
+        (
+            "+actor_rollout_ref.actor.fsdp_config.dtype=float16",
+            "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float16",
+        ),
+        ("reward_model.enable_resource_pool=True", "reward.reward_model.enable_resource_pool=True"),
+        ("actor_rollout_ref.actor.grad_clipping=1", "actor_rollout_ref.actor.grad_clipping=1"),
+        ("~custom_reward_function", "~custom_reward_function"),
+        ("data.x=custom_reward_function.path", "data.x=custom_reward_function.path"),
+    ],
+)
+def test_the_names_of_a_later_verl(override: str, newest: str) -> None:
+    assert targets.translated(override, "0.7.0") == override
+    assert targets.translated(override, "0.9.1") == newest
+    assert targets.translated(newest, "0.9.1") == newest
+
+
 @pytest.mark.parametrize("value", ["explained", "exhaustive"])
 @pytest.mark.parametrize("profile", ["cluster", "embedded"])
 def test_where_a_search_ends_reaches_verl(profile: str, value: str) -> None:
-    overrides = command.overrides(profile, resolve({"BISECT_UNTIL": value}, profile=profile), "/ray", ROOT)
+    overrides = command.overrides(profile, resolve({"BISECT_UNTIL": value}, profile=profile), "/ray", ROOT, "0.7.0")
     assert f"actor_rollout_ref.actor.bisect_until={value}" in overrides
 
 
@@ -263,7 +288,7 @@ def project(tmp_path: Path) -> Path:
     for name in ("embedded/prepare.py", "embedded/requirements-no-deps.txt", "patches/0.7.0/gradloc.patch"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    (tmp_path / "embedded/requirements.txt").write_text("torch==2\n    # via verl\nverl==0.7.0\n")
+    (tmp_path / "embedded/requirements-0.7.0.txt").write_text("torch==2\nverl==0.7.0\n")
     (tmp_path / "embedded/requirements-uv.txt").write_text("uv==1\n")
     (tmp_path / "embedded/find_python.sh").symlink_to(ROOT / "embedded/find_python.sh")
     (tmp_path / "site/verl").mkdir(parents=True)
@@ -300,10 +325,10 @@ def asked(project: Path) -> list[str]:
 # The second word of a line is uv's own, as no other program is asked for `pip install --no-config`.
 UV = "pip install --no-config --no-progress --python venv/bin/python --index-strategy unsafe-best-match"
 VENV = ["venv venv", "pip install --quiet uv==1"]
-INSTALLS = [f"{UV} -r embedded/requirements.txt", f"{UV} --no-deps -r embedded/requirements-no-deps.txt"]
+INSTALLS = [f"{UV} -r embedded/requirements-0.7.0.txt", f"{UV} --no-deps -r embedded/requirements-no-deps.txt"]
 PATCHES = [f"{UV} --reinstall --link-mode copy --no-deps verl==0.7.0", "apply_patch.py --installed"]
 PIP = "pip install --progress-bar off"
-PIP_INSTALLS = [f"{PIP} -r embedded/requirements.txt", f"{PIP} --no-deps -r embedded/requirements-no-deps.txt"]
+PIP_INSTALLS = [f"{PIP} -r embedded/requirements-0.7.0.txt", f"{PIP} --no-deps -r embedded/requirements-no-deps.txt"]
 PIP_PATCHES = [f"{PIP} --force-reinstall --no-deps verl==0.7.0", "apply_patch.py --installed"]
 
 
@@ -311,7 +336,7 @@ def test_the_virtual_environment_is_made_once_and_patched_when_the_patch_changes
     environment = {"PATH": f"{project}/bin:{os.environ['PATH']}"}
 
     def made() -> list[str]:
-        set_up.set_up_venv(project / "venv", project, environment)
+        set_up.set_up_venv(project / "venv", "0.7.0", project, environment)
         return asked(project)
 
     assert made() == VENV + INSTALLS + PATCHES
@@ -326,7 +351,7 @@ def test_the_virtual_environment_is_made_once_and_patched_when_the_patch_changes
 def set_up_with(project: Path, failing: str = "", configured: str = "") -> list[str]:
     (project / "failing").write_text(failing)
     (project / "pip.conf").write_text(configured)
-    set_up.set_up_venv(project / "venv", project, {"PATH": f"{project}/bin:{os.environ['PATH']}"})
+    set_up.set_up_venv(project / "venv", "0.7.0", project, {"PATH": f"{project}/bin:{os.environ['PATH']}"})
     return asked(project)
 
 
@@ -391,17 +416,17 @@ def test_a_step_that_failed_is_done_again(project: Path) -> None:
         (project / "pip.conf").write_text("global.pre='true'")  # so that no other program is tried
         (project / "failing").write_text(failing)
         with pytest.raises(subprocess.CalledProcessError) as error:
-            set_up.set_up_venv(project / "venv", project, environment)
+            set_up.set_up_venv(project / "venv", "0.7.0", project, environment)
         assert error.value.returncode == 7
     (project / "failing").unlink()
     asked(project)
-    set_up.set_up_venv(project / "venv", project, environment)
+    set_up.set_up_venv(project / "venv", "0.7.0", project, environment)
     assert asked(project)[-1] == "apply_patch.py --installed"
 
 
 def test_what_training_imports_is_compiled_once_for_a_patch(project: Path) -> None:
     environment = {"PATH": f"{project}/bin:{os.environ['PATH']}"}
-    set_up.set_up_venv(project / "venv", project, environment)
+    set_up.set_up_venv(project / "venv", "0.7.0", project, environment)
 
     def compiled() -> int:
         (project / "asked").unlink(missing_ok=True)
@@ -532,19 +557,6 @@ def test_exit_codes_are_those_of_a_shell() -> None:
     assert [processes.exit_code(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
 
 
-def test_which_verl_has_the_clip_of_sequences(tmp_path: Path) -> None:
-    code = tmp_path / "verl/trainer/ppo/rollout_corr_helper.py"
-    assert checks.has_geometric_clip(str(tmp_path))  # what cannot be read is left to verl
-    code.parent.mkdir(parents=True)
-    code.write_text('OPTIONS = {"token", "seq_mean_k1"}')
-    assert not checks.has_geometric_clip(str(tmp_path))
-    code.write_text('LEVELS = {"token", "geometric"}')
-    assert checks.has_geometric_clip(str(tmp_path))
-    released = Path(os.environ["GRADLOC_BASE_TREE"])
-    version = (released / "verl/version/version").read_text().strip()
-    assert checks.has_geometric_clip(str(released)) == (version == "0.7.0")
-
-
 @pytest.mark.parametrize(
     ("arguments", "step"),
     [
@@ -558,7 +570,7 @@ def test_which_verl_has_the_clip_of_sequences(tmp_path: Path) -> None:
 )
 def test_the_default_drill_gives_way_to_overrides(arguments: list[str], step: str) -> None:
     asked = options.parse(["--embedded", *arguments])
-    assert main.plan(asked, "embedded").values["SPIKE_DRILL_STEP"] == step
+    assert main.plan(asked, "embedded", "0.7.0").values["SPIKE_DRILL_STEP"] == step
 
 
 @pytest.mark.parametrize(
@@ -581,7 +593,7 @@ def test_the_default_drill_gives_way_to_overrides(arguments: list[str], step: st
     ],
 )
 def test_the_usual_seconds_are_told_of_the_default_run_only(arguments: list[str], usual: bool) -> None:
-    assert main.plan(options.parse(["--embedded", *arguments]), "embedded").usual == usual
+    assert main.plan(options.parse(["--embedded", *arguments]), "embedded", "0.7.0").usual == usual
 
 
 def test_the_verdict_is_that_of_this_run(tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ from packaging.requirements import Requirement
 from tools import lock
 
 ROOT = Path(__file__).parents[2]
-DIRECTORIES = ("embedded", "tests")
+RELEASES = sorted(file.stem.removeprefix("requirements-") for file in ROOT.glob("embedded/requirements-*.in"))
+# What is asked for, and the pins.
+FILES = [
+    (directory, release, f"requirements-{release}.in" if directory == "embedded" else "requirements.in")
+    for release in RELEASES
+    for directory in ("embedded", "tests")
+]
 VERSIONS = ("3.10", "3.11", "3.12")
 
 
@@ -32,39 +38,49 @@ def canonical(name: str) -> str:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("directory", DIRECTORIES)
-def test_each_direct_dependency_is_pinned_once_for_each_python(directory: str, version: str) -> None:
+@pytest.mark.parametrize(("directory", "release", "asked"), FILES)
+def test_each_direct_dependency_is_pinned_once_for_each_python(
+    directory: str, release: str, asked: str, version: str
+) -> None:
     environment = {"python_version": version, "python_full_version": f"{version}.9"}
     pins: dict[str, str] = {}
-    for pin in requirements(ROOT / directory / "requirements.txt"):
+    for pin in requirements(ROOT / directory / f"requirements-{release}.txt"):
         (specifier,) = pin.specifier
         assert specifier.operator == "=="
         if pin.marker is None or pin.marker.evaluate(environment):
             assert canonical(pin.name) not in pins
             pins[canonical(pin.name)] = specifier.version
-    for direct in requirements(ROOT / directory / "requirements.in"):
+    for direct in requirements(ROOT / directory / asked):
         assert direct.specifier.contains(pins[canonical(direct.name)], prereleases=True), direct
 
 
-@pytest.mark.parametrize("directory", DIRECTORIES)
-def test_each_direct_dependency_has_its_reason(directory: str) -> None:
-    lines = (ROOT / directory / "requirements.in").read_text().splitlines()
+@pytest.mark.parametrize("file", sorted({f"{directory}/{asked}" for directory, _, asked in FILES}))
+def test_each_direct_dependency_has_its_reason(file: str) -> None:
+    lines = (ROOT / file).read_text().splitlines()
     asked = [line for line in lines if line and not line.startswith("#")]
     assert asked and all(re.fullmatch(r"\S+ +# \S.*", line) for line in asked)
 
 
-@pytest.mark.parametrize("directory", DIRECTORIES)
-def test_the_pins_name_their_command_and_no_machine(directory: str) -> None:
-    text = (ROOT / directory / "requirements.txt").read_text()
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_pinned_verl_is_the_one_of_the_files_name(release: str) -> None:
+    (verl,) = [pin for pin in requirements(ROOT / f"embedded/requirements-{release}.txt") if pin.name == "verl"]
+    assert str(verl.specifier) == f"=={release}"
+
+
+@pytest.mark.parametrize(("directory", "release", "asked"), FILES)
+def test_the_pins_name_their_command_and_no_machine(directory: str, release: str, asked: str) -> None:
+    text = (ROOT / directory / f"requirements-{release}.txt").read_text()
     assert text.startswith(lock.HEADER) and "python tools/lock.py" in lock.HEADER
     assert "python tools/lock.py" in (ROOT / "CONTRIBUTING.md").read_text()
-    pins = [line for line in text.removeprefix(lock.HEADER).splitlines() if line != "-r ../embedded/requirements.txt"]
+    included = f"-r ../embedded/requirements-{release}.txt"
+    pins = [line for line in text.removeprefix(lock.HEADER).splitlines() if line != included]
     assert all(re.fullmatch(r"[a-z0-9][a-z0-9_.-]*==[a-z0-9.+]+( ; [^/@]+)?", line) for line in pins)
 
 
-def test_the_build_of_torch_is_left_to_pip() -> None:
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_build_of_torch_is_left_to_pip(release: str) -> None:
     """PyPI's needs CUDA's packages, which a pin would ask for where an index of CPU builds is given."""
-    pins = requirements(ROOT / "embedded/requirements.txt")
+    pins = requirements(ROOT / f"embedded/requirements-{release}.txt")
     assert "torch" in {pin.name for pin in pins}
     assert not [pin.name for pin in pins if pin.name.startswith(lock.CUDA)]
 

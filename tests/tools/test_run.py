@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,17 @@ def add_target(project: Path, version: str) -> None:
     write(project / f"build/{version}/base/ready", f"{version}\n")
 
 
+def make_venv(project: Path, version: str) -> None:
+    """What run.sh takes for the virtual environment of a verl, made from requirements that are empty."""
+    venv = project / "build" / ("venv" if version == "0.7.0" else f"venv-{version}")
+    write(project / f"tests/requirements-{version}.txt", "")
+    write(venv / "bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755)
+    for name in ("ruff", "deno", "mypy"):
+        write(venv / "bin" / name, "#!/bin/sh\n", 0o755)
+    python = subprocess.run([sys.executable, "-VV"], capture_output=True, check=True).stdout
+    write(venv / "ready", hashlib.sha256(python).hexdigest())
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """The tests of the page and one other, and a PATH of its own (bin/): no Chromium, an apt-get that takes notes."""
@@ -39,16 +51,12 @@ def project(tmp_path: Path) -> Path:
     for name in TOOLS:
         (tmp_path / "bin" / name).symlink_to(shutil.which(name))
     write(tmp_path / "bin/apt-get", f"#!/bin/sh\necho $1 >>{tmp_path}/apt\nexit 1\n", 0o755)
-    for name in ("bin/python3.11", "build/venv/bin/python"):
-        write(tmp_path / name, f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755)
-    for name in ("ruff", "deno", "mypy"):
-        write(tmp_path / "build/venv/bin" / name, "#!/bin/sh\n", 0o755)
-    for name in ("apply_patch.py", "make_patch.sh", "tests/requirements.txt"):
+    write(tmp_path / "bin/python3.11", f'#!/bin/sh\nexec {sys.executable} "$@"\n', 0o755)
+    for name in ("apply_patch.py", "make_patch.sh"):
         write(tmp_path / name, "")
+    make_venv(tmp_path, "0.7.0")
     write(tmp_path / "patches/DEFAULT", "0.7.0\n")
     add_target(tmp_path, "0.7.0")
-    version = subprocess.run([sys.executable, "-VV"], capture_output=True, check=True).stdout
-    write(tmp_path / "build/venv/ready", hashlib.sha256(version).hexdigest())
     write(tmp_path / "tests/test_other.py", "def test_other():\n    pass\n")
     (tmp_path / "tests/report").mkdir()
     for name in ("browser.py", "evidence_samples.py", "test_report_browser.py"):
@@ -85,14 +93,19 @@ WHICH = """import os, pytest
 def test_marked():
     print("MARKED", os.environ["GRADLOC_BASE_TREE"], os.environ["PYTHONPATH"])
 
+@pytest.mark.target(version="0.9.1")
+def test_named():
+    print("NAMED", os.environ["GRADLOC_BASE_TREE"], os.environ["PYTHONPATH"])
+
 def test_other():
     print("OTHER", os.environ["GRADLOC_BASE_TREE"])
 """
 
 
 def ran(project: Path, *arguments: str) -> list[str]:
-    """What of the two tests ran against which verl."""
-    write(project / "pyproject.toml", '[tool.pytest.ini_options]\nmarkers = ["every_target"]\naddopts = "-s -q"\n')
+    """What of the three tests ran against which verl."""
+    markers = '["every_target", "target(version)"]'
+    write(project / "pyproject.toml", f'[tool.pytest.ini_options]\nmarkers = {markers}\naddopts = "-s -q"\n')
     shutil.rmtree(project / "tests/report", ignore_errors=True)
     write(project / "tests/test_other.py", WHICH)
     environment = os.environ | {"PATH": str(project / "bin")}
@@ -100,7 +113,7 @@ def ran(project: Path, *arguments: str) -> list[str]:
         [project / "bin/bash", project / "tests/run.sh", *arguments], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.lstrip(".").split() for line in done.stdout.splitlines() if "MARKED" in line or "OTHER" in line]
+    lines = [line.lstrip(".").split() for line in done.stdout.splitlines() if re.search("MARKED|NAMED|OTHER", line)]
     for line in lines:
         version = Path(line[1]).parent.name
         assert Path(line[1]) == project / f"build/{version}/base"
@@ -110,9 +123,14 @@ def ran(project: Path, *arguments: str) -> list[str]:
 
 def test_which_tests_run_against_which_target(project: Path) -> None:
     add_target(project, "0.7.1")
-    assert ran(project) == ["MARKED 0.7.0", "OTHER 0.7.0", "MARKED 0.7.1"]
+    add_target(project, "0.9.1")
+    make_venv(project, "0.9.1")
+    default = ["MARKED 0.7.0", "NAMED 0.7.0", "OTHER 0.7.0"]
+    assert ran(project) == [*default, "MARKED 0.7.1", "MARKED 0.9.1", "NAMED 0.9.1"]
     assert ran(project, "-k", "test_marked") == ["MARKED 0.7.0"]
-    assert ran(project, "--target", "0.7.1") == ["MARKED 0.7.1", "OTHER 0.7.1"]
+    assert ran(project, "--target", "0.7.1") == ["MARKED 0.7.1", "NAMED 0.7.1", "OTHER 0.7.1"]
+    shutil.rmtree(project / "build/venv")
+    assert ran(project, "--target", "0.9.1") == ["MARKED 0.9.1", "NAMED 0.9.1", "OTHER 0.9.1"]
     assert (project / "build/base").resolve() == project / "build/0.7.0/base"
     assert (project / "build/verl").resolve() == project / "build/0.7.0/verl"
 

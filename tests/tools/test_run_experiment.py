@@ -18,6 +18,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
+import trees
+from tools.launcher import targets
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "run_experiment.sh"
 
@@ -52,7 +55,8 @@ def test_closed_output() -> None:
 
 def overrides_of(recorder: Path, *arguments: str, **environment: str) -> list[str]:
     """The Hydra overrides that the printed command passes, found by running it."""
-    printed = launch("--dry-run", "--python", str(recorder), *arguments, **environment)
+    target = ["--target", trees.TARGET]
+    printed = launch("--dry-run", "--python", str(recorder), *target, *arguments, **environment)
     assert printed.returncode == 0, printed.stderr
     return executed(printed.stdout)
 
@@ -70,6 +74,7 @@ def composed(overrides: list[str]) -> DictConfig:
         return compose("ppo_trainer", overrides)
 
 
+@pytest.mark.every_target
 @pytest.mark.parametrize("profile", [["--cluster"], ["--embedded"], ["--embedded", "--tiny"]])
 def test_verl_accepts_the_configuration(recorder: Path, profile: list[str]) -> None:
     from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -144,7 +149,7 @@ def test_texts_arrive_as_they_are_given(
     assert config["trainer.logger"] == loggers
     assert config["trainer.default_local_dir"] == directory
     assert config["hydra.run.dir"] == f"{directory}/hydra"
-    assert config["actor_rollout_ref.actor.bisect_dump_dir"] == f"{directory}/bisect_dump"
+    assert config["actor_rollout_ref.actor.bisect_dump_dir"] == os.path.realpath(f"{directory}/bisect_dump")
 
 
 @pytest.mark.parametrize("posix", [{}, {"POSIXLY_CORRECT": "1"}])
@@ -169,7 +174,8 @@ def clips(recorder: Path, *arguments: str) -> tuple:
     config = composed(overrides_of(recorder, *arguments))
     validate_config(config, use_reference_policy=False, use_critic=False)
     correction = config.algorithm.rollout_correction
-    assert correction.rollout_is in (None, "token") and correction.rollout_rs in (None, "geometric")
+    rejection = "geometric" if trees.TARGET == "0.7.0" else "seq_mean_k1"
+    assert correction.rollout_is in (None, "token") and correction.rollout_rs in (None, rejection)
     assert not correction.bypass_mode and config.actor_rollout_ref.rollout.calculate_log_probs
     layer_clip = omega_conf_to_dataclass(config.actor_rollout_ref.actor).layer_clip
     return (
@@ -179,6 +185,7 @@ def clips(recorder: Path, *arguments: str) -> tuple:
     )
 
 
+@pytest.mark.every_target
 @pytest.mark.parametrize("profile", ["--cluster", "--embedded"])
 def test_one_switch_turns_all_clips_on_and_each_can_be_left_out(recorder: Path, profile: str) -> None:
     assert clips(recorder, profile) == (None, None, None)
@@ -188,6 +195,61 @@ def test_one_switch_turns_all_clips_on_and_each_can_be_left_out(recorder: Path, 
         expected = [*remedy[:i], None, *remedy[i + 1 :]]
         assert list(clips(recorder, profile, "--remedy", f"{name}=off")) == expected
     assert clips(recorder, profile, *(f"{name}={value}" for name, value in CLIPS.items())) == (3.0, 1.05, "ratio")
+
+
+@pytest.mark.every_target
+def test_renamed_keys_are_keys_of_this_verl(recorder: Path) -> None:
+    """All names of the table, given with those of verl 0.7.0; one that a verl has not is an error of Hydra's."""
+    given = {
+        "algorithm.rollout_correction.rollout_rs": "sequence",
+        "custom_reward_function.path": "/rewards.py",
+        "custom_reward_function.name": "score",
+        "reward_model.num_workers": 3,
+        "reward_model.enable": True,
+        "reward_model.enable_resource_pool": True,
+        "reward_model.n_gpus_per_node": 2,
+        "reward_model.nnodes": 1,
+        "reward_model.model.path": "/model",
+        "reward_model.rollout.gpu_memory_utilization": 0.25,
+        "reward_manager.name": "dapo",
+        "reward_model.sandbox_fusion.url": "http://sandbox",
+        "actor_rollout_ref.actor.grad_clip": 0.75,
+        "critic.grad_clip": 0.25,
+        "actor_rollout_ref.actor.use_torch_compile": False,
+        "actor_rollout_ref.ref.use_torch_compile": False,
+        "actor_rollout_ref.actor.fsdp_config.dtype": "float16",
+        "actor_rollout_ref.ref.fsdp_config.dtype": "float16",
+    }
+    overrides = overrides_of(recorder, "--cluster", *(f"{key}={value}" for key, value in given.items()))
+    config = composed(overrides)
+    for override in OverridesParser.create().parse_overrides(overrides[-len(given) :]):
+        assert OmegaConf.select(config, override.key_or_group) == override.value()
+    actor = config.actor_rollout_ref.actor
+    if trees.TARGET == "0.9.1":
+        # What its engine reads.
+        assert (actor.optim.clip_grad, actor.fsdp_config.use_torch_compile) == (0.75, False)
+        assert actor.fsdp_config.mixed_precision.param_dtype == "float16"
+        assert config.reward.custom_reward_function.path == "/rewards.py"
+        assert config.critic.optim.clip_grad == 0.25
+    assert {override.partition("=")[0].strip("+") for override in overrides[-len(given) :]} == {
+        targets.translated(f"{key}=", trees.TARGET).strip("+=") for key in given
+    }
+
+
+@pytest.mark.every_target
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_rejection_has_the_same_limits_under_its_new_name(level: str) -> None:
+    import torch
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
+
+    log_ratio = torch.randn(200, 7, generator=torch.Generator().manual_seed(1)) * 0.3
+    mask = (torch.arange(7) < torch.arange(200).unsqueeze(1) % 7 + 1).float()
+    name = targets.translated(f"algorithm.rollout_correction.rollout_rs={level}", trees.TARGET).partition("=")[2]
+    kept, _ = compute_rollout_rejection_mask(log_ratio, mask, rollout_rs=name, rollout_rs_threshold=1.2)
+    of_sequence = (log_ratio * mask).sum(1, keepdim=True) / (mask.sum(1, keepdim=True) if level == "geometric" else 1)
+    measured = (log_ratio if level == "token" else of_sequence).exp()
+    expected = mask * ((measured >= 1 / 1.2) & (measured <= 1.2))
+    assert torch.equal(kept, expected) and 0 < expected.sum() < mask.sum()
 
 
 def test_overrides_keep_their_quoting_and_win(recorder: Path) -> None:
@@ -249,6 +311,7 @@ def test_any_other_weight_needs_one(recorder: Path, weight: str) -> None:
     assert actor.use_kl_loss and actor.kl_loss_coef == float(weight)
 
 
+@pytest.mark.every_target
 def test_every_word_that_a_setting_takes_is_one_of_verl(recorder: Path) -> None:
     from verl.utils.config import omega_conf_to_dataclass
 
@@ -305,6 +368,9 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["--embedded", "SPIKE_DRILL_STEP=5"], "SPIKE_DRILL_STEP is 5, and the run ends with step 4"),
         (["--embedded", "--drill", "SPIKE_DETECTION=False"], "--drill is given, and a drill needs GradLoc"),
         (["--cluster", "--tiny"], "--tiny belongs to --embedded"),
+        (["--target"], "--target needs a version of verl after it"),
+        (["--target", "0.6.0"], "there is no patch for verl 0.6.0: give --target 0.7.0, 0.7.1 or"),
+        (["--embedded", "--target", "0.7.1"], "--embedded installs verl 0.7.0 or 0.9.1 only: give one of them with"),
         (["NNODES=two"], "NNODES is 'two': give a whole number"),
         (["--dry-run", "GPUS_PER_NODE=99999999999999999999"], "give a whole number from 1 to 999"),
         (["--dry-run", "LR=abc"], "LR is 'abc': give a number of at least 0"),
@@ -352,6 +418,36 @@ def test_unpatched_verl_is_refused(tmp_path: Path) -> None:
     assert refused.returncode == 2
     base_tree = os.environ["GRADLOC_BASE_TREE"]
     assert "is not patched" in refused.stderr and f"apply_patch.py --repo {base_tree}" in refused.stderr
+
+
+def test_the_verl_that_training_has_decides(tmp_path: Path) -> None:
+    def printed(version: str, *arguments: str) -> str:
+        (tmp_path / "verl/version").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "verl/__init__.py").touch()
+        (tmp_path / "verl/version/version").write_text(f"{version}\n")
+        command = ["--dry-run", "--cluster", "SEQUENCE_CLIP=1.5", "--python", sys.executable, *arguments]
+        return launch(*command, PYTHONPATH=str(tmp_path)).stdout
+
+    assert "rollout_rs=geometric" in printed("0.7.0")
+    for version in ("0.7.1", "0.9.1"):
+        assert "rollout_rs=seq_mean_k1" in printed(version)
+        assert "rollout_rs=geometric" in printed(version, "--target", "0.7.0")
+    default = (ROOT / "patches/DEFAULT").read_text().strip()
+    assert printed("0.8.0") == printed("0.8.0", "--target", default)
+
+
+def test_another_target_than_the_installed_one_is_refused(tmp_path: Path) -> None:
+    arguments = ["--cluster", "--target", "0.9.1", "--python", sys.executable, *files_that_exist(tmp_path)]
+    refused = launch(*arguments)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert f"--target is 0.9.1, and the verl in {find_spec('verl').submodule_search_locations[0]}" in refused.stderr
+    assert f"is {trees.TARGET}: leave --target out" in refused.stderr
+
+
+def test_a_translated_override_is_told() -> None:
+    told = launch("--dry-run", "--embedded", "--target", "0.9.1", "custom_reward_function.path=/r.py")
+    assert "for verl 0.9.1, custom_reward_function.path=/r.py is reward.custom_reward_function.path" in told.stderr
+    assert launch("--dry-run", "--embedded", "--target", "0.9.1").stderr == ""
 
 
 def test_a_folder_left_behind_is_no_patched_verl(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 verl loads this module when VERL_USE_EXTERNAL_MODULES names it; `algorithm.adv_estimator=planted_spike` selects it. A
 random model earns no reward, so GRPO's advantages would all be zero and every token but the planted one without a
 gradient. Here each answer's advantage is +1 or -1 at random, so that the search must tell the token from its
-neighbours. Where the spike was planted is written as JSON to the file that PLANTED_SPIKE_FILE names.
+neighbours. The token is one of a rewarded answer, if there is one. Where the spike was planted is written as JSON to
+the file that PLANTED_SPIKE_FILE names.
 """
 
 import json
@@ -27,7 +28,8 @@ def planted_spike(
     signs = torch.randint(0, 2, (len(response_mask), 1), generator=torch.Generator().manual_seed(calls)) * 2.0 - 1.0
     advantages = signs * response_mask
     if calls == STEP:
-        row = len(index) - 2
+        rewarded = token_level_rewards.sum(-1).nonzero()
+        row = int(rewarded[-1]) if len(rewarded) else len(index) - 2
         position = int(response_mask[row].sum()) // 2
         advantages[row, position] *= FACTOR
         planted = {"global_step": STEP, "batch_row": row, "uid": index[row], "position": position}

@@ -1,4 +1,7 @@
-"""The real `python -m verl.trainer.main_ppo` with Ray, two FSDP2 workers, a random model and a planted spike."""
+"""The real `python -m verl.trainer.main_ppo` with Ray, two FSDP2 workers, a random model and a planted spike.
+
+With verl 0.9.1 both of its trainers: V1, with a TransferQueue, and the older one.
+"""
 
 import json
 import os
@@ -9,11 +12,17 @@ from pathlib import Path
 
 import pandas
 import pytest
+import verl
 from runs import events_in, started
 
+pytestmark = pytest.mark.target(version="0.9.1")
+
 ROOT = Path(__file__).parents[2]
+PREPARED = ROOT / ".embedded" / verl.__version__ / "tiny"
 THRESHOLD = 80.0
 ANSWERS, STEPS = 16, 3
+SAMPLES = 4  # to each prompt, of which right_answers.py makes one right
+TRAINERS = {"V1": [], "V0": ["trainer.use_v1=False"]} if verl.__version__ == "0.9.1" else {"Ray": []}
 
 
 def processes_naming(text: str) -> set[int]:
@@ -28,22 +37,23 @@ def processes_naming(text: str) -> set[int]:
     return found
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> dict:
+@pytest.fixture(scope="module", params=TRAINERS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
     directory = tmp_path_factory.mktemp("run")
     # Four answers of a rank make a mini-batch, in micro-batches of about two that verl fills by their lengths.
     arguments = [
         f"GRAD_NORM_THRESHOLD={THRESHOLD}",
         "SPIKE_DRILL_STEP=1",
         "algorithm.adv_estimator=planted_spike",
-        "ROLLOUT_N=4",
+        f"ROLLOUT_N={SAMPLES}",
         f"TOTAL_STEPS={STEPS}",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=120",
         "--remedy",
+        *TRAINERS[request.param],
     ]
     environment = {
-        "VERL_USE_EXTERNAL_MODULES": "planted_spike",
+        "VERL_USE_EXTERNAL_MODULES": "planted_spike,right_answers",
         "PLANTED_SPIKE_FILE": str(directory / "planted.json"),
     }
     with started(directory / "out", *arguments, **environment) as script:
@@ -96,28 +106,35 @@ def test_the_evidence_describes_the_token(run: dict) -> None:
 
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / ".embedded/tiny/model")
+    tokenizer = AutoTokenizer.from_pretrained(PREPARED / "model")
     assert culprit["token"] == tokenizer.decode([culprit["token_id"]])
     assert culprit["token"] in culprit["response"]
     assert culprit["token"] in culprit["context"]
-    sums = pandas.read_parquet(ROOT / ".embedded/tiny/train.parquet")
+    sums = pandas.read_parquet(PREPARED / "train.parquet")
     row = next(row for row in sums.to_dict("records") if row["prompt"][0]["content"] in culprit["prompt"])
     assert culprit["ground_truth"] == row["reward_model"]["ground_truth"]
     assert culprit["data_source"] == "math_verify"
-    assert culprit["reward"] == 0.0
+    assert culprit["reward"] == 1.0
+    assert f"The answer is {culprit['ground_truth']}." in culprit["response"]
     # The first mini-batch of a step is on-policy, the second nearly so: one small step lies between.
     assert culprit["ratio"] == pytest.approx(1.0, abs=0.05)
     assert culprit["old_log_prob"] == pytest.approx(culprit["rollout_log_prob"], abs=1e-3)
 
 
 def test_metrics_are_logged_in_every_step(run: dict) -> None:
-    logged = re.findall(r"step:(\d+) - .*?actor/gradloc/triggered:([\d.]+)", run["log"])
+    logged = re.findall(r"step:(\d+) - .*?actor/gradloc/triggered:(?:np\.float64\()?([\d.]+)", run["log"])
     triggered = {int(step): float(value) for step, value in logged}
     assert triggered == {step: float(step == run["planted"]["global_step"]) for step in range(1, STEPS + 1)}
     for name in ("token_norm_max", "culprits", "passes", "seconds"):
         assert len(re.findall(rf"actor/gradloc/{name}:", run["log"])) == STEPS
-    for name in ("actor/layer_clip/fraction", "rollout_corr/rollout_is_mean", "rollout_corr/rollout_rs_mean"):
+    rejection = "rollout_rs_mean" if verl.__version__ == "0.7.0" else "rollout_rs_seq_mean_k1_mean"
+    for name in ("actor/layer_clip/fraction", "rollout_corr/rollout_is_mean", f"rollout_corr/{rejection}"):
         assert len(re.findall(rf"{name}:", run["log"])) == STEPS
+
+
+def test_math_verify_rewards_the_right_answers_of_every_step(run: dict) -> None:
+    means = re.findall(r"critic/score/mean:(?:np\.float64\()?([\d.]+)", run["log"])
+    assert [float(mean) for mean in means] == [1 / SAMPLES] * STEPS
 
 
 def test_the_summary_shows_the_culprit(run: dict) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from . import faults
 from .hydra import quoted, quoted_list
 from .settings import ACTOR, ROLLOUT, SETTINGS, Setting
+from .targets import number, translated
 from .values import Text
 
 # A shell takes each of these for itself, and a backslash before it takes that away.
@@ -25,9 +26,17 @@ def for_hydra(setting: Setting, value: str) -> str:
 
 
 def overrides(
-    profile: str, values: Mapping[str, str], ray_directory: str, root: Path, fault: str | None = None
+    profile: str, values: Mapping[str, str], ray_directory: str, root: Path, target: str, fault: str | None = None
 ) -> list[str]:
-    """The Hydra overrides of a run, without those that the user gives."""
+    """The Hydra overrides of a run with verl `target`, without those that the user gives."""
+    named_as_first = _overrides(profile, values, ray_directory, root, target, fault)
+    return [translated(override, target) for override in named_as_first]
+
+
+def _overrides(
+    profile: str, values: Mapping[str, str], ray_directory: str, root: Path, target: str, fault: str | None
+) -> list[str]:
+    """The overrides with the names that verl 0.7.0 has for them."""
     output = values["OUTPUT_DIR"]
     result = [
         f"hydra.run.dir={quoted(f'{output}/hydra')}",
@@ -50,7 +59,8 @@ def overrides(
     if profile == "cluster":
         return result + _for_cluster()
     planted = faults.find(fault).overrides if fault else ()
-    return result + _for_embedded(values, ray_directory, root) + list(planted)
+    result += _for_embedded(values, ray_directory, root) + list(planted)
+    return result + (_for_v1_trainer() if number(target) >= number("0.9") else [])
 
 
 def _for_cluster() -> list[str]:
@@ -71,7 +81,7 @@ def _for_embedded(values: Mapping[str, str], ray_directory: str, root: Path) -> 
         f"+ray_kwargs.ray_init._temp_dir={ray_directory}",
         "+ray_kwargs.ray_init.include_dashboard=False",
         # The numbers of CPUs and GPUs tell Ray how much may run at once; nothing is reserved.
-        f"ray_kwargs.ray_init.num_cpus={3 * workers + 2}",
+        f"ray_kwargs.ray_init.num_cpus={3 * workers + 6}",
         f"+ray_kwargs.ray_init.num_gpus={workers}",
         f"+ray_kwargs.ray_init.resources.cpu={workers}",
         "actor_rollout_ref.model.use_remove_padding=False",
@@ -83,14 +93,27 @@ def _for_embedded(values: Mapping[str, str], ray_directory: str, root: Path) -> 
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
         f"{ACTOR}.use_torch_compile=False",
+        "actor_rollout_ref.ref.use_torch_compile=False",
         f"{ROLLOUT}.name=hf",
         f"{ROLLOUT}.load_format=safetensors",
         f"{ROLLOUT}.agent.num_workers=1",
         f"{ROLLOUT}.agent.agent_loop_config_path={quoted(str(root / 'embedded/agent_loop.yaml'))}",
         f"{ROLLOUT}.agent.default_agent_loop=whole_batch",
+        "reward_model.num_workers=1",
         "data.dataloader_num_workers=0",
         "trainer.val_before_train=False",
         "trainer.resume_mode=disable",
+    ]
+
+
+def _for_v1_trainer() -> list[str]:
+    """The trainer that verl 0.9 has by default; without effect with trainer.use_v1=False."""
+    sampler = "trainer.v1.sampler.custom_sampler"
+    return [
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        f"+{ROLLOUT}.agent.agent_loop_manager_class=embedded.v1_trainer.OrderedAgentLoopManager",
+        f"{sampler}.path=pkg://embedded.v1_trainer",
+        f"{sampler}.name=OrderedReplayBuffer",
     ]
 
 

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import checks, command, faults, options, settings
+from . import checks, command, faults, options, settings, targets
 from .errors import Refused
 from .log import say
 from .outcome import Outcome, sizes
 from .processes import companion, exit_code, exit_on_signals, session
-from .set_up import compiling, locked, prepare, set_up_venv
+from .set_up import check_embedded, compiling, locked, prepare, set_up_venv
 from .usage import help_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,19 +35,23 @@ class Run:
     """A run that is about to start.
 
     Args:
+        target: The version of verl.
         prepared: Where the set-up of the embedded profile writes model and data.
         fault: The fault to plant, in the embedded profile.
+        asked_target: The version that the command line names; None if it names none.
         added: Variables on top of the environment.
         ray_directory: Ray's files, in the embedded profile.
     """
 
     profile: str
+    target: str
     tiny: bool
     values: dict[str, str]
     overrides: list[str]
     python: str | None
     prepared: Path
     fault: str | None
+    asked_target: str | None
     added: dict[str, str]
     ray_directory: str
 
@@ -55,11 +59,16 @@ class Run:
     def interpreter(self) -> str:
         if self.python is not None:
             return self.python
-        return "python3" if self.profile == "cluster" else str(STATE / "venv/bin/python")
+        return "python3" if self.profile == "cluster" else str(self.venv / "bin/python")
+
+    @property
+    def venv(self) -> Path:
+        """The embedded profile's own virtual environment."""
+        return STATE / self.target / "venv"
 
     @property
     def command(self) -> list[str]:
-        own = command.overrides(self.profile, self.values, self.ray_directory, ROOT, self.fault)
+        own = command.overrides(self.profile, self.values, self.ray_directory, ROOT, self.target, self.fault)
         return [self.interpreter, "-m", "verl.trainer.main_ppo", *own, *self.overrides]
 
     @property
@@ -115,7 +124,7 @@ def launch(arguments: Sequence[str]) -> int:
         return 0
     if sys.platform != "linux":
         raise Refused("this needs Linux")
-    run = plan(asked, profile)
+    run = plan(asked, profile, choose_target(asked, profile))
     missing = checks.missing_paths(run.values, run.prepared if profile == "embedded" else None)
     listed = "".join(f"\n  {path}" for path in missing)
     if asked.dry_run:
@@ -128,8 +137,23 @@ def launch(arguments: Sequence[str]) -> int:
     return train_on_cluster(run) if profile == "cluster" else train_embedded(run)
 
 
-def plan(asked: options.Options, profile: str) -> Run:
-    prepared = STATE / ("tiny" if asked.tiny else "smollm2")
+def choose_target(asked: options.Options, profile: str) -> str:
+    """The version of verl that is asked for, or that training's Python has, or the default one."""
+    if asked.target is not None:
+        targets.check(asked.target, ROOT)
+    python = asked.python or ("python3" if profile == "cluster" else None)
+    target = targets.choose(asked.target, python, ROOT, os.environ)
+    if profile == "embedded" and python is None:
+        check_embedded(target, ROOT)
+    return target
+
+
+def plan(asked: options.Options, profile: str, target: str) -> Run:
+    prepared = STATE / target / ("tiny" if asked.tiny else "smollm2")
+    overrides = [targets.translated(override, target) for override in asked.overrides]
+    for given, used in zip(asked.overrides, overrides, strict=True):
+        if given != used:
+            print(f"run_experiment.sh: for verl {target}, {given} is {used}", file=sys.stderr)
     values = settings.resolve(
         asked.settings,
         os.environ,
@@ -148,9 +172,11 @@ def plan(asked: options.Options, profile: str) -> Run:
             raise Refused(f"bisect_dump_dir is the setting BISECT_DUMP_DIR here: give BISECT_DUMP_DIR={value}")
     return Run(
         profile=profile,
+        target=target,
+        asked_target=asked.target,
         tiny=asked.tiny,
         values=values,
-        overrides=asked.overrides,
+        overrides=overrides,
         python=asked.python,
         prepared=prepared,
         fault=asked.fault,
@@ -161,7 +187,7 @@ def plan(asked: options.Options, profile: str) -> Run:
 
 
 def train_on_cluster(run: Run) -> int:
-    checks.check_verl(run.interpreter, ROOT, run.environment, run.values)
+    checks.check_verl(run.interpreter, ROOT, run.environment, run.asked_target)
     latest = run.output / "latest_checkpointed_iteration.txt"  # verl's note of its last checkpoint
     elsewhere = re.compile(r"trainer\.(resume_mode=(disable|resume_path)|default_local_dir=)")
     drill_step = run.values["SPIKE_DRILL_STEP"]
@@ -198,14 +224,14 @@ def _name_evidence(run: Run) -> None:
 
 
 def train_embedded(run: Run) -> int:
-    STATE.mkdir(exist_ok=True)
+    (STATE / run.target).mkdir(parents=True, exist_ok=True)
     run.output.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(locked(STATE / "lock"))
+        stack.enter_context(locked(STATE / run.target / "lock"))
         if run.python is None:
-            set_up_venv(STATE / "venv", ROOT, os.environ)
-            stack.enter_context(compiling(STATE / "venv", os.environ))
-        checks.check_verl(run.interpreter, ROOT, run.environment, run.values)
+            set_up_venv(run.venv, run.target, ROOT, os.environ)
+            stack.enter_context(compiling(run.venv, os.environ))
+        checks.check_verl(run.interpreter, ROOT, run.environment, run.asked_target)
         prepare(run.prepared, run.tiny, run.interpreter, ROOT, run.environment)
 
     log = run.output / "train.log"
@@ -237,7 +263,7 @@ def train_embedded(run: Run) -> int:
             if not outcome.spikes and page.is_file():
                 print(f"The report: {page}", flush=True)
         if not status:
-            for line in outcome.last_words(run.values["SPIKE_DRILL_STEP"], run.fault):
+            for line in outcome.last_words(run.values["SPIKE_DRILL_STEP"], run.fault, run.asked_target):
                 print(line, flush=True)
         if status:
             say(f"Training failed (exit code {status}). The end of {log}:")

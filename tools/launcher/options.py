@@ -19,6 +19,7 @@ class Options:
         profile: `cluster` or `embedded`; None until the machine decides.
         drill: Whether a spike is to be planted and found, as a test.
         fault: The fault to plant; None for none.
+        target: The version of verl; None for that of the Python that trains, or the default one.
         python: The Python that trains, or None for the profile's own.
         settings: The arguments NAME=value.
         overrides: What goes to verl as it is.
@@ -29,6 +30,7 @@ class Options:
     remedy: bool = False
     drill: bool = False
     fault: str | None = None
+    target: str | None = None
     python: str | None = None
     dry_run: bool = False
     help: bool = False
@@ -58,6 +60,10 @@ def parse(arguments: Sequence[str]) -> Options:
                     raise Refused(f"--fault needs the name of a fault after it: {', '.join(faults.FAULTS)}")
                 options.fault = rest.pop(0)
                 faults.find(options.fault)
+            case "--target":
+                if not rest or not rest[0] or rest[0].startswith("-"):
+                    raise Refused("--target needs a version of verl after it")
+                options.target = rest.pop(0)
             case "--python":
                 if not rest or not rest[0] or rest[0].startswith("-"):
                     raise Refused("--python needs the path of a Python interpreter after it")

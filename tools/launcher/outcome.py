@@ -13,8 +13,8 @@ from .log import say
 
 NEXT = """\
 What next:
-  natural spikes of this model  bash run_experiment.sh --embedded GRAD_NORM_THRESHOLD=90
-  what a fault looks like       bash run_experiment.sh --embedded --fault unsampled   (or {others})
+  natural spikes of this model  bash run_experiment.sh --embedded{target} GRAD_NORM_THRESHOLD=90
+  what a fault looks like       bash run_experiment.sh --embedded{target} --fault unsampled   (or {others})
   your own run                  python apply_patch.py --installed, and add to your launch command:
                                   actor_rollout_ref.actor.spike_detection=True
                                   actor_rollout_ref.actor.grad_norm_threshold=auto
@@ -79,8 +79,8 @@ class Outcome:
                 return f"Drill in step {step}: the planted token was {found} ({passes}, {seconds:.0f} s)"
         return f"THE DRILL OF STEP {drill_step} LEFT NO EVIDENCE, so detection was not tested: see the log"
 
-    def last_words(self, drill_step: str, fault: str | None) -> Iterator[str]:
-        """The lines at the end of a run."""
+    def last_words(self, drill_step: str, fault: str | None, target: str | None = None) -> Iterator[str]:
+        """The lines at the end of a run; `target` where the command named one."""
         yield ""
         if drill_step != "null":
             yield self.verdict(drill_step)
@@ -88,7 +88,8 @@ class Outcome:
             yield f"The fault '{fault}' was planted on purpose: {FAULTS[fault].meaning}."
             if not self.spikes:
                 yield "It did not raise any gradient over the threshold."
-        yield NEXT.format(others=", ".join(name for name in FAULTS if name != "unsampled"))
+        others = ", ".join(name for name in FAULTS if name != "unsampled")
+        yield NEXT.format(others=others, target=f" --target {target}" if target else "")
 
 
 def _files(evidence: Path, name: str) -> list[Path]:

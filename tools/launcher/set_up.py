@@ -17,6 +17,7 @@ from .errors import Refused
 from .installer import Installer
 from .log import say
 from .processes import run, step
+from .targets import one_of, supported
 
 
 @contextlib.contextmanager
@@ -27,31 +28,45 @@ def locked(file: Path) -> Iterator[None]:
         yield
 
 
-def set_up_venv(venv: Path, root: Path, environment: Mapping[str, str]) -> None:
-    """Installs the requirements into `venv` and patches the verl in it."""
+def check_embedded(target: str, root: Path) -> None:
+    """Raises Refused if the embedded profile cannot install this verl."""
+    if not _requirements(target, root).is_file():
+        versions = [version for version in supported(root) if _requirements(version, root).is_file()]
+        raise Refused(
+            f"--embedded installs verl {one_of(versions)} only: give one of them with --target, "
+            f"or a Python that has verl {target} with --python"
+        )
+
+
+def _requirements(target: str, root: Path) -> Path:
+    return root / "embedded" / f"requirements-{target}.txt"
+
+
+def set_up_venv(venv: Path, target: str, root: Path, environment: Mapping[str, str]) -> None:
+    """Installs the requirements of verl `target` into `venv` and patches the verl in it."""
     environment = _for_set_up(environment)
     embedded = root / "embedded"
     python = venv / "bin/python"
     base = _find_python(embedded / "find_python.sh", environment)
     version = subprocess.run([base, "-VV"], env=environment, stdout=subprocess.PIPE, check=True).stdout
-    wanted = _hash(version, *_contents(*sorted(embedded.glob("requirements*.txt"))))
-    requirements = embedded / "requirements.txt"
+    requirements = _requirements(target, root)
+    others = [embedded / f"requirements-{name}.txt" for name in ("no-deps", "uv")]
+    wanted = _hash(version, *_contents(requirements, *others))
     installer = Installer(python, (embedded / "requirements-uv.txt").read_text().strip(), environment)
     if not _is(venv / "ready", wanted):
-        say("Installing the requirements into .embedded/venv (1 to 3 minutes, once)")
+        say(f"Installing verl {target} and what it needs into .embedded/{target}/venv (1 to 3 minutes, once)")
         shutil.rmtree(venv, ignore_errors=True)
         run([base, "-m", "venv", str(venv)], environment)
         # PyPI's torch may bring CUDA along. PIP_EXTRA_INDEX_URL can name an index with torch's CPU builds instead.
         installer.install("-r", str(requirements))
         installer.install("--no-deps", "-r", str(embedded / "requirements-no-deps.txt"))
         _note(venv / "ready", wanted)
-    pin = _pinned_verl(requirements)
-    patch = root / "patches" / pin.removeprefix("verl==") / "gradloc.patch"
+    patch = root / "patches" / target / "gradloc.patch"
     wanted = _hash(*_contents(patch, venv / "ready"))
     if not _is(venv / "patched", wanted):
         say("Patching verl")
         (venv / "patched").unlink(missing_ok=True)
-        _restore_verl(python, pin, installer, environment)
+        _restore_verl(python, f"verl=={target}", installer, environment)
         run([str(python), str(root / "apply_patch.py"), "--installed"], environment)
         _note(venv / "patched", wanted)
 
@@ -105,11 +120,6 @@ def _find_python(script: Path, environment: Mapping[str, str]) -> str:
             "no Python 3.10, 3.11 or 3.12 with the venv module was found: install one, or name one with --python"
         )
     return found.stdout.rstrip("\n")
-
-
-def _pinned_verl(requirements: Path) -> str:
-    (pin,) = [line for line in requirements.read_text().splitlines() if line.startswith("verl==")]
-    return pin
 
 
 def _restore_verl(python: Path, pin: str, installer: Installer, environment: Mapping[str, str]) -> None:

@@ -23,7 +23,8 @@ Usage: bash run_experiment.sh [options] [NAME=value ...] [Hydra overrides ...]
   --remedy         turn on TOKEN_CLIP, SEQUENCE_CLIP and LAYER_CLIP; NAME=off leaves one of them off
   --drill          in step 2, plant a spike beside training, find it and put everything back (default with --embedded)
   --fault NAME     with --embedded: plant a fault on purpose, to see what it looks like:
-FAULTS  --python PYTHON  the Python with the patched verl (default: python3; with --embedded: one made for it)
+FAULTS  --target VERSION the verl to launch (default: the one that PYTHON has; with --embedded: DEFAULT)
+  --python PYTHON  the Python with the patched verl (default: python3; with --embedded: one made for it)
   --dry-run        print the command and stop
   --help           print this
   --               pass everything after it to verl unchanged
@@ -42,7 +43,9 @@ def help_text(remedy: bool, environment: Mapping[str, str]) -> str:
     nodes = environment.get("SLURM_JOB_NUM_NODES") or "1"
     run = "MODEL-grpo" + ("-remedy" if remedy else "")
     faults = "".join(f"                     {name}: {fault.meaning}\n" for name, fault in FAULTS.items())
-    text = USAGE.replace("FAULTS", faults) + _ROW.format("NAME", "CLUSTER DEFAULT", "EMBEDDED DEFAULT", "MEANING")
+    default = (PAGE.parents[1] / "patches" / "DEFAULT").read_text().strip()
+    usage = USAGE.replace("FAULTS", faults).replace("DEFAULT", default)
+    text = usage + _ROW.format("NAME", "CLUSTER DEFAULT", "EMBEDDED DEFAULT", "MEANING")
     for setting in SETTINGS:
         defaults = (
             _shown(setting, profile, remedy, nodes=nodes, run=run, now="TIME") or "-"
