@@ -147,9 +147,8 @@ def _flip_before_the_log_probs_of_step(step: int) -> None:
     if ENGINE:
         from verl.workers.engine import FSDPEngineWithLMHead as Engine
 
-        Engine.infer_batch = flipping(
-            Engine.infer_batch, "module", lambda engine: getattr(engine, "optimizer", None) is not None
-        )
+        infers = flipping(Engine.infer_batch, "module", lambda engine: getattr(engine, "optimizer", None) is not None)
+        Engine.infer_batch = infers  # type: ignore[method-assign]  # on purpose
     else:
         from verl.workers.actor.dp_actor import DataParallelPPOActor as Actor
 
@@ -169,7 +168,7 @@ def _name_the_fault_in_events() -> None:
                 event["fault"] = NAME
             add(evidence, global_step, events, data)
 
-        EngineEvidence.add = adding  # type: ignore[method-assign]  # on purpose
+        EngineEvidence.add = adding  # type: ignore[method-assign,assignment]  # on purpose
         return
 
     from verl.utils.gradloc.verl import dp_actor as gradloc
