@@ -1007,6 +1007,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         targets = narrowed(read_targets(), args.target)
         tree = find_tree(args)
+        if args.installed:
+            # Only the patch that is needed has to be whole. Without one for this version, all are named.
+            release = release_of(tree)
+            targets = [target for target in targets if is_release(release, target.version)] or targets
         return (check if args.check else change)(args, tree, load_candidates(args, targets))
     except Stop as stop:
         print(f"apply_patch: {stop}", file=sys.stderr)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from .fsdp import collectives
 from .measure.meter import Meter, Unit
@@ -69,9 +70,7 @@ def choose(
         RankFailedError: The pass failed on some rank.
     """
     generator = random.Random(seed)  # the same on every rank, as what it draws from
-    usable = sorted(
-        name for name, unit in units.items() if unit.tokens > unit.broken_tokens and unit.root_square_weight
-    )
+    usable = sorted(name for name, unit in units.items() if unit.usable_tokens)
     if not usable:
         raise DrillFailedError("no response token of the mini-batch has a weight in the loss and finite log-probs")
     rank = generator.choice(sorted({rank for rank, _ in usable}))
@@ -79,14 +78,9 @@ def choose(
     micro_batch = meter.obtain([name], own, passes.scale)[name]
     tokens = micro_batch.tokens
     with collectives.same_on_all_ranks():
-        possible = tokens["response_mask"].bool() & (tokens["weight"] != 0) & ~tokens["broken"].bool()
+        possible = usable_tokens(tokens, tokens["broken"].bool())
         unsure = possible & (tokens["log_prob"] < math.log(_SURE))
-        places = (unsure if unsure.any() else possible).nonzero().tolist()
-    if not places:
-        raise DrillFailedError("no response token of the chosen micro-batch has a weight in the loss")
-    row, position = generator.choice(places)
-
-    with collectives.same_on_all_ranks():
+        row, position = generator.choice((unsure if unsure.any() else possible).nonzero().tolist())
         alone = torch.zeros_like(possible)
         alone[row, position] = True
         weight, coefficient = float(tokens["weight"][row, position]), float(tokens["coefficient"][row, position])
@@ -97,6 +91,16 @@ def choose(
         raise DrillFailedError(f"the chosen token has a gradient of norm {norm:g}, which cannot be scaled")
     sign = 1.0 if coefficient > 0 else -1.0
     return Planted(name, row, position, micro_batch.rows[row], abs(weight), sign, norm)
+
+
+def usable_tokens(tokens: Mapping[str, Tensor], broken: Tensor) -> Tensor:
+    """Where a response token has a weight in the loss and is not broken; bool of shape (rows, response length).
+
+    Args:
+        tokens (dict[str, Tensor]): A micro-batch's tokens: their `response_mask` and `weight`.
+        broken (Tensor): Where a log-prob or a coefficient is not finite, bool of the same shape.
+    """
+    return tokens["response_mask"].bool() & (tokens["weight"] != 0) & ~broken
 
 
 def coefficient(planted: Planted, needed: float) -> float:
@@ -125,6 +129,8 @@ def plant(
 ) -> list[MicroBatch]:
     """Copies this rank's micro-batches, with the raised coefficient and another loss scale.
 
+    Coefficients keep their precision, by which an overflow of the loss scale is told from a broken token.
+
     Args:
         own (list[MicroBatch]): This rank's micro-batches.
         mine (bool): Whether the planted token is on this rank.
@@ -138,16 +144,18 @@ def plant(
         tokens = dict(micro_batch.tokens)
         for name in ("coefficient", "entropy_coefficient"):
             if name in tokens:
-                tokens[name] = tokens[name].float() * (new_scale / scale)
+                tokens[name] = (tokens[name].float() * (new_scale / scale)).to(tokens[name].dtype)
         if mine and index == planted.unit[1]:
             known = tokens.get("coefficient", torch.zeros_like(tokens["weight"]))
-            tokens["coefficient"] = known.float().clone()
+            tokens["coefficient"] = known.clone()
             tokens["coefficient"][planted.row, planted.position] = raised * new_scale
         copies.append(replace(micro_batch, tokens=tokens))
     return copies
 
 
-def rerun(own: Sequence[MicroBatch], meter: Meter, passes: Passes, units: Mapping[UnitName, Unit]) -> None:
+def rerun(
+    own: Sequence[MicroBatch], meter: Meter, passes: Passes, units: Mapping[UnitName, Unit], reduced: bool
+) -> None:
     """Adds the mini-batch's gradient to the current one, and measures every micro-batch. A collective call.
 
     Args:
@@ -155,9 +163,10 @@ def rerun(own: Sequence[MicroBatch], meter: Meter, passes: Passes, units: Mappin
         meter (Meter): Measures the norms.
         passes (Passes): Runs a pass for each micro-batch, with the coefficients in `own`.
         units (dict[UnitName, Unit]): The units of all ranks.
+        reduced (bool): Whether the reduced gradient counts, and not only the local ones.
 
     Raises:
-        RankFailedError: A pass failed on some rank.
+        RankFailedError: A pass failed on some rank, or would make the reduced gradient useless.
     """
 
     def whole(rank: int, index: int) -> TokenSubset | None:
@@ -167,6 +176,8 @@ def rerun(own: Sequence[MicroBatch], meter: Meter, passes: Passes, units: Mappin
         return TokenSubset(micro_batch, micro_batch.tokens["response_mask"].bool())
 
     for index in range(1 + max(index for _, index in units)):
+        if reduced:
+            passes.check_dummy_inputs(partial(_ranks_with, units, index))
         meter.start()
         try:
             squares = passes.accumulate(partial(whole, index=index), meter.stop)
@@ -174,3 +185,8 @@ def rerun(own: Sequence[MicroBatch], meter: Meter, passes: Passes, units: Mappin
             meter.stop()
         if index < len(own):
             own[index].squares = squares
+
+
+def _ranks_with(units: Mapping[UnitName, Unit], index: int) -> set[int]:
+    """The ranks that have a micro-batch of this index."""
+    return {rank for rank, of_rank in units if of_rank == index}

@@ -135,6 +135,8 @@ class GradLoc:
         self._auto_threshold = AutoThreshold()
         self._early_warning = EarlyWarning()
         self._threshold: float | None = None
+        # τ of the mini-batch that `_token_norm_max` is from.
+        self._threshold_of_max: float | None = None
         self._drill_found: float | None = None
         self._ordinary: float | None = None
         # Of the last mini-batch without a spike, this rank's squared norms by layer, and Σ w².
@@ -153,6 +155,7 @@ class GradLoc:
         self._micro_batches = []
         self._global_step = global_step
         self._token_norm_max = 0.0
+        self._threshold_of_max = None
         self._misaligned = self._compared = 0.0
         self._early_warning.start_update()
         self._drill_found = None
@@ -261,13 +264,13 @@ class GradLoc:
         """The update's metrics for the training log, the same on every rank.
 
         `misaligned_share` (only with rollout log-probs) is the fraction of response tokens whose log-prob differs from
-        the rollout's by more than a nat. `threshold` is τ in the last mini-batch; it is missing during the warm-up of
-        an automatic threshold. `drill_found` (only after a drill) is 1 if the planted token was found. The other
-        metrics do not count drills.
+        the rollout's by more than a nat. `threshold` is τ in the mini-batch with the largest norm; it is missing during
+        the warm-up of an automatic threshold. `drill_found` (only after a drill) is 1 if the planted token was found.
+        The other metrics do not count drills.
         """
         optional = {"actor/gradloc/misaligned_share": self._misaligned / self._compared} if self._compared else {}
-        if self._threshold is not None:
-            optional["actor/gradloc/threshold"] = self._threshold
+        if self._threshold_of_max is not None:
+            optional["actor/gradloc/threshold"] = self._threshold_of_max
         if self._drill_found is not None:
             optional["actor/gradloc/drill_found"] = self._drill_found
         spikes = [event for event in self._events_of_update if event["drill"] is None]
@@ -309,8 +312,9 @@ class GradLoc:
             started = time.perf_counter()
 
         level = gradient.level
-        self._token_norm_max = max(self._token_norm_max, level.token_norm)
         threshold = self._next_threshold(level)
+        if level.token_norm >= self._token_norm_max:
+            self._token_norm_max, self._threshold_of_max = level.token_norm, self._threshold
         self._early_warning.take_in_margin(level.token_norm, self._threshold)
         if not self._is_spike(gradient, threshold):
             if level.token_norm <= threshold:
@@ -416,7 +420,7 @@ class GradLoc:
             lambda: micro_batches.extend(drill.plant(gradient.micro_batches, mine, planted, raised, scale, new_scale))
         )
         copy = replace(gradient, micro_batches=micro_batches, scale=new_scale)
-        drill.rerun(micro_batches, self._meter, self._passes(copy), units)
+        drill.rerun(micro_batches, self._meter, self._passes(copy), units, reduced=self._kind(gradient) == "global")
         return self._measured(micro_batches, new_scale)
 
     def _measured(self, micro_batches: list[MicroBatch], scale: float) -> _Gradient:
@@ -608,11 +612,13 @@ class GradLoc:
         ):
             mask = micro_batch.tokens["response_mask"].bool()
             norm, layer_norms = self._meter.norms(by_layer)
+            broken = micro_batch.broken(gradient.scale != 1)
             own.append(
                 Unit(
                     rows=len(micro_batch.rows),
                     tokens=int(mask.sum()),
-                    broken_tokens=int((micro_batch.broken(gradient.scale != 1) & mask).sum()),
+                    broken_tokens=int((broken & mask).sum()),
+                    usable_tokens=int(drill.usable_tokens(micro_batch.tokens, broken).sum()),
                     root_square_weight=math.sqrt(square_weight),
                     norm=norm,
                     layer_norms=layer_norms,

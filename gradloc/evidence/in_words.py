@@ -24,8 +24,8 @@ _SMALL_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "
 _KINDS = {
     "nonfinite": ("a token with a NaN or infinite gradient", "tokens with NaN or infinite gradients"),
     "misaligned": (
-        "a token of a response whose log-probs differ from the rollout's",
-        "tokens of responses whose log-probs differ from the rollout's",
+        "a misaligned token (its response's log-probs differ from the rollout's)",
+        "misaligned tokens (their responses' log-probs differ from the rollout's)",
     ),
     "unsampled": ("a token that the policy did not produce", "tokens that the policy did not produce"),
     "advantage": ("a token with an outlying advantage", "tokens with outlying advantages"),
@@ -33,8 +33,8 @@ _KINDS = {
     "kl": ("a token driven by the KL loss", "tokens driven by the KL loss"),
     "token": ("a token whose importance ratio is far from 1", "tokens whose importance ratios are far from 1"),
     "sequence": (
-        "a token of a response whose mean importance ratio is far from 1",
-        "tokens of responses whose mean importance ratios are far from 1",
+        "a token whose response has a mean importance ratio far from 1",
+        "tokens whose responses have mean importance ratios far from 1",
     ),
     "unlikely": (f"a rare token (p < {UNLIKELY:g})", f"rare tokens (p < {UNLIKELY:g})"),
     "layer": ("a token whose norm is mostly in one layer", "tokens whose norms are mostly in one layer"),
@@ -77,7 +77,7 @@ def _culprits(event: Event) -> str:
     else:
         start = f"{count} of {len(culprits)} culprits {'is' if count == 1 else 'are'} {one if count == 1 else several}"
         start += _token(found)
-    sentence = f"{start} {_responses(found)}"
+    sentence = f"{start}, {_responses(found)}"
     if event["diagnosis"] == "diffuse":
         return f"{_everywhere(event)}{_spread(event)}; of the tokens that are over the threshold alone, {sentence}"
     if event["diagnosis"] == "incomplete":
@@ -97,20 +97,21 @@ def _token(culprits: Sequence[Culprit]) -> str:
 
 
 def _responses(culprits: Sequence[Culprit]) -> str:
-    """Whose culprits they are: of how many responses, and whether these are reinforced or suppressed."""
+    """Where culprits are: in how many responses, and the signs of their advantages."""
     responses = {(culprit["rank"], culprit["row"]): culprit for culprit in culprits}
     one = len(responses) == 1
-    where = f"of {_number(len(responses))} {'response' if one else 'responses'}"
+    where = f"in {_number(len(responses))} {'response' if one else 'responses'}"
     advantages = [culprit["advantage"] for culprit in responses.values()]
     if any(advantage is None or not math.isfinite(advantage) or advantage == 0 for advantage in advantages):
         return where
-    rewarded = sum(advantage > 0 for advantage in advantages)
-    if 0 < rewarded < len(advantages):
-        return f"{where}, {_number(rewarded)} rewarded and {_number(len(advantages) - rewarded)} punished"
-    what = "rewarded" if rewarded else "punished"
+    positive = sum(advantage > 0 for advantage in advantages)
+    if 0 < positive < len(advantages):
+        negative = len(advantages) - positive
+        return f"{where}, {_number(positive)} with a positive and {_number(negative)} with a negative advantage"
+    sign = "positive" if positive else "negative"
     reward = next(iter(responses.values())).get("reward") if one else None
     figure = "" if reward is None else f" (reward {reward:g})"
-    return f"{where} that {'was' if one else 'were'} {what}{figure}"
+    return f"{where} with {f'a {sign} advantage' if one else f'{sign} advantages'}{figure}"
 
 
 def _without_culprits(event: Event) -> str:

@@ -16,10 +16,12 @@ MISALIGNED_FRACTION = 0.5
 TOKEN_RATIO = 2.0
 SEQUENCE_RATIO = 1.2
 LAYER_FRACTION = 0.5
-OUTLIER = 5.0
+# Between the advantages of a group of four in which one answer is rewarded unlike the others, there is a factor of 3.
+LARGE_ADVANTAGE = 2.5
+LARGE_WEIGHT = 5.0
 # A token to which the rollout gave probability 1 and training one under this: the rollout did not sample it.
 UNSAMPLED = 1e-3
-# All 23 natural culprits of the embedded profile are under this, and a third of its tokens: docs/causes.md.
+# How often each rule holds for natural culprits and for ordinary tokens: docs/causes.md.
 UNLIKELY = 0.05
 
 
@@ -68,11 +70,11 @@ def _is_unsampled(culprit: Culprit, _: Medians) -> bool:
 
 
 def _has_large_advantage(culprit: Culprit, medians: Medians) -> bool:
-    return _is_outlier(culprit["advantage"], medians["median_advantage"])
+    return _is_outlier(culprit["advantage"], medians["median_advantage"], LARGE_ADVANTAGE)
 
 
 def _has_large_weight(culprit: Culprit, medians: Medians) -> bool:
-    return _is_outlier(culprit["weight"], medians["median_weight"])
+    return _is_outlier(culprit["weight"], medians["median_weight"], LARGE_WEIGHT)
 
 
 def _is_due_to_kl(culprit: Culprit, _: Medians) -> bool:
@@ -97,15 +99,15 @@ def _has_a_layer(culprit: Culprit, _: Medians) -> bool:
     return len(squares) > 1 and max(squares) > LAYER_FRACTION * sum(squares)
 
 
-def _is_outlier(value: float | None, median: float | None) -> bool:
-    return value is not None and median is not None and abs(value) > OUTLIER * median
+def _is_outlier(value: float | None, median: float | None, factor: float) -> bool:
+    return value is not None and median is not None and abs(value) > factor * median
 
 
 def _is_far_from_one(ratio: float | None, factor: float) -> bool:
     return ratio is not None and not 1 / factor <= ratio <= factor
 
 
-# Most specific first: broken numbers, then bugs, then what single tokens have, then what is true of many of them.
+# Most specific first: broken numbers, then bugs, then what ordinary tokens rarely have.
 RULES = (
     Rule(
         "nonfinite",
@@ -127,10 +129,23 @@ RULES = (
         _is_unsampled,
     ),
     Rule(
+        "token",
+        "Its ratio, to the old policy or to the rollout's, is over 2, under 1/2 or NaN.",
+        "Use the same precision in rollout and training, train less off-policy, or clip or mask such ratios.",
+        _has_far_ratio,
+    ),
+    Rule(
+        "sequence",
+        "The geometric mean of the response's ratios is over 1.2, under 1/1.2 or NaN.",
+        "Do the same as for token, for whole responses: mask those whose mean ratio is far from 1.",
+        _has_far_sequence_ratio,
+    ),
+    Rule(
         "advantage",
-        "Its advantage is over 5 times the median of the mini-batch (of the advantages that are not zero).",
-        "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation of nearly equal "
-        "rewards.",
+        "Its advantage is over 2.5 times the median of the mini-batch (of the advantages that are not zero): its "
+        "answer was rewarded unlike most of its group, or its reward is an outlier.",
+        "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
+        "nearly equal rewards and groups with a single right or wrong answer more weight.",
         _has_large_advantage,
     ),
     Rule(
@@ -145,18 +160,6 @@ RULES = (
         "The KL loss's part of its coefficient is larger than the policy loss's.",
         "Lower kl_loss_coef, or use a KL estimator with a smaller gradient far from the reference (kl_loss_type).",
         _is_due_to_kl,
-    ),
-    Rule(
-        "token",
-        "Its ratio, to the old policy or to the rollout's, is over 2, under 1/2 or NaN.",
-        "Use the same precision in rollout and training, train less off-policy, or clip or mask such ratios.",
-        _has_far_ratio,
-    ),
-    Rule(
-        "sequence",
-        "The geometric mean of the response's ratios is over 1.2, under 1/1.2 or NaN.",
-        "Do the same as for token, for whole responses: mask those whose mean ratio is far from 1.",
-        _has_far_sequence_ratio,
     ),
     Rule(
         "unlikely",

@@ -37,6 +37,9 @@ STEP_FIGURES = (
     "unlikely_share",
     "triggered",
 )
+# The files at their limit of which a warning has been logged: one is enough for many steps.
+_full: set[str] = set()
+
 _TEXTS = ("prompt", "response", "response_tokens", "response_suspicion", "response_kl")
 
 
@@ -158,11 +161,16 @@ class _Series:
         files = evidence_files(self.directory, self.name)
         size = os.path.getsize(path) if path in files else 0
         last_line = _last_line(path) if size else b"\n"
-        if sum(map(os.path.getsize, files)) + len(data) > self.total_bytes:
+        full = sum(map(os.path.getsize, files)) + len(data) > self.total_bytes
+        if not full:
+            _full.discard(path)
+        if full:
             message = (
                 f"{kind} are not written from here on: the files have reached {self.total_bytes} bytes; move some away"
             )
-            logger.warning("%s left out of %s: %s", what, self.directory, message)
+            if path not in _full:
+                logger.warning("%s left out of %s: %s", what, self.directory, message)
+                _full.add(path)
             if b'"note": "size_limit"' in last_line:
                 return
             data = _note("size_limit", step, count, message)

@@ -36,6 +36,8 @@ class Unit:
         root_square_weight (float): sqrt(Σ w_t²).
         norm (float | None): The norm of its gradient; None while it has not been measured.
         layer_norms (dict[str, float]): The norm in each layer.
+        usable_tokens (int): The number of response tokens with a weight in the loss and finite log-probs and
+            coefficients.
     """
 
     rows: int
@@ -44,6 +46,7 @@ class Unit:
     root_square_weight: float
     norm: float | None = None
     layer_norms: Mapping[str, float] = field(default_factory=dict)
+    usable_tokens: int = 0
 
     @property
     def token_equivalent(self) -> float:
@@ -247,7 +250,7 @@ class ReducedMeter:
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         (probe,) = probes
-        passes.check_dummy_inputs(probe)
+        passes.check_dummy_inputs(lambda: probe().keys())
         own = passes.measure(lambda rank: probe().get(rank), self._reduced_norms.own_squares)
         world_size = collectives.world_size() // self._sequence_parallel_size
         return (self._reduced_norms.add_up(own).cpu() * (world_size / passes.scale) ** 2).unsqueeze(0)

@@ -3,7 +3,7 @@
 """Extra forward/backward passes over micro-batches of any rank, run by all ranks together."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -224,18 +224,21 @@ class Passes:
         coefficients = [c.to(output) for c, output in zip(coefficients, outputs, strict=True)]
         torch.autograd.backward(outputs, coefficients)
 
-    def check_dummy_inputs(self, probe: Callable[[], Mapping[int, TokenSubset]]) -> None:
+    def check_dummy_inputs(self, ranks: Callable[[], Set[int]]) -> None:
         """Checks that no rank without a subset has a dummy input that gives NaN. A collective call.
 
-        For probes that all ranks measure together: such a NaN would make the result useless.
+        For passes whose reduced gradient counts: such a NaN would make it useless.
+
+        Args:
+            ranks (Callable): Returns the ranks with a subset; called only if some rank has such an input.
 
         Raises:
-            RankFailedError: On all ranks, if there is such a rank and the probe has no subset for it.
+            RankFailedError: On all ranks, if there is such a rank without a subset.
         """
         if self._broken_ranks is None:
             flags = collectives.gather(torch.tensor([float(self._dummy_input is None)], device=self._device))
             self._broken_ranks = [rank for rank, flag in enumerate(flags[:: self._sequence_parallel_size]) if flag]
-        idle = set(self._broken_ranks) - probe().keys() if self._broken_ranks else None
+        idle = set(self._broken_ranks) - ranks() if self._broken_ranks else None
         if idle:
             raise collectives.RankFailedError(
                 f"rank {min(idle)}: each of its rows has a log-prob or coefficient that is not a finite number"

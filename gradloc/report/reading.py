@@ -108,7 +108,7 @@ class Evidence:
 
 
 def read(path: str, since: int | None = None, top: int = DETAILED) -> Evidence:
-    """Reads a directory with evidence, or a file; `spikes.jsonl` stands for the older files and the steps beside it.
+    """Reads a directory with evidence, or a file; `spikes.jsonl` and `steps.jsonl` stand for their directory.
 
     Args:
         path (str): The directory or file. A run's directory stands for the `bisect_dump` in it.
@@ -163,7 +163,9 @@ def _files(path: str) -> tuple[list[str], list[str]]:
                 if events or steps:
                     return events, steps
         raise FileNotFoundError(errno.ENOENT, "No steps.jsonl or spikes.jsonl, which spike_detection writes", path)
-    if os.path.basename(path) == "spikes.jsonl":
+    if os.path.basename(path) in ("spikes.jsonl", "steps.jsonl"):
         directory = os.path.dirname(path) or "."
-        return evidence_files(directory) or [path], evidence_files(directory, "steps")
+        events, steps = evidence_files(directory), evidence_files(directory, "steps")
+        if events or steps:
+            return events, steps
     return [path], []

@@ -105,11 +105,12 @@ class WatchedEngine:
         if gradloc is None or not self._watching or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         self._end_pass()
-        micro_batch = micro_batch.to(get_device_id())
-        gradloc.begin_pass(_inputs(micro_batch), micro_batch[_ROW].tolist(), reduces=self._reduces)
+        # Before the engine moves it to the device, where reading lengths would wait for the device.
+        inputs = _inputs(micro_batch)
+        gradloc.begin_pass(inputs, micro_batch[_ROW].tolist(), reduces=self._reduces)
         self._pass_open = True
         return super().forward_step(  # type: ignore[misc]
-            micro_batch, partial(self._observed, loss_function), forward_only
+            micro_batch, partial(self._observed, loss_function, inputs), forward_only
         )
 
     def optimizer_step(self) -> float:
@@ -220,6 +221,7 @@ class WatchedEngine:
     def _observed(
         self,
         loss_function: Callable[..., Any] | None,
+        inputs: Mapping[str, Any],
         model_output: dict[str, Tensor],
         data: TensorDict,
         dp_group: Any = None,
@@ -235,10 +237,10 @@ class WatchedEngine:
             self._aggregation.stop()
         assert self.gradloc is not None
         config = self._settings
-        as_response = partial(no_padding_2_padding, data=data)
-        padded = {name: as_response(values.detach()) for name, values in flat.items()}
         facts = {name: _padded(data[key]) for name, key in _EVIDENCE_KEYS.items() if key in data.keys()}
         mask = facts["response_mask"]
+        as_response = _response_cutter(inputs, mask)
+        padded = {name: as_response(values.detach()) for name, values in flat.items()}
         options = config.global_batch_info
         if config.use_kl_loss:
             facts["kl_coefficient"] = kl_coefficients(
@@ -273,6 +275,24 @@ def _actor_config(loss_function: Callable[..., Any]) -> Any:
 def _padded(values: Tensor) -> Tensor:
     """A column of the responses, of shape (rows, response length)."""
     return values.to_padded_tensor(0) if values.is_nested else values
+
+
+def _response_cutter(inputs: Mapping[str, Any], like: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function that cuts the responses out of flat values of whole sequences; no host sync.
+
+    A token's log-prob stands at the position before it.
+
+    Args:
+        inputs (Mapping): What `_inputs` gave.
+        like (Tensor): Of the shape that results, (rows, response length), on the values' device.
+    """
+    responses = torch.tensor(inputs["response_lengths"]).unsqueeze(1)
+    ends = torch.tensor([len(row) for row in inputs["input_ids"]]).cumsum(0).unsqueeze(1)
+    position = torch.arange(like.shape[1])
+    is_response = position < responses
+    index = torch.where(is_response, ends - responses - 1 + position, 0).to(like.device)
+    is_response = is_response.to(like.device)
+    return lambda values: torch.where(is_response, values[index], 0.0)
 
 
 # What a forward needs besides the tokens: settings of the batch.

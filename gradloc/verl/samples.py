@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# How many events of an update are logged one by one.
+_LOGGED_EVENTS = 3
+
 
 def record_update(update: dict[str, Any], batch: "DataProto", config: Any, tokenizer: Any) -> None:
     """Adds texts, rewards and ids to the culprits of an update, sums up its events, and writes the evidence.
@@ -58,9 +61,12 @@ def write_update(
     """
     if figures:
         record_step(directory, global_step, figures)
-    for event in events:
+    for event in events[:_LOGGED_EVENTS]:
         what = "Gradient spike" if event.get("drill") is None else "Spike drill"
-        logger.warning("%s in step %s: %s", what, event["global_step"], event["summary"])
+        logger.warning("%s in step %s: %s", what, event["global_step"], event.get("summary", ""))
+    if len(events) > _LOGGED_EVENTS:
+        more = len(events) - _LOGGED_EVENTS
+        logger.warning("%d more gradient spikes in step %s: see the report on %s", more, global_step, directory)
     record_events(directory, events)
 
 

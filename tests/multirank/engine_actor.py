@@ -48,7 +48,8 @@ def with_given_parts(engine: type[FSDPEngineWithLMHead], watched: bool) -> type[
 
         def _build_model_optimizer(self) -> None:
             self.module, self.optimizer = self.actor.actor_module, self.actor.actor_optimizer
-            self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, factor=1.0, total_iters=0)
+            if self.optimizer is not None:
+                self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, factor=1.0, total_iters=0)
             precision = getattr(torch, self.engine_config.dtype)
             self._autocast_dtype = precision
 
@@ -163,11 +164,16 @@ class EngineActor:
         output = TrainingWorker.train_mini_batch.__wrapped__(self.worker, data)
         metrics = tu.get(output, "metrics")
         metrics = {name if name.startswith("actor/") else f"actor/{name}": value for name, value in metrics.items()}
-        return {
-            name: [v.aggregate() if isinstance(v, Metric) else v for v in value] if isinstance(value, list) else value
-            for name, value in metrics.items()
-            if "/perf/" not in name
-        }
+        found = {}
+        for name, value in metrics.items():
+            values = (
+                [v.aggregate() if isinstance(v, Metric) else v for v in value] if isinstance(value, list) else value
+            )
+            if "/gradloc/" in name or "/layer_clip/" in name:
+                (values,) = values  # the update's, whatever the number of its mini-batches
+            if "/perf/" not in name:
+                found[name] = values
+        return found
 
     def _forward_micro_batch(self, *arguments: Any) -> Any:
         return self.engine.ordinary_forward_step(*arguments)

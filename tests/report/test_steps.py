@@ -77,12 +77,13 @@ def test_full_files_rotate_and_stay_within_their_limit(
     names = sorted(os.listdir(tmp_path))
     assert names == ["steps.1.jsonl", "steps.2.jsonl", "steps.jsonl"]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 26 * size
-    assert "the figures of step 59 left out" in caplog.text
+    assert caplog.text.count("left out of") == 1
     found = report.read(str(tmp_path))
     assert list(found.steps) == list(range(len(found.steps))) and len(found.steps) >= 24
     (note,) = found.notes
     jsonschema.validate(note, NOTE)
     assert (note["note"], note["global_step"], note["count"]) == ("size_limit", len(found.steps), 1)
+    assert f"the figures of step {len(found.steps)} left out" in caplog.text
     assert note["message"].startswith("steps are not written from here on")
     # Events have a limit of their own, and steps that were moved away make room.
     record_events(str(tmp_path), samples(1))
@@ -90,6 +91,10 @@ def test_full_files_rotate_and_stay_within_their_limit(
     record_step(str(tmp_path), 77, FIGURES)
     found = report.read(str(tmp_path))
     assert len(found.events) == 1 and max(found.steps) == 77
+    # Full again, it is said again.
+    for step in range(78, 100):
+        record_step(str(tmp_path), step, FIGURES)
+    assert caplog.text.count("left out of") == 2
 
 
 def test_a_failing_disk_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -119,11 +124,12 @@ def test_the_last_line_of_a_step_counts_after_a_resume(tmp_path: Path) -> None:
 
 def test_steps_of_a_run_are_found_beside_its_events(tmp_path: Path) -> None:
     record_step(str(tmp_path / "bisect_dump"), 3, FIGURES)
-    assert list(report.read(str(tmp_path)).steps) == [3]
-    record_events(str(tmp_path / "bisect_dump"), samples(1))
-    for path in (tmp_path, tmp_path / "bisect_dump", tmp_path / "bisect_dump" / "spikes.jsonl"):
-        found = report.read(str(path))
-        assert list(found.steps) == [3] and len(found.events) == 1
+    places = [tmp_path, *(tmp_path / "bisect_dump" / name for name in ("", "spikes.jsonl", "steps.jsonl"))]
+    for count in (0, 1):
+        record_events(str(tmp_path / "bisect_dump"), samples(count))
+        for path in places:
+            found = report.read(str(path))
+            assert list(found.steps) == [3] and len(found.events) == count and not found.skipped
 
 
 # The level over the run
@@ -191,7 +197,8 @@ def test_a_norm_that_is_nan_leaves_its_range() -> None:
 def test_a_run_without_a_spike_says_how_near_it_came(tmp_path: Path, show: Any) -> None:
     for step in range(1, 5):
         record_step(str(tmp_path), step, {**FIGURES, "spike_margin": 0.1 * step if step != 4 else None})
-    out = show()
+    out = show("--html", str(tmp_path / "page.html"))
+    assert '"level":{"steps":[1,2,3,4],"norms":[120.0' in (tmp_path / "page.html").read_text()
     assert "No gradient spike in" in out
     assert "4 steps, 1 to 4 largest token norm over its threshold 0.3, in step 3" in out
 

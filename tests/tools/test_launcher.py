@@ -153,6 +153,7 @@ def test_patterns(pattern: values.Pattern, accepted: list[str], refused: list[st
         ),
         ({"SPIKE_DRILL_STEP": "1", "SPIKE_DETECTION": "False"}, {}, "SPIKE_DRILL_STEP is 1, and a drill needs GradLoc"),
         ({"SPIKE_DETECTION": "false"}, {"drill": True}, "--drill is given, and a drill needs GradLoc"),
+        ({"SPIKE_DRILL_STEP": "null"}, {"drill": True}, "SPIKE_DRILL_STEP is null, which means no drill, and --drill"),
         (
             {},
             {"profile": "embedded", "fault": "fire"},
@@ -171,7 +172,6 @@ def test_refused_settings(given: dict[str, str], changed: dict, sentence: str) -
     [
         ({}, {}, "null"),
         ({}, {"drill": True}, "2"),
-        ({"SPIKE_DRILL_STEP": "null"}, {"drill": True}, "2"),
         ({"SPIKE_DRILL_STEP": "7"}, {"drill": True}, "7"),
         ({"TOTAL_STEPS": "1"}, {"drill": True}, "1"),
         ({}, {"profile": "embedded"}, "2"),
@@ -207,9 +207,9 @@ DRILL = {"global_step": 2, "seconds": 4.2, "drill": {"planted": {}, "found": Tru
 def test_the_verdict_of_the_drill(events: list[dict], verdict: str, tmp_path: Path) -> None:
     (tmp_path / "spikes.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"cut')
     found = outcome.Outcome.of(tmp_path)
-    assert re.search(verdict, found.verdict("2") or "")
-    assert found.verdict("null") is None
-    assert found.spikes == [event for event in events if not event["drill"]]
+    assert re.search(verdict, found.verdict("2"))
+    assert not any(re.search(verdict, line) for line in found.last_words("null", None))
+    assert found.spikes == sum(not event["drill"] for event in events)
 
 
 def test_an_argument_wins_over_the_environment_and_that_over_the_default() -> None:
@@ -297,6 +297,7 @@ def project(tmp_path: Path) -> Path:
     python.write_text(f"""#!/bin/sh
 cd {tmp_path}
 echo "$*" >>asked
+case "$*" in *--no-config*) env | grep ^UV_ >variables ;; esac
 case "$*" in
     *sys.executable*) echo "$0" ;;
     *sysconfig*) echo {tmp_path}/site ;;
@@ -371,28 +372,29 @@ def test_pip_installs_where_uv_could_not_do_the_same(project: Path, capfd: pytes
     assert "pip is configured with constraint" in capfd.readouterr().out
 
 
-def test_uv_gets_pips_indexes(project: Path) -> None:
-    configured = "global.index-url='https://a/simple'\n:env:.extra-index-url='https://b/simple file:///c'\n"
-    uv = set_up_with(project, configured=configured)[2]
-    indexes = "--default-index https://a/simple --extra-index-url https://b/simple --extra-index-url file:///c"
-    assert uv == f"{UV} {indexes} -r embedded/requirements-0.7.0.txt"
+def test_uv_gets_pips_indexes_and_no_password_is_on_its_command_line(project: Path) -> None:
+    indexes = ("https://user:secret@a/simple", "https://b/simple file:///c")
+    configured = f"global.index-url='{indexes[0]}'\n:env:.extra-index-url='{indexes[1]}'\n"
+    assert set_up_with(project, configured=configured) == VENV + INSTALLS + PATCHES
+    variables = (project / "variables").read_text().splitlines()
+    assert {f"UV_DEFAULT_INDEX={indexes[0]}", f"UV_EXTRA_INDEX_URL={indexes[1]}"} <= set(variables)
 
 
 @pytest.mark.parametrize(
-    ("listed", "arguments", "environment"),
+    ("listed", "variables"),
     [
-        ("", [], {}),
-        ("global.index-url='a'\ninstall.index-url='b'\n", ["--default-index", "b"], {}),
-        ("install.index-url='b'\nglobal.index-url='a'\n:env:.index-url='c'\n", ["--default-index", "c"], {}),
-        ("global.find-links='a\\nb'\n", ["--find-links", "a", "--find-links", "b"], {}),
-        ("global.trusted-host='a'\n", ["--allow-insecure-host", "a"], {}),
-        (":env:.default-timeout='180'\nglobal.cert='/c'\n", [], {"UV_HTTP_TIMEOUT": "180", "SSL_CERT_FILE": "/c"}),
-        ("global.proxy='p'\n", [], {"HTTP_PROXY": "p", "HTTPS_PROXY": "p"}),
-        ("global.no-cache-dir='false'\nlist.format='columns'\ndownload.constraint='x'\n", [], {}),
+        ("", {}),
+        ("global.index-url='a'\ninstall.index-url='b'\n", {"UV_DEFAULT_INDEX": "b"}),
+        ("install.index-url='b'\nglobal.index-url='a'\n:env:.index-url='c'\n", {"UV_DEFAULT_INDEX": "c"}),
+        ("global.find-links='a\\nb'\n", {"UV_FIND_LINKS": "a,b"}),
+        ("global.trusted-host='a b'\n", {"UV_INSECURE_HOST": "a b"}),
+        (":env:.default-timeout='180'\nglobal.cert='/c'\n", {"UV_HTTP_TIMEOUT": "180", "SSL_CERT_FILE": "/c"}),
+        ("global.proxy='p'\n", {"HTTP_PROXY": "p", "HTTPS_PROXY": "p"}),
+        ("global.no-cache-dir='false'\nlist.format='columns'\ndownload.constraint='x'\n", {}),
     ],
 )
-def test_pips_configuration_for_uv(listed: str, arguments: list[str], environment: dict[str, str]) -> None:
-    assert installer.translated(listed) == installer.ForUv(arguments, environment)
+def test_pips_configuration_for_uv(listed: str, variables: dict[str, str]) -> None:
+    assert installer.translated(listed) == variables
 
 
 @pytest.mark.parametrize(
@@ -401,6 +403,11 @@ def test_pips_configuration_for_uv(listed: str, arguments: list[str], environmen
 def test_what_uv_might_do_otherwise_is_left_to_pip(option: str) -> None:
     with pytest.raises(installer.NotForUv, match=option):
         installer.translated(f"global.{option}='true'\n")
+
+
+def test_a_comma_in_a_link_is_left_to_pip() -> None:
+    with pytest.raises(installer.NotForUv, match="find-links with ','"):
+        installer.translated("global.find-links='/a,b'\n")
 
 
 def test_a_step_that_failed_is_done_again(project: Path) -> None:
@@ -566,16 +573,73 @@ def test_the_default_drill_gives_way_to_overrides(arguments: list[str], step: st
     assert main.plan(asked, "embedded", "0.7.0").values["SPIKE_DRILL_STEP"] == step
 
 
+@pytest.mark.parametrize(
+    ("arguments", "usual"),
+    [
+        ([], True),
+        (["TOTAL_STEPS=1", "OUTPUT_DIR=/o", "EXPERIMENT=x"], True),
+        (["SPIKE_DRILL_STEP=null"], True),
+        (["--tiny"], False),
+        (["--remedy"], False),
+        (["--fault", "nan"], False),
+        (["trainer.total_epochs=1"], False),
+        (["KL_LOSS_COEF=0.1"], False),
+        (["ENTROPY_COEFF=0.1"], False),
+        (["OFFLOAD=True"], False),
+        (["TEST_FREQ=1"], False),
+        (["SAVE_FREQ=1"], False),
+        (["MODEL_PATH=/another"], False),
+        (["SPIKE_DETECTION=False"], False),
+    ],
+)
+def test_the_usual_seconds_are_told_of_the_default_run_only(arguments: list[str], usual: bool) -> None:
+    assert main.plan(options.parse(["--embedded", *arguments]), "embedded", "0.7.0").usual == usual
+
+
 def test_the_verdict_is_that_of_this_run(tmp_path: Path) -> None:
     def line(step: int, found: bool) -> str:
         return json.dumps({"global_step": step, "seconds": 1.0, "drill": {"found": found, "passes": 1}}) + "\n"
 
     evidence = tmp_path / "spikes.jsonl"
     evidence.write_text(line(2, True))
-    before = evidence.stat().st_size
-    nothing = outcome.Outcome.of(tmp_path, before).verdict("2")
-    assert nothing is not None and "NO EVIDENCE" in nothing
-    evidence.write_text(line(2, True) + json.dumps({"note": "rate_limit"}) + "\n" + line(2, False))
+    before = outcome.sizes(tmp_path)
+    assert "NO EVIDENCE" in outcome.Outcome.of(tmp_path, before).verdict("2")
+    added = json.dumps({"note": "rate_limit"}) + "\n" + line(2, False)
+    evidence.write_text(line(2, True) + added)
     found = outcome.Outcome.of(tmp_path, before)
-    assert "NOT FOUND" in str(found.verdict("2")) and len(found.events) == 1 and not found.spikes
-    assert "NO EVIDENCE" in str(found.verdict("3"))
+    assert "NOT FOUND" in found.verdict("2") and len(found.drills) == 1 and not found.spikes
+    assert "NO EVIDENCE" in found.verdict("3")
+    # The run may have filled the file, which then got another name.
+    evidence.rename(tmp_path / "spikes.1.jsonl")
+    for name, text in (("spikes.2.jsonl", line(3, True)), ("spikes.10.jsonl", line(4, True)), ("spikes.jsonl", "")):
+        (tmp_path / name).write_text(text)
+    drills = outcome.Outcome.of(tmp_path, before).drills
+    assert [(drill["global_step"], drill["drill"]["found"]) for drill in drills] == [(2, False), (3, True), (4, True)]
+
+
+STAND_IN = """#!/bin/sh
+case "$*" in
+    *main_ppo*) mkdir -p "$EVIDENCE"; printf '%s\\n' "$STEP" >"$EVIDENCE/steps.jsonl" ;;
+    *follow.py*) ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+
+
+def test_a_run_without_a_spike_or_drill_has_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(STAND_IN.format(python=sys.executable))
+    python.chmod(0o755)
+    figures = "threshold token_norm_max spike_margin ratio_max ratio_p999 rollout_ratio_max unlikely_share triggered"
+    step = {"schema": 3, "time": "", "global_step": 1, **dict.fromkeys(figures.split(), 1.0)}
+    monkeypatch.setenv("EVIDENCE", str(tmp_path / "out/bisect_dump"))
+    monkeypatch.setenv("STEP", json.dumps(step))
+    monkeypatch.setattr(main, "STATE", tmp_path)
+    monkeypatch.setattr(main, "prepare", lambda *_: None)
+    monkeypatch.setattr(checks, "check_verl", lambda *_: None)
+    arguments = ["--embedded", "--python", str(python), f"OUTPUT_DIR={tmp_path}/out", "SPIKE_DRILL_STEP=null"]
+    assert main.launch(arguments) == 0
+    assert f"The report: {tmp_path}/out/report.html" in capfd.readouterr().out
+    assert '"level":{"steps":[1],"norms":[1.0]' in (tmp_path / "out/report.html").read_text()

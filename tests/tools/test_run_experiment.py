@@ -476,11 +476,45 @@ def test_the_evidence_is_named_where_there_is_some(tmp_path: Path) -> None:
     command = ["--cluster", "--python", str(python), *settings]
     assert f"There is no spikes.jsonl in {evidence}" in launch(*command).stdout
     evidence.mkdir()
+    (evidence / "steps.jsonl").touch()
+    assert f"No spike was recorded. The figures of each step are in {evidence}/steps.jsonl" in launch(*command).stdout
     (evidence / "spikes.jsonl").touch()
     out = launch(*command).stdout
     assert f"{evidence}/spikes.jsonl" in out
     printed = out.splitlines()[-1]
     assert shlex.split(printed)[1:] == ["-m", "verl.utils.gradloc.report", str(evidence), "--html", "report.html"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found", "verdict"),
+    [
+        (["--drill"], True, "Drill in step 2: the planted token was found (1 extra pass, 3 s)"),
+        (["--drill"], False, "Drill in step 2: the planted token was NOT FOUND"),
+        (["--drill"], None, "THE DRILL OF STEP 2 LEFT NO EVIDENCE"),
+        ([], True, None),
+    ],
+)
+def test_the_verdict_of_the_drill(
+    tmp_path: Path, arguments: list[str], found: bool | None, verdict: str | None
+) -> None:
+    """A run adds to the evidence of an earlier one, in which the drill had the other result."""
+    evidence = tmp_path / "spikes"
+    evidence.mkdir()
+    event = {"global_step": 2, "seconds": 3.2, "drill": {"planted": None, "found": not found, "passes": 1}}
+    (evidence / "spikes.jsonl").write_text(json.dumps(event) + "\n")
+    event["drill"]["found"] = found
+    (tmp_path / "event").write_text("" if found is None else json.dumps(event) + "\n")
+    training = f"cat {tmp_path}/event >>{evidence}/spikes.jsonl"
+    python = make_executable(
+        tmp_path / "python", f'#!/bin/sh\n[ "$1" = -m ] && {{ {training}; exit; }}\nexec {sys.executable} "$@"\n'
+    )
+    settings = [*files_that_exist(tmp_path), f"BISECT_DUMP_DIR={evidence}"]
+    out = launch("--cluster", "--python", str(python), *settings, *arguments).stdout
+    assert f"{evidence}/spikes.jsonl" in out
+    if verdict is None:
+        assert "planted token" not in out and "NO EVIDENCE" not in out
+    else:
+        assert verdict in out
 
 
 def test_a_patched_verl_may_be_a_link(tmp_path: Path) -> None:

@@ -176,6 +176,12 @@ def test_the_installed_version_decides(two: Project, tree: Path, newer: Path) ->
     refused(installed(two, newer, "--target", "0.7.0"), 3, "is 0.7.1", "the patch is for 0.7.0")
 
 
+def test_only_the_patch_for_the_installed_version_has_to_be_whole(two: Project, tree: Path, newer: Path) -> None:
+    (two.place / "patches/0.7.1/gradloc.patch").write_text("damaged\n")
+    refused(installed(two, newer), 3, "SHA-256")
+    assert installed(two, tree).returncode == 0
+
+
 def test_the_real_targets() -> None:
     targets = apply_patch.read_targets()
     assert [target.version for target in targets] == ["0.7.0", "0.7.1"]

@@ -43,41 +43,40 @@ RARE = "rare tokens (p < 0.05)"
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
-        (event(culprit()), "The culprit is a rare token (p < 0.05) of one response that was rewarded."),
+        (event(culprit()), "The culprit is a rare token (p < 0.05), in one response with a positive advantage."),
         (
             event(culprit(advantage=-1.0, token="+", reward=0.0)),
-            "The culprit '+' is a rare token (p < 0.05) of one response that was punished (reward 0).",
+            "The culprit '+' is a rare token (p < 0.05), in one response with a negative advantage (reward 0).",
         ),
         (
             event(*[culprit(row=i % 2) for i in range(34)], *[culprit("other", 5)] * 4),
-            f"34 of 38 culprits are {RARE} of two responses that were rewarded.",
+            f"34 of 38 culprits are {RARE}, in two responses with positive advantages.",
         ),
         (
             event(culprit(row=1), culprit("token", 1), culprit("layer", 2), culprit(row=2, advantage=-0.5)),
-            f"2 of 4 culprits are {RARE} of two responses, one rewarded and one punished.",
+            f"2 of 4 culprits are {RARE}, in two responses, one with a positive and one with a negative advantage.",
         ),
         (
             event(culprit("kl", advantage=0.0), culprit("kl", advantage=0.0)),
-            "Both culprits are tokens driven by the KL loss of one response.",
+            "Both culprits are tokens driven by the KL loss, in one response.",
         ),
         (
             event(*[culprit("unsampled", row, -1.0, token="<|im_end|>") for row in range(12)]),
-            "All 12 culprits are tokens that the policy did not produce (all of them '<|im_end|>') of 12 "
-            "responses that "
-            "were punished.",
+            "All 12 culprits are tokens that the policy did not produce (all of them '<|im_end|>'), in 12 "
+            "responses with negative advantages.",
         ),
         (
             event(*[culprit("advantage", 3, 99.0, token=token, reward=100.0) for token in ("a", "b", "a")]),
-            "All 3 culprits are tokens with outlying advantages (2 of them 'a') of one response that was rewarded "
-            "(reward 100).",
+            "All 3 culprits are tokens with outlying advantages (2 of them 'a'), in one response with a positive "
+            "advantage (reward 100).",
         ),
         (
             event(culprit("nonfinite", advantage=math.nan)),
-            "The culprit is a token with a NaN or infinite gradient of one response.",
+            "The culprit is a token with a NaN or infinite gradient, in one response.",
         ),
         (
             event(culprit("nonfinite", advantage=None), units=[unit(**dict.fromkeys(EVEN, math.nan))]),
-            "The culprit is a token with a NaN or infinite gradient of one response.",
+            "The culprit is a token with a NaN or infinite gradient, in one response.",
         ),
         (
             event(diagnosis="diffuse", diffuse=[PART]),
@@ -86,8 +85,8 @@ RARE = "rare tokens (p < 0.05)"
         (
             event(culprit(), diagnosis="diffuse", diffuse=[PART]),
             "No small set of tokens explains the spike: it is the sum of 48 tokens of three responses; "
-            "of the tokens that are over the threshold alone, the culprit is a rare token (p < 0.05) of one "
-            "response that was rewarded.",
+            "of the tokens that are over the threshold alone, the culprit is a rare token (p < 0.05), in one "
+            "response with a positive advantage.",
         ),
         (
             event(diagnosis="nonfinite", units=[unit(**dict.fromkeys(EVEN, math.nan))]),
@@ -110,7 +109,7 @@ RARE = "rare tokens (p < 0.05)"
         ),
         (
             event(culprit(), diagnosis="incomplete"),
-            "The culprit is a rare token (p < 0.05) of one response that was rewarded, and the search ended "
+            "The culprit is a rare token (p < 0.05), in one response with a positive advantage, and the search ended "
             "before it could "
             "explain the spike.",
         ),
@@ -124,29 +123,29 @@ RARE = "rare tokens (p < 0.05)"
             event(
                 *[culprit("layer", row) for row in range(2)], units=[unit(**ONE_LAYER)] * 4, ordinary_layer_norms=None
             ),
-            "Every micro-batch is over its threshold; both culprits are tokens whose norms are mostly in one layer "
-            "of two responses that were rewarded; layers.1 carries 98% of the squared norm.",
+            "Every micro-batch is over its threshold; both culprits are tokens whose norms are mostly in one layer, "
+            "in two responses with positive advantages; layers.1 carries 98% of the squared norm.",
         ),
         (
             event(culprit("layer"), units=[unit(**ONE_LAYER)]),
-            "The culprit is a token whose norm is mostly in one layer of one response that was rewarded; "
+            "The culprit is a token whose norm is mostly in one layer, in one response with a positive advantage; "
             "layers.1 carries 98% of the squared norm, ordinarily 40%.",
         ),
         # The layer that has gained most, not the one that carries most.
         (
             event(culprit(), units=[unit(a=7.0, b=6.0)], ordinary_layer_norms={"a": 9.0, "b": 1.0}),
-            "The culprit is a rare token (p < 0.05) of one response that was rewarded; "
+            "The culprit is a rare token (p < 0.05), in one response with a positive advantage; "
             "b carries 42% of the squared norm, ordinarily 1%.",
         ),
         # The same layer carries the norm of ordinary micro-batches.
         (
             event(culprit(), units=[unit(**ONE_LAYER)], ordinary_layer_norms=ONE_LAYER),
-            "The culprit is a rare token (p < 0.05) of one response that was rewarded.",
+            "The culprit is a rare token (p < 0.05), in one response with a positive advantage.",
         ),
         # A single micro-batch that is over its threshold says nothing about every token.
         (
             event(culprit(), ordinary_layer_norms=None, micro_batches=1),
-            "The culprit is a rare token (p < 0.05) of one response that was rewarded.",
+            "The culprit is a rare token (p < 0.05), in one response with a positive advantage.",
         ),
         (
             event(culprit(), drill={"planted": {"rank": 0, "row": 1, "position": 2}, "found": True, "passes": 1}),
@@ -165,4 +164,4 @@ def test_an_event_in_one_sentence(found: dict[str, Any], sentence: str) -> None:
 def test_every_source_has_words() -> None:
     assert _KINDS.keys() == SOURCES.keys()
     for source in SOURCES:
-        assert describe(event(culprit(source))).startswith(f"The culprit is {_KINDS[source][0]} of one response")
+        assert describe(event(culprit(source))).startswith(f"The culprit is {_KINDS[source][0]}, in one response")

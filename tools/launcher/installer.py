@@ -2,27 +2,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installs into a virtual environment with uv, and with pip where uv is not to be had, or fails.
 
-uv does not read pip's configuration, so its arguments are made from that. If something is configured that uv would not
-do alike, pip does everything.
+uv does not read pip's configuration, so its environment variables are made from that: URLs may contain passwords, and
+all users of a machine can read command lines. If something is configured that uv would not do alike, pip does
+everything.
 """
 
 import ast
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from .log import say
 from .processes import step
 
-# What pip's options (of its configuration files and variables) are for uv; a list's items are separated by spaces.
-_OPTIONS = {"index-url": "--default-index"}
-_LISTS = {"extra-index-url": "--extra-index-url", "find-links": "--find-links", "trusted-host": "--allow-insecure-host"}
+# What pip's options (of its configuration files and variables) are for uv.
 _VARIABLES = {
+    "index-url": ("UV_DEFAULT_INDEX",),
     "cert": ("SSL_CERT_FILE",),
     "proxy": ("HTTP_PROXY", "HTTPS_PROXY"),
     "timeout": ("UV_HTTP_TIMEOUT",),
     "default-timeout": ("UV_HTTP_TIMEOUT",),
+}
+# Options that take lists, which pip separates by white space, and uv by the sign given here.
+_LISTS = {
+    "extra-index-url": ("UV_EXTRA_INDEX_URL", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
 }
 # These change what pip says, asks or keeps, not what it installs.
 _WITHOUT_EFFECT = frozenset(
@@ -36,16 +41,8 @@ class NotForUv(Exception):
     """uv cannot do what pip is configured to do. The message names the option."""
 
 
-@dataclass(frozen=True)
-class ForUv:
-    """pip's configuration as uv takes it."""
-
-    arguments: list[str]
-    environment: dict[str, str]
-
-
-def translated(listed: str) -> ForUv:
-    """What `pip config list` prints, for uv; raises NotForUv for an option that uv has no equal of."""
+def translated(listed: str) -> dict[str, str]:
+    """What `pip config list` prints, as uv's variables; raises NotForUv for an option that uv has no equal of."""
     # As in pip: a variable wins over a section of `pip install`, and that over the global section.
     values: dict[str, str] = {}
     for section in ("global.", "install.", ":env:."):
@@ -53,19 +50,19 @@ def translated(listed: str) -> ForUv:
             if line.startswith(section):
                 name, _, value = line.removeprefix(section).partition("=")
                 values[name] = str(ast.literal_eval(value))
-    arguments: list[str] = []
-    environment: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for name, value in values.items():
-        if name in _OPTIONS:
-            arguments += [_OPTIONS[name], value]
-        elif name in _LISTS:
-            for item in value.split():
-                arguments += [_LISTS[name], item]
+        if name in _LISTS:
+            variable, separator = _LISTS[name]
+            items = value.split()
+            if any(separator in item for item in items):
+                raise NotForUv(f"{name} with '{separator}' in it")
+            variables[variable] = separator.join(items)
         elif name in _VARIABLES:
-            environment |= dict.fromkeys(_VARIABLES[name], value)
+            variables |= dict.fromkeys(_VARIABLES[name], value)
         elif name not in _WITHOUT_EFFECT:
             raise NotForUv(name)
-    return ForUv(arguments, environment)
+    return variables
 
 
 class Installer:
@@ -81,7 +78,7 @@ class Installer:
         self._python = python
         self._uv = uv
         self._environment = environment
-        self._configured: ForUv | None = None
+        self._configured: dict[str, str] | None = None
         self._asked = False
 
     def install(self, *what: str) -> None:
@@ -99,20 +96,19 @@ class Installer:
             command = [str(self._python.parent / "uv"), "pip", "install", "--no-config", "--no-progress"]
             # pip, too, takes the best version of all indexes.
             command += ["--python", str(self._python), "--index-strategy", "unsafe-best-match"]
-            environment = {**self._environment, **configured.environment}
-            if self._tried([*command, *configured.arguments, *for_uv, *what], environment):
+            if self._tried([*command, *for_uv, *what], {**self._environment, **configured}):
                 return
             say("uv failed; pip takes its place (slower)")
             self._configured = None
         self._pip([*for_pip, *what])
 
-    def _for_uv(self) -> ForUv | None:
+    def _for_uv(self) -> dict[str, str] | None:
         if not self._asked:
             self._asked = True
             self._configured = self._find_uv()
         return self._configured
 
-    def _find_uv(self) -> ForUv | None:
+    def _find_uv(self) -> dict[str, str] | None:
         pip = [str(self._python), "-m", "pip"]
         listed = subprocess.run([*pip, "config", "list"], env=self._environment, stdout=subprocess.PIPE, text=True)
         try:

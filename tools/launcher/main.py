@@ -19,7 +19,7 @@ from pathlib import Path
 from . import checks, command, faults, options, settings, targets
 from .errors import Refused
 from .log import say
-from .outcome import Outcome
+from .outcome import Outcome, sizes
 from .processes import companion, exit_code, exit_on_signals, session
 from .set_up import check_embedded, compiling, locked, prepare, set_up_venv
 from .usage import help_text
@@ -82,9 +82,12 @@ class Run:
     @property
     def usual(self) -> bool:
         """Whether the run is the embedded profile's default, whose seconds are known."""
-        return not (self.tiny or self.fault or self.overrides) and all(
-            self.values[name] == settings.BY_NAME[name].embedded for name in settings.DURATION
+        if self.tiny or self.fault or self.overrides:
+            return False
+        usual = settings.resolve(
+            {}, {}, profile="embedded", tiny=False, remedy=False, prepared=self.prepared, now="any"
         )
+        return all(self.values[name] == usual[name] for name in usual.keys() - settings.WITHOUT_DURATION)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -187,24 +190,37 @@ def train_on_cluster(run: Run) -> int:
     checks.check_verl(run.interpreter, ROOT, run.environment, run.asked_target)
     latest = run.output / "latest_checkpointed_iteration.txt"  # verl's note of its last checkpoint
     elsewhere = re.compile(r"trainer\.(resume_mode=(disable|resume_path)|default_local_dir=)")
+    drill_step = run.values["SPIKE_DRILL_STEP"]
     if latest.is_file() and not any(map(elsewhere.search, run.overrides)):
-        step, drill_step = latest.read_text().strip(), run.values["SPIKE_DRILL_STEP"]
+        step = latest.read_text().strip()
         say(
             f"Resuming from step {step} in {run.output} "
             "(to start from scratch: another OUTPUT_DIR, or trainer.resume_mode=disable)"
         )
         if step.isdecimal() and drill_step != "null" and int(drill_step) <= int(step):
             say(f"There will be no drill: its step {drill_step} is past (for one: SPIKE_DRILL_STEP={int(step) + 1})")
+            drill_step = "null"
+    before = sizes(run.evidence)
     with session(run.command, run.environment) as training:
         status = exit_code(training.wait())
-        spikes = run.evidence / "spikes.jsonl"
-        if spikes.is_file():
-            say(f"The evidence of spikes is in {spikes}. To look at it:")
-            report = ["-m", "verl.utils.gradloc.report", str(run.evidence), "--html", "report.html"]
-            print(command.for_shell([run.interpreter, *report]), flush=True)
-        else:
-            say(f"There is no spikes.jsonl in {run.evidence}: no spike was recorded, or the driver ran on another node")
+        if not status and drill_step != "null":
+            say(Outcome.of(run.evidence, before).verdict(drill_step))
+        _name_evidence(run)
     return status
+
+
+def _name_evidence(run: Run) -> None:
+    """Says where a run's evidence is, and how to look at it."""
+    spikes, steps = (run.evidence / f"{name}.jsonl" for name in ("spikes", "steps"))
+    if spikes.is_file():
+        say(f"The evidence of spikes is in {spikes}. To look at it:")
+    elif steps.is_file():
+        say(f"No spike was recorded. The figures of each step are in {steps}. To look at them:")
+    else:
+        say(f"There is no spikes.jsonl in {run.evidence}: no spike was recorded, or the driver ran on another node")
+        return
+    report = ["-m", "verl.utils.gradloc.report", str(run.evidence), "--html", "report.html"]
+    print(command.for_shell([run.interpreter, *report]), flush=True)
 
 
 def train_embedded(run: Run) -> int:
@@ -219,8 +235,7 @@ def train_embedded(run: Run) -> int:
         prepare(run.prepared, run.tiny, run.interpreter, ROOT, run.environment)
 
     log = run.output / "train.log"
-    spikes = run.evidence / "spikes.jsonl"
-    evidence_before = spikes.stat().st_size if spikes.exists() else 0
+    evidence_before = sizes(run.evidence)
     say(f"Training; the full log is {log}")
     environment = {name: value for name, value in run.environment.items() if name != "RAY_ADDRESS"}
     if run.fault is not None:
@@ -239,7 +254,7 @@ def train_embedded(run: Run) -> int:
         status = exit_code(training.wait())
         follower.wait()
         outcome = Outcome.of(run.evidence, evidence_before)
-        if outcome.events:
+        if outcome.has_evidence:
             report = [run.interpreter, "-m", "gradloc.report", str(run.evidence)]
             page = run.output / "report.html"
             # Without a spike there is no table to show, and the drill has a line of its own.

@@ -1,14 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the embedded profile says at the end of a run: the drill's verdict, and what to do next."""
+"""What is said at the end of a run: the drill's verdict, and in the embedded profile what to do next."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .faults import FAULTS
+from .log import say
 
 NEXT = """\
 What next:
@@ -20,48 +21,69 @@ What next:
                                   actor_rollout_ref.actor.bisect_dump_dir=DIRECTORY"""
 
 
+# The files of a directory of evidence: their names begin with these words.
+SPIKES, STEPS = "spikes", "steps"
+
+
+def sizes(evidence: Path) -> dict[str, int]:
+    """The size in bytes of all files of events, and of all files of steps."""
+    return {name: sum(file.stat().st_size for file in _files(evidence, name)) for name in (SPIKES, STEPS)}
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """The events that a run left behind those of earlier runs."""
+    """What a run has added to a directory of evidence.
 
-    events: list[dict[str, Any]]
+    Args:
+        spikes: The number of spikes.
+        drills: The events of drills.
+        steps: Whether there are figures of steps.
+    """
+
+    spikes: int
+    drills: list[dict[str, Any]]
+    steps: bool
 
     @classmethod
-    def of(cls, evidence: Path, start: int = 0) -> "Outcome":
-        """Reads a directory of evidence; one without any has no events, and an incomplete line is left out.
+    def of(cls, evidence: Path, before: Mapping[str, int] | None = None) -> "Outcome":
+        """Reads a directory of evidence; it may be missing, incomplete lines are left out, and a disk error is told.
 
         Args:
             evidence: The directory.
-            start: The size of the evidence before the run.
+            before: Its `sizes` before the run; None for an empty one.
         """
+        start = before or {SPIKES: 0, STEPS: 0}
+        spikes, drills = 0, []
         try:
-            lines = (evidence / "spikes.jsonl").read_bytes()[start:].decode(errors="replace").splitlines()
-        except OSError:
-            return cls([])
-        return cls([event for event in _parsed(lines) if "note" not in event])
+            for event in _parsed(_lines(evidence, SPIKES, start[SPIKES])):
+                if event.get("drill"):
+                    drills.append(event)
+                elif "note" not in event:
+                    spikes += 1
+        except OSError as error:
+            say(f"The evidence cannot be read: {error}")
+        return cls(spikes, drills, steps=sizes(evidence)[STEPS] > start[STEPS])
 
     @property
-    def spikes(self) -> list[dict[str, Any]]:
-        return [event for event in self.events if not event.get("drill")]
+    def has_evidence(self) -> bool:
+        return bool(self.spikes or self.drills or self.steps)
 
-    def verdict(self, drill_step: str) -> str | None:
-        """One line on the drill; None if there was to be none."""
-        if drill_step == "null":
-            return None
-        for event in self.events:
-            drill = event.get("drill")
-            if drill and event["global_step"] == int(drill_step):
+    def verdict(self, drill_step: str) -> str:
+        """One line on the drill that was to be in a step."""
+        for event in self.drills:
+            drill = event["drill"]
+            if event["global_step"] == int(drill_step):
                 passes = f"{drill['passes']} extra pass{'' if drill['passes'] == 1 else 'es'}"
-                found = "found" if drill["found"] else "NOT FOUND: detection does not work here; see train.log"
+                found = "found" if drill["found"] else "NOT FOUND: detection does not work here; see the log"
                 step, seconds = event["global_step"], event["seconds"]
                 return f"Drill in step {step}: the planted token was {found} ({passes}, {seconds:.0f} s)"
-        return f"THE DRILL OF STEP {drill_step} LEFT NO EVIDENCE, so detection was not tested: see train.log"
+        return f"THE DRILL OF STEP {drill_step} LEFT NO EVIDENCE, so detection was not tested: see the log"
 
     def last_words(self, drill_step: str, fault: str | None, target: str | None = None) -> Iterator[str]:
         """The lines at the end of a run; `target` where the command named one."""
         yield ""
-        if verdict := self.verdict(drill_step):
-            yield verdict
+        if drill_step != "null":
+            yield self.verdict(drill_step)
         if fault is not None:
             yield f"The fault '{fault}' was planted on purpose: {FAULTS[fault].meaning}."
             if not self.spikes:
@@ -70,7 +92,25 @@ class Outcome:
         yield NEXT.format(others=others, target=f" --target {target}" if target else "")
 
 
-def _parsed(lines: list[str]) -> Iterator[dict[str, Any]]:
+def _files(evidence: Path, name: str) -> list[Path]:
+    """name.1.jsonl, name.2.jsonl, ... and name.jsonl, which is the newest."""
+    numbers = [number for file in evidence.glob(f"{name}.*.jsonl") if (number := file.name.split(".")[1]).isdecimal()]
+    names = [f"{name}.{number}.jsonl" for number in sorted(numbers, key=int)] + [f"{name}.jsonl"]
+    return [file for name in names if (file := evidence / name).is_file()]
+
+
+def _lines(evidence: Path, name: str, start: int) -> Iterator[bytes]:
+    """The lines behind the first bytes of all files together."""
+    for file in _files(evidence, name):
+        size = file.stat().st_size
+        if start < size:
+            with open(file, "rb") as lines:
+                lines.seek(start)
+                yield from lines
+        start = max(start - size, 0)
+
+
+def _parsed(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             yield json.loads(line)

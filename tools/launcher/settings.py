@@ -291,7 +291,7 @@ SETTINGS = (
         Text.DIRECTORY,
         "OUTPUT_DIR/bisect_dump",
         "OUTPUT_DIR/bisect_dump",
-        "directory of spikes.jsonl",
+        "directory of the evidence, spikes.jsonl and steps.jsonl",
         (f"{ACTOR}.bisect_dump_dir",),
     ),
     Setting(
@@ -329,11 +329,10 @@ SETTINGS = (
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 DRILL_STEP = 2
-# What decides how long a step of the embedded profile takes.
-DURATION = (
-    "GPUS_PER_NODE TRAIN_BATCH_SIZE MINI_BATCH_SIZE MICRO_BATCH_SIZE ROLLOUT_N MAX_PROMPT_LENGTH MAX_RESPONSE_LENGTH "
-    "GRAD_NORM_THRESHOLD"
-).split()
+# All that do not change how long a step of the embedded profile takes; a drill takes a few seconds of a run.
+WITHOUT_DURATION = frozenset(
+    "OUTPUT_DIR EXPERIMENT PROJECT LOGGER BISECT_DUMP_DIR TOTAL_EPOCHS TOTAL_STEPS SPIKE_DRILL_STEP".split()
+)
 CLIPS = tuple(setting.name for setting in SETTINGS if setting.remedy is not None)
 
 
@@ -407,6 +406,8 @@ def _drill_step(
     By default there is none where GradLoc is off, with a fault (a drill is about a run without faults), and where it is
     not known whether GradLoc is on, or how many steps the run has.
     """
+    if drill and asked == "null":
+        raise Refused("SPIKE_DRILL_STEP is null, which means no drill, and --drill is given: leave one of them out")
     on = values["SPIKE_DETECTION"].lower() == "true"
     steps = int(values["TOTAL_STEPS"]) if values["TOTAL_STEPS"] != "null" else None
     explicit = asked not in (None, "null")

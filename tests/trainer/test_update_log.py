@@ -1,0 +1,25 @@
+"""What the driver logs of an update with many spikes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize(("count", "lines"), [(0, 0), (1, 1), (3, 3), (4, 4), (40, 4)])
+def test_few_lines_are_logged_of_an_update(
+    count: int, lines: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from verl.utils.gradloc.verl.samples import write_update
+
+    events: list[dict[str, Any]] = [
+        {"global_step": 3, "summary": f"sum {index}.", "drill": {} if index == 0 else None} for index in range(count)
+    ]
+    write_update(str(tmp_path), 3, events, {})
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == lines
+    assert said[:2] == ["Spike drill in step 3: sum 0.", "Gradient spike in step 3: sum 1."][:count]
+    if count > 3:
+        assert said[3] == f"{count - 3} more gradient spikes in step 3: see the report on {tmp_path}"

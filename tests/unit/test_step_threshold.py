@@ -1,0 +1,49 @@
+"""The threshold in a step's metrics is that of the mini-batch with the largest norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradloc import GradLoc, GradLocConfig
+
+
+class Thresholds:
+    """In place of the automatic threshold: one after another of the given values."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = list(values)
+
+    @property
+    def value(self) -> float:
+        return self.values[0]
+
+    def norms(self) -> list[float]:
+        return []
+
+    def take_in(self, norm: float) -> None:
+        self.values.pop(0)
+
+
+@pytest.mark.parametrize(("sizes", "largest"), [((3.0, 1.0), 0), ((1.0, 3.0), 1)])
+def test_norm_and_threshold_are_of_one_mini_batch(sizes: tuple[float, float], largest: int) -> None:
+    model, given = nn.Embedding(5, 5), (2e6, 1e6)
+    gradloc = GradLoc(model, GradLocConfig(threshold="auto"), forward=lambda *_: (None, torch.zeros(1, 2)))
+    automatic: Any = Thresholds(*given)
+    gradloc._auto_threshold = automatic
+    gradloc.start_update(1)
+    for index, size in enumerate(sizes):
+        model.zero_grad()
+        gradloc.begin_pass({}, [0])
+        ids = torch.tensor([[1, 2]])
+        log_prob = torch.log_softmax(model(ids), -1)[..., 0]
+        gradloc.observe(log_prob, None, torch.full((1, 2), 0.5), response_mask=torch.ones(1, 2), token_id=ids)
+        (-size * 0.5 * log_prob).sum().backward()
+        gradloc.end_pass()
+        assert gradloc.locate(epoch=0, mini_batch=index)
+    metrics = {name.removeprefix("actor/gradloc/"): value for name, value in gradloc.metrics().items()}
+    assert metrics["threshold"] == given[largest]
+    assert metrics["spike_margin"] == pytest.approx(metrics["token_norm_max"] / metrics["threshold"])
