@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 import trees
 from tools.launcher import (
+    checks,
     command,
     faults,
     hydra,
