@@ -99,6 +99,6 @@ def _extra_fields(output: TokenOutput) -> dict[str, Any]:
     """What verl 0.9's own loops add: the steps whose weights gave the answer, and fields of tools. Nothing with 0.7."""
     if "extra_fields" not in TokenOutput.model_fields:
         return {}
-    step = output.extra_fields.get("global_steps")
+    step = output.extra_fields.get("global_steps")  # type: ignore[attr-defined]  # 0.7's class
     steps = dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps"), step)
     return {**steps, "turn_scores": [], "tool_rewards": []}

@@ -8,9 +8,11 @@ them, for people, with what else a run with each needs.
 """
 
 import functools
+import importlib.util
 import logging
 import os
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
-from verl.utils.gradloc.verl import dp_actor as gradloc
-from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from .rollout import HFReplica, HFServer
 
 logger = logging.getLogger(__name__)
 
+# Since verl 0.8, an engine trains the actor.
+ENGINE = importlib.util.find_spec("verl.workers.actor") is None
 NAME = os.environ["EMBEDDED_FAULT"]
 STEP = 2
 REWARD = 100.0
@@ -130,24 +132,51 @@ def flip_a_bit(module: nn.Module) -> str:
 
 def _flip_before_the_log_probs_of_step(step: int) -> None:
     """Makes the training model differ from the rollout, which had its weights before."""
-    compute_log_prob = DataParallelPPOActor.compute_log_prob
 
-    @functools.wraps(compute_log_prob)
-    def with_a_flip(self: DataParallelPPOActor, *args: Any, **kwargs: Any) -> Any:
-        if self.actor_optimizer is not None:  # not the reference model's
-            _Calls.log_probs += 1
-            if _Calls.log_probs == step and torch.distributed.get_rank() == 0:
-                logger.warning("Fault 'bitflip', planted on purpose: %s", flip_a_bit(self.actor_module))
-        return compute_log_prob(self, *args, **kwargs)
+    def flipping(log_probs: Callable[..., Any], module: str, trains: Callable[[Any], bool]) -> Callable[..., Any]:
+        @functools.wraps(log_probs)
+        def with_a_flip(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if trains(self):  # not the reference model
+                _Calls.log_probs += 1
+                if _Calls.log_probs == step and torch.distributed.get_rank() == 0:
+                    logger.warning("Fault 'bitflip', planted on purpose: %s", flip_a_bit(getattr(self, module)))
+            return log_probs(self, *args, **kwargs)
 
-    DataParallelPPOActor.compute_log_prob = with_a_flip  # type: ignore[method-assign]  # on purpose
+        return with_a_flip
+
+    if ENGINE:
+        from verl.workers.engine import FSDPEngineWithLMHead as Engine
+
+        infers = flipping(Engine.infer_batch, "module", lambda engine: getattr(engine, "optimizer", None) is not None)
+        Engine.infer_batch = infers  # type: ignore[method-assign]  # on purpose
+    else:
+        from verl.workers.actor.dp_actor import DataParallelPPOActor as Actor
+
+        method = flipping(Actor.compute_log_prob, "actor_module", lambda actor: actor.actor_optimizer is not None)
+        Actor.compute_log_prob = method  # type: ignore[method-assign]  # on purpose
 
 
 def _name_the_fault_in_events() -> None:
+    if ENGINE:
+        from verl.utils.gradloc.verl.engine_evidence import EngineEvidence
+
+        add = EngineEvidence.add
+
+        @functools.wraps(add)
+        def adding(evidence: EngineEvidence, global_step: int | None, events: Any, data: Any) -> None:
+            for event in events:
+                event["fault"] = NAME
+            add(evidence, global_step, events, data)
+
+        EngineEvidence.add = adding  # type: ignore[method-assign,assignment]  # on purpose
+        return
+
+    from verl.utils.gradloc.verl import dp_actor as gradloc
+
     may_step = gradloc.may_step
 
     @functools.wraps(may_step)
-    def naming(actor: DataParallelPPOActor, *args: Any, **kwargs: Any) -> bool:
+    def naming(actor: Any, *args: Any, **kwargs: Any) -> bool:
         result = may_step(actor, *args, **kwargs)
         if actor.gradloc is not None:
             for event in actor.gradloc.events:

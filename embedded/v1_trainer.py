@@ -24,7 +24,7 @@ class OrderedAgentLoopManager(AgentLoopManagerTQ):
     def create(cls, *args: Any, config: DictConfig, **kwargs: Any) -> Any:
         # The older trainer (trainer.use_v1=False) waits for the answers, and has its own manager for that.
         if not config.trainer.use_v1:
-            return AgentLoopManager.create(*args, config=config, **kwargs)
+            return AgentLoopManager.create(*args, config=config, **kwargs)  # type: ignore[attr-defined]  # not in 0.7
         return super().create(*args, config=config, **kwargs)
 
     def generate_sequences(self, prompts: TensorDict) -> None:

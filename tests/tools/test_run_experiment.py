@@ -215,6 +215,8 @@ def test_renamed_keys_are_keys_of_this_verl(recorder: Path) -> None:
         "reward_model.sandbox_fusion.url": "http://sandbox",
         "actor_rollout_ref.actor.grad_clip": 0.75,
         "critic.grad_clip": 0.25,
+        "critic.model.fsdp_config.param_offload": True,
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes": 64,
         "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.ref.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.dtype": "float16",

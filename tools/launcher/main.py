@@ -217,7 +217,7 @@ def _name_evidence(run: Run) -> None:
     elif steps.is_file():
         say(f"No spike was recorded. The figures of each step are in {steps}. To look at them:")
     else:
-        say(f"There is no spikes.jsonl in {run.evidence}: no spike was recorded, or the driver ran on another node")
+        say(f"There is no spikes.jsonl in {run.evidence}: no spike was recorded, or it was written on another node")
         return
     report = ["-m", "verl.utils.gradloc.report", str(run.evidence), "--html", "report.html"]
     print(command.for_shell([run.interpreter, *report]), flush=True)

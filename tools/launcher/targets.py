@@ -51,6 +51,12 @@ RENAMED = (
     Renamed("0.7.1", "reward_model.model.path", "reward.reward_model.model_path"),
     Renamed("0.7.1", "reward_model.rollout.", "reward.reward_model.rollout."),
     Renamed("0.7.1", "reward_manager.", "reward.reward_manager."),
+    Renamed(
+        "0.7.1",
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
+    ),
+    Renamed("0.9.1", "critic.model.fsdp_config.", "critic.fsdp."),
     # These are still in 0.9.1's configuration, and its engine does not read them.
     *(
         Renamed("0.9.1", f"{model}.{old}", new.format(f"{model}.fsdp_config"))
