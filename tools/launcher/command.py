@@ -74,7 +74,7 @@ def _for_cluster() -> list[str]:
 
 
 def _log_prob_rows(values: Mapping[str, str], target: str) -> int:
-    """The responses in a micro-batch of log-probs. To verl 0.9's engine they have to be a divisor of a rank's responses."""
+    """The responses in a micro-batch of log-probs, which have to divide a rank's responses evenly for verl 0.9."""
     mini_batch = int(values["MINI_BATCH_SIZE"]) * int(values["ROLLOUT_N"]) // int(values["GPUS_PER_NODE"])
     return max(rows for rows in range(1, 9) if number(target) < number("0.9") or mini_batch % rows == 0)
 
