@@ -76,7 +76,8 @@ class WholeBatchAgentLoop(AgentLoopBase):
         elif len(batch.prompts) == place["rows"]:
             batch.complete.set()
         await batch.complete.wait()
-        batches.pop(name, None)
+        if batches.get(name) is batch:
+            del batches[name]
         return batch, row
 
     async def _ask(self, prompts: dict[int, list[int]], sampling_params: dict[str, Any]) -> dict[int, TokenOutput]:

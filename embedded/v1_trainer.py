@@ -41,7 +41,7 @@ class OrderedReplayBuffer(ReplayBuffer):
     """Gives the trainer a step's answers in the order of their prompts. For the synchronous trainer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, poll_interval=0.2)
+        super().__init__(*args, **kwargs, poll_interval=0.2)  # two seconds are a tiny model's whole step
 
     def _materialize_batch(self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict) -> Any:
         order = {uid: place for place, uid in enumerate(self.prompt_global_steps[partition_id])}

@@ -257,6 +257,16 @@ def test_where_a_search_ends_reaches_verl(profile: str, value: str) -> None:
     assert f"actor_rollout_ref.actor.bisect_until={value}" in overrides
 
 
+@pytest.mark.parametrize(
+    ("given", "rows"), [({}, 6), ({"ROLLOUT_N": "5", "GPUS_PER_NODE": "1"}, 5), ({"MINI_BATCH_SIZE": "6"}, 6)]
+)
+def test_log_probs_of_an_engine_come_in_equal_micro_batches(given: dict[str, str], rows: int) -> None:
+    values = resolve(given, profile="embedded")
+    key = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+    assert f"{key}={rows}" in command.overrides("embedded", values, "/ray", ROOT, "0.9.1")
+    assert f"{key}=8" in command.overrides("embedded", values, "/ray", ROOT, "0.7.0")
+
+
 @hypothesis_settings(deadline=None)
 @given(TEXTS, st.lists(TEXTS.map(lambda text: text.replace(",", "") or "x"), min_size=1))
 def test_quoting_for_hydra(text: str, items: list[str]) -> None:

@@ -59,7 +59,7 @@ def _overrides(
     if profile == "cluster":
         return result + _for_cluster()
     planted = faults.find(fault).overrides if fault else ()
-    result += _for_embedded(values, ray_directory, root) + list(planted)
+    result += _for_embedded(values, ray_directory, root, target) + list(planted)
     return result + (_for_v1_trainer() if number(target) >= number("0.9") else [])
 
 
@@ -73,8 +73,15 @@ def _for_cluster() -> list[str]:
     ]
 
 
-def _for_embedded(values: Mapping[str, str], ray_directory: str, root: Path) -> list[str]:
+def _log_prob_rows(values: Mapping[str, str], target: str) -> int:
+    """The responses in a micro-batch of log-probs, which have to divide a rank's responses evenly for verl 0.9."""
+    mini_batch = int(values["MINI_BATCH_SIZE"]) * int(values["ROLLOUT_N"]) // int(values["GPUS_PER_NODE"])
+    return max(rows for rows in range(1, 9) if number(target) < number("0.9") or mini_batch % rows == 0)
+
+
+def _for_embedded(values: Mapping[str, str], ray_directory: str, root: Path, target: str) -> list[str]:
     workers = int(values["GPUS_PER_NODE"])
+    rows = _log_prob_rows(values, target)
     return [
         "trainer.device=cpu",
         "+ray_kwargs.ray_init.address=local",
@@ -90,8 +97,8 @@ def _for_embedded(values: Mapping[str, str], ray_directory: str, root: Path) -> 
         f"{ACTOR}.fsdp_config.dtype=float32",
         # Every gathering of the weights takes a second, and there is memory for all of them.
         f"{ACTOR}.fsdp_config.reshard_after_forward=False",
-        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={rows}",
+        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={rows}",
         f"{ACTOR}.use_torch_compile=False",
         "actor_rollout_ref.ref.use_torch_compile=False",
         f"{ROLLOUT}.name=hf",

@@ -82,7 +82,7 @@ class Run:
     @property
     def usual(self) -> bool:
         """Whether the run is the embedded profile's default, whose seconds are known."""
-        if self.tiny or self.fault or self.overrides:
+        if self.tiny or self.fault or self.overrides or self.target != targets.default_version(ROOT):
             return False
         usual = settings.resolve(
             {}, {}, profile="embedded", tiny=False, remedy=False, prepared=self.prepared, now="any"

@@ -101,6 +101,11 @@ def supported(root: Path) -> list[str]:
     return sorted((pin.parent.name for pin in root.glob("patches/*/PIN")), key=number)
 
 
+def default_version(root: Path) -> str:
+    """The version that is meant where nothing says which."""
+    return (root / "patches/DEFAULT").read_text().strip()
+
+
 def check(version: str, root: Path) -> None:
     """Raises Refused if there is no patch for this verl."""
     versions = supported(root)
@@ -116,11 +121,8 @@ def choose(asked: str | None, python: str | None, root: Path, environment: Mappi
     """The version that is asked for, or that this Python would import, or the default one."""
     if asked is not None:
         return asked
-    default = (root / "patches/DEFAULT").read_text().strip()
-    if python is None:
-        return default
-    installed = release_of(find_verl(python, environment))
-    return installed if installed in supported(root) else default
+    installed = None if python is None else release_of(find_verl(python, environment))
+    return installed if installed in supported(root) else default_version(root)
 
 
 def find_verl(python: str, environment: Mapping[str, str]) -> str | None:

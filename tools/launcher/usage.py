@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .faults import FAULTS
 from .settings import SETTINGS, Setting
+from .targets import default_version
 from .values import Text, description
 
 USAGE = """\
@@ -43,8 +44,7 @@ def help_text(remedy: bool, environment: Mapping[str, str]) -> str:
     nodes = environment.get("SLURM_JOB_NUM_NODES") or "1"
     run = "MODEL-grpo" + ("-remedy" if remedy else "")
     faults = "".join(f"                     {name}: {fault.meaning}\n" for name, fault in FAULTS.items())
-    default = (PAGE.parents[1] / "patches" / "DEFAULT").read_text().strip()
-    usage = USAGE.replace("FAULTS", faults).replace("DEFAULT", default)
+    usage = USAGE.replace("FAULTS", faults).replace("DEFAULT", default_version(PAGE.parents[1]))
     text = usage + _ROW.format("NAME", "CLUSTER DEFAULT", "EMBEDDED DEFAULT", "MEANING")
     for setting in SETTINGS:
         defaults = (
