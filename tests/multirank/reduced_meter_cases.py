@@ -28,8 +28,8 @@ from actor_cases import (
 )
 from verl.models.transformers import monkey_patch
 from verl.utils import ulysses
-from verl.utils.gradloc import GradLoc
-from verl.utils.gradloc.verl.dp_actor import forward_rows
+
+from verl.utils.gradloc.verl.dp_actor import ActorGradLoc, forward_rows
 
 
 @dataclasses.dataclass
@@ -57,7 +57,7 @@ def train(
     if size > 1 and meter == "reduced":
         split_sequences(actor, case, size)
     if detect and case.model != "tiled":
-        actor.gradloc = GradLoc(
+        actor.gradloc = ActorGradLoc(
             actor.actor_module,
             actor.config.gradloc_config(),
             forward=partial(forward_rows, actor),
