@@ -18,10 +18,10 @@ except ImportError:
 # A phase ends with the line of the log that contains its mark. Its seconds are those of the default run on two idle
 # cores, which the README's figures are from.
 PHASES = (
-    ("starting Ray", "Started a local Ray instance", 7.0),
+    ("starting Ray", "Started a local Ray instance", 9.0),
     ("starting the workers", "Training Progress:   0%", 18.0),
 )
-STEP_SECONDS = 31.0
+STEP_SECONDS = 41.0
 SLOWER = 1.5
 STEP = re.compile(r"step:(\d+) - (.*)")
 TOKEN_NORM = "actor/gradloc/token_norm_max"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from actor_cases import (
+    ENGINE,
     FIRST_RELEASE,
     IDENTITY_THRESHOLD,
     PROMPT,
@@ -62,7 +64,25 @@ def drop(case: Case) -> tuple[list[float], Run]:
             entropy = None if entropy is None else torch.where(keep, entropy, entropy.detach())
             return (entropy, log_prob) if FIRST_RELEASE else {"log_probs": log_prob, "entropys": entropy}
 
-        actor._forward_micro_batch = detaching_forward
+        def of_the_engine(micro_batch: Any, loss: Callable[..., Any], forward_only: bool) -> Any:
+            def detaching(values: torch.Tensor) -> torch.Tensor:
+                flat, keep = values.values(), torch.ones(len(values.values()), dtype=torch.bool)
+                ends = values.offsets()[1:].tolist()
+                for row, position in places:
+                    whole = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()]
+                    length = int(batch.batch["attention_mask"][row, PROMPT:].sum())
+                    for sequence, end in zip(micro_batch["input_ids"].unbind(), ends, strict=True):
+                        if torch.equal(sequence, whole):
+                            keep[end - length - 1 + position] = False
+                flat = torch.where(keep, flat, flat.detach())
+                return torch.nested.nested_tensor_from_jagged(flat, values.offsets())
+
+            def computed(model_output: dict[str, torch.Tensor], **others: Any) -> Any:
+                return loss(model_output={name: detaching(value) for name, value in model_output.items()}, **others)
+
+            return forward(micro_batch, computed, forward_only)
+
+        actor._forward_micro_batch = of_the_engine if ENGINE else detaching_forward
 
     run = train(case, spike_action="drop", **DETECTION)
     stock = train(case, stock_dp_actor(), prepare=prepare)

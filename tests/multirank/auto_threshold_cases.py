@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import Case, Run, build_actor, build_batch, train
+from actor_cases import Case, Run, build_actor, build_batch, dp_actor, train
 from verl import DataProto
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
 AUTO = {"spike_detection": True, "grad_norm_threshold": "auto", "bisect_budget_steps": 50}
@@ -88,7 +87,7 @@ def real_gradients(model_folder: str, data_file: str) -> dict[str, Any]:
         fsdp_config=FSDPEngineConfig(dtype="float32"),
         **AUTO,
     )
-    actor = DataParallelPPOActor(settings, model, torch.optim.SGD(model.parameters(), lr=1e-5))
+    actor = dp_actor.DataParallelPPOActor(settings, model, torch.optim.SGD(model.parameters(), lr=1e-5))
     # The loss is advantage times log-prob, without a ratio.
     tensors["old_log_probs"] = torch.zeros(ROWS, ANSWER_LENGTH)
     data = DataProto.from_dict(tensors, meta_info={"temperature": 1.0})

@@ -14,6 +14,7 @@ from valid_events import valid_events
 __all__ = ["launch"]
 
 
+@pytest.mark.target(version="0.9.1")
 @cases(*[(2, Case(wrap, planted=ONE)) for wrap in WRAPS], (2, Case(mini_batch=4, rows=4, planted=((1, 3, 6),))))
 def test_skip_leaves_the_step_out(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, action_cases.skip, case)
@@ -40,6 +41,7 @@ DROP_CASES = [
 ]
 
 
+@pytest.mark.target(version="0.9.1")
 @cases(*DROP_CASES)
 def test_drop_takes_the_culprits_out(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, action_cases.drop, case)

@@ -81,6 +81,7 @@ UNIT_CASES = [
 ]
 
 
+@pytest.mark.target(version="0.9.1")
 @cases(*UNIT_CASES)
 def test_unit_norms(launch: Launch, world: int, case: Case) -> None:
     """A threshold of nearly zero makes every unit an event's unit, and a budget of one pass keeps it short."""
@@ -117,6 +118,7 @@ SEARCH_CASES = [
 ]
 
 
+@pytest.mark.target(version="0.9.1")
 @cases(*SEARCH_CASES)
 def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> None:
     check_planted_tokens(launch, world, case)
@@ -281,6 +283,7 @@ def test_a_spent_budget_is_said(launch: Launch, world: int, case: Case) -> None:
 PLACES = ["before the forward", "in a layer", "after the forward", "in the backward"]
 
 
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_failure_on_one_rank_ends_the_search_on_all(launch: Launch, wrap: str, where: str) -> None:

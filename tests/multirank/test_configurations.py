@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from actor_cases import Case
+import pytest
+from actor_cases import ENGINE, Case
 from test_actor import ONE, THREE, WRAPS, Launch, cases, check_planted_tokens, launch
 
 __all__ = ["launch"]
@@ -12,6 +13,15 @@ REPLICAS = ((0, 0, 4), (2, 4, 2), (3, 7, 0))
 HALF_PRECISION = [("bfloat16", 1.0), ("float16", 8.0)]
 
 
+def skip_what_verl_cannot_train(case: Case) -> None:
+    """What verl 0.9.1 itself cannot do, with the versions in tests/requirements-0.9.1.txt."""
+    if ENGINE and case.model == "vision":
+        pytest.skip("its forward of a micro-batch without an image fails with transformers 5")
+    if ENGINE and case.fused and case.wrap == "fsdp2":
+        pytest.skip("its fused kernels fail under FSDP2: they multiply a sharded weight by a whole tensor")
+
+
+@pytest.mark.target(version="0.9.1")
 @cases(
     *[(2, Case(wrap, model="lora", planted=THREE)) for wrap in WRAPS],
     *[(2, Case(wrap, model="frozen", planted=ONE)) for wrap in WRAPS],
@@ -34,4 +44,5 @@ HALF_PRECISION = [("bfloat16", 1.0), ("float16", 8.0)]
     (2, Case("fsdp2", packed=True, fused=True, entropy=True, planted=THREE)),
 )
 def test_planted_tokens(launch: Launch, world: int, case: Case) -> None:
+    skip_what_verl_cannot_train(case)
     check_planted_tokens(launch, world, case)
