@@ -28,7 +28,6 @@ from actor_cases import (
 )
 from verl.models.transformers import monkey_patch
 from verl.utils import ulysses
-
 from verl.utils.gradloc.verl.dp_actor import ActorGradLoc, forward_rows
 
 
