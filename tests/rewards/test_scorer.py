@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from verl.utils.reward_score import DATA_SOURCES, default_compute_score, math_verify
+from verl.utils import reward_score
+from verl.utils.reward_score import default_compute_score, math_verify
 
 # Sympy computes this tower digit by digit, in C.
 HANGING = "The answer is \\boxed{9^{9^{9^{9}}}}."
@@ -512,7 +513,7 @@ def test_the_known_data_sources_are_all_that_the_function_compares_with() -> Non
             compared += [ast.literal_eval(item) for item in getattr(right, "elts", [right])]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "data_source.startswith":
             compared.append(ast.literal_eval(node.args[0]) + "*")
-    assert sorted(compared) == sorted(DATA_SOURCES)
+    assert sorted(compared) == sorted(reward_score.DATA_SOURCES)
 
 
 def test_forked_children_get_a_pool_of_their_own() -> None:
