@@ -202,7 +202,7 @@ class WatchedEngine:
         """Begins a mini-batch; the first one begins an update."""
         assert self.gradloc is not None
         if self._where == (0, 0):
-            if training_step is None:
+            if training_step is None and collectives.rank() == 0:
                 logger.warning("the trainer does not say which step this is: the evidence has global_step null")
             self.gradloc.start_update(training_step)
         else:

@@ -22,13 +22,14 @@ WHOLE_BATCH = {"dp_size": 2, "batch_num_tokens": 41, "global_batch_size": 12, "l
 
 
 def build_config(mode: str, agg_mode: str, **options: Any) -> FSDPActorConfig:
+    beta = {"dro_beta": 0.5} if mode == "dro" else {}
     correction = {"loss_type": "reinforce", "rollout_rs": TOKEN_REJECTION, "rollout_rs_threshold": 1.5}
     return FSDPActorConfig(
         strategy="fsdp2",
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=5,
         loss_agg_mode=agg_mode,
-        policy_loss=BypassLossConfig(loss_mode=mode, rollout_correction=correction),
+        policy_loss=BypassLossConfig(loss_mode=mode, rollout_correction=correction, **beta),
         **options,
     )
 
