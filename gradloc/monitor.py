@@ -264,13 +264,14 @@ class GradLoc:
         """The update's metrics for the training log, the same on every rank.
 
         `misaligned_share` (only with rollout log-probs) is the fraction of response tokens whose log-prob differs from
-        the rollout's by more than a nat. `threshold` is τ in the mini-batch with the largest norm; it is missing during
-        the warm-up of an automatic threshold. `drill_found` (only after a drill) is 1 if the planted token was found.
-        The other metrics do not count drills.
+        the rollout's by more than a nat. `threshold` is τ in the mini-batch with the largest norm, or in the last one
+        if that was in the warm-up of an automatic threshold; it is missing before the warm-up has ended. `drill_found`
+        (only after a drill) is 1 if the planted token was found. The other metrics do not count drills.
         """
         optional = {"actor/gradloc/misaligned_share": self._misaligned / self._compared} if self._compared else {}
-        if self._threshold_of_max is not None:
-            optional["actor/gradloc/threshold"] = self._threshold_of_max
+        threshold = self._threshold if self._threshold_of_max is None else self._threshold_of_max
+        if threshold is not None:
+            optional["actor/gradloc/threshold"] = threshold
         if self._drill_found is not None:
             optional["actor/gradloc/drill_found"] = self._drill_found
         spikes = [event for event in self._events_of_update if event["drill"] is None]
