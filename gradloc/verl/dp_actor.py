@@ -130,6 +130,7 @@ def observe(
     """
     if actor.gradloc is None:
         return
+    actor.gradloc.aggregation.stop()  # what follows is not the loss
     mask = model_inputs["response_mask"]
     facts = {name: model_inputs[key] for name, key in _EVIDENCE_KEYS.items() if key in model_inputs}
     if actor.config.use_kl_loss:
