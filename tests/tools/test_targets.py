@@ -184,7 +184,7 @@ def test_only_the_patch_for_the_installed_version_has_to_be_whole(two: Project, 
 
 def test_the_real_targets() -> None:
     targets = apply_patch.read_targets()
-    assert [target.version for target in targets] == ["0.7.0", "0.7.1"]
+    assert [target.version for target in targets] == ["0.7.0", "0.7.1", "0.9.1"]
     assert (apply_patch.PATCHES / "DEFAULT").read_text().strip() == "0.7.0"
     for target in targets:
         data = target.patch.read_bytes()
@@ -196,4 +196,4 @@ def test_the_real_targets() -> None:
         {each.path: each.new for each in apply_patch.parse_patch(target.patch.read_bytes()) if each.old is None}
         for target in targets
     ]
-    assert package[0] == package[1] and NEW in package[0]
+    assert all(files == package[0] for files in package) and NEW in package[0]

@@ -158,7 +158,7 @@ def test_an_interrupt_ends_ray_too(tmp_path: Path) -> None:
     deadline = time.monotonic() + 300
     with started(tmp_path / "out") as script:
         ray = f"/tmp/gradloc-{script.pid}"
-        while not (log.exists() and "TaskRunner hostname" in log.read_text()):
+        while not (log.exists() and "(TaskRunner" in log.read_text()):
             assert script.poll() is None and time.monotonic() < deadline
             time.sleep(0.5)
         # Ray's workers lose their command line, but share their session with those that keep it.
