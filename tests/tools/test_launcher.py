@@ -648,6 +648,9 @@ def test_a_run_without_a_spike_or_drill_has_a_page(
     monkeypatch.setenv("EVIDENCE", str(tmp_path / "out/bisect_dump"))
     monkeypatch.setenv("STEP", json.dumps(step))
     monkeypatch.setattr(main, "STATE", tmp_path)
+    # What they change would stay for the tests that follow.
+    monkeypatch.setattr(main, "exit_on_signals", lambda: None)
+    monkeypatch.setattr(processes, "ignore_signals", lambda: None)
     monkeypatch.setattr(main, "prepare", lambda *_: None)
     monkeypatch.setattr(checks, "check_verl", lambda *_: None)
     arguments = ["--embedded", "--python", str(python), f"OUTPUT_DIR={tmp_path}/out", "SPIKE_DRILL_STEP=null"]
