@@ -160,26 +160,12 @@ fi
 set_up_browser "$@"
 exec 9>&-
 
-# The others run beside the default one: neither keeps two cores busy all the time.
-test_others() {
-    local version code=0
-    for version in "${others[@]}"; do
-        use_target "$version"
-        say "pytest, verl $version"
-        "$venv/bin/python" -m pytest -m "every_target or target(version='$version')" || code=$?
-    done
-    return "$code"
-}
-
-code=0
-if ((${#others[@]})); then
-    test_others >"$build/others.log" 2>&1 </dev/null &
-    trap 'kill %1 2>/dev/null || true' EXIT
-fi
 say "pytest, verl $target"
+code=0
 "$venv/bin/python" -m pytest "$@" || code=$?
-if ((${#others[@]})); then
-    wait %1 || code=$?
-    cat "$build/others.log"
-fi
+for version in "${others[@]}"; do
+    use_target "$version"
+    say "pytest, verl $version"
+    "$venv/bin/python" -m pytest -m "every_target or target(version='$version')" || code=$?
+done
 exit "$code"
