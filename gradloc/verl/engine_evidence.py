@@ -11,7 +11,7 @@ from verl.utils import tensordict_utils as tu
 
 from ..evidence.token_facts import text_evidence
 from ..fsdp import collectives
-from .samples import step_figures, sum_up, write_update
+from .samples import sample_facts, step_figures, sum_up, write_update
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +81,5 @@ def _describe(data: TensorDict, row: int, position: int, tokenizer: Any) -> dict
     prompt, response = ids[: len(ids) - length].tolist(), ids[len(ids) - length :].tolist()
     scores = [data[key][row].sum().item() for key in ("token_level_scores", "rm_scores") if key in data.keys()]
     columns = {key: tu.get(data, key)[row] for key in ("reward_model", "data_source", "uid") if key in data.keys()}
-    reward_model = columns.get("reward_model")
-    return {
-        **(text_evidence(tokenizer, prompt, response, position) if tokenizer is not None else {}),
-        "ground_truth": reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None,
-        "reward": scores[0] if scores else None,
-        "data_source": str(columns["data_source"]) if "data_source" in columns else None,
-        "uid": str(columns["uid"]) if "uid" in columns else None,
-    }
+    text = text_evidence(tokenizer, prompt, response, position) if tokenizer is not None else {}
+    return {**text, **sample_facts(scores[0] if scores else None, columns)}

@@ -97,12 +97,23 @@ def _describe(sample: "DataProtoItem", position: int, tokenizer: Any) -> dict[st
     prompt = ids[:-response_length][valid[:-response_length]]
     response = ids[-response_length:][valid[-response_length:]]
     scores = sample.batch.get("token_level_scores")
-    columns = sample.non_tensor_batch
-    reward_model = columns.get("reward_model")
     return {
         **text_evidence(tokenizer, prompt.tolist(), response.tolist(), position),
+        **sample_facts(None if scores is None else scores.sum().item(), sample.non_tensor_batch),
+    }
+
+
+def sample_facts(reward: float | None, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """What the evidence says of a culprit's sample besides its text.
+
+    Args:
+        reward (float, optional): The sum of its scores.
+        columns (Mapping): Its values in the batch's columns, by name.
+    """
+    reward_model = columns.get("reward_model")
+    return {
         "ground_truth": reward_model.get("ground_truth") if isinstance(reward_model, dict) else None,
-        "reward": None if scores is None else scores.sum().item(),
+        "reward": reward,
         "data_source": str(columns["data_source"]) if "data_source" in columns else None,
         "uid": str(columns["uid"]) if "uid" in columns else None,
     }

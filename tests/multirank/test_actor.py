@@ -262,6 +262,10 @@ IDENTITY_CASES = [
 @pytest.mark.every_target
 @cases(*IDENTITY_CASES)
 def test_training_is_bit_identical_after_a_search(launch: Launch, world: int, case: Case) -> None:
+    check_bit_identity(launch, world, case)
+
+
+def check_bit_identity(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, actor_cases.identity, case, 100)
     first, second = same_events([run for _, _, run in results])
     assert sum(event["passes"] for event in first) > 0 and second == []

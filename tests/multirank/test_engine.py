@@ -8,7 +8,7 @@ from pathlib import Path
 import actor_cases
 import pytest
 from actor_cases import Case
-from test_actor import ONE, THREE, WRAPS, Launch, cases, check_planted_tokens, launch, same_events
+from test_actor import ONE, THREE, WRAPS, Launch, cases, check_bit_identity, check_planted_tokens, launch
 from valid_events import valid_events
 
 __all__ = ["launch"]
@@ -34,12 +34,7 @@ def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> Non
 
 @cases(*[(2, Case(wrap, deferred=True, dropout=0.2, optimizer="adamw", planted=THREE)) for wrap in WRAPS])
 def test_training_is_bit_identical_with_a_deferred_reduction(launch: Launch, world: int, case: Case) -> None:
-    results = launch(world, actor_cases.identity, case, 100)
-    first, second = same_events([run for _, _, run in results])
-    assert sum(event["passes"] for event in first) > 0 and second == []
-    for searched, off, _ in results:
-        assert all(searched.values()), searched
-        assert all(off.values()), off
+    check_bit_identity(launch, world, case)
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["padded", "nested"])
