@@ -160,12 +160,29 @@ fi
 set_up_browser "$@"
 exec 9>&-
 
-say "pytest, verl $target"
+# The others run beside the default one: neither keeps two cores busy all the time.
+test_others() {
+    local version code=0
+    for version in "${others[@]}"; do
+        use_target "$version"
+        say "pytest, verl $version"
+        "$venv/bin/python" -m pytest -m "every_target or target(version='$version')" || code=$?
+    done
+    return "$code"
+}
+
 code=0
+if ((${#others[@]})); then
+    set -m # a process group of its own, which ends with this one
+    test_others >"$build/others.log" 2>&1 </dev/null &
+    set +m
+    beside=$!
+    trap 'kill -- "-$beside" 2>/dev/null || true' EXIT
+fi
+say "pytest, verl $target"
 "$venv/bin/python" -m pytest "$@" || code=$?
-for version in "${others[@]}"; do
-    use_target "$version"
-    say "pytest, verl $version"
-    "$venv/bin/python" -m pytest -m "every_target or target(version='$version')" || code=$?
-done
+if ((${#others[@]})); then
+    wait "$beside" || code=$?
+    cat "$build/others.log"
+fi
 exit "$code"
