@@ -90,15 +90,15 @@ def test_the_pool_scores_as_math_verify_does_in_process(ordinary_pool: None) -> 
     assert [math_verify.compute_score(*pair) for pair in pairs] == expected
 
 
-def among_hostile(hostile: list[str], seed: int) -> tuple[list[float], list[float]]:
-    """The scores of hostile answers, and what those of ordinary answers among them are off by."""
+def among_hostile(hostile: list[str], seed: int) -> tuple[list[float], dict[int, float]]:
+    """The scores of hostile answers, and the scores of ordinary answers among them that are off."""
     n = len(hostile)
     pairs = [(answer, TRUTH) for answer in hostile]
     pairs += [(f"Therefore \\boxed{{\\frac{{{i}}}{{7}}}}", f"\\frac{{{i + i % 2}}}{{7}}") for i in range(n)]
     order = list(range(2 * n))
     random.Random(seed).shuffle(order)
     scores = dict(zip(order, in_pool([pairs[i] for i in order]), strict=True))
-    return [scores[i] for i in range(n)], [scores[n + i] - (i % 2 == 0) for i in range(n)]
+    return [scores[i] for i in range(n)], {i: scores[n + i] for i in range(n) if scores[n + i] != (i % 2 == 0)}
 
 
 # Seconds that a busy machine may take to start a worker and hand it an answer, less than the pool itself allows for.
@@ -150,10 +150,10 @@ def test_hostile_answers(hostile_pool: None) -> None:
     """Without limits, hardly any of the powers alone would end within the test's time."""
     hostile = hostile_answers()
     assert len(hostile) >= 300
-    scores, errors = among_hostile(list(hostile.values()), seed=0)
+    scores, wrong = among_hostile(list(hostile.values()), seed=0)
     assert not [name for name, score in zip(hostile, scores, strict=True) if score not in (0.0, TIMED_OUT)]
     assert scores.count(TIMED_OUT) > 50
-    assert not any(errors)
+    assert not wrong
 
 
 def test_workers_have_a_memory_limit(hostile_pool: None) -> None:
@@ -185,9 +185,9 @@ TEXTS = st.one_of(
 @settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(TEXTS, min_size=20, max_size=20), st.integers(0, 9))
 def test_generated_answers(hostile_pool: None, hostile: list[str], seed: int) -> None:
-    scores, errors = among_hostile(hostile, seed)
-    assert set(scores) <= {0.0, TIMED_OUT}
-    assert not any(errors)
+    scores, wrong = among_hostile(hostile, seed)
+    assert not {i: score for i, score in enumerate(scores) if score not in (0.0, TIMED_OUT)}
+    assert not wrong
 
 
 def peak(pid: int, what: str = "VmHWM") -> int:
