@@ -7,7 +7,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -51,8 +51,9 @@ class WatchedEngine:
 
     It acts only within `train_batch`, and only if the actor configuration that the loss is bound to turns it on. Each
     `train_batch` makes one optimizer step. verl calls it once for each mini-batch of an update, and says in the data
-    which one it is; one that says nothing is an update of its own. With the update's last mini-batch, its metrics are
-    in the output, and rank 0 writes its evidence.
+    which one it is; one that says nothing is an update of its own. Several updates may make up a step, as in verl's
+    asynchronous trainer with separate rollouts: then the mini-batches count on. With the step's last mini-batch, its
+    metrics are in the output, and rank 0 writes its evidence.
 
     Attributes:
         gradloc (GradLoc | None): None where it is off, or before the first `train_batch`. Its `events` are those of the
@@ -67,6 +68,8 @@ class WatchedEngine:
     _watching = False
     _pass_open = False
     _reduces = True
+    _mini_batches = 0
+    _earlier_mini_batches = 0
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
         config = _actor_config(loss_function)
@@ -74,8 +77,9 @@ class WatchedEngine:
             self._build(config)
         if self.gradloc is None and self.layer_clip is None:
             return super().train_batch(data, loss_function)  # type: ignore[misc]
-        self._where = tuple(tu.get(data, "epoch_and_mini_batch", (0, 0)))
-        last = tu.get(data, "update_lr_scheduler", True)
+        update, updates = tu.get(data, "update_of_step", (0, 1))
+        self._place(tu.get(data, "epoch_and_mini_batch", (0, 0)), update)
+        last = tu.get(data, "update_lr_scheduler", True) and update == updates - 1
         step = tu.get(data, "training_step")
         if self.gradloc is not None:
             self._start(step)
@@ -198,8 +202,16 @@ class WatchedEngine:
             self._evidence = EngineEvidence(config.bisect_dump_dir, tokenizer, group_size)
         self._restore()
 
+    def _place(self, epoch_and_mini_batch: Sequence[int], update: int) -> None:
+        """Sets the mini-batch's place in its step, from that in its update."""
+        epoch, mini_batch = epoch_and_mini_batch
+        if (epoch, mini_batch) == (0, 0):
+            self._earlier_mini_batches = self._mini_batches if update else 0
+        self._where = epoch, self._earlier_mini_batches + mini_batch
+        self._mini_batches = self._where[1] + 1
+
     def _start(self, training_step: int | None) -> None:
-        """Begins a mini-batch; the first one begins an update."""
+        """Begins a mini-batch; the first one begins a step."""
         assert self.gradloc is not None
         if self._where == (0, 0):
             if training_step is None and collectives.rank() == 0:

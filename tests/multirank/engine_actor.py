@@ -78,6 +78,8 @@ class EngineActor:
 
     nested = False
     dataloader: dict[str, Any] = {}
+    # Which update of its step the next one is, and of how many.
+    update_of_step = 0, 1
 
     watched = True
     engine_class: Callable[[], type[FSDPEngineWithLMHead]] = staticmethod(lambda: FSDPEngineWithLMHead)
@@ -160,6 +162,7 @@ class EngineActor:
             epochs=config.ppo_epochs,
             dataloader_kwargs=self.dataloader,
             training_step=batch.meta_info["global_steps"],
+            update_of_step=self.update_of_step,
         )
         output = TrainingWorker.train_mini_batch.__wrapped__(self.worker, data)
         metrics = tu.get(output, "metrics")
@@ -170,7 +173,7 @@ class EngineActor:
                 [v.aggregate() if isinstance(v, Metric) else v for v in value] if isinstance(value, list) else value
             )
             if "/gradloc/" in name or "/layer_clip/" in name:
-                (values,) = values  # the update's, whatever the number of its mini-batches
+                (values,) = values  # the step's, whatever the number of its mini-batches
             if "/perf/" not in name:
                 found[name] = values
         return found

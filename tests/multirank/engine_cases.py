@@ -77,6 +77,18 @@ def evidence(case: Case, directory: str, shuffle: bool, updates: int = 1) -> tup
     return planted, metrics
 
 
+def step_of_two_updates(case: Case, directory: str) -> list[dict[str, Any]]:
+    """The metrics of two updates that make up a step; both have the planted tokens."""
+    actor = build_actor(case, spike_detection=True, grad_norm_threshold=1e3, bisect_dump_dir=directory)
+    metrics = []
+    for update in range(2):
+        with torch.random.fork_rng():
+            batch = build_batch(case, dist.get_rank())
+        actor.update_of_step = update, 2
+        metrics.append(actor.update_policy(batch))
+    return metrics
+
+
 def engine_as_the_worker_builds_it(directory: str, strategy: str, **options: Any) -> Any:
     """An engine with all its own parts, of a model that is loaded from disk."""
     from engine_actor import EngineRegistry

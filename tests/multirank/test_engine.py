@@ -56,6 +56,18 @@ def test_each_rank_describes_its_culprits(launch: Launch, tmp_path: Path, shuffl
         assert first["actor/gradloc/culprits"] == len(THREE)
 
 
+def test_the_updates_of_a_step_are_counted_together(launch: Launch, tmp_path: Path) -> None:
+    """As verl's asynchronous trainer with separate rollouts makes them, which takes a GPU to run."""
+    results = launch(2, engine_cases.step_of_two_updates, Case(mini_batch=4, planted=ONE), str(tmp_path))
+    (step,) = (json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines())
+    events = valid_events(f"[{','.join((tmp_path / 'spikes.jsonl').read_text().splitlines())}]")
+    assert [event["mini_batch"] for event in events] == [0, 2]
+    assert (step["global_step"], step["triggered"]) == (7, 2)
+    for first, second in results:
+        assert not [name for name in first if "gradloc" in name]
+        assert second["actor/gradloc/triggered"] == 2 and second["actor/gradloc/culprits"] == 2
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2"])
 def test_a_run_resumes_with_what_was_learned(launch: Launch, tmp_path: Path, strategy: str) -> None:
     for state, norms, later, files in launch(2, engine_cases.resumed, str(tmp_path), strategy):
