@@ -46,6 +46,7 @@ from verl.models.transformers import tiled_mlp
 from verl.models.transformers.monkey_patch import apply_monkey_patch, patch_forward_with_backends
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
 from verl.utils import activation_offload, attention_utils
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_placement_fn
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
@@ -380,6 +381,18 @@ def build_actor(
     return actor
 
 
+def checkpoints(actor: Any, scheduler: Any = None, checkpoint_config: dict[str, Any] | None = None) -> Any:
+    """What saves and loads the actor's checkpoints: verl's manager, or the engine around it."""
+    parts = {} if ENGINE else {"layer_clip": actor.layer_clip, "gradloc": actor.gradloc}
+    manager = FSDPCheckpointManager(
+        actor.actor_module, actor.actor_optimizer, scheduler, checkpoint_config=checkpoint_config, **parts
+    )
+    if not ENGINE:
+        return manager
+    actor.engine.checkpoint_manager = manager
+    return actor.engine
+
+
 def grad_scaler(scale: float) -> ShardedGradScaler:
     # Its default group is the one of its module's import, which other tests have destroyed.
     return ShardedGradScaler(device="cpu", init_scale=scale, process_group=dist.group.WORLD)
@@ -478,6 +491,24 @@ def build_batch(case: Case, rank: int, seed: int = 0) -> DataProto:
 def parts(outputs: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Entropy and log-probs of an actor's forward, which 0.7.1 gives by name."""
     return outputs if FIRST_RELEASE else (outputs.get("entropys"), outputs["log_probs"])
+
+
+def with_hook_on_log_probs(forward: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+    """An actor's forward that puts a hook on the log-probs it computes."""
+
+    def of_the_actor(*arguments: Any, **options: Any) -> Any:
+        outputs = forward(*arguments, **options)
+        parts(outputs)[1].register_hook(hook)
+        return outputs
+
+    def of_the_engine(micro_batch: Any, loss: Callable[..., Any], forward_only: bool) -> Any:
+        def computed(model_output: dict[str, torch.Tensor], **others: Any) -> Any:
+            model_output["log_probs"].register_hook(hook)
+            return loss(model_output=model_output, **others)
+
+        return forward(micro_batch, computed, forward_only)
+
+    return of_the_engine if ENGINE else of_the_actor
 
 
 def log_probs_and_entropy(
@@ -738,6 +769,11 @@ class Run:
     training: list[bool]
 
 
+def events_of(actor: Any) -> list[dict[str, Any]]:
+    """Those of the last `update_policy`; the engine itself has only those of its last mini-batch."""
+    return (actor if ENGINE else actor.gradloc).events
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -776,7 +812,7 @@ def train(
         run.metrics.append(actor.update_policy(batch))
         run.forwards.append(count)
         if getattr(actor, "gradloc", None) is not None:
-            run.events.append(json.dumps((actor if ENGINE else actor.gradloc).events))
+            run.events.append(json.dumps(events_of(actor)))
     run.parameters = [local(p) for p in actor.actor_module.parameters()]
     run.rng = torch.get_rng_state()
     run.training = [m.training for m in actor.actor_module.modules()]
@@ -865,25 +901,16 @@ def failing_search(case: Case, where: str) -> tuple[dict[str, bool], Run]:
         def failing_forward(*arguments: Any, **options: Any) -> Any:
             if where == "before the forward":
                 fail()
-            if ENGINE and where == "in the backward":
-                return forward(arguments[0], failing_loss(arguments[1]), *arguments[2:])
             outputs = forward(*arguments, **options)
             if where == "after the forward":
                 fail()
-            elif where == "in the backward":
-                parts(outputs)[1].register_hook(fail)
             return outputs
-
-        def failing_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
-            def computed(model_output: dict[str, torch.Tensor], **others: Any) -> Any:
-                model_output["log_probs"].register_hook(fail)
-                return loss(model_output=model_output, **others)
-
-            return computed
 
         if where == "in a layer":
             layers = [m for m in actor.actor_module.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]
             layers[1].register_forward_hook(fail)
+        elif where == "in the backward":
+            actor._forward_micro_batch = with_hook_on_log_probs(forward, fail)
         else:
             actor._forward_micro_batch = failing_forward
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import Case, Run, build_actor, build_batch, dp_actor, train
+from actor_cases import Case, Run, build_actor, build_batch, checkpoints, dp_actor, train
 from verl import DataProto
-from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
 AUTO = {"spike_detection": True, "grad_norm_threshold": "auto", "bisect_budget_steps": 50}
@@ -24,10 +23,9 @@ def resume(case: Case, folder: str) -> tuple[list[float | None], list[float | No
         tuple: The three lists, and the events of the run that went on, whose last update has a spike.
     """
 
-    def start() -> tuple[Any, FSDPCheckpointManager]:
+    def start() -> tuple[Any, Any]:
         actor = build_actor(case, **AUTO)
-        scheduler = torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0)
-        return actor, FSDPCheckpointManager(actor.actor_module, actor.actor_optimizer, scheduler, gradloc=actor.gradloc)
+        return actor, checkpoints(actor, torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0))
 
     def update(actor: Any, seeds: list[int]) -> list[float | None]:
         batches = [build_batch(case, dist.get_rank(), seed) for seed in seeds]

@@ -19,6 +19,19 @@ from typing import Any
 # Ranks that still wait for a failed one get this long to fail too, so that its peers' state can be seen.
 AFTER_FAILURE = 5
 
+# What the ranks import first; what a version of verl lacks is left out.
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    "peft",
+    "pytest",
+    "verl.workers.config",
+    "verl.workers.actor.dp_actor",
+    "verl.workers.engine_workers",
+]
+
 
 class RankFailed(Exception):
     """At least one rank raised, died or ran out of time."""
@@ -78,7 +91,9 @@ class Cluster:
         self.processes, self.pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Its server imports what takes long once, for all processes of all clusters.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         store = tempfile.NamedTemporaryFile(prefix="gloo_", delete=False)
         store.close()
         os.unlink(store.name)

@@ -52,6 +52,7 @@ def with_given_parts(engine: type[FSDPEngineWithLMHead], watched: bool) -> type[
                 self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, factor=1.0, total_iters=0)
             precision = getattr(torch, self.engine_config.dtype)
             self._autocast_dtype = precision
+            self._uses_fsdp2_cpu_offload_policy = True  # saving a checkpoint would move the model to a GPU first
 
         def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
             return self.actor._forward_micro_batch(micro_batch, loss_function, forward_only)
@@ -73,7 +74,8 @@ def with_given_parts(engine: type[FSDPEngineWithLMHead], watched: bool) -> type[
 class EngineActor:
     """What the tests know of an actor: `update_policy`, its parts, and `gradloc`, `layer_clip`, `scaler`.
 
-    An update is the worker's own `train_mini_batch`; the data are those of the trainer V0, or with `nested` of V1.
+    An update is the worker's own `train_mini_batch`; the data are those of the trainer V0, or with `nested` of V1. Of
+    ranks that share their data (Ulysses), only the first has metrics.
     """
 
     nested = False
@@ -152,19 +154,23 @@ class EngineActor:
         data = left_right_2_no_padding(batch.to_tensordict())
         if self.nested:
             _nest_responses(data)
-        config, world = self.config, dist.get_world_size()
+        config = self.config
+        mini_batch_size = config.ppo_mini_batch_size * self.engine.get_data_parallel_size()
         tu.assign_non_tensor(
             data,
             calculate_entropy=config.entropy_coeff != 0,
             temperature=batch.meta_info["temperature"],
-            global_batch_size=config.ppo_mini_batch_size * world,
-            mini_batch_size=config.ppo_mini_batch_size * world,
+            global_batch_size=mini_batch_size,
+            mini_batch_size=mini_batch_size,
             epochs=config.ppo_epochs,
             dataloader_kwargs=self.dataloader,
             training_step=batch.meta_info["global_steps"],
             update_of_step=self.update_of_step,
         )
         output = TrainingWorker.train_mini_batch.__wrapped__(self.worker, data)
+        if not self.engine.is_mp_src_rank_with_outputs():
+            assert output is None
+            return {}
         metrics = tu.get(output, "metrics")
         metrics = {name if name.startswith("actor/") else f"actor/{name}": value for name, value in metrics.items()}
         found = {}

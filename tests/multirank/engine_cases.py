@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from actor_cases import Case, build_actor, build_batch, build_model, response_length
+from reduced_meter_cases import share_sequences, stand_in_for_a_gpu
 from verl import DataProto
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
@@ -22,9 +23,8 @@ class Words:
         return " ".join(map(str, ids))
 
 
-def with_columns(case: Case, batch: DataProto) -> None:
+def with_columns(case: Case, batch: DataProto, rank: int) -> None:
     """What a trainer knows of each row; a row's name is its rank and number."""
-    rank = dist.get_rank()
     rows = range(len(batch))
     columns = {
         "uid": [f"{rank}/{row}" for row in rows],
@@ -39,24 +39,32 @@ def with_columns(case: Case, batch: DataProto) -> None:
     batch.batch[name] = scores * batch.batch["response_mask"]
 
 
-def evidence(case: Case, directory: str, shuffle: bool, updates: int = 1) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Updates whose evidence is written.
+def evidence(
+    case: Case, directory: str, shuffle: bool, updates: int = 1, size: int = 1
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Updates whose evidence is written, of groups of `size` ranks that share their data and split its computation.
 
     Returns:
         tuple: For each planted token, its row's name, and its position and id; the metrics of each update.
     """
     options = {"spike_detection": True, "grad_norm_threshold": 1e3, "bisect_dump_dir": directory}
+    if size > 1:
+        options["ulysses_sequence_parallel_size"] = size
+        stand_in_for_a_gpu(case, size)
     actor = build_actor(case, **options)
+    if size > 1:
+        share_sequences(actor, size)
+    own_rank = dist.get_rank() // size
     actor.engine._evidence._tokenizer = Words()
     actor.dataloader = {"shuffle": shuffle}
     metrics, planted = [], []
     for seed in range(updates):
         with torch.random.fork_rng():
-            batch = build_batch(case, dist.get_rank(), seed)
-        with_columns(case, batch)
+            batch = build_batch(case, own_rank, seed)
+        with_columns(case, batch, own_rank)
         if seed == 0:
             for rank, row, position in case.planted:
-                if rank == dist.get_rank():
+                if rank == own_rank:
                     prompt = batch.batch["input_ids"][row, : -batch.batch["responses"].shape[1]]
                     prompt = prompt[batch.batch["attention_mask"][row, : len(prompt)].bool()]
                     planted.append(

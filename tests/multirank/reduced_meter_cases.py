@@ -1,7 +1,8 @@
 """Actors whose search reads only the reduced gradient, with and without sequence parallelism.
 
-The sequence parallelism is verl's own, Ulysses. There are stand-ins for flash attention and its way of removing
-padding, which need a GPU, and for an all-to-all call, which gloo lacks.
+The sequence parallelism is verl's own, Ulysses. There are stand-ins for flash attention, which needs a GPU, and for an
+all-to-all call, which gloo lacks; with verl 0.7 also for flash attention's way of removing padding, for which verl 0.9
+has nested tensors, that a CPU has too.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from actor_cases import (
+    ENGINE,
     IDENTITY_THRESHOLD,
     PROMPT,
     Case,
@@ -24,11 +25,11 @@ from actor_cases import (
     build_actor,
     build_batch,
     build_model,
+    events_of,
     local,
 )
 from verl.models.transformers import monkey_patch
 from verl.utils import ulysses
-from verl.utils.gradloc.verl.dp_actor import ActorGradLoc, forward_rows
 
 
 @dataclasses.dataclass
@@ -51,19 +52,20 @@ def train(
     **gradloc: Any,
 ) -> Run:
     """One update with groups of `size` ranks that share their data; with the reduced meter they split it."""
-    actor = build_actor(case, **({"spike_detection": True, "bisect_budget_steps": 200, **gradloc} if detect else {}))
+    options = {"spike_detection": True, "bisect_budget_steps": 200, **gradloc} if detect else {}
+    split = size > 1 and meter == "reduced"
+    if split:
+        options["ulysses_sequence_parallel_size"] = size
+        stand_in_for_a_gpu(case, size)
+
+    def choose_meter(model: torch.nn.Module) -> None:
+        # As if it computed its gradients in parts, for which the actor takes the reduced meter.
+        model.is_tiled_mlp = meter == "reduced" and not split
+
+    actor = build_actor(case, change_model=choose_meter, **options)
     prepare(actor)
-    if size > 1 and meter == "reduced":
-        split_sequences(actor, case, size)
-    if detect and case.model != "tiled":
-        actor.gradloc = ActorGradLoc(
-            actor.actor_module,
-            actor.config.gradloc_config(),
-            forward=partial(forward_rows, actor),
-            device=actor.device_name,
-            sequence_parallel_size=size if meter == "reduced" else 1,
-            meter=meter,
-        )
+    if split:
+        share_sequences(actor, size)
     run = Run({}, "", [], [], torch.empty(0))
 
     def keep_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -75,23 +77,27 @@ def train(
     torch.manual_seed(5 + dist.get_rank())
     run.metrics = actor.update_policy(batch)
     ulysses.set_ulysses_sequence_parallel_group(None)
-    run.events = json.dumps(actor.gradloc.events) if detect else "[]"
+    run.events = json.dumps(events_of(actor)) if detect else "[]"
     run.parameters = [local(p) for p in actor.actor_module.parameters()]
     run.rng = torch.get_rng_state()
     return run
 
 
-def split_sequences(actor: Any, case: Case, size: int) -> None:
-    """Has neighbouring ranks share the computation of their sequences, as verl's worker does."""
-    actor.ulysses_sequence_parallel_size, actor.use_ulysses_sp = size, True
+def stand_in_for_a_gpu(case: Case, size: int) -> None:
+    """Has verl patch attention for groups of `size` ranks, and replaces what a CPU or gloo lacks."""
     monkey_patch.apply_monkey_patch(build_model(case), ulysses_sp_size=size, use_remove_padding=True)
     monkey_patch._flash_attention_forward = packed_attention
     dist.all_to_all = all_to_all
+
+
+def share_sequences(actor: Any, size: int) -> None:
+    """Has neighbouring ranks share the computation of their sequences, as verl's worker does."""
     for module in actor.actor_module.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = "flash_attention_2"
-    group, _ = dist.new_subgroups(size)
-    ulysses.set_ulysses_sequence_parallel_group(group)
+    if not ENGINE:  # which makes its groups itself
+        group, _ = dist.new_subgroups(size)
+        ulysses.set_ulysses_sequence_parallel_group(group)
 
 
 def packed_attention(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import actor_cases
 import pytest
 from actor_cases import Case
-from test_actor import ONE, THREE, WRAPS, Launch, cases, check_bit_identity, check_planted_tokens, launch
+from test_actor import ONE, THREE, WRAPS, Launch, cases, check_bit_identity, check_planted_tokens, launch, near
 from valid_events import valid_events
 
 __all__ = ["launch"]
@@ -37,20 +38,28 @@ def test_training_is_bit_identical_with_a_deferred_reduction(launch: Launch, wor
     check_bit_identity(launch, world, case)
 
 
+def check_written(
+    folder: Path, results: list[tuple[list[Any], list[dict[str, Any]]]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The events and steps in the files, after checking that the events describe the planted tokens, each once."""
+    planted = {tuple(sorted(row.items())) for rows, _ in results for row in rows}
+    assert len(planted) == len(THREE)
+    events = valid_events(f"[{','.join((folder / 'spikes.jsonl').read_text().splitlines())}]")
+    names = ("uid", "position", "token", "prompt", "response", "reward", "ground_truth", "data_source")
+    culprits = [culprit for event in events for culprit in event["culprits"]]
+    assert sorted(tuple(sorted((name, culprit[name]) for name in names)) for culprit in culprits) == sorted(planted)
+    assert {event["global_step"] for event in events} == {7}
+    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert [(step["global_step"], step["triggered"]) for step in steps] == [(7, len(events)), (8, 0)]
+    return events, steps
+
+
 @pytest.mark.parametrize("nested", [False, True], ids=["padded", "nested"])
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in_order", "shuffled"])
 def test_each_rank_describes_its_culprits(launch: Launch, tmp_path: Path, shuffle: bool, nested: bool) -> None:
     case = Case(mini_batch=4, nested=nested, planted=THREE)
     results = launch(2, engine_cases.evidence, case, str(tmp_path), shuffle, 2)
-    planted = {tuple(sorted(row.items())) for rows, _ in results for row in rows}
-    assert len(planted) == len(THREE)
-    events = valid_events(f"[{','.join((tmp_path / 'spikes.jsonl').read_text().splitlines())}]")
-    names = ("uid", "position", "token", "prompt", "response", "reward", "ground_truth", "data_source")
-    culprits = [culprit for event in events for culprit in event["culprits"]]
-    assert {tuple(sorted((name, culprit[name]) for name in names)) for culprit in culprits} == planted
-    assert {event["global_step"] for event in events} == {7}
-    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert [(step["global_step"], step["triggered"]) for step in steps] == [(7, len(events)), (8, 0)]
+    events, _ = check_written(tmp_path, results)
     for _, (first, second) in results:
         assert first["actor/gradloc/triggered"] == len(events) and second["actor/gradloc/triggered"] == 0
         assert first["actor/gradloc/culprits"] == len(THREE)
@@ -66,6 +75,35 @@ def test_the_updates_of_a_step_are_counted_together(launch: Launch, tmp_path: Pa
     for first, second in results:
         assert not [name for name in first if "gradloc" in name]
         assert second["actor/gradloc/triggered"] == 2 and second["actor/gradloc/culprits"] == 2
+
+
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in_order", "shuffled"])
+def test_ranks_that_share_their_data_are_counted_once(launch: Launch, tmp_path: Path, shuffle: bool) -> None:
+    """Two pairs of ranks (Ulysses) write what two ranks with the same data write."""
+    case = Case(mini_batch=4, packed=True, rollout=True, nested=shuffle, planted=THREE)
+    written = {}
+    for world, size in ((2, 1), (4, 2)):
+        folder = tmp_path / str(size)
+        results = launch(world, engine_cases.evidence, case, str(folder), shuffle, 2, size)
+        assert [metrics == [{}, {}] for _, metrics in results] == [rank % size > 0 for rank in range(world)]
+        written[size] = check_written(folder, results)
+    (alone, steps), (shared, steps_of_shared) = written[1], written[2]
+    # Which tokens a search names is its meter's affair, what it says of them is not.
+    names = ("rank", "micro_batch", "row", "position", "advantage", "sources")
+    for event, other in zip(alone, shared, strict=True):
+        for name in ("epoch", "mini_batch", "world_size", "micro_batches", "median_advantage"):
+            assert other[name] == event[name], name
+        assert other["median_weight"] == near(event["median_weight"])
+        assert sorted([c[name] for name in names] for c in other["culprits"]) == sorted(
+            [c[name] for name in names] for c in event["culprits"]
+        )
+        tokens = {(unit["rank"], unit["micro_batch"]): unit["tokens"] for unit in event["units"]}
+        assert {
+            (unit["rank"], unit["micro_batch"]): unit["tokens"] for unit in other["units"]
+        }.items() <= tokens.items()
+    for step, other in zip(steps, steps_of_shared, strict=True):
+        for name in ("ratio_max", "ratio_p999", "rollout_ratio_max", "unlikely_share"):
+            assert other[name] == near(step[name]), name
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2"])

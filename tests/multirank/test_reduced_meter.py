@@ -12,6 +12,24 @@ from valid_events import valid_events
 
 __all__ = ["launch"]
 
+# A world size, how many ranks share their data, and the case. Those that share it run against verl 0.9.1 as well.
+Row = tuple[int, int, Case]
+
+
+def shared(*rows: Row) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("world", "size", "case"),
+        [
+            pytest.param(
+                *row,
+                id=f"{row[0]}-{row[1]}-{row[2].id}",
+                marks=[pytest.mark.target(version="0.9.1")] * (row[1] > 1 or row[2].model == "tiled"),
+            )
+            for row in rows
+        ],
+    )
+
+
 CASES = [
     *[(2, 1, Case(wrap, planted=THREE)) for wrap in WRAPS],
     (2, 1, Case("fsdp1", dynamic=True, kl=True, entropy=True, loss_agg_mode="seq-mean-token-mean", planted=ONE)),
@@ -23,7 +41,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "size", "case"), [pytest.param(*c, id=f"{c[0]}-{c[1]}-{c[2].id}") for c in CASES])
+@shared(*CASES)
 def test_planted_tokens_are_found(launch: Launch, world: int, size: int, case: Case) -> None:
     results = launch(world, reduced_meter_cases.search, case, size)
     units, (norm,), threshold, run, _ = results[0]
@@ -80,25 +98,26 @@ def test_a_broken_row_of_a_rank_that_has_nothing_to_measure_spoils_no_probe(laun
     assert math.isfinite(expected) and found["reduced"][0, 4, 2]["grad_norm"] == near(expected)
 
 
-@pytest.mark.parametrize(("world", "size"), [(2, 1), (4, 2)])
-def test_a_rank_whose_rows_are_all_broken_ends_the_search_on_all(launch: Launch, world: int, size: int) -> None:
-    broken = {(1, row, 0) for row in range(Case().rows)}
-    case = Case("fsdp2", packed=True, planted=((0, 0, 4),), nan=tuple(broken))
+# A token of each row of rank 1.
+BROKEN = tuple((1, row, 0) for row in range(Case().rows))
+
+
+@shared(*[(world, size, Case(packed=True, planted=((0, 0, 4),), nan=BROKEN)) for world, size in ((2, 1), (4, 2))])
+def test_a_rank_whose_rows_are_all_broken_ends_the_search_on_all(
+    launch: Launch, world: int, size: int, case: Case
+) -> None:
     results = launch(world, reduced_meter_cases.train, case, size)
     assert len({run.events for run in results}) == 1
     (event,) = valid_events(results[0].events)
     assert event["error"].startswith("rank 1: each of its rows") and not event["complete"]
-    assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == broken
+    assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == {*BROKEN}
 
 
-@pytest.mark.parametrize(
-    ("world", "size", "case"),
-    [
-        (2, 1, Case("fsdp1", planted=THREE)),
-        (2, 1, Case("fsdp2", planted=ONE)),
-        (4, 2, Case("fsdp2", packed=True, planted=ONE)),
-        (4, 2, Case("fsdp1", packed=True, nan=((1, 3, 2),))),
-    ],
+@shared(
+    (2, 1, Case("fsdp1", planted=THREE)),
+    (2, 1, Case("fsdp2", planted=ONE)),
+    (4, 2, Case("fsdp2", packed=True, planted=ONE)),
+    (4, 2, Case("fsdp1", packed=True, nan=((1, 3, 2),))),
 )
 def test_drop_leaves_what_the_local_meter_leaves(launch: Launch, world: int, size: int, case: Case) -> None:
     for distance, run in launch(world, reduced_meter_cases.drop, case, size):
