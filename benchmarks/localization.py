@@ -1,10 +1,11 @@
 """What finding the tokens behind a gradient spike costs: GradLoc against the published schedule.
 
-Real part: verl's own `update_policy` with GradLoc, on a tiny model with random weights, under FSDP on W processes. Each
-event is solved in the same run by GradLoc and by the published schedule (`published_schedule.py`), with the same
-forward and loss; passes are counted by a hook on the model. A batch is W ranks × M micro-batches × N response tokens.
-`--until` says which ends of GradLoc's search are tried: `explained` (few tokens, each measured alone over τ, without
-which every loud micro-batch is under its own threshold), `exhaustive` (every token over τ).
+Real part: verl's own update with GradLoc (0.7's actor, or 0.9's FSDP engine), on a tiny model with random weights,
+under FSDP on W processes. Each event is solved in the same run by GradLoc and by the published schedule
+(`published_schedule.py`), with the same forward and loss; passes are counted by a hook on the model. A batch is W ranks
+× M micro-batches × N response tokens. `--until` says which ends of GradLoc's search are tried: `explained` (few tokens,
+each measured alone over τ, without which every loud micro-batch is under its own threshold), `exhaustive` (every token
+over τ).
 
 Natural events (`--parts natural`) have no planted tokens:
 
@@ -56,6 +57,8 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from target_actor import prepare_cpu
 
 Record = dict[str, Any]
 
@@ -123,8 +126,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--rounds must be 2 or more")
     if args.plot and not args.simulate:
         parser.error("--plot belongs to --simulate")
-    if args.base_tree and not (args.base_tree / "verl/workers/actor/dp_actor.py").is_file():
-        parser.error(f"{args.base_tree} has no verl/workers/actor/dp_actor.py")
+    if args.base_tree and not (args.base_tree / "verl/__init__.py").is_file():
+        parser.error(f"{args.base_tree} has no verl/__init__.py")
     return args
 
 
@@ -163,6 +166,7 @@ def run_ranks(part: str, world_size: int, args: argparse.Namespace) -> list[Reco
         sys.exit(f"{world_size} ranks need as many GPUs; there are {torch.cuda.device_count()}: lower --world-sizes.")
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise verl uses the GPU
+        prepare_cpu()
     print(f"{part} on {world_size} ranks", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as directory:
         torch.multiprocessing.spawn(_rank, (part, world_size, directory, args), nprocs=world_size)
@@ -186,13 +190,14 @@ def _rank(rank: int, part: str, world_size: int, directory: str, args: argparse.
         world_size=world_size,
         timeout=datetime.timedelta(minutes=10),
     )
+    import verl
     from localization_actor import Ranks
 
     device = torch.device("cuda", rank) if args.device == "cuda" else torch.device(args.device)
     ranks = Ranks(device, args.strategy)
     with open(f"{directory}/records" if rank == 0 else os.devnull, "w") as file:
         for record in PART_OF_RANK[part](ranks, args):
-            print(json.dumps(record), file=file, flush=True)
+            print(json.dumps({"verl": verl.__version__} | record), file=file, flush=True)
     dist.destroy_process_group()
 
 

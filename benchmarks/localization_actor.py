@@ -7,22 +7,20 @@ All ranks call every function here.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from published_schedule import Part, localize
+from target_actor import ENGINE, actor_class, log_probs, stock_actor_class
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
@@ -31,7 +29,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from verl import DataProto
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_clip_grad_norm_, get_fsdp_wrap_policy, get_shard_placement_fn
-from verl.workers.actor import dp_actor
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
 
 # (rank, micro-batch, token): the token is an index into the micro-batch's response tokens, row by row.
@@ -132,16 +129,6 @@ def shard(model: LlamaForCausalLM, ranks: Ranks) -> torch.nn.Module:
     return model
 
 
-def stock_dp_actor(base_tree: Path) -> ModuleType:
-    """The module of the unpatched actor, beside the patched one."""
-    path = base_tree / "verl/workers/actor/dp_actor.py"
-    spec = importlib.util.spec_from_file_location("stock_dp_actor", path)
-    assert spec is not None and spec.loader is not None  # as of every path that ends with .py
-    sys.modules["stock_dp_actor"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def build_config(shape: Shape, micro_batches: int, ranks: Ranks, **gradloc: Any) -> FSDPActorConfig:
     return FSDPActorConfig(
         strategy=ranks.strategy,
@@ -154,11 +141,15 @@ def build_config(shape: Shape, micro_batches: int, ranks: Ranks, **gradloc: Any)
     )
 
 
-def build_actor(shape: Shape, micro_batches: int, ranks: Ranks, module: ModuleType = dp_actor, **gradloc: Any) -> Any:
-    """A real actor. Its learning rate is 0, so that each update starts from the same weights."""
+def build_actor(shape: Shape, micro_batches: int, ranks: Ranks, base_tree: Path | None = None, **gradloc: Any) -> Any:
+    """A real actor, of the unpatched verl if `base_tree` has one.
+
+    Its learning rate is 0, so that each update starts from the same weights.
+    """
     config = build_config(shape, micro_batches, ranks, **gradloc)
     model = shard(build_model(shape, ranks), ranks)
-    return module.DataParallelPPOActor(config, model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0))
+    kind = actor_class() if base_tree is None else stock_actor_class(base_tree)
+    return kind(config, model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0))
 
 
 def build_batch(shape: Shape, micro_batches: int, ranks: Ranks, seed: int, sigma: float = 0.5) -> DataProto:
@@ -173,11 +164,28 @@ def build_batch(shape: Shape, micro_batches: int, ranks: Ranks, seed: int, sigma
         "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens).contiguous(),
         "responses": tokens[:, PROMPT:].contiguous(),
         "response_mask": torch.ones(rows, shape.length),
-        # Read by the actor, but not used in an on-policy update.
+        # Not used by 0.7's actor in an on-policy update; for 0.9's engine, see `with_old_log_probs`.
         "old_log_probs": torch.zeros(rows, shape.length),
         "advantages": noise[0].sign() * (sigma * noise[1]).exp(),
     }
     return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "global_steps": 0})
+
+
+def with_old_log_probs(actor: Any, shape: Shape, batch: DataProto) -> DataProto:
+    """The batch with the actor's own log-probs as the old ones, as a trainer gives them.
+
+    0.7's actor takes them from its forward in an on-policy update, 0.9's engine from the batch.
+    """
+    if not ENGINE:
+        return batch
+    batch = copy_batch(batch)
+    parts = []
+    with torch.no_grad():
+        for start in range(0, len(batch), shape.rows):
+            rows = {name: tensor[start : start + shape.rows] for name, tensor in batch.batch.items()}
+            parts.append(log_probs(actor, rows, batch.meta_info["temperature"]))
+    batch.batch["old_log_probs"] = torch.cat(parts)
+    return batch
 
 
 def copy_batch(batch: DataProto) -> DataProto:
@@ -220,7 +228,7 @@ class Amplifier:
         self._input_ids = kwargs["input_ids"]
 
     def _before_head(self, _head: torch.nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
-        if not self.factors:
+        if not (self.factors and torch.is_grad_enabled()):
             return None
         factors = torch.ones(self._input_ids.shape)
         for row, ids in enumerate(self._input_ids[:, :PROMPT].tolist()):
@@ -366,10 +374,13 @@ class Solver:
 
         Returns:
             dict: `culprits`, their places and gradient norms; `rests`, the norms of the loud micro-batches without them
-                in thresholds, where measured; `passes`, `seconds`; whether the budget is spent (`budget_spent`); what
-                the event says of itself: `complete`, `explained`, `diagnosis`, None where there is no event.
+                in thresholds, where measured; `passes`, `seconds`; whether the budget is spent (`budget_spent`);
+                `tokens` and `units`, for comparisons: the culprits' places with their norms, and the loud micro-batches
+                with their norms in thresholds; what the event says of itself: `complete`, `explained`, `diagnosis`,
+                None where there is no event.
         """
         actor = self._actors[until]
+        batch = with_old_log_probs(actor, self._shape, batch)
         self._forwards = 0
         actor.update_policy(batch)
         passes = self._forwards - self._micro_batches
@@ -387,6 +398,10 @@ class Solver:
         }
         facts = {name: event.get(name) for name in ("complete", "explained", "diagnosis")}
         facts |= {"seconds": event.get("seconds", 0.0), "budget_spent": passes >= BUDGETS[until]}
+        facts["tokens"] = sorted([*place, norm] for place, norm in culprits.items())
+        facts["units"] = sorted(
+            [unit["rank"], unit["micro_batch"], unit["norm"] / unit["threshold"]] for unit in event.get("units", [])
+        )
         return {"culprits": culprits, "rests": rests, "passes": passes} | facts
 
     def published(self, batch: DataProto) -> dict[str, Any]:
@@ -433,7 +448,7 @@ class Solver:
         if self._ranks.rank in part.ranks:
             keep[part.tokens.start : part.tokens.stop] = True
         keep = keep.view(shape.rows, shape.length).to(self._ranks.device)
-        _, log_prob = self._actor._forward_micro_batch(tensors, temperature=batch.meta_info["temperature"])
+        log_prob = log_probs(self._actor, tensors, batch.meta_info["temperature"])
         loss, _ = get_policy_loss_fn("vanilla")(
             old_log_prob=log_prob.detach(),
             log_prob=torch.where(keep, log_prob, log_prob.detach()),
@@ -632,8 +647,8 @@ def measure_local_norms(
         "on": build_actor(shape, micro_batches, ranks, spike_detection=True, grad_norm_threshold=NEVER),
     }
     if base_tree is not None:
-        actors["stock"] = build_actor(shape, micro_batches, ranks, stock_dp_actor(base_tree))
-    batch = build_batch(shape, micro_batches, ranks, seed=0)
+        actors["stock"] = build_actor(shape, micro_batches, ranks, base_tree)
+    batch = with_old_log_probs(actors["off"], shape, build_batch(shape, micro_batches, ranks, seed=0))
     times: dict[str, list[float]] = {name: [] for name in actors}
     processor: dict[str, list[float]] = {name: [] for name in actors}
     for number in range(-1, rounds):  # the first round warms up
@@ -655,8 +670,9 @@ def measure_memory(ranks: Ranks, shape: Shape, micro_batches: int) -> dict[str, 
 
     In bytes, of the rank where it is largest.
     """
-    batch = build_batch(shape, micro_batches, ranks, seed=0)
-    spiked = build_batch(shape, micro_batches, ranks, seed=0)
+    off = build_actor(shape, micro_batches, ranks)
+    batch = with_old_log_probs(off, shape, build_batch(shape, micro_batches, ranks, seed=0))
+    spiked = copy_batch(batch)
     spiked.batch["advantages"][0, 0] *= 1e6
     peaks: dict[str, int] = {}
 
@@ -666,7 +682,7 @@ def measure_memory(ranks: Ranks, shape: Shape, micro_batches: int) -> dict[str, 
         peaks[name], metrics = _peak(ranks.device, lambda: actor.update_policy(data))
         return metrics
 
-    measure("off", build_actor(shape, micro_batches, ranks), batch)
+    measure("off", off, batch)
     never = build_actor(shape, micro_batches, ranks, spike_detection=True, grad_norm_threshold=NEVER)
     ordinary = measure("on", never, batch)["actor/gradloc/token_norm_max"]
     actor = build_actor(shape, micro_batches, ranks, spike_detection=True, grad_norm_threshold=10 * ordinary)
@@ -690,7 +706,7 @@ def measure_reduction(ranks: Ranks, shape: Shape, rounds: int) -> dict[str, Any]
         for name in random.Random(number).sample(sorted(times), 2):
             with _no_reduction() if name == "without" else nullcontext():
                 started = ranks.clock()
-                actor._forward_micro_batch(tensors, temperature=1.0)[1].sum().backward()
+                log_probs(actor, tensors, temperature=1.0).sum().backward()
                 seconds = ranks.clock() - started
             actor.actor_optimizer.zero_grad()
             if number >= 0:

@@ -1,4 +1,4 @@
-"""verl 0.9's FSDP engine behind the calls of verl 0.7's actor that the tests make, so that both share their cases."""
+"""verl 0.9's FSDP engine behind the calls of verl 0.7's actor, so that tests and benchmarks run on both."""
 
 from __future__ import annotations
 
