@@ -12,7 +12,7 @@ from verl import DataProto
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
-AUTO = {"spike_detection": True, "grad_norm_threshold": "auto", "bisect_budget_steps": 50}
+AUTO = {"spike_replay": 0, "spike_detection": True, "grad_norm_threshold": "auto", "bisect_budget_steps": 50}
 PROMPT_LENGTH, ANSWER_LENGTH = 40, 12
 ROWS = 22
 
