@@ -11,8 +11,10 @@ The rooms of the package. A file imports from its own room and from those above 
 - measure: extra passes and the norms of what they compute
 - search: what to measure next
 - evidence: what was found, as events in a file
+- bundles: an event's loud micro-batches in a folder that can be taken elsewhere
 - early_warning: what may move before a spike
 - report: the reader of these files
+- replay: computes a bundle again in one process
 - actions: what becomes of the gradient after a spike
 - drill: a spike planted on purpose, to see that it is found
 - monitor: watches the training passes and begins the search

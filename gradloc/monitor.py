@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import actions, drill
 from .auto_threshold import AutoThreshold
+from .bundles.recorder import Recorder
 from .config import GradLocConfig
 from .drill import Planted
 from .early_warning import EarlyWarning, own_figures
@@ -88,6 +89,7 @@ class GradLoc:
             the gradient after FSDP's mean, in the passes of the search.
         recover (Callable, optional): Called on a rank where an error interrupted a pass, to reset state outside of the
             model and FSDP.
+        recorder (Recorder, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
 
     Attributes:
         squared_norms (Tensor | None): The squared norms by layer of the gradient that `locate` leaves, without the loss
@@ -107,6 +109,7 @@ class GradLoc:
         sequence_parallel_size: int = 1,
         meter: str = "local",
         recover: Callable[[], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.config = config
         self.squared_norms: Tensor | None = None
@@ -115,6 +118,7 @@ class GradLoc:
         self._forward = forward
         self._device = torch.device(device)
         self._recover = recover
+        self._recorder = recorder
         self._loss_scale = loss_scale
         self._event: dict[str, Any] | None = None
         self._events_of_update: list[dict[str, Any]] = []
@@ -331,12 +335,30 @@ class GradLoc:
         self._event = self._describe(
             gradient, investigation, started, **where, passes=passes.count, action=self.config.action, applied=applied
         )
+        self._event["replay"] = self._keep_bundle(gradient, investigation, self._event)
         self._add(self._event)
         return not (self.config.action == "skip" and applied)
 
     def _add(self, event: dict[str, Any]) -> None:
         self.events.append(event)
         self._events_of_update.append(event)
+
+    def _keep_bundle(self, gradient: _Gradient, investigation: Investigation, event: Mapping[str, Any]) -> str | None:
+        """The folder that the event's bundle is in; None without one. A collective call."""
+        if self._recorder is None:
+            return None
+        try:
+            return self._recorder.keep(
+                event,
+                investigation,
+                gradient.micro_batches,
+                gradient.scale,
+                self._sequence_parallel_size,
+                gradient.squared_norms,
+            )
+        except collectives.RankFailedError:
+            logger.warning("a gradient spike is reported without a replay bundle", exc_info=True)
+            return None
 
     def _hold_drill(self, gradient: _Gradient, where: dict[str, Any]) -> None:
         """Holds a drill. Whatever becomes of it, the real mini-batch is checked as usual. A collective call."""
@@ -525,6 +547,7 @@ class GradLoc:
                 "loss_scale": gradient.scale,
                 "layer_clip": None,
                 "drill": None,
+                "replay": None,
             }
             event["summary"] = _summary(event)
         return event

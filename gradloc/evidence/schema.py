@@ -180,6 +180,7 @@ EVENT = {
         gradloc_version=_TEXT,
         drill={"anyOf": [_DRILL, {"type": "null"}]},
         fault=_TEXT_OR_NULL,
+        replay=_TEXT_OR_NULL,
     ),
 }
 

@@ -51,6 +51,11 @@ def short_factor(part: Mapping[str, Any]) -> str:
     return f"{factor:.2f}" if factor < 10 and abs(factor - 1) >= 0.005 else short(factor)
 
 
+def visible(text: str) -> str:
+    """The text with control characters and the like escaped: it comes from a model and goes to a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
 def percent(share: float) -> str:
     return "under 1%" if 0 < share < 0.01 else f"{share:.0%}"
 

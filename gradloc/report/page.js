@@ -32,9 +32,10 @@ function linkCulpritsToEvents() {
 function start() {
   showTotals();
   showDrills();
+  showReplays();
   drawLevel();
   if (!events.length) {
-    hide(document.querySelectorAll("section:not(#run)"));
+    hide(document.querySelectorAll("section:not(#run, #replays)"));
     addChartListeners();
     return;
   }
@@ -345,6 +346,75 @@ function showDrills() {
 function makeDrill({ found, text, advice }) {
   const steps = advice.map((sentence) => make("li", {}, visible(sentence)));
   return make("li", { class: found ? "found" : "failed" }, text, steps.length ? make("ul", {}, steps) : null);
+}
+
+// Replays: what became of a spike that was computed again.
+
+function showReplays() {
+  get("replays").hidden = !data.replays.length;
+  get("replay-list").replaceChildren(...data.replays.map(makeReplay));
+}
+
+function makeReplay(replay) {
+  const { bundle, sentences, notes, variant, device, recorded, model, variants } = replay;
+  const title = (replay.global_step === null ? "" : `Step ${replay.global_step}: `) + visible(bundle);
+  const where = `${visible(model)}, ${visible(variant)} on ${visible(device)}; in training ${visible(recorded)}`;
+  const before = ["In training", "Replayed", ...variants];
+  return make(
+    "div",
+    { class: "card" },
+    make("h3", {}, title),
+    make("p", { class: "hint" }, where),
+    [...sentences, ...notes].map((text) => make("p", { class: "story" }, visible(text))),
+    makeReplayTable(
+      "Tokens",
+      ["Rank", "Row", "Position", "Token id", ...before, "Log p", "Replayed"],
+      replay.tokens.map((token) => [
+        ...[token.rank, token.row, token.position, token.token_id].map(String),
+        ...[token.grad_norm, token.replayed, ...token.others, token.log_prob, token.replayed_log_prob].map(short),
+      ]),
+    ),
+    makeReplayTable(
+      "Micro-batches",
+      ["Rank", "Micro-batch", "Threshold", ...before, "Without culprits"],
+      replay.units.map((unit) => [
+        ...[unit.rank, unit.micro_batch].map(String),
+        ...[unit.threshold, unit.norm, unit.replayed, ...unit.others, unit.rest].map(short),
+      ]),
+    ),
+    makeReplayTable(
+      "The first micro-batch by layer",
+      ["Layer", ...before],
+      replay.layers.map((layer) => [layer.layer, ...[layer.norm, layer.replayed, ...layer.others].map(short)]),
+    ),
+    makeReplayTable(
+      "What would be left of the first micro-batch's gradient",
+      ["By", "Norm", "Meaning"],
+      replay.remedies.map(({ name, norm, meaning }) => [name, short(norm), meaning]),
+    ),
+  );
+}
+
+function makeReplayTable(title, heads, rows) {
+  if (!rows.length) return null;
+  const isText = (head) => ["Layer", "By", "Meaning"].includes(head);
+  const cells = (tag, texts, more = {}) =>
+    texts.map((text, i) => make(tag, { ...more, class: isText(heads[i]) ? null : "num" }, visible(text)));
+  return make(
+    "details",
+    { open: title === "Tokens" ? "" : null },
+    make("summary", {}, title),
+    make(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
+      make(
+        "table",
+        {},
+        make("thead", {}, make("tr", {}, cells("th", heads, { scope: "col" }))),
+        make("tbody", {}, rows.map((row) => make("tr", {}, cells("td", row)))),
+      ),
+    ),
+  );
 }
 
 // The level: the token norm of every step against its threshold.

@@ -59,9 +59,21 @@ def page_data(evidence: reading.Evidence) -> dict[str, Any]:
             {"token": token, "token_id": token_id, "count": count}
             for (token, token_id), count in evidence.tokens.most_common(8)
         ],
+        "replays": [_replay(result) for result in evidence.replays],
         "notes": summary["notes"],
         "skipped": evidence.skipped,
     }
+
+
+def _replay(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A replay as the page shows it, with its figures rounded."""
+    lists = ("units", "tokens", "layers", "remedies")
+    return {**result, **{name: [_rounded_row(row) for row in result[name]] for name in lists}}
+
+
+def _rounded_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    others = rounded({str(index): value for index, value in enumerate(row.get("others", ()))})
+    return rounded(row) | ({"others": list(others.values())} if "others" in row else {})
 
 
 def _kept(evidence: reading.Evidence) -> tuple[dict[int, int], list[reading.RankedCulprit]]:

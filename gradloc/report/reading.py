@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..bundles.results import read_results
 from ..evidence.schema import EVENT, EVENT_1, EVENT_2, NOTE, STEP, conforms
 from ..evidence.writer import STEP_FIGURES, evidence_files
 from .condensed import condensed_event, culprit_details, culprit_row
@@ -43,6 +44,7 @@ class Evidence:
         faults (list[str]): The names of faults that were planted in the run on purpose.
         steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
         notes (list[dict]): Of what was left out of the files.
+        replays (list[dict]): The results of replays, in the order of their events.
         skipped (int): Lines that are no event of a known version.
         sources (Counter): Of all culprits, kept or not.
         tokens (Counter): Likewise; by the token, and its id if it is not known.
@@ -58,6 +60,7 @@ class Evidence:
     faults: list[str] = field(default_factory=list)
     steps: dict[int, dict[str, float | None]] = field(default_factory=dict)
     notes: list[dict[str, Any]] = field(default_factory=list)
+    replays: list[dict[str, Any]] = field(default_factory=list)
     skipped: int = 0
     sources: Counter[str] = field(default_factory=Counter)
     tokens: Counter[tuple[str | None, int | None]] = field(default_factory=Counter)
@@ -134,6 +137,8 @@ def read(path: str, since: int | None = None, top: int = DETAILED) -> Evidence:
             found.notes.append(entry)
         else:
             found.skipped += 1
+    results = read_results(os.path.dirname((events or steps)[0]) or ".")
+    found.replays = [result for result in results if since is None or (result["global_step"] or 0) >= since]
     return found
 
 

@@ -70,6 +70,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "largest_culprits": [
             rounded({name: row[name] for name in row if name != "details"}) for *_, row in ranked[:top]
         ],
+        "replays": evidence.replays,
         "notes": _messages(evidence.notes),
         "skipped_lines": evidence.skipped,
     }

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .figures import count, number, percent, short, threshold_factor
+from .figures import count, number, percent, short, threshold_factor, visible
 from .meanings import ADVICE, DIAGNOSES, NOT_APPLIED, SOURCES
 from .summary import token_name
 
@@ -46,14 +46,12 @@ def print_summary(summary: Summary) -> None:
         if summary["culprits"] and summary["tokens"][0]["culprits"] > 1:
             counts = [f"{quoted(entry['token'][:40])} ({entry['culprits']})" for entry in summary["tokens"]]
             console.print(Text.assemble("\n", ("Most frequent culprits  ", "bold"), "   ".join(counts)))
+    if summary["replays"]:
+        console.print()
+        console.print(_sentences("Replays", ((replay, " ".join(replay["sentences"])) for replay in summary["replays"])))
     if warnings := _warnings(summary):
         console.print(Text("\n" + "\n".join(warnings), style="yellow"))
     console.print()
-
-
-def visible(text: str) -> str:
-    """The text with control characters and the like escaped: it comes from a model and goes to a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def quoted(token: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from verl.base_config import BaseConfig
 
+from ..checks import is_positive_integer
 from ..config import GradLocConfig
 from ..layers import layer_clip
 
@@ -38,6 +39,8 @@ class SpikeConfig(BaseConfig):
             that it would be found.
         spike_log (bool, optional): Whether the trackers of `trainer.logger` get the spikes. None: where there is one
             besides 'console' and 'file'.
+        spike_replay (int): At most so many bundles are kept in bisect_dump_dir/replay, one for each spike, with which
+            its loudest micro-batches can be computed again elsewhere. 0: none.
         layer_clip (LayerClipConfig): Configuration for clipping layer by layer.
     """
 
@@ -50,6 +53,7 @@ class SpikeConfig(BaseConfig):
     spike_action: str = "log"
     spike_drill_step: int | None = None
     spike_log: bool | None = None
+    spike_replay: int = 16
     layer_clip: LayerClipConfig = field(default_factory=LayerClipConfig)
 
     def check_spike_keys(self) -> None:
@@ -63,6 +67,10 @@ class SpikeConfig(BaseConfig):
             raise ValueError("[actor] spike_drill_step needs spike_detection=True.")
         if not isinstance(self.bisect_dump_dir, str) or not self.bisect_dump_dir:
             raise ValueError(f"[actor] bisect_dump_dir must name a folder, got {self.bisect_dump_dir!r}.")
+        if self.spike_replay != 0 and not is_positive_integer(self.spike_replay):
+            raise ValueError(
+                f"[actor] spike_replay must be a number of bundles, 0 for none, got {self.spike_replay!r}."
+            )
 
     def gradloc_config(self) -> GradLocConfig:
         """The GradLoc settings, validated."""

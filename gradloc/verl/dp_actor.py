@@ -19,6 +19,7 @@ from ..layers.layer_clip import LayerClip
 from ..monitor import GradLoc
 from .end_tokens import end_tokens
 from .loss_weights import RecordedAggregation, kl_coefficients
+from .replay_bundles import build_recorder, padded_rows
 from .rows import forward_inputs, select_rows
 
 if TYPE_CHECKING:
@@ -67,6 +68,14 @@ def build_gradloc(actor: "DataParallelPPOActor") -> ActorGradLoc | None:
         sequence_parallel_size=actor.ulysses_sequence_parallel_size,
         meter="reduced" if tiled_mlp else "local",
         recover=getattr(actor.actor_module, "reset_activation_offloading", None),
+        recorder=build_recorder(
+            actor.actor_module,
+            actor.config,
+            padded_rows,
+            dtype=actor.param_dtype,
+            grad_clip=actor.config.grad_clip,
+            layer_clip=actor.layer_clip,
+        ),
     )
 
 

@@ -27,6 +27,7 @@ from ..monitor import GradLoc
 from .end_tokens import end_tokens
 from .engine_evidence import EngineEvidence
 from .loss_weights import RecordedAggregation, kl_coefficients
+from .replay_bundles import build_recorder, ragged_rows
 
 logger = logging.getLogger(__name__)
 
@@ -197,6 +198,14 @@ class WatchedEngine:
                 sequence_parallel_size=group_size,
                 meter="reduced" if tiled_mlp else "local",
                 recover=getattr(module, "reset_activation_offloading", None),
+                recorder=build_recorder(
+                    module,
+                    config,
+                    ragged_rows,
+                    dtype=getattr(self, "_autocast_dtype", torch.bfloat16),
+                    grad_clip=self.optimizer_config.clip_grad,
+                    layer_clip=self.layer_clip,
+                ),
             )
             tokenizer = getattr(self.model_config, "tokenizer", None)
             self._evidence = EngineEvidence(config.bisect_dump_dir, tokenizer, group_size)

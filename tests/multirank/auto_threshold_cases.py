@@ -11,7 +11,7 @@ from actor_cases import Case, Run, build_actor, build_batch, checkpoints, dp_act
 from verl import DataProto
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
-AUTO = {"spike_detection": True, "grad_norm_threshold": "auto", "bisect_budget_steps": 50}
+AUTO = {"spike_replay": 0, "spike_detection": True, "grad_norm_threshold": "auto", "bisect_budget_steps": 50}
 PROMPT_LENGTH, ANSWER_LENGTH = 40, 12
 ROWS = 22
 

@@ -180,3 +180,12 @@ def drop(case: Case, size: int) -> tuple[float, Run]:
     sums = torch.tensor([gap, sum(float(b.square().sum()) for b in theirs)])
     dist.all_reduce(sums)
     return float((sums[0] / sums[1]).sqrt()), run
+
+
+def spiked(case: Case, size: int, directory: str) -> Run:
+    """A run that keeps a bundle of its spike, beside the model's weights at its start."""
+    if dist.get_rank() == 0:
+        build_model(case).save_pretrained(f"{directory}/model")
+    run = train(case, size, grad_norm_threshold=IDENTITY_THRESHOLD, bisect_dump_dir=f"{directory}/dump", spike_replay=1)
+    dist.barrier()
+    return run

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import reduced_meter_cases
 from actor_cases import Case
 from test_actor import ONE, THREE, WRAPS, Launch, check_unit, launch, near
 from valid_events import valid_events
+
+from gradloc.replay.__main__ import main as replay
 
 __all__ = ["launch"]
 
@@ -70,6 +74,22 @@ def test_planted_tokens_are_found(launch: Launch, world: int, size: int, case: C
         check_unit(found[key], unit, threshold, case.tolerance)
     for *_, same in results:
         assert all(same.values()), same
+
+
+def test_a_spike_of_shared_sequences_replays_in_one_process(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 writes what the first of the two ranks that share the culprit's row has sent."""
+    case = Case("fsdp2", packed=True, planted=((1, 3, 6),))
+    results = launch(4, reduced_meter_cases.spiked, case, 2, str(tmp_path))
+    assert len({run.events for run in results}) == 1
+    (event,) = valid_events(results[0].events)
+    (culprit,) = event["culprits"]
+    assert replay([str(tmp_path / "dump" / event["replay"]), "--model", str(tmp_path / "model"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (token,) = [token for token in result["tokens"] if token["culprit"]]
+    assert (token["rank"], token["row"], token["position"]) == (1, 3, 6)
+    assert token["replayed"] == pytest.approx(culprit["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

@@ -5,10 +5,12 @@ python tests/report/evidence_samples.py DIRECTORY [EVENTS]   writes such evidenc
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from gradloc import record_events
@@ -288,6 +290,49 @@ def step_figures(events: list[dict[str, Any]], last: int, seed: int = 1) -> dict
             "triggered": sum(found["global_step"] == step for found in events),
         }
     return steps
+
+
+def replay_result(step: int, **changes: Any) -> dict[str, Any]:
+    """A result as a replay writes it beside its bundle."""
+    unit = {"rank": 1, "micro_batch": 0, "rows": 2, "norm": 3321.0, "threshold": 358.5, "replayed": 3320.9}
+    token = {
+        "rank": 1,
+        "micro_batch": 0,
+        "row": 3,
+        "position": 6,
+        "token_id": 15,
+        "culprit": True,
+        "source": "advantage",
+    }
+    figures = {"grad_norm": 1.9e5, "replayed": 1.9e5, "others": [1.8e5], "log_prob": -4.7, "replayed_log_prob": -4.7}
+    return {
+        "format": 1,
+        "kind": "gradloc replay result",
+        "time": "2026-11-22T12:00:00+00:00",
+        "bundle": f"step{step}-epoch0-mini_batch0",
+        "global_step": step,
+        "epoch": 0,
+        "mini_batch": 0,
+        "model": "/models/small",
+        "device": "cpu",
+        "variant": "bfloat16, sdpa",
+        "variants": ["float32, sdpa"],
+        "recorded": "bfloat16, flash_attention_2",
+        "notes": [],
+        "sentences": ["The spike comes back: rank 1, micro-batch 0.", "layers.0 carries 61% of the squared norm."],
+        "log_probs": {"tokens": 14, "nonfinite": 0, "mean": 1e-7, "max": 1e-6},
+        "units": [{**unit, "others": ["NaN"], "rest": 3.0}],
+        "tokens": [{**token, **figures, "layer": "layers.0", "layer_norm": 1.5e5, "replayed_layer_norm": 1.5e5}],
+        "layers": [{"layer": "layers.0", "norm": 2586.0, "replayed": 2586.1, "others": [2500.0]}],
+        "remedies": [{"name": "spike_action=drop", "norm": 3.0, "meaning": "the step without the culprits"}],
+        **changes,
+    }
+
+
+def write_replay(directory: Path, result: dict[str, Any]) -> None:
+    """Writes it where the report looks for it."""
+    (directory / "replay").mkdir(parents=True, exist_ok=True)
+    (directory / "replay" / f"{result['bundle']}.result.json").write_text(json.dumps(result))
 
 
 def write_run(directory: str, count: int) -> None:

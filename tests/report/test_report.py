@@ -17,7 +17,16 @@ import jsonschema
 import pytest
 from valid_events import valid_events
 
-from evidence_samples import culprit, event, samples, version_1, version_2, without_culprits
+from evidence_samples import (
+    culprit,
+    event,
+    replay_result,
+    samples,
+    version_1,
+    version_2,
+    without_culprits,
+    write_replay,
+)
 from gradloc import record_events, report
 from gradloc.evidence import token_facts, writer
 from gradloc.evidence.schema import EVENT, EVENT_1, EVENT_2, NOTE, conforms
@@ -542,6 +551,19 @@ def test_all_versions_may_be_in_one_file(tmp_path: Path, run: Any) -> None:
     (tmp_path / "spikes.jsonl").write_text("".join(json.dumps(writer.jsonable(e)) + "\n" for e in old))
     found = json.loads(run("--json", events=[spike(3)]))["largest_events"]
     assert {e["global_step"]: e["explained"] for e in found} == {1: None, 2: True, 3: True}
+
+
+def test_replays_are_told_and_what_is_no_result_is_left_out(run: Any, tmp_path: Path) -> None:
+    write_replay(tmp_path, replay_result(3))
+    write_replay(tmp_path, replay_result(2, bundle="older"))
+    write_replay(tmp_path, replay_result(1, bundle="other", units=[{"norm": 3}]))
+    write_replay(tmp_path, replay_result(1, bundle="text", sentences="no list"))
+    (tmp_path / "replay" / "half.result.json").write_text('{"kind":')
+    out = run(events=[spike(3)])
+    assert "Replays" in out and "The spike comes back: rank 1, micro-batch 0." in out
+    summary = json.loads(run("--json"))
+    assert [replay["bundle"] for replay in summary["replays"]] == ["older", "step3-epoch0-mini_batch0"]
+    assert [replay["global_step"] for replay in json.loads(run("--json", "--since", "3"))["replays"]] == [3]
 
 
 def test_notes_of_the_file_are_told(run: Any) -> None:

@@ -18,7 +18,18 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import browser
-from evidence_samples import culprit, drill, event, samples, step_figures, version_1, version_2, without_culprits
+from evidence_samples import (
+    culprit,
+    drill,
+    event,
+    replay_result,
+    samples,
+    step_figures,
+    version_1,
+    version_2,
+    without_culprits,
+    write_replay,
+)
 from gradloc import record_events, report
 from gradloc.evidence.writer import record_step
 from gradloc.report import meanings
@@ -585,3 +596,29 @@ def test_the_colours_of_all_sources_can_be_told_from_the_paper(page: Page, forty
             lighter, darker = max(paper, luminance(color)), min(paper, luminance(color))
             # WCAG 2.1, 1.4.11: graphical objects need 3:1.
             assert (lighter + 0.05) / (darker + 0.05) >= 3, (name, ground)
+
+
+def test_replays_are_shown(page: Page, tmp_path: Path) -> None:
+    events = samples(3)
+    write_replay(tmp_path, replay_result(events[0]["global_step"], sentences=["The spike comes back.", HOSTILE]))
+    write_replay(tmp_path, replay_result(10**6, tokens=[], remedies=[], global_step=None))
+    page.open(build(tmp_path, events))
+    page.one("#h-replays")
+    first, second = page.all("#replay-list .card")[::-1]
+    assert f"Step {events[0]['global_step']}: step" in first.text and "The spike comes back." in first.text
+    assert "<script>" in first.text and page.driver.title != "owned"
+    assert "bfloat16, sdpa on cpu; in training bfloat16, flash_attention_2" in first.text
+    (row,) = first.find_elements(By.CSS_SELECTOR, "details[open] tbody tr")
+    assert [cell.text for cell in row.find_elements(By.CSS_SELECTOR, "td")][:7] == [
+        "1",
+        "3",
+        "6",
+        "15",
+        "190,000",
+        "190,000",
+        "180,000",
+    ]
+    assert len(first.find_elements(By.CSS_SELECTOR, "details")) == 4
+    assert len(second.find_elements(By.CSS_SELECTOR, "details")) == 2 and "Step" not in second.text.split(":")[0]
+    page.open(build(tmp_path / "none", samples(2)))
+    assert not page.one("#replays").is_displayed()

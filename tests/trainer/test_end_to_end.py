@@ -17,6 +17,8 @@ import verl
 from runs import events_in, started
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gradloc.replay.__main__ import main as replay
+
 pytestmark = pytest.mark.target(version="0.9.1")
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +79,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "planted": json.loads((directory / "planted.json").read_text()),
         "events": [event for event in events if not event["drill"]],
         "drills": [event for event in events if event["drill"]],
+        "evidence": directory / "out/bisect_dump",
         "ray": f"/tmp/gradloc-{script.pid}",
         "async": request.param == "V1_async",
         "tensorboard": directory / "out/tensorboard",
@@ -133,6 +136,19 @@ def test_the_evidence_describes_the_token(run: dict) -> None:
     assert culprit["ratio"] == pytest.approx(1.0, abs=0.05)
     # An asynchronous trainer's rollout may have the weights of the step before.
     assert culprit["old_log_prob"] == pytest.approx(culprit["rollout_log_prob"], abs=1e-2 if run["async"] else 1e-3)
+
+
+def test_the_spike_replays_in_one_process(run: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    (event,) = run["events"]
+    (culprit,) = event["culprits"]
+    assert [drill["replay"] for drill in run["drills"]] == [None]
+    # The model is the one that the bundle names: that of the start, a few small steps before the spike.
+    assert replay([str(run["evidence"] / event["replay"]), "--json", "--only"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (token,) = [token for token in result["tokens"] if token["culprit"]]
+    assert (token["token_id"], token["grad_norm"]) == (culprit["token_id"], culprit["grad_norm"])
+    assert token["replayed"] == pytest.approx(culprit["grad_norm"], rel=0.1)
+    assert result["sentences"][0].startswith("The spike comes back")
 
 
 def test_metrics_are_logged_in_every_step(run: dict) -> None:

@@ -30,6 +30,7 @@ DEFAULTS = {
     "spike_action": "log",
     "spike_drill_step": None,
     "spike_log": None,
+    "spike_replay": 16,
 }
 
 
@@ -104,6 +105,9 @@ def test_keys_are_overridden_without_a_plus() -> None:
         ("spike_drill_step=0", "spike_drill_step must be null or a step"),
         ("spike_drill_step=now", "spike_drill_step must be null or a step"),
         ("spike_log=sometimes", "spike_log must be True, False or null"),
+        ("spike_replay=-1", "spike_replay must be a number of bundles, 0 for none, got -1"),
+        ("spike_replay=True", "spike_replay must be a number of bundles"),
+        ("spike_replay=null", "spike_replay must be a number of bundles"),
     ],
 )
 def test_bad_values_are_refused_at_start(override: str, message: str) -> None:

@@ -12,9 +12,14 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "gradloc"
 # Imported where they are needed, so that the package does without them.
-LAZY = {"report": {"numpy", "plotly", "rich"}, "verl": {"mlflow", "pandas"}}
+LAZY = {
+    "bundles": {"safetensors"},
+    "report": {"numpy", "plotly", "rich"},
+    "replay": {"peft", "transformers"},
+    "verl": {"mlflow", "pandas"},
+}
 # Files that are imported where they are needed, and so may need more themselves.
-IMPORTED_LATE = {"report.terminal": {"rich"}}
+IMPORTED_LATE = {"report.terminal": {"rich"}, "replay.terminal": {"rich"}}
 # Written when the patch is made: the page's files as a module.
 GENERATED = {"report.page_files"}
 

@@ -1,0 +1,287 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a bundle of each event while training runs. It needs safetensors, which comes with transformers."""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..evidence.writer import jsonable
+from ..fsdp import collectives
+from ..measure.meter import Unit, suspects
+from ..measure.passes import MicroBatch, UnitName
+from ..search.investigation import Investigation
+from ..version import __version__
+from . import layout
+from .layout import NotReplayableError, Row, SavedMicroBatch
+
+logger = logging.getLogger(__name__)
+
+
+class PreviewsClipping(Protocol):
+    """The part of `LayerClip` that a bundle needs."""
+
+    def preview(self, squared_norms: Tensor) -> Mapping[str, Any]:
+        """What it would do to a gradient with these squared norms by layer."""
+
+
+class Recorder:
+    """Writes bundles to `<directory>/replay`, on rank 0 alone.
+
+    With the local meter, the search has already sent the loud micro-batches to every rank, so a bundle takes no more
+    communication. With the reduced meter, their owners send them. So a bundle is complete on the node of rank 0,
+    whether or not the nodes share a folder.
+
+    Args:
+        directory (str): The directory of the evidence.
+        most (int): The maximum number of bundles in it. The first ones are kept: later spikes may be consequences.
+        rows_of (Callable): Converts the inputs of a micro-batch to its samples. Raises `NotReplayableError` if a
+            replay could not compute them.
+        context (Callable): Returns what the trainer knows, ready for `jsonable`: `model`, `dtype`, `actor`,
+            `checkpoint`, `grad_clip`, `versions`. Called on rank 0.
+        layer_clip (PreviewsClipping, optional): LayerClip, if it is on.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        most: int,
+        rows_of: Callable[[Mapping[str, Any]], list[Row]],
+        context: Callable[[], Mapping[str, Any]],
+        layer_clip: PreviewsClipping | None = None,
+    ) -> None:
+        self._directory = Path(directory) / layout.FOLDER
+        self._most = most
+        self._rows_of = rows_of
+        self._context = context
+        self._layer_clip = layer_clip
+        self._said_full = self._failed = False
+
+    def keep(
+        self,
+        event: Mapping[str, Any],
+        investigation: Investigation,
+        own: Sequence[MicroBatch],
+        scale: float,
+        ranks_per_unit: int,
+        squared_norms: Tensor | None,
+    ) -> str | None:
+        """Keeps an event's loudest micro-batches. A collective call.
+
+        Args:
+            event (Mapping): The event, the same on every rank.
+            investigation (Investigation): Its search, after its end.
+            own (Sequence[MicroBatch]): This rank's micro-batches.
+            scale (float): The loss scale of the training passes.
+            ranks_per_unit (int): How many neighbouring ranks work on the same data.
+            squared_norms (Tensor, optional): The squared norms by layer of the reduced gradient.
+
+        Returns:
+            str | None: The bundle's folder relative to the evidence, the same on every rank; None if there is none.
+
+        Raises:
+            RankFailedError: A rank could not send its micro-batch.
+        """
+        if not collectives.broadcast(self._has_room, 0):
+            return None
+        with collectives.same_on_all_ranks():
+            loud = loud_units(event, investigation.units, investigation.threshold)
+        micro_batches = {}
+        for name in loud[: layout.UNITS]:
+            if event["search"] == "local" and name in investigation.micro_batches:
+                micro_batches[name] = investigation.micro_batches[name]
+            else:
+                micro_batches[name] = collectives.broadcast(partial(_sent, own, name, scale), name[0] * ranks_per_unit)
+        left_out = len(loud) - len(micro_batches)
+        return collectives.broadcast(
+            partial(self._try, event, investigation, micro_batches, left_out, squared_norms), 0
+        )
+
+    def _try(self, event: Mapping[str, Any], *arguments: Any) -> str | None:
+        """Writes the bundle; whatever the disk or the inputs do, training goes on, and one warning says so."""
+        try:
+            return self._write(event, *arguments)
+        except Exception as error:
+            if not self._failed:
+                self._failed = True
+                reason = str(error) if isinstance(error, (NotReplayableError, OSError)) else repr(error)
+                logger.warning(
+                    "no replay bundle is kept of the spike in step %s, and no warning follows for later ones: %s",
+                    event["global_step"],
+                    reason,
+                )
+            return None
+
+    def _has_room(self) -> bool:
+        try:
+            bundles = self._bundles()
+            used = _size(self._directory)
+        except OSError:
+            return True  # the write will say what is wrong
+        if len(bundles) < self._most and used < layout.TOTAL_BYTES:
+            return True
+        if not self._said_full:
+            self._said_full = True
+            logger.warning(
+                "no more replay bundles are kept: %s has %d of %d (spike_replay), %d bytes; move some away",
+                self._directory,
+                len(bundles),
+                self._most,
+                used,
+            )
+        return False
+
+    def _bundles(self) -> list[Path]:
+        if not self._directory.is_dir():
+            return []
+        return [
+            path for path in self._directory.iterdir() if (path / layout.MANIFEST).is_file() and path.name[0] != "."
+        ]
+
+    def _write(
+        self,
+        event: Mapping[str, Any],
+        investigation: Investigation,
+        micro_batches: Mapping[UnitName, MicroBatch],
+        left_out: int,
+        squared_norms: Tensor | None,
+    ) -> str | None:
+        files = {
+            layout.tensor_file(*name): layout.to_tensors(
+                SavedMicroBatch(self._rows_of(micro_batch.inputs), micro_batch.tokens, micro_batch.rng_state)
+            )
+            for name, micro_batch in micro_batches.items()
+        }
+        if not files:
+            return None
+        size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+        if size > layout.BUNDLE_BYTES:
+            raise NotReplayableError(f"it would take {size:,} bytes, and {layout.BUNDLE_BYTES:,} are the limit")
+        self._directory.mkdir(parents=True, exist_ok=True)
+        name = self._free_name(event)
+        unfinished = self._directory / f".{name}.{os.getpid()}"
+        try:
+            unfinished.mkdir()
+            sums = {file: _save(tensors, unfinished / file) for file, tensors in files.items()}
+            manifest = self._manifest(event, investigation, micro_batches, left_out, squared_norms, sums)
+            text = json.dumps(jsonable(manifest), allow_nan=False, indent=1).encode()
+            (unfinished / layout.MANIFEST).write_bytes(text)
+            digest = hashlib.sha256(text).hexdigest()
+            (unfinished / layout.CHECKSUM).write_text(f"{digest}  {layout.MANIFEST}\n")
+            unfinished.rename(self._directory / name)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        return f"{layout.FOLDER}/{name}"
+
+    def _free_name(self, event: Mapping[str, Any]) -> str:
+        """A folder's name that is not taken, as it is where a resumed run comes to a step again."""
+        step = "unknown" if event["global_step"] is None else event["global_step"]
+        stem = f"step{step}-epoch{event['epoch']}-mini_batch{event['mini_batch']}"
+        taken = {path.name for path in self._directory.iterdir()}
+        return next(name for name in _numbered(stem) if name not in taken)
+
+    def _manifest(
+        self,
+        event: Mapping[str, Any],
+        investigation: Investigation,
+        micro_batches: Mapping[UnitName, MicroBatch],
+        left_out: int,
+        squared_norms: Tensor | None,
+        sums: Mapping[str, Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        event = dict(event)
+        if self._layer_clip is not None and squared_norms is not None:
+            event["layer_clip"] = self._layer_clip.preview(squared_norms)
+        context = dict(self._context())
+        versions = {"gradloc": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        return {
+            "format": layout.FORMAT,
+            "kind": layout.KIND,
+            "time": event["time"],
+            "event": event,
+            "layers": investigation.layers,
+            "micro_batches": [
+                {
+                    "rank": name[0],
+                    "micro_batch": name[1],
+                    "rows": micro_batch.rows,
+                    "norm": investigation.units[name].norm,
+                    "layer_norms": investigation.units[name].layer_norms,
+                    "threshold": investigation.threshold * investigation.units[name].root_square_weight,
+                    "file": layout.tensor_file(*name),
+                    **sums[layout.tensor_file(*name)],
+                }
+                for name, micro_batch in micro_batches.items()
+            ],
+            "left_out": left_out,
+            "measured": measured_tokens(investigation, micro_batches),
+            **context,
+            "versions": {**versions, **context.get("versions", {})},
+        }
+
+
+def loud_units(event: Mapping[str, Any], units: Mapping[UnitName, Unit], threshold: float) -> list[UnitName]:
+    """The micro-batches worth keeping: those with culprits, then those over their threshold, or else the loudest."""
+    with_culprits = [(culprit["rank"], culprit["micro_batch"]) for culprit in event["culprits"]]
+    found = list(dict.fromkeys([*with_culprits, *suspects(units, threshold)]))
+    if not found:
+        found = sorted((name for name in units if units[name].norm), key=lambda n: -units[n].token_equivalent)[:1]
+    return found
+
+
+def measured_tokens(investigation: Investigation, among: Mapping[UnitName, Any]) -> list[dict[str, Any]]:
+    """The tokens that the search measured alone: their norms, as a culprit's are, divided by their weights."""
+    found = []
+    for (name, row, position), norms in investigation.measured.items():
+        if name in among:
+            micro_batch = investigation.micro_batches[name]
+            weight = abs(float(micro_batch.tokens["weight"][row, position]))
+            norms = [norm / weight for norm in norms]
+            found.append(
+                {
+                    "rank": name[0],
+                    "micro_batch": name[1],
+                    "row": micro_batch.rows[row],
+                    "position": position,
+                    "grad_norm": math.sqrt(math.fsum(norm**2 for norm in norms)),
+                    "layer_norms": dict(zip(investigation.layers, norms, strict=True)),
+                }
+            )
+    return found
+
+
+def _sent(own: Sequence[MicroBatch], name: UnitName, scale: float) -> MicroBatch:
+    return own[name[1]].portable(scale)
+
+
+def _numbered(stem: str) -> Iterator[str]:
+    yield stem
+    number = 2
+    while True:
+        yield f"{stem}-{number}"
+        number += 1
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
+    from safetensors.torch import save
+
+    data = save(dict(tensors))
+    path.write_bytes(data)
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _size(directory: Path) -> int:
+    """The bytes of all bundles in it, those that a killed run left unfinished included."""
+    return sum(path.stat().st_size for path in directory.glob("*/*")) if directory.is_dir() else 0

@@ -1,0 +1,129 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Replays the spike of a bundle: its micro-batches again, unsharded in one process, against the recorded norms.
+
+The coefficients of the loss are those of training. So with the weights of training, the gradients are those of
+training but for rounding; with other weights, the log-probs show how far they are.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from ..bundles.opening import Bundle, BundleError, open_bundle
+from ..evidence.writer import jsonable
+from ..report.figures import visible
+from .measuring import Measured, Place, measure, places
+from .model import ATTENTIONS, DTYPES, Variant, WrongModelError, default_variant, load, model_path, other_variants
+from .result import build_result, write_result
+
+TOKENS = 16
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, or 2 where the bundle or the model cannot be used."""
+    options = _parser().parse_args(arguments)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    _need("safetensors", "transformers", *([] if options.json else ["rich"]), *(["plotly"] if options.html else []))
+    try:
+        bundle = open_bundle(options.bundle)
+        result = _replay(bundle, options)
+    except (BundleError, WrongModelError) as error:
+        print(visible(str(error)), file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(visible(f"{error.strerror or error}: {error.filename or options.bundle}"), file=sys.stderr)
+        return 2
+    try:
+        print(f"The result: {write_result(bundle, result)}", file=sys.stderr)
+    except OSError as error:
+        print(f"The result cannot be written beside the bundle: {error.strerror}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(jsonable(result), indent=2, allow_nan=False))
+    else:
+        from .terminal import print_result  # needs rich
+
+        print_result(result)
+    if options.html:
+        from .page import write_replay_page  # needs plotly
+
+        try:
+            write_replay_page(bundle, result, options.html)
+        except OSError as error:
+            print(f"{error.strerror}: {error.filename2 or error.filename}", file=sys.stderr)
+            return 2
+        print(f"The report: {options.html}", file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    assert __spec__ is not None  # this module is imported or run with -m
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.parent}", description=__doc__)
+    parser.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder, <bisect_dump_dir>/replay/<name>")
+    parser.add_argument("--model", metavar="PATH", help="the model, as a folder or a name on the hub; the bundle's own")
+    parser.add_argument("--adapter", metavar="PATH", help="the folder of the LoRA adapter that was trained")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="what to compute in; that of training")
+    parser.add_argument("--attention", choices=ATTENTIONS, help="the implementation of attention; that of training")
+    parser.add_argument("--only", action="store_true", help="no comparison with float32 and another attention")
+    parser.add_argument("--tokens", metavar="K", type=int, default=TOKENS, help=f"measure K tokens alone ({TOKENS})")
+    parser.add_argument("--html", metavar="FILE", help="write a report with the replay to FILE")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the model's folder run its own code")
+    return parser
+
+
+def _replay(bundle: Bundle, options: argparse.Namespace) -> dict[str, object]:
+    import torch
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise WrongModelError("There is no CUDA device here: take --device cpu.")
+    path = model_path(bundle, options.model)
+    culprits = places(bundle, bundle.event["culprits"])
+    tokens = list(dict.fromkeys([*culprits, *_largest(bundle)]))[: max(options.tokens, 0)]
+    main_variant = default_variant(bundle, options.dtype, options.attention, device)
+    measured: dict[Variant, Measured] = {}
+    notes: list[str] = []
+    for variant in [main_variant, *([] if options.only else other_variants(main_variant))]:
+        try:
+            model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
+        except WrongModelError as error:
+            if variant == main_variant:
+                raise
+            notes.append(f"Not compared with {variant}: {error}")
+            continue
+        notes += [note for note in model.notes if note not in notes]
+        measured[variant] = measure(bundle, model, tokens, culprits, rests=variant == main_variant)
+        del model
+    if (left_out := bundle.manifest["left_out"]) > 0:
+        notes.append(f"The bundle has the loudest micro-batches; {left_out} more were over their threshold.")
+    return build_result(bundle, path, device, main_variant, measured, tokens, notes)
+
+
+def _largest(bundle: Bundle) -> list[Place]:
+    """The tokens that the search measured alone, largest first."""
+    ordered = sorted(bundle.manifest["measured"], key=lambda token: -_sortable(token["grad_norm"]))
+    return places(bundle, ordered)
+
+
+def _sortable(norm: float | str) -> float:
+    value = float(norm)
+    return value if value == value else float("inf")
+
+
+def _need(*packages: str) -> None:
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            sys.exit(f"A replay needs {package}, which is not installed: pip install {package}")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    sys.exit(main())

@@ -1,0 +1,157 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures a bundle's gradients with one model: plain autograd over one row after the other.
+
+Rows are independent of each other, so a micro-batch's gradient is the sum of its rows'. A row is computed without its
+padding; packed and padded training differ from that by rounding alone.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bundles.layout import Row, SavedMicroBatch
+from ..bundles.opening import Bundle
+from ..measure.passes import UnitName
+from .model import Model, forward
+
+# (unit, row in the micro-batch, position in the response).
+Place = tuple[UnitName, int, int]
+
+
+@dataclass(frozen=True)
+class Norms:
+    """A gradient's norm, and by layer."""
+
+    norm: float
+    layers: dict[str, float]
+
+
+@dataclass
+class Measured:
+    """What one model gave.
+
+    Args:
+        units (dict[UnitName, Norms]): The norm of each micro-batch.
+        rests (dict[UnitName, Norms]): The same without its culprits, where it has some.
+        tokens (dict[Place, Norms]): The norm ‖g_t‖ of single tokens: of their share of the loss, by their weight.
+        log_probs (dict[UnitName, Tensor]): Of shape (rows, response length); 0 outside of the responses.
+    """
+
+    units: dict[UnitName, Norms] = field(default_factory=dict)
+    rests: dict[UnitName, Norms] = field(default_factory=dict)
+    tokens: dict[Place, Norms] = field(default_factory=dict)
+    log_probs: dict[UnitName, Tensor] = field(default_factory=dict)
+
+
+def places(bundle: Bundle, listed: list[dict[str, Any]]) -> list[Place]:
+    """Where the tokens of a list (culprits, or `measured`) are, those whose micro-batch the bundle has."""
+    rows = {(entry["rank"], entry["micro_batch"]): entry["rows"] for entry in bundle.manifest["micro_batches"]}
+    found = []
+    for token in listed:
+        name = token["rank"], token["micro_batch"]
+        if name in rows:
+            found.append((name, rows[name].index(token["row"]), token["position"]))
+    return found
+
+
+def measure(bundle: Bundle, model: Model, tokens: list[Place], culprits: list[Place], rests: bool) -> Measured:
+    """Measures a bundle's micro-batches and some of its tokens.
+
+    Args:
+        bundle (Bundle): The bundle.
+        model (Model): The model; its gradients are cleared.
+        tokens (list[Place]): The tokens to measure alone.
+        culprits (list[Place]): The tokens without which the rests are measured.
+        rests (bool): Whether to measure them.
+    """
+    found = Measured()
+    for name, saved in bundle.micro_batches.items():
+        everything = saved.tokens["coefficient"], saved.tokens["entropy_coefficient"]
+        found.log_probs[name] = torch.zeros_like(saved.tokens["weight"], dtype=torch.float64)
+        found.units[name] = _gradient(model, bundle, saved, *everything, into=found.log_probs[name])
+        here = [(row, position) for unit, row, position in culprits if unit == name]
+        if rests and here:
+            without = [coefficient.clone() for coefficient in everything]
+            for coefficient in without:
+                for row, position in here:
+                    coefficient[row, position] = 0.0
+            found.rests[name] = _gradient(model, bundle, saved, *without)
+    for place in tokens:
+        found.tokens[place] = _token(model, bundle, place)
+    return found
+
+
+def _token(model: Model, bundle: Bundle, place: Place) -> Norms:
+    """A token's gradient, divided by its weight."""
+    name, row, position = place
+    saved = bundle.micro_batches[name]
+    alone = []
+    for key in ("coefficient", "entropy_coefficient"):
+        coefficient = torch.zeros_like(saved.tokens[key])
+        coefficient[row, position] = saved.tokens[key][row, position]
+        alone.append(coefficient)
+    found = _gradient(model, bundle, saved, alone[0], alone[1])
+    weight = abs(float(saved.tokens["weight"][row, position])) or math.nan
+    return Norms(found.norm / weight, {layer: norm / weight for layer, norm in found.layers.items()})
+
+
+def _gradient(
+    model: Model,
+    bundle: Bundle,
+    saved: SavedMicroBatch,
+    coefficient: Tensor,
+    entropy_coefficient: Tensor,
+    into: Tensor | None = None,
+) -> Norms:
+    """The norms of Σ (∂L/∂log p_t)·∇log p_t, and the same term for the entropies.
+
+    Args:
+        model (Model): The model.
+        bundle (Bundle): The bundle.
+        saved (SavedMicroBatch): The micro-batch.
+        coefficient (Tensor): ∂L/∂log p, shape (rows, response length).
+        entropy_coefficient (Tensor): The derivative by the entropies, same shape.
+        into (Tensor, optional): Where the log-probs of every row are put, same shape. Without it, rows without a
+            coefficient, and what follows the last one, are not computed.
+    """
+    # Half precision would lose small gradients without the scale that training had.
+    scale = float(bundle.event["loss_scale"]) if model.dtype == torch.float16 else 1.0
+    model.module.zero_grad(set_to_none=True)
+    for index, row in enumerate(saved.rows):
+        moved = ((coefficient[index] != 0) | (entropy_coefficient[index] != 0))[: row.response_length].nonzero()
+        if into is not None and row.response_length:
+            stop = row.response_length
+        elif len(moved):
+            stop = int(moved[-1]) + 1
+        else:
+            continue
+        with torch.set_grad_enabled(len(moved) > 0):
+            log_prob, entropy = _forward(model, row, stop, bool((entropy_coefficient[index] != 0).any()))
+        if into is not None:
+            into[index, :stop] = log_prob.detach().double().cpu()
+        if len(moved):
+            outputs, gradients = [log_prob], [coefficient[index, :stop]]
+            if entropy is not None:
+                outputs.append(entropy)
+                gradients.append(entropy_coefficient[index, :stop])
+            torch.autograd.backward(outputs, [(g * scale).to(o) for g, o in zip(gradients, outputs, strict=True)])
+    squares = {layer: 0.0 for layer in model.layer_of.values()}
+    for parameter, layer in model.layer_of.items():
+        if parameter.grad is not None:
+            gradient = parameter.grad if parameter.dtype == torch.float64 else parameter.grad.float()
+            squares[layer] += float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 / scale**2
+    model.module.zero_grad(set_to_none=True)
+    layers = {layer: math.sqrt(square) for layer, square in squares.items()}
+    return Norms(math.sqrt(sum(squares.values())), layers)
+
+
+def _forward(model: Model, row: Row, response: int, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """The forward of a row, its response cut to a length."""
+    length = row.prompt_length + response
+    return forward(
+        model, row.input_ids[:length], row.position_ids[:length], row.prompt_length, row.temperature, entropy
+    )

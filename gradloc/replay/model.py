@@ -1,0 +1,260 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the model of a bundle, and refuses another. It needs transformers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..bundles.opening import Bundle
+from ..layers.layer_names import layers_by_parameter
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+ATTENTIONS = ("eager", "sdpa", "flash_attention_2")
+
+# What must be the same in the two configurations.
+_SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
+
+
+class WrongModelError(ValueError):
+    """Why a model cannot replay a bundle, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of computing.
+
+    Args:
+        dtype (str): A key of `DTYPES`.
+        attention (str): transformers' name for an implementation of attention.
+    """
+
+    dtype: str
+    attention: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, {self.attention}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model.
+
+    Args:
+        module (nn.Module): It, in evaluation mode: a replay cannot repeat dropout.
+        layer_of (dict[nn.Parameter, str]): The layer of each parameter that is trained.
+        device (torch.device): Where it is.
+        dtype (torch.dtype): What it computes in.
+        notes (list[str]): What a replay with it cannot repeat.
+    """
+
+    module: nn.Module
+    layer_of: dict[nn.Parameter, str]
+    device: torch.device
+    dtype: torch.dtype
+    notes: list[str]
+
+
+def model_path(bundle: Bundle, given: str | None) -> str:
+    """The path of the model: the one that was given, or the bundle's own if that is a folder here.
+
+    A bundle may come from a stranger, so a name in it is never looked up on a hub.
+
+    Raises:
+        WrongModelError: None was given, and the bundle's is not here.
+    """
+    if given is not None:
+        return given
+    path = bundle.manifest["model"].get("path")
+    if isinstance(path, str) and (Path(path) / "config.json").is_file():
+        return path
+    raise WrongModelError(f"The bundle's model is {path!r}, which is no folder of this machine: give it with --model.")
+
+
+def load(
+    bundle: Bundle, path: str, variant: Variant, device: str, adapter: str | None, trust_remote_code: bool
+) -> Model:
+    """Loads a model, and checks that it is the bundle's.
+
+    Args:
+        bundle (Bundle): The bundle.
+        path (str): A folder, or a name on the hub.
+        variant (Variant): How to compute.
+        device (str): Where.
+        adapter (str, optional): The folder of the LoRA adapter.
+        trust_remote_code (bool): Whether the model's own code may run.
+
+    Raises:
+        WrongModelError: It cannot be loaded, or it is another.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        _check_config(bundle, config, path)
+        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            attn_implementation=variant.attention,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            **_loaded_in(DTYPES[variant.dtype]),
+        )
+    except WrongModelError:
+        raise
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+        raise WrongModelError(f"The model {path} cannot be loaded with {variant}: {_first_line(error)}") from error
+    module = _with_adapter(bundle, loaded, adapter).to(device=device).eval()
+    for parameter in module.parameters():
+        # Not the buffers: FSDP leaves the frequencies of rotary embeddings in float32.
+        parameter.data = parameter.data.to(DTYPES[variant.dtype])
+    _check_tokens(bundle, module)
+    layers = layers_by_parameter([name for name, _ in module.named_parameters()])
+    frozen = _frozen_layers(bundle)
+    notes = []
+    for name, parameter in module.named_parameters():
+        if layers[name] in frozen:
+            parameter.requires_grad_(False)
+    layer_of = {p: layers[name] for name, p in module.named_parameters() if p.requires_grad}
+    if unknown := sorted(set(layers.values()) ^ set(bundle.manifest["layers"])):
+        raise WrongModelError(
+            f"The model {path} is not the bundle's: its layers differ in {', '.join(unknown[:4])}"
+            f"{' and others' if len(unknown) > 4 else ''}."
+        )
+    if frozen:
+        notes.append(f"Layers without a gradient in training are frozen here too: {', '.join(sorted(frozen))}.")
+    if _has_dropout(module):
+        notes.append("The model has dropout, and a replay leaves it out: norms and log-probs differ by that.")
+    return Model(module, layer_of, torch.device(device), DTYPES[variant.dtype], notes)
+
+
+def default_variant(bundle: Bundle, dtype: str | None, attention: str | None, device: str) -> Variant:
+    """What training computed with, as far as it can be had here; what is given comes first."""
+    recorded = bundle.manifest["model"].get("attention")
+    if attention is None:
+        attention = recorded if recorded in ATTENTIONS else "sdpa"
+        if attention == "flash_attention_2" and device == "cpu":
+            attention = "sdpa"
+    recorded_dtype = bundle.manifest["dtype"]
+    return Variant(dtype or (recorded_dtype if recorded_dtype in DTYPES else "float32"), attention)
+
+
+def other_variants(main: Variant) -> list[Variant]:
+    """The ways of computing in which a spike that rounding or a kernel has made would vanish."""
+    others = [] if main.dtype in ("float32", "float64") else [Variant("float32", main.attention)]
+    return [*others, Variant(main.dtype, "sdpa" if main.attention == "eager" else "eager")]
+
+
+def forward(
+    model: Model, input_ids: Tensor, position_ids: Tensor, prompt: int, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The log-probs of a row's response.
+
+    Args:
+        model (Model): The model.
+        input_ids (Tensor): The prompt and the response, shape (length,).
+        position_ids (Tensor): Same shape.
+        prompt (int): The length of the prompt.
+        temperature (float): What the logits are divided by.
+        entropy (bool): Whether to compute entropies.
+
+    Returns:
+        tuple: Log-probs of shape (length - prompt,), and entropies of the same shape or None. A response that has no
+            token before it has no log-prob for its first token: it is 0.
+    """
+    half = model.dtype in (torch.float16, torch.bfloat16)
+    ids = input_ids.to(model.device)
+    with torch.autocast(model.device.type, dtype=model.dtype if half else torch.bfloat16, enabled=half):
+        logits = model.module(
+            input_ids=ids.unsqueeze(0),
+            attention_mask=torch.ones_like(ids).unsqueeze(0),
+            position_ids=position_ids.to(model.device).unsqueeze(0),
+            use_cache=False,
+        ).logits[0]
+    missing = 1 if prompt == 0 else 0
+    logits = logits[max(prompt - 1, 0) : -1] / temperature
+    logits = logits if model.dtype == torch.float64 else logits.float()
+    every = logits.log_softmax(-1)
+    log_prob = every.gather(-1, ids[max(prompt, 1) :].unsqueeze(-1)).squeeze(-1)
+    entropies = -(every.exp() * every).sum(-1) if entropy else None
+    if missing:
+        log_prob = torch.cat([log_prob.new_zeros(1), log_prob])
+        entropies = None if entropies is None else torch.cat([entropies.new_zeros(1), entropies])
+    return log_prob, entropies
+
+
+def _loaded_in(dtype: torch.dtype) -> dict[str, Any]:
+    """The argument of from_pretrained for a dtype, which was renamed in transformers 4.56."""
+    import transformers
+
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    return {"dtype" if version >= (4, 56) else "torch_dtype": dtype}
+
+
+def _check_config(bundle: Bundle, config: Any, path: str) -> None:
+    recorded: Mapping[str, Any] = bundle.manifest["model"]
+    for name in _SHAPE:
+        want, have = recorded.get(name), getattr(config, name, None)
+        if want is not None and have is not None and want != have:
+            raise WrongModelError(
+                f"The model {path} is not the bundle's: its {name} is {have}, and {want} was trained."
+            )
+
+
+def _check_tokens(bundle: Bundle, module: nn.Module) -> None:
+    embeddings = cast(Any, module).get_input_embeddings()
+    largest = max(
+        (
+            int(row.input_ids.max())
+            for saved in bundle.micro_batches.values()
+            for row in saved.rows
+            if len(row.input_ids)
+        ),
+        default=0,
+    )
+    if largest >= embeddings.weight.shape[0]:
+        raise WrongModelError(
+            f"The bundle has the token {largest}, and the model's vocabulary ends at {embeddings.weight.shape[0] - 1}."
+        )
+
+
+def _with_adapter(bundle: Bundle, module: nn.Module, adapter: str | None) -> nn.Module:
+    """The model with its LoRA adapter, the only part that is trained then."""
+    trained = bundle.manifest["model"].get("adapter")
+    if trained is None:
+        if adapter is not None:
+            raise WrongModelError("The bundle was recorded without a LoRA adapter: leave --adapter out.")
+        return module
+    if adapter is None:
+        raise WrongModelError("The bundle was recorded with a LoRA adapter: give its folder with --adapter.")
+    try:
+        from peft import PeftModel
+
+        found: nn.Module = PeftModel.from_pretrained(module, adapter, is_trainable=True, use_safetensors=True)
+    except (ImportError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise WrongModelError(f"The adapter {adapter} cannot be loaded: {_first_line(error)}") from error
+    return found
+
+
+def _frozen_layers(bundle: Bundle) -> set[str]:
+    """The layers that were measured to have no gradient at all in every micro-batch, though others had one."""
+    measured = [entry["layer_norms"] for entry in bundle.manifest["micro_batches"] if entry["layer_norms"]]
+    zero = {layer for layer in bundle.manifest["layers"] if measured and all(n.get(layer) == 0 for n in measured)}
+    return zero if len(zero) < len(bundle.manifest["layers"]) else set()
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    return any(
+        (isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0)
+        or any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(child).items())
+        for child in module.modules()
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    return text if text.endswith(".") else f"{text}."

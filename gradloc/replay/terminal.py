@@ -1,0 +1,82 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Prints a replay's result to the terminal. It needs rich."""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..report.figures import short, visible
+
+
+def print_result(result: Mapping[str, Any]) -> None:
+    """Prints what `build_result` returned."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
+    step = "" if result["global_step"] is None else f", step {result['global_step']}"
+    console.print(Text.assemble("\n", (f"Replay of {visible(result['bundle'])}{step}", "bold")))
+    where = f"{result['model']}   {result['variant']} on {result['device']}   in training {result['recorded']}"
+    console.print(Text(visible(where), style="dim"))
+    console.print()
+    for sentence in result["sentences"]:
+        console.print(Text(visible(sentence)))
+    for note in result["notes"]:
+        console.print(Text(visible(note), style="yellow"))
+    for table in (_tokens(result), _units(result), _layers(result), _remedies(result)):
+        if table.row_count:
+            console.print()
+            console.print(table)
+    console.print()
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(
+            visible(column), justify="right" if column not in ("layer", "loudest layer", "meaning") else "left"
+        )
+    return table
+
+
+def _tokens(result: Mapping[str, Any]) -> Table:
+    names = ("rank", "row", "position", "token id", "in training", "replayed", *result["variants"])
+    table = _table("Gradient norms of tokens", *names, "log p", "replayed", "loudest layer", "in training", "replayed")
+    for token in result["tokens"]:
+        style = "bold" if token["culprit"] else "dim"
+        values = [
+            *(str(token[name]) for name in ("rank", "row", "position", "token_id")),
+            *map(short, (token["grad_norm"], token["replayed"], *token["others"])),
+            *map(short, (token["log_prob"], token["replayed_log_prob"])),
+            visible(token["layer"] or "–"),
+            *map(short, (token["layer_norm"], token["replayed_layer_norm"])),
+        ]
+        table.add_row(*(Text(value, style=style) for value in values))
+    return table
+
+
+def _units(result: Mapping[str, Any]) -> Table:
+    names = ("rank", "micro-batch", "rows", "threshold", "in training", "replayed", *result["variants"])
+    table = _table("Gradient norms of micro-batches", *names, "without culprits")
+    for unit in result["units"]:
+        values = (unit["threshold"], unit["norm"], unit["replayed"], *unit["others"], unit["rest"])
+        table.add_row(*(str(unit[name]) for name in ("rank", "micro_batch", "rows")), *map(short, values))
+    return table
+
+
+def _layers(result: Mapping[str, Any]) -> Table:
+    table = _table("The first micro-batch by layer", "layer", "in training", "replayed", *result["variants"])
+    for layer in result["layers"]:
+        values = (layer["norm"], layer["replayed"], *layer["others"])
+        table.add_row(Text(visible(layer["layer"])), *map(short, values))
+    return table
+
+
+def _remedies(result: Mapping[str, Any]) -> Table:
+    table = _table("What would be left of the first micro-batch's gradient", "by", "norm", "meaning")
+    for remedy in result["remedies"]:
+        table.add_row(remedy["name"], short(remedy["norm"]), Text(visible(remedy["meaning"]), style="dim"))
+    return table

@@ -1,0 +1,113 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a replay's figures say, in sentences."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# How far a norm may be from the recorded one to count as the same. In half precision some thirty roundings in a row of
+# 2^-9 (bfloat16) or 2^-12 (float16) stand between them, and a spike may magnify them.
+_SAME = {"float32": 1e-3, "float64": 1e-3, "float16": 0.02, "bfloat16": 0.1}
+
+# How far the log-probs may be from the recorded ones on average, in nats, with the same weights.
+_SAME_WEIGHTS = {"float32": 1e-3, "float64": 1e-3, "float16": 0.01, "bfloat16": 0.05}
+
+
+def sentences(result: Mapping[str, Any]) -> list[str]:
+    """The sentences on a result of `build_result`, the most important first."""
+    unit = result["units"][0]
+    found = [_comes_back(unit, result["dtype"], result["recorded_dtype"])]
+    found += _culprits(result["tokens"], float(result["threshold"]))
+    found.append(_weights(result))
+    found += _others(unit, result)
+    found += _layers(result["layers"])
+    return found
+
+
+def same_norm(replayed: float, recorded: float, *dtypes: str) -> bool:
+    """Whether two norms are the same but for rounding; two that are not finite are."""
+    if not (math.isfinite(replayed) and math.isfinite(recorded)):
+        return math.isfinite(replayed) == math.isfinite(recorded)
+    return abs(replayed - recorded) <= _tolerance(_SAME, dtypes) * max(abs(recorded), 1e-12)
+
+
+def is_over(norm: float, threshold: float) -> bool:
+    """Whether a norm is over its threshold; NaN and Inf are."""
+    return not norm <= threshold
+
+
+def _comes_back(unit: Mapping[str, Any], *dtypes: str) -> str:
+    where = f"rank {unit['rank']}, micro-batch {unit['micro_batch']}"
+    replayed, threshold = unit["replayed"], float(unit["threshold"])
+    if unit["norm"] is None:
+        state = "over" if is_over(replayed, threshold) else "under"
+        figures = f"{replayed:.4g} of {threshold:.4g}"
+        return f"The gradient of {where} is {state} its threshold: {figures}; no norm of it was recorded."
+    recorded = float(unit["norm"])
+    figures = f"{where} has a gradient norm of {replayed:.4g}, and had {recorded:.4g} in training"
+    if same_norm(replayed, recorded, *dtypes):
+        if not is_over(recorded, threshold):
+            return f"The gradient is the same: {figures}, under its threshold of {threshold:.4g}."
+        return f"The spike comes back: {figures}."
+    if is_over(replayed, threshold):
+        return f"The spike comes back with another size: {figures}, over its threshold of {threshold:.4g}."
+    return f"The spike does not come back: {figures}; its threshold is {threshold:.4g}."
+
+
+def _culprits(tokens: Sequence[Mapping[str, Any]], threshold: float) -> list[str]:
+    culprits = [token for token in tokens if token["culprit"]]
+    if not culprits:
+        return []
+    over = sum(is_over(token["replayed"], threshold) for token in culprits)
+    what = f"{over} of {len(culprits)} culprits are" if len(culprits) > 1 else f"The culprit is{'' if over else ' not'}"
+    return [f"{what} over τ = {threshold:.4g} again."]
+
+
+def _weights(result: Mapping[str, Any]) -> str:
+    distance = result["log_probs"]
+    if distance["mean"] is None:
+        return "No log-prob is finite, so the weights cannot be compared."
+    figures = f"{distance['mean']:.2g} nats from the recorded ones on average, {distance['max']:.2g} at most"
+    if distance["mean"] <= _tolerance(_SAME_WEIGHTS, (result["dtype"], result["recorded_dtype"])):
+        return f"The log-probs are {figures}: these are the weights of training."
+    step = "" if result["global_step"] is None else f" The bundle is of step {result['global_step']};"
+    checkpoint = result["checkpoint"]
+    known = f" the last checkpoint before it was {checkpoint}." if checkpoint else " no checkpoint before it was known."
+    return f"The log-probs are {figures}: these are probably other weights than those of training.{step}{known}"
+
+
+def _others(unit: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    threshold = float(unit["threshold"])
+    if not is_over(unit["replayed"], threshold):
+        return []
+    found = []
+    for variant, norm in zip(result["variants"], unit["others"], strict=True):
+        if is_over(norm, threshold):
+            found.append(f"It does not vanish with {variant}: the norm is {norm:.4g} there.")
+        else:
+            found.append(
+                f"It vanishes with {variant}: the norm is {norm:.4g} there, so {result['variant']} makes the spike."
+            )
+    return found
+
+
+def _layers(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    def squares(key: str) -> dict[str, float]:
+        return {layer["layer"]: float(layer[key] or 0.0) ** 2 for layer in layers}
+
+    replayed = squares("replayed")
+    total = sum(replayed.values())
+    if not (total > 0 and math.isfinite(total)):
+        return []
+    loudest = max(replayed, key=lambda layer: replayed[layer])
+    text = f"{loudest} carries {replayed[loudest] / total:.0%} of the squared norm"
+    before = squares("norm")
+    whole = sum(before.values())
+    if whole > 0 and math.isfinite(whole):
+        text += f", and {before[loudest] / whole:.0%} in training"
+    return [text + "."]
+
+
+def _tolerance(of: Mapping[str, float], dtypes: Sequence[str]) -> float:
+    return max(of.get(dtype, 0.1) for dtype in dtypes)

@@ -1,0 +1,127 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a bundle has of verl: the samples of a micro-batch, the model's path, the settings and the last checkpoint."""
+
+import dataclasses
+import importlib.metadata
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..bundles.layout import NotReplayableError, Row
+from ..bundles.recorder import PreviewsClipping, Recorder
+from ..evidence.writer import jsonable
+
+
+def build_recorder(
+    module: nn.Module,
+    config: Any,
+    rows_of: Callable[[Mapping[str, Any]], list[Row]],
+    dtype: torch.dtype,
+    grad_clip: float | None,
+    layer_clip: PreviewsClipping | None,
+) -> Recorder | None:
+    """The recorder of an actor's bundles; None with `spike_replay=0`.
+
+    Args:
+        module (nn.Module): The model, sharded or not.
+        config (ActorConfig): verl's configuration of the actor.
+        rows_of (Callable): See `Recorder`.
+        dtype (torch.dtype): What the model computes in.
+        grad_clip (float, optional): The norm that the global clip leaves.
+        layer_clip (PreviewsClipping, optional): LayerClip, if it is on.
+    """
+    if not config.spike_replay:
+        return None
+    context = partial(_context, module, config, str(dtype).removeprefix("torch."), grad_clip)
+    return Recorder(config.bisect_dump_dir, config.spike_replay, rows_of, context, layer_clip)
+
+
+def padded_rows(inputs: Mapping[str, Any]) -> list[Row]:
+    """The samples of a micro-batch of verl 0.7: its inputs are padded on both sides."""
+    _refuse_images(inputs.get("multi_modal_inputs"), inputs["position_ids"].dim() > 2)
+    prompt_width = inputs["input_ids"].shape[1] - inputs["responses"].shape[1]
+    return [
+        _unpadded(*row, prompt_width, float(inputs["temperature"]))
+        for row in zip(inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"].bool(), strict=True)
+    ]
+
+
+def ragged_rows(inputs: Mapping[str, Any]) -> list[Row]:
+    """The samples of a micro-batch of verl 0.9's engine: its inputs have no padding."""
+    settings = inputs["settings"]
+    _refuse_images(settings.get("multi_modal_inputs"), any(ids.dim() > 1 for ids in inputs["position_ids"]))
+    temperature = settings.get("temperature", 1.0)
+    count = len(inputs["input_ids"])
+    temperatures = temperature.flatten().tolist() if isinstance(temperature, Tensor) else [float(temperature)] * count
+    if len(temperatures) == 1:
+        temperatures *= count
+    rows = zip(inputs["input_ids"], inputs["position_ids"], inputs["response_lengths"], temperatures, strict=True)
+    return [Row(ids.cpu(), positions.cpu(), length, value) for ids, positions, length, value in rows]
+
+
+def last_checkpoint(dump_dir: str) -> str | None:
+    """The newest checkpoint of the actor in the run's folder, in which `bisect_dump_dir` lies by default."""
+    steps = {}
+    for path in Path(dump_dir).absolute().parent.glob("global_step_*/actor"):
+        if match := re.fullmatch(r"global_step_(\d+)", path.parent.name):
+            steps[int(match[1])] = path
+    return str(steps[max(steps)]) if steps else None
+
+
+def _unpadded(input_ids: Tensor, position_ids: Tensor, valid: Tensor, prompt_width: int, temperature: float) -> Row:
+    places = valid.nonzero().flatten()
+    start = int(places[0]) if len(places) else 0
+    stop = int(places[-1]) + 1 if len(places) else 0
+    if stop - start != len(places) or (stop > prompt_width and start > prompt_width):
+        raise NotReplayableError("an attention mask has a hole, which a replay without padding cannot compute")
+    return Row(
+        input_ids[start:stop].cpu(),
+        position_ids[start:stop].cpu(),
+        max(stop - max(start, prompt_width), 0),
+        temperature,
+    )
+
+
+def _refuse_images(images: Any, wide_positions: bool) -> None:
+    if wide_positions or (images is not None and any(images)):
+        raise NotReplayableError("inputs with images cannot be replayed")
+
+
+def _context(module: nn.Module, config: Any, dtype: str, grad_clip: float | None) -> dict[str, Any]:
+    return {
+        "model": _model_facts(module),
+        "dtype": dtype,
+        "grad_clip": grad_clip,
+        "checkpoint": last_checkpoint(config.bisect_dump_dir),
+        "actor": jsonable(dataclasses.asdict(config)),
+        "versions": {name: importlib.metadata.version(name) for name in ("verl", "transformers")},
+    }
+
+
+def _model_facts(module: nn.Module) -> dict[str, Any]:
+    config = getattr(module, "config", None)
+    names = ("model_type", "architectures", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
+    adapters = getattr(module, "peft_config", None) or {}
+    return {
+        "path": getattr(config, "name_or_path", None) or None,
+        "attention": getattr(config, "_attn_implementation", None),
+        **{name: getattr(config, name, None) for name in names},
+        "adapter": next(
+            (
+                {"r": adapter.r, "alpha": adapter.lora_alpha, "target_modules": jsonable(_listed(adapter))}
+                for adapter in adapters.values()
+            ),
+            None,
+        ),
+    }
+
+
+def _listed(adapter: Any) -> Any:
+    modules = adapter.target_modules
+    return sorted(modules) if isinstance(modules, (set, frozenset)) else modules

@@ -1,0 +1,71 @@
+"""Runs that keep a bundle of their spike, with the brute force that its replay is held against."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from actor_cases import (
+    IDENTITY_THRESHOLD,
+    Case,
+    Run,
+    Unit,
+    brute_force,
+    build_batch,
+    build_model,
+    compare_runs,
+    stock_dp_actor,
+    train,
+)
+
+
+def save_model(case: Case, directory: Path) -> None:
+    """The model's weights at the start, in the form that transformers loads; of a LoRA model, its parts."""
+    model = build_model(case)
+    if case.model == "lora":
+        model.save_pretrained(directory / "adapter")
+        model = model.unload()
+    model.save_pretrained(directory / "model")
+
+
+def spiked(case: Case, directory: str, most: int = 4, **options: Any) -> tuple[list[Unit], float, Run]:
+    """Every unit and token by brute force, a threshold that planted tokens exceed, and a run that keeps bundles."""
+    path = Path(directory)
+    if dist.get_rank() == 0:
+        save_model(case, path)
+    units, _ = brute_force(case, build_batch(case, dist.get_rank()), tokens=True)
+    above, below = [], []
+    for unit in units:
+        for token in unit.each:
+            place = (unit.rank, unit.mini_batch * case.mini_batch + token.row, token.position)
+            (above if place in case.planted else below).append(token.norm)
+    threshold = math.sqrt(min(above) * max(below))
+    run = train(
+        case,
+        spike_detection=True,
+        grad_norm_threshold=threshold,
+        bisect_budget_steps=500,
+        bisect_dump_dir=str(path / "dump"),
+        spike_replay=most,
+        **options,
+    )
+    dist.barrier()
+    return units, threshold, run
+
+
+def events_of(run: Run) -> list[dict[str, Any]]:
+    return [event for events in run.events for event in json.loads(events)]
+
+
+def identical(directory: str) -> tuple[dict[str, bool], dict[str, bool], dict[str, list[str | None]]]:
+    """Runs of two events, one with room for one bundle and one that can write none, against the unpatched actor."""
+    case = Case(mini_batch=4, optimizer="adamw", planted=((0, 0, 4), (1, 3, 0), (1, 6, 9)))
+    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD}
+    stock = train(case, stock_dp_actor())
+    kept = train(case, bisect_dump_dir=f"{directory}/dump", spike_replay=1, **options)
+    broken = train(case, bisect_dump_dir=f"{directory}/file", spike_replay=1, **options)
+    events = {name: [event["replay"] for event in events_of(run)] for name, run in (("kept", kept), ("broken", broken))}
+    return compare_runs(kept, stock), compare_runs(broken, stock), events

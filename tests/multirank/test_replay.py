@@ -1,0 +1,135 @@
+"""Bundles of sharded runs, replayed in one process and held against the brute force."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import replay_cases
+from actor_cases import ENGINE, Case
+from test_actor import ONE, THREE, Launch, launch, same_events
+
+from gradloc.bundles.opening import open_bundle
+from gradloc.replay.__main__ import main
+
+__all__ = ["launch"]
+
+pytestmark = pytest.mark.target(version="0.9.1")
+
+# Between an unsharded forward of single rows and a sharded one of padded micro-batches lies rounding alone; the brute
+# force's own tolerance is a tenth of this.
+TOLERANCE = 1e-4
+# Half of an actor's own meters, wrappings and forms of data.
+CASES = [
+    (4, Case("fsdp2", kl=True, entropy=True, rollout=True, planted=((0, 0, 4), (2, 4, 2), (3, 7, 0)))),
+    (2, Case("fsdp1", tied=True, dynamic=True, planted=THREE)),
+    (2, Case("fsdp2", packed=True, checkpointing=True, planted=ONE)),
+    (2, Case("fsdp2", model="lora", planted=ONE)),
+    (2, Case("fsdp2", model="frozen", planted=ONE)),
+    # The gradient is measured after its reduction alone, so the ranks send what the bundle needs.
+    (2, Case("fsdp2", model="tiled", planted=ONE)),
+]
+if ENGINE:
+    CASES = [*CASES[:1], (2, Case("fsdp2", nested=True, deferred=True, planted=ONE)), *CASES[2:]]
+
+
+def replayed(bundle: Path, model: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert main([str(bundle), "--model", str(model), "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("world", "case"), [pytest.param(*pair, id=f"{pair[0]}-{pair[1].id}") for pair in CASES])
+def test_a_sharded_spike_replays_in_one_process(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], world: int, case: Case
+) -> None:
+    results = launch(world, replay_cases.spiked, case, str(tmp_path))
+    units, threshold, _ = results[0]
+    ((event,),) = same_events([run for *_, run in results])
+    bundle = tmp_path / "dump" / event["replay"]
+    adapter = ["--adapter", str(tmp_path / "adapter")] if case.model == "lora" else []
+    result = replayed(bundle, tmp_path / "model", capsys, *adapter)
+
+    spiked = {(unit.rank, unit.micro_batch): unit for unit in units if unit.norm > threshold * unit.weight}
+    assert {(unit["rank"], unit["micro_batch"]) for unit in result["units"]} == set(spiked)
+    for found in result["units"]:
+        unit = spiked[found["rank"], found["micro_batch"]]
+        assert found["replayed"] == pytest.approx(unit.norm, rel=TOLERANCE)
+        assert found["norm"] == pytest.approx(unit.norm, rel=TOLERANCE)
+        assert found["rest"] <= found["threshold"] < found["replayed"]
+    tokens = {
+        (unit.rank, unit.micro_batch, token.row, token.position): token
+        for unit in units
+        for token in unit.each
+        if token.norm > threshold
+    }
+    culprits = [token for token in result["tokens"] if token["culprit"]]
+    assert len(culprits) == len(tokens) == len(case.planted)
+    for culprit in culprits:
+        token = tokens[tuple(culprit[name] for name in ("rank", "micro_batch", "row", "position"))]
+        assert culprit["replayed"] == pytest.approx(culprit["grad_norm"], rel=TOLERANCE)
+        assert culprit["replayed"] == pytest.approx(token.norm, rel=TOLERANCE)
+        assert culprit["replayed_layer_norm"] == pytest.approx(token.layer_norms[culprit["layer"]], rel=TOLERANCE)
+        assert culprit["others"] == [pytest.approx(token.norm, rel=TOLERANCE)]
+    first = spiked[result["units"][0]["rank"], result["units"][0]["micro_batch"]]
+    for layer in result["layers"]:
+        expected = first.layer_norms.get(layer["layer"], 0.0)
+        assert layer["replayed"] == pytest.approx(expected, rel=TOLERANCE)
+    assert result["log_probs"]["max"] < TOLERANCE
+    assert result["sentences"][0].startswith("The spike comes back: ")
+    assert any("these are the weights of training" in sentence for sentence in result["sentences"])
+    assert json.loads((bundle.parent / f"{bundle.name}.result.json").read_text()) == result
+
+
+def test_half_precision_comes_back_within_its_rounding(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Case("fsdp2", precision="bfloat16", planted=ONE)
+    results = launch(2, replay_cases.spiked, case, str(tmp_path))
+    ((event,),) = same_events([run for *_, run in results])
+    result = replayed(tmp_path / "dump" / event["replay"], tmp_path / "model", capsys)
+    assert (result["variant"], result["variants"]) == ("bfloat16, sdpa", ["float32, sdpa", "bfloat16, eager"])
+    (culprit,) = [token for token in result["tokens"] if token["culprit"]]
+    assert culprit["replayed"] == pytest.approx(culprit["grad_norm"], rel=case.tolerance)
+    assert all("does not vanish" in s for s in result["sentences"] if s.startswith("It "))
+
+
+def test_a_bundle_has_what_was_recorded(launch: Launch, tmp_path: Path) -> None:
+    case = Case("fsdp2", kl=True, entropy=True, rollout=True, planted=ONE)
+    checkpoints = [tmp_path / f"global_step_{step}" / "actor" for step in (4, 6)]
+    for checkpoint in checkpoints:
+        checkpoint.mkdir(parents=True)
+    results = launch(2, replay_cases.spiked, case, str(tmp_path))
+    ((event,),) = same_events([run for *_, run in results])
+    bundle = open_bundle(tmp_path / "dump" / event["replay"])
+    # What is only known once the bundle is written: its folder, and what the trainer knows of a culprit.
+    later = {"replay", "culprits", "summary"}
+    assert {**bundle.event, **{name: event[name] for name in later}} == event
+    (as_kept,), (culprit,) = bundle.event["culprits"], event["culprits"]
+    assert as_kept.items() <= culprit.items()
+    manifest = bundle.manifest
+    assert manifest["checkpoint"] == str(checkpoints[1])
+    assert (manifest["dtype"], manifest["model"]["attention"]) == ("float32", "sdpa")
+    assert manifest["actor"]["use_kl_loss"] is True and manifest["actor"]["spike_detection"] is True
+    assert {"gradloc", "torch", "python", "verl", "transformers"} <= set(manifest["versions"])
+    saved = bundle.micro_batches[culprit["rank"], culprit["micro_batch"]]
+    (entry,) = manifest["micro_batches"]
+    row, position = entry["rows"].index(culprit["row"]), culprit["position"]
+    for name in ("log_prob", "old_log_prob", "rollout_log_prob", "ref_log_prob", "advantage", "weight", "coefficient"):
+        assert saved.tokens[name][row, position].item() == culprit[name]
+    sample = saved.rows[row]
+    assert sample.input_ids[sample.prompt_length + position].item() == culprit["token_id"]
+    assert sample.temperature == pytest.approx(0.9)
+    assert len(saved.rng_state[0]) > 0
+
+
+def test_training_is_bit_identical_and_a_full_or_broken_disk_ends_nothing(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder can be made here")
+    for kept, broken, events in launch(2, replay_cases.identical, str(tmp_path), timeout=200):
+        assert all(kept.values()), kept
+        assert all(broken.values()), broken
+        assert events["kept"] == ["replay/step7-epoch0-mini_batch0", None]
+        assert events["broken"] == [None, None]
+    found = sorted(path.name for path in (tmp_path / "dump" / "replay").iterdir())
+    assert found == ["step7-epoch0-mini_batch0"]

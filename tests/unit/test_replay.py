@@ -1,0 +1,410 @@
+"""Bundles from the keeping to the replay: what is refused, and what a replay says. In one process, without verl."""
+
+import hashlib
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gradloc import GradLoc, GradLocConfig, record_events
+from gradloc.bundles import layout, recorder
+from gradloc.bundles.layout import NotReplayableError, Row
+from gradloc.bundles.opening import BundleError, open_bundle
+from gradloc.bundles.recorder import Recorder
+from gradloc.replay.__main__ import main
+from gradloc.replay.model import Variant, load
+from gradloc.replay.verdict import same_norm, sentences
+from gradloc.report.__main__ import main as report
+from gradloc.report.reading import read
+
+ROWS, PROMPT, RESPONSE, VOCABULARY = 2, 3, 5, 23
+THRESHOLD = 1e3
+BAD = (1, 2)
+
+
+def small_model(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.3, attn_implementation="sdpa", **sizes)
+    config.update(changes)
+    return LlamaForCausalLM(config)
+
+
+def forward(model: LlamaForCausalLM, inputs: dict[str, Any], rows: list[int], length: int) -> Any:
+    ids = inputs["input_ids"][rows][:, : PROMPT + length]
+    logits = model(input_ids=ids, use_cache=False).logits[:, PROMPT - 1 : -1]
+    return None, logits.log_softmax(-1).gather(-1, ids[:, PROMPT:].unsqueeze(-1)).squeeze(-1)
+
+
+def rows_of(inputs: dict[str, Any]) -> list[Row]:
+    return [Row(ids, torch.arange(len(ids)), RESPONSE, 1.0) for ids in inputs["input_ids"]]
+
+
+def context(model: LlamaForCausalLM) -> dict[str, Any]:
+    facts = {name: getattr(model.config, name) for name in ("model_type", "vocab_size", "hidden_size")}
+    return {
+        "model": {**facts, "path": None, "attention": "sdpa"},
+        "dtype": "float32",
+        "grad_clip": 1.0,
+        "checkpoint": None,
+        "actor": {},
+    }
+
+
+def spikes(directory: Path, count: int = 1, rows: Callable[[Any], list[Row]] = rows_of, most: int = 4) -> list[Any]:
+    """The events of steps whose spike is kept."""
+    model = small_model()
+    keeping = Recorder(str(directory), most, rows, lambda: context(model))
+    config = GradLocConfig(threshold=THRESHOLD)
+
+    def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
+        return forward(model, inputs, rows, length)
+
+    gradloc = GradLoc(model, config, run, recorder=keeping)
+    inputs = {"input_ids": torch.randint(VOCABULARY, (ROWS, PROMPT + RESPONSE))}
+    advantages = torch.ones(ROWS, RESPONSE)
+    advantages[BAD] = 1e5
+    events = []
+    for step in range(1, count + 1):
+        gradloc.start_update(step)
+        gradloc.begin_pass(inputs, range(ROWS))
+        _, log_prob = run(inputs, list(range(ROWS)), RESPONSE)
+        tokens = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": inputs["input_ids"][:, PROMPT:]}
+        weight = torch.full_like(log_prob, 1 / log_prob.numel())
+        gradloc.observe(log_prob, None, weight, advantage=advantages, **tokens)
+        log_prob.backward(-advantages * weight)
+        gradloc.end_pass()
+        gradloc.locate(0, 0)
+        model.zero_grad()
+        events += gradloc.events
+    return events
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, and with the evidence and the bundle of one spike."""
+    folder = tmp_path_factory.mktemp("kept")
+    small_model().save_pretrained(folder / "model")
+    small_model(hidden_size=20).save_pretrained(folder / "wider")
+    small_model(num_hidden_layers=3).save_pretrained(folder / "deeper")
+    (event,) = spikes(folder)
+    assert [(culprit["row"], culprit["position"]) for culprit in event["culprits"]] == [BAD]
+    record_events(str(folder), [event])
+    return folder
+
+
+@pytest.fixture
+def bundle(kept: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle that may be damaged."""
+    copy = tmp_path / "replay" / "step1"
+    shutil.copytree(kept / "replay" / "step1-epoch0-mini_batch0", copy)
+    return copy
+
+
+def tensors_of(bundle: Path) -> Path:
+    (path,) = bundle.glob("*.safetensors")
+    return path
+
+
+def resign(bundle: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes the manifest, with a checksum that fits again, as somebody with bad intentions would."""
+    manifest = json.loads((bundle / layout.MANIFEST).read_text())
+    change(manifest)
+    text = json.dumps(manifest).encode()
+    (bundle / layout.MANIFEST).write_bytes(text)
+    (bundle / layout.CHECKSUM).write_text(f"{hashlib.sha256(text).hexdigest()}  {layout.MANIFEST}\n")
+
+
+def resave(bundle: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Changes the tensors, with checksums that fit again."""
+    path = tensors_of(bundle)
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    facts = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    resign(bundle, lambda manifest: manifest["micro_batches"][0].update(facts))
+
+
+def cut(bundle: Path) -> None:
+    data = tensors_of(bundle).read_bytes()
+    tensors_of(bundle).write_bytes(data[: len(data) // 2])
+
+
+def flip(bundle: Path) -> None:
+    data = bytearray(tensors_of(bundle).read_bytes())
+    data[-1] ^= 1
+    tensors_of(bundle).write_bytes(data)
+
+
+def link(bundle: Path) -> None:
+    path = tensors_of(bundle)
+    path.rename(bundle.parent / "elsewhere")
+    path.symlink_to(bundle.parent / "elsewhere")
+
+
+def lead_out(bundle: Path) -> None:
+    resign(bundle, lambda manifest: manifest["micro_batches"][0].update(file="../../secret.safetensors"))
+
+
+def append(bundle: Path) -> None:
+    tensors_of(bundle).write_bytes(tensors_of(bundle).read_bytes() + b"more")
+
+
+def pickled(bundle: Path) -> None:
+    torch.save({"a": 1}, tensors_of(bundle))
+    data = tensors_of(bundle).read_bytes()
+    facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    resign(bundle, lambda manifest: manifest["micro_batches"][0].update(facts))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut off": (cut, "is cut off: it has"),
+    "changed": (flip, "does not match its checksum: it was changed."),
+    "longer": (append, "is larger than it may be"),
+    "tensors gone": (lambda b: tensors_of(b).unlink(), "The bundle has no rank0-micro_batch0.safetensors."),
+    "a link": (link, "is not an ordinary file."),
+    "a path": (lead_out, "'../../secret.safetensors' is not the name of a file of a bundle"),
+    "pickled": (pickled, "rank0-micro_batch0.safetensors is damaged"),
+    "manifest gone": (lambda b: (b / layout.MANIFEST).unlink(), "is not a replay bundle"),
+    "checksum gone": (lambda b: (b / layout.CHECKSUM).unlink(), "The bundle has no manifest.json.sha256."),
+    "manifest changed": (
+        lambda b: (b / layout.MANIFEST).write_text((b / layout.MANIFEST).read_text() + " "),
+        "manifest.json does not match its checksum",
+    ),
+    "later format": (lambda b: resign(b, lambda m: m.update(format=9)), "has format 9"),
+    "something else": (lambda b: resign(b, lambda m: m.update(kind="cake")), "is not that of a replay bundle"),
+    "no event": (lambda b: resign(b, lambda m: m.pop("event")), "its event is not one of this version"),
+    "huge": (lambda b: resign(b, lambda m: m["micro_batches"][0].update(bytes=10**15)), "which is too much"),
+    "negative": (lambda b: resign(b, lambda m: m["micro_batches"][0].update(bytes=-1)), "no place or size"),
+    "endless norm": (lambda b: resign(b, lambda m: m["micro_batches"][0].update(norm=10**400)), "has no norm"),
+    "other layers": (lambda b: resign(b, lambda m: m.update(layers=["a"])), "are not those of the model"),
+    "far token": (
+        lambda b: resign(b, lambda m: m["event"]["culprits"][0].update(position=99)),
+        "names a token that its micro-batch does not have",
+    ),
+    "another dtype": (
+        lambda b: resave(b, lambda t: t.update({"tokens.weight": t["tokens.weight"].double()})),
+        "tokens.weight must be torch.float32 of shape (2, 5), and is torch.float64",
+    ),
+    "another shape": (
+        lambda b: resave(b, lambda t: t.update({"tokens.log_prob": t["tokens.log_prob"][:, 1:].contiguous()})),
+        "tokens.log_prob must be torch.float32 of shape (2, 5)",
+    ),
+    "negative ids": (lambda b: resave(b, lambda t: t["input_ids"].neg_()), "must not be negative"),
+    "wrong lengths": (lambda b: resave(b, lambda t: t["row_lengths"].add_(1)), "do not add up"),
+    "long responses": (lambda b: resave(b, lambda t: t["response_lengths"].add_(9)), "do not fit into the rows"),
+    "no temperature": (lambda b: resave(b, lambda t: t["temperature"].zero_()), "temperature must be positive"),
+    "stowaway": (lambda b: resave(b, lambda t: t.update(more=torch.ones(1))), "'more' is not a tensor of a bundle"),
+    "no coefficient": (lambda b: resave(b, lambda t: t.pop("tokens.coefficient")), "tokens.coefficient is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_bundle_is_refused_in_one_sentence(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    change, message = DAMAGES[damage]
+    open_bundle(bundle)  # it is whole
+    change(bundle)
+    assert main([str(bundle), "--model", str(kept / "model")]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1 and message in error, error
+    with pytest.raises(BundleError):
+        open_bundle(bundle)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "The bundle's model is None, which is no folder of this machine: give it with --model."),
+        (["--model", "/nowhere"], "The model /nowhere cannot be loaded"),
+        (["--model", "wider"], "its hidden_size is 20, and 16 was trained."),
+        (["--model", "deeper"], "is not the bundle's: its layers differ in layers.2."),
+        (["--model", "model", "--adapter", "x"], "was recorded without a LoRA adapter"),
+    ],
+)
+def test_a_wrong_model_is_refused_in_one_sentence(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    options = [str(kept / option) if (kept / option).is_dir() else option for option in options]
+    assert main([str(bundle), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error, error
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resave(bundle, lambda tensors: tensors["input_ids"].fill_(VOCABULARY))
+    assert main([str(bundle), "--model", str(kept / "model")]) == 2
+    assert (
+        f"has the token {VOCABULARY}, and the model's vocabulary ends at {VOCABULARY - 1}." in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_buffers_keep_their_precision(kept: Path, dtype: str) -> None:
+    opened = open_bundle(kept / "replay" / "step1-epoch0-mini_batch0")
+    model = load(opened, str(kept / "model"), Variant(dtype, "sdpa"), "cpu", None, False)
+    assert {parameter.dtype for parameter in model.module.parameters()} == {getattr(torch, dtype)}
+    assert {buffer.dtype for buffer in model.module.buffers()} == {torch.float32}
+
+
+def test_other_weights_are_told_from_those_of_training(
+    bundle: Path, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = small_model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    other.save_pretrained(tmp_path / "other")
+    texts = []
+    for model in (kept / "model", tmp_path / "other"):
+        assert main([str(bundle), "--model", str(model), "--json", "--only"]) == 0
+        texts.append(" ".join(json.loads(capsys.readouterr().out)["sentences"]))
+    assert "these are the weights of training." in texts[0]
+    assert "these are probably other weights than those of training. The bundle is of step 1;" in texts[1]
+    assert "no checkpoint before it was known." in texts[1]
+
+
+def test_the_terminal_and_the_report_show_a_replay(
+    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly")
+    folder = tmp_path / "evidence"
+    shutil.copytree(kept, folder)
+    page = tmp_path / "page.html"
+    command = [str(folder / "replay/step1-epoch0-mini_batch0"), "--model", str(folder / "model"), "--html", str(page)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "The spike comes back: rank 0, micro-batch 0" in out and "spike_action=drop" in out
+    assert "The spike comes back: rank 0" in page.read_text()
+    (result,) = read(str(folder)).replays
+    assert result["bundle"] == "step1-epoch0-mini_batch0"
+    assert report([str(folder)]) == 0
+    assert "Replays" in capsys.readouterr().out
+    # Without the evidence around it, as a stranger gets it.
+    (folder / "spikes.jsonl").unlink()
+    page.unlink()
+    assert main(command) == 0 and "The spike comes back: rank 0" in page.read_text()
+    (folder / "replay/step1-epoch0-mini_batch0.result.json").write_text('{"kind": "gradloc replay result"}')
+    record_events(str(folder), [open_bundle(command[0]).event])
+    assert read(str(folder)).replays == []
+
+
+def test_a_replay_needs_neither_verl_nor_ray(bundle: Path, kept: Path) -> None:
+    script = f"""
+import sys
+for name in ("verl", "ray", "tensordict"):
+    sys.modules[name] = None
+from gradloc.replay.__main__ import main
+sys.exit(main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--only"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "The spike comes back" in done.stdout
+
+
+def test_a_resumed_run_keeps_both_bundles_of_a_step_and_no_more_than_allowed(tmp_path: Path) -> None:
+    first = [event["replay"] for event in spikes(tmp_path, count=1)]
+    second = [event["replay"] for event in spikes(tmp_path, count=2, most=2)]
+    assert first == ["replay/step1-epoch0-mini_batch0"]
+    assert second == ["replay/step1-epoch0-mini_batch0-2", None]
+    open_bundle(tmp_path / second[0])
+
+
+def test_a_bundle_that_is_too_large_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(layout, "BUNDLE_BYTES", 1000)
+    assert [event["replay"] for event in spikes(tmp_path, count=2)] == [None, None]
+    assert len([record for record in caplog.records if "no replay bundle is kept" in record.message]) == 1
+    assert "1,000 are the limit" in caplog.text and list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_no_bundle_is_added_to_a_full_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(layout, "TOTAL_BYTES", 1000)
+    assert [event["replay"] is None for event in spikes(tmp_path, count=3)] == [False, True, True]
+    assert caplog.text.count("no more replay bundles are kept") == 1
+
+
+def test_what_cannot_be_replayed_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(_: Any) -> list[Row]:
+        raise NotReplayableError("inputs with images cannot be replayed")
+
+    assert [event["replay"] for event in spikes(tmp_path, count=2, rows=refuse)] == [None, None]
+    assert caplog.text.count("inputs with images cannot be replayed") == 1
+
+
+def test_a_write_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recorder, "_save", fail)
+    assert [event["replay"] for event in spikes(tmp_path)] == [None]
+    assert list((tmp_path / "replay").iterdir()) == [] and "No space left on device" in caplog.text
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    """The part of a result that the sentences are made from."""
+    unit = {"rank": 0, "micro_batch": 1, "norm": 50.0, "threshold": 10.0, "replayed": 50.0, "others": [50.0]}
+    return {
+        "units": [{**unit, **changes.pop("unit", {})}],
+        "tokens": [],
+        "layers": [],
+        "threshold": 10.0,
+        "dtype": "float32",
+        "recorded_dtype": "float32",
+        "variant": "float32, sdpa",
+        "variants": ["float32, eager"],
+        "global_step": 3,
+        "checkpoint": "/runs/global_step_2/actor",
+        "log_probs": {"tokens": 4, "nonfinite": 0, "mean": 1e-6, "max": 1e-5},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({}, "The spike comes back: rank 0, micro-batch 1 has a gradient norm of 50, and had 50 in training."),
+        ({"unit": {"replayed": 70.0}}, "The spike comes back with another size"),
+        ({"unit": {"replayed": 9.0}}, "The spike does not come back"),
+        ({"unit": {"replayed": math.nan, "norm": "NaN"}}, "The spike comes back"),
+        ({"unit": {"replayed": 9.0, "norm": "NaN"}}, "The spike does not come back"),
+        ({"unit": {"norm": None}}, "over its threshold: 50 of 10; no norm of it was recorded."),
+        ({"unit": {"norm": 9.0, "replayed": 9.0}}, "The gradient is the same"),
+        ({"unit": {"others": [4.0]}}, "It vanishes with float32, eager: the norm is 4 there, so float32, sdpa makes"),
+        ({"unit": {"others": [math.nan]}}, "It does not vanish with float32, eager"),
+        (
+            {"log_probs": {"tokens": 4, "nonfinite": 0, "mean": 0.5, "max": 1.0}},
+            "The bundle is of step 3; the last checkpoint before it was /runs/global_step_2/actor.",
+        ),
+        ({"log_probs": {"tokens": 4, "nonfinite": 4, "mean": None, "max": None}}, "No log-prob is finite"),
+        (
+            {"layers": [{"layer": "a", "norm": 1.0, "replayed": 3.0, "others": []}]},
+            "a carries 100% of the squared norm",
+        ),
+    ],
+)
+def test_what_the_figures_say(changes: dict[str, Any], part: str) -> None:
+    assert any(part in sentence for sentence in sentences(result(**changes)))
+
+
+def test_norms_are_the_same_within_the_rounding_of_the_coarser_dtype() -> None:
+    assert same_norm(100.05, 100.0, "float32") and not same_norm(101.0, 100.0, "float32")
+    assert same_norm(105.0, 100.0, "float32", "bfloat16")
+    assert same_norm(math.inf, math.nan, "float32") and not same_norm(1.0, math.inf, "float32")
