@@ -208,7 +208,7 @@ class GradLoc:
         shapes = {name: tuple(tensor.shape) for name, tensor in noted.items()}
         if len(set(shapes.values())) > 1:
             raise ValueError(f"all token tensors must be of one shape (rows, response length), got {shapes}.")
-        current.tokens = {name: tensor.detach() for name, tensor in noted.items()}
+        current.tokens = {name: _with_a_column(tensor.detach()) for name, tensor in noted.items()}
         if sources is None:
             given = {"coefficient": log_prob, "entropy_coefficient": entropy}
             sources = {name: (tensor, _unchanged) for name, tensor in given.items() if tensor is not None}
@@ -667,9 +667,14 @@ def _known(norm: float | None) -> float:
 
 def _catch(tokens: dict[str, Tensor], name: str, reshape: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
     def hook(gradient: Tensor) -> None:
-        tokens[name] = reshape(gradient.detach())
+        tokens[name] = _with_a_column(reshape(gradient.detach()))
 
     return hook
+
+
+def _with_a_column(values: Tensor) -> Tensor:
+    """Values of shape (rows, response length), masked ones if all responses are empty: maxima need a value."""
+    return values if values.shape[1] else nn.functional.pad(values, (0, 1))
 
 
 def _unchanged(gradient: Tensor) -> Tensor:

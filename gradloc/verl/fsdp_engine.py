@@ -98,9 +98,7 @@ class WatchedEngine:
             if last:
                 self._evidence.write(metrics)
         if self.is_mp_src_rank_with_outputs():
-            # The trainer takes the mean over the mini-batches that have a metric: here one.
-            named = {name: Metric(AggregationType.MEAN, float(value)) for name, value in metrics.items()}
-            outputs["metrics"].update(named)
+            outputs["metrics"].update({name: _metric(value) for name, value in metrics.items()})
         return outputs
 
     def forward_step(
@@ -291,6 +289,16 @@ def _actor_config(loss_function: Callable[..., Any]) -> Any:
     """The actor's configuration that the loss is bound to; None for another loss."""
     config = getattr(loss_function, "keywords", {}).get("config")
     return config if hasattr(config, "gradloc_config") else None
+
+
+def _metric(value: float | list[float]) -> Metric:
+    """A figure of the update as verl logs it; of a list, which has a value for each mini-batch, it logs the mean.
+
+    The trainer takes the mean over the mini-batches that have a metric: here one.
+    """
+    metric = Metric(AggregationType.MEAN)
+    metric.extend([float(of_step) for of_step in (value if isinstance(value, list) else [value])])
+    return metric
 
 
 def _padded(values: Tensor) -> Tensor:

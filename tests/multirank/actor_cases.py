@@ -544,7 +544,8 @@ def split_rows(case: Case, config: FSDPActorConfig, mini_batch: DataProto) -> li
 def token_weights(case: Case, mask: torch.Tensor, factor: float, info: dict[str, Any]) -> torch.Tensor:
     """How much each token's own loss counts in the loss that is differentiated.
 
-    verl 0.9's engine takes its means over the whole mini-batch of all ranks, whose sizes are in `info`.
+    verl 0.9's engine takes its means over the whole mini-batch of all ranks, whose sizes are in `info`. Of the losses
+    with an aggregation of their own, it has left two theirs: sapo and geo_mean.
     """
     lengths = mask.sum(-1, keepdim=True)
     if ENGINE and case.loss_mode != "geo_mean":
@@ -554,7 +555,7 @@ def token_weights(case: Case, mask: torch.Tensor, factor: float, info: dict[str,
             "seq-mean-token-sum": torch.tensor(of_sequence),
             "seq-mean-token-mean": of_sequence / lengths.clamp(min=1),
             "seq-mean-token-sum-norm": torch.tensor(of_sequence / mask.shape[1]),
-        }[case.loss_agg_mode]
+        }["seq-mean-token-mean" if case.loss_mode == "sapo" else case.loss_agg_mode]
         return torch.where(mask > 0, weight, 0.0)
     # The geometric mean alone counts sequences without a token, too.
     sequences = len(mask) if case.loss_mode == "geo_mean" else (lengths > 0).sum()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import Case, Run, build_actor, build_batch, checkpoints, dp_actor, train
+from actor_cases import Case, Run, build_actor, build_batch, checkpoints, dp_actor, events_of, train
 from verl import DataProto
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
@@ -36,7 +36,7 @@ def resume(case: Case, folder: str) -> tuple[list[float | None], list[float | No
     manager.save_checkpoint(folder)
     # The batch of seed 0 has the planted tokens.
     straight = update(actor, [7, 8, 0])
-    events = json.dumps(actor.gradloc.events)
+    events = json.dumps(events_of(actor))
     actor, manager = start()
     manager.load_checkpoint(folder)
     resumed = update(actor, [7, 8, 0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 import types
 from collections.abc import Callable
 from functools import partial
@@ -128,6 +129,9 @@ class EngineActor:
         if optimizer is not None and self.watched:
             self.engine._build(config)
             self._keep_events()
+            if self.gradloc is not None and config.bisect_dump_dir == type(config).bisect_dump_dir:
+                self._evidence_folder = tempfile.TemporaryDirectory()
+                self.engine._evidence._directory = self._evidence_folder.name
 
     @property
     def gradloc(self) -> Any:

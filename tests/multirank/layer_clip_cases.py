@@ -59,19 +59,6 @@ class Case:
         return "-".join([self.wrap, self.model] + ["hsdp"] * self.hsdp + ["offload"] * self.offload)
 
 
-def in_world(size: int, store: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls the function on the first `size` ranks, in a default process group of theirs; the others return None."""
-    rank, whole = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    result = None
-    if rank < size:
-        dist.init_process_group("gloo", store=dist.FileStore(f"{store}.some", size), rank=rank, world_size=size)
-        result = function(*arguments)
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.FileStore(f"{store}.all", whole), rank=rank, world_size=whole)
-    return result
-
-
 def layer_of(parameter: str) -> str:
     return next(name(parameter) for pattern, name in LAYERS.items() if re.search(pattern, parameter))
 
@@ -255,14 +242,18 @@ def gradient_steps(
         saved_to (str, optional): Where verl's checkpoint manager puts a checkpoint in the end.
         loaded_from (str, optional): Where it finds the extra state, to begin with.
     """
-    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+    import actor_cases
+    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
     case = Case(wrap_as)
     model = wrap(case, build_model(case))
-    clip = LayerClip(model, LayerClipConfig(rule="zscore", warmup_steps=3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    options = {"checkpoint_config": {"load_contents": ["extra"]}, "layer_clip": clip}
-    manager = FSDPCheckpointManager(model, optimizer, None, **options) if wrap_as != "none" else None
+    config = actor_cases.build_config(
+        actor_cases.Case(wrap_as), layer_clip=VerlLayerClipConfig(enable=True, rule="zscore", warmup_steps=3)
+    )
+    actor = actor_cases.dp_actor.DataParallelPPOActor(config, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    clip = actor.layer_clip
+    if loaded_from is not None or saved_to is not None:
+        manager = actor_cases.checkpoints(actor, checkpoint_config={"load_contents": ["extra"]})
     if loaded_from is not None:
         manager.load_checkpoint(loaded_from)
     found = []
@@ -307,17 +298,19 @@ def run_actor(
 
     run = actor_cases.train(actor_cases.Case(**case), calls=calls, prepare=prepare, **options)
     actor = found.pop("actor")
+    of_case = actor_cases.Case(**case)
+    replicas = 2 if of_case.hsdp else 1
     shards = torch.zeros((), dtype=torch.float64)
     for gradient in run.gradients[-1] if run.gradients else []:
-        shards += gradient.double().square().sum()
+        shards += gradient.double().square().sum() / replicas
     dist.all_reduce(shards)
     seen = []
     # FSDP1's optimizer sees flat parameters, which are no layers.
-    for gradients in run.gradients if actor_cases.Case(**case).wrap == "fsdp2" else []:
-        names = [actor_cases.layer_of(name) for name, _ in actor.actor_module.named_parameters()]
+    for gradients in run.gradients if of_case.wrap in ("fsdp2", "none") else []:
+        names = [actor_cases.layer_of(name) for name, p in actor.actor_module.named_parameters() if p.requires_grad]
         squares = dict.fromkeys(names, 0.0)
         for name, gradient in zip(names, gradients, strict=True):
-            squares[name] += gradient.double().square().sum().item()
+            squares[name] += gradient.double().square().sum().item() / replicas
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, squares)
         seen.append({name: math.sqrt(sum(part[name] for part in everywhere)) for name in squares})
@@ -361,7 +354,9 @@ def off_and_stock(wrap_as: str, rollout: bool) -> dict[str, bool]:
     stock, off = runs
     return {
         "metrics": stock.metrics == off.metrics,
-        "rollout metrics": rollout == any(name.startswith("rollout_corr/") for name in stock.metrics[0]),
+        # Those of verl 0.9 are computed elsewhere.
+        "rollout metrics": (rollout and not actor_cases.ENGINE)
+        == any(name.startswith("rollout_corr/") for name in stock.metrics[0]),
         "parameters": all(torch.equal(a, b) for a, b in zip(stock.parameters, off.parameters, strict=True)),
         "random state": torch.equal(stock.rng, off.rng),
         "collectives": collectives[0] == collectives[1],
@@ -406,6 +401,8 @@ def host_reads(wrap_as: str) -> tuple[list[str], list[str]]:
 
 def reads_of_a_step(actor: Any) -> list[str]:
     """How the host reads tensors, but for the norm that LayerClip returns, which is on the host already."""
+    import actor_cases
+
     reads: list[str] = []
     on_host: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -413,15 +410,26 @@ def reads_of_a_step(actor: Any) -> list[str]:
         if getattr(actor, "layer_clip", None) is not None:
             clip = actor.layer_clip.clip
             patch.setattr(actor.layer_clip, "clip", lambda *arguments: on_host.append(clip(*arguments)) or on_host[0])
-        actor._optimizer_step().detach().item()
+        if actor_cases.ENGINE:
+            actor.engine._watching = True  # as within `train_batch`
+            actor.engine.optimizer_step()
+        else:
+            actor._optimizer_step().detach().item()
     return reads
 
 
 def stock_norms(case: dict[str, Any]) -> list[float]:
-    """`actor/grad_norm` of the stock actor."""
+    """`actor/grad_norm` of the stock actor, for each mini-batch."""
     import actor_cases
 
     return actor_cases.train(actor_cases.Case(**case), actor_cases.stock_dp_actor()).metrics[0]["actor/grad_norm"]
+
+
+def clip_to_parts(case: dict[str, Any], options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    """The stock actor's norms, and `run_actor` whose layers may have the first of them together."""
+    norms = stock_norms(case)
+    layer_clip = {"rule": "fixed", "max_norm": norms[0]}
+    return norms, run_actor(case, {**options, "layer_clip": layer_clip})
 
 
 def resume(
@@ -431,31 +439,23 @@ def resume(
 
     Args:
         folder (str): Where the checkpoint goes.
-        change (Callable, optional): Changes the checkpoint's extra state first.
+        change (Callable, optional): Changes what the checkpoint holds of LayerClip first.
         options (Any): The manager's `checkpoint_config`, and what else the actor's configuration takes.
 
     Returns:
         tuple: Both lists of `LayerClip.last_step`, and what the loading has warned of.
     """
     import actor_cases
-    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
     case = actor_cases.Case(wrap=wrap_as, rows=4, mini_batch=2)
     checkpoint_config = options.pop("checkpoint_config", None)
 
-    def start() -> tuple[Any, FSDPCheckpointManager]:
+    def start() -> tuple[Any, Any]:
         layer_clip = VerlLayerClipConfig(enable=True, warmup_steps=3, rule="ratio", ratio=1.05)
         actor = actor_cases.build_actor(case, layer_clip=layer_clip, **options)
         scheduler = torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0)
-        return actor, FSDPCheckpointManager(
-            actor.actor_module,
-            actor.actor_optimizer,
-            scheduler,
-            checkpoint_config=checkpoint_config,
-            layer_clip=actor.layer_clip,
-            gradloc=actor.gradloc,
-        )
+        return actor, actor_cases.checkpoints(actor, scheduler, checkpoint_config)
 
     def update(actor: Any, seeds: range) -> list[Any]:
         steps = []
@@ -469,10 +469,7 @@ def resume(
     manager.save_checkpoint(folder)
     straight = update(actor, range(3, 5))
     if change is not None:
-        path = os.path.join(folder, f"extra_state_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
-        state = torch.load(path, weights_only=False)
-        change(state)
-        torch.save(state, path)
+        change_saved(folder, change)
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -481,6 +478,20 @@ def resume(
     manager.load_checkpoint(folder)
     logging.getLogger().removeHandler(handler)
     return straight, update(actor, range(3, 5)), [text for text in warnings if "warm-up" in text]
+
+
+def change_saved(folder: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes what a checkpoint holds of GradLoc and LayerClip: in verl 0.9, rank 0 writes a file of its own for it."""
+    import actor_cases
+
+    rank = dist.get_rank()
+    name = "gradloc_state" if actor_cases.ENGINE else f"extra_state_world_size_{dist.get_world_size()}_rank_{rank}"
+    if rank == 0 or not actor_cases.ENGINE:
+        path = os.path.join(folder, f"{name}.pt")
+        state = torch.load(path, weights_only=False)
+        change(state)
+        torch.save(state, path)
+    dist.barrier()
 
 
 def without_statistics(state: dict[str, Any]) -> None:

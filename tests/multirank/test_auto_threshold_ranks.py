@@ -17,6 +17,7 @@ __all__ = ["launch"]
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])
 def test_a_resumed_run_has_the_same_thresholds_and_finds_the_spike(launch: Launch, tmp_path: Path, wrap: str) -> None:
     case = Case(wrap, rows=8, mini_batch=2, planted=((1, 3, 6),))
@@ -31,6 +32,7 @@ def test_a_resumed_run_has_the_same_thresholds_and_finds_the_spike(launch: Launc
         assert event["trigger"]["threshold"] < event["trigger"]["norm"]
 
 
+@pytest.mark.target(version="0.9.1")
 def test_in_the_warm_up_only_nan_is_a_spike(launch: Launch) -> None:
     case = Case("fsdp2", planted=((1, 3, 6),), nan=((0, 2, 7),))
     for run in launch(2, auto_threshold_cases.warm_up, case):
