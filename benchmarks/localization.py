@@ -33,7 +33,8 @@ Planted events (`--parts events`):
   planted ones, a sample of the others, and every other token that either method names. Whether an event is explained is
   checked by a backward pass for each loud micro-batch without the named tokens.
 
-Then it measures the cost of the local norms without a spike, memory, and the communication time in a pass.
+Then it measures the cost of the local norms without a spike (`timings`), the time of communication in a pass
+(`reduction`), and `memory`.
 `--simulate` runs the search without a model, for sizes up to W = 1024 and N = 32768: `localization_simulation.py`.
 
 The real part needs the patched verl, for instance that of the tests:
@@ -73,7 +74,8 @@ UNTILS = ("explained", "exhaustive")
 KINDS = ("natural", "coherent")
 # Coherent events start here: closer to the threshold, leaving out a few tokens would explain them.
 COHERENT_EXCESS = 1.5
-PARTS = ("natural", "events", "costs")
+COSTS = ("timings", "reduction", "memory")
+PARTS = ("natural", "events", *COSTS)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -147,13 +149,14 @@ def main() -> None:
             found = [record for world_size in args.world_sizes for record in run_ranks(part, world_size, args)]
             print_part(found)
             records += found
-    if "costs" in args.parts:
-        world_size = 2 if 2 in args.world_sizes else args.world_sizes[0]
-        records += run_ranks("timings", world_size, args)
-        # Otherwise the peak of resident memory would include freed memory that malloc keeps.
-        os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-        records += run_ranks("memory", world_size, args)
-        print_costs([record for record in records if record["part"] in ("local norms", "reduction", "memory")])
+    world_size = 2 if 2 in args.world_sizes else args.world_sizes[0]
+    for part in (part for part in COSTS if part in args.parts):
+        if part == "memory":
+            # Otherwise the peak of resident memory would include freed memory that malloc keeps.
+            os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+        found = run_ranks(part, world_size, args)
+        print_costs(part, found)
+        records += found
     if args.json:
         args.json.write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -234,15 +237,27 @@ def _natural(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
             yield from solve_natural_events(ranks, micro_batches, tokens, setting)
 
 
-def _timings(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
-    from localization_actor import Shape, measure_local_norms, measure_reduction
+def _shapes(ranks: Any, quick: bool) -> Iterable[Any]:
+    from localization_actor import Shape
 
-    settings = [(SMALL, 256), (SMALL, 1024)] + [(MEDIUM, 256)] * (not args.quick)
-    shapes = [Shape(*model, *COST_ROWS[tokens]) for model, tokens in settings]
-    for shape in shapes:
+    settings = [(SMALL, 256), (SMALL, 1024)] + [(MEDIUM, 256)] * (not quick)
+    for model, tokens in settings:
         if ranks.rank == 0:
-            print(f"  hidden size {shape.hidden}, {shape.tokens} tokens", file=sys.stderr, flush=True)
-        yield {"part": "local norms"} | measure_local_norms(ranks, shape, 2, args.rounds, args.base_tree)
+            print(f"  hidden size {model[0]}, {tokens} tokens", file=sys.stderr, flush=True)
+        yield Shape(*model, *COST_ROWS[tokens])
+
+
+def _timings(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
+    from localization_actor import measure_local_norms
+
+    for shape in _shapes(ranks, args.quick):
+        yield {"part": "timings"} | measure_local_norms(ranks, shape, 2, args.rounds, args.base_tree)
+
+
+def _reduction(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
+    from localization_actor import measure_reduction
+
+    for shape in _shapes(ranks, args.quick):
         yield {"part": "reduction"} | measure_reduction(ranks, shape, args.rounds)
 
 
@@ -254,7 +269,13 @@ def _memory(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
         yield {"part": "memory"} | measure_memory(ranks, shape, micro_batches)
 
 
-PART_OF_RANK = {"natural": _natural, "events": _events, "timings": _timings, "memory": _memory}
+PART_OF_RANK = {
+    "natural": _natural,
+    "events": _events,
+    "timings": _timings,
+    "reduction": _reduction,
+    "memory": _memory,
+}
 
 
 def table(head: list[str], rows: list[list[str]]) -> None:
@@ -402,9 +423,13 @@ def tokens_of(record: Record) -> str:
     return str(record["shape"]["rows"] * record["shape"]["length"])
 
 
-def print_costs(records: list[Record]) -> None:
+def print_costs(part: str, records: list[Record]) -> None:
+    {"timings": print_timings, "reduction": print_reduction, "memory": print_memory}[part](records)
+
+
+def print_timings(records: list[Record]) -> None:
     rows = []
-    for record in (r for r in records if r["part"] == "local norms"):
+    for record in records:
         model = f"{record['parameters'] / 1e6:.1f}M, {record['shape']['layers']} layers of {record['shape']['hidden']}"
         row = [model, tokens_of(record), *(f"{median(record['times'][way]):.3f}" for way in ("off", "on"))]
         for times in record["times"], record["processor"]:
@@ -413,13 +438,17 @@ def print_costs(records: list[Record]) -> None:
                 added = [on / other - 1 for on, other in pairs]
                 row.append(middle_half(added) if added else "–")
         rows.append(row)
-    print("Seconds of update_policy with two micro-batches a rank, and what detection adds without a spike, against")
-    print("off and against the unpatched actor; median of the rounds (quartiles):\n")
+    print(
+        "Seconds of an update with two micro-batches a rank, and what detection adds without a spike, against off and"
+    )
+    print("against the unpatched actor; median of the rounds (quartiles):\n")
     heads = ["wall: on / off", "on / stock", "processor: on / off", "on / stock"]
     table(["model", "tokens a micro-batch", "off", "on", *heads], rows)
 
+
+def print_reduction(records: list[Record]) -> None:
     rows = []
-    for record in (r for r in records if r["part"] == "reduction"):
+    for record in records:
         times = record["times"]
         shares = [1 - without / whole for whole, without in zip(times["with"], times["without"], strict=True)]
         seconds = f"{median(times['with']):.3f}"
@@ -427,13 +456,15 @@ def print_costs(records: list[Record]) -> None:
     print("Share of the communication of the gradient reduction in a pass, median (quartiles):\n")
     table(["hidden size", "tokens", "seconds of a pass", "share"], rows)
 
+
+def print_memory(records: list[Record]) -> None:
     rows = []
-    for record in (r for r in records if r["part"] == "memory"):
+    for record in records:
         sizes = {name: value / 1e6 for name, value in record["bytes"].items()}
         extra = (sizes["search"] - sizes["off"]) / sizes["sharded gradient"]
         row = [f"{sizes[name]:.0f}" for name in ("sharded gradient", "off", "on", "search")]
         rows.append([str(record["M"]), *row, f"{extra:.2f}"])
-    print("Peak memory of update_policy over what is held before it, in MB a rank:\n")
+    print("Peak memory of an update over what is held before it, in MB a rank:\n")
     table(["M", "sharded gradient", "off", "on", "with a search", "(search − off) / gradient"], rows)
 
 

@@ -88,6 +88,33 @@ def planted_reward(
     return _grpo(token_level_rewards, response_mask, index, config)
 
 
+def _reward_one_answer_in_the_queue(step: int) -> None:
+    """Sets the reward of one answer to 100 where verl 0.9's V1 trainer keeps it, so that the evidence has it, too.
+
+    `planted_reward` then changes the same answer, of which the queue does not hear. verl 0.7 and the older trainer keep
+    the very tensor that it changes.
+    """
+    import transfer_queue
+    from tensordict import TensorDict
+    from verl.trainer.ppo.v1 import PPOTrainer
+
+    compute_advantage = PPOTrainer._compute_advantage
+
+    @functools.wraps(compute_advantage)
+    def with_a_reward(trainer: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        if _Calls.advantages + 1 == step:
+            place = {"keys": batch.keys, "partition_id": batch.partition_id}
+            rewards = transfer_queue.kv_batch_get(**place, select_fields=["rm_scores"])["rm_scores"]
+            answers = [answer.clone() for answer in rewards.unbind()]
+            row = max(range(len(answers)), key=lambda row: float(answers[row].sum()))
+            answers[row][-1] = REWARD
+            changed = {"rm_scores": torch.nested.as_nested_tensor(answers, layout=torch.jagged)}
+            transfer_queue.kv_batch_put(**place, fields=TensorDict(changed, batch_size=len(answers)))
+        return compute_advantage(trainer, batch, metrics)
+
+    PPOTrainer._compute_advantage = with_a_reward  # type: ignore[method-assign]  # on purpose
+
+
 @register_adv_est("planted_nan")
 def planted_nan(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, config: Any = None, **_kwargs: Any
@@ -187,6 +214,8 @@ def _name_the_fault_in_events() -> None:
 
 
 RolloutReplicaRegistry.register("hf", lambda: FaultyReplica)
+if NAME == "advantage" and ENGINE:
+    _reward_one_answer_in_the_queue(STEP)
 if NAME == "bitflip":
     _flip_before_the_log_probs_of_step(STEP)
 _name_the_fault_in_events()

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import verl
 from runs import ROOT, finished
 from transformers import AutoModelForCausalLM
 
 from tools.launcher.faults import FAULTS
 
+ENGINE = verl.__version__ == "0.9.1"
 REWARDS = [f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"]
-# A random model finds all tokens equally unlikely, so that their norms are alike, up to 13: with "unsampled" and
-# "stale" some are over their threshold, with the others only what the fault makes larger.
-THRESHOLDS = {"unsampled": "3", "advantage": "30", "bitflip": "14", "stale": "3", "nan": "1000"}
+# A random model finds all tokens equally unlikely, so that their norms are alike: up to 13, with verl 0.9.1 up to 10.
+# With "unsampled" and "stale" some are over their threshold, with the others only what the fault makes larger.
+THRESHOLDS = {"unsampled": "3", "advantage": "30", "bitflip": "10.5" if ENGINE else "14", "stale": "3", "nan": "1000"}
 # At this rate three steps change the weights by several times their size.
 CHANGED = {"stale": ["LR=0.05"]}
 CHANGES_IN_EACH_RUN = {"time", "seconds", "uid"}
@@ -49,7 +51,11 @@ def advantage(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[
     return with_fault("advantage", tmp_path_factory.mktemp("advantage"))
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# With verl 0.9.1 one fault in each run of the tests: it is the one that the test below repeats.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.target(version="0.9.1")] * (name == "advantage")) for name in FAULTS],
+)
 def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if name == "advantage":
         printed, events = request.getfixturevalue(name)
@@ -65,8 +71,13 @@ def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pyt
             assert appended and {culprit["token"] for culprit in appended} == {"<|im_end|>"}
         case "advantage":
             assert {event["global_step"] for event in events} == {2}
-            assert {culprit["source"] for culprit in culprits} == {"advantage"}
-            assert 100.0 in {culprit["reward"] for culprit in culprits}
+            assert len({culprit["uid"] for culprit in culprits}) == 1
+            rewarded = [culprit["source"] for culprit in culprits if culprit["reward"] == 100.0]
+            others = {culprit["source"] for culprit in culprits if culprit["reward"] != 100.0}
+            assert rewarded and set(rewarded) == {"advantage"}
+            # The other answers to that prompt have a third of its advantage. With verl 0.9.1 half of the mini-batch is
+            # of that prompt, so that a third is only twice the median.
+            assert others <= ({"advantage", "unlikely"} if ENGINE else {"advantage"})
         case "nan":
             (culprit,) = culprits
             assert (culprit["source"], culprit["advantage"]) == ("nonfinite", "NaN")
@@ -83,6 +94,7 @@ def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pyt
                 assert "layers.1 carries" in event["summary"] and "of the squared norm, ordinarily" in event["summary"]
 
 
+@pytest.mark.target(version="0.9.1")
 def test_the_same_command_finds_the_same_culprits(advantage: tuple[str, list[dict[str, Any]]], tmp_path: Path) -> None:
     _, again = with_fault("advantage", tmp_path / "out")
     assert repeated(again) == repeated(advantage[1])
