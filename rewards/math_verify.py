@@ -545,11 +545,24 @@ def _score(
         answer = parse(model_output, _extraction(pred_targets), parsing_timeout=None)
         truth = "\\boxed{" + ground_truth + "}" if "latex" in gold_targets else ground_truth
         gold = parse(truth, _extraction(gold_targets), parsing_timeout=None)
+        if not any(map(_is_infinite, gold)):
+            answer = [found for found in answer if not _is_infinite(found)]
         return float(verify(gold, answer, float_rounding=precision, timeout_seconds=None))
     except Exception:
         # Math-Verify catches what it can raise, but not what comes while it does so, above all a MemoryError. What that
         # can be depends on the answer; that the installation works has been seen at the start.
         return 0.0
+
+
+def _is_infinite(expression: Any) -> bool:
+    """Whether it is a number, or a list of some, with an infinity or NaN in it. Runs in a worker.
+
+    Sympy may simplify the difference between a number and a long product of infinities to 0, in a few of a hundred
+    processes: it depends on the hashes of its objects. Math-Verify calls such an answer right.
+    """
+    from sympy import Expr, FiniteSet, MatrixBase, Tuple, nan, oo, zoo
+
+    return isinstance(expression, Expr | FiniteSet | MatrixBase | Tuple) and expression.has(oo, -oo, zoo, nan)
 
 
 @lru_cache

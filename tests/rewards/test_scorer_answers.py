@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
 from math_verify.metric import math_metric
+from sympy import Integer
 from verl.utils.reward_score import math_verify
 
 from answer_forms import FORMS, QUIRKS
@@ -88,6 +89,18 @@ def test_the_pool_scores_as_math_verify_does_in_process(ordinary_pool: None) -> 
     expected = [in_process(*pair) for pair in pairs]
     assert in_pool(pairs) == expected
     assert [math_verify.compute_score(*pair) for pair in pairs] == expected
+
+
+def test_infinities_do_not_pass_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sympy's simplification does this to them by chance, with some values of the objects' hashes."""
+    monkeypatch.setattr("math_verify.grader.simplify", lambda difference: Integer(0))
+    targets = ("latex",), ("expr", "latex")
+    for infinite in ("\\infty\\infty 11", "3 - \\infty", "\\frac{1}{0}"):
+        assert math_verify._score(f"${infinite}$", "5", 6, *targets) == 0.0, infinite
+    assert math_verify._score("$\\boxed{6}$", "5", 6, *targets) == 1.0  # what the simplification says
+    monkeypatch.undo()
+    for answer, truth in (("-\\infty", "-\\infty"), ("(-\\infty, 3)", "x < 3"), ("(2, \\infty)", "(2, \\infty)")):
+        assert math_verify._score(f"$\\boxed{{{answer}}}$", truth, 6, *targets) == 1.0, answer
 
 
 def among_hostile(hostile: list[str], seed: int) -> tuple[list[float], dict[int, float]]:
