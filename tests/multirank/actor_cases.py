@@ -862,10 +862,15 @@ def compare_runs(run: Run, other: Run) -> dict[str, bool]:
     def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
         return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
+    def same_figures(ours: Any, theirs: Any) -> bool:
+        if isinstance(ours, list) and isinstance(theirs, list):
+            return len(ours) == len(theirs) and all(map(same_figures, ours, theirs))
+        # Of a micro-batch without response tokens the unpatched actor logs NaN.
+        return repr(ours) == repr(theirs) or repr(theirs) == "nan"
+
     def same_metrics(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
         names = [name for name in {**ours, **theirs} if "gradloc" not in name]
-        # Of a micro-batch without response tokens the unpatched actor logs NaN.
-        return all(repr(ours.get(name)) == repr(theirs.get(name)) or repr(theirs.get(name)) == "nan" for name in names)
+        return all(same_figures(ours.get(name), theirs.get(name)) for name in names)
 
     return {
         "gradients": len(run.gradients) == len(other.gradients) and all(map(equal, run.gradients, other.gradients)),

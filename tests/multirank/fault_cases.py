@@ -9,20 +9,22 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import reduced_meter_cases
 import torch
 import torch.distributed as dist
 from action_cases import DETECTION
 from actor_cases import (
+    ENGINE,
     PROMPT,
     Case,
     Run,
     brute_force,
     build_batch,
     compare_runs,
-    parts,
     response_length,
     stock_dp_actor,
     train,
+    with_hook_on_log_probs,
 )
 from verl import DataProto
 from verl.utils.gradloc.measure import passes
@@ -36,7 +38,8 @@ def disturb(actor: Any, where: str, when: int, disturbance: Callable[[], None]) 
 
     def strike(*_: Any) -> None:
         nonlocal count
-        if not hasattr(actor, "gradloc") or actor.gradloc._current is None:
+        gradloc = getattr(actor, "gradloc", None)
+        if gradloc is None or gradloc._current is None:
             count += 1
             if count == when:
                 disturbance()
@@ -49,8 +52,6 @@ def disturb(actor: Any, where: str, when: int, disturbance: Callable[[], None]) 
         outputs = forward(*arguments, **options)
         if where == "after the forward":
             strike()
-        elif where == "in the backward":
-            parts(outputs)[1].register_hook(strike)
         return outputs
 
     def strike_in_backward(_module: torch.nn.Module, _arguments: Any, output: torch.Tensor) -> None:
@@ -63,6 +64,8 @@ def disturb(actor: Any, where: str, when: int, disturbance: Callable[[], None]) 
         layers[1].register_forward_hook(strike)
     elif where == "in a layer's backward":
         layers[1].register_forward_hook(strike_in_backward)
+    elif where == "in the backward":
+        actor._forward_micro_batch = with_hook_on_log_probs(forward, strike)
     else:
         actor._forward_micro_batch = striking_forward
 
@@ -159,6 +162,16 @@ def failing_alone(case: Case) -> None:
     train(case, prepare=prepare, **DETECTION)
 
 
+def failing_on_shared_data(case: Case, size: int) -> None:
+    """Rank 1 runs out of memory in an extra pass, whose collective calls depend on its data."""
+
+    def prepare(actor: Any) -> None:
+        if dist.get_rank() == 1:
+            disturb(actor, "in a layer", 2, run_out_of_memory)
+
+    reduced_meter_cases.train(case, size, prepare=prepare, **DETECTION)
+
+
 def killed(case: Case, stock: bool) -> None:
     """Rank 1 is killed in the middle of an extra pass, or of an ordinary one of an unpatched actor."""
 
@@ -241,15 +254,20 @@ def draw(seed: int, world: int) -> Draw:
         "bisect_budget_steps": choice.choice([1, 4, 500, 500, 500]),
     }
     fault = (choice.randrange(world), choice.choice(PLACES), choice.choice([1, 2, 3]))
-    return Draw(case, options, fault if choice.random() < 0.3 else None)
+    drawn = Draw(case, options, fault if choice.random() < 0.3 else None)
+    if ENGINE:
+        only_there = {"deferred": choice.random() < 0.3, "nested": choice.random() < 0.3}
+        drawn = dataclasses.replace(drawn, case=dataclasses.replace(case, **only_there))
+    return drawn
 
 
-def try_draw(seed: int) -> tuple[str, dict[tuple[int, int, int], tuple[float, float]]]:
+def try_draw(seed: int) -> tuple[str, dict[tuple[int, int, int], tuple[float, float]], dict[str, bool]]:
     """Runs a configuration.
 
     Returns:
-        tuple: The actor's events; and from brute force, for the tokens of the first mini-batch, by rank, row and
-            position: the norm, and the token-equivalent norm that the token alone would give its unit.
+        tuple: The actor's events; from brute force, for the tokens of the first mini-batch, by rank, row and position:
+            the norm, and the token-equivalent norm that the token alone would give its unit; and where the action is
+            "log", what is bit-identical to the unpatched actor.
     """
     drawn = draw(seed, dist.get_world_size())
     case = drawn.case
@@ -265,4 +283,5 @@ def try_draw(seed: int) -> tuple[str, dict[tuple[int, int, int], tuple[float, fl
         for unit in units
         for token in unit.each
     }
-    return run.events[0], tokens
+    same = compare_runs(run, train(case, stock_dp_actor())) if drawn.options["spike_action"] == "log" else {}
+    return run.events[0], tokens, same
