@@ -15,25 +15,35 @@ also torch.
 Then 1% of the answers hang. The table gives the time of the batch, the least time for the hanging answers alone
 (hangs x limit / workers), the time of the batch without them, the rest, and how many other answers ran over the limit.
 
+--base-tree names an unpatched verl 0.9, whose own scorer has a pool of 4 processes: it is measured in the same run, and
+last with answers that hang, because it does not end a process that is over the limit. Another table then says how both
+score the answer forms of tests/rewards/answer_forms.py. (What verl 0.7's own scorer does is what the plain calls do.)
+
 Usage: PYTHONPATH=<patched verl> python benchmarks/scoring.py [--answers N] [--rounds N] [--workers N]
-           [--limit SECONDS] [--fresh N]
+           [--limit SECONDS] [--hanging LATEX] [--fresh N] [--base-tree DIR]
 """
 
 import argparse
+import importlib
 import logging
 import multiprocessing
 import os
 import random
 import resource
+import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any
 
-HANGING = "The answer is \\boxed{9^{9^{9^{9}}}}."
+HANGING = "9^{9^{9^{9}}}"
 THREADS = 16
 Pair = tuple[str, str]
 
@@ -86,6 +96,41 @@ def fresh_process(method: str, pair: Pair) -> float:
     return score
 
 
+def upstream_scorer(base_tree: Path, directory: str) -> ModuleType:
+    """The scorer of an unpatched verl, in a module that its processes can import without all of verl."""
+    shutil.copy(base_tree / "verl/utils/reward_score/math_verify.py", f"{directory}/upstream_math_verify.py")
+    sys.path.insert(0, directory)
+    return importlib.import_module("upstream_math_verify")
+
+
+def end_processes(scorer: ModuleType) -> None:
+    """Ends the processes of verl's own scorer; those with an answer that hangs would keep this one from ending."""
+    for process in list(scorer._get_pool()._processes.values()):
+        process.kill()
+
+
+def print_answer_forms(ways: dict[str, Callable[[list[Pair]], list[float]]]) -> None:
+    """How each way scores answers in the forms in which models write them."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/rewards"))
+    from answer_forms import FORMS, QUIRKS
+
+    forms = [form for group in FORMS.values() for form in group]
+    forms += [(answer, truth, deserved) for answer, truth, deserved, *_ in QUIRKS]
+    found = {name: way([(answer, truth) for answer, truth, _ in forms]) for name, way in ways.items()}
+    print(f"\n{len(forms)} answer forms, {len(QUIRKS)} of them known to be scored wrongly by Math-Verify")
+    print("| scored by | right answers with 1 | wrong answers with 0 |\n|---|---|---|")
+    for name, scores in found.items():
+        cells = []
+        for deserved in 1, 0:
+            given = [score for score, (_, _, due) in zip(scores, forms, strict=True) if due == deserved]
+            cells.append(f"{given.count(deserved)} of {len(given)}")
+        print(f"| {name} | {' | '.join(cells)} |")
+    for (answer, truth, deserved), *scores in zip(forms, *found.values(), strict=True):
+        if len(set(scores)) > 1:
+            given = " and ".join(f"{score:g}" for score in scores)
+            print(f"{answer!r} for {truth!r}, which deserves {deserved:g}, gets {given}")
+
+
 def processor_time() -> float:
     """Of this process and all its children, living and dead, in seconds."""
     import psutil
@@ -101,12 +146,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--limit", type=float, default=2.0, help="seconds, for the hanging answers")
+    parser.add_argument("--hanging", default=HANGING, help=f"what is in the box of an answer that hangs: {HANGING}")
     parser.add_argument("--fresh", type=int, default=20, help="answers scored by a fresh process each; 0: not measured")
+    parser.add_argument("--base-tree", type=Path, help="an unpatched verl 0.9: its own scorer is measured, too")
     arguments = parser.parse_args()
     if min(arguments.answers, arguments.rounds, arguments.workers, arguments.limit) <= 0:
         parser.error("all numbers but --fresh must be greater than 0")
 
     from verl.utils.reward_score import math_verify
+
+    directory = tempfile.TemporaryDirectory()
+    upstream = None if arguments.base_tree is None else upstream_scorer(arguments.base_tree, directory.name)
+    if upstream is not None and not hasattr(upstream, "_get_pool"):
+        parser.error(f"the scorer in {arguments.base_tree} has no pool: it is not that of verl 0.9")
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     options = {"workers": arguments.workers, "timeout": arguments.limit}
@@ -121,6 +173,11 @@ def main() -> None:
         with ThreadPoolExecutor(THREADS) as threads:
             return list(threads.map(lambda pair: math_verify.compute_score(*pair, **options), chosen))
 
+    def by_upstream(chosen: list[Pair]) -> list[float]:
+        assert upstream is not None  # else it is not a way
+        with ThreadPoolExecutor(THREADS) as threads:
+            return list(threads.map(lambda pair: upstream.compute_score(*pair, timeout=arguments.limit), chosen))
+
     def in_fresh_processes(method: str, chosen: list[Pair]) -> list[float]:
         return [fresh_process(method, pair) for pair in chosen]
 
@@ -130,6 +187,12 @@ def main() -> None:
         "pool, as a batch": (in_batches, len(pairs), cores),
         f"pool, one by one from {THREADS} threads": (from_threads, len(pairs), cores),
     }
+    pools = list(ways)[1:]
+    if upstream is not None:
+        size = upstream._get_pool()._max_workers
+        name = f"verl's own pool of {size}, one by one from {THREADS} threads"
+        ways[name] = (by_upstream, len(pairs), min(size, len(os.sched_getaffinity(0))))
+        pools.append(name)
     if arguments.fresh > 0:
         for method, name in ("spawn", "spawned"), ("fork", "forked"):
             ways[f"a fresh process, {name}"] = (
@@ -159,19 +222,27 @@ def main() -> None:
         of_work = median(p / w for p, w in zip(work[plain_name], work[name], strict=True))
         speed, cost = 1 / median(wall[name]), 1000 * median(work[name])
         print(f"| {name} | {speed:.1f} | {of_plain:.1%} | {cost:.2f} | {of_work:.1%} |", flush=True)
-    for fresh in list(ways)[3:]:
+    if upstream is not None:
+        ours, theirs = pools[1:]
+        faster = median(t / o for t, o in zip(wall[theirs], wall[ours], strict=True))
+        cheaper = median(o / t for t, o in zip(work[theirs], work[ours], strict=True))
+        print(
+            f"One by one, the pool is {faster:.2f} times as fast as verl's own, at {cheaper:.2f} of the processor time."
+        )
+        print_answer_forms({name: ways[name][0] for name in pools[1:]})
+    for fresh in [name for name in ways if name not in (plain_name, *pools)]:
         faster = median(f / w for f, w in zip(wall[fresh], wall["pool, as a batch"], strict=True))
         cheaper = median(f / w for f, w in zip(work[fresh], work["pool, as a batch"], strict=True))
         print(f"The batch is {faster:.0f} times as fast as {fresh}, at 1/{cheaper:.0f} of the processor time.")
 
     hangs = range(50, len(pairs), 100)
     for index in hangs:
-        pairs[index], expected[index] = (HANGING, "7"), 0.0
+        pairs[index], expected[index] = (f"The answer is \\boxed{{{arguments.hanging}}}.", "7"), 0.0
     bound = len(hangs) * arguments.limit / arguments.workers
     print(f"\nWith {len(hangs)} answers that hang, limit {arguments.limit:g} s")
     print("| scored by | seconds | hangs x limit / workers | without the hangs | the rest | others over the limit |")
     print("|---|---|---|---|---|---|")
-    for name in list(ways)[1:3]:
+    for name in pools:
         begun = time.perf_counter()
         scores = ways[name][0](pairs)
         seconds = time.perf_counter() - begun
@@ -179,6 +250,8 @@ def main() -> None:
         without = median(wall[name]) * len(pairs)
         rest = seconds - bound - without
         print(f"| {name} | {seconds:.1f} | {bound:.1f} | {without:.1f} | {rest:.1f} | {over} |", flush=True)
+    if upstream is not None:
+        end_processes(upstream)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import trees
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scoring.py"
 POOL = ["pool, as a batch", "pool, one by one from 16 threads"]
 FRESH = ["a fresh process, spawned", "a fresh process, forked"]
@@ -43,6 +45,23 @@ def test_the_benchmark() -> None:
         # Numbers are rounded to a tenth.
         assert bound == 2.5 and seconds >= 5 - 0.1 and over >= 0
         assert rest == pytest.approx(seconds - bound - without, abs=0.21)
+
+
+@pytest.mark.target(version="0.9.1")
+def test_the_comparison_with_upstream(base_tree: Path) -> None:
+    options = ["--answers", "24", "--rounds", "1", "--workers", "4", "--limit", "5", "--fresh", "0"]
+    result = run(*options, "--base-tree", str(base_tree))
+    if trees.TARGET.startswith("0.7."):
+        assert result.returncode == 2 and "has no pool: it is not that of verl 0.9" in result.stderr
+        return
+    assert result.returncode == 0, result.stderr
+    speeds, forms, hangs = tables(result.stdout)
+    upstream = "verl's own pool of 4, one by one from 16 threads"
+    assert list(speeds) == ["plain calls in this process", *POOL, upstream]
+    assert "One by one, the pool is " in result.stdout
+    # Both ask Math-Verify, with the same options.
+    assert list(forms) == [POOL[1], upstream] and forms[upstream] == forms[POOL[1]]
+    assert list(hangs) == [*POOL, upstream]
 
 
 def test_bad_numbers() -> None:
