@@ -9,7 +9,6 @@ training but for rounding; with other weights, the log-probs show how far they a
 import argparse
 import importlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 
@@ -79,7 +78,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _replay(bundle: Bundle, options: argparse.Namespace) -> dict[str, object]:
     import torch
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise WrongModelError("There is no CUDA device here: take --device cpu.")
@@ -92,13 +94,15 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> dict[str, object]:
     for variant in [main_variant, *([] if options.only else other_variants(main_variant))]:
         try:
             model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
-        except WrongModelError as error:
+            found = measure(bundle, model, tokens, culprits, rests=variant == main_variant)
+        except (WrongModelError, torch.cuda.OutOfMemoryError) as error:
+            reason = str(error) if isinstance(error, WrongModelError) else f"{variant} takes more memory than there is."
             if variant == main_variant:
-                raise
-            notes.append(f"Not compared with {variant}: {error}")
+                raise WrongModelError(reason) from error
+            notes.append(f"Not compared with {variant}: {reason}")
             continue
         notes += [note for note in model.notes if note not in notes]
-        measured[variant] = measure(bundle, model, tokens, culprits, rests=variant == main_variant)
+        measured[variant] = found
         del model
     if (left_out := bundle.manifest["left_out"]) > 0:
         notes.append(f"The bundle has the loudest micro-batches; {left_out} more were over their threshold.")
@@ -125,5 +129,4 @@ def _need(*packages: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     sys.exit(main())

@@ -4,6 +4,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,9 @@ from ..bundles.opening import Bundle
 from ..layers.layer_names import layers_by_parameter
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-ATTENTIONS = ("eager", "sdpa", "flash_attention_2")
+_FLASH = "flash_attention_2"
+ATTENTIONS = ("eager", "sdpa", _FLASH)
+_HALF = ("bfloat16", "float16")
 
 # What must be the same in the two configurations.
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
@@ -133,19 +136,27 @@ def load(
 
 
 def default_variant(bundle: Bundle, dtype: str | None, attention: str | None, device: str) -> Variant:
-    """What training computed with, as far as it can be had here; what is given comes first."""
-    recorded = bundle.manifest["model"].get("attention")
+    """What training computed with, as far as it can be had here; what is given comes first.
+
+    Raises:
+        WrongModelError: What is given cannot be had together.
+    """
+    recorded, recorded_dtype = bundle.manifest["model"].get("attention"), bundle.manifest["dtype"]
+    if dtype is None:
+        dtype = recorded_dtype if recorded_dtype in DTYPES else "float32"
     if attention is None:
         attention = recorded if recorded in ATTENTIONS else "sdpa"
-        if attention == "flash_attention_2" and device == "cpu":
+        if attention == _FLASH and (device == "cpu" or dtype not in _HALF or find_spec("flash_attn") is None):
             attention = "sdpa"
-    recorded_dtype = bundle.manifest["dtype"]
-    return Variant(dtype or (recorded_dtype if recorded_dtype in DTYPES else "float32"), attention)
+    elif attention == _FLASH and (device == "cpu" or dtype not in _HALF):
+        raise WrongModelError("Flash attention needs --device cuda and --dtype bfloat16 or float16.")
+    return Variant(dtype, attention)
 
 
 def other_variants(main: Variant) -> list[Variant]:
     """The ways of computing in which a spike that rounding or a kernel has made would vanish."""
-    others = [] if main.dtype in ("float32", "float64") else [Variant("float32", main.attention)]
+    precise = Variant("float32", "sdpa" if main.attention == _FLASH else main.attention)
+    others = [precise] if main.dtype in _HALF else []
     return [*others, Variant(main.dtype, "sdpa" if main.attention == "eager" else "eager")]
 
 

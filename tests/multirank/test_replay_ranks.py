@@ -21,7 +21,7 @@ pytestmark = pytest.mark.target(version="0.9.1")
 # Between an unsharded forward of single rows and a sharded one of padded micro-batches lies rounding alone; the brute
 # force's own tolerance is a tenth of this.
 TOLERANCE = 1e-4
-# Half of an actor's own meters, wrappings and forms of data.
+# Wrappings, models and forms of data whose gradients are recorded in different ways.
 CASES = [
     (4, Case("fsdp2", kl=True, entropy=True, rollout=True, planted=((0, 0, 4), (2, 4, 2), (3, 7, 0)))),
     (2, Case("fsdp1", tied=True, dynamic=True, planted=THREE)),

@@ -20,11 +20,16 @@ from gradloc.bundles import layout, recorder
 from gradloc.bundles.layout import NotReplayableError, Row
 from gradloc.bundles.opening import BundleError, open_bundle
 from gradloc.bundles.recorder import Recorder
+from gradloc.replay import __main__ as command
 from gradloc.replay.__main__ import main
-from gradloc.replay.model import Variant, load
+from gradloc.replay.measuring import measure
+from gradloc.replay.model import Variant, default_variant, load, other_variants
 from gradloc.replay.verdict import same_norm, sentences
 from gradloc.report.__main__ import main as report
 from gradloc.report.reading import read
+
+# transformers 4 and 5 load models in different ways.
+pytestmark = pytest.mark.target(version="0.9.1")
 
 ROWS, PROMPT, RESPONSE, VOCABULARY = 2, 3, 5, 23
 THRESHOLD = 1e3
@@ -257,6 +262,72 @@ def test_buffers_keep_their_precision(kept: Path, dtype: str) -> None:
     model = load(opened, str(kept / "model"), Variant(dtype, "sdpa"), "cpu", None, False)
     assert {parameter.dtype for parameter in model.module.parameters()} == {getattr(torch, dtype)}
     assert {buffer.dtype for buffer in model.module.buffers()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "asked", "device", "main_variant", "others"),
+    [
+        (("float32", "sdpa"), (None, None), "cpu", "float32, sdpa", ["float32, eager"]),
+        (("float32", "eager"), (None, None), "cpu", "float32, eager", ["float32, sdpa"]),
+        (
+            ("bfloat16", "flash_attention_2"),
+            (None, None),
+            "cpu",
+            "bfloat16, sdpa",
+            ["float32, sdpa", "bfloat16, eager"],
+        ),
+        (
+            ("bfloat16", "sdpa"),
+            (None, "flash_attention_2"),
+            "cuda",
+            "bfloat16, flash_attention_2",
+            ["float32, sdpa", "bfloat16, eager"],
+        ),
+        (("bfloat16", "own"), ("float16", "eager"), "cpu", "float16, eager", ["float32, eager", "float16, sdpa"]),
+        (("int4", "sdpa"), (None, None), "cpu", "float32, sdpa", ["float32, eager"]),
+    ],
+)
+def test_ways_of_computing(
+    bundle: Path,
+    recorded: tuple[str, str],
+    asked: tuple[str | None, str | None],
+    device: str,
+    main_variant: str,
+    others: list[str],
+) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["dtype"], manifest["model"]["attention"] = recorded
+
+    resign(bundle, change)
+    chosen = default_variant(open_bundle(bundle), *asked, device)
+    assert str(chosen) == main_variant and [str(other) for other in other_variants(chosen)] == others
+
+
+def test_flash_attention_is_refused_where_it_cannot_be(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", str(kept / "model"), "--attention", "flash_attention_2", "--device", "cpu"]
+    assert main([str(bundle), *options]) == 2
+    assert capsys.readouterr().err == "Flash attention needs --device cuda and --dtype bfloat16 or float16.\n"
+
+
+def test_a_comparison_that_runs_out_of_memory_is_left_out(
+    bundle: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(opened: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+        if model.module.config._attn_implementation == full:
+            raise torch.cuda.OutOfMemoryError("no memory")
+        return measure(opened, model, *arguments, **options)
+
+    monkeypatch.setattr(command, "measure", measured)
+    full = "eager"
+    assert main([str(bundle), "--model", str(kept / "model"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["notes"] == ["Not compared with float32, eager: float32, eager takes more memory than there is."]
+    assert found["variants"] == []
+    full = "sdpa"
+    assert main([str(bundle), "--model", str(kept / "model")]) == 2
+    assert capsys.readouterr().err == "float32, sdpa takes more memory than there is.\n"
 
 
 def test_other_weights_are_told_from_those_of_training(
