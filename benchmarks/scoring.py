@@ -127,8 +127,8 @@ def print_answer_forms(ways: dict[str, Callable[[list[Pair]], list[float]]]) -> 
         print(f"| {name} | {' | '.join(cells)} |")
     for (answer, truth, deserved), *scores in zip(forms, *found.values(), strict=True):
         if len(set(scores)) > 1:
-            given = " and ".join(f"{score:g}" for score in scores)
-            print(f"{answer!r} for {truth!r}, which deserves {deserved:g}, gets {given}")
+            differing = " and ".join(f"{score:g}" for score in scores)
+            print(f"{answer!r} for {truth!r}, which deserves {deserved:g}, gets {differing}")
 
 
 def processor_time() -> float:

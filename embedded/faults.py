@@ -112,7 +112,7 @@ def _reward_one_answer_in_the_queue(step: int) -> None:
             transfer_queue.kv_batch_put(**place, fields=TensorDict(changed, batch_size=len(answers)))
         return compute_advantage(trainer, batch, metrics)
 
-    PPOTrainer._compute_advantage = with_a_reward  # type: ignore[method-assign]  # on purpose
+    PPOTrainer._compute_advantage = with_a_reward
 
 
 @register_adv_est("planted_nan")
