@@ -27,7 +27,8 @@ venv_of() {
     [[ $version == 0.7.0 ]] && echo "$build/venv" || echo "$build/venv-$version"
 }
 
-# A virtual environment is rebuilt when a requirement file or the interpreter changes.
+# A virtual environment is rebuilt when a requirement file or the interpreter changes. For "trackers" it has trackers
+# that cannot be installed beside verl; tests find verl in that of the default target.
 set_up_venv() {
     local python version file wanted venv
     if ! python=$(find_python); then
@@ -42,11 +43,11 @@ set_up_venv() {
     done
     wanted=$({ "$python" -VV; cat "${files[@]}"; } | sha256sum | cut -d' ' -f1)
     [[ ! -f $venv/ready || $(<"$venv/ready") != "$wanted" ]] || return 0
-    say "installing the requirements with verl $version into build/$(basename "$venv") (a few minutes, once)"
+    say "installing the requirements of $version into build/$(basename "$venv") (a few minutes, once)"
     rm -rf "$venv"
     "$python" -m venv "$venv"
     "$python" tools/install.py "$venv/bin/python" -r "tests/requirements-$version.txt"
-    [[ ! -f embedded/requirements-no-deps.txt ]] ||
+    [[ $version == trackers || ! -f embedded/requirements-no-deps.txt ]] ||
         "$python" tools/install.py "$venv/bin/python" --no-deps -r embedded/requirements-no-deps.txt
     echo "$wanted" >"$venv/ready"
 }
@@ -139,7 +140,7 @@ mkdir -p "$build"
 exec 9>"$build/lock"
 flock 9 # two runs side by side must not set up the same files
 venv=$(venv_of "$target")
-for version in "$target" "${others[@]}"; do set_up_venv "$version"; done
+for version in "$target" "${others[@]}" trackers; do set_up_venv "$version"; done
 for version in "${targets[@]}"; do set_up_base "$version"; done
 
 say "ruff"

@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pins all requirements: writes requirements-VERSION.txt in embedded/ and in tests/, for each verl in embedded/.
+"""Pins all requirements: writes requirements-VERSION.txt in embedded/ and in tests/, for each verl in embedded/, and
+tests/requirements-trackers.txt.
 
 pip install uv
 python tools/lock.py              # keeps the pinned versions wherever they fit
@@ -69,6 +70,9 @@ def main() -> None:
         sys.exit("lock.py: this needs uv: pip install uv")
     for direct in sorted(EMBEDDED.glob("requirements-*.in")):
         pin(direct, options)
+    trackers = TESTS / "requirements-trackers.in"
+    pins = trackers.with_suffix(".txt")
+    pins.write_text(HEADER + "\n".join(resolve([trackers], pins, *options)) + "\n")
 
 
 def pin(direct: Path, options: list[str]) -> None:

@@ -36,6 +36,8 @@ class SpikeConfig(BaseConfig):
             'drop' (taken without the gradient of the tokens found).
         spike_drill_step (int, optional): At this global step, a spike is planted beside training and searched, to show
             that it would be found.
+        spike_log (bool, optional): Whether the trackers of `trainer.logger` get the spikes. None: where there is one
+            besides 'console' and 'file'.
         layer_clip (LayerClipConfig): Configuration for clipping layer by layer.
     """
 
@@ -47,6 +49,7 @@ class SpikeConfig(BaseConfig):
     bisect_until: str = "explained"
     spike_action: str = "log"
     spike_drill_step: int | None = None
+    spike_log: bool | None = None
     layer_clip: LayerClipConfig = field(default_factory=LayerClipConfig)
 
     def check_spike_keys(self) -> None:
@@ -54,6 +57,8 @@ class SpikeConfig(BaseConfig):
         self.gradloc_config()
         if not isinstance(self.spike_detection, bool):
             raise ValueError(f"[actor] spike_detection must be True or False, got {self.spike_detection!r}.")
+        if self.spike_log not in (None, True, False):
+            raise ValueError(f"[actor] spike_log must be True, False or null, got {self.spike_log!r}.")
         if self.spike_drill_step is not None and not self.spike_detection:
             raise ValueError("[actor] spike_drill_step needs spike_detection=True.")
         if not isinstance(self.bisect_dump_dir, str) or not self.bisect_dump_dir:

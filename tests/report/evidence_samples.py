@@ -260,7 +260,8 @@ def drill(step: int, found: bool, random: random.Random, **changes: Any) -> dict
     place = {"rank": 0, "row": 0, "position": 1}
     made = event(step, [culprit(1, tokens, 5 * THRESHOLD, random)] if found else [], random, passes=1, mini_batch=0)
     planted = {"planted": place, "found": found, "passes": 1}
-    return {**made, "seconds": 4.0, "drill": planted, **changes}
+    made |= {"seconds": 4.0, "drill": planted, **changes}
+    return {**made, "summary": describe(made)}
 
 
 def step_figures(events: list[dict[str, Any]], last: int, seed: int = 1) -> dict[int, dict[str, float | None]]:

@@ -18,6 +18,7 @@ FILES = [
     for release in RELEASES
     for directory in ("embedded", "tests")
 ]
+FILES.append(("tests", "trackers", "requirements-trackers.in"))
 VERSIONS = ("3.10", "3.11", "3.12")
 
 

@@ -55,6 +55,7 @@ def project(tmp_path: Path) -> Path:
     for name in ("apply_patch.py", "make_patch.sh"):
         write(tmp_path / name, "")
     make_venv(tmp_path, "0.7.0")
+    make_venv(tmp_path, "trackers")
     write(tmp_path / "patches/DEFAULT", "0.7.0\n")
     add_target(tmp_path, "0.7.0")
     write(tmp_path / "tests/test_other.py", "def test_other():\n    pass\n")

@@ -3,6 +3,7 @@
 With verl 0.9.1 both of its trainers: V1, with a TransferQueue, and the older one.
 """
 
+import html
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pandas
 import pytest
 import verl
 from runs import events_in, started
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.target(version="0.9.1")
 
@@ -47,6 +49,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "algorithm.adv_estimator=planted_spike",
         f"ROLLOUT_N={SAMPLES}",
         f"TOTAL_STEPS={STEPS}",
+        "LOGGER=console,tensorboard",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=120",
         "--remedy",
@@ -67,6 +70,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "events": [event for event in events if not event["drill"]],
         "drills": [event for event in events if event["drill"]],
         "ray": f"/tmp/gradloc-{script.pid}",
+        "tensorboard": directory / "out/tensorboard",
     }
 
 
@@ -130,6 +134,20 @@ def test_metrics_are_logged_in_every_step(run: dict) -> None:
     rejection = "rollout_rs_mean" if verl.__version__ == "0.7.0" else "rollout_rs_seq_mean_k1_mean"
     for name in ("actor/layer_clip/fraction", "rollout_corr/rollout_is_mean", f"rollout_corr/{rejection}"):
         assert len(re.findall(rf"{name}:", run["log"])) == STEPS
+
+
+def test_the_tracker_gets_the_spike_and_the_drill(run: dict) -> None:
+    events = EventAccumulator(str(run["tensorboard"]))
+    events.Reload()
+    texts = {
+        text.step: text.tensor_proto.string_val[0].decode() for text in events.Tensors("gradloc/spikes/text_summary")
+    }
+    assert texts[1].startswith("A drill: the planted token was found")
+    (event,) = run["events"]
+    assert texts.keys() == {1, event["global_step"]}
+    assert html.escape(event["summary"], quote=False) in texts[event["global_step"]]
+    (figure,) = events.Scalars("gradloc/threshold_factor")
+    assert figure.value == pytest.approx(event["trigger"]["norm"] / event["trigger"]["threshold"], rel=1e-5)
 
 
 def test_math_verify_rewards_the_right_answers_of_every_step(run: dict) -> None:

@@ -29,6 +29,7 @@ DEFAULTS = {
     "bisect_until": "explained",
     "spike_action": "log",
     "spike_drill_step": None,
+    "spike_log": None,
 }
 
 
@@ -102,6 +103,7 @@ def test_keys_are_overridden_without_a_plus() -> None:
         ("spike_drill_step=2", "spike_drill_step needs spike_detection=True"),
         ("spike_drill_step=0", "spike_drill_step must be null or a step"),
         ("spike_drill_step=now", "spike_drill_step must be null or a step"),
+        ("spike_log=sometimes", "spike_log must be True, False or null"),
     ],
 )
 def test_bad_values_are_refused_at_start(override: str, message: str) -> None:

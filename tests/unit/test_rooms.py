@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "gradloc"
 # Imported where they are needed, so that the package does without them.
-LAZY = {"report": {"numpy", "plotly", "rich"}}
+LAZY = {"report": {"numpy", "plotly", "rich"}, "verl": {"mlflow", "pandas"}}
 # Files that are imported where they are needed, and so may need more themselves.
 IMPORTED_LATE = {"report.terminal": {"rich"}}
 # Written when the patch is made: the page's files as a module.

@@ -1,0 +1,42 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the events that are appended to spikes.jsonl while a run goes on."""
+
+import json
+import os
+from typing import Any
+
+
+class AppendedEvents:
+    """The events of `<directory>/spikes.jsonl` that were appended since the last call of `read`.
+
+    What is in the file at the start, as an earlier run has left it, is not read.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.path = os.path.join(directory, "spikes.jsonl")
+        self._end = os.path.getsize(self.path) if os.path.isfile(self.path) else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The new events, oldest first. A line that is still being written is left for the next call.
+
+        Raises:
+            OSError: There is no such file, or it cannot be read.
+        """
+        with open(self.path, "rb") as file:
+            if file.seek(0, os.SEEK_END) < self._end:
+                self._end = 0  # the full file was renamed, and this is the next one
+            file.seek(self._end)
+            data = file.read()
+        finished = data[: data.rfind(b"\n") + 1]
+        self._end += len(finished)
+        entries = map(_parsed, finished.splitlines())
+        return [entry for entry in entries if isinstance(entry, dict) and "culprits" in entry]
+
+
+def _parsed(line: bytes) -> Any:
+    """What a line holds; None for the rest of a line that a killed run has left."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

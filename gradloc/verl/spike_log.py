@@ -1,0 +1,130 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sends the spikes of a run to the loggers of verl's `Tracking`, from the process that has them: the driver.
+
+The evidence may be written by another process, so it is read back from the disk.
+"""
+
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..evidence.appended import AppendedEvents
+from ..evidence.writer import evidence_files
+from ..report.page import write_page
+from ..report.reading import read
+from .trackers import TABLE_ROWS, TAKE_PAGE, TRACKERS, StepSpikes, table_rows
+
+logger = logging.getLogger(__name__)
+
+# verl's loggers that are no trackers: the first prints, and the process that writes the evidence logs its summaries.
+_NO_TRACKERS = frozenset({"console", "file", "rl_insight"})
+# With more evidence than this, no page is made: the driver would wait for it too long.
+_PAGE_BYTES = 64 * 2**20
+
+
+def add_spike_log(loggers: dict[str, Any], config: Mapping[str, Any] | None) -> None:
+    """Adds a logger "gradloc" to those of a `Tracking`, if its run looks for spikes and is to send them on.
+
+    Args:
+        loggers (dict): verl's loggers by name.
+        config (Mapping, optional): verl's whole configuration.
+    """
+    actor = ((config or {}).get("actor_rollout_ref") or {}).get("actor") or {}
+    if not actor.get("spike_detection", False):
+        return
+    wanted = actor.get("spike_log")
+    if wanted is None:
+        wanted = not _NO_TRACKERS.issuperset(loggers)
+    if wanted:
+        loggers["gradloc"] = SpikeLog(dict(loggers), actor["bisect_dump_dir"])
+
+
+class SpikeLog:
+    """A logger that gives the others the spikes of the steps whose metrics they get. It never raises for a spike.
+
+    Args:
+        loggers (Mapping): verl's loggers by name.
+        directory (str): Where the evidence is written.
+    """
+
+    def __init__(self, loggers: Mapping[str, Any], directory: str) -> None:
+        self._loggers = loggers
+        self._directory = directory
+        self._appended = AppendedEvents(directory)
+        self._rows: list[list[Any]] = []
+        self._steps = 0
+        self._warned: set[str] = set()
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        """Sends the spikes of a step.
+
+        Args:
+            data (Mapping): The step's metrics.
+            step (int): The trainer's step.
+        """
+        if data.get("actor/gradloc/triggered", 0) > 0 or "actor/gradloc/drill_found" in data:
+            self._guarded("the evidence", partial(self._send, step))
+
+    def _send(self, step: int) -> None:
+        try:
+            events = self._appended.read()
+        except FileNotFoundError:
+            events = []
+        if not events:
+            self._warn(
+                "no events",
+                f"step {step} has a spike, but {self._appended.path} has no new event: is bisect_dump_dir a directory "
+                "that the driver and the actor's rank 0 share, with space left? Trackers get the metrics only.",
+            )
+            return
+        self._steps += 1
+        room = TABLE_ROWS - len(self._rows)
+        new_rows = [row for event in events for row in table_rows(event)][:room]
+        self._rows += new_rows
+        if room and len(self._rows) == TABLE_ROWS:
+            self._warn("full", f"the trackers' table of culprits has {TABLE_ROWS} rows, and gets no more.")
+        with tempfile.TemporaryDirectory(prefix="gradloc-") as folder:
+            page = self._page(Path(folder, "report.html"))
+            spikes = StepSpikes(step, events, new_rows, list(self._rows), page)
+            for name, tracker in self._loggers.items():
+                if send := TRACKERS.get(name):
+                    self._guarded(name, partial(send, tracker, spikes))
+                elif name not in _NO_TRACKERS:
+                    self._warn(name, f"the logger {name} gets no spikes: it is not one of {', '.join(TRACKERS)}.")
+
+    def _page(self, path: Path) -> Path | None:
+        """The report: after each of the first ten steps with spikes, then after the 20th, 30th, … 100th, 200th, …"""
+        if not TAKE_PAGE.intersection(self._loggers) or self._steps % 10 ** (len(str(self._steps)) - 1):
+            return None
+        if sum(map(os.path.getsize, evidence_files(self._directory))) > _PAGE_BYTES:
+            self._warn("page", "there is too much evidence for a page in the trackers.")
+            return None
+        self._guarded("the page", lambda: write_page(read(self._directory), str(path)))
+        return path if path.exists() else None
+
+    def _guarded(self, name: str, action: Callable[[], None]) -> None:
+        """Does something that must not take training down; the first time that it fails, a warning says so."""
+        try:
+            action()
+        except Exception as error:
+            self._warn(name, f"{name}: spikes could not be sent ({type(error).__name__}: {_without_secrets(error)}).")
+
+    def _warn(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            logger.warning("spike_log, said once: %s", message)
+
+
+def _without_secrets(error: Exception) -> str:
+    """An error's message without passwords of addresses, and without what the environment's secrets hold."""
+    text = re.sub(r"//[^/\s@]+@", "//…@", str(error))
+    for name, value in os.environ.items():
+        if re.search("KEY|TOKEN|SECRET|PASSW", name.upper()) and len(value) > 3:
+            text = text.replace(value, "…")
+    return text

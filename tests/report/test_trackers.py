@@ -1,0 +1,280 @@
+"""What verl's loggers get of spikes: written by the libraries themselves in their local modes, and read back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evidence_samples import culprit, drill, event
+from gradloc import record_events
+from gradloc.verl import spike_log, trackers
+from gradloc.verl.spike_log import SpikeLog, add_spike_log
+
+ROOT = Path(__file__).parents[2]
+# Libraries that cannot be installed beside verl are here.
+TRACKERS_PYTHON = ROOT / "build/venv-trackers/bin/python"
+ACTOR = {"spike_detection": True, "spike_log": None, "bisect_dump_dir": "dump"}
+KEY = "0123456789-a-key"
+
+
+def run(folder: Path, loggers: str, python: Path, *arguments: str, **environment: str) -> str:
+    """What a run with these loggers printed."""
+    assert python.exists(), "run the tests with: bash tests/run.sh"
+    command = [python, ROOT / "tests/report/tracked_run.py", folder, loggers, *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout
+    assert "could not be sent" not in done.stdout, done.stdout
+    return done.stdout
+
+
+def only(paths: Any) -> Path:
+    (path,) = paths
+    return path
+
+
+def rows(text: str, columns: str = "columns", data: str = "data") -> list[dict[str, Any]]:
+    """The rows of a table in JSON."""
+    table = json.loads(text)
+    assert table[columns] == list(trackers.COLUMNS)
+    return [dict(zip(table[columns], row, strict=True)) for row in table[data]]
+
+
+def is_page(text: str) -> bool:
+    return "<!doctype html>" in text.lower() and "Content-Security-Policy" in text and "earlier" in text
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the loggers whose libraries verl needs itself."""
+    folder = tmp_path_factory.mktemp("run")
+    environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TENSORBOARD_DIR": str(folder / "tensorboard")}
+    environment["VERL_FILE_LOGGER_PATH"] = str(folder / "file.jsonl")
+    run(folder, "wandb,tensorboard,file,console", Path(sys.executable), **environment)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the others."""
+    folder = tmp_path_factory.mktemp("run")
+    environment = {
+        "MLFLOW_TRACKING_URI": f"file:{folder}/mlruns",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "SWANLAB_MODE": "offline",
+        "CLEARML_OFFLINE_MODE": "1",
+        "CLEARML_CACHE_DIR": str(folder / "clearml"),
+    }
+    site_packages = sysconfig.get_paths()["purelib"]
+    run(folder, "mlflow,swanlab,clearml", TRACKERS_PYTHON, site_packages, **environment)
+    return folder
+
+
+def wandb_records(file: Path) -> list[Any]:
+    """The records of a .wandb file: blocks of 32 KiB of LevelDB's log format behind a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, records, place, part = file.read_bytes(), [], 7, b""
+    while place < len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        part += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            records.append(wandb_internal_pb2.Record.FromString(part))
+            part = b""
+    return records
+
+
+@pytest.mark.every_target
+def test_wandb_gets_a_growing_table_the_page_and_alerts(local: Path) -> None:
+    files = local / "wandb/latest-run/files/media"
+    first, second = (rows(file.read_text()) for file in sorted(files.glob("table/gradloc/culprits_*.json")))
+    assert [row["token"] for row in first] == [" <think>", " a|b\n"]
+    assert second[:2] == first and second[2]["rank"] == 1 and second[2]["source"] == "nonfinite"
+    assert first[0]["grad_norm"] == 9000.0 and first[1]["reward"] is None and first[0]["step"] == 2
+    assert [is_page(file.read_text()) for file in files.glob("html/gradloc/report_*.html")] == [True, True]
+    records = wandb_records(only(local.glob("wandb/latest-run/*.wandb")))
+    alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
+    assert [(alert.title, alert.text[:22]) for alert in alerts] == [
+        ("Gradient spike", "Step 2: Both culprits "),
+        ("Gradient spike", "Step 3: A drill: the p"),
+    ]
+    # W&B sends one of these in ten minutes.
+    assert {alert.wait_duration for alert in alerts} == {600_000}
+    logged = {}
+    for record in records:
+        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        logged |= {items["_step"]: items} if items else {}
+    assert [step for step, items in logged.items() if any("culprits" in name for name in items)] == [2, 3]
+
+
+@pytest.mark.every_target
+def test_tensorboard_gets_text_and_a_figure(local: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(local / "tensorboard"))
+    events.Reload()
+    (figure,) = events.Scalars("gradloc/threshold_factor")  # that of NaN is left out
+    assert figure.step == 2 and figure.value > 1
+    texts = {
+        text.step: text.tensor_proto.string_val[0].decode() for text in events.Tensors("gradloc/spikes/text_summary")
+    }
+    assert set(texts) == {2, 3}
+    lines = texts[2].splitlines()
+    assert lines[0].startswith("Both culprits are ") and "&lt;think&gt;" in texts[2] and "a&#124;b⏎" in texts[2]
+    widths = {line.count("|") for line in lines if line.startswith("|")}
+    assert widths == {len(trackers.COLUMNS) + 1} and len(lines) == 6
+    assert texts[3].startswith("A drill: the planted token was found, 1 extra pass.\n\nThe culprit ' ends' is a token")
+
+
+@pytest.mark.every_target
+def test_the_file_gets_the_summaries(local: Path) -> None:
+    lines = [json.loads(line) for line in (local / "file.jsonl").read_text().splitlines()]
+    told = {line["step"]: line["data"]["gradloc/spikes"] for line in lines if "gradloc/spikes" in line["data"]}
+    assert list(told) == [2, 3] and told[2].startswith("Step 2: Both culprits are ")
+
+
+def test_mlflow_gets_the_table_and_the_page_as_artifacts(elsewhere: Path) -> None:
+    artifacts = only(elsewhere.glob("mlruns/*/*/artifacts/gradloc"))
+    found = rows((artifacts / "culprits.json").read_text())
+    assert [row["step"] for row in found] == [2, 2, 3] and found[0]["token"] == " <think>"
+    assert is_page((artifacts / "report.html").read_text())
+    assert (artifacts / "step_2.txt").read_text().startswith("Step 2: Both culprits are ")
+    assert "A drill: the planted token was found" in (artifacts / "step_3.txt").read_text()
+
+
+def test_swanlab_gets_text_table_and_page(elsewhere: Path) -> None:
+    media = only(elsewhere.glob("swanlog/run-*/media"))
+    texts = sorted(file.read_text() for file in media.glob("text/*"))
+    assert [text[:7] for text in texts] == ["Step 2:", "Step 3:"]
+    tables = sorted((json.loads(file.read_text()) for file in media.glob("echarts/*")), key=lambda t: len(t["rowData"]))
+    assert [len(table["rowData"]) for table in tables] == [2, 3]
+    assert [column["field"] for column in tables[0]["colDefs"]] == list(trackers.COLUMNS)
+    assert tables[0]["rowData"][0]["token"] == " <think>"
+    assert all(is_page(file.read_text()) for file in media.glob("html/*")) and any(media.glob("html/*"))
+
+
+def test_clearml_gets_text_table_and_page(elsewhere: Path) -> None:
+    session = only(path for path in elsewhere.glob("clearml/offline/*") if path.is_dir())
+    reported = (session / "metrics.jsonl").read_text()
+    assert "gradloc" in reported and "think" in reported
+    assert "Both culprits are " in (session / "log.jsonl").read_text()
+    assert is_page(only(session.rglob("*report.html")).read_text())
+
+
+class Broken:
+    """A tracker whose server is away."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def log(self, data: object, step: int) -> None:
+        self.calls += 1
+        raise ConnectionError(f"POST https://me:pass@host/api?key={KEY} failed")
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.logged: dict[int, dict[str, str]] = {}
+
+    def log(self, data: dict[str, str], step: int) -> None:
+        self.logged[step] = data
+
+
+def spike(step: int, count: int = 1) -> dict[str, Any]:
+    made = random.Random(step)
+    return event(step, [culprit(1, [" a", " b"], 900.0 + index, made) for index in range(count)], made)
+
+
+def test_a_failing_tracker_warns_once_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", KEY)
+    broken, kept = Broken(), Kept()
+    monkeypatch.setitem(trackers.TRACKERS, "clearml", trackers.to_file)  # type: ignore[arg-type]
+    log = SpikeLog({"clearml": broken, "unheard_of": None, "file": kept}, str(tmp_path))
+    for step in (1, 2):
+        record_events(str(tmp_path), [spike(step)])
+        log.log({"actor/gradloc/triggered": 1.0}, step)
+    assert broken.calls == 2 and list(kept.logged) == [1, 2]
+    failed, unknown = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "clearml: spikes could not be sent (ConnectionError: POST https://…@host/api?key=… failed)" in failed
+    assert "the logger unheard_of gets no spikes" in unknown
+
+
+def test_evidence_that_the_driver_cannot_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept()
+    log = SpikeLog({"file": kept}, str(tmp_path / "on another machine"))
+    for step in (1, 2):
+        log.log({"actor/gradloc/triggered": 2.0}, step)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "is bisect_dump_dir a directory that the driver and the actor's rank 0 share" in said and not kept.logged
+
+
+def test_events_are_read_once_also_where_the_file_is_renamed(tmp_path: Path) -> None:
+    kept = Kept()
+    record_events(str(tmp_path), [spike(1)])
+    log = SpikeLog({"file": kept}, str(tmp_path))
+    record_events(str(tmp_path), [spike(2)])
+    with (tmp_path / "spikes.jsonl").open("a") as file:
+        file.write('{"schema": 3, "culprits": [')  # what a killed process leaves
+    log.log({"actor/gradloc/triggered": 1.0}, 2)
+    record_events(str(tmp_path), [drill(3, False, random.Random(1))])
+    log.log({"actor/gradloc/triggered": 0.0, "actor/gradloc/drill_found": 0.0}, 3)
+    (tmp_path / "spikes.jsonl").rename(tmp_path / "spikes.1.jsonl")
+    record_events(str(tmp_path), [spike(4)])
+    log.log({"actor/gradloc/triggered": 1.0}, 4)
+    texts = {step: data["gradloc/spikes"] for step, data in kept.logged.items()}
+    assert list(texts) == [2, 3, 4] and all(text.count("\n") == 0 for text in texts.values())
+    assert texts[3] == "Step 3: A drill: the planted token was not found, 1 extra pass."
+
+
+def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[trackers.StepSpikes] = []
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda _, spikes: sent.append(spikes))  # type: ignore[arg-type]
+    monkeypatch.setattr(spike_log, "TABLE_ROWS", 70)
+    monkeypatch.setattr(spike_log, "write_page", lambda _, path: Path(path).write_text("page"))
+    log = SpikeLog({"wandb": None}, str(tmp_path))
+    for step in range(1, 32):
+        record_events(str(tmp_path), [spike(step, 30 if step == 1 else 2)])
+        log.log({"actor/gradloc/triggered": 1.0}, step)
+    assert [spikes.step for spikes in sent if spikes.page] == [*range(1, 11), 20, 30]
+    assert [len(spikes.new_rows) for spikes in sent] == [20, *[2] * 25, *[0] * 5]
+    assert len(sent[-1].rows) == 70
+
+
+@pytest.mark.parametrize(
+    ("loggers", "changes", "added"),
+    [
+        (["console", "file"], {}, False),
+        (["console", "wandb"], {}, True),
+        (["console"], {"spike_log": True}, True),
+        (["wandb"], {"spike_log": False}, False),
+        (["wandb"], {"spike_detection": False, "spike_log": True}, False),
+    ],
+)
+def test_who_gets_spikes(loggers: list[str], changes: dict[str, Any], added: bool) -> None:
+    found = dict.fromkeys(loggers)
+    add_spike_log(found, {"actor_rollout_ref": {"actor": ACTOR | changes}})
+    assert list(found) == loggers + ["gradloc"] * added
+
+
+@pytest.mark.parametrize("config", [None, {}, {"trainer": {}}, {"actor_rollout_ref": None}])
+def test_other_runs_have_no_spikes(config: Any) -> None:
+    found: dict[str, Any] = {"wandb": None}
+    add_spike_log(found, config)
+    assert list(found) == ["wandb"]
