@@ -1,0 +1,108 @@
+"""examples/Dockerfile: its RUN lines in a virtual environment, with what it copies and without a network."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import trees
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "examples/Dockerfile").read_text()
+INSTRUCTIONS = [
+    line.split(maxsplit=1) for line in DOCKERFILE.replace("\\\n", " ").splitlines() if line and line[0] != "#"
+]
+
+
+def arguments_of(name: str) -> list[str]:
+    return [rest for instruction, rest in INSTRUCTIONS if instruction == name]
+
+
+class Image:
+    """A virtual environment and a directory in the place of the image's /opt."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        for sources in arguments_of("COPY"):
+            *files, target = sources.split()
+            assert target.startswith("/opt/gradloc/")
+            for file in files:
+                if (ROOT / file).is_dir():
+                    shutil.copytree(ROOT / file, self.inside(target), ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    assert target.endswith("/")
+                    self.inside(target).mkdir(parents=True, exist_ok=True)
+                    shutil.copy(ROOT / file, self.inside(target))
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
+        # verl's image has pip and all that verl needs, and no verl.
+        packages = sysconfig.get_path("purelib", vars={"base": str(place / "venv")})
+        Path(packages, "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def inside(self, path: str) -> Path:
+        return self.place / path.lstrip("/")
+
+    def run(self, line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["/bin/sh", "-c", line.replace("/opt/gradloc", str(self.inside("/opt/gradloc")))],
+            cwd=self.place,
+            env={
+                "PATH": f"{self.place}/venv/bin:{os.environ['PATH']}",
+                "HOME": str(self.place),
+                "PIP_CONFIG_FILE": os.devnull,
+                "PIP_NO_INDEX": "1",
+                "PIP_FIND_LINKS": str(self.place),
+                "PIP_IGNORE_INSTALLED": "1",  # the verl that the tests run with
+            }
+            | environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+
+def make_wheel(place: Path) -> None:
+    """The wheel that the tree was unpacked from."""
+    with zipfile.ZipFile(place / f"verl-{trees.TARGET}-py3-none-any.whl", "w") as wheel:
+        for top in ("verl", f"verl-{trees.TARGET}.dist-info"):
+            for file in sorted((trees.BASE_TREE / top).rglob("*")):
+                if file.is_file() and file.suffix != ".pyc":
+                    wheel.write(file, file.relative_to(trees.BASE_TREE))
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Image:
+    make_wheel(tmp_path)
+    return Image(tmp_path)
+
+
+@pytest.mark.every_target
+def test_its_lines_make_a_verl_that_the_launcher_takes(image: Image) -> None:
+    install, patch, check, load = arguments_of("RUN")
+    refused = image.run(install)
+    assert refused.returncode != 0 and "give --build-arg TARGET=VERSION" in refused.stderr
+    assert image.run(install, TARGET=trees.TARGET).returncode == 0
+    early = image.run(check, TARGET=trees.TARGET)
+    assert early.returncode != 0, "an unpatched verl passes the check"
+    for line in (patch, check, load):
+        done = image.run(line, TARGET=trees.TARGET)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^GradLoc \d", done.stdout, re.M)
+    printed = image.run("bash /opt/gradloc/run_experiment.sh --cluster --dry-run")
+    assert printed.returncode == 0 and "verl.trainer.main_ppo" in printed.stdout, printed.stderr
+
+
+def test_its_table_has_each_target() -> None:
+    rows = dict(re.findall(r"^# (\d+\.\d+\.\d+) +(verlai/verl:\S+) ", DOCKERFILE, re.M))
+    assert rows.keys() == {pin.parent.name for pin in ROOT.glob("patches/*/PIN")}
+    target, image = re.findall(r"--build-arg TARGET=(\S+) --build-arg BASE_IMAGE=(\S+)", DOCKERFILE)[0]
+    assert rows[target] == image
+
+
+def test_its_base_image_and_target_have_no_default() -> None:
+    assert arguments_of("ARG") == ["BASE_IMAGE", "TARGET"] and arguments_of("FROM") == ["${BASE_IMAGE}"]

@@ -1,0 +1,255 @@
+"""examples/slurm.sh, with stand-ins for srun, scontrol, hostname and Ray, and for training where it would start."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import trees
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples/slurm.sh"
+NODES = ["n1", "n2", "n3"]
+ADDRESS = "10.0.0.7:6379"
+
+# Notes the node and the command, and runs the command here: once for each node where no node is named.
+SRUN = """#!/bin/bash
+nodes=$NODES
+while [[ $1 == --* ]]; do
+    [[ $1 != --nodelist=* ]] || nodes=${1#*=}
+    shift
+done
+for node in $nodes; do echo "srun $node ${RAY_ADDRESS-none} $*" >>"$STATE/notes"; done
+echo "auth $RAY_AUTH_MODE ${RAY_AUTH_TOKEN-none}" >>"$STATE/notes"
+if [[ $nodes != "$NODES" ]]; then NODE=$nodes exec "$@"; fi
+worst=0
+for node in $nodes; do
+    code=0
+    NODE=$node "$@" || code=$?
+    ((code <= worst)) || worst=$code
+done
+exit "$worst"
+"""
+HOSTNAME = """#!/bin/bash
+[[ $1 == --ip-address ]] && echo "fe80::1 127.0.1.1 10.0.0.7" || echo "$NODE"
+"""
+# `ray start` joins unless this node is to fail or to be lost, and runs until SIGTERM.
+RAY = """#!/bin/bash
+echo "ray $NODE $*" >>"$STATE/notes"
+[[ $1 == start ]] || exit 0
+[[ " $FAILING " != *" $NODE "* ]] || exit 3
+[[ " $LOST " == *" $NODE "* ]] || touch "$STATE/joined/$NODE"
+trap 'echo "ended $NODE" >>"$STATE/notes"; kill $!; exit 143' TERM
+sleep 100 &
+wait
+"""
+RAY_MODULE = """import os, pathlib
+joined = pathlib.Path(os.environ["STATE"], "joined")
+started = False
+def is_initialized():
+    return started
+def init(address, **_):
+    global started
+    if not (joined / "n1").exists():
+        raise ConnectionError
+    started = True
+def nodes():
+    return [{"Alive": True} for _ in joined.iterdir()] + [{"Alive": False}]
+"""
+TRAINING = """echo "training $NODE $RAY_ADDRESS $NNODES $GPUS_PER_NODE $*" >>"$STATE/notes"
+[[ ${LONG-} ]] || exit 7
+trap 'echo "ended training" >>"$STATE/notes"; kill $!; exit 143' TERM
+sleep 100 &
+wait
+"""
+# Exit code 10 means that the verl is patched.
+CHECK = """import os, sys
+print("said about", os.environ["NODE"])
+sys.exit(0 if os.environ["NODE"] in os.environ["UNPATCHED"].split() else 10)
+"""
+
+
+class Cluster:
+    """A stand-in for Slurm's job, and a project that takes notes."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        programs = {"srun": SRUN, "hostname": HOSTNAME, "ray": RAY, "scontrol": "#!/bin/bash\nprintf '%s\\n' $NODES\n"}
+        for name, text in programs.items():
+            self.write(f"bin/{name}", text).chmod(0o755)
+        self.write("modules/ray.py", RAY_MODULE)
+        self.write("project/run_experiment.sh", TRAINING)
+        self.write("project/apply_patch.py", CHECK)
+        self.write("project/examples/wait_for_ray.py", (ROOT / "examples/wait_for_ray.py").read_text())
+        (place / "joined").mkdir()
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RAY", "NNODES"))},
+            "PATH": f"{place}/bin:{os.environ['PATH']}",
+            "PYTHONPATH": f"{place}/modules:{os.environ.get('PYTHONPATH', '')}",
+            "PYTHON": sys.executable,
+            "SLURM_SUBMIT_DIR": str(place / "project"),
+            "SLURM_JOB_NODELIST": "n[1-3]",
+            "SLURM_GPUS_PER_NODE": "h100:4",
+            "SLURM_CPUS_PER_TASK": "16",
+            "NODES": " ".join(NODES),
+            "STATE": str(place),
+            "RAY_ADDRESS": "of the shell that called sbatch",
+            **dict.fromkeys(("FAILING", "LOST", "UNPATCHED"), ""),
+        }
+
+    def write(self, name: str, text: str) -> Path:
+        file = self.place / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return file
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        # As slurmd does: a copy of the script, from elsewhere.
+        script = shutil.copy(SCRIPT, self.place / "slurm_script")
+        return subprocess.Popen(
+            ["bash", script, *arguments],
+            env=self.environment | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str, **environment: str) -> tuple[int, str]:
+        """The exit code and what was said."""
+        job = self.start(*arguments, **environment)
+        out, err = job.communicate(timeout=60)
+        return job.returncode, out + err
+
+    def notes(self, start: str) -> list[str]:
+        file = self.place / "notes"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line.removeprefix(f"{start} ") for line in lines if line.startswith(f"{start} ")]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+@pytest.fixture
+def other_ray(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
+    """A Ray on the same machine that somebody else has started."""
+    process = subprocess.Popen([cluster.place / "bin/ray", "start"], env=cluster.environment | {"NODE": "other"})
+    while not (cluster.place / "joined/other").exists():
+        time.sleep(0.05)
+    (cluster.place / "joined/other").unlink()
+    yield process
+    process.terminate()
+    process.wait()
+
+
+def test_training_runs_on_the_head_once_all_nodes_have_joined(
+    cluster: Cluster, other_ray: subprocess.Popen[bytes]
+) -> None:
+    code, said = cluster.run("MODEL_PATH=/m m", "data.x=[1,2]")
+    assert code == 7, said  # training's own
+    options = "start --block --num-gpus=4 --num-cpus=16"
+    assert sorted(cluster.notes("ray")[1:]) == [
+        f"n1 {options} --head --node-ip-address=10.0.0.7 --port=6379",
+        f"n2 {options} --address={ADDRESS}",
+        f"n3 {options} --address={ADDRESS}",
+    ]
+    assert cluster.notes("training") == [
+        f"n1 {ADDRESS} 3 4 --cluster --python {sys.executable} MODEL_PATH=/m m data.x=[1,2]"
+    ]
+    assert {line.split()[1] for line in cluster.notes("srun") if " ray start " in line} == {"none"}
+    assert sorted(cluster.notes("ended")) == NODES
+    assert other_ray.poll() is None
+
+
+def test_each_job_has_a_token_of_its_own(cluster: Cluster) -> None:
+    tokens = []
+    for _ in range(2):
+        cluster.run(FAILING="n1")
+        (auth,) = set(cluster.notes("auth"))
+        mode, token = auth.split()
+        assert mode == "token" and len(token) == 64
+        tokens.append(token)
+        (cluster.place / "notes").unlink()
+    assert tokens[0] != tokens[1]
+    for given, expected in (
+        ({"RAY_AUTH_TOKEN": "mine"}, "token mine"),
+        ({"RAY_AUTH_MODE": "disabled"}, "disabled none"),
+        ({"RAY_AUTH_TOKEN_PATH": "/f"}, "token none"),
+    ):
+        cluster.run(FAILING="n1", **given)
+        assert set(cluster.notes("auth")) == {expected}
+        (cluster.place / "notes").unlink()
+
+
+def test_what_starts_a_container_comes_before_each_command(cluster: Cluster) -> None:
+    assert cluster.run(CONTAINER="env IN_CONTAINER=1")[0] == 7
+    commands = [line.split(maxsplit=2)[2] for line in cluster.notes("srun")]
+    assert [command for command in commands if not command.startswith("env IN_CONTAINER=1 ")] == [
+        "hostname --ip-address"
+    ]
+
+
+def test_the_launcher_takes_nodes_and_gpus_from_slurm(cluster: Cluster) -> None:
+    cluster.write("project/run_experiment.sh", f'exec bash {ROOT}/run_experiment.sh "$@"\n')
+    code, said = cluster.run("--dry-run", "--target", trees.TARGET)
+    assert code == 0 and "trainer.nnodes=3 " in said and "trainer.n_gpus_per_node=4 " in said, said
+
+
+def test_a_node_whose_verl_is_not_patched_is_named(cluster: Cluster) -> None:
+    code, said = cluster.run(UNPATCHED="n2")
+    assert code == 1 and "the verl of n2 is not patched: said about n2" in said
+    assert "n1" not in said and not cluster.notes("ray")
+
+
+def test_a_ray_that_does_not_start_ends_the_job(cluster: Cluster) -> None:
+    code, said = cluster.run(FAILING="n3")
+    assert code == 1 and "Ray on n3 has ended" in said
+    assert sorted(cluster.notes("ended")) == ["n1", "n2"] and not cluster.notes("training")
+
+
+def test_a_node_that_does_not_join_ends_the_job(cluster: Cluster) -> None:
+    code, said = cluster.run(LOST="n2", RAY_WAIT="1")
+    assert code == 1 and f"after 1 s, 2 of 3 nodes have joined {ADDRESS}" in said
+    assert sorted(cluster.notes("ended")) == NODES and not cluster.notes("training")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_training_and_ray(cluster: Cluster, number: signal.Signals, code: int) -> None:
+    job = cluster.start(LONG="1")
+    deadline = time.monotonic() + 30
+    while not cluster.notes("training") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    job.send_signal(number)
+    said = "".join(job.communicate(timeout=30))
+    assert job.returncode == code, said
+    ended = cluster.notes("ended")
+    assert ended[0] == "training" and sorted(ended[1:]) == NODES
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"SLURM_JOB_NODELIST": ""}, "start it with sbatch"),
+        ({"SLURM_SUBMIT_DIR": "/nowhere"}, "no run_experiment.sh in '/nowhere': set GRADLOC_DIR"),
+        ({"SLURM_GPUS_PER_NODE": ""}, "ask for them with --gpus-per-node"),
+        ({"NODES": ""}, "scontrol names no node"),
+    ],
+)
+def test_refusals(cluster: Cluster, environment: dict[str, str], sentence: str) -> None:
+    code, said = cluster.run(**environment)
+    assert code == 2 and sentence in said and not cluster.notes("ray")
+
+
+def test_an_address_is_needed_that_other_nodes_reach(cluster: Cluster) -> None:
+    (cluster.place / "bin/hostname").write_text("#!/bin/bash\necho 127.0.1.1\n")
+    code, said = cluster.run()
+    assert code == 2 and "n1 has only the addresses '127.0.1.1': set HEAD_ADDRESS" in said
+    code, said = cluster.run(HEAD_ADDRESS="10.1.1.1")
+    assert code == 7 and cluster.notes("training")[0].startswith("n1 10.1.1.1:6379 "), said
