@@ -646,6 +646,11 @@ def test_a_patch_that_would_not_be_taken_is_not_written(made: tuple[Project, Pat
     (checkout / "verl/a#b.py").unlink()
     (checkout / ALGOS).chmod(0o755)
     refused(project.make("--repo", checkout), 3, f"the mode of {ALGOS} changed", "undo that with chmod")
+    (checkout / ALGOS).chmod(0o644)
+    code = (checkout / ALGOS).read_text()
+    (checkout / ALGOS).write_text(code + "  if True:\n")
+    refused(project.make("--repo", checkout), 3, f"Python cannot compile {ALGOS}: unindent does not match")
+    (checkout / ALGOS).write_text(code)
     assert project.patch.read_bytes() == before
 
 
@@ -812,6 +817,9 @@ def test_check_notices(made: tuple[Project, Path], source: Path) -> None:
     refused(check(project, source), 1, "other bytes")
     trees.write_patch(project.patch, b"nonsense\n")
     refused(check(project, source), 1, "does not apply")
+    broken = data.replace(b"+# last", b"+  last")
+    trees.write_patch(project.patch, broken)
+    refused(check(project, source), 1, "Python cannot compile", "unexpected indent")
     trees.write_patch(project.patch, data)
     assert check(project, source).returncode == 0
     (source / ACTOR).write_text("other\n")

@@ -72,6 +72,8 @@ def check_target(target: Target, tree: Path | None, ours: dict[Source, Files], s
         patched = scratch.apply(base, target.patch, "--whitespace=error-all")
     except GitFailed as error:
         raise OutOfDate(f"{target.patch} does not apply to {base_tree}: {error.lines[0]}") from None
+    if bad := sources.broken_module(patched, base, scratch.read):
+        raise OutOfDate(f"{target.patch} is broken: {bad}")
     rebuilt = patched
     for source, files in ours.items():
         wanted = as_in_verl(files, base, source, scratch)

@@ -270,6 +270,8 @@ def make_diff(base: Files, final: Files, scratch: Scratch) -> tuple[bytes, str]:
         apply_patch.parse_patch(patch)
     except apply_patch.Stop as stop:
         raise Refused(f"apply_patch.py would not take the patch: {stop}") from None
+    if bad := sources.broken_module(final, base, scratch.read):
+        raise Refused(f"{bad}; correct it first")
     return patch, scratch.summary(*trees)
 
 

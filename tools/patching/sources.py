@@ -8,6 +8,7 @@ Files are given as git sees them, by mode and blob, so that these functions need
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -120,6 +121,19 @@ def check_theirs(files: Files, source: Source) -> None:
             raise Misplaced(
                 f"{source.place}/{name} does not belong in verl, which has Python files only there; {advice}"
             )
+
+
+def broken_module(files: Files, base: Files, read: Read) -> str | None:
+    """What is wrong with the first changed module that Python cannot compile; None if there is none."""
+    for path, file in sorted(files.items()):
+        if path.endswith(".py") and base.get(path) != file:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    compile(read(file.blob), path, "exec", dont_inherit=True)
+            except (SyntaxError, ValueError) as error:
+                return f"Python cannot compile {path}: {error}"
+    return None
 
 
 def join_pages(files: Files, read: Read, write: Write) -> Files:
