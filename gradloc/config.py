@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .checks import is_finite_number, is_positive_integer
 
 TRIGGERS = ("unit", "global")
-ACTIONS = ("log", "skip", "drop")
+ACTIONS = ("log", "skip", "drop", "stop")
 UNTIL = ("explained", "exhaustive")
 
 
@@ -24,7 +24,9 @@ class GradLocConfig:
         until (str): "explained": a search ends when a few tokens over τ are known without which every unit is measured
             under its threshold; "exhaustive": when every token over τ is found.
         action (str): What happens to the optimizer step. "log": it is taken unchanged; "skip": it is skipped; "drop":
-            it is taken without the culprits' gradient.
+            it is taken without the culprits' gradient; "stop": it is taken unchanged, and the trainer ends the
+            run after repeated spikes.
+        stop_after (int): For "stop": after so many spikes in as many steps.
         drill_step (int, optional): In the first mini-batch of this step, a spike is planted beside training and
             searched, to show that the search works.
 
@@ -37,6 +39,7 @@ class GradLocConfig:
     trigger: str = "unit"
     until: str = "explained"
     action: str = "log"
+    stop_after: int = 5
     drill_step: int | None = None
 
     def __post_init__(self) -> None:
@@ -50,5 +53,7 @@ class GradLocConfig:
             raise ValueError(f"bisect_until must be one of {list(UNTIL)}, got {self.until!r}.")
         if self.action not in ACTIONS:
             raise ValueError(f"spike_action must be one of {list(ACTIONS)}, got {self.action!r}.")
+        if not is_positive_integer(self.stop_after):
+            raise ValueError(f"spike_stop_after must be an integer of at least 1, got {self.stop_after!r}.")
         if self.drill_step is not None and not is_positive_integer(self.drill_step):
             raise ValueError(f"spike_drill_step must be null or a step, from 1 on, got {self.drill_step!r}.")

@@ -156,7 +156,7 @@ EVENT = {
             "open_segments": _list(
                 _object({"rank": _INTEGER_OR_NULL, "micro_batch": _INDEX, "tokens": _INDEX, "threshold": _NUMBER})
             ),
-            "action": {"enum": ["log", "skip", "drop"]},
+            "action": {"enum": ["log", "skip", "drop", "stop"]},
             "applied": {"type": "boolean"},
             "layer_clip": {
                 "anyOf": [

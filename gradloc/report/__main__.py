@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from ..evidence.writer import jsonable
+from .comparison import COMPARED, compare
+from .comparison_page import write_comparison
 from .page import write_page
 from .reading import DETAILED, read
 from .summary import summarize
@@ -26,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the report
-    if options.html:
+    if options.html and options.other is None:
         _need("plotly.offline", "The HTML report")
     if not options.json:
         _need("rich", "The terminal summary")
@@ -44,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     assert __spec__ is not None  # this module is imported or run with -m
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.parent}", description=__doc__)
     parser.add_argument("path", metavar="PATH", help="the directory with spikes.jsonl, or a file; or a run's directory")
+    parser.add_argument(
+        "other", metavar="PATH_B", nargs="?", help="the same of another run: shows the two runs side by side"
+    )
     parser.add_argument("--html", metavar="OUT", help="write a page for the browser to OUT")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--since", metavar="STEP", type=int, help="leave out earlier steps")
@@ -57,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(options: argparse.Namespace) -> None:
+    if options.other is not None:
+        _compare(options)
+        return
     evidence = read(options.path, options.since, options.top or (DETAILED if options.html else TABLE_ROWS))
     summary = summarize(evidence, options.top or TABLE_ROWS)
     if options.json:
@@ -67,7 +75,25 @@ def _report(options: argparse.Namespace) -> None:
         print_summary(summary)
     if options.html:
         write_page(evidence, options.html)
-        print(f"The report: {options.html}", file=sys.stderr if options.json else sys.stdout)
+        _say_where(options)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    before, after = (read(path, options.since, COMPARED) for path in (options.path, options.other))
+    comparison = compare(before, after)
+    if options.json:
+        print(json.dumps(jsonable(comparison), indent=2, allow_nan=False))
+    else:
+        from .terminal import print_comparison  # needs rich
+
+        print_comparison(comparison)
+    if options.html:
+        write_comparison(comparison, options.html)
+        _say_where(options)
+
+
+def _say_where(options: argparse.Namespace) -> None:
+    print(f"The report: {options.html}", file=sys.stderr if options.json else sys.stdout)
 
 
 def _positive(text: str) -> int:

@@ -26,11 +26,13 @@ APPLIED = {
     "log": "Training went on as usual.",
     "skip": "The optimizer step was skipped.",
     "drop": "The gradient of the culprits found was removed from the step.",
+    "stop": "The optimizer step was taken as usual; after repeated spikes, the trainer ends the run.",
 }
 NOT_APPLIED = {
     "log": "Training went on as usual.",
     "skip": "The step was left to the gradient scaler, which skips it after an overflow.",
     "drop": "No culprit's gradient could be removed from the step: the step's gradient was left unchanged.",
+    "stop": "Training went on as usual.",
 }
 
 # By the figure in steps.jsonl: its name on the page, and what it is.

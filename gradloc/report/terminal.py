@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .comparison_table import remarks, tables
 from .figures import count, number, percent, short, threshold_factor
 from .meanings import ADVICE, DIAGNOSES, NOT_APPLIED, SOURCES
 from .summary import token_name
@@ -24,7 +25,7 @@ _SPARKLINE_WIDTH = 60
 
 def print_summary(summary: Summary) -> None:
     """Prints what `summarize` returns."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
+    console = _console()
     console.print()
     for fault in summary["faults"]:
         text = f"A fault was planted in this run on purpose: {visible(fault)}"
@@ -49,6 +50,27 @@ def print_summary(summary: Summary) -> None:
     if warnings := _warnings(summary):
         console.print(Text("\n" + "\n".join(warnings), style="yellow"))
     console.print()
+
+
+def print_comparison(comparison: Mapping[str, Any]) -> None:
+    """Prints what `compare` returns."""
+    console = _console()
+    console.print()
+    for remark in remarks(comparison):
+        console.print(visible(remark), markup=False)
+    for table in tables(comparison):
+        console.print()
+        shown = _titled(table.title)
+        for name in table.columns:
+            shown.add_column(name)
+        for row in table.rows:
+            shown.add_row(*(Text(visible(cell)) for cell in row))
+        console.print(shown)
+    console.print()
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
 
 
 def visible(text: str) -> str:

@@ -33,7 +33,10 @@ class SpikeConfig(BaseConfig):
         bisect_until (str): When a search ends. Options: 'explained' (a few tokens are known without which every
             micro-batch is under its threshold), 'exhaustive' (every token over its threshold is found).
         spike_action (str): What becomes of the optimizer step. Options: 'log' (taken as usual), 'skip' (left out),
-            'drop' (taken without the gradient of the tokens found).
+            'drop' (taken without the gradient of the tokens found), 'stop' (taken as usual; the run ends after
+            `spike_stop_after` spikes in as many steps).
+        spike_stop_after (int): For 'stop': after so many spikes in as many steps, the trainer saves a checkpoint and
+            ends the run.
         spike_drill_step (int, optional): At this global step, a spike is planted beside training and searched, to show
             that it would be found.
         spike_log (bool, optional): Whether the trackers of `trainer.logger` get the spikes. None: where there is one
@@ -48,6 +51,7 @@ class SpikeConfig(BaseConfig):
     spike_trigger: str = "unit"
     bisect_until: str = "explained"
     spike_action: str = "log"
+    spike_stop_after: int = 5
     spike_drill_step: int | None = None
     spike_log: bool | None = None
     layer_clip: LayerClipConfig = field(default_factory=LayerClipConfig)
@@ -72,5 +76,6 @@ class SpikeConfig(BaseConfig):
             trigger=self.spike_trigger,
             until=self.bisect_until,
             action=self.spike_action,
+            stop_after=self.spike_stop_after,
             drill_step=self.spike_drill_step,
         )

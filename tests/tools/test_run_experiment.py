@@ -324,7 +324,7 @@ def test_every_word_that_a_setting_takes_is_one_of_verl(recorder: Path) -> None:
         "GRAD_NORM_THRESHOLD": ["auto", "7"],
         "SPIKE_TRIGGER": ["unit", "global"],
         "BISECT_UNTIL": ["explained", "exhaustive"],
-        "SPIKE_ACTION": ["log", "skip", "drop"],
+        "SPIKE_ACTION": ["log", "skip", "drop", "stop"],
     }
     for name, values in words.items():
         for value in values:
@@ -382,7 +382,7 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["--dry-run", "--cluster", "GPU_MEMORY_UTILIZATION=60"], "give a number over 0 and at most 1"),
         (["--dry-run", "SPIKE_DETECTION=off"], "SPIKE_DETECTION is 'off': give True or False"),
         (["--dry-run", "BISECT_UNTIL=tired"], "BISECT_UNTIL is 'tired': give explained or exhaustive"),
-        (["--dry-run", "SPIKE_ACTION=stay"], "SPIKE_ACTION is 'stay': give log, skip or drop"),
+        (["--dry-run", "SPIKE_ACTION=stay"], "SPIKE_ACTION is 'stay': give log, skip, drop or stop"),
         (["--dry-run", "GRAD_NORM_THRESHOLD=0"], "give a number over 0 or auto"),
         (["--dry-run", "--cluster", "STRATEGY=foo"], "STRATEGY is 'foo': give fsdp or fsdp2"),
         (["--dry-run", "--embedded", "STRATEGY=fsdp"], "STRATEGY is 'fsdp': give fsdp2"),

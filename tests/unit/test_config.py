@@ -28,6 +28,7 @@ DEFAULTS = {
     "spike_trigger": "unit",
     "bisect_until": "explained",
     "spike_action": "log",
+    "spike_stop_after": 5,
     "spike_drill_step": None,
     "spike_log": None,
 }
@@ -103,6 +104,7 @@ def test_keys_are_overridden_without_a_plus() -> None:
         ("spike_drill_step=2", "spike_drill_step needs spike_detection=True"),
         ("spike_drill_step=0", "spike_drill_step must be null or a step"),
         ("spike_drill_step=now", "spike_drill_step must be null or a step"),
+        ("spike_stop_after=0", "spike_stop_after must be an integer of at least 1"),
         ("spike_log=sometimes", "spike_log must be True, False or null"),
     ],
 )

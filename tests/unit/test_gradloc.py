@@ -29,7 +29,8 @@ from gradloc.measure.local_norms import LocalNorms
         ({"budget": 2.5}, "bisect_budget_steps"),
         ({"until": "dawn"}, "bisect_until must be one of ['explained', 'exhaustive'], got 'dawn'."),
         ({"trigger": "rank"}, "spike_trigger must be one of ['unit', 'global'], got 'rank'."),
-        ({"action": "explode"}, "spike_action must be one of ['log', 'skip', 'drop'], got 'explode'."),
+        ({"action": "explode"}, "spike_action must be one of ['log', 'skip', 'drop', 'stop'], got 'explode'."),
+        ({"stop_after": 0}, "spike_stop_after must be an integer of at least 1, got 0."),
     ],
 )
 def test_bad_settings_are_refused_with_the_key_to_mend(values: dict, message: str) -> None:

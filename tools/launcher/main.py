@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / ".embedded"
 REFUSED, FAILED = 2, 1
 DUMP_KEY = f"{settings.ACTOR}.bisect_dump_dir"
+# The exit code of a run that spike_action=stop has ended: EXIT_CODE in gradloc/verl/spike_stop.py.
+STOPPED = 76
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,8 @@ def train_embedded(run: Run) -> int:
             for line in outcome.last_words(run.values["SPIKE_DRILL_STEP"], run.fault, run.asked_target):
                 print(line, flush=True)
         if status:
-            say(f"Training failed (exit code {status}). The end of {log}:")
+            what = "was stopped after repeated spikes" if status == STOPPED else "failed"
+            say(f"Training {what} (exit code {status}). The end of {log}:")
             _print_end(log)
     return status
 

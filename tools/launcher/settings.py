@@ -312,11 +312,20 @@ SETTINGS = (
     ),
     Setting(
         "SPIKE_ACTION",
-        ("log", "skip", "drop"),
+        ("log", "skip", "drop", "stop"),
         "log",
         "log",
-        "what happens on a spike (log: step as usual; skip: do not step; drop: step without the culprits)",
+        "what happens on a spike (log: step as usual; skip: do not step; drop: step without the culprits; "
+        "stop: step as usual, and end the run after repeated spikes)",
         (f"{ACTOR}.spike_action",),
+    ),
+    Setting(
+        "SPIKE_STOP_AFTER",
+        (COUNT,),
+        "5",
+        "5",
+        "for SPIKE_ACTION=stop: the run ends after so many spikes in as many steps, with exit code 76",
+        (f"{ACTOR}.spike_stop_after",),
     ),
     Setting(
         "SPIKE_DRILL_STEP",

@@ -1,0 +1,97 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the evidence of two runs, or of two parts of a run, such as before and after a change."""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .figures import severity, threshold_factor
+from .reading import PAGE_ROWS, Evidence
+
+# At most so many shared culprits are listed.
+SHARED = 50
+# So many culprits of a run keep the prompt that they are compared by.
+COMPARED = PAGE_ROWS
+
+Row = Mapping[str, Any]
+
+
+def compare(before: Evidence, after: Evidence) -> dict[str, Any]:
+    """Compares two runs, ready for `jsonable`.
+
+    Returns:
+        dict: `runs`, the figures of both; `shared`, the culprits of both that are the same token after the same prompt
+            or in the same context, those with the largest norms first; `shared_in_all`, how many there are.
+    """
+    shared = _shared(*([row for *_, row in evidence.culprits()] for evidence in (before, after)))
+    return {
+        "runs": [_figures(before), _figures(after)],
+        "shared": shared[:SHARED],
+        "shared_in_all": len(shared),
+    }
+
+
+def _figures(evidence: Evidence) -> dict[str, Any]:
+    since = evidence.since
+    steps = [figures for step, figures in evidence.steps.items() if since is None or step >= since]
+    margins = sorted(severity(step["spike_margin"]) for step in steps if step["spike_margin"] is not None)
+    events = evidence.events
+    return {
+        "path": evidence.path,
+        "faults": evidence.faults,
+        "steps": len(steps) or None,
+        "spikes": len(events),
+        "spikes_per_hundred_steps": 100 * len(events) / len(steps) if steps else None,
+        "steps_with_spikes": len({event["global_step"] for event in events}),
+        "culprits": evidence.sources.total(),
+        "margin_median": statistics.median(margins) if margins else None,
+        "margin_p90": margins[-(-9 * len(margins) // 10) - 1] if margins else None,
+        "margin_max": margins[-1] if margins else None,
+        "passes_per_spike": statistics.fmean(event["passes"] for event in events) if events else None,
+        "diagnoses": dict(Counter(event["diagnosis"] for event in events).most_common()),
+        "sources": dict(evidence.sources.most_common()),
+    }
+
+
+def _shared(before: Sequence[Row], after: Sequence[Row]) -> list[dict[str, Any]]:
+    """The same tokens in both runs: after the same prompt, and of the rest, in the same context."""
+    found: list[dict[str, Any]] = []
+    for same in ("prompt", "context"):
+        groups = [_by(same, rows) for rows in (before, after)]
+        keys = groups[0].keys() & groups[1].keys()
+        found += [_pair(same, [group[key] for group in groups]) for key in keys]
+        before, after = ([row for row in rows if _key(same, row) not in keys] for rows in (before, after))
+    return sorted(found, key=lambda pair: (-max(pair["times_threshold"]), str(pair["context"])))
+
+
+def _key(same: str, row: Row) -> tuple[int, str] | None:
+    text = row.get("details", {}).get("prompt") if same == "prompt" else row["context"]
+    return None if text is None else (row["token_id"], text)
+
+
+def _by(same: str, rows: Iterable[Row]) -> dict[tuple[int, str], list[Row]]:
+    groups = defaultdict(list)
+    for row in rows:
+        if (key := _key(same, row)) is not None:
+            groups[key].append(row)
+    return groups
+
+
+def _pair(same: str, groups: Sequence[Sequence[Row]]) -> dict[str, Any]:
+    """A culprit of both runs; what is a list has a value for each run."""
+    factors = [
+        max(severity(threshold_factor({"norm": row["grad_norm"], "threshold": row["threshold"]})) for row in rows)
+        for rows in groups
+    ]
+    first = groups[0][0]
+    return {
+        "same": same,
+        "token": first["token"],
+        "token_id": first["token_id"],
+        "context": first["context"],
+        "count": [len(rows) for rows in groups],
+        "times_threshold": factors,
+        "sources": [[name for name, _ in Counter(row["source"] for row in rows).most_common()] for rows in groups],
+    }

@@ -1,0 +1,89 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A comparison of two runs as tables of texts, which the terminal and the page show."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .figures import count, percent, short
+from .summary import token_name
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table: a title, the names of the columns, and rows of as many texts."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+# What the figures of `compare` are called.
+_FIGURES = {
+    "steps": "steps with figures",
+    "spikes": "spikes",
+    "spikes_per_hundred_steps": "spikes per hundred steps",
+    "steps_with_spikes": "steps with spikes",
+    "culprits": "culprits",
+    "passes_per_spike": "extra passes per spike",
+    "margin_median": "largest token norm ÷ τ, median step",
+    "margin_p90": "largest token norm ÷ τ, 90% of steps are at most",
+    "margin_max": "largest token norm ÷ τ, highest step",
+}
+
+
+def tables(comparison: Mapping[str, Any]) -> list[TextTable]:
+    """The tables of what `compare` returns; texts of the evidence are as they are there."""
+    runs = comparison["runs"]
+    figures = [[name, *(short(run[key]) for run in runs)] for key, name in _FIGURES.items()]
+    found = [TextTable("Before and after", ("", "A", "B"), figures)]
+    for key, column, title in (
+        ("diagnoses", "diagnosis", "What was found"),
+        ("sources", "source", "What looks wrong with the culprits"),
+    ):
+        totals = Counter[str]()
+        for run in runs:
+            totals.update(run[key])
+        if totals:
+            rows = [[name, *(_part(run[key], name) for run in runs)] for name, _ in totals.most_common()]
+            found.append(TextTable(title, (column, "A", "B"), rows))
+    if comparison["shared"]:
+        title = f"{count(comparison['shared_in_all'], 'culprit')} of both"
+        if comparison["shared_in_all"] > len(comparison["shared"]):
+            title += f", the {len(comparison['shared'])} largest"
+        columns = ("same", "token", "context in A", "times in A, B", "× threshold in A, B", "source in A; B")
+        found.append(TextTable(title, columns, [_shared(pair) for pair in comparison["shared"]]))
+    return found
+
+
+def remarks(comparison: Mapping[str, Any]) -> list[str]:
+    """What the tables do not say: what A and B are, and what is missing."""
+    runs = comparison["runs"]
+    found = [f"{name}: {run['path']}" for name, run in zip("AB", runs, strict=True)]
+    for name, run in zip("AB", runs, strict=True):
+        if run["faults"]:
+            found.append(f"In {name}, faults were planted on purpose: {', '.join(run['faults'])}.")
+        if run["steps"] is None:
+            found.append(f"{name} has no steps.jsonl, so how frequent spikes are is not known.")
+    if not comparison["shared"]:
+        found.append("No culprit of A is in B, as the same token after the same prompt or in the same context.")
+    return found
+
+
+def _part(counts: Mapping[str, int], name: str) -> str:
+    if not counts.get(name):
+        return "–"
+    return f"{counts[name]} ({percent(counts[name] / sum(counts.values()))})"
+
+
+def _shared(pair: Mapping[str, Any]) -> list[str]:
+    return [
+        pair["same"],
+        token_name(pair),
+        pair["context"] or "",
+        ", ".join(map(str, pair["count"])),
+        ", ".join(map(short, pair["times_threshold"])),
+        "; ".join(", ".join(sources) for sources in pair["sources"]),
+    ]

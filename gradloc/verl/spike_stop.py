@@ -1,0 +1,85 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""`spike_action=stop`: the trainer ends a run in which spikes come again and again.
+
+The actor takes its optimizer steps as with `spike_action=log`. The trainer counts the events, saves a checkpoint and
+raises `RepeatedSpikes`, for which the process that started the run has an exit code of its own.
+"""
+
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+# A scheduler that restarts failed jobs can be told to leave this one alone.
+EXIT_CODE = 76
+
+
+class RepeatedSpikes(RuntimeError):
+    """Ends a run; the message is one sentence that names the evidence and the checkpoint."""
+
+
+class SpikeStop:
+    """Counts the events of the last steps.
+
+    Args:
+        config (DictConfig): verl's whole configuration.
+        total_training_steps (int): The run's last step. A run that has reached it is not stopped.
+    """
+
+    def __init__(self, config: Any, total_training_steps: int) -> None:
+        actor = config.actor_rollout_ref.actor
+        on = actor.get("spike_detection", False) and actor.get("spike_action", "log") == "stop"
+        self._after: int | None = actor.spike_stop_after if on else None
+        self._last_step = total_training_steps
+        self._evidence: str = actor.get("bisect_dump_dir", "")
+        self._checkpoints: str = config.trainer.default_local_dir
+        self._events: deque[tuple[int, int]] = deque()  # by step
+
+    def is_due(self, metrics: Mapping[str, Any], step: int) -> bool:
+        """Takes in a step; returns whether there were `spike_stop_after` events in as many steps up to this one.
+
+        Args:
+            metrics (Mapping): Those of the actor, before or after they are reduced over its workers.
+            step (int): The trainer's step.
+        """
+        if self._after is None:
+            return False
+        value = metrics.get("actor/gradloc/triggered", 0)
+        if isinstance(value, (list, tuple)):
+            value = value[0]
+        # A step of several updates has their mean: at least so many, then, and never none for one.
+        self._events.append((step, math.ceil(value)))
+        while self._events[0][0] <= step - self._after:
+            self._events.popleft()
+        return self._count() >= self._after and step < self._last_step
+
+    def end_if_due(self, step: int) -> None:
+        """Raises RepeatedSpikes if `is_due` has said so of this step. To be called when the step is logged."""
+        if self._after is None or self._count() < self._after or step >= self._last_step:
+            return
+        count = self._count()
+        spikes = "1 gradient spike" if count == 1 else f"{count} gradient spikes"
+        steps = "step" if self._after == 1 else f"{self._after} steps"
+        checkpoint = os.path.join(self._checkpoints, f"global_step_{step}")
+        raise RepeatedSpikes(
+            f"Training ends after step {step}, because of {spikes} in the last {steps} (spike_action=stop): "
+            f"the evidence is in {self._evidence}, the checkpoint in {checkpoint}."
+        )
+
+    def _count(self) -> int:
+        return sum(count for _, count in self._events)
+
+
+@contextmanager
+def exit_at_repeated_spikes() -> Iterator[None]:
+    """Turns RepeatedSpikes, also of a remote run, into the end of this process: its sentence and `EXIT_CODE`."""
+    try:
+        yield
+    except RepeatedSpikes as error:
+        # Ray raises an error of its own that also is the remote one, and has that as its cause.
+        print(getattr(error, "cause", error), file=sys.stderr, flush=True)
+        sys.exit(EXIT_CODE)

@@ -1,0 +1,38 @@
+"""`spike_action=stop` in the real `python -m verl.trainer.main_ppo`: the run ends early, with a checkpoint."""
+
+import json
+from pathlib import Path
+
+import pytest
+import verl
+from runs import ROOT, events_in, started
+
+pytestmark = pytest.mark.target(version="0.9.1")
+
+TRAINERS = {"V1": [], "V0": ["trainer.use_v1=False"]} if verl.__version__ == "0.9.1" else {"Ray": []}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_repeated_spikes_end_a_run_with_a_checkpoint(trainer: str, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    arguments = ["GRAD_NORM_THRESHOLD=0.1", "TOTAL_STEPS=3", "SPIKE_DRILL_STEP=null", "BISECT_BUDGET_STEPS=1"]
+    arguments += ["SPIKE_ACTION=stop", "SPIKE_STOP_AFTER=1", "SAVE_FREQ=-1", *TRAINERS[trainer]]
+    rewards = f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"
+    with started(output, *arguments, rewards) as script:
+        printed, _ = script.communicate(timeout=540)
+    assert script.returncode == 76, printed
+    assert "Training was stopped after repeated spikes (exit code 76)" in printed
+    events = events_in(output)
+    assert {(event["global_step"], event["action"]) for event in events} == {(1, "stop")}
+    spikes = "1 gradient spike" if len(events) == 1 else f"{len(events)} gradient spikes"
+    sentence = (
+        f"Training ends after step 1, because of {spikes} in the last step (spike_action=stop): "
+        f"the evidence is in {output}/bisect_dump, the checkpoint in {output}/global_step_1."
+    )
+    assert sentence in printed.splitlines()
+    assert (output / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert any((output / "global_step_1/actor").glob("model_world_size_2_rank_*.pt"))
+    (line,) = (output / "bisect_dump/steps.jsonl").read_text().splitlines()
+    assert json.loads(line)["triggered"] == len(events)
+    log = (output / "train.log").read_text()
+    assert "step:1 - " in log and "step:2 - " not in log

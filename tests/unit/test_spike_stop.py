@@ -1,0 +1,104 @@
+"""`spike_action=stop`: when the trainer ends a run, and the exit code of that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from ray.exceptions import RayTaskError
+from verl.utils.gradloc.verl.spike_stop import EXIT_CODE, RepeatedSpikes, SpikeStop, exit_at_repeated_spikes
+
+from tools.launcher import main as launcher
+
+ACTOR = {"spike_detection": True, "spike_action": "stop", "spike_stop_after": 3, "bisect_dump_dir": "/run/bisect_dump"}
+
+
+def spike_stop(last_step: int = 100, **changes: Any) -> SpikeStop:
+    config = {"actor_rollout_ref": {"actor": ACTOR | changes}, "trainer": {"default_local_dir": "/run"}}
+    return SpikeStop(OmegaConf.create(config), last_step)
+
+
+def step_of_the_end(stop: SpikeStop, spikes: list[int]) -> int | None:
+    """The step that ends a run with so many spikes in its steps, the first of which is 11."""
+    for step, count in enumerate(spikes, 11):
+        due = stop.is_due({"actor/gradloc/triggered": float(count), "actor/pg_loss": 0.0}, step)
+        try:
+            stop.end_if_due(step)
+        except RepeatedSpikes:
+            assert due
+            return step
+        assert not due
+    return None
+
+
+@pytest.mark.parametrize(
+    ("spikes", "end"),
+    [
+        ([0, 1, 1, 0, 1, 1, 0, 1], None),  # never three within three steps
+        ([1, 0, 1, 1, 1], 15),
+        ([0, 2, 0, 1], 14),  # two in one step
+        ([0, 2, 0, 0, 1], None),
+        ([7], 11),
+        ([0] * 50, None),
+    ],
+)
+def test_so_many_spikes_in_as_many_steps_end_a_run(spikes: list[int], end: int | None) -> None:
+    assert step_of_the_end(spike_stop(), spikes) == end
+
+
+def test_one_spike_is_enough_where_that_is_asked_for() -> None:
+    assert step_of_the_end(spike_stop(spike_stop_after=1), [0, 0, 1]) == 13
+
+
+@pytest.mark.parametrize("changes", [{"spike_action": "log"}, {"spike_detection": False}])
+def test_a_run_that_is_not_to_be_stopped(changes: dict[str, Any]) -> None:
+    assert step_of_the_end(spike_stop(**changes), [9] * 9) is None
+
+
+def test_a_run_is_not_stopped_in_its_last_step() -> None:
+    assert step_of_the_end(spike_stop(last_step=12), [0, 9]) is None
+    assert step_of_the_end(spike_stop(last_step=12), [9]) == 11
+
+
+def test_metrics_of_several_workers_or_updates_and_of_none() -> None:
+    stop = spike_stop(spike_stop_after=2)
+    assert not stop.is_due({}, 1)
+    assert not stop.is_due({"actor/gradloc/triggered": [1.0]}, 2)  # before they are reduced
+    assert stop.is_due({"actor/gradloc/triggered": 0.25}, 3)  # the mean over four updates of a step
+
+
+def test_the_sentence_names_evidence_and_checkpoint() -> None:
+    stop = spike_stop()
+    assert stop.is_due({"actor/gradloc/triggered": 4}, 20)
+    message = (
+        r"Training ends after step 20, because of 4 gradient spikes in the last 3 steps \(spike_action=stop\): "
+        r"the evidence is in /run/bisect_dump, the checkpoint in /run/global_step_20\."
+    )
+    with pytest.raises(RepeatedSpikes, match=f"^{message}$"):
+        stop.end_if_due(20)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_the_exit_code_and_what_is_said(remote: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    error: Exception = RepeatedSpikes("Training ends.")
+    if remote:  # as `ray.get` raises it
+        error = RayTaskError("run", "a long traceback", error).as_instanceof_cause()
+    with pytest.raises(SystemExit) as end, exit_at_repeated_spikes():
+        raise error
+    assert end.value.code == EXIT_CODE == 76
+    assert capsys.readouterr().err == "Training ends.\n"
+
+
+def test_other_errors_are_left_alone() -> None:
+    with pytest.raises(KeyError), exit_at_repeated_spikes():
+        raise KeyError("x")
+    with exit_at_repeated_spikes():
+        pass
+
+
+def test_the_launcher_and_the_documentation_know_the_exit_code() -> None:
+    assert launcher.STOPPED == EXIT_CODE
+    page = Path(__file__).parents[2] / "docs/configuration.md"
+    assert f"exit code is {EXIT_CODE}" in page.read_text()
