@@ -140,6 +140,7 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
         "schema": SCHEMA,
         "gradloc_version": __version__,
         "drill": None,
+        "replay": None,
         "time": f"2026-03-0{1 + step // 1440 % 9}T{step // 60 % 24:02d}:{step % 60:02d}:00+00:00",
         "global_step": step,
         "epoch": 0,
@@ -198,7 +199,7 @@ def version_2(found: dict[str, Any]) -> dict[str, Any]:
     """The event as the second version of the schema has it."""
     new = ("sources", "kl_coefficient", "behind_end")
     culprits = [{name: c[name] for name in c if name not in new} for c in found["culprits"]]
-    new = ("summary", "median_advantage", "median_weight", "micro_batches", "drill", "fault")
+    new = ("summary", "median_advantage", "median_weight", "micro_batches", "drill", "fault", "replay")
     return {**{name: found[name] for name in found if name not in new}, "schema": 2, "culprits": culprits}
 
 

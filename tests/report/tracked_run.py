@@ -33,6 +33,9 @@ def main(folder: str, loggers: list[str]) -> None:
     tracking.log({"actor/gradloc/triggered": 1.0}, 2)
     record_events(dump, [drill(3, True, made), second])
     tracking.log({"actor/gradloc/triggered": 1.0, "actor/gradloc/drill_found": 1.0}, 3)
+    # Here, because a thread of a library may hold the last reference to it, and SwanLab ends in the main thread only.
+    tracking.__del__()
+    tracking.logger.clear()
 
 
 if __name__ == "__main__":
