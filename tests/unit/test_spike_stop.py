@@ -62,11 +62,11 @@ def test_a_run_is_not_stopped_in_its_last_step() -> None:
     assert step_of_the_end(spike_stop(last_step=12), [9]) == 11
 
 
-def test_metrics_of_several_workers_or_updates_and_of_none() -> None:
+def test_metrics_of_several_workers_of_one_and_of_none() -> None:
     stop = spike_stop(spike_stop_after=2)
     assert not stop.is_due({}, 1)
     assert not stop.is_due({"actor/gradloc/triggered": [1.0]}, 2)  # before they are reduced
-    assert stop.is_due({"actor/gradloc/triggered": 0.25}, 3)  # the mean over four updates of a step
+    assert stop.is_due({"actor/gradloc/triggered": 1.0}, 3)
 
 
 def test_the_sentence_names_evidence_and_checkpoint() -> None:
