@@ -1,10 +1,12 @@
 """Stands in for Ray where it is not installed: verl imports it everywhere, and one process without actors calls none.
 
-Each name is a class that can be inherited from and annotated with. Calling anything but a decorator fails.
+A name with a capital is a class, to inherit from and to annotate with; any other a module, with names of its own.
+Decorators leave what they decorate as it is. Making or calling anything else fails.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -16,31 +18,29 @@ __version__ = "0"
 __path__: list[str] = []
 
 
-class _Unavailable:
-    def __init__(self, *_arguments: Any, **_options: Any) -> None:
-        raise RuntimeError("this needs Ray, and tests/gpu/ runs without it")
+def _fail(*_arguments: Any, **_options: Any) -> None:
+    raise RuntimeError("this needs Ray, and tests/gpu/ runs without it")
 
 
-def _named(name: str) -> type[_Unavailable]:
+def _attribute(module: str, name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    return type(name, (_Unavailable,), {})
+    return type(name, (), {"__init__": _fail}) if name[0].isupper() else importlib.import_module(f"{module}.{name}")
 
 
 class _Module(ModuleType):
     __path__: list[str] = []
+    __call__ = staticmethod(_fail)
 
-    def __getattr__(self, name: str) -> type[_Unavailable]:
-        return _named(name)
+    def __getattr__(self, name: str) -> Any:
+        return _attribute(self.__name__, name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not name.startswith("ray."):
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.startswith("ray.") else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _Module(spec.name)
@@ -53,10 +53,8 @@ sys.meta_path.insert(0, _Finder())
 
 
 def remote(*arguments: Any, **_options: Any) -> Any:
-    """The decorator, which leaves a class or function as it is."""
-    if len(arguments) == 1 and callable(arguments[0]):
-        return arguments[0]
-    return lambda decorated: decorated
+    """The decorator, with arguments and without."""
+    return arguments[0] if len(arguments) == 1 and callable(arguments[0]) else lambda decorated: decorated
 
 
 def method(*_arguments: Any, **_options: Any) -> Callable[[Any], Any]:
@@ -67,5 +65,5 @@ def is_initialized() -> bool:
     return False
 
 
-def __getattr__(name: str) -> type[_Unavailable]:
-    return _named(name)
+def __getattr__(name: str) -> Any:
+    return _attribute(__name__, name)
