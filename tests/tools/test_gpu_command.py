@@ -1,9 +1,13 @@
 """`tests/run.sh --gpu`: nothing runs without a GPU, every part runs on a CPU. tools/wheels.py: what it asks for."""
 
+import importlib.util
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -14,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = ["search", "precision", "layer_clip", "replay", "costs"]
 
 
-def gpu(*options: str | Path, timeout: float = 120, **environment: str):
+def gpu(*options: str | Path, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
     return trees.run("bash", ROOT / "tests/run.sh", "--gpu", *options, timeout=timeout, **environment)
 
 
@@ -35,6 +39,43 @@ def test_without_wheels_it_names_the_command(tmp_path: Path) -> None:
 def test_a_wrong_option(tmp_path: Path) -> None:
     done = gpu("--part", "everything")
     assert done.returncode == 2 and "invalid choice: 'everything'" in done.stderr
+
+
+def load_run() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_run", ROOT / "tests/gpu/run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+JUNIT = """<testsuites><testsuite name="pytest">
+<testcase name="one"/>
+<testcase name="two"><failure message="assert 1 == 2&#10;more">text</failure></testcase>
+<testcase name="three"><skipped message="not here"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_failed_part_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load_run()
+    (tmp_path / "report.xml").write_text(JUNIT)
+    tests = run.read_tests(tmp_path / "report.xml")
+    assert tests == {"passed": 1, "failed": {"two": "assert 1 == 2"}, "skipped": {"three": "not here"}}
+
+    def part(name: str, *_: Any) -> dict[str, Any]:
+        passed = name != "replay"
+        return {"passed": passed, "exit": int(not passed), "seconds": 1.0, "tests": tests}
+
+    monkeypatch.setattr(run, "find_python", lambda *_: (sys.executable, {"gpu": "a GPU"}))
+    monkeypatch.setattr(run, "install", lambda *_: None)
+    monkeypatch.setattr(run, "environment", lambda *_: {})
+    monkeypatch.setattr(run, "run_part", part)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--build", str(tmp_path)])
+    assert run.main() == 1
+    printed = capsys.readouterr().out
+    assert "| replay | FAILED | 1.0 | 1 passed, 1 failed, 1 skipped |" in printed and "| costs | passed |" in printed
+    assert json.loads((tmp_path / "results.json").read_text())["parts"]["replay"]["exit"] == 1
 
 
 @pytest.mark.target(version="0.9.1")
