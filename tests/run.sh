@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up build/ on first use and runs every check of the project: ruff, the patch against its sources, pytest.
 # Usage: bash tests/run.sh [--target VERSION] [pytest arguments]
+#        bash tests/run.sh --gpu [options of tests/gpu/run.py]     nothing of the above: what a GPU shows, on one
 # The tests run against the verl of patches/DEFAULT; without arguments, those that are marked every_target also run
 # against each other verl that there is a patch for, and those marked target against the one that they name. --target
 # takes one verl, for everything.
@@ -10,6 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 build=$root/build
 source embedded/find_python.sh
+[[ ${1-} != --gpu ]] || exec python3 tests/gpu/run.py "${@:2}"
 say() { printf '%s\n' "run.sh: $*"; }
 
 # The verl whose requirements a target shares.

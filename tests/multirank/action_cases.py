@@ -58,7 +58,7 @@ def drop(case: Case) -> tuple[list[float], Run]:
             entropy, log_prob = parts(outputs)
             keep = torch.ones_like(log_prob, dtype=torch.bool)
             for row, position in places:
-                here = (micro_batch["input_ids"] == batch.batch["input_ids"][row]).all(-1)
+                here = (micro_batch["input_ids"].cpu() == batch.batch["input_ids"][row]).all(-1)
                 keep[here, position] = False
             log_prob = torch.where(keep, log_prob, log_prob.detach())
             entropy = None if entropy is None else torch.where(keep, entropy, entropy.detach())
@@ -66,13 +66,14 @@ def drop(case: Case) -> tuple[list[float], Run]:
 
         def of_the_engine(micro_batch: Any, loss: Callable[..., Any], forward_only: bool) -> Any:
             def detaching(values: torch.Tensor) -> torch.Tensor:
-                flat, keep = values.values(), torch.ones(len(values.values()), dtype=torch.bool)
+                flat = values.values()
+                keep = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
                 ends = values.offsets()[1:].tolist()
                 for row, position in places:
                     whole = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()]
                     length = int(batch.batch["attention_mask"][row, PROMPT:].sum())
                     for sequence, end in zip(micro_batch["input_ids"].unbind(), ends, strict=True):
-                        if torch.equal(sequence, whole):
+                        if torch.equal(sequence.cpu(), whole):
                             keep[end - length - 1 + position] = False
                 flat = torch.where(keep, flat, flat.detach())
                 return torch.nested.nested_tensor_from_jagged(flat, values.offsets())

@@ -60,6 +60,8 @@ if ENGINE:
 else:
     from verl.workers.actor import dp_actor
 
+# tests/gpu/ runs these cases on a GPU.
+DEVICE = torch.device(os.environ.get("GRADLOC_TEST_DEVICE", "cpu"))
 VOCABULARY = 67  # odd, so that not every shard has the same size
 PROMPT, RESPONSE = 6, 10
 TEMPERATURE = 0.9
@@ -87,6 +89,7 @@ class Case:
     # "llama", "lora", "frozen", "moe", "tiled" or "vision"
     model: str = "llama"
     precision: str = "float32"
+    attention: str = "sdpa"
     layers: int = 3
     # verl 0.9's engine only: reduce the gradient in the last micro-batch alone; nested columns, as its trainer V1 has.
     deferred: bool = False
@@ -249,7 +252,7 @@ def build_model(case: Case) -> torch.nn.Module:
             **sizes,
             tie_word_embeddings=case.tied,
             attention_dropout=case.dropout,
-            attn_implementation="sdpa",
+            attn_implementation=case.attention,
             torch_dtype="float32",
         )
         model = LlamaForCausalLM(config)
@@ -257,7 +260,7 @@ def build_model(case: Case) -> torch.nn.Module:
         for layer in model.model.layers:  # verl does this to the whole class
             layer.mlp.__class__ = type("TiledLlamaMLP", (type(layer.mlp),), {})
             tiled_mlp._patch_mlp_class(type(layer.mlp), tiled_mlp._mlp_forward_fn, num_shards=3)
-    if case.packed:
+    if case.packed and case.attention == "sdpa":
         attention_utils._get_attention_functions = padding_functions
     if case.fused:
         model.__class__ = type("FusedModel", (type(model),), {})  # it is the class whose forward verl replaces
@@ -265,7 +268,7 @@ def build_model(case: Case) -> torch.nn.Module:
     model = train_only_parts(model, case.model, case.wrap)
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
+    return model.to(DEVICE).train()
 
 
 def train_only_parts(model: torch.nn.Module, kind: str, wrapping: str) -> torch.nn.Module:
@@ -288,7 +291,7 @@ def wrap(case: Case, model: torch.nn.Module) -> torch.nn.Module:
     if case.wrap == "none":
         return model
     shape = (2, dist.get_world_size() // 2) if case.hsdp else (dist.get_world_size(),)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=["ddp", "fsdp"] if case.hsdp else ["fsdp"])
+    mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=["ddp", "fsdp"] if case.hsdp else ["fsdp"])
     if case.wrap == "fsdp2":
         precision = MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
         options = {
@@ -298,13 +301,13 @@ def wrap(case: Case, model: torch.nn.Module) -> torch.nn.Module:
             "shard_placement_fn": get_shard_placement_fn(fsdp_size=shape[-1]),
         }
         if case.offload_policy:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=DEVICE.type != "cpu")
         apply_fsdp2(model, options, {})
         return model
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=get_fsdp_wrap_policy(model, is_lora=case.model == "lora"),
-        device_id=torch.device("cpu"),
+        device_id=DEVICE,
         device_mesh=mesh,
         sharding_strategy=ShardingStrategy.HYBRID_SHARD if case.hsdp else ShardingStrategy.FULL_SHARD,
         mixed_precision=MixedPrecision(param_dtype=case.dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32),
@@ -369,7 +372,8 @@ def build_actor(
     change_model(model)
     model = wrap(case, model)
     if case.activation_offload:
-        activation_offload.SynchronizedGroupOffloadHandler.offload.__defaults__ = (False,)  # pinned memory takes a GPU
+        if DEVICE.type == "cpu":  # pinned memory takes a GPU
+            activation_offload.SynchronizedGroupOffloadHandler.offload.__defaults__ = (False,)
         activation_offload.enable_activation_offloading(model, strategy(case), case.checkpointing)
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
     optimizer = kinds[case.optimizer](model.parameters(), lr=LEARNING_RATE)
@@ -377,7 +381,7 @@ def build_actor(
     if ENGINE:
         actor.nested = case.nested
     if case.precision == "float16":
-        # The actor's own is for GPUs, and disabled here.
+        # The actor's own is for GPUs, and disabled on a CPU.
         actor.scaler = grad_scaler(case.loss_scale)
     return actor
 
@@ -396,11 +400,11 @@ def checkpoints(actor: Any, scheduler: Any = None, checkpoint_config: dict[str, 
 
 def grad_scaler(scale: float) -> ShardedGradScaler:
     # Its default group is the one of its module's import, which other tests have destroyed.
-    return ShardedGradScaler(device="cpu", init_scale=scale, process_group=dist.group.WORLD)
+    return ShardedGradScaler(device=DEVICE.type, init_scale=scale, process_group=dist.group.WORLD)
 
 
 def padding_functions() -> tuple[Callable[..., Any], ...]:
-    """Stand-ins for flash-attention's functions around the removal of padding, which need a GPU."""
+    """Stand-ins for flash attention's functions around the removal of padding, for where it is not installed."""
 
     def index_first_axis(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         return values[indices]
@@ -463,7 +467,8 @@ def build_batch(case: Case, rank: int, seed: int = 0) -> DataProto:
 
     others = {"multi_modal_inputs": images} if case.model == "vision" else {}
     with torch.no_grad():
-        log_probs = log_probs_and_entropy(case, build_model(case).eval(), {**tensors, **others})[0].float()
+        log_probs = log_probs_and_entropy(case, build_model(case).eval(), {**on_device(tensors), **others})[0]
+    log_probs = log_probs.float().cpu()
     old_log_probs = log_probs + noise(0.05)
     advantages = torch.randn(case.rows, 1, generator=random).sign() + noise(0.2)
     # The first call of a run has the spikes; those after it are ordinary.
@@ -510,6 +515,10 @@ def with_hook_on_log_probs(forward: Callable[..., Any], hook: Callable[..., Any]
         return forward(micro_batch, computed, forward_only)
 
     return of_the_engine if ENGINE else of_the_actor
+
+
+def on_device(tensors: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
 
 
 def log_probs_and_entropy(
@@ -620,7 +629,7 @@ def brute_force(case: Case, batch: DataProto, tokens: bool, steps: int | None = 
             total = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
             micro_batches = split_rows(case, config, mini_batch)
             if ENGINE:
-                tokens_of_all = mini_batch.batch["response_mask"].sum()
+                tokens_of_all = mini_batch.batch["response_mask"].sum().to(DEVICE)
                 dist.all_reduce(tokens_of_all)
                 config.global_batch_info.update(
                     dp_size=dist.get_world_size(),
@@ -632,7 +641,8 @@ def brute_force(case: Case, batch: DataProto, tokens: bool, steps: int | None = 
                 factor = len(rows) / case.mini_batch if case.dynamic else case.micro_batch / case.mini_batch
                 factor = 1.0 if ENGINE else factor
                 others = {name: values[rows] for name, values in mini_batch.non_tensor_batch.items()}
-                measure_unit(case, config, model, unit, {**mini_batch.batch[rows], **others}, factor, tokens)
+                tensors = on_device(mini_batch.batch[rows])
+                measure_unit(case, config, model, unit, {**tensors, **others}, factor, tokens)
                 for part, gradient in zip(total, take_gradients(case, model), strict=True):
                     part += gradient
                 units.append(unit)
@@ -817,6 +827,8 @@ def train(
             run.events.append(json.dumps(events_of(actor)))
     run.parameters = [local(p) for p in actor.actor_module.parameters()]
     run.rng = torch.get_rng_state()
+    if DEVICE.type == "cuda":
+        run.rng = torch.cat([run.rng, torch.cuda.get_rng_state()])
     run.training = [m.training for m in actor.actor_module.modules()]
     return run
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
 from verl.utils.gradloc.verl.fsdp_engine import WatchedEngine
 from verl.utils.metric import Metric
 from verl.utils.profiler import DistProfiler
@@ -123,7 +124,7 @@ class EngineActor:
             engine_config,
             model_config,
         )
-        self.worker.flops_counter, self.worker.device_name = None, "cpu"
+        self.worker.flops_counter, self.worker.device_name = None, get_device_name()
         self.worker.profiler = DistProfiler(rank=dist.get_rank(), config=None)
         self.worker.loss_fn = partial(ppo_loss, config=config)
         if optimizer is not None and self.watched:

@@ -300,7 +300,7 @@ def run_actor(
     actor = found.pop("actor")
     of_case = actor_cases.Case(**case)
     replicas = 2 if of_case.hsdp else 1
-    shards = torch.zeros((), dtype=torch.float64)
+    shards = torch.zeros((), dtype=torch.float64, device=actor_cases.DEVICE)
     for gradient in run.gradients[-1] if run.gradients else []:
         shards += gradient.double().square().sum() / replicas
     dist.all_reduce(shards)

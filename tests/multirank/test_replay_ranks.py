@@ -36,6 +36,7 @@ if ENGINE:
 
 
 def replayed(bundle: Path, model: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    capsys.readouterr()  # in tests/gpu/ the run has printed into the same process
     assert main([str(bundle), "--model", str(model), "--json", *options]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -85,8 +86,13 @@ def test_a_sharded_spike_replays_in_one_process(
 def test_half_precision_comes_back_within_its_rounding(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case = Case("fsdp2", precision="bfloat16", planted=ONE)
-    results = launch(2, replay_cases.spiked, case, str(tmp_path))
+    check_half_precision(launch, tmp_path, capsys, 2, Case("fsdp2", precision="bfloat16", planted=ONE))
+
+
+def check_half_precision(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], world: int, case: Case
+) -> None:
+    results = launch(world, replay_cases.spiked, case, str(tmp_path))
     ((event,),) = same_events([run for *_, run in results])
     result = replayed(tmp_path / "dump" / event["replay"], tmp_path / "model", capsys)
     assert (result["variant"], result["variants"]) == ("bfloat16, sdpa", ["float32, sdpa", "bfloat16, eager"])
