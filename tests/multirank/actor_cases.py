@@ -839,7 +839,7 @@ def units_and_run(case: Case) -> tuple[list[Unit], list[float], Run]:
     return units, norms, train(case, spike_detection=True, grad_norm_threshold=1e-6, bisect_budget_steps=1)
 
 
-def search(case: Case) -> tuple[list[Unit], list[float], float, Run]:
+def search(case: Case, **gradloc: Any) -> tuple[list[Unit], list[float], float, Run]:
     """The brute force with every token, a threshold between the planted tokens and the others, and a run with it."""
     units, norms = brute_force(case, build_batch(case, dist.get_rank()), tokens=True)
     above, below = [], []
@@ -855,6 +855,7 @@ def search(case: Case) -> tuple[list[Unit], list[float], float, Run]:
         grad_norm_threshold=threshold,
         bisect_budget_steps=500,
         spike_trigger=case.trigger,
+        **gradloc,
     )
     return units, norms, threshold, run
 

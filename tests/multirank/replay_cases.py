@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ from actor_cases import (
     Case,
     Run,
     Unit,
-    brute_force,
-    build_batch,
     build_model,
     compare_runs,
+    search,
     stock_dp_actor,
     train,
 )
@@ -36,22 +34,7 @@ def spiked(case: Case, directory: str, most: int = 4, **options: Any) -> tuple[l
     path = Path(directory)
     if dist.get_rank() == 0:
         save_model(case, path)
-    units, _ = brute_force(case, build_batch(case, dist.get_rank()), tokens=True)
-    above, below = [], []
-    for unit in units:
-        for token in unit.each:
-            place = (unit.rank, unit.mini_batch * case.mini_batch + token.row, token.position)
-            (above if place in case.planted else below).append(token.norm)
-    threshold = math.sqrt(min(above) * max(below))
-    run = train(
-        case,
-        spike_detection=True,
-        grad_norm_threshold=threshold,
-        bisect_budget_steps=500,
-        bisect_dump_dir=str(path / "dump"),
-        spike_replay=most,
-        **options,
-    )
+    units, _, threshold, run = search(case, bisect_dump_dir=str(path / "dump"), spike_replay=most, **options)
     dist.barrier()
     return units, threshold, run
 
