@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a setting may be."""
+"""What a setting may be, and what a command needs."""
 
+import importlib
 import sys
 from typing import TypeGuard
 
@@ -14,3 +15,17 @@ def is_finite_number(value: object) -> TypeGuard[float]:
 def is_positive_integer(value: object) -> TypeGuard[int]:
     """Whether it is an int of at least 1; a bool is not an int."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def need(module: str, what: str) -> None:
+    """Ends a command with a sentence if a module that it needs cannot be imported.
+
+    Args:
+        module (str): The module, of a package of this name.
+        what (str): The start of the sentence: what needs it.
+    """
+    package = module.split(".")[0]
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        sys.exit(f"{what} needs {package}, which is not installed: pip install {package}")

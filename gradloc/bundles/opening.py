@@ -7,6 +7,7 @@ import json
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -40,6 +41,11 @@ class Bundle:
     @property
     def event(self) -> dict[str, Any]:
         return self.manifest["event"]
+
+    @cached_property
+    def rows(self) -> dict[UnitName, list[int]]:
+        """The rows of each micro-batch in its rank's mini-batch."""
+        return {(entry["rank"], entry["micro_batch"]): entry["rows"] for entry in self.manifest["micro_batches"]}
 
 
 def open_bundle(path: str | Path) -> Bundle:
@@ -151,7 +157,7 @@ def _micro_batch(folder: Path, entry: Mapping[str, Any]) -> SavedMicroBatch:
 
 def _check_places(bundle: Bundle) -> None:
     """Refuses places of tokens that the micro-batches do not have."""
-    rows = {(entry["rank"], entry["micro_batch"]): entry["rows"] for entry in bundle.manifest["micro_batches"]}
+    rows = bundle.rows
     for token in [*bundle.manifest["measured"], *bundle.event["culprits"]]:
         name = token["rank"], token["micro_batch"]
         if name in rows:

@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +35,25 @@ class PreviewsClipping(Protocol):
 
     def preview(self, squared_norms: Tensor) -> Mapping[str, Any]:
         """What it would do to a gradient with these squared norms by layer."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What becomes a bundle.
+
+    Args:
+        event (Mapping): The event.
+        investigation (Investigation): Its search.
+        micro_batches (Mapping[UnitName, MicroBatch]): The loudest micro-batches.
+        left_out (int): How many more were over their threshold.
+        squared_norms (Tensor, optional): The squared norms by layer of the reduced gradient.
+    """
+
+    event: Mapping[str, Any]
+    investigation: Investigation
+    micro_batches: Mapping[UnitName, MicroBatch]
+    left_out: int
+    squared_norms: Tensor | None
 
 
 class Recorder:
@@ -103,22 +123,20 @@ class Recorder:
                 micro_batches[name] = investigation.micro_batches[name]
             else:
                 micro_batches[name] = collectives.broadcast(partial(_sent, own, name, scale), name[0] * ranks_per_unit)
-        left_out = len(loud) - len(micro_batches)
-        return collectives.broadcast(
-            partial(self._try, event, investigation, micro_batches, left_out, squared_norms), 0
-        )
+        kept = _Kept(event, investigation, micro_batches, len(loud) - len(micro_batches), squared_norms)
+        return collectives.broadcast(partial(self._try, kept), 0)
 
-    def _try(self, event: Mapping[str, Any], *arguments: Any) -> str | None:
+    def _try(self, kept: _Kept) -> str | None:
         """Writes the bundle; whatever the disk or the inputs do, training goes on, and one warning says so."""
         try:
-            return self._write(event, *arguments)
+            return self._write(kept)
         except Exception as error:
             if not self._failed:
                 self._failed = True
                 reason = str(error) if isinstance(error, (NotReplayableError, OSError)) else repr(error)
                 logger.warning(
                     "no replay bundle is kept of the spike in step %s, and no warning follows for later ones: %s",
-                    event["global_step"],
+                    kept.event["global_step"],
                     reason,
                 )
             return None
@@ -149,19 +167,12 @@ class Recorder:
             path for path in self._directory.iterdir() if (path / layout.MANIFEST).is_file() and path.name[0] != "."
         ]
 
-    def _write(
-        self,
-        event: Mapping[str, Any],
-        investigation: Investigation,
-        micro_batches: Mapping[UnitName, MicroBatch],
-        left_out: int,
-        squared_norms: Tensor | None,
-    ) -> str | None:
+    def _write(self, kept: _Kept) -> str | None:
         files = {
             layout.tensor_file(*name): layout.to_tensors(
                 SavedMicroBatch(self._rows_of(micro_batch.inputs), micro_batch.tokens, micro_batch.rng_state)
             )
-            for name, micro_batch in micro_batches.items()
+            for name, micro_batch in kept.micro_batches.items()
         }
         if not files:
             return None
@@ -169,12 +180,12 @@ class Recorder:
         if size > layout.BUNDLE_BYTES:
             raise NotReplayableError(f"it would take {size:,} bytes, and {layout.BUNDLE_BYTES:,} are the limit")
         self._directory.mkdir(parents=True, exist_ok=True)
-        name = self._free_name(event)
+        name = self._free_name(kept.event)
         unfinished = self._directory / f".{name}.{os.getpid()}"
         try:
             unfinished.mkdir()
             sums = {file: _save(tensors, unfinished / file) for file, tensors in files.items()}
-            manifest = self._manifest(event, investigation, micro_batches, left_out, squared_norms, sums)
+            manifest = self._manifest(kept, sums)
             text = json.dumps(jsonable(manifest), allow_nan=False, indent=1).encode()
             (unfinished / layout.MANIFEST).write_bytes(text)
             digest = hashlib.sha256(text).hexdigest()
@@ -192,18 +203,10 @@ class Recorder:
         taken = {path.name for path in self._directory.iterdir()}
         return next(name for name in _numbered(stem) if name not in taken)
 
-    def _manifest(
-        self,
-        event: Mapping[str, Any],
-        investigation: Investigation,
-        micro_batches: Mapping[UnitName, MicroBatch],
-        left_out: int,
-        squared_norms: Tensor | None,
-        sums: Mapping[str, Mapping[str, Any]],
-    ) -> dict[str, Any]:
-        event = dict(event)
-        if self._layer_clip is not None and squared_norms is not None:
-            event["layer_clip"] = self._layer_clip.preview(squared_norms)
+    def _manifest(self, kept: _Kept, sums: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        event, investigation = dict(kept.event), kept.investigation
+        if self._layer_clip is not None and kept.squared_norms is not None:
+            event["layer_clip"] = self._layer_clip.preview(kept.squared_norms)
         context = dict(self._context())
         versions = {"gradloc": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return {
@@ -223,10 +226,10 @@ class Recorder:
                     "file": layout.tensor_file(*name),
                     **sums[layout.tensor_file(*name)],
                 }
-                for name, micro_batch in micro_batches.items()
+                for name, micro_batch in kept.micro_batches.items()
             ],
-            "left_out": left_out,
-            "measured": measured_tokens(investigation, micro_batches),
+            "left_out": kept.left_out,
+            "measured": measured_tokens(investigation, kept.micro_batches),
             **context,
             "versions": {**versions, **context.get("versions", {})},
         }

@@ -7,14 +7,14 @@ training but for rounding; with other weights, the log-probs show how far they a
 """
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Sequence
 
 from ..bundles.opening import Bundle, BundleError, open_bundle
+from ..checks import need
 from ..evidence.writer import jsonable
-from ..report.figures import visible
+from ..report.figures import severity, visible
 from .measuring import Measured, Place, measure, places
 from .model import ATTENTIONS, DTYPES, Variant, WrongModelError, default_variant, load, model_path, other_variants
 from .result import build_result, write_result
@@ -27,7 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    _need("safetensors", "transformers", *([] if options.json else ["rich"]), *(["plotly"] if options.html else []))
+    for package in [
+        "safetensors",
+        "transformers",
+        *([] if options.json else ["rich"]),
+        *(["plotly"] if options.html else []),
+    ]:
+        need(package, "A replay")
     try:
         bundle = open_bundle(options.bundle)
         result = _replay(bundle, options)
@@ -111,21 +117,8 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> dict[str, object]:
 
 def _largest(bundle: Bundle) -> list[Place]:
     """The tokens that the search measured alone, largest first."""
-    ordered = sorted(bundle.manifest["measured"], key=lambda token: -_sortable(token["grad_norm"]))
+    ordered = sorted(bundle.manifest["measured"], key=lambda token: -severity(token["grad_norm"]))
     return places(bundle, ordered)
-
-
-def _sortable(norm: float | str) -> float:
-    value = float(norm)
-    return value if value == value else float("inf")
-
-
-def _need(*packages: str) -> None:
-    for package in packages:
-        try:
-            importlib.import_module(package)
-        except ImportError:
-            sys.exit(f"A replay needs {package}, which is not installed: pip install {package}")
 
 
 if __name__ == "__main__":

@@ -49,12 +49,11 @@ class Measured:
 
 def places(bundle: Bundle, listed: list[dict[str, Any]]) -> list[Place]:
     """Where the tokens of a list (culprits, or `measured`) are, those whose micro-batch the bundle has."""
-    rows = {(entry["rank"], entry["micro_batch"]): entry["rows"] for entry in bundle.manifest["micro_batches"]}
     found = []
     for token in listed:
         name = token["rank"], token["micro_batch"]
-        if name in rows:
-            found.append((name, rows[name].index(token["row"]), token["position"]))
+        if name in bundle.rows:
+            found.append((name, bundle.rows[name].index(token["row"]), token["position"]))
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 from ..bundles import layout
 from ..bundles.opening import Bundle
 from ..evidence.writer import jsonable
+from ..report.figures import severity
 from ..version import __version__
 from .measuring import Measured, Norms, Place
 from .model import Variant
@@ -49,7 +50,6 @@ def build_result(
     others = [variant for variant in measured if variant != main]
     recorded = {(t["rank"], t["micro_batch"], t["row"], t["position"]): t for t in manifest["measured"]}
     culprits = {(c["rank"], c["micro_batch"], c["row"], c["position"]): c for c in event["culprits"]}
-    rows = {(entry["rank"], entry["micro_batch"]): entry["rows"] for entry in manifest["micro_batches"]}
     result: dict[str, Any] = {
         "format": layout.FORMAT,
         "kind": layout.RESULT_KIND,
@@ -87,11 +87,11 @@ def build_result(
         )
     for place in tokens:
         name, row, position = place
-        key = (*name, rows[name][row], position)
+        key = (*name, bundle.rows[name][row], position)
         values = bundle.micro_batches[name].tokens
         replayed = measured[main].tokens[place]
         known = culprits.get(key) or recorded.get(key)
-        loudest = max(replayed.layers, key=lambda layer: _size(replayed.layers[layer]), default=None)
+        loudest = max(replayed.layers, key=lambda layer: severity(replayed.layers[layer]), default=None)
         result["tokens"].append(
             {
                 **dict(zip(("rank", "micro_batch", "row", "position"), key, strict=True)),
@@ -180,7 +180,7 @@ def _remedies(bundle: Bundle, unit: Norms, rest: Norms | None) -> list[dict[str,
         found.append({"name": "spike_action=drop", "norm": rest.norm, "meaning": meaning})
     clipped = event["layer_clip"]
     if clipped and any(layer["bound"] is not None for layer in clipped.values()):
-        left = [_size(unit.layers.get(layer, 0.0)) * float(step["factor"]) for layer, step in clipped.items()]
+        left = [severity(unit.layers.get(layer, 0.0)) * float(step["factor"]) for layer, step in clipped.items()]
         tightest = min(clipped, key=lambda layer: float(clipped[layer]["factor"]))
         meaning = f"each layer by its own factor of that step, {tightest} by {float(clipped[tightest]['factor']):.3g}"
         found.append({"name": "LayerClip, as it was set", "norm": math.hypot(*left), "meaning": meaning})
@@ -190,11 +190,7 @@ def _remedies(bundle: Bundle, unit: Norms, rest: Norms | None) -> list[dict[str,
         bounds = {
             layer: _ORDINARY_MULTIPLE * float(value) * root for layer, value in event["ordinary_layer_norms"].items()
         }
-        left = [min(_size(value), bounds.get(layer, math.inf)) for layer, value in unit.layers.items()]
+        left = [min(severity(value), bounds.get(layer, math.inf)) for layer, value in unit.layers.items()]
         meaning = f"an estimate: each layer at most {_ORDINARY_MULTIPLE:g} times what ordinary tokens give it"
         found.append({"name": "LayerClip, estimated", "norm": math.hypot(*left), "meaning": meaning})
     return found
-
-
-def _size(norm: float) -> float:
-    return norm if math.isfinite(norm) else math.inf

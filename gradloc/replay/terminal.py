@@ -2,21 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints a replay's result to the terminal. It needs rich."""
 
-import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..report.figures import short, visible
+from ..report.terminal import new_console, titled
 
 
 def print_result(result: Mapping[str, Any]) -> None:
     """Prints what `build_result` returned."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
+    console = new_console()
     step = "" if result["global_step"] is None else f", step {result['global_step']}"
     console.print(Text.assemble("\n", (f"Replay of {visible(result['bundle'])}{step}", "bold")))
     where = f"{result['model']}   {result['variant']} on {result['device']}   in training {result['recorded']}"
@@ -34,7 +32,7 @@ def print_result(result: Mapping[str, Any]) -> None:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    table = titled(title)
     for column in columns:
         table.add_column(
             visible(column), justify="right" if column not in ("layer", "loudest layer", "meaning") else "left"

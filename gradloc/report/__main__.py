@@ -7,12 +7,13 @@ written is left for the next time.
 """
 
 import argparse
-import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+from ..checks import need
 from ..evidence.writer import jsonable
 from .comparison import COMPARED, compare
 from .comparison_page import write_comparison
@@ -29,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the report
     if options.html and options.other is None:
-        _need("plotly.offline", "The HTML report")
+        need("plotly.offline", "The HTML report")
     if not options.json:
-        _need("rich", "The terminal summary")
+        need("rich", "The terminal summary")
     try:
         _report(options)
     except BrokenPipeError:  # the reader of the output, such as head, has seen enough
@@ -62,38 +63,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(options: argparse.Namespace) -> None:
-    if options.other is not None:
-        _compare(options)
-        return
-    evidence = read(options.path, options.since, options.top or (DETAILED if options.html else TABLE_ROWS))
-    summary = summarize(evidence, options.top or TABLE_ROWS)
-    if options.json:
-        print(json.dumps(jsonable(summary), indent=2, allow_nan=False))
+    write: Callable[[str], None]
+    if options.other is None:
+        evidence = read(options.path, options.since, options.top or (DETAILED if options.html else TABLE_ROWS))
+        figures = summarize(evidence, options.top or TABLE_ROWS)
+        write = partial(write_page, evidence)
     else:
-        from .terminal import print_summary  # needs rich
-
-        print_summary(summary)
-    if options.html:
-        write_page(evidence, options.html)
-        _say_where(options)
-
-
-def _compare(options: argparse.Namespace) -> None:
-    before, after = (read(path, options.since, COMPARED) for path in (options.path, options.other))
-    comparison = compare(before, after)
+        figures = compare(*(read(path, options.since, COMPARED) for path in (options.path, options.other)))
+        write = partial(write_comparison, figures)
     if options.json:
-        print(json.dumps(jsonable(comparison), indent=2, allow_nan=False))
+        print(json.dumps(jsonable(figures), indent=2, allow_nan=False))
     else:
-        from .terminal import print_comparison  # needs rich
+        from .terminal import print_comparison, print_summary  # needs rich
 
-        print_comparison(comparison)
+        (print_summary if options.other is None else print_comparison)(figures)
     if options.html:
-        write_comparison(comparison, options.html)
-        _say_where(options)
-
-
-def _say_where(options: argparse.Namespace) -> None:
-    print(f"The report: {options.html}", file=sys.stderr if options.json else sys.stdout)
+        write(options.html)
+        print(f"The report: {options.html}", file=sys.stderr if options.json else sys.stdout)
 
 
 def _positive(text: str) -> int:
@@ -101,14 +87,6 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
-
-
-def _need(module: str, what: str) -> None:
-    package = module.split(".")[0]
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        sys.exit(f"{what} needs {package}, which is not installed: pip install {package}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ _SPARKLINE_WIDTH = 60
 
 def print_summary(summary: Summary) -> None:
     """Prints what `summarize` returns."""
-    console = _console()
+    console = new_console()
     console.print()
     for fault in summary["faults"]:
         text = f"A fault was planted in this run on purpose: {visible(fault)}"
@@ -57,13 +57,13 @@ def print_summary(summary: Summary) -> None:
 
 def print_comparison(comparison: Mapping[str, Any]) -> None:
     """Prints what `compare` returns."""
-    console = _console()
+    console = new_console()
     console.print()
     for remark in remarks(comparison):
         console.print(visible(remark), markup=False)
     for table in tables(comparison):
         console.print()
-        shown = _titled(table.title)
+        shown = titled(table.title)
         for name in table.columns:
             shown.add_column(name)
         for row in table.rows:
@@ -72,7 +72,8 @@ def print_comparison(comparison: Mapping[str, Any]) -> None:
     console.print()
 
 
-def _console() -> Console:
+def new_console() -> Console:
+    """The terminal; what is no terminal and has no width is taken to be wide."""
     return Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
 
 
@@ -121,12 +122,13 @@ def _tables(console: Console, summary: Summary) -> Iterator[Table]:
         yield _culprits(summary, console.width)
 
 
-def _titled(title: str) -> Table:
+def titled(title: str) -> Table:
+    """A table without borders or columns."""
     return Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
 
 
 def _diagnoses(summary: Summary) -> Table:
-    table = _titled("What was found")
+    table = titled("What was found")
     table.add_column("diagnosis", style="bold")
     table.add_column("spikes", justify="right")
     table.add_column("meaning", style="dim")
@@ -137,7 +139,7 @@ def _diagnoses(summary: Summary) -> Table:
 
 def _sentences(title: str, sentences: Iterable[tuple[Mapping[str, Any], str]]) -> Table:
     """A sentence for each of some events."""
-    table = _titled(title)
+    table = titled(title)
     table.add_column("step", justify="right")
     table.add_column("")
     for event, sentence in sentences:
@@ -146,7 +148,7 @@ def _sentences(title: str, sentences: Iterable[tuple[Mapping[str, Any], str]]) -
 
 
 def _diffuse_parts(parts: Sequence[Mapping[str, Any]]) -> Table:
-    table = _titled("The largest parts over their threshold that no small set of tokens explains")
+    table = titled("The largest parts over their threshold that no small set of tokens explains")
     for name in ("step", "rank", "rows", "tokens", "norm", "× threshold"):
         table.add_column(name, justify="right")
     table.add_column("largest tokens measured (row, position: norm, share)", style="dim")
@@ -169,7 +171,7 @@ def _measured_token(token: Mapping[str, Any]) -> str:
 
 
 def _sources(summary: Summary) -> Table:
-    table = _titled("What looks wrong")
+    table = titled("What looks wrong")
     table.add_column("source", style="bold")
     table.add_column("culprits", justify="right")
     table.add_column("share", justify="right")
@@ -183,7 +185,7 @@ def _sources(summary: Summary) -> Table:
 def _culprits(summary: Summary, width: int) -> Table:
     """The largest culprits, with as many columns as the terminal is wide enough for."""
     culprits = summary["largest_culprits"]
-    table = _titled("The culprits" if len(culprits) == summary["culprits"] else "The largest culprits")
+    table = titled("The culprits" if len(culprits) == summary["culprits"] else "The largest culprits")
     for name in ("step", "rank"):
         table.add_column(name, justify="right", no_wrap=True)
     with_context = width >= 110
