@@ -2,11 +2,18 @@
 
 import json
 import os
+import secrets
 import shlex
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import trees
@@ -24,11 +31,26 @@ shutil.copytree(given.pop("working_dir"), place / "work")
 (place / "call.json").write_text(json.dumps([arguments, given]))
 """
 
+# Stands in for the trainer, which needs GPUs: tells which verl the driver and Ray's workers have.
+PROBE = """import json, sys
+import ray
+from verl.utils import gradloc
+
+@ray.remote
+def package():
+    from verl.utils import gradloc
+    return gradloc.__file__
+
+ray.init(log_to_driver=False)
+print("PROBE", json.dumps([sys.argv[1:], gradloc.__file__, ray.get(package.remote())]), flush=True)
+"""
+TRAINER = "-m verl.trainer.main_ppo"
+
 
 def submit(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs the script with an unpatched verl on this machine."""
     settings = {"PYTHON": sys.executable, "PYTHONPATH": str(trees.BASE_TREE)}
-    return trees.run("bash", SCRIPT, *arguments, **settings | environment)
+    return trees.run("bash", SCRIPT, *arguments, timeout=300, **settings | environment)
 
 
 @pytest.fixture
@@ -86,3 +108,71 @@ def test_a_failed_submission_is_the_exit_code(kept: Path) -> None:
     (kept / "bin/ray").write_text("#!/bin/sh\nexit 5\n")
     assert submit("OUTPUT_DIR=/a").returncode == 5
     assert not list(kept.glob("tmp.*"))
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def processes_of(place: Path) -> list[psutil.Process]:
+    return [each for each in psutil.process_iter(["cmdline"]) if str(place) in " ".join(each.info["cmdline"] or [])]
+
+
+@pytest.fixture
+def real_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray cluster of this test's own, which asks for a token; started and ended as in slurm.sh."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)
+    port, dashboard, agent, agent_grpc = free_ports(4)
+    bin_directory = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{bin_directory}:{os.environ['PATH']}")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    place = Path(tempfile.mkdtemp(prefix="job", dir="/tmp"))  # the paths of Ray's sockets must be short
+    command = [bin_directory / "ray", "start", "--head", "--block", "--num-cpus=2", "--num-gpus=0"]
+    command += [f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={place}/ray", "--include-dashboard=true"]
+    command += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
+    command += [f"--dashboard-agent-grpc-port={agent_grpc}", "--object-store-memory=100000000"]
+    with (place / "log").open("wb") as log:
+        ray = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        waited = trees.run(sys.executable, ROOT / "examples/wait_for_ray.py", f"127.0.0.1:{port}", "1", timeout=320)
+        assert waited.returncode == 0, waited.stderr + (place / "log").read_text()
+        monkeypatch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{dashboard}")
+        yield
+        ray.send_signal(signal.SIGTERM)
+        ray.wait(timeout=60)
+        _, left = psutil.wait_procs(processes_of(place), timeout=20)
+        assert not left
+    finally:
+        for process in processes_of(place):
+            process.kill()
+        ray.wait()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.mark.target(version="0.9.1")
+@pytest.mark.usefixtures("real_ray")
+def test_a_job_of_a_real_ray_has_the_patched_verl(tmp_path: Path) -> None:
+    (tmp_path / "probe.py").write_text(PROBE)
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\n[[ "$*" != "{TRAINER} "* ]] || exec {sys.executable} {tmp_path}/probe.py "${{@:3}}"\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    (tmp_path / "data.parquet").touch()
+    files = [f"TRAIN_FILES={tmp_path}/data.parquet", f"VAL_FILES={tmp_path}/data.parquet"]
+    done = submit("--python", str(python), "NNODES=1", f"OUTPUT_DIR={tmp_path}/run 1", *files)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("PROBE ")]
+    overrides, *packages = json.loads(line.removeprefix("PROBE "))
+    assert f"trainer.default_local_dir='{tmp_path}/run 1'" in overrides
+    for package in packages:
+        assert "/py_modules_files/" in package  # where Ray unpacks what a job brings along
+    assert not list(tmp_path.glob("tmp.*"))
