@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -29,9 +30,16 @@ KEY = "0123456789-a-key"
 def run(folder: Path, loggers: str, python: Path, *arguments: str, **environment: str) -> str:
     """What a run with these loggers printed."""
     assert python.exists(), "run the tests with: bash tests/run.sh"
-    command = [python, ROOT / "tests/report/tracked_run.py", folder, loggers, *arguments]
+    # Outside the project, because ClearML reads every Python file of the repository that a script is in.
+    script = shutil.copy(ROOT / "tests/report/tracked_run.py", folder)
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT / "tests/report")])
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [python, script, folder, loggers, *arguments],
+        cwd=folder,
+        env=os.environ | environment | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout
     assert "could not be sent" not in done.stdout, done.stdout
