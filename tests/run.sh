@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up build/ on first use and runs every check of the project: ruff, the patch against its sources, pytest.
+# Sets up build/ on first use and runs every check of the project: ruff, deno, the patch against its sources, mypy, pytest.
 # Usage: bash tests/run.sh [--target VERSION] [pytest arguments]
 #        bash tests/run.sh --gpu [options of tests/gpu/run.py]     nothing of the above: what a GPU shows, on one
 # The tests run against the verl of patches/DEFAULT; without arguments, those that are marked every_target also run

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from verl.utils import torch_functional
 
 DEVICE = torch.device(os.environ.get("GRADLOC_TEST_DEVICE", "cpu"))
 
@@ -24,6 +25,8 @@ def group(repeatable: bool = True) -> Iterator[None]:
         # Of the operations without such a kernel, cumsum for one adds up whole numbers here.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # as in training
+        # Its backward overwrites what a second backward through the same graph needs, and brute force runs many.
+        torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE = False
     backend = "gloo"
     if DEVICE.type == "cuda":
         torch.cuda.set_device(0)

@@ -324,7 +324,7 @@ SETTINGS = (
         (COUNT,),
         "5",
         "5",
-        "for SPIKE_ACTION=stop: the run ends after so many spikes in as many steps, with exit code 76",
+        "for SPIKE_ACTION=stop: the run ends after N spikes within N steps, with exit code 76",
         (f"{ACTOR}.spike_stop_after",),
     ),
     Setting(
