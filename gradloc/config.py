@@ -26,7 +26,7 @@ class GradLocConfig:
         action (str): What happens to the optimizer step. "log": it is taken unchanged; "skip": it is skipped; "drop":
             it is taken without the culprits' gradient; "stop": it is taken unchanged, and the trainer ends the
             run after repeated spikes.
-        stop_after (int): For "stop": after so many spikes in as many steps.
+        stop_after (int): For "stop": after N spikes within N steps, N being this value.
         drill_step (int, optional): In the first mini-batch of this step, a spike is planted beside training and
             searched, to show that the search works.
 

@@ -24,7 +24,9 @@ FOLDER = "replay"
 # What a replay writes beside the bundle of this name.
 RESULT_SUFFIX = ".result.json"
 
-UNITS = 8
+MICRO_BATCHES = 8
+# So many of the tokens that the search measured alone.
+MEASURED_TOKENS = 2048
 MANIFEST_BYTES = 64 * 2**20
 BUNDLE_BYTES = 2**28
 TOTAL_BYTES = 2 * 2**30

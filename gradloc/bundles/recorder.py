@@ -118,7 +118,7 @@ class Recorder:
         with collectives.same_on_all_ranks():
             loud = loud_units(event, investigation.units, investigation.threshold)
         micro_batches = {}
-        for name in loud[: layout.UNITS]:
+        for name in loud[: layout.MICRO_BATCHES]:
             if event["search"] == "local" and name in investigation.micro_batches:
                 micro_batches[name] = investigation.micro_batches[name]
             else:
@@ -187,6 +187,8 @@ class Recorder:
             sums = {file: _save(tensors, unfinished / file) for file, tensors in files.items()}
             manifest = self._manifest(kept, sums)
             text = json.dumps(jsonable(manifest), allow_nan=False, indent=1).encode()
+            if len(text) > layout.MANIFEST_BYTES:
+                raise NotReplayableError(f"its manifest would take {len(text):,} bytes")
             (unfinished / layout.MANIFEST).write_bytes(text)
             digest = hashlib.sha256(text).hexdigest()
             (unfinished / layout.CHECKSUM).write_text(f"{digest}  {layout.MANIFEST}\n")
@@ -245,8 +247,8 @@ def loud_units(event: Mapping[str, Any], units: Mapping[UnitName, Unit], thresho
 
 
 def measured_tokens(investigation: Investigation, among: Mapping[UnitName, Any]) -> list[dict[str, Any]]:
-    """The tokens that the search measured alone: their norms, as a culprit's are, divided by their weights."""
-    found = []
+    """The largest tokens that the search measured alone: their norms, as a culprit's are, divided by their weights."""
+    found: list[dict[str, Any]] = []
     for (name, row, position), norms in investigation.measured.items():
         if name in among:
             micro_batch = investigation.micro_batches[name]
@@ -262,7 +264,9 @@ def measured_tokens(investigation: Investigation, among: Mapping[UnitName, Any])
                     "layer_norms": dict(zip(investigation.layers, norms, strict=True)),
                 }
             )
-    return found
+    # NaN is larger than any number.
+    found.sort(key=lambda token: -token["grad_norm"] if token["grad_norm"] == token["grad_norm"] else -math.inf)
+    return found[: layout.MEASURED_TOKENS]
 
 
 def _sent(own: Sequence[MicroBatch], name: UnitName, scale: float) -> MicroBatch:

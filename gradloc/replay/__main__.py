@@ -69,11 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     assert __spec__ is not None  # this module is imported or run with -m
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.parent}", description=__doc__)
     parser.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder, <bisect_dump_dir>/replay/<name>")
-    parser.add_argument("--model", metavar="PATH", help="the model, as a folder or a name on the hub; the bundle's own")
+    parser.add_argument("--model", metavar="PATH", help="a folder or a name on the hub (default: the bundle's path)")
     parser.add_argument("--adapter", metavar="PATH", help="the folder of the LoRA adapter that was trained")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="what to compute in; that of training")
-    parser.add_argument("--attention", choices=ATTENTIONS, help="the implementation of attention; that of training")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="what to compute in (default: as in training)")
+    parser.add_argument("--attention", choices=ATTENTIONS, help="its implementation (default: as in training)")
     parser.add_argument("--only", action="store_true", help="no comparison with float32 and another attention")
     parser.add_argument("--tokens", metavar="K", type=int, default=TOKENS, help=f"measure K tokens alone ({TOKENS})")
     parser.add_argument("--html", metavar="FILE", help="write a report with the replay to FILE")
@@ -98,8 +98,10 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> dict[str, object]:
     measured: dict[Variant, Measured] = {}
     notes: list[str] = []
     for variant in [main_variant, *([] if options.only else other_variants(main_variant))]:
+        model = None  # that of the last variant makes room, also where it ran out of memory
         try:
             model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
+            notes += [note for note in model.notes if note not in notes]
             found = measure(bundle, model, tokens, culprits, rests=variant == main_variant)
         except (WrongModelError, torch.cuda.OutOfMemoryError) as error:
             reason = str(error) if isinstance(error, WrongModelError) else f"{variant} takes more memory than there is."
@@ -107,11 +109,9 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> dict[str, object]:
                 raise WrongModelError(reason) from error
             notes.append(f"Not compared with {variant}: {reason}")
             continue
-        notes += [note for note in model.notes if note not in notes]
         measured[variant] = found
-        del model
     if (left_out := bundle.manifest["left_out"]) > 0:
-        notes.append(f"The bundle has the loudest micro-batches; {left_out} more were over their threshold.")
+        notes.append(f"{left_out} more micro-batches were over their threshold; the bundle does not have them.")
     return build_result(bundle, path, device, main_variant, measured, tokens, notes)
 
 

@@ -4,7 +4,6 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,6 +15,7 @@ from ..bundles import layout
 from ..bundles.opening import Bundle
 from ..evidence.writer import jsonable
 from ..report.figures import severity
+from ..report.page import write_whole
 from ..version import __version__
 from .measuring import Measured, Norms, Place
 from .model import Variant
@@ -56,6 +56,7 @@ def build_result(
         "time": datetime.now(timezone.utc).isoformat(),
         "bundle": bundle.path.resolve().name,
         **{name: event[name] for name in ("global_step", "epoch", "mini_batch", "threshold", "summary")},
+        "culprits": len(event["culprits"]),
         "model": model,
         "checkpoint": manifest["checkpoint"],
         "device": device,
@@ -132,12 +133,7 @@ def write_result(bundle: Bundle, result: Mapping[str, Any]) -> Path:
     """
     folder = bundle.path.resolve()
     path = folder.with_name(folder.name + layout.RESULT_SUFFIX)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(json.dumps(jsonable(result), allow_nan=False, indent=1), encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, json.dumps(jsonable(result), allow_nan=False, indent=1))
     return path
 
 

@@ -18,7 +18,7 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     """The sentences on a result of `build_result`, the most important first."""
     unit = result["units"][0]
     found = [_comes_back(unit, result["dtype"], result["recorded_dtype"])]
-    found += _culprits(result["tokens"], float(result["threshold"]))
+    found += _culprits(result)
     found.append(_weights(result))
     found += _others(unit, result)
     found += _layers(result["layers"])
@@ -55,12 +55,18 @@ def _comes_back(unit: Mapping[str, Any], *dtypes: str) -> str:
     return f"The spike does not come back: {figures}; its threshold is {threshold:.4g}."
 
 
-def _culprits(tokens: Sequence[Mapping[str, Any]], threshold: float) -> list[str]:
-    culprits = [token for token in tokens if token["culprit"]]
+def _culprits(result: Mapping[str, Any]) -> list[str]:
+    culprits = [token for token in result["tokens"] if token["culprit"]]
     if not culprits:
         return []
+    threshold = float(result["threshold"])
     over = sum(is_over(token["replayed"], threshold) for token in culprits)
-    what = f"{over} of {len(culprits)} culprits are" if len(culprits) > 1 else f"The culprit is{'' if over else ' not'}"
+    if result["culprits"] > len(culprits):
+        what = f"{over} of the {len(culprits)} largest culprits, of {result['culprits']} in all, are"
+    elif len(culprits) > 1:
+        what = f"{over} of {len(culprits)} culprits are"
+    else:
+        what = f"The culprit is{'' if over else ' not'}"
     return [f"{what} over τ = {threshold:.4g} again."]
 
 

@@ -26,7 +26,10 @@ TABLE_ROWS = 20
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 where the evidence cannot be read or the page not be written."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.top and options.other is not None:
+        parser.error("--top is for the evidence of one run")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the report
     if options.html and options.other is None:

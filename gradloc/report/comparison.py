@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the evidence of two runs, or of two parts of a run, such as before and after a change."""
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from .figures import severity, threshold_factor
 from .reading import PAGE_ROWS, Evidence
+from .summary import messages
 
 # At most so many shared culprits are listed.
 SHARED = 50
@@ -41,13 +43,16 @@ def _figures(evidence: Evidence) -> dict[str, Any]:
     return {
         "path": evidence.path,
         "faults": evidence.faults,
-        "steps": len(steps) or None,
+        "since": since,
+        "notes": messages(evidence.notes),
+        "skipped_lines": evidence.skipped,
+        "steps": len(steps) if evidence.steps else None,
         "spikes": len(events),
         "spikes_per_hundred_steps": 100 * len(events) / len(steps) if steps else None,
         "steps_with_spikes": len({event["global_step"] for event in events}),
         "culprits": evidence.sources.total(),
         "margin_median": statistics.median(margins) if margins else None,
-        "margin_p90": margins[-(-9 * len(margins) // 10) - 1] if margins else None,
+        "margin_p90": margins[math.ceil(0.9 * len(margins)) - 1] if margins else None,
         "margin_max": margins[-1] if margins else None,
         "passes_per_spike": statistics.fmean(event["passes"] for event in events) if events else None,
         "diagnoses": dict(Counter(event["diagnosis"] for event in events).most_common()),

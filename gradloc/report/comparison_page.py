@@ -3,11 +3,11 @@
 """A comparison of two runs as one HTML file: tables without scripts, which opens offline."""
 
 import html
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from .comparison_table import TextTable, remarks, tables
+from .page import write_whole
 
 _HEAD = """<!doctype html>
 <html lang="en">
@@ -38,9 +38,7 @@ def write_comparison(comparison: Mapping[str, Any], out: str) -> None:
     """
     said = "".join(f"<p>{html.escape(remark)}</p>\n" for remark in remarks(comparison))
     body = f"<h1>Two runs side by side</h1>\n{said}" + "".join(map(_table, tables(comparison)))
-    os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
-    with open(out, "w", encoding="utf-8", errors="replace") as file:
-        file.write(f"{_HEAD}<body>\n{body}</body>\n</html>\n")
+    write_whole(out, f"{_HEAD}<body>\n{body}</body>\n</html>\n")
 
 
 def _table(table: TextTable) -> str:

@@ -29,8 +29,8 @@ _FIGURES = {
     "culprits": "culprits",
     "passes_per_spike": "extra passes per spike",
     "margin_median": "largest token norm ÷ τ, median step",
-    "margin_p90": "largest token norm ÷ τ, 90% of steps are at most",
-    "margin_max": "largest token norm ÷ τ, highest step",
+    "margin_p90": "largest token norm ÷ τ, 90th percentile of steps",
+    "margin_max": "largest token norm ÷ τ, maximum",
 }
 
 
@@ -38,7 +38,7 @@ def tables(comparison: Mapping[str, Any]) -> list[TextTable]:
     """The tables of what `compare` returns; texts of the evidence are as they are there."""
     runs = comparison["runs"]
     figures = [[name, *(short(run[key]) for run in runs)] for key, name in _FIGURES.items()]
-    found = [TextTable("Before and after", ("", "A", "B"), figures)]
+    found = [TextTable("The runs", ("", "A", "B"), figures)]
     for key, column, title in (
         ("diagnoses", "diagnosis", "What was found"),
         ("sources", "source", "What looks wrong with the culprits"),
@@ -50,7 +50,7 @@ def tables(comparison: Mapping[str, Any]) -> list[TextTable]:
             rows = [[name, *(_part(run[key], name) for run in runs)] for name, _ in totals.most_common()]
             found.append(TextTable(title, (column, "A", "B"), rows))
     if comparison["shared"]:
-        title = f"{count(comparison['shared_in_all'], 'culprit')} of both"
+        title = f"{count(comparison['shared_in_all'], 'culprit')} in both runs"
         if comparison["shared_in_all"] > len(comparison["shared"]):
             title += f", the {len(comparison['shared'])} largest"
         columns = ("same", "token", "context in A", "times in A, B", "× threshold in A, B", "source in A; B")
@@ -67,6 +67,12 @@ def remarks(comparison: Mapping[str, Any]) -> list[str]:
             found.append(f"In {name}, faults were planted on purpose: {', '.join(run['faults'])}.")
         if run["steps"] is None:
             found.append(f"{name} has no steps.jsonl, so how frequent spikes are is not known.")
+        elif not run["steps"]:
+            found.append(f"{name} has no step from {run['since']} on, so how frequent spikes are is not known.")
+        found += [f"Note in the files of {name}: {note}." for note in run["notes"]]
+        if run["skipped_lines"]:
+            lines = count(run["skipped_lines"], "line")
+            found.append(f"{lines} of {name} skipped: malformed, or of another version.")
     if not comparison["shared"]:
         found.append("No culprit of A is in B, as the same token after the same prompt or in the same context.")
     return found

@@ -27,12 +27,22 @@ def write_page(evidence: Evidence, out: str) -> None:
     from plotly.offline import get_plotlyjs
 
     data = json.dumps(jsonable(page_data(evidence)), allow_nan=False, separators=(",", ":"))
-    unfinished = f"{out}.{os.getpid()}"
-    os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
+    write_whole(out, assemble(page_files(), data, get_plotlyjs()))
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file that appears under its name only when it is complete; its directory is created if need be.
+
+    Raises:
+        OSError: It cannot be written; a file that was there is as it was.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    unfinished = os.path.join(folder, f".{name}.{os.getpid()}")
+    os.makedirs(folder, exist_ok=True)
     try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(assemble(page_files(), data, get_plotlyjs()))
-        os.replace(unfinished, out)
+        with open(unfinished, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        os.replace(unfinished, path)
     finally:
         if os.path.exists(unfinished):
             os.remove(unfinished)

@@ -71,7 +71,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
             rounded({name: row[name] for name in row if name != "details"}) for *_, row in ranked[:top]
         ],
         "replays": evidence.replays,
-        "notes": _messages(evidence.notes),
+        "notes": messages(evidence.notes),
         "skipped_lines": evidence.skipped,
     }
 
@@ -121,7 +121,7 @@ def _largest_parts(events: Sequence[Mapping[str, Any]], most: int) -> list[dict[
     return heapq.nlargest(most, parts, key=excess)
 
 
-def _messages(notes: Iterable[Mapping[str, Any]]) -> list[str]:
+def messages(notes: Iterable[Mapping[str, Any]]) -> list[str]:
     """The notes' messages, each once, with its steps."""
     steps: dict[str, list[int | None]] = {}
     for note in notes:

@@ -35,9 +35,9 @@ class SpikeConfig(BaseConfig):
             micro-batch is under its threshold), 'exhaustive' (every token over its threshold is found).
         spike_action (str): What becomes of the optimizer step. Options: 'log' (taken as usual), 'skip' (left out),
             'drop' (taken without the gradient of the tokens found), 'stop' (taken as usual; the run ends after
-            `spike_stop_after` spikes in as many steps).
-        spike_stop_after (int): For 'stop': after so many spikes in as many steps, the trainer saves a checkpoint and
-            ends the run.
+            repeated spikes).
+        spike_stop_after (int): For 'stop': after N spikes within N steps, N being this value, the trainer saves a
+            checkpoint and ends the run.
         spike_drill_step (int, optional): At this global step, a spike is planted beside training and searched, to show
             that it would be found.
         spike_log (bool, optional): Whether the trackers of `trainer.logger` get the spikes. None: where there is one

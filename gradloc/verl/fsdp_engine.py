@@ -319,8 +319,8 @@ def _response_cutter(inputs: Mapping[str, Any], like: Tensor) -> Callable[[Tenso
     ends = torch.tensor([len(row) for row in inputs["input_ids"]]).cumsum(0).unsqueeze(1)
     position = torch.arange(like.shape[1])
     is_response = position < responses
-    index = torch.where(is_response, ends - responses - 1 + position, 0).to(like.device)
-    is_response = is_response.to(like.device)
+    index = torch.where(is_response, ends - responses - 1 + position, 0).to(like.device, non_blocking=True)
+    is_response = is_response.to(like.device, non_blocking=True)
     return lambda values: torch.where(is_response, values[index], 0.0)
 
 

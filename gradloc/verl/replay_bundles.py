@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import verl
 from torch import Tensor, nn
 
 from ..bundles.layout import NotReplayableError, Row
@@ -100,7 +101,8 @@ def _context(module: nn.Module, config: Any, dtype: str, grad_clip: float | None
         "grad_clip": grad_clip,
         "checkpoint": last_checkpoint(config.bisect_dump_dir),
         "actor": jsonable(dataclasses.asdict(config)),
-        "versions": {name: importlib.metadata.version(name) for name in ("verl", "transformers")},
+        # verl may run from a checkout that is not installed, which importlib does not know.
+        "versions": {"verl": verl.__version__, "transformers": importlib.metadata.version("transformers")},
     }
 
 

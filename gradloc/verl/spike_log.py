@@ -22,7 +22,8 @@ from .trackers import TABLE_ROWS, TAKE_PAGE, TRACKERS, StepSpikes, table_rows
 
 logger = logging.getLogger(__name__)
 
-# verl's loggers that are no trackers: the first prints, and the process that writes the evidence logs its summaries.
+# verl's loggers that are no trackers: with these alone, `spike_log` is off unless it is set. The console has the
+# summaries already, from the process that writes the evidence; RL-Insight takes figures only.
 _NO_TRACKERS = frozenset({"console", "file", "rl_insight"})
 # With more evidence than this, no page is made: the driver would wait for it too long.
 _PAGE_BYTES = 64 * 2**20
@@ -125,6 +126,6 @@ def _without_secrets(error: Exception) -> str:
     """An error's message without passwords of addresses, and without what the environment's secrets hold."""
     text = re.sub(r"//[^/\s@]+@", "//…@", str(error))
     for name, value in os.environ.items():
-        if re.search("KEY|TOKEN|SECRET|PASSW", name.upper()) and len(value) > 3:
+        if re.search("KEY|TOKEN|SECRET|PASSW", name.upper()) and len(value) >= 8:
             text = text.replace(value, "…")
     return text

@@ -39,7 +39,7 @@ class SpikeStop:
         self._events: deque[tuple[int, int]] = deque()  # by step
 
     def is_due(self, metrics: Mapping[str, Any], step: int) -> bool:
-        """Takes in a step; returns whether there were `spike_stop_after` events in as many steps up to this one.
+        """Takes in a step; returns whether there were N events within the last N steps, N being `spike_stop_after`.
 
         Args:
             metrics (Mapping): Those of the actor, before or after they are reduced over its workers.
@@ -53,11 +53,11 @@ class SpikeStop:
         self._events.append((step, int(value)))
         while self._events[0][0] <= step - self._after:
             self._events.popleft()
-        return self._count() >= self._after and step < self._last_step
+        return self._is_due(step)
 
     def end_if_due(self, step: int) -> None:
         """Raises RepeatedSpikes if `is_due` has said so of this step. To be called when the step is logged."""
-        if self._after is None or self._count() < self._after or step >= self._last_step:
+        if self._after is None or not self._is_due(step):
             return
         count = self._count()
         spikes = "1 gradient spike" if count == 1 else f"{count} gradient spikes"
@@ -67,6 +67,9 @@ class SpikeStop:
             f"Training ends after step {step}, because of {spikes} in the last {steps} (spike_action=stop): "
             f"the evidence is in {self._evidence}, the checkpoint in {checkpoint}."
         )
+
+    def _is_due(self, step: int) -> bool:
+        return self._after is not None and self._count() >= self._after and step < self._last_step
 
     def _count(self) -> int:
         return sum(count for _, count in self._events)

@@ -73,9 +73,9 @@ class StepSpikes:
 
     @property
     def threshold_factor(self) -> float | None:
-        """The largest norm of a trigger divided by its threshold; None without a spike or for NaN and infinities."""
-        factors = [threshold_factor(event["trigger"]) for event in self.spikes]
-        return max(factors) if factors and all(map(math.isfinite, factors)) else None
+        """The largest finite norm of a trigger divided by its threshold; None if there is none."""
+        factors = (threshold_factor(event["trigger"]) for event in self.spikes)
+        return max(filter(math.isfinite, factors), default=None)
 
 
 def table_rows(event: Mapping[str, Any]) -> list[list[Any]]:

@@ -83,6 +83,28 @@ def test_the_culprits_of_both(runs: list[str], capsys: pytest.CaptureFixture[str
 def test_earlier_steps_can_be_left_out(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     before, after = compared(capsys, *runs, "--since", "8")["runs"]
     assert (before["steps"], before["spikes"], after["steps"], after["spikes"]) == (13, 2, 33, 1)
+    assert main([*runs, "--since", "25"]) == 0
+    printed = capsys.readouterr().out
+    assert "A has no step from 25 on" in printed and "B has no step" not in printed and "steps.jsonl" not in printed
+
+
+def test_what_the_files_lack_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = write(tmp_path / "a", [spike(3, {"position": 0, "norm": 900.0})] * 20, [0.5])
+    second = write(tmp_path / "b", [], [0.5])
+    with (tmp_path / "b" / "spikes.jsonl").open("w") as file:
+        file.write("not JSON\n")
+    before, after = compared(capsys, first, second)["runs"]
+    assert before["spikes"] == 16 and len(before["notes"]) == 1 and after["skipped_lines"] == 1
+    assert main([first, second]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"Note in the files of A: {before['notes'][0]}." in printed
+    assert "1 line of B skipped" in printed and "files of B" not in printed
+
+
+def test_top_is_for_one_run(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*runs, "--top", "3"])
+    assert "--top is for the evidence of one run" in capsys.readouterr().err
 
 
 def test_terminal_and_page_show_the_same(
@@ -93,7 +115,7 @@ def test_terminal_and_page_show_the_same(
     assert main([*runs, "--html", str(page)]) == 0
     printed, text = capsys.readouterr().out, page.read_text()
     assert f"The report: {page}" in printed and "\x1b" not in printed
-    for said in ("spikes per hundred steps", "2 culprits of both", "3 (75%)", f"A: {runs[0]}"):
+    for said in ("spikes per hundred steps", "2 culprits in both runs", "3 (75%)", f"A: {runs[0]}"):
         assert said in printed and said in text
     assert "<b>" in printed and "<b>" not in text and "&lt;b&gt;" in text
     assert "default-src 'none'" in text and "<script" not in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -128,6 +129,13 @@ def test_wandb_gets_a_growing_table_the_page_and_alerts(local: Path) -> None:
         items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         logged |= {items["_step"]: items} if items else {}
     assert [step for step, items in logged.items() if any("culprits" in name for name in items)] == [2, 3]
+
+
+@pytest.mark.parametrize(("norms", "factor"), [([3.0, math.nan, 4.0], 2.0), ([math.inf], None), ([], None)])
+def test_the_figure_of_a_step_is_its_largest_finite_one(norms: list[float], factor: float | None) -> None:
+    triggers = [{"kind": "unit", "norm": norm, "threshold": 2.0} for norm in norms]
+    events = [event(1, [], random.Random(1)) | {"trigger": trigger} for trigger in triggers]
+    assert trackers.StepSpikes(1, events, [], [], None).threshold_factor == factor
 
 
 @pytest.mark.every_target

@@ -6,8 +6,10 @@ import math
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -330,6 +332,28 @@ def test_a_comparison_that_runs_out_of_memory_is_left_out(
     assert capsys.readouterr().err == "float32, sdpa takes more memory than there is.\n"
 
 
+def test_one_model_at_a_time_is_in_memory(
+    bundle: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modules: list[weakref.ref[torch.nn.Module]] = []
+
+    def loaded(*arguments: Any) -> Any:
+        assert all(module() is None for module in modules), "the model before it is still in memory"
+        model = load(*arguments)
+        modules.append(weakref.ref(model.module))
+        return model
+
+    def measured(opened: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+        if len(modules) == 2:
+            raise torch.cuda.OutOfMemoryError("no memory")
+        return measure(opened, model, *arguments, **options)
+
+    monkeypatch.setattr(command, "load", loaded)
+    monkeypatch.setattr(command, "measure", measured)
+    assert main([str(bundle), "--model", str(kept / "model"), "--dtype", "bfloat16", "--json"]) == 0
+    assert len(modules) == 3 and len(json.loads(capsys.readouterr().out)["variants"]) == 1
+
+
 def test_other_weights_are_told_from_those_of_training(
     bundle: Path, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -429,12 +453,35 @@ def test_a_write_that_fails_leaves_nothing_behind(
     assert list((tmp_path / "replay").iterdir()) == [] and "No space left on device" in caplog.text
 
 
+def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = (0, 0)
+    micro_batch = SimpleNamespace(tokens={"weight": torch.tensor([[0.5, 0.5, 0.5, 0.25]])}, rows=[7])
+    norms = {(name, 0, position): [norm] for position, norm in enumerate([3.0, math.nan, 4.0, 2.0])}
+    search: Any = SimpleNamespace(measured=norms, micro_batches={name: micro_batch}, layers=["a"])
+    monkeypatch.setattr(layout, "MEASURED_TOKENS", 3)
+    found = recorder.measured_tokens(search, search.micro_batches)
+    assert [token["position"] for token in found] == [1, 2, 3]
+    assert [token["grad_norm"] for token in found[1:]] == [8.0, 8.0] and found[1]["row"] == 7
+
+
+def test_a_manifest_that_could_not_be_opened_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(layout, "MANIFEST_BYTES", 100)
+    assert [event["replay"] for event in spikes(tmp_path)] == [None]
+    assert "its manifest would take" in caplog.text and list((tmp_path / "replay").iterdir()) == []
+
+
+CULPRITS = [{"culprit": True, "replayed": norm} for norm in (50.0, 20.0, 9.0)]
+
+
 def result(**changes: Any) -> dict[str, Any]:
     """The part of a result that the sentences are made from."""
     unit = {"rank": 0, "micro_batch": 1, "norm": 50.0, "threshold": 10.0, "replayed": 50.0, "others": [50.0]}
     return {
         "units": [{**unit, **changes.pop("unit", {})}],
         "tokens": [],
+        "culprits": 3,
         "layers": [],
         "threshold": 10.0,
         "dtype": "float32",
@@ -465,6 +512,12 @@ def result(**changes: Any) -> dict[str, Any]:
             "The bundle is of step 3; the last checkpoint before it was /runs/global_step_2/actor.",
         ),
         ({"log_probs": {"tokens": 4, "nonfinite": 4, "mean": None, "max": None}}, "No log-prob is finite"),
+        ({"tokens": CULPRITS}, "2 of 3 culprits are over τ = 10 again."),
+        (
+            {"tokens": CULPRITS, "culprits": 40},
+            "2 of the 3 largest culprits, of 40 in all, are over τ = 10 again.",
+        ),
+        ({"tokens": CULPRITS[:1], "culprits": 1}, "The culprit is over τ = 10 again."),
         (
             {"layers": [{"layer": "a", "norm": 1.0, "replayed": 3.0, "others": []}]},
             "a carries 100% of the squared norm",
