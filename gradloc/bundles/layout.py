@@ -6,7 +6,6 @@ A bundle is a folder: `manifest.json`, its checksum, and a safetensors file for 
 pickled, so opening one runs no code.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,8 +29,6 @@ MEASURED_TOKENS = 2048
 MANIFEST_BYTES = 64 * 2**20
 BUNDLE_BYTES = 2**28
 TOTAL_BYTES = 2 * 2**30
-
-_TENSOR_FILE = re.compile(r"rank\d{1,6}-micro_batch\d{1,6}\.safetensors")
 
 # The names that the values of tokens have in a file begin with this.
 _TOKENS = "tokens."
@@ -85,11 +82,6 @@ class SavedMicroBatch:
 def tensor_file(rank: int, micro_batch: int) -> str:
     """The name of a micro-batch's file."""
     return f"rank{rank}-micro_batch{micro_batch}.safetensors"
-
-
-def is_tensor_file(name: object) -> bool:
-    """Whether it can be the name of a micro-batch's file; a path cannot."""
-    return isinstance(name, str) and _TENSOR_FILE.fullmatch(name) is not None
 
 
 def to_tensors(saved: SavedMicroBatch) -> dict[str, Tensor]:

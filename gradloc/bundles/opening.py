@@ -9,15 +9,57 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-from ..checks import is_finite_number
-from ..evidence.schema import EVENT, conforms
+from ..evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, list_of, object_with
 from ..measure.passes import UnitName
 from . import layout
 from .layout import SavedMicroBatch
 
-_HEX = set("0123456789abcdef")
+_NORM = {"anyOf": [{"type": "number", "minimum": 0}, {"enum": ["NaN", "Infinity"]}]}
+_NORM_OR_NULL = {"anyOf": [*_NORM["anyOf"], {"type": "null"}]}
+_NORMS_BY_LAYER = {"type": "object", "additionalProperties": _NORM}
+_OBJECT = {"type": "object"}
+
+# The form of each field of a manifest.
+_FORM: dict[str, dict[str, Any]] = {
+    "event": EVENT,
+    "layers": list_of(TEXT),
+    "micro_batches": list_of(
+        object_with(
+            {
+                "rank": INDEX,
+                "micro_batch": INDEX,
+                "rows": list_of(INDEX),
+                "file": TEXT,
+                "bytes": INDEX,
+                "sha256": TEXT,
+                "norm": _NORM_OR_NULL,
+                "threshold": _NORM,
+                "layer_norms": _NORMS_BY_LAYER,
+            }
+        )
+    ),
+    "left_out": INDEX,
+    "measured": list_of(
+        object_with(
+            {
+                "rank": INDEX,
+                "micro_batch": INDEX,
+                "row": INDEX,
+                "position": INDEX,
+                "grad_norm": _NORM,
+                "layer_norms": _NORMS_BY_LAYER,
+            }
+        )
+    ),
+    "model": _OBJECT,
+    "versions": _OBJECT,
+    "actor": _OBJECT,
+    "checkpoint": TEXT_OR_NULL,
+    "dtype": TEXT,
+    "grad_clip": _NORM_OR_NULL,
+}
 
 
 class BundleError(ValueError):
@@ -95,47 +137,21 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _problem(manifest: Mapping[str, Any]) -> str | None:
     """What is wrong with the form of a manifest; None if nothing is."""
-    if not conforms(manifest.get("event"), EVENT):
-        return "its event is not one of this version"
-    layers = manifest.get("layers")
-    if not _is_list_of(layers, str) or len(set(layers)) != len(layers) or not layers:
+    for name, form in _FORM.items():
+        if name not in manifest or not conforms(manifest[name], form):
+            return f"its {name} is missing or has another form"
+    layers, files = manifest["layers"], manifest["micro_batches"]
+    if not layers or len(set(layers)) != len(layers):
         return "its layers are not a list of names"
-    files = manifest.get("micro_batches")
-    if not _is_list_of(files, dict) or not files:
+    if not files:
         return "it has no micro-batch"
     for entry in files:
-        if not layout.is_tensor_file(entry.get("file")):
-            return f"{entry.get('file')!r} is not the name of a file of a bundle"
-        numbers = [entry.get(name) for name in ("rank", "micro_batch", "bytes")]
-        if not all(_is_index(value) for value in numbers) or entry["file"] != layout.tensor_file(*numbers[:2]):
-            return "a micro-batch has no place or size"
-        if not (_is_list_of(entry.get("rows"), int) and all(_is_index(row) for row in entry["rows"])):
-            return "the rows of a micro-batch are not numbers"
-        if not (isinstance(entry.get("sha256"), str) and len(entry["sha256"]) == 64 and set(entry["sha256"]) <= _HEX):
-            return "a micro-batch has no checksum"
-        if not (_is_norm(entry.get("norm"), True) and _is_norm(entry.get("threshold"))):
-            return "a micro-batch has no norm"
-        if not _are_norms(entry.get("layer_norms"), layers):
-            return "the layers of a micro-batch are not those of the model"
+        if entry["file"] != layout.tensor_file(entry["rank"], entry["micro_batch"]):
+            return f"{entry['file']!r} is not the name of the file of its micro-batch"
     if len({entry["file"] for entry in files}) != len(files):
         return "it names a micro-batch twice"
-    tokens = manifest.get("measured")
-    if not _is_list_of(tokens, dict):
-        return "its tokens are not a list"
-    for token in tokens:
-        places = [token.get(name) for name in ("rank", "micro_batch", "row", "position")]
-        if not (all(map(_is_index, places)) and _is_norm(token.get("grad_norm"))):
-            return "a token has no place or norm"
-        if not _are_norms(token.get("layer_norms"), layers):
-            return "the layers of a token are not those of the model"
-    if not all(isinstance(manifest.get(name), dict) for name in ("model", "versions", "actor")):
-        return "it lacks the model, the versions or the actor's settings"
-    if not (manifest.get("checkpoint") is None or isinstance(manifest["checkpoint"], str)):
-        return "its checkpoint is not a path"
-    if not isinstance(manifest.get("dtype"), str) or not _is_index(manifest.get("left_out")):
-        return "it lacks the dtype"
-    if not _is_norm(manifest.get("grad_clip"), True):
-        return "its grad_clip is not a number"
+    if not all(set(layers).issuperset(entry["layer_norms"]) for entry in [*files, *manifest["measured"]]):
+        return "the layers of its norms are not those of the model"
     return None
 
 
@@ -181,25 +197,3 @@ def _read(path: Path, most: int) -> bytes:
     if found.st_size > most:
         raise BundleError(f"{path.name} is larger than it may be: {found.st_size:,} bytes, and {most:,} are expected.")
     return path.read_bytes()
-
-
-def _is_list_of(value: object, kind: type) -> TypeGuard[list[Any]]:
-    return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
-
-
-def _is_index(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_norm(value: object, or_null: bool = False) -> bool:
-    """Whether it is a norm as JSON has it: a number from 0 on, or the word for NaN or infinity."""
-    if value is None:
-        return or_null
-    if isinstance(value, str):
-        return value in ("NaN", "Infinity")
-    return is_finite_number(value) and value >= 0
-
-
-def _are_norms(value: object, layers: list[str]) -> bool:
-    """Whether it has a norm for each of these layers, or is empty."""
-    return isinstance(value, dict) and set(value) <= set(layers) and all(map(_is_norm, value.values()))

@@ -6,76 +6,79 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..evidence.schema import conforms
+from ..evidence.schema import (
+    INDEX,
+    INTEGER_OR_NULL,
+    NUMBER,
+    NUMBER_OR_NULL,
+    TEXT,
+    TEXT_OR_NULL,
+    conforms,
+    list_of,
+    object_with,
+)
 from . import layout
 
 _FILES = 64
 _FILE_BYTES = 8 * 2**20
 
-_NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
-_NUMBER_OR_NULL = {"anyOf": [*_NUMBER["anyOf"], {"type": "null"}]}
-_INDEX = {"type": "integer", "minimum": 0}
-_TEXT = {"type": "string"}
-_TEXT_OR_NULL = {"type": ["string", "null"]}
-
-
-def _list(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-def _object(**fields: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": fields, "required": list(fields)}
-
-
-RESULT = _object(
-    format={"const": layout.FORMAT},
-    kind={"const": layout.RESULT_KIND},
-    time=_TEXT,
-    bundle=_TEXT,
-    global_step={"type": ["integer", "null"]},
-    epoch=_INDEX,
-    mini_batch=_INDEX,
-    model=_TEXT,
-    device=_TEXT,
-    variant=_TEXT,
-    variants=_list(_TEXT),
-    recorded=_TEXT,
-    notes=_list(_TEXT),
-    sentences=_list(_TEXT),
-    log_probs=_object(tokens=_INDEX, nonfinite=_INDEX, mean=_NUMBER_OR_NULL, max=_NUMBER_OR_NULL),
-    units=_list(
-        _object(
-            rank=_INDEX,
-            micro_batch=_INDEX,
-            rows=_INDEX,
-            norm=_NUMBER_OR_NULL,
-            threshold=_NUMBER,
-            replayed=_NUMBER,
-            others=_list(_NUMBER),
-            rest=_NUMBER_OR_NULL,
-        )
-    ),
-    tokens=_list(
-        _object(
-            rank=_INDEX,
-            micro_batch=_INDEX,
-            row=_INDEX,
-            position=_INDEX,
-            token_id=_INDEX,
-            culprit={"type": "boolean"},
-            source=_TEXT_OR_NULL,
-            grad_norm=_NUMBER_OR_NULL,
-            replayed=_NUMBER,
-            others=_list(_NUMBER),
-            log_prob=_NUMBER,
-            replayed_log_prob=_NUMBER,
-            layer=_TEXT_OR_NULL,
-            layer_norm=_NUMBER_OR_NULL,
-            replayed_layer_norm=_NUMBER_OR_NULL,
-        )
-    ),
-    layers=_list(_object(layer=_TEXT, norm=_NUMBER_OR_NULL, replayed=_NUMBER, others=_list(_NUMBER))),
-    remedies=_list(_object(name=_TEXT, norm=_NUMBER, meaning=_TEXT)),
+RESULT = object_with(
+    {
+        "format": {"const": layout.FORMAT},
+        "kind": {"const": layout.RESULT_KIND},
+        "time": TEXT,
+        "bundle": TEXT,
+        "global_step": INTEGER_OR_NULL,
+        "epoch": INDEX,
+        "mini_batch": INDEX,
+        "model": TEXT,
+        "device": TEXT,
+        "variant": TEXT,
+        "variants": list_of(TEXT),
+        "recorded": TEXT,
+        "notes": list_of(TEXT),
+        "sentences": list_of(TEXT),
+        "log_probs": object_with({"tokens": INDEX, "nonfinite": INDEX, "mean": NUMBER_OR_NULL, "max": NUMBER_OR_NULL}),
+        "units": list_of(
+            object_with(
+                {
+                    "rank": INDEX,
+                    "micro_batch": INDEX,
+                    "rows": INDEX,
+                    "norm": NUMBER_OR_NULL,
+                    "threshold": NUMBER,
+                    "replayed": NUMBER,
+                    "others": list_of(NUMBER),
+                    "rest": NUMBER_OR_NULL,
+                }
+            )
+        ),
+        "tokens": list_of(
+            object_with(
+                {
+                    "rank": INDEX,
+                    "micro_batch": INDEX,
+                    "row": INDEX,
+                    "position": INDEX,
+                    "token_id": INDEX,
+                    "culprit": {"type": "boolean"},
+                    "source": TEXT_OR_NULL,
+                    "grad_norm": NUMBER_OR_NULL,
+                    "replayed": NUMBER,
+                    "others": list_of(NUMBER),
+                    "log_prob": NUMBER,
+                    "replayed_log_prob": NUMBER,
+                    "layer": TEXT_OR_NULL,
+                    "layer_norm": NUMBER_OR_NULL,
+                    "replayed_layer_norm": NUMBER_OR_NULL,
+                }
+            )
+        ),
+        "layers": list_of(
+            object_with({"layer": TEXT, "norm": NUMBER_OR_NULL, "replayed": NUMBER, "others": list_of(NUMBER)})
+        ),
+        "remedies": list_of(object_with({"name": TEXT, "norm": NUMBER, "meaning": TEXT})),
+    }
 )
 
 

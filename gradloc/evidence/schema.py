@@ -12,19 +12,20 @@ from .sources import SOURCES
 SCHEMA = 3
 
 # JSON has no NaN and no infinities, so they are strings.
-_NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
-_NUMBER_OR_NULL = {"anyOf": [*_NUMBER["anyOf"], {"type": "null"}]}
+NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+NUMBER_OR_NULL = {"anyOf": [*NUMBER["anyOf"], {"type": "null"}]}
 _POSITIVE = {"type": "number", "exclusiveMinimum": 0}
-_INDEX = {"type": "integer", "minimum": 0}
-_INTEGER_OR_NULL = {"type": ["integer", "null"]}
-_TEXT = {"type": "string"}
-_TEXT_OR_NULL = {"type": ["string", "null"]}
+INDEX = {"type": "integer", "minimum": 0}
+INTEGER_OR_NULL = {"type": ["integer", "null"]}
+TEXT = {"type": "string"}
+TEXT_OR_NULL = {"type": ["string", "null"]}
 _SOURCE = {"enum": list(SOURCES)}
-_NUMBERS = {"type": "array", "items": _NUMBER}
-_NUMBERS_BY_LAYER = {"type": "object", "additionalProperties": _NUMBER}
+_NUMBERS = {"type": "array", "items": NUMBER}
+_NUMBERS_BY_LAYER = {"type": "object", "additionalProperties": NUMBER}
 
 
-def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+def object_with(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    """The schema of an object with these fields."""
     return {
         "type": "object",
         "properties": {**required, **optional},
@@ -33,7 +34,8 @@ def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
     }
 
 
-def _list(items: dict[str, Any]) -> dict[str, Any]:
+def list_of(items: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a list of these items."""
     return {"type": "array", "items": items}
 
 
@@ -43,118 +45,118 @@ def _without_need(form: dict[str, Any], *optional: str, **changed: Any) -> dict[
     return {**form, "properties": {**form["properties"], **changed}, "required": required}
 
 
-_REST = _object({"tokens": _INDEX, "norm": _NUMBER, "threshold": _NUMBER})
+_REST = object_with({"tokens": INDEX, "norm": NUMBER, "threshold": NUMBER})
 
-_UNIT = _object(
+_UNIT = object_with(
     {
-        "rank": _INDEX,
-        "micro_batch": _INDEX,
-        "rows": _INDEX,
-        "tokens": _INDEX,
-        "broken_tokens": _INDEX,
-        "norm": _NUMBER,
-        "threshold": _NUMBER,
-        "token_equivalent": _NUMBER,
+        "rank": INDEX,
+        "micro_batch": INDEX,
+        "rows": INDEX,
+        "tokens": INDEX,
+        "broken_tokens": INDEX,
+        "norm": NUMBER,
+        "threshold": NUMBER,
+        "token_equivalent": NUMBER,
         "layer_norms": _NUMBERS_BY_LAYER,
         "rest": {"anyOf": [_REST, {"type": "null"}]},
     }
 )
 
-_LARGEST_TOKEN = _object({"row": _INDEX, "position": _INDEX, "grad_norm": _NUMBER, "share": _NUMBER_OR_NULL})
+_LARGEST_TOKEN = object_with({"row": INDEX, "position": INDEX, "grad_norm": NUMBER, "share": NUMBER_OR_NULL})
 
-_DIFFUSE = _object(
+_DIFFUSE = object_with(
     {
-        "rank": _INTEGER_OR_NULL,
-        "micro_batch": _INDEX,
-        "rows": _list(_INDEX),
-        "tokens": _INDEX,
-        "norm": _NUMBER,
-        "threshold": _NUMBER,
-        "largest_tokens": _list(_LARGEST_TOKEN),
+        "rank": INTEGER_OR_NULL,
+        "micro_batch": INDEX,
+        "rows": list_of(INDEX),
+        "tokens": INDEX,
+        "norm": NUMBER,
+        "threshold": NUMBER,
+        "largest_tokens": list_of(_LARGEST_TOKEN),
     }
 )
 
-_CULPRIT = _object(
+_CULPRIT = object_with(
     {
-        "rank": _INDEX,
-        "micro_batch": _INDEX,
-        "row": _INDEX,
-        "position": _INDEX,
+        "rank": INDEX,
+        "micro_batch": INDEX,
+        "row": INDEX,
+        "position": INDEX,
         "token_id": {"type": "integer"},
-        "grad_norm": _NUMBER,
+        "grad_norm": NUMBER,
         "threshold": _POSITIVE,
-        "weight": _NUMBER,
-        "coefficient": _NUMBER,
-        "suspicion": _NUMBER,
-        "share": _NUMBER_OR_NULL,
-        "advantage": _NUMBER_OR_NULL,
-        "kl_coefficient": _NUMBER_OR_NULL,
+        "weight": NUMBER,
+        "coefficient": NUMBER,
+        "suspicion": NUMBER,
+        "share": NUMBER_OR_NULL,
+        "advantage": NUMBER_OR_NULL,
+        "kl_coefficient": NUMBER_OR_NULL,
         "behind_end": {"type": ["boolean", "null"]},
-        "log_prob": _NUMBER,
-        "old_log_prob": _NUMBER_OR_NULL,
-        "ratio": _NUMBER_OR_NULL,
-        "ref_log_prob": _NUMBER_OR_NULL,
-        "entropy": _NUMBER_OR_NULL,
-        "rollout_log_prob": _NUMBER_OR_NULL,
-        "rollout_ratio": _NUMBER_OR_NULL,
-        "sequence_ratio": _NUMBER_OR_NULL,
-        "misaligned_share": _NUMBER_OR_NULL,
+        "log_prob": NUMBER,
+        "old_log_prob": NUMBER_OR_NULL,
+        "ratio": NUMBER_OR_NULL,
+        "ref_log_prob": NUMBER_OR_NULL,
+        "entropy": NUMBER_OR_NULL,
+        "rollout_log_prob": NUMBER_OR_NULL,
+        "rollout_ratio": NUMBER_OR_NULL,
+        "sequence_ratio": NUMBER_OR_NULL,
+        "misaligned_share": NUMBER_OR_NULL,
         "layer_norms": _NUMBERS_BY_LAYER,
         "source": _SOURCE,
-        "sources": _list(_SOURCE),
+        "sources": list_of(_SOURCE),
         "response_suspicion": {"anyOf": [_NUMBERS, {"type": "null"}]},
-        "response_kl": {"anyOf": [_object({"k1": _NUMBERS, "k2": _NUMBERS, "k3": _NUMBERS}), {"type": "null"}]},
+        "response_kl": {"anyOf": [object_with({"k1": _NUMBERS, "k2": _NUMBERS, "k3": _NUMBERS}), {"type": "null"}]},
     },
     # The trainer adds these.
-    token=_TEXT_OR_NULL,
-    context=_TEXT_OR_NULL,
-    prompt=_TEXT_OR_NULL,
-    response=_TEXT_OR_NULL,
-    response_tokens={"anyOf": [{"type": "array", "items": _TEXT}, {"type": "null"}]},
-    response_tokens_start=_INDEX,
+    token=TEXT_OR_NULL,
+    context=TEXT_OR_NULL,
+    prompt=TEXT_OR_NULL,
+    response=TEXT_OR_NULL,
+    response_tokens={"anyOf": [{"type": "array", "items": TEXT}, {"type": "null"}]},
+    response_tokens_start=INDEX,
     ground_truth={},
-    reward=_NUMBER_OR_NULL,
-    data_source=_TEXT_OR_NULL,
-    uid=_TEXT_OR_NULL,
+    reward=NUMBER_OR_NULL,
+    data_source=TEXT_OR_NULL,
+    uid=TEXT_OR_NULL,
 )
 
 # A spike that was planted beside training to test the detection.
-_DRILL = _object(
+_DRILL = object_with(
     {
-        "planted": {"anyOf": [_object({"rank": _INDEX, "row": _INDEX, "position": _INDEX}), {"type": "null"}]},
+        "planted": {"anyOf": [object_with({"rank": INDEX, "row": INDEX, "position": INDEX}), {"type": "null"}]},
         "found": {"type": "boolean"},
-        "passes": _INDEX,
+        "passes": INDEX,
     }
 )
 
 EVENT = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "A gradient spike and the tokens behind it",
-    **_object(
+    **object_with(
         {
             "schema": {"const": SCHEMA},
             "time": {"type": "string"},
-            "global_step": _INTEGER_OR_NULL,
-            "epoch": _INDEX,
-            "mini_batch": _INDEX,
-            "trigger": _object({"kind": {"enum": ["unit", "global"]}, "norm": _NUMBER, "threshold": _NUMBER}),
+            "global_step": INTEGER_OR_NULL,
+            "epoch": INDEX,
+            "mini_batch": INDEX,
+            "trigger": object_with({"kind": {"enum": ["unit", "global"]}, "norm": NUMBER, "threshold": NUMBER}),
             "threshold": _POSITIVE,
-            "global_norm": _NUMBER,
-            "global_threshold": _NUMBER,
+            "global_norm": NUMBER,
+            "global_threshold": NUMBER,
             "ordinary_layer_norms": {"anyOf": [_NUMBERS_BY_LAYER, {"type": "null"}]},
             "diagnosis": {"enum": ["tokens", "diffuse", "nonfinite", "overflow", "incomplete"]},
             "until": {"enum": ["explained", "exhaustive"]},
             "explained": {"type": ["boolean", "null"]},
             "more_tokens": {"type": ["integer", "null"], "minimum": 0},
-            "micro_batches": _INDEX,
-            "units": _list(_UNIT),
-            "culprits": _list(_CULPRIT),
-            "diffuse": _list(_DIFFUSE),
-            "passes": _INDEX,
-            "budget": _INDEX,
+            "micro_batches": INDEX,
+            "units": list_of(_UNIT),
+            "culprits": list_of(_CULPRIT),
+            "diffuse": list_of(_DIFFUSE),
+            "passes": INDEX,
+            "budget": INDEX,
             "complete": {"type": "boolean"},
-            "open_segments": _list(
-                _object({"rank": _INTEGER_OR_NULL, "micro_batch": _INDEX, "tokens": _INDEX, "threshold": _NUMBER})
+            "open_segments": list_of(
+                object_with({"rank": INTEGER_OR_NULL, "micro_batch": INDEX, "tokens": INDEX, "threshold": NUMBER})
             ),
             "action": {"enum": ["log", "skip", "drop", "stop"]},
             "applied": {"type": "boolean"},
@@ -162,25 +164,27 @@ EVENT = {
                 "anyOf": [
                     {
                         "type": "object",
-                        "additionalProperties": _object({"norm": _NUMBER, "bound": _NUMBER_OR_NULL, "factor": _NUMBER}),
+                        "additionalProperties": object_with(
+                            {"norm": NUMBER, "bound": NUMBER_OR_NULL, "factor": NUMBER}
+                        ),
                     },
                     {"type": "null"},
                 ]
             },
-            "summary": _TEXT,
-            "median_advantage": _NUMBER_OR_NULL,
-            "median_weight": _NUMBER_OR_NULL,
+            "summary": TEXT,
+            "median_advantage": NUMBER_OR_NULL,
+            "median_weight": NUMBER_OR_NULL,
             "seconds": {"type": "number"},
             "search": {"enum": ["local", "reduced"]},
             "world_size": {"type": "integer", "minimum": 1},
             "loss_scale": _POSITIVE,
-            "error": _TEXT_OR_NULL,
+            "error": TEXT_OR_NULL,
         },
         # Older events lack these.
-        gradloc_version=_TEXT,
+        gradloc_version=TEXT,
         drill={"anyOf": [_DRILL, {"type": "null"}]},
-        fault=_TEXT_OR_NULL,
-        replay=_TEXT_OR_NULL,
+        fault=TEXT_OR_NULL,
+        replay=TEXT_OR_NULL,
     ),
 }
 
@@ -192,7 +196,7 @@ EVENT_2 = _without_need(
     "median_weight",
     "micro_batches",
     schema={"const": 2},
-    culprits=_list(_without_need(_CULPRIT, "sources", "kl_coefficient", "behind_end")),
+    culprits=list_of(_without_need(_CULPRIT, "sources", "kl_coefficient", "behind_end")),
 )
 
 # Version 1 has no field for whether the culprits explain the spike.
@@ -202,18 +206,18 @@ EVENT_1 = _without_need(
     "explained",
     "more_tokens",
     schema={"const": 1},
-    units=_list(_without_need(_UNIT, "rest")),
-    diffuse=_list(_without_need(_DIFFUSE, largest_tokens=_list(_without_need(_LARGEST_TOKEN, "share")))),
+    units=list_of(_without_need(_UNIT, "rest")),
+    diffuse=list_of(_without_need(_DIFFUSE, largest_tokens=list_of(_without_need(_LARGEST_TOKEN, "share")))),
 )
 
 NOTE = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "What was left out of the file at this place",
-    **_object(
+    **object_with(
         {
             "schema": {"enum": [1, 2, SCHEMA]},
             "time": {"type": "string"},
-            "global_step": _INTEGER_OR_NULL,
+            "global_step": INTEGER_OR_NULL,
             "note": {"enum": ["text_limit", "rate_limit", "size_limit"]},
             "count": {"type": "integer", "minimum": 1},
             "message": {"type": "string"},
@@ -224,19 +228,19 @@ NOTE = {
 STEP = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "The figures of one step: a line of steps.jsonl",
-    **_object(
+    **object_with(
         {
             "schema": {"const": SCHEMA},
             "time": {"type": "string"},
-            "global_step": _INTEGER_OR_NULL,
-            "threshold": _NUMBER_OR_NULL,
-            "token_norm_max": _NUMBER_OR_NULL,
-            "spike_margin": _NUMBER_OR_NULL,
-            "ratio_max": _NUMBER_OR_NULL,
-            "ratio_p999": _NUMBER_OR_NULL,
-            "rollout_ratio_max": _NUMBER_OR_NULL,
-            "unlikely_share": _NUMBER_OR_NULL,
-            "triggered": _NUMBER_OR_NULL,
+            "global_step": INTEGER_OR_NULL,
+            "threshold": NUMBER_OR_NULL,
+            "token_norm_max": NUMBER_OR_NULL,
+            "spike_margin": NUMBER_OR_NULL,
+            "ratio_max": NUMBER_OR_NULL,
+            "ratio_p999": NUMBER_OR_NULL,
+            "rollout_ratio_max": NUMBER_OR_NULL,
+            "unlikely_share": NUMBER_OR_NULL,
+            "triggered": NUMBER_OR_NULL,
         }
     ),
 }
@@ -259,7 +263,7 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
     too large for a float does not conform: no value of an event is that large.
     """
     # Most values in a file are floats, for which the type is the only check, so testing it first makes reading fast.
-    if type(value) is float and (schema is _NUMBER or schema is _NUMBER_OR_NULL):
+    if type(value) is float and (schema is NUMBER or schema is NUMBER_OR_NULL):
         return True
     if "anyOf" in schema:
         return any(conforms(value, option) for option in schema["anyOf"])
@@ -292,5 +296,5 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
 
 def _all_plain(values: Iterable[Any], schema: dict[str, Any]) -> bool:
     """Whether all values are floats, or all are strings, and the schema checks nothing else."""
-    plain = float if schema is _NUMBER else str if schema is _TEXT else None
+    plain = float if schema is NUMBER else str if schema is TEXT else None
     return plain is not None and set(map(type, values)) <= {plain}
