@@ -44,7 +44,7 @@ class _Kept:
     Args:
         event (Mapping): The event.
         investigation (Investigation): Its search.
-        micro_batches (Mapping[UnitName, MicroBatch]): The loudest micro-batches.
+        micro_batches (Mapping[UnitName, MicroBatch]): The micro-batches that are kept.
         left_out (int): How many more were over their threshold.
         squared_norms (Tensor, optional): The squared norms by layer of the reduced gradient.
     """
@@ -97,7 +97,7 @@ class Recorder:
         ranks_per_unit: int,
         squared_norms: Tensor | None,
     ) -> str | None:
-        """Keeps an event's loudest micro-batches. A collective call.
+        """Keeps the micro-batches of an event that `loud_units` names. A collective call.
 
         Args:
             event (Mapping): The event, the same on every rank.

@@ -64,7 +64,7 @@ def _is_unsampled(culprit: Culprit, _: Medians) -> bool:
     rollout = culprit["rollout_log_prob"]
     if rollout is None:
         return bool(culprit["behind_end"])
-    if rollout != 0:  # a finite log-prob shows that the rollout sampled it, even behind an end token
+    if rollout != 0:  # a finite log-prob shows that the rollout sampled it, even after an end token
         return not math.isfinite(rollout)
     return bool(culprit["behind_end"]) or culprit["log_prob"] < math.log(UNSAMPLED)
 

@@ -155,7 +155,7 @@ def _distance(bundle: Bundle, measured: Measured) -> dict[str, Any]:
 
 
 def _remedies(bundle: Bundle, unit: Norms, rest: Norms | None) -> list[dict[str, Any]]:
-    """What would have been left of the loudest micro-batch's gradient."""
+    """What would have been left of the first micro-batch's gradient."""
     event, entry = bundle.event, bundle.manifest["micro_batches"][0]
     found = []
     clip, norm = bundle.manifest["grad_clip"], float(event["global_norm"])

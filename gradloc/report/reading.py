@@ -27,7 +27,7 @@ DETAILED = 500
 # The maximum number of rows on the page, which would be slow with more; the largest are kept.
 PAGE_ROWS = 5_000
 
-# A culprit behind what it is sorted by: its size, and among equals the first; and behind the index of its event.
+# A culprit after what it is sorted by (its size; among equals, the first comes first) and the index of its event.
 RankedCulprit = tuple[float, int, int, dict[str, Any]]
 
 

@@ -42,8 +42,8 @@ class SpikeConfig(BaseConfig):
             that it would be found.
         spike_log (bool, optional): Whether the trackers of `trainer.logger` get the spikes. None: where there is one
             besides 'console' and 'file'.
-        spike_replay (int): At most so many bundles are kept in bisect_dump_dir/replay, one for each spike, with which
-            its loudest micro-batches can be computed again elsewhere. 0: none.
+        spike_replay (int): The largest number of bundles in bisect_dump_dir/replay, one for each spike: what its
+            micro-batches need to be computed again on one machine. 0: none.
         layer_clip (LayerClipConfig): Configuration for clipping layer by layer.
     """
 

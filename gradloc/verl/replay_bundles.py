@@ -79,7 +79,7 @@ def _unpadded(input_ids: Tensor, position_ids: Tensor, valid: Tensor, prompt_wid
     places = valid.nonzero().flatten()
     start = int(places[0]) if len(places) else 0
     stop = int(places[-1]) + 1 if len(places) else 0
-    if stop - start != len(places) or (stop > prompt_width and start > prompt_width):
+    if stop - start != len(places) or start > prompt_width:
         raise NotReplayableError("an attention mask has a hole, which a replay without padding cannot compute")
     return Row(
         input_ids[start:stop].cpu(),

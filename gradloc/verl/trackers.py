@@ -24,7 +24,7 @@ _SENTENCES = 3
 # Seconds between two alerts by e-mail or chat.
 _ALERT_SECONDS = 600
 
-# The columns of the table. Those behind the first three are fields of a culprit.
+# The columns of the table. Those after the first three are fields of a culprit.
 _NUMBERS = ("grad_norm", "threshold", "share", "advantage", "ratio", "log_prob", "reward")
 COLUMNS = (
     *("step", "diagnosis", "action", "source", "token", "context"),

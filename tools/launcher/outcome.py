@@ -100,7 +100,7 @@ def _files(evidence: Path, name: str) -> list[Path]:
 
 
 def _lines(evidence: Path, name: str, start: int) -> Iterator[bytes]:
-    """The lines behind the first bytes of all files together."""
+    """The lines after the first bytes of all files together."""
     for file in _files(evidence, name):
         size = file.stat().st_size
         if start < size:
