@@ -5,6 +5,7 @@
 import hashlib
 import json
 import stat
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,8 @@ from ..measure.passes import UnitName
 from . import layout
 from .layout import SavedMicroBatch
 
-_NORM = {"anyOf": [{"type": "number", "minimum": 0}, {"enum": ["NaN", "Infinity"]}]}
+_FINITE = {"type": "number", "minimum": 0, "maximum": sys.float_info.max}
+_NORM = {"anyOf": [_FINITE, {"enum": ["NaN", "Infinity"]}]}
 _NORM_OR_NULL = {"anyOf": [*_NORM["anyOf"], {"type": "null"}]}
 _NORMS_BY_LAYER = {"type": "object", "additionalProperties": _NORM}
 _OBJECT = {"type": "object"}
@@ -139,7 +141,7 @@ def _problem(manifest: Mapping[str, Any]) -> str | None:
     """What is wrong with the form of a manifest; None if nothing is."""
     for name, form in _FORM.items():
         if name not in manifest or not conforms(manifest[name], form):
-            return f"its {name} is missing or has another form"
+            return f"its field {name!r} is missing or malformed"
     layers, files = manifest["layers"], manifest["micro_batches"]
     if not layers or len(set(layers)) != len(layers):
         return "its layers are not a list of names"

@@ -290,6 +290,8 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
     if isinstance(value, (int, float)):
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             return False
+        if value > schema.get("maximum", math.inf):
+            return False
         return value >= schema.get("minimum", value) and value > schema.get("exclusiveMinimum", -math.inf)
     return True
 

@@ -101,8 +101,8 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> dict[str, object]:
         model = None  # that of the last variant makes room, also where it ran out of memory
         try:
             model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
-            notes += [note for note in model.notes if note not in notes]
             found = measure(bundle, model, tokens, culprits, rests=variant == main_variant)
+            notes += [note for note in model.notes if note not in notes]
         except (WrongModelError, torch.cuda.OutOfMemoryError) as error:
             reason = str(error) if isinstance(error, WrongModelError) else f"{variant} takes more memory than there is."
             if variant == main_variant:

@@ -57,7 +57,7 @@ class SpikeStop:
 
     def end_if_due(self, step: int) -> None:
         """Raises RepeatedSpikes if `is_due` has said so of this step. To be called when the step is logged."""
-        if self._after is None or not self._is_due(step):
+        if not self._is_due(step):
             return
         count = self._count()
         spikes = "1 gradient spike" if count == 1 else f"{count} gradient spikes"

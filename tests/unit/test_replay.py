@@ -189,13 +189,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "later format": (lambda b: resign(b, lambda m: m.update(format=9)), "has format 9"),
     "something else": (lambda b: resign(b, lambda m: m.update(kind="cake")), "is not that of a replay bundle"),
-    "no event": (lambda b: resign(b, lambda m: m.pop("event")), "its event is missing or has another form"),
+    "no event": (lambda b: resign(b, lambda m: m.pop("event")), "its field 'event' is missing or malformed"),
     "huge": (lambda b: resign(b, lambda m: m["micro_batches"][0].update(bytes=10**15)), "which is too much"),
     "negative": (
         lambda b: resign(b, lambda m: m["micro_batches"][0].update(bytes=-1)),
-        "its micro_batches is missing or has another form",
+        "its field 'micro_batches' is missing or malformed",
     ),
-    "endless norm": (lambda b: resign(b, lambda m: m["micro_batches"][0].update(norm=10**400)), "another form"),
+    "endless norm": (
+        lambda b: resign(b, lambda m: m["micro_batches"][0].update(norm=10**400)),
+        "its field 'micro_batches' is missing or malformed",
+    ),
+    "infinite norm": (
+        lambda b: resign(b, lambda m: m["micro_batches"][0].update(norm=math.inf)),
+        "its field 'micro_batches' is missing or malformed",
+    ),
     "other layers": (lambda b: resign(b, lambda m: m.update(layers=["a"])), "are not those of the model"),
     "far token": (
         lambda b: resign(b, lambda m: m["event"]["culprits"][0].update(position=99)),
