@@ -32,6 +32,7 @@ from .layers.reduced_norms import ReducedNorms
 from .measure.local_norms import LocalNorms
 from .measure.meter import Level, LocalMeter, Meter, ReducedMeter, Unit
 from .measure.passes import Forward, MicroBatch, Passes, UnitName
+from .measure.token_weights import square_weight
 from .search.investigation import Investigation
 from .version import __version__
 
@@ -51,7 +52,8 @@ class _Gradient:
         micro_batches (list[MicroBatch]): This rank's.
         scale (float): The loss scale.
         squares (Tensor): The squared local norms of this rank's micro-batches, shape (micro-batches, layers).
-        square_weights (Tensor): Σ w_t² of this rank's micro-batches, shape (micro-batches,).
+        square_weights (Tensor): Σ w_t² over the movable tokens of each of this rank's micro-batches, shape
+            (micro-batches,).
         by_rank (Tensor): The figures of all ranks, shape (ranks, figures).
         level (Level): Its size, the same on every rank.
         global_norm (float | None): The reduced gradient's norm; None while it has not been measured.
@@ -322,7 +324,7 @@ class GradLoc:
             self._token_norm_max, self._threshold_of_max = level.token_norm, self._threshold
         self._early_warning.take_in_margin(level.token_norm, self._threshold)
         if not self._is_spike(gradient, threshold):
-            if level.token_norm <= threshold:
+            if level.token_norm <= threshold and level.root_mean_square:  # else no token could move
                 self._ordinary = level.root_mean_square
                 self._ordinary_squares = gradient.squares.sum(0), gradient.square_weights.sum()
             return True
@@ -429,10 +431,12 @@ class GradLoc:
     ) -> _Gradient:
         """The mini-batch's gradient with the planted token's coefficient raised; it replaces the current gradient."""
         unit, scale = units[planted.unit], gradient.scale
-        needed = threshold * unit.root_square_weight + _known(unit.norm)
+        # The planted token may be one that could not move, and so did not count.
+        needed = threshold * math.hypot(unit.root_square_weight, planted.weight) + _known(unit.norm)
         if self._kind(gradient) == "global":
             # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
-            norms = self._global_threshold(gradient, threshold) + _known(self._global_norm(gradient))
+            share = threshold * planted.weight / self._data_parallel_size
+            norms = math.hypot(self._global_threshold(gradient, threshold), share) + _known(self._global_norm(gradient))
             needed = max(needed, self._data_parallel_size * norms)
         raised = drill.coefficient(planted, needed)
         new_scale = drill.loss_scale(scale, raised, planted.weight)
@@ -449,7 +453,7 @@ class GradLoc:
     def _measured(self, micro_batches: list[MicroBatch], scale: float) -> _Gradient:
         """The current gradient, measured. A collective call."""
         squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(self._device) / scale**2
-        square_weights = torch.stack([mb.tokens["weight"].double().square().sum() for mb in micro_batches])
+        square_weights = torch.stack([square_weight(micro_batch.tokens) for micro_batch in micro_batches])
         largest, largest_finite = _largest_token_equivalents(squares.sum(1), square_weights)
         figures = [largest, largest_finite, squares.sum(), square_weights.sum(), *_count_misaligned(micro_batches)]
         early = own_figures([micro_batch.tokens for micro_batch in micro_batches])

@@ -33,7 +33,7 @@ class Unit:
         rows (int): The number of rows.
         tokens (int): The number of response tokens.
         broken_tokens (int): The number of response tokens with a non-finite log-prob or coefficient.
-        root_square_weight (float): sqrt(Σ w_t²).
+        root_square_weight (float): sqrt(Σ w_t²) over the tokens that can move.
         norm (float | None): The norm of its gradient; None while it has not been measured.
         layer_norms (dict[str, float]): The norm in each layer.
         usable_tokens (int): The number of response tokens with a weight in the loss and finite log-probs and
@@ -72,7 +72,7 @@ class Level:
     Args:
         token_norm (float): The largest measured token-equivalent norm; NaN counts as infinite.
         finite (float): The largest finite token-equivalent norm, or 0.
-        root_mean_square (float | None): norm/sqrt(Σw²) of the whole mini-batch; None without tokens.
+        root_mean_square (float | None): norm/sqrt(Σw²) of the whole mini-batch; None if no token can move.
         by_unit (bool): Whether `token_norm` is the norm of a unit, and not of the reduced gradient.
         global_norm (float | None): The reduced gradient's norm; None if it was not measured.
     """
@@ -108,7 +108,7 @@ class Meter(Protocol):
 
         Args:
             by_rank (Tensor): Shape (ranks, 4). For each rank: the largest token-equivalent norm of its units, the
-                largest finite one, the sum of its units' squared norms, and Σ w_t².
+                largest finite one, the sum of its units' squared norms, and Σ w_t² over the tokens that can move.
             reduced_norm (Callable): Measures the reduced gradient.
         """
 

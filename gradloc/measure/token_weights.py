@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The weight of each token in a loss."""
+"""The weight of each token in a loss, and the tokens that a threshold counts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,3 +23,35 @@ def token_weights(aggregate: Callable[[Tensor], Tensor], like: Tensor) -> Tensor
         dtype = torch.promote_types(like.dtype, torch.float32)
         x = torch.zeros_like(like, dtype=dtype, requires_grad=True)
         return torch.autograd.grad(aggregate(x), x)[0]
+
+
+def movable(tokens: Mapping[str, Tensor]) -> Tensor:
+    """The tokens that can move: those with a weight, and a coefficient that is not zero.
+
+    A token with an advantage of zero, or one that PPO clips, has no gradient. If it counted, it would raise the
+    threshold of every set that it is in.
+
+    Args:
+        tokens (Mapping[str, Tensor]): A micro-batch's `weight`, and as far as they are known its `coefficient` and
+            `entropy_coefficient`, each of shape (rows, response length).
+
+    Returns:
+        Tensor: bool of the same shape. NaN counts as not zero.
+    """
+    moves = torch.zeros_like(tokens["weight"], dtype=torch.bool)
+    for name in ("coefficient", "entropy_coefficient"):
+        if name in tokens:
+            moves |= tokens[name] != 0
+    return moves & (tokens["weight"] != 0)
+
+
+def square_weight(tokens: Mapping[str, Tensor]) -> Tensor:
+    """Σ w_t² over the tokens that can move: what τ(S) = τ·sqrt(Σ w_t²) counts for a whole micro-batch.
+
+    Args:
+        tokens (Mapping[str, Tensor]): As `movable` takes them.
+
+    Returns:
+        Tensor: float64 of shape (). No host sync.
+    """
+    return torch.where(movable(tokens), tokens["weight"].double(), 0.0).square().sum()

@@ -14,6 +14,7 @@ import torch
 from ..bundles import layout
 from ..bundles.opening import Bundle
 from ..evidence.writer import jsonable
+from ..measure.token_weights import square_weight
 from ..report.figures import severity
 from ..report.page import write_whole
 from ..version import __version__
@@ -182,7 +183,7 @@ def _remedies(bundle: Bundle, unit: Norms, rest: Norms | None) -> list[dict[str,
         found.append({"name": "LayerClip, as it was set", "norm": math.hypot(*left), "meaning": meaning})
     elif event["ordinary_layer_norms"]:
         tokens = bundle.micro_batches[entry["rank"], entry["micro_batch"]].tokens
-        root = float(tokens["weight"].double().square().sum().sqrt())
+        root = math.sqrt(float(square_weight(tokens)))
         bounds = {
             layer: _ORDINARY_MULTIPLE * float(value) * root for layer, value in event["ordinary_layer_norms"].items()
         }

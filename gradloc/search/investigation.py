@@ -14,6 +14,7 @@ from torch import Tensor
 from ..fsdp import collectives
 from ..measure.meter import GroupName, Meter, Unit, suspects
 from ..measure.passes import MicroBatch, Passes, TokenSubset, UnitName
+from ..measure.token_weights import movable
 from .broken_rows import BrokenRow
 from .probes import Probe, is_single
 from .scheduler import Search
@@ -376,6 +377,5 @@ def _nonfinite_coefficients(tokens: Mapping[str, Tensor]) -> Tensor:
 
 
 def _involved(tokens: Mapping[str, Tensor]) -> Tensor:
-    """The tokens whose weighted gradient is not zero and can be measured, bool of shape (rows, response length)."""
-    moved = (tokens["coefficient"] != 0) | (tokens["entropy_coefficient"] != 0)
-    return moved & (tokens["weight"] != 0) & ~_nonfinite_coefficients(tokens) & ~_broken(tokens).any(1, keepdim=True)
+    """The tokens that can move and can be measured, bool of shape (rows, response length)."""
+    return movable(tokens) & ~_nonfinite_coefficients(tokens) & ~_broken(tokens).any(1, keepdim=True)

@@ -130,6 +130,8 @@ class Case:
     # With a large ratio and a negative advantage, which only dual clipping removes.
     dual_clipped: tuple[tuple[int, int, int], ...] = ()
     nan: tuple[tuple[int, int, int], ...] = ()
+    # (rank, row) of rows with an advantage of zero, as those of a group with equal rewards.
+    still: tuple[tuple[int, int], ...] = ()
 
     @property
     def id(self) -> str:
@@ -196,6 +198,7 @@ class Unit:
     micro_batch: int
     rows: list[int]
     tokens: int
+    # √Σw² over the tokens with a coefficient that is not zero.
     weight: float
     norm: float
     layer_norms: dict[str, float]
@@ -482,6 +485,7 @@ def build_batch(case: Case, rank: int, seed: int = 0) -> DataProto:
             assert response_mask[row, position] == 1, f"no response token at row {row}, position {position}"
             advantages[row, position] = value if row % 2 or log_ratio else -value
             old_log_probs[row, position] = log_probs[row, position] - log_ratio
+    advantages[[row for at, row in case.still if at == rank]] = 0.0
     tensors["old_log_probs"] = old_log_probs * response_mask
     reference = (log_probs + noise(0.3)) * response_mask
     if case.reference or case.kl:
@@ -666,14 +670,12 @@ def measure_unit(
     info = config.global_batch_info
     weights = token_weights(case, mask, factor, info)
     unit.tokens = int(mask.sum())
-    unit.weight = weights.square().sum().sqrt().item()
     log_prob, entropy = log_probs_and_entropy(case, model, rows)
     if case.loss_mode == "bypass_mode":
         accepted = mask * ((log_prob - rows["old_log_probs"]).abs() <= math.log(BYPASS_RATIO))
         assert 0 < accepted.sum() < mask.sum()
         of_loss = token_weights(case, accepted, factor, info)
         weights = torch.where(accepted.bool() | (not case.kl), of_loss, weights)
-        unit.weight = weights.square().sum().sqrt().item()
     counted = (mask * weights) != 0
     old = log_prob if case.on_policy else rows["old_log_probs"]
     known = [log_prob, old, *([rows["rollout_log_probs"]] if case.rollout else [])]
@@ -701,8 +703,10 @@ def measure_unit(
         kept[row, position] = values[row, position]
         return kept
 
-    leaf = log_prob.detach().requires_grad_()
-    (coefficients,) = torch.autograd.grad(loss(leaf, entropy.detach()), leaf)
+    leaves = [log_prob.detach().requires_grad_(), entropy.detach().requires_grad_()]
+    found = torch.autograd.grad(loss(*leaves), leaves, allow_unused=True, materialize_grads=True)
+    coefficients = found[0]
+    unit.weight = weights[(found[0] != 0) | (found[1] != 0)].square().sum().sqrt().item()
     total = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
     for row, position in mask.nonzero().tolist() if tokens else []:
         model.zero_grad()

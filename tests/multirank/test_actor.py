@@ -20,6 +20,9 @@ MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 # Different ranks, micro-batches and positions: first, middle and last ones.
 ONE = ((1, 3, 6),)
 THREE = ((0, 0, 4), (1, 3, 0), (1, 6, 9))
+# The other row of a planted token's micro-batch, a row of an ordinary one, and all rows of a third.
+STILL = ((1, 2), (0, 3), (0, 6), (0, 7))
+CLIPPED = ((0, 0, 1), (0, 2, 1), (1, 4, 3))
 
 Launch = Callable[..., list[Any]]
 
@@ -70,6 +73,11 @@ UNIT_CASES = [
     *[(2, Case(loss_agg_mode=mode, mini_batch=4, kl=True, entropy=True)) for mode in MODES],
     (2, Case("fsdp1", checkpointing=True, mini_batch=4, epochs=2, kl=True)),
     (2, Case(mini_batch=4, epochs=2, entropy=True)),
+    # Rows without an advantage, as those of a group with equal rewards: beside others, and all of a micro-batch.
+    *[(2, Case(wrap, mini_batch=4, still=STILL)) for wrap in WRAPS],
+    (2, Case(mini_batch=4, still=STILL, clipped=CLIPPED, dual_clipped=((0, 5, 3),), loss_agg_mode=MODES[2])),
+    (2, Case(mini_batch=4, still=STILL, kl=True)),
+    (2, Case("fsdp1", loss_mode="gspo", mini_batch=4, still=STILL)),
     # A micro-batch without a response token, as rejection sampling may leave one.
     (2, Case(mini_batch=4, micro_batch=1, rollout=True)),
     (2, Case(loss_mode="gspo", mini_batch=4)),
@@ -99,8 +107,8 @@ def test_unit_norms(launch: Launch, world: int, case: Case) -> None:
         for found in event["units"]:
             unit = expected.pop((event["epoch"], event["mini_batch"], found["rank"], found["micro_batch"]))
             check_unit(found, unit, 1e-6, case.tolerance)
-    assert not any(unit.tokens for unit in expected.values())
-    largest = max(unit.norm / unit.weight for unit in units if unit.tokens)
+    assert not any(unit.weight for unit in expected.values())
+    largest = max(unit.norm / unit.weight for unit in units if unit.weight)
     assert max(as_list(run.metrics[0]["actor/gradloc/token_norm_max"])) == near(largest, case.tolerance)
 
 
@@ -109,6 +117,9 @@ SEARCH_CASES = [
     *[(2, Case(wrap, checkpointing=True, mini_batch=4, kl=True, entropy=True, planted=ONE)) for wrap in WRAPS],
     *[(2, Case(loss_agg_mode=mode, dynamic=True, planted=THREE)) for mode in MODES],
     (2, Case("fsdp1", mini_batch=4, rollout=True, reference=True, planted=THREE, clipped=((0, 3, 1), (1, 4, 3)))),
+    *[(2, Case(wrap, mini_batch=4, still=STILL, planted=THREE)) for wrap in WRAPS],
+    (2, Case("fsdp2", still=STILL, trigger="global", planted=THREE)),
+    (2, Case("fsdp2", mini_batch=4, still=STILL, clipped=CLIPPED, kl=True, planted=THREE)),
     (2, Case("fsdp2", mini_batch=4, epochs=2, kl=True, planted=ONE)),
     (2, Case("fsdp2", loss_mode="gspo", mini_batch=4, planted=THREE)),
     (2, Case("fsdp1-orig", dynamic=True, trigger="global", planted=THREE)),

@@ -22,7 +22,7 @@ def expected(case: Case, units: list[Unit]) -> dict[str, float]:
     figures = {
         "ratio_max": math.exp(max(p - q for p, q in zip(log_prob, old, strict=True))),
         "unlikely_share": sum(p < math.log(0.05) for p in log_prob) / len(log_prob),
-        "spike_margin": max(unit.norm / unit.weight for unit in units if unit.tokens) / THRESHOLD,
+        "spike_margin": max(unit.norm / unit.weight for unit in units if unit.weight) / THRESHOLD,
     }
     if rollout:
         figures["rollout_ratio_max"] = math.exp(max(abs(p - q) for p, q in zip(log_prob, rollout[0], strict=True)))

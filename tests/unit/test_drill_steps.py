@@ -43,7 +43,7 @@ def drilled_event(step: int, rows: int = 4) -> dict[str, Any]:
             weight[0, 1:] = 0
             noted = log_prob + torch.tensor([math.nan, 0, 0, 0])
         gradloc.observe(noted, None, weight, response_mask=torch.ones(1, LENGTH), token_id=inputs["ids"])
-        (-log_prob * weight).sum().backward()
+        (-noted * weight).sum().backward()
         gradloc.end_pass()
     assert gradloc.locate(epoch=0, mini_batch=0)
     (event,) = gradloc.events
