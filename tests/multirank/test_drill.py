@@ -14,6 +14,7 @@ from valid_events import valid_events
 __all__ = ["launch"]
 
 REPLICAS = ((0, 0, 4), (2, 4, 2), (3, 7, 0))
+EVERY_ROW = tuple((rank, row) for rank in range(2) for row in range(8))
 
 
 def check_drill(event: dict[str, Any], metrics: dict[str, Any]) -> None:
@@ -42,6 +43,9 @@ def check_drill(event: dict[str, Any], metrics: dict[str, Any]) -> None:
         (2, Case("fsdp2", offload_policy=True), {"grad_norm_threshold": "auto", "clip_layers": True}),
         (4, Case("fsdp1", hsdp=True), {}),
         (1, Case("none", loss_agg_mode="seq-mean-token-mean"), {"grad_norm_threshold": "auto"}),
+        # No token can move but the planted one.
+        *[(2, Case(wrap, mini_batch=4, still=EVERY_ROW), {}) for wrap in ("fsdp1", "fsdp2")],
+        (2, Case(still=EVERY_ROW, trigger="global"), {"spike_trigger": "global"}),
         # A real spike in the mini-batch of the drill is found besides, and acted on.
         *[(2, Case(wrap, planted=THREE), {"spike_action": "drop"}) for wrap in ("fsdp1", "fsdp2")],
         (2, Case(planted=ONE), {"spike_action": "skip"}),
