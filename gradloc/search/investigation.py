@@ -312,8 +312,13 @@ class Investigation:
         self._candidates[group] = torch.cat(candidates)
         norm = self.units[self.groups[group][0]].norm if known else None
         # An overflow caused by the loss scale would look like broken tokens.
-        if self._scale == 1 or norm is None or math.isfinite(norm):
+        if self._scale != 1 and norm is not None and not math.isfinite(norm):
+            return
+        if len(self._candidates[group]):
             self.search.add_unit(group, norm, torch.cat(suspicion), torch.cat(weights), probe_empty=healthy)
+        elif norm is not None and not math.isfinite(norm):
+            self._broken_groups.append(group)
+            self._suspect_rows(group)
 
     def _suspicion(self, group: GroupName) -> float:
         """The energy (squared norm) that suspicion predicts for a group."""

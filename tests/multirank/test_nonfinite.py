@@ -90,7 +90,8 @@ def test_a_broken_embedding_is_traced_to_its_token(launch: Launch) -> None:
     assert found == {TOKEN}
 
 
-@cases(*[(2, Case(wrap)) for wrap in WRAPS])
+# The second: where no token of its micro-batch can move.
+@cases(*[(2, Case(wrap)) for wrap in WRAPS], (2, Case(still=((1, 2), (1, 3)))))
 def test_a_backward_that_breaks_for_one_token(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, action_cases.broken_backward, case, PLACE)
     ((event,),) = same_events([run for _, run in results])
