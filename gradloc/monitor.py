@@ -635,7 +635,7 @@ class GradLoc:
 
     def _own_units(self, gradient: _Gradient) -> list[Unit]:
         own = []
-        for micro_batch, by_layer, square_weight in zip(
+        for micro_batch, by_layer, sum_of_squares in zip(
             gradient.micro_batches, gradient.squares.tolist(), gradient.square_weights.tolist(), strict=True
         ):
             mask = micro_batch.tokens["response_mask"].bool()
@@ -647,7 +647,7 @@ class GradLoc:
                     tokens=int(mask.sum()),
                     broken_tokens=int((broken & mask).sum()),
                     usable_tokens=int(drill.usable_tokens(micro_batch.tokens, broken).sum()),
-                    root_square_weight=math.sqrt(square_weight),
+                    root_square_weight=math.sqrt(sum_of_squares),
                     norm=norm,
                     layer_norms=layer_norms,
                 )
