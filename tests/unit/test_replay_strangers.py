@@ -280,7 +280,7 @@ def test_the_attacks_work_where_a_folder_is_trusted(
     adapter(model, marker)
     # transformers 5 takes the weights beside such a file.
     for name in [model] if transformers.__version__.startswith("4.") else ["stranger/model"]:
-        with pytest.raises(RuntimeError, match="the test allows no network"):
+        with pytest.raises((RuntimeError, OSError)):
             AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
         assert asked
 
