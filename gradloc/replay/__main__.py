@@ -159,7 +159,7 @@ def _check_memory(size: int, device: str) -> None:
 def _write(bundle: Bundle, result: Mapping[str, object], said: set[str]) -> None:
     """Writes a result and says where, once."""
     try:
-        text = f"The result: {write_result(bundle, result)}"
+        text = f"The result: {visible(str(write_result(bundle, result)))}"
     except OSError as error:
         text = f"The result cannot be written beside the bundle: {error.strerror}"
     if text not in said:
