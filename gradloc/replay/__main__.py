@@ -9,17 +9,30 @@ training but for rounding; with other weights, the log-probs show how far they a
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..bundles.opening import Bundle, BundleError, open_bundle
 from ..checks import need
 from ..evidence.writer import jsonable
 from ..report.figures import severity, visible
 from .measuring import Measured, Place, measure, places
-from .model import ATTENTIONS, DTYPES, Variant, WrongModelError, default_variant, load, model_path, other_variants
+from .memory import free_memory, is_out_of_memory, needed_memory
+from .model import (
+    ATTENTIONS,
+    DTYPES,
+    Model,
+    Variant,
+    WrongModelError,
+    default_variant,
+    first_line,
+    load,
+    model_path,
+    other_variants,
+)
 from .result import build_result, write_result
 
 TOKENS = 16
+_TAKE_LESS = "Take another --device, --dtype or --attention, or a machine with more memory."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,19 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *(["plotly"] if options.html else []),
     ]:
         need(package, "A replay")
+    said: set[str] = set()
     try:
         bundle = open_bundle(options.bundle)
-        result = _replay(bundle, options)
+        for result in _replay(bundle, options):
+            _write(bundle, result, said)
     except (BundleError, WrongModelError) as error:
         print(visible(str(error)), file=sys.stderr)
         return 2
     except OSError as error:
         print(visible(f"{error.strerror or error}: {error.filename or options.bundle}"), file=sys.stderr)
         return 2
-    try:
-        print(f"The result: {write_result(bundle, result)}", file=sys.stderr)
-    except OSError as error:
-        print(f"The result cannot be written beside the bundle: {error.strerror}", file=sys.stderr)
     if options.json:
         print(json.dumps(jsonable(result), indent=2, allow_nan=False))
     else:
@@ -82,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _replay(bundle: Bundle, options: argparse.Namespace) -> dict[str, object]:
+def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yields the result, then the result with each comparison added: what comes next may take too much memory."""
     import torch
     from transformers.utils import logging
 
@@ -91,28 +103,68 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> dict[str, object]:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise WrongModelError("There is no CUDA device here: take --device cpu.")
-    path = model_path(bundle, options.model)
+    path = model_path(bundle, options.model, options.trust_remote_code)
     culprits = places(bundle, bundle.event["culprits"])
     tokens = list(dict.fromkeys([*culprits, *_largest(bundle)]))[: max(options.tokens, 0)]
     main_variant = default_variant(bundle, options.dtype, options.attention, device)
+    others = [] if options.only else other_variants(main_variant)
+    sizes: dict[Variant, int] = {}
     measured: dict[Variant, Measured] = {}
     notes: list[str] = []
-    for variant in [main_variant, *([] if options.only else other_variants(main_variant))]:
-        model = None  # that of the last variant makes room, also where it ran out of memory
-        try:
-            model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
-            found = measure(bundle, model, tokens, culprits, rests=variant == main_variant)
-            notes += [note for note in model.notes if note not in notes]
-        except (WrongModelError, torch.cuda.OutOfMemoryError) as error:
-            reason = str(error) if isinstance(error, WrongModelError) else f"{variant} takes more memory than there is."
-            if variant == main_variant:
-                raise WrongModelError(reason) from error
-            notes.append(f"Not compared with {variant}: {reason}")
-            continue
-        measured[variant] = found
     if (left_out := bundle.manifest["left_out"]) > 0:
         notes.append(f"{left_out} more micro-batches were over their threshold; the bundle does not have them.")
-    return build_result(bundle, path, device, main_variant, measured, tokens, notes)
+    for variant in [main_variant, *others]:
+        model = None  # that of the last variant makes room, also where it ran out of memory
+        try:
+            if variant in sizes:
+                _check_memory(sizes[variant], device)
+            model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
+            if variant == main_variant:
+                _check_memory(_size(bundle, model, variant), device)
+                sizes = {other: _size(bundle, model, other, loaded=False) for other in others}
+            found = measure(bundle, model, tokens, culprits, rests=variant == main_variant)
+            notes += [note for note in model.notes if note not in notes]
+        except (WrongModelError, MemoryError, OSError, RuntimeError) as error:
+            reason = first_line(error)
+            if no_room := is_out_of_memory(error):
+                figures = f": {error}" if isinstance(error, MemoryError) and error.args else ""
+                reason = f"{variant} takes more memory than there is{figures}."
+            if variant != main_variant:
+                notes.append(f"Not compared with {variant}: {reason}")
+            elif no_room:
+                raise WrongModelError(f"{reason} {_TAKE_LESS}") from error
+            else:
+                raise
+        else:
+            measured[variant] = found
+        open_ones = others[others.index(variant) + 1 :] if variant in others else others
+        ended = [f"Not compared with {other}: the replay ended before." for other in open_ones]
+        yield build_result(bundle, path, device, main_variant, measured, tokens, [*notes, *ended])
+
+
+def _size(bundle: Bundle, model: Model, variant: Variant, loaded: bool = True) -> int:
+    """The bytes that a variant takes at least, as far as they are not taken yet."""
+    dtype = DTYPES[variant.dtype]
+    weights = 0 if loaded else sum(p.numel() for p in model.module.parameters()) * dtype.itemsize
+    return weights + needed_memory(bundle, model.module, dtype, variant.attention)
+
+
+def _check_memory(size: int, device: str) -> None:
+    """Refuses what cannot fit: the system may end a process that takes too much, without an error."""
+    free = free_memory(device)
+    if free is not None and size > free:
+        raise MemoryError(f"at least {size / 2**30:.1f} GiB are needed, and {free / 2**30:.1f} are free")
+
+
+def _write(bundle: Bundle, result: Mapping[str, object], said: set[str]) -> None:
+    """Writes a result and says where, once."""
+    try:
+        text = f"The result: {visible(str(write_result(bundle, result)))}"
+    except OSError as error:
+        text = f"The result cannot be written beside the bundle: {error.strerror}"
+    if text not in said:
+        print(text, file=sys.stderr)
+    said.add(text)
 
 
 def _largest(bundle: Bundle) -> list[Place]:

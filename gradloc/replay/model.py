@@ -3,6 +3,7 @@
 """Loads the model of a bundle, and refuses another. It needs transformers."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..bundles import layout
 from ..bundles.opening import Bundle
 from ..layers.layer_names import layers_by_parameter
+from .folders import safe_adapter, safe_model, unread
+from .memory import is_out_of_memory
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 _FLASH = "flash_attention_2"
@@ -62,20 +66,41 @@ class Model:
     notes: list[str]
 
 
-def model_path(bundle: Bundle, given: str | None) -> str:
+def model_path(bundle: Bundle, given: str | None, trust_remote_code: bool) -> str:
     """The path of the model: the one that was given, or the bundle's own if that is a folder here.
 
-    A bundle may come from a stranger, so a name in it is never looked up on a hub.
+    A bundle may come from a stranger. So a name in it is never looked up on a hub, a folder that may have come with it
+    is not taken, and no code of a folder that it alone names is run.
+
+    Args:
+        bundle (Bundle): The bundle.
+        given (str, optional): A folder, or a name on the hub.
+        trust_remote_code (bool): Whether the model's own code may run.
 
     Raises:
-        WrongModelError: None was given, and the bundle's is not here.
+        WrongModelError: None was given, and the bundle's cannot be taken.
     """
     if given is not None:
         return given
     path = bundle.manifest["model"].get("path")
-    if isinstance(path, str) and (Path(path) / "config.json").is_file():
-        return path
-    raise WrongModelError(f"The bundle's model is {path!r}, which is no folder of this machine: give it with --model.")
+    named = f"The bundle's model is {path!r}, which is"
+    if not isinstance(path, str) or not _is_model(path):
+        raise WrongModelError(f"{named} no folder of this machine: give it with --model.")
+    if not Path(path).is_absolute():
+        raise WrongModelError(f"{named} a relative path: give it with --model.")
+    folder = bundle.path.resolve().parent
+    if Path(path).resolve().is_relative_to(folder.parent if folder.name == layout.FOLDER else folder):
+        raise WrongModelError(f"{named} in or beside the bundle and may have come with it: give it with --model.")
+    if trust_remote_code:
+        raise WrongModelError(f"{named} named by the bundle alone: to run its code, give it with --model.")
+    return path
+
+
+def _is_model(path: str) -> bool:
+    try:
+        return (Path(path) / "config.json").is_file()
+    except (OSError, ValueError):
+        return False  # it is too long, or has a null byte
 
 
 def load(
@@ -97,20 +122,26 @@ def load(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        _check_config(bundle, config, path)
-        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            attn_implementation=variant.attention,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            **_loaded_in(DTYPES[variant.dtype]),
-        )
+        with nullcontext(path) if trust_remote_code else safe_model(path) as source:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+            _check_config(bundle, config, path)
+            loaded, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+                source,
+                config=config,
+                attn_implementation=variant.attention,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+                **_loaded_in(DTYPES[variant.dtype]),
+            )
+        if missing := sorted(set(info["missing_keys"]) & dict(loaded.named_parameters()).keys()):
+            raise ValueError(f"it lacks {missing[0]}{' and other weights' if len(missing) > 1 else ''}")
     except WrongModelError:
         raise
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
-        raise WrongModelError(f"The model {path} cannot be loaded with {variant}: {_first_line(error)}") from error
+    except Exception as error:  # a configuration may have any value anywhere
+        if is_out_of_memory(error):
+            raise
+        raise WrongModelError(f"The model {path} cannot be loaded with {variant}: {first_line(error)}") from error
     module = _with_adapter(bundle, loaded, adapter).to(device=device).eval()
     for parameter in module.parameters():
         # Not the buffers: FSDP leaves the frequencies of rotary embeddings in float32.
@@ -119,6 +150,9 @@ def load(
     layers = layers_by_parameter([name for name, _ in module.named_parameters()])
     frozen = _frozen_layers(bundle)
     notes = []
+    if not trust_remote_code and (names := unread(path)):
+        others = " and others" if len(names) > 4 else ""
+        notes.append(f"Not read in the model's folder: {', '.join(names[:4])}{others}.")
     for name, parameter in module.named_parameters():
         if layers[name] in frozen:
             parameter.requires_grad_(False)
@@ -245,9 +279,12 @@ def _with_adapter(bundle: Bundle, module: nn.Module, adapter: str | None) -> nn.
     try:
         from peft import PeftModel
 
-        found: nn.Module = PeftModel.from_pretrained(module, adapter, is_trainable=True, use_safetensors=True)
-    except (ImportError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise WrongModelError(f"The adapter {adapter} cannot be loaded: {_first_line(error)}") from error
+        with safe_adapter(adapter) as source:
+            found: nn.Module = PeftModel.from_pretrained(module, source, is_trainable=True)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise WrongModelError(f"The adapter {adapter} cannot be loaded: {first_line(error)}") from error
     return found
 
 
@@ -266,6 +303,7 @@ def _has_dropout(module: nn.Module) -> bool:
     )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, as a sentence."""
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     return text if text.endswith(".") else f"{text}."

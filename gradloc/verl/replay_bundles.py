@@ -4,6 +4,7 @@
 
 import dataclasses
 import importlib.metadata
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -110,8 +111,10 @@ def _model_facts(module: nn.Module) -> dict[str, Any]:
     config = getattr(module, "config", None)
     names = ("model_type", "architectures", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
     adapters = getattr(module, "peft_config", None) or {}
+    path = getattr(config, "name_or_path", None) or None
     return {
-        "path": getattr(config, "name_or_path", None) or None,
+        # A replay takes no relative path.
+        "path": os.path.abspath(path) if path and os.path.isdir(path) else path,
         "attention": getattr(config, "_attn_implementation", None),
         **{name: getattr(config, name, None) for name in names},
         "adapter": next(

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
 import weakref
@@ -23,9 +24,12 @@ from gradloc.bundles.layout import NotReplayableError, Row
 from gradloc.bundles.opening import BundleError, open_bundle
 from gradloc.bundles.recorder import Recorder
 from gradloc.replay import __main__ as command
+from gradloc.replay import memory
 from gradloc.replay.__main__ import main
 from gradloc.replay.measuring import measure
+from gradloc.replay.memory import needed_memory
 from gradloc.replay.model import Variant, default_variant, load, other_variants
+from gradloc.replay.model import forward as forward_row
 from gradloc.replay.verdict import same_norm, sentences
 from gradloc.report.__main__ import main as report
 from gradloc.report.reading import read
@@ -323,12 +327,27 @@ def test_flash_attention_is_refused_where_it_cannot_be(
     assert capsys.readouterr().err == "Flash attention needs --device cuda and --dtype bfloat16 or float16.\n"
 
 
+def out_of_cuda() -> None:
+    raise torch.cuda.OutOfMemoryError("no memory")  # no GPU here
+
+
+def out_of_python() -> None:
+    bytearray(2**62)
+
+
+@pytest.mark.parametrize(
+    "take_too_much", [lambda: torch.empty(2**60), out_of_python, out_of_cuda], ids=["torch", "python", "cuda"]
+)
 def test_a_comparison_that_runs_out_of_memory_is_left_out(
-    bundle: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Path,
+    kept: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    take_too_much: Callable[[], None],
 ) -> None:
     def measured(opened: Any, model: Any, *arguments: Any, **options: Any) -> Any:
         if model.module.config._attn_implementation == full:
-            raise torch.cuda.OutOfMemoryError("no memory")
+            take_too_much()
         return measure(opened, model, *arguments, **options)
 
     monkeypatch.setattr(command, "measure", measured)
@@ -339,7 +358,111 @@ def test_a_comparison_that_runs_out_of_memory_is_left_out(
     assert found["variants"] == []
     full = "sdpa"
     assert main([str(bundle), "--model", str(kept / "model")]) == 2
-    assert capsys.readouterr().err == "float32, sdpa takes more memory than there is.\n"
+    assert capsys.readouterr().err == (
+        "float32, sdpa takes more memory than there is. "
+        "Take another --device, --dtype or --attention, or a machine with more memory.\n"
+    )
+
+
+@pytest.mark.parametrize("step", ["load", "measure"])
+def test_the_result_is_on_disk_before_a_comparison_begins(bundle: Path, kept: Path, step: str) -> None:
+    """The system ends a process that takes too much memory by SIGKILL, without an error."""
+    script = f"""
+import os, signal, sys
+from gradloc.replay import __main__ as command
+from gradloc.replay import memory
+step, variants = command.{step}, []
+def killed(*arguments, **options):
+    variants.append(arguments)
+    if len(variants) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(*arguments, **options)
+command.{step} = killed
+command.main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--dtype", "bfloat16"])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL and done.stderr.startswith("The result: "), done.stderr
+    found = json.loads(Path(done.stderr.strip().removeprefix("The result: ")).read_text())
+    assert found["sentences"][0].startswith("The spike comes back") and found["variants"] == []
+    assert found["notes"] == [
+        "Not compared with float32, sdpa: the replay ended before.",
+        "Not compared with bfloat16, eager: the replay ended before.",
+    ]
+
+
+def test_what_cannot_fit_is_not_begun(
+    bundle: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loaded(*arguments: Any) -> Any:
+        variants.append(str(arguments[2]))
+        return load(*arguments)
+
+    def measured(*arguments: Any, **options: Any) -> Any:
+        assert len(variants) == 1
+        return measure(*arguments, **options)
+
+    variants: list[str] = []
+    free = iter([2**40, 0, 0])
+    monkeypatch.setattr(command, "load", loaded)
+    monkeypatch.setattr(command, "measure", measured)
+    monkeypatch.setattr(command, "free_memory", lambda device: next(free))
+    assert main([str(bundle), "--model", str(kept / "model"), "--json"]) == 0
+    assert variants == ["float32, sdpa"]
+    figures = "at least 0.0 GiB are needed, and 0.0 are free"
+    assert json.loads(capsys.readouterr().out)["notes"] == [
+        f"Not compared with float32, eager: float32, eager takes more memory than there is: {figures}."
+    ]
+    assert main([str(bundle), "--model", str(kept / "model")]) == 2
+    assert capsys.readouterr().err.startswith(f"float32, sdpa takes more memory than there is: {figures}. Take ")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_the_estimate_is_a_bound_from_below(bundle: Path, kept: Path, dtype: str, attention: str) -> None:
+    """Against the bytes that autograd keeps, each storage once, and the gradients."""
+    opened = open_bundle(bundle)
+    (saved,) = opened.micro_batches.values()
+    length = 512
+    saved.rows[:] = [Row(torch.zeros(length).long(), torch.arange(length), RESPONSE, 1.0)] * ROWS
+    model = load(opened, str(kept / "model"), Variant(dtype, attention), "cpu", None, False)
+    storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = (storage, storage.nbytes())  # held, so that no other takes its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        row = saved.rows[0]
+        log_prob, _ = forward_row(model, row.input_ids, row.position_ids, row.prompt_length, 1.0, False)
+        log_prob.sum().backward()
+    gradients = sum(p.numel() for p in model.module.parameters()) * model.dtype.itemsize
+    taken = sum(size for _, size in storages.values()) + gradients
+    estimate = needed_memory(opened, model.module, model.dtype, attention)
+    logits = VOCABULARY * length * model.dtype.itemsize  # freed by now
+    assert estimate - logits <= taken
+    assert attention == "sdpa" or estimate > 0.5 * taken
+
+
+def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    monkeypatch.setattr(memory, "_PROC", proc)
+    monkeypatch.setattr(memory, "_CGROUPS", groups)
+    assert memory.free_memory("cpu") is None
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 500 kB\nSwapFree: 20 kB\n")
+    assert memory.free_memory("cpu") == 520 * 1024
+    (proc / "self" / "cgroup").write_text("0::/pod/worker\n")
+    for group, limit in ((groups / "pod" / "worker", "max"), (groups / "pod", "300000")):
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "memory.max").write_text(limit + "\n")
+        (group / "memory.current").write_text("200000\n")
+        (group / "memory.stat").write_text("anon 150000\nfile 50000\n")
+    assert memory.free_memory("cpu") == 150000
+
+
+def test_a_machine_says_how_much_memory_is_free() -> None:
+    assert 0 < memory.free_memory("cpu") < 2**50
 
 
 def test_one_model_at_a_time_is_in_memory(

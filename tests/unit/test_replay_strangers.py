@@ -1,0 +1,478 @@
+"""Bundles and model folders from strangers: nothing in them runs, and no hub is asked. The attacks are real ones."""
+
+import json
+import os
+import pickle
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_replay import bundle, kept, resign, small_model
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.utils import hub
+
+from gradloc.replay.__main__ import main
+from gradloc.replay.folders import safe_model
+from gradloc.verl.replay_bundles import _model_facts
+
+__all__ = ["bundle", "kept"]
+
+# transformers 4 and 5 load models in different ways.
+pytestmark = pytest.mark.target(version="0.9.1")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the process has tried to reach; nothing is reached. The libraries believe that they are online."""
+    found: list[Any] = []
+
+    def refuse(*arguments: Any, **_: Any) -> Any:
+        found.append(arguments)
+        raise RuntimeError("the test allows no network")  # not an OSError, which the libraries try again
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_is_offline_mode", False, raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    return found
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """The file that the code of an attack makes when it runs."""
+    return tmp_path / "marker"
+
+
+@pytest.fixture
+def model(kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the model's folder, not beside the bundle."""
+    return shutil.copytree(kept / "model", tmp_path_factory.mktemp("downloads") / "model")
+
+
+class Pickled:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, **changes}))
+
+
+def write_code(path: Path, marker: Path) -> None:
+    """Code that a loader may import for a model, its configuration, its tokenizer or its generation."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"""
+open({str(marker)!r}, "w").close()
+from transformers import LlamaConfig, LlamaForCausalLM
+class EvilConfig(LlamaConfig):
+    model_type = "evil"
+class EvilModel(LlamaForCausalLM):
+    config_class = EvilConfig
+def generate(model, *arguments, **options):
+    return None
+""")
+
+
+def write_pickle(path: Path, marker: Path) -> None:
+    path.write_bytes(pickle.dumps(Pickled(marker)))
+    pickle.loads(path.read_bytes())
+    marker.rmdir()  # so it works
+
+
+def custom_generate(model: Path, marker: Path) -> None:
+    write_code(model / "custom_generate" / "generate.py", marker)
+
+
+def auto_map(model: Path, marker: Path) -> None:
+    write_code(model / "modeling_evil.py", marker)
+    code = {"AutoConfig": "modeling_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.EvilModel"}
+    change_json(model / "config.json", auto_map=code)
+
+
+def unknown_type(model: Path, marker: Path) -> None:
+    auto_map(model, marker)
+    change_json(model / "config.json", model_type="evil")
+
+
+def code_on_the_hub(model: Path, marker: Path) -> None:
+    code = {"AutoConfig": "stranger/code--a.EvilConfig", "AutoModelForCausalLM": "stranger/code--a.EvilModel"}
+    change_json(model / "config.json", auto_map=code, _name_or_path="stranger/code")
+
+
+def tokenizer(model: Path, marker: Path) -> None:
+    write_code(model / "tokenization_evil.py", marker)
+    change_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Evil", None]})
+
+
+def python_files(model: Path, marker: Path) -> None:
+    for name in ("__init__.py", "torch.py", "json.py", "sitecustomize.py", "generate.py", "modeling_llama.py"):
+        write_code(model / name, marker)
+
+
+def generation_elsewhere(model: Path, marker: Path) -> None:
+    elsewhere = model.parent / "elsewhere"
+    write_code(elsewhere / "custom_generate" / "generate.py", marker)
+    for place in (str(elsewhere), "../elsewhere", "stranger/generation"):
+        change_json(model / "generation_config.json", custom_generate=place, _name_or_path=place)
+    (model / "custom_generate").symlink_to(elsewhere / "custom_generate")
+
+
+def pickled_weights(model: Path, marker: Path) -> None:
+    (model / "model.safetensors").unlink()
+    write_pickle(model / "pytorch_model.bin", marker)
+
+
+def pickle_by_another_name(model: Path, marker: Path) -> None:
+    write_pickle(model / "model.safetensors", marker)
+
+
+def index_of_pickles(model: Path, marker: Path) -> None:
+    names = list(load_file(model / "model.safetensors"))
+    pickled_weights(model, marker)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "pytorch_model.bin")}
+    change_json(model / "model.safetensors.index.json", **index)
+    change_json(model / "pytorch_model.bin.index.json", **index)
+
+
+def index_that_leads_out(model: Path, marker: Path) -> None:
+    names = list(load_file(model / "model.safetensors"))
+    (model / "model.safetensors").rename(model.parent / "weights.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../weights.safetensors")}
+    change_json(model / "model.safetensors.index.json", **index)
+
+
+def named_weights(model: Path, marker: Path) -> None:
+    write_pickle(model.parent / "evil.bin", marker)
+    change_json(model / "config.json", transformers_weights="../evil.bin", configuration_files=["config.4.0.0.json"])
+    change_json(model / "config.4.0.0.json", auto_map={"AutoConfig": "stranger/code--a.EvilConfig"})
+
+
+def kernels(model: Path, marker: Path) -> None:
+    for name in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
+        change_json(model / "config.json", **{name: "stranger/kernel", f"{name}_internal": "stranger/kernel"})
+
+
+def quantized(model: Path, marker: Path) -> None:
+    change_json(model / "config.json", quantization_config={"quant_method": "fp8", "modules_to_not_convert": []})
+
+
+def adapter(model: Path, marker: Path) -> None:
+    change_json(model / "adapter_config.json", peft_type="LORA", base_model_name_or_path="stranger/model")
+
+
+def adapter_of_another_folder(model: Path, marker: Path) -> None:
+    elsewhere = shutil.copytree(model, model.parent / "elsewhere")
+    custom_generate(elsewhere, marker)
+    change_json(model / "adapter_config.json", peft_type="LORA", base_model_name_or_path=str(elsewhere))
+
+
+def pipe_as_configuration(model: Path, marker: Path) -> None:
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+
+
+def pipe_as_weights(model: Path, marker: Path) -> None:
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+
+
+def deep_configuration(model: Path, marker: Path) -> None:
+    (model / "config.json").write_text('{"a": ' + "[" * 990 + "]" * 990 + "}")
+
+
+def odd_values(model: Path, marker: Path) -> None:
+    change_json(model / "config.json", hidden_act={"a": 1}, rope_scaling=[1], to_dict=3, get_text_config="x")
+
+
+# The attack, and what is said: None where the folder is used without what is bad in it.
+ATTACKS: dict[str, tuple[Callable[[Path, Path], None], str | None]] = {
+    "custom generation": (custom_generate, None),
+    "code for a known type": (auto_map, None),
+    "code for an unknown type": (unknown_type, "cannot be loaded"),
+    "code on the hub": (code_on_the_hub, None),
+    "a tokenizer's code": (tokenizer, None),
+    "Python files": (python_files, None),
+    "generation of another folder": (generation_elsewhere, None),
+    "pickled weights": (pickled_weights, "it has no model.safetensors"),
+    "a pickle by another name": (pickle_by_another_name, "cannot be loaded"),
+    "an index of pickles": (index_of_pickles, "'pytorch_model.bin' is not the name of a safetensors file"),
+    "an index that leads out": (index_that_leads_out, "'../weights.safetensors' is not the name of"),
+    "weights named by the configuration": (named_weights, None),
+    "kernels": (kernels, None),
+    "quantized": (quantized, "its weights are quantized"),
+    "an adapter of a model on the hub": (adapter, None),
+    "an adapter of another folder": (adapter_of_another_folder, None),
+    "a pipe as configuration": (pipe_as_configuration, "config.json"),
+    "a pipe as weights": (pipe_as_weights, "it has no model.safetensors"),
+    "deep": (deep_configuration, "cannot be loaded"),
+    "odd values": (odd_values, "cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("by_manifest", [False, True], ids=["--model", "manifest"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_folder_runs_nothing_and_asks_no_hub(
+    bundle: Path,
+    model: Path,
+    marker: Path,
+    asked: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    attack: str,
+    by_manifest: bool,
+) -> None:
+    write, message = ATTACKS[attack]
+    write(model, marker)
+    resign(bundle, lambda manifest: manifest["model"].update(path=str(model)))
+    monkeypatch.chdir(bundle)
+    exit_code = main([str(bundle), "--json", "--only", *([] if by_manifest else ["--model", str(model)])])
+    out, error = capsys.readouterr()
+    assert not marker.exists() and asked == []
+    if message is None:
+        assert exit_code == 0 and "The spike comes back" in out, error
+    else:
+        assert exit_code == 2 and out == "" and error.count("\n") == 1, error
+        # A manifest's folder needs a config.json that is a file.
+        assert message in error or (by_manifest and "is no folder of this machine" in error), error
+
+
+def test_files_that_are_not_read_are_named(
+    bundle: Path, model: Path, marker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    auto_map(model, marker)
+    adapter(model, marker)
+    assert main([str(bundle), "--json", "--only", "--model", str(model)]) == 0
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert note == "Not read in the model's folder: adapter_config.json, modeling_evil.py."
+
+
+def test_the_attacks_work_where_a_folder_is_trusted(
+    bundle: Path, model: Path, marker: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without this, the tests above could pass because an attack does nothing."""
+    custom_generate(model, marker)
+    assert main([str(bundle), "--json", "--only", "--model", str(model), "--trust-remote-code"]) == 0
+    assert marker.exists() and asked == []
+    adapter(model, marker)
+    # transformers 5 takes the weights beside such a file.
+    for name in [model] if transformers.__version__.startswith("4.") else ["stranger/model"]:
+        with pytest.raises((RuntimeError, OSError)):
+            AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
+        assert asked
+
+
+def beside_the_bundle(bundle: Path, model: Path) -> str:
+    return str(shutil.copytree(model, bundle.parent / "model"))
+
+
+def beside_the_evidence(bundle: Path, model: Path) -> str:
+    return str(shutil.copytree(model, bundle.parent.parent / "checkpoint"))
+
+
+def in_the_bundle(bundle: Path, model: Path) -> str:
+    return str(shutil.copytree(model, bundle / "model"))
+
+
+def by_dots(bundle: Path, model: Path) -> str:
+    return f"{model}/../{os.path.relpath(beside_the_bundle(bundle, model), model.parent)}"
+
+
+def by_a_link(bundle: Path, model: Path) -> str:
+    (model.parent / "link").symlink_to(in_the_bundle(bundle, model))
+    return str(model.parent / "link")
+
+
+def relative(bundle: Path, model: Path) -> str:
+    return os.path.relpath(model)
+
+
+# Where the manifest's path leads, and what is said.
+PATHS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+    "beside the bundle": (beside_the_bundle, "in or beside the bundle"),
+    "beside the evidence": (beside_the_evidence, "in or beside the bundle"),
+    "in the bundle": (in_the_bundle, "in or beside the bundle"),
+    "by dots": (by_dots, "in or beside the bundle"),
+    "by a link": (by_a_link, "in or beside the bundle"),
+    "relative": (relative, "a relative path"),
+    "here": (lambda b, m: os.chdir(m) or ".", "a relative path"),
+    "home": (lambda b, m: "~/model", "no folder of this machine"),
+    "on the hub": (lambda b, m: "stranger/model", "no folder of this machine"),
+    "a null byte": (lambda b, m: f"{m}\0", "no folder of this machine"),
+    "too long": (lambda b, m: "/a" * 5000, "no folder of this machine"),
+    "no text": (lambda b, m: {"a": 1}, "no folder of this machine"),
+}
+
+
+@pytest.mark.parametrize("place", PATHS)
+def test_a_path_that_may_have_come_with_the_bundle_is_not_taken(
+    bundle: Path,
+    model: Path,
+    asked: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    moved = tmp_path / "evidence" / "replay" / bundle.name
+    shutil.copytree(bundle, moved)
+    lead, message = PATHS[place]
+    path = lead(moved, model)
+    resign(moved, lambda manifest: manifest["model"].update(path=path))
+    assert main([str(moved), "--only"]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1 and message in error and "give it with --model." in error, error
+    assert asked == []
+    if isinstance(path, str) and message != "no folder of this machine":
+        assert main([str(moved), "--only", "--model", path]) == 0
+
+
+def test_code_of_a_folder_that_the_bundle_names_needs_its_name(
+    bundle: Path, model: Path, marker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    custom_generate(model, marker)
+    resign(bundle, lambda manifest: manifest["model"].update(path=str(model)))
+    assert main([str(bundle), "--trust-remote-code"]) == 2
+    assert "to run its code, give it with --model." in capsys.readouterr().err and not marker.exists()
+
+
+def test_a_relative_path_is_recorded_as_an_absolute_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    trained = small_model()
+    for name, path in (("model", str(model)), ("stranger/model", "stranger/model"), ("", None)):
+        trained.config.name_or_path = name
+        assert _model_facts(trained)["path"] == path
+
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+MODELS: dict[str, Callable[[], tuple[type[PreTrainedModel], PretrainedConfig]]] = {
+    "tied": lambda: (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "untied": lambda: (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    # transformers 5 fuses the experts while it loads.
+    "experts": lambda: (MixtralForCausalLM, MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)),
+    "other experts": lambda: (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SIZES, num_key_value_heads=2, num_experts=4, moe_intermediate_size=8, head_dim=8),
+    ),
+}
+
+
+@pytest.mark.parametrize("in_parts", [False, True], ids=["one file", "parts"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_safe_folder_gives_the_same_model(tmp_path: Path, name: str, in_parts: bool) -> None:
+    torch.manual_seed(0)
+    kind, config = MODELS[name]()
+    kind(config).save_pretrained(tmp_path / "model", max_shard_size="4KB" if in_parts else "1GB")
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists() == in_parts
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with safe_model(str(tmp_path / "model")) as folder:
+        safe = AutoModelForCausalLM.from_pretrained(folder)
+    assert not Path(folder).exists()
+    assert type(safe) is type(plain) and safe.config.to_diff_dict() == plain.config.to_diff_dict()
+    expected = dict(plain.named_parameters())
+    for parameter, value in safe.named_parameters():
+        torch.testing.assert_close(value, expected.pop(parameter), rtol=0, atol=0)
+    assert not expected
+
+
+@pytest.fixture
+def lora(bundle: Path, model: Path) -> Path:
+    """An adapter's folder, for a bundle that was recorded with one."""
+    resign(bundle, lambda manifest: manifest["model"].update(adapter={"r": 2}))
+    trained = get_peft_model(small_model(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    trained.save_pretrained(model.parent / "lora")
+    return model.parent / "lora"
+
+
+def replay_with(bundle: Path, model: Path, lora: str) -> int:
+    return main([str(bundle), "--only", "--json", "--model", str(model), "--adapter", lora])
+
+
+def test_an_adapter_asks_no_hub(
+    bundle: Path, model: Path, lora: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay_with(bundle, model, str(lora)) == 0
+    expected = json.loads(capsys.readouterr().out)["units"]
+    change_json(
+        lora / "adapter_config.json",
+        base_model_name_or_path="stranger/model",
+        auto_mapping={"base_model_class": "Evil", "parent_library": "evil"},
+        megatron_core="megatron.evil",
+    )
+    assert replay_with(bundle, model, str(lora)) == 0
+    assert json.loads(capsys.readouterr().out)["units"] == expected and asked == []
+
+
+def remove_weights(lora: Path, marker: Path) -> None:
+    (lora / "adapter_model.safetensors").unlink()
+
+
+def pickle_weights(lora: Path, marker: Path) -> None:
+    remove_weights(lora, marker)
+    write_pickle(lora / "adapter_model.bin", marker)
+
+
+def adapters_of_an_adapter(lora: Path, marker: Path) -> None:
+    change_json(lora / "adapter_config.json", peft_type="XLORA", adapters={"0": "stranger/adapter"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (remove_weights, "it has no adapter_model.safetensors."),
+        (pickle_weights, "it has no adapter_model.safetensors."),
+        (adapters_of_an_adapter, "its peft_type is 'XLORA', and a replay loads LORA."),
+        (lambda lora, marker: shutil.rmtree(lora), "there is no such folder."),
+    ],
+)
+def test_another_adapter_is_refused(
+    bundle: Path,
+    model: Path,
+    lora: Path,
+    marker: Path,
+    asked: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path, Path], None],
+    message: str,
+) -> None:
+    change(lora, marker)
+    assert replay_with(bundle, model, str(lora)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error, error
+    assert not marker.exists() and asked == []
+
+
+def test_weights_that_are_missing_are_not_made_up(
+    bundle: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert main([str(bundle), "--model", str(model)]) == 2
+    assert "it lacks model.layers.1.mlp.up_proj.weight." in capsys.readouterr().err
