@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..bundles.opening import Bundle
+from ..measure.token_weights import movable
 
 # What the errors of PyTorch's and the system's allocators have in their messages.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "bad_alloc")
@@ -44,8 +45,7 @@ def needed_memory(bundle: Bundle, module: nn.Module, dtype: torch.dtype, attenti
     layers = min(layers, sum(type(child).__name__.endswith("Attention") for child in module.modules()))
     most = 0
     for saved in bundle.micro_batches.values():
-        moved = (saved.tokens["coefficient"] != 0) | (saved.tokens["entropy_coefficient"] != 0)
-        for row, moves in zip(saved.rows, moved.any(-1).tolist(), strict=True):
+        for row, moves in zip(saved.rows, movable(saved.tokens).any(-1).tolist(), strict=True):
             length, response = len(row.input_ids), row.response_length
             pairs = 0
             if attention == "eager":
