@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -39,7 +40,7 @@ def disturb(actor: Any, where: str, when: int, disturbance: Callable[[], None]) 
     def strike(*_: Any) -> None:
         nonlocal count
         gradloc = getattr(actor, "gradloc", None)
-        if gradloc is None or gradloc._current is None:
+        if not getattr(actor, "evaluates", False) and (gradloc is None or gradloc._current is None):
             count += 1
             if count == when:
                 disturbance()
@@ -82,6 +83,34 @@ def failing_search(case: Case, where: str, ranks: list[int], when: int) -> tuple
             disturb(actor, where, when, run_out_of_memory)
 
     stock = train(case, stock_dp_actor(), calls=2)
+    run = train(case, calls=2, prepare=prepare, **DETECTION)
+    return compare_runs(run, stock), run
+
+
+def evaluate_before_updates(actor: Any) -> None:
+    """Has each update follow a forward without gradients, as a trainer runs for the old log-probs."""
+    update_policy = actor.update_policy
+    module, inputs = actor.actor_module, ("input_ids", "attention_mask", "position_ids")
+
+    def after_an_evaluation(batch: DataProto) -> dict[str, Any]:
+        actor.evaluates = True
+        with actor.engine.eval_mode() if ENGINE else contextlib.nullcontext(), torch.no_grad():
+            module(**{name: batch.batch[name] for name in inputs}, use_cache=False)
+        actor.evaluates = False
+        return update_policy(batch)
+
+    actor.update_policy = after_an_evaluation
+
+
+def failing_after_an_evaluation(case: Case, where: str, when: int) -> tuple[dict[str, bool], Run]:
+    """Rank 1 runs out of memory in an extra pass, in a run with a forward without gradients before each update."""
+
+    def prepare(actor: Any) -> None:
+        evaluate_before_updates(actor)
+        if dist.get_rank() == 1:
+            disturb(actor, where, when, run_out_of_memory)
+
+    stock = train(case, stock_dp_actor(), calls=2, prepare=evaluate_before_updates)
     run = train(case, calls=2, prepare=prepare, **DETECTION)
     return compare_runs(run, stock), run
 

@@ -32,6 +32,28 @@ def test_out_of_memory(launch: Launch, world: int, case: Case, where: str) -> No
         assert all(same.values()), same
 
 
+AFTER_EVALUATION = [Case(w, stays_unsharded=s, planted=THREE) for w in ("fsdp1", "fsdp2") for s in (False, True)]
+if ENGINE:
+    AFTER_EVALUATION.append(Case("fsdp1", stays_unsharded=True, deferred=True, planted=THREE))
+
+
+@pytest.mark.target(version="0.9.1")
+@cases(*[(2, case) for case in AFTER_EVALUATION])
+@pytest.mark.parametrize("where", ["in a layer", "in a layer's backward"])
+@pytest.mark.parametrize("when", [1, 2])
+def test_out_of_memory_after_an_evaluation(launch: Launch, world: int, case: Case, where: str, when: int) -> None:
+    """A forward without gradients may leave parameters unsharded, so that the training passes make fewer calls.
+
+    The first extra pass is the rehearsal, the second the first probe.
+    """
+    results = launch(world, fault_cases.failing_after_an_evaluation, case, where, when)
+    (event,), second = same_events([run for _, run in results])
+    assert "OutOfMemoryError" in event["error"] and not event["complete"] and second == []
+    assert event["passes"] == when
+    for same, _ in results:
+        assert all(same.values()), same
+
+
 def test_out_of_memory_where_an_expert_is_idle(launch: Launch) -> None:
     """Probes make larger collective calls than training does there, also the first of them."""
     case = Case("fsdp2", model="moe", micro_batch=8, planted=((0, 0, 4), (0, 6, 1), (1, 6, 9)))
