@@ -31,6 +31,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    fully_shard,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
@@ -103,6 +104,8 @@ class Case:
     nested: bool = False
     # For float16; also what the brute force multiplies its losses with.
     loss_scale: float = 1.0
+    # The first two layers in one `fully_shard([...])`, and the norm with the LM head.
+    grouped: bool = False
     # verl's reshard_after_forward=False.
     stays_unsharded: bool = False
     # Two replicas of a model that is sharded over half of the ranks.
@@ -311,6 +314,11 @@ def wrap(case: Case, model: torch.nn.Module) -> torch.nn.Module:
         }
         if case.offload_policy:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=DEVICE.type != "cpu")
+        if case.grouped:
+            fully_shard([*model.model.layers[:2]], **options)
+            fully_shard([model.model.norm, model.lm_head], **options)
+            fully_shard(model, **options)
+            return model
         apply_fsdp2(model, options, {})
         return model
     return FullyShardedDataParallel(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -157,6 +158,34 @@ def with_other_arithmetic(case: Case) -> Run:
         return train(case, **DETECTION)
     finally:
         passes.suspicion = suspicion
+
+
+def with_other_sums(case: Case) -> tuple[float, float, Run]:
+    """A run in which rank 1's copy of each all-reduced float64 sum is a little too large.
+
+    Returns:
+        tuple: The norm of the reduced gradient; the threshold, which lies just over it, and under what rank 1's copy
+            would give; the run.
+    """
+    options = {"spike_detection": True, "spike_trigger": "global"}
+    first = train(case, **options, grad_norm_threshold=1.0, bisect_budget_steps=1)
+    (event,) = json.loads(first.events[0])
+    trigger = event["trigger"]
+    threshold = trigger["norm"] / trigger["threshold"] * (1 + 1e-9)
+    all_reduce = dist.all_reduce
+
+    def inexact(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        work = all_reduce(tensor, *arguments, **keywords)
+        if tensor.dtype == torch.float64 and dist.get_rank() == 1:
+            tensor.mul_(1 + 1e-8)
+        return work
+
+    dist.all_reduce = inexact
+    try:
+        run = train(case, **options, grad_norm_threshold=threshold)
+    finally:
+        dist.all_reduce = all_reduce
+    return trigger["norm"], threshold * trigger["threshold"], run
 
 
 def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], Run]:

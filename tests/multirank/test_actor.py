@@ -108,6 +108,7 @@ SEARCH_CASES = [
     *[(2, Case(wrap, planted=THREE)) for wrap in WRAPS],
     *[(2, Case(wrap, checkpointing=True, mini_batch=4, kl=True, entropy=True, planted=ONE)) for wrap in WRAPS],
     *[(2, Case(loss_agg_mode=mode, dynamic=True, planted=THREE)) for mode in MODES],
+    (2, Case("fsdp2", grouped=True, planted=THREE)),
     (2, Case("fsdp1", mini_batch=4, rollout=True, reference=True, planted=THREE, clipped=((0, 3, 1), (1, 4, 3)))),
     (2, Case("fsdp2", mini_batch=4, epochs=2, kl=True, planted=ONE)),
     (2, Case("fsdp2", loss_mode="gspo", mini_batch=4, planted=THREE)),
