@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .collectives import world_size
+
 # All collective functions that a forward or backward pass may call; older torch versions lack some of them.
 _COLLECTIVES = (
     "all_gather",
@@ -122,15 +124,18 @@ class CollectiveReplay:
             RankLostError: The remaining calls are unknown, or one of them failed as well (another rank has died).
         """
         traceback.clear_frames(error.__traceback__)  # frees the memory that the frames of the pass hold
+        if world_size() == 1:
+            return
         done = len(self._calls)
         try:
             if not self._can_replay:
                 raise RuntimeError("with sequence parallelism, every pass makes other collective calls")
-            known = self._recorded_calls or []
             # A call that does not match those of the other ranks is worse than an abort.
-            if [call.signature for call in self._calls] != [call.signature for call in known[:done]]:
+            if self._recorded_calls is None or [call.signature for call in self._calls] != [
+                call.signature for call in self._recorded_calls[:done]
+            ]:
                 raise RuntimeError("no earlier pass with these collective calls was recorded")
-            for call in known[done:]:
+            for call in self._recorded_calls[done:]:
                 call.replay()
         except Exception as failure:
             raise RankLostError(

@@ -152,14 +152,12 @@ class Passes:
 
     def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read]) -> _Read:
         """Like `accumulate`, but of the pass's gradient alone, which is cleared after it. A collective call."""
-
-        def checked(rank: int) -> TokenSubset | None:
-            if has_gradients(self._module):
-                raise RuntimeError("a gradient was left before a pass of the search, which would add to it")
-            return subset_of(rank)
-
+        left = has_gradients(self._module)
+        self._raise_on_all_ranks(
+            RuntimeError("a gradient was left before a pass of the search, which would add to it") if left else None
+        )
         try:
-            return self.accumulate(checked, read)
+            return self.accumulate(subset_of, read)
         finally:
             clear_gradients(self._module)
 
@@ -171,7 +169,7 @@ class Passes:
         Raises:
             RankFailedError: The pass failed on some rank; the calls are still unknown on all ranks.
         """
-        if collectives.world_size() == self._sequence_parallel_size or not self._replay.needs_rehearsal:
+        if collectives.world_size() == 1 or not self._replay.needs_rehearsal:
             return
         self.count += 1
         error: Exception | None = None

@@ -17,6 +17,7 @@ __all__ = ["launch"]
 
 @pytest.mark.target(version="0.9.1")
 @cases(
+    (1, Case("fsdp2", planted=((0, 0, 4), (0, 6, 1)))),
     (2, Case("fsdp1", planted=THREE)),
     (2, Case("fsdp2", checkpointing=True, planted=THREE)),
     (2, Case("fsdp2", activation_offload=True, planted=THREE)),
@@ -26,7 +27,9 @@ __all__ = ["launch"]
 )
 @pytest.mark.parametrize("where", ["in a layer", "in the backward", "in a layer's backward"])
 def test_out_of_memory(launch: Launch, world: int, case: Case, where: str) -> None:
-    results = launch(world, fault_cases.failing_search, case, where, [1] if world == 2 else [1, 2], 2)
+    results = launch(
+        world, fault_cases.failing_search, case, where, {1: [0], 2: [1], 4: [1, 2]}[world], 1 if world == 1 else 2
+    )
     (event,), second = same_events([run for _, run in results])
     assert "OutOfMemoryError" in event["error"] and not event["complete"] and second == []
     for same, _ in results:
