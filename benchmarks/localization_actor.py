@@ -365,6 +365,7 @@ class Solver:
         }
         self._actor = next(iter(self._actors.values()))
         self.models = [actor.actor_module for actor in self._actors.values()]
+        self._rehearsed: set[str] = set()
         self._forwards = 0
         for model in self.models:
             model.register_forward_pre_hook(self._count_forward)
@@ -374,10 +375,10 @@ class Solver:
 
         Returns:
             dict: `culprits`, their places and gradient norms; `rests`, the norms of the loud micro-batches without them
-                in thresholds, where measured; `passes`, `seconds`; whether the budget is spent (`budget_spent`);
-                `tokens` and `units`, for comparisons: the culprits' places with their norms, and the loud micro-batches
-                with their norms in thresholds; what the event says of itself: `complete`, `explained`, `diagnosis`,
-                None where there is no event.
+                in thresholds, where measured; `passes`, without the rehearsal of the actor's first search; `seconds`;
+                whether the budget is spent (`budget_spent`); `tokens` and `units`, for comparisons: the culprits'
+                places with their norms, and the loud micro-batches with their norms in thresholds; what the event says
+                of itself: `complete`, `explained`, `diagnosis`, None where there is no event.
         """
         actor = self._actors[until]
         batch = with_old_log_probs(actor, self._shape, batch)
@@ -386,6 +387,9 @@ class Solver:
         passes = self._forwards - self._micro_batches
         # One update is one mini-batch, which has one event at most.
         (event,) = actor.gradloc.events or [{}]
+        if passes and self._ranks.world_size > 1 and until not in self._rehearsed:
+            self._rehearsed.add(until)
+            passes -= 1
         culprits = {}
         for culprit in event.get("culprits", []):
             row = culprit["row"] - culprit["micro_batch"] * self._shape.rows
@@ -397,7 +401,7 @@ class Solver:
             if unit["rest"] and unit["rest"]["tokens"]
         }
         facts = {name: event.get(name) for name in ("complete", "explained", "diagnosis")}
-        facts |= {"seconds": event.get("seconds", 0.0), "budget_spent": passes >= BUDGETS[until]}
+        facts |= {"seconds": event.get("seconds", 0.0), "budget_spent": event.get("passes", 0) >= BUDGETS[until]}
         facts["tokens"] = sorted([*place, norm] for place, norm in culprits.items())
         facts["units"] = sorted(
             [unit["rank"], unit["micro_batch"], unit["norm"] / unit["threshold"]] for unit in event.get("units", [])

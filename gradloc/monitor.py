@@ -27,7 +27,7 @@ from .evidence.sources import MISALIGNED_FRACTION
 from .evidence.token_facts import MISALIGNED_NATS, off_the_rollout
 from .fsdp import collectives
 from .fsdp.collective_replay import CollectiveReplay, RankLostError
-from .fsdp.state import SetAside, all_reached, get_rng_state, undisturbed
+from .fsdp.state import SetAside, clear_gradients, get_rng_state, undisturbed
 from .layers.reduced_norms import ReducedNorms
 from .measure.local_norms import LocalNorms
 from .measure.meter import Level, LocalMeter, Meter, ReducedMeter, Unit
@@ -166,19 +166,15 @@ class GradLoc:
         self._early_warning.start_update()
         self._drill_found = None
 
-    def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int], reduces: bool = True) -> None:
+    def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
         """Starts recording a training pass; called before it.
 
         Args:
             inputs (dict): The inputs of `forward`; picklable. Kept until `locate`.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
-            reduces (bool): Whether its backward reduces the gradients, which gradient accumulation may leave to the
-                last micro-batch. The collective calls of an extra pass are those of a pass that does.
         """
         self._current = MicroBatch(inputs, [int(row) for row in rows], get_rng_state(self._device))
         self._meter.start()
-        if reduces and not self._replay.has_recording:
-            self._replay.start()
 
     def observe(
         self,
@@ -222,7 +218,6 @@ class GradLoc:
         """Stops recording a training pass; called after its backward."""
         if self._current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
-        self._replay.stop(whole=lambda: all_reached(self._module))
         self._current.squares = self._meter.stop()
         self._micro_batches.append(self._current)
         self._current = None
@@ -401,6 +396,7 @@ class GradLoc:
                 if not self._is_spike(searched, threshold):
                     raise drill.DrillFailedError("the planted token did not put its micro-batch over the threshold")
                 investigation, passes = self._investigation(searched, threshold)
+                clear_gradients(self._module)  # the drill's own, which is measured by now
                 investigation.run()
         except (drill.DrillFailedError, collectives.RankFailedError) as error:
             searched = gradient
@@ -599,7 +595,8 @@ class GradLoc:
 
     def _reduced_norm(self, scale: float) -> float:
         self.squared_norms = self._measure() / scale**2
-        return float(self.squared_norms.sum().sqrt())
+        # On the host, where the sum of the same numbers is the same on all ranks.
+        return math.sqrt(math.fsum(self.squared_norms.tolist()))
 
     def _act(
         self,

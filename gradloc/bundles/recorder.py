@@ -9,11 +9,13 @@ import math
 import os
 import platform
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +30,11 @@ from . import layout
 from .layout import NotReplayableError, Row, SavedMicroBatch
 
 logger = logging.getLogger(__name__)
+
+# How many seconds the other ranks wait for rank 0's disk: far less than the timeout of a collective call.
+PATIENCE = 60.0
+
+_Value = TypeVar("_Value")
 
 
 class PreviewsClipping(Protocol):
@@ -61,7 +68,8 @@ class Recorder:
 
     With the local meter, the search has already sent the loud micro-batches to every rank, so a bundle takes no more
     communication. With the reduced meter, their owners send them. So a bundle is complete on the node of rank 0,
-    whether or not the nodes share a folder.
+    whether or not the nodes share a folder. A disk that does not answer keeps the other ranks waiting for `PATIENCE`
+    seconds at most.
 
     Args:
         directory (str): The directory of the evidence.
@@ -87,6 +95,7 @@ class Recorder:
         self._context = context
         self._layer_clip = layer_clip
         self._said_full = self._failed = False
+        self._disk_work: futures.Future[Any] | None = None
 
     def keep(
         self,
@@ -129,7 +138,8 @@ class Recorder:
     def _try(self, kept: _Kept) -> str | None:
         """Writes the bundle; whatever the disk or the inputs do, training goes on, and one warning says so."""
         try:
-            return self._write(kept)
+            files = self._files(kept)
+            return self._in_time(partial(self._write, files, kept.event)) if files else None
         except Exception as error:
             if not self._failed:
                 self._failed = True
@@ -141,10 +151,33 @@ class Recorder:
                 )
             return None
 
+    def _in_time(self, work: Callable[[], _Value]) -> _Value:
+        """What `work` returns, which uses the disk. If it takes too long, it goes on beside training.
+
+        Raises:
+            TimeoutError: It, or earlier work, has not ended within `PATIENCE`.
+        """
+        result: futures.Future[_Value] = futures.Future()
+
+        def run() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:  # raised again below
+                result.set_exception(error)
+
+        if self._disk_work is None or self._disk_work.done():
+            self._disk_work = result
+            threading.Thread(target=run, daemon=True).start()
+            try:
+                return result.result(PATIENCE)
+            except futures.TimeoutError:
+                if result.done():
+                    raise
+        raise TimeoutError(f"{self._directory} does not answer within {PATIENCE:g} seconds")
+
     def _has_room(self) -> bool:
         try:
-            bundles = self._bundles()
-            used = _size(self._directory)
+            bundles, used = self._in_time(lambda: (self._bundles(), _size(self._directory)))
         except OSError:
             return True  # the write will say what is wrong
         if len(bundles) < self._most and used < layout.TOTAL_BYTES:
@@ -167,31 +200,38 @@ class Recorder:
             path for path in self._directory.iterdir() if (path / layout.MANIFEST).is_file() and path.name[0] != "."
         ]
 
-    def _write(self, kept: _Kept) -> str | None:
-        files = {
+    def _files(self, kept: _Kept) -> dict[str, bytes]:
+        """The bundle's files; none if there is nothing to keep."""
+        tensors = {
             layout.tensor_file(*name): layout.to_tensors(
                 SavedMicroBatch(self._rows_of(micro_batch.inputs), micro_batch.tokens, micro_batch.rng_state)
             )
             for name, micro_batch in kept.micro_batches.items()
         }
-        if not files:
-            return None
-        size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+        if not tensors:
+            return {}
+        size = sum(tensor.nbytes for of_file in tensors.values() for tensor in of_file.values())
         if size > layout.BUNDLE_BYTES:
             raise NotReplayableError(f"it would take {size:,} bytes, and {layout.BUNDLE_BYTES:,} are the limit")
+        from safetensors.torch import save
+
+        files = {file: save(of_file) for file, of_file in tensors.items()}
+        sums = {file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for file, data in files.items()}
+        text = json.dumps(jsonable(self._manifest(kept, sums)), allow_nan=False, indent=1).encode()
+        if len(text) > layout.MANIFEST_BYTES:
+            raise NotReplayableError(f"its manifest would take {len(text):,} bytes")
+        digest = hashlib.sha256(text).hexdigest()
+        return {**files, layout.MANIFEST: text, layout.CHECKSUM: f"{digest}  {layout.MANIFEST}\n".encode()}
+
+    def _write(self, files: Mapping[str, bytes], event: Mapping[str, Any]) -> str:
+        """Writes a bundle with these files. Returns its folder, relative to the evidence."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        name = self._free_name(kept.event)
+        name = self._free_name(event)
         unfinished = self._directory / f".{name}.{os.getpid()}"
         try:
             unfinished.mkdir()
-            sums = {file: _save(tensors, unfinished / file) for file, tensors in files.items()}
-            manifest = self._manifest(kept, sums)
-            text = json.dumps(jsonable(manifest), allow_nan=False, indent=1).encode()
-            if len(text) > layout.MANIFEST_BYTES:
-                raise NotReplayableError(f"its manifest would take {len(text):,} bytes")
-            (unfinished / layout.MANIFEST).write_bytes(text)
-            digest = hashlib.sha256(text).hexdigest()
-            (unfinished / layout.CHECKSUM).write_text(f"{digest}  {layout.MANIFEST}\n")
+            for file, data in files.items():
+                (unfinished / file).write_bytes(data)
             unfinished.rename(self._directory / name)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -279,14 +319,6 @@ def _numbered(stem: str) -> Iterator[str]:
     while True:
         yield f"{stem}-{number}"
         number += 1
-
-
-def _save(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
-    from safetensors.torch import save
-
-    data = save(dict(tensors))
-    path.write_bytes(data)
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def _size(directory: Path) -> int:

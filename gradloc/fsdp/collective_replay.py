@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays the collective calls of a pass on a rank where an error interrupted it, so that no rank deadlocks."""
 
+import inspect
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .collectives import world_size
 
 # All collective functions that a forward or backward pass may call; older torch versions lack some of them.
 _COLLECTIVES = (
@@ -26,6 +29,8 @@ _COLLECTIVES = (
     "reduce_scatter_single",
     "reduce_scatter_tensor",
 )
+# Of these, the functions whose only tensor is both sent and received.
+_IN_PLACE = ("all_reduce", "broadcast")
 
 
 class RankLostError(RuntimeError):
@@ -49,6 +54,11 @@ class _Call:
     function: Callable
     arguments: Any
 
+    @property
+    def signature(self) -> tuple[str, list[_TensorSpec]]:
+        """The function's name and its tensors."""
+        return self.function.__name__, [leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, _TensorSpec)]
+
     def replay(self) -> None:
         """Repeats the call with dummy data (zeros)."""
         args, kwargs = tree_map_only(_TensorSpec, _TensorSpec.zeros, self.arguments)
@@ -61,9 +71,12 @@ class CollectiveReplay:
     """Records the collective calls of a pass, and replays them on a rank where an error interrupts a later pass.
 
     FSDP all-gathers parameters and reduce-scatters gradients during a pass, in the same order on all ranks and in all
-    passes. If an error (such as out of memory) interrupts a pass on one rank, the other ranks wait in the next of these
-    calls. To avoid a deadlock, the failed rank makes the remaining calls, as recorded in an earlier pass, with dummy
-    data. So all ranks reach the end of the pass and discard it.
+    passes that begin with sharded parameters. If an error (such as out of memory) interrupts a pass on one rank, the
+    other ranks wait in the next of these calls. To avoid a deadlock, the failed rank makes the remaining calls, as
+    recorded in an earlier pass, with dummy data. So all ranks reach the end of the pass and discard it.
+
+    Training passes are not recorded. One may begin with parameters that an earlier forward without gradients has left
+    unsharded, and then it makes fewer calls than the passes of a search, each of which follows a backward.
 
     Args:
         can_replay (bool): Whether all passes make the same calls. With sequence parallelism they do not, because shapes
@@ -73,59 +86,36 @@ class CollectiveReplay:
     def __init__(self, can_replay: bool = True) -> None:
         self._can_replay = can_replay
         self._recorded_calls: list[_Call] | None = None
-        self._whole = False
         self._calls: list[_Call] = []
         self._inside = False
-        self._originals: dict[str, Callable] = {}
 
     @property
-    def has_recording(self) -> bool:
-        """Whether a pass has been recorded."""
-        return self._recorded_calls is not None
-
-    @property
-    def knows_all(self) -> bool:
-        """Whether the recorded calls match every later pass, or no recording is needed."""
-        return self._whole or not self._can_replay
+    def needs_rehearsal(self) -> bool:
+        """Whether the calls of a pass are unknown and can be found out."""
+        return self._can_replay and self._recorded_calls is None
 
     def forget(self) -> None:
         """Discards the recorded calls."""
         self._recorded_calls = None
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Wraps one pass and records its calls; they are kept if the pass raises no error."""
-        self.start()
-        try:
-            yield
-        except BaseException:
-            self._restore()
-            raise
-        self.stop()
-
-    def start(self) -> None:
-        """Starts recording a pass."""
-        self._calls = []
-        if not self._originals:
-            self._originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
-            for name, function in self._originals.items():
-                setattr(dist, name, self._recorded(function))
-
-    def stop(self, whole: Callable[[], bool] = lambda: True) -> None:
-        """Stops recording and keeps the calls; does nothing if no recording is running.
+    def recording(self, communicate: bool = True) -> Iterator[None]:
+        """Wraps one pass and records its calls; they are kept if the pass raises no error.
 
         Args:
-            whole (Callable): Returns whether the pass has made all calls that a pass can make. Called only if the pass
-                was recorded.
+            communicate (bool): Whether the calls are made. If not, no rank waits for another, and what a call would
+                receive is zero.
         """
-        if self._originals:
-            self._restore()
-            self._recorded_calls, self._whole = self._calls, whole()
-
-    def _restore(self) -> None:
-        for name, function in self._originals.items():
-            setattr(dist, name, function)
-        self._originals = {}
+        self._calls = []
+        originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+        for name, function in originals.items():
+            setattr(dist, name, self._recorded(function, communicate))
+        try:
+            yield
+        finally:
+            for name, function in originals.items():
+                setattr(dist, name, function)
+        self._recorded_calls = self._calls
 
     def complete(self, error: Exception) -> None:
         """Makes the remaining calls of the pass that `error` interrupted.
@@ -134,11 +124,16 @@ class CollectiveReplay:
             RankLostError: The remaining calls are unknown, or one of them failed as well (another rank has died).
         """
         traceback.clear_frames(error.__traceback__)  # frees the memory that the frames of the pass hold
+        if world_size() == 1:
+            return
         done = len(self._calls)
         try:
             if not self._can_replay:
                 raise RuntimeError("with sequence parallelism, every pass makes other collective calls")
-            if self._recorded_calls is None or done > len(self._recorded_calls):
+            # A call that does not match those of the other ranks is worse than an abort.
+            if self._recorded_calls is None or [call.signature for call in self._calls] != [
+                call.signature for call in self._recorded_calls[:done]
+            ]:
                 raise RuntimeError("no earlier pass with these collective calls was recorded")
             for call in self._recorded_calls[done:]:
                 call.replay()
@@ -148,17 +143,35 @@ class CollectiveReplay:
                 f"propagated to the other ranks: {type(failure).__name__}: {failure}"
             ) from error
 
-    def _recorded(self, function: Callable) -> Callable:
+    def _recorded(self, function: Callable, communicate: bool) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._inside:  # called by another of these functions
                 return function(*args, **kwargs)
             specs = tree_map_only(Tensor, lambda t: _TensorSpec(t.shape, t.dtype, t.device), (args, kwargs))
             self._inside = True
             try:
-                result = function(*args, **kwargs)
+                result = (function if communicate else _silent(function))(*args, **kwargs)
             finally:
                 self._inside = False
             self._calls.append(_Call(function, specs))
             return result
 
         return call
+
+
+def _silent(function: Callable) -> Callable:
+    """A stand-in for a collective function that sends nothing and receives zeros."""
+
+    @torch.no_grad()
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        if function.__name__ not in _IN_PLACE:
+            for received in tree_leaves(next(iter(arguments.values()))):
+                received.zero_()
+        if not arguments.get("async_op"):
+            return None
+        done: torch.futures.Future = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    return call

@@ -32,6 +32,23 @@ def gather(values: Tensor) -> list[Tensor]:
     return list(torch.stack(out).cpu())
 
 
+def total(values: Tensor) -> Tensor:
+    """The sum of every rank's tensor of the same shape, without a host sync; all ranks have the same bits.
+
+    An all-reduce does not promise the latter. Here each rank adds the same gathered numbers, one by one: rounding is
+    then the same on any processor.
+    """
+    if world_size() == 1:
+        return values
+    of_ranks = [torch.empty_like(values) for _ in range(world_size())]
+    dist.all_gather(of_ranks, values)
+    sums = torch.stack(of_ranks)
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = torch.cat([sums[:half] + sums[half : 2 * half], sums[2 * half :]])
+    return sums[0]
+
+
 def gather_objects(value: Any) -> list[Any]:
     """Every rank's (picklable) value, in rank order."""
     if world_size() == 1:
@@ -68,7 +85,7 @@ def exchange(make: Callable[[], Any]) -> list[Any]:
     results = gather_objects(mine)
     for rank, (_, failure) in enumerate(results):
         if failure is not None:
-            raise RankFailedError(f"rank {rank} could not send its micro-batches: {failure}")
+            raise RankFailedError(f"rank {rank}: {failure}")
     return [value for value, _ in results]
 
 
@@ -88,5 +105,5 @@ def broadcast(make: Callable[[], Any], source: int) -> Any:
         dist.broadcast_object_list(box, src=source)
     value, failure = box[0]
     if failure is not None:
-        raise RankFailedError(f"rank {source} could not send a micro-batch: {failure}")
+        raise RankFailedError(f"rank {source}: {failure}")
     return value

@@ -65,6 +65,11 @@ def clear_gradients(module: nn.Module) -> None:
         holder.grad = None
 
 
+def has_gradients(module: nn.Module) -> bool:
+    """Whether some parameter has a gradient."""
+    return any(holder.grad is not None for holder in _holders(module))
+
+
 def _copy_if_reused(holder: Tensor) -> Tensor | None:
     # With CPU offload, FSDP1 reduces every backward's gradient into one buffer, which the next backward overwrites.
     return holder.grad.clone() if holder.grad is not None and hasattr(holder, "_cpu_grad") else None
@@ -130,12 +135,6 @@ def _reset_fsdp2(fsdp_module: FSDPModule) -> None:
         fsdp_module.reshard()
 
 
-def all_reached(module: nn.Module) -> bool:
-    """Whether every trainable parameter that FSDP2 shards has a gradient."""
-    parameters = [parameter.sharded_param for group in _param_groups(module) for parameter in group.fsdp_params]
-    return all(parameter.grad is not None for parameter in parameters if parameter.requires_grad)
-
-
 @contextmanager
 def all_reduced(module: nn.Module) -> Iterator[None]:
     """Makes FSDP2 reduce zeros for parameters without a gradient, such as those of unused experts.
@@ -171,7 +170,8 @@ def _param_groups(module: nn.Module) -> list[Any]:
             state = fsdp_module._get_fsdp_state()
             # Before torch 2.12 there is at most one.
             found += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [param_group for param_group in found if param_group is not None]
+    # Modules that were given to `fully_shard` as a list share a group.
+    return list({id(param_group): param_group for param_group in found if param_group is not None}.values())
 
 
 @contextmanager

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ..fsdp.collectives import world_size
+from ..fsdp.collectives import total, world_size
 from ..fsdp.torch_compat import DTensor, FSDPModule
 from .float32_norms import chunks
 from .layer_names import layers_by_parameter
@@ -72,7 +71,7 @@ class ReducedNorms:
         self._plan_on_device: tuple[Tensor, Tensor] | None = None
 
     def squared_norms(self) -> Tensor:
-        """The layers' squared norms, without a host sync. A collective call (one all-reduce) if FSDP wraps the module.
+        """The layers' squared norms, without a host sync. A collective call (one all-gather) if FSDP wraps the module.
 
         Returns:
             Tensor: float64 of shape (len(layers),); with FSDP the same on every rank. 0 for a layer without a gradient.
@@ -80,10 +79,8 @@ class ReducedNorms:
         return self.add_up(self.own_squares())
 
     def add_up(self, squares: Tensor) -> Tensor:
-        """Sums every rank's `own_squares`, in place. A collective call if FSDP wraps the module."""
-        if self._summed:
-            dist.all_reduce(squares)
-        return squares
+        """Sums every rank's `own_squares`. A collective call if FSDP wraps the module."""
+        return total(squares) if self._summed else squares
 
     @torch.no_grad()
     def own_squares(self) -> Tensor:
@@ -94,7 +91,7 @@ class ReducedNorms:
             gradient = piece.gradient()
             if gradient is None or gradient.numel() == 0:
                 continue
-            # The all-reduce sums over all replicas.
+            # The sum is over all replicas.
             replica_weight = piece.shards / world_size() if self._summed else 1.0
             for chunk in chunks(gradient):
                 parts.append(chunk)

@@ -3,6 +3,7 @@
 """Extra forward/backward passes over micro-batches of any rank, run by all ranks together."""
 
 import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ..fsdp import collectives
 from ..fsdp.collective_replay import CollectiveReplay
-from ..fsdp.state import all_reduced, clear_gradients, reset_fsdp, set_rng_state
+from ..fsdp.state import all_reduced, clear_gradients, has_gradients, reset_fsdp, set_rng_state
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class Passes:
         module (nn.Module): The model.
         forward (Forward): Computes (entropy, log_prob).
         device (torch.device): The device that the model computes on.
-        replay (CollectiveReplay): Holds the recording of a training pass.
+        replay (CollectiveReplay): Holds the recording of an earlier pass.
         scale (float): The loss scale of the training pass.
         own (list[MicroBatch]): This rank's micro-batches; one of their rows is the dummy input if it has no probe.
         sequence_parallel_size (int): How many neighbouring ranks work on the same data.
@@ -150,24 +151,44 @@ class Passes:
         self._cut = not _depends_on_the_whole(module)
 
     def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read]) -> _Read:
-        """Like `accumulate`, but clears the gradients after the pass. A collective call."""
+        """Like `accumulate`, but of the pass's gradient alone, which is cleared after it. A collective call."""
+        left = has_gradients(self._module)
+        self._raise_on_all_ranks(
+            RuntimeError("a gradient was left before a pass of the search, which would add to it") if left else None
+        )
         try:
             return self.accumulate(subset_of, read)
         finally:
             clear_gradients(self._module)
 
     def rehearse(self) -> None:
-        """Runs a dummy pass if some rank has not recorded all collective calls of a pass. A collective call.
+        """Finds out which collective calls a pass makes, unless that is known. A collective call.
 
-        A training pass in which some parameters got no gradient makes fewer or smaller collective calls.
+        It is a pass on a dummy input, in which no rank communicates: an error in it leaves no other rank waiting.
 
         Raises:
-            RankFailedError: The dummy pass failed on some rank.
+            RankFailedError: The pass failed on some rank; the calls are still unknown on all ranks.
         """
-        unknown = torch.tensor([float(not self._replay.knows_all)], device=self._device)
-        if collectives.world_size() > self._sequence_parallel_size and torch.stack(collectives.gather(unknown)).any():
+        if collectives.world_size() == 1 or not self._replay.needs_rehearsal:
+            return
+        self.count += 1
+        error: Exception | None = None
+        try:
+            with self._replay.recording(communicate=False), all_reduced(self._module):
+                self._forward_backward(None)
+        except Exception as caught:
+            traceback.clear_frames(caught.__traceback__)
+            error = caught
+        # The parameters that it unsharded are zeros, so they must all be sharded again.
+        reset_fsdp(self._module)
+        clear_gradients(self._module)
+        if error is not None and self._recover is not None:
+            self._recover()
+        try:
+            self._raise_on_all_ranks(error)
+        except collectives.RankFailedError:
             self._replay.forget()
-            self.measure(lambda _: None, lambda: None)
+            raise
 
     def accumulate(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read]) -> _Read:
         """Runs a pass that adds the gradient of every rank's subset, averaged over the ranks, to the current gradient.
@@ -196,9 +217,14 @@ class Passes:
                 if self._recover is not None:
                     self._recover()
             error = caught
+        self._raise_on_all_ranks(error)
+        return cast(_Read, result)  # no rank has an error, so `read` has returned on this rank
+
+    def _raise_on_all_ranks(self, error: Exception | None) -> None:
+        """Raises `RankFailedError` on all ranks if some rank has an error in its pass. A collective call."""
         failed = torch.tensor([float(error is not None)], device=self._device)
         if not torch.stack(collectives.gather(failed)).any():
-            return cast(_Read, result)  # no rank has an error, so `read` has returned on this rank
+            return
         if error is not None:
             logger.warning("a pass of the gradient search failed; training continues", exc_info=error)
         messages = collectives.gather_objects(None if error is None else f"{type(error).__name__}: {error}")

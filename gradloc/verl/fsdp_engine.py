@@ -7,8 +7,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,7 +67,6 @@ class WatchedEngine:
     _saved_state: Mapping[str, Any] | None = None
     _watching = False
     _pass_open = False
-    _reduces = True
     _mini_batches = 0
     _earlier_mini_batches = 0
 
@@ -110,7 +108,7 @@ class WatchedEngine:
         self._end_pass()
         # Before the engine moves it to the device, where reading lengths would wait for the device.
         inputs = _inputs(micro_batch)
-        gradloc.begin_pass(inputs, micro_batch[_ROW].tolist(), reduces=self._reduces)
+        gradloc.begin_pass(inputs, micro_batch[_ROW].tolist())
         self._pass_open = True
         return super().forward_step(  # type: ignore[misc]
             micro_batch, partial(self._observed, loss_function, inputs), forward_only
@@ -141,13 +139,6 @@ class WatchedEngine:
         super().optimizer_step()  # type: ignore[misc]
         return float(unclipped_norm)
 
-    @contextmanager
-    def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:
-        deferred = getattr(self.engine_config, "use_no_sync_for_gradient_accumulation", True)
-        self._reduces = is_last_micro_batch or not deferred
-        with super()._gradient_sync_context(is_last_micro_batch=is_last_micro_batch):  # type: ignore[misc]
-            yield
-
     def save_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         super().save_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
         extra = getattr(self.checkpoint_manager, "should_save_extra", True)
@@ -158,9 +149,9 @@ class WatchedEngine:
     def load_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         super().load_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
         extra = getattr(self.checkpoint_manager, "should_load_extra", True)
-        path = os.path.join(local_path, _STATE_FILE) if local_path else ""
-        found = extra and os.path.isfile(path)
-        self._saved_state = torch.load(path, weights_only=True) if found else {}
+        path = os.path.join(local_path, _STATE_FILE) if extra and local_path else ""
+        # Rank 0 wrote it, perhaps to a folder that the other nodes do not share.
+        self._saved_state = _read_state(path) if collectives.rank() == 0 else {}
         self._restore()
 
     def _parts(self) -> dict[str, GradLoc | LayerClip]:
@@ -168,10 +159,12 @@ class WatchedEngine:
         return {name: part for name, part in parts.items() if part is not None}
 
     def _restore(self) -> None:
-        """Gives the parts their state of the checkpoint, which may be loaded before they are made."""
+        """Gives the parts rank 0's state of the checkpoint, which may be loaded before they are made."""
         if self._saved_state is not None and self._settings is not None:
-            for name, part in self._parts().items():
-                part.load_state_dict(self._saved_state.get(name))
+            if parts := self._parts():
+                saved = collectives.broadcast(lambda: self._saved_state, 0)
+                for name, part in parts.items():
+                    part.load_state_dict(saved.get(name))
             self._saved_state = None
 
     def _build(self, config: Any) -> None:
@@ -289,6 +282,18 @@ def _actor_config(loss_function: Callable[..., Any]) -> Any:
     """The actor's configuration that the loss is bound to; None for another loss."""
     config = getattr(loss_function, "keywords", {}).get("config")
     return config if hasattr(config, "gradloc_config") else None
+
+
+def _read_state(path: str) -> dict[str, Any]:
+    """The state that `save_checkpoint` wrote; empty if there is none."""
+    if not os.path.isfile(path):
+        return {}
+    try:
+        return torch.load(path, weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); restore it, or remove it to let GradLoc and LayerClip start over"
+        ) from error
 
 
 def _metric(value: float | list[float]) -> Metric:

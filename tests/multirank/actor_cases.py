@@ -14,7 +14,8 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    fully_shard,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
@@ -48,6 +50,7 @@ from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
 from verl.utils import activation_offload, attention_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_placement_fn
+from verl.utils.gradloc.fsdp.collective_replay import CollectiveReplay
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
@@ -77,6 +80,11 @@ TOKEN_REJECTION = "token" if FIRST_RELEASE else "token_k1"
 SPIKE = 5e3
 # Between ordinary and planted tokens with a wide margin, for runs that the brute force cannot follow.
 IDENTITY_THRESHOLD = 1e3
+# By `Case.stays_unsharded`, then by `Case.hsdp`, as verl chooses.
+SHARDING = (
+    (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD),
+    (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2),
+)
 # The vision-language model's tokens for an image: these follow the up to three padding tokens of a prompt.
 VISION_START, IMAGE, VISION_END = 1, 2, 3
 
@@ -96,6 +104,10 @@ class Case:
     nested: bool = False
     # For float16; also what the brute force multiplies its losses with.
     loss_scale: float = 1.0
+    # The first two layers in one `fully_shard([...])`, and the norm with the LM head.
+    grouped: bool = False
+    # verl's reshard_after_forward=False.
+    stays_unsharded: bool = False
     # Two replicas of a model that is sharded over half of the ranks.
     hsdp: bool = False
     # FSDP2's own offloading of parameters, gradients and optimizer.
@@ -300,11 +312,16 @@ def wrap(case: Case, model: torch.nn.Module) -> torch.nn.Module:
         options = {
             "mesh": mesh,
             "mp_policy": precision,
-            "reshard_after_forward": True,
+            "reshard_after_forward": not case.stays_unsharded,
             "shard_placement_fn": get_shard_placement_fn(fsdp_size=shape[-1]),
         }
         if case.offload_policy:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=DEVICE.type != "cpu")
+        if case.grouped:
+            fully_shard([*model.model.layers[:2]], **options)
+            fully_shard([model.model.norm, model.lm_head], **options)
+            fully_shard(model, **options)
+            return model
         apply_fsdp2(model, options, {})
         return model
     return FullyShardedDataParallel(
@@ -312,7 +329,7 @@ def wrap(case: Case, model: torch.nn.Module) -> torch.nn.Module:
         auto_wrap_policy=get_fsdp_wrap_policy(model, is_lora=case.model == "lora"),
         device_id=DEVICE,
         device_mesh=mesh,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD if case.hsdp else ShardingStrategy.FULL_SHARD,
+        sharding_strategy=SHARDING[case.stays_unsharded][case.hsdp],
         mixed_precision=MixedPrecision(param_dtype=case.dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32),
         use_orig_params={"fsdp1": False, "fsdp1-orig": True}[case.wrap],
     )
@@ -383,10 +400,33 @@ def build_actor(
     actor = module.DataParallelPPOActor(build_config(case, **gradloc), model, optimizer)
     if ENGINE:
         actor.nested = case.nested
+    if getattr(actor, "gradloc", None) is not None:
+        compare_collective_calls(actor.gradloc._replay)
     if case.precision == "float16":
         # The actor's own is for GPUs, and disabled on a CPU.
         actor.scaler = grad_scaler(case.loss_scale)
     return actor
+
+
+class OtherCallsError(BaseException):
+    """No `Exception`, so that no search takes it for an error of its own."""
+
+
+def compare_collective_calls(replay: CollectiveReplay) -> None:
+    """Has every pass of a search raise an error if it makes other collective calls than those recorded before it."""
+    recording = replay.recording
+
+    @contextmanager
+    def comparing(**options: Any) -> Iterator[None]:
+        recorded = replay._recorded_calls
+        with recording(**options):
+            yield
+        if replay._can_replay and recorded is not None:
+            before, now = ([call.signature for call in calls] for calls in (recorded, replay._recorded_calls))
+            if before != now:
+                raise OtherCallsError(f"{before} were recorded, {now} were made")
+
+    replay.recording = comparing
 
 
 def checkpoints(actor: Any, scheduler: Any = None, checkpoint_config: dict[str, Any] | None = None) -> Any:
@@ -840,7 +880,7 @@ def train(
 def units_and_run(case: Case) -> tuple[list[Unit], list[float], Run]:
     """The brute force, and a run in which every unit counts as a spike."""
     units, norms = brute_force(case, build_batch(case, dist.get_rank()), tokens=False)
-    return units, norms, train(case, spike_detection=True, grad_norm_threshold=1e-6, bisect_budget_steps=1)
+    return units, norms, train(case, spike_detection=True, grad_norm_threshold=1e-6, bisect_budget_steps=2)
 
 
 def search(case: Case, **gradloc: Any) -> tuple[list[Unit], list[float], float, Run]:

@@ -41,6 +41,9 @@ def both(case: Case, options: dict[str, Any]) -> tuple[dict[str, bool], list[lis
     same["own metrics"] = [of_gradloc(metrics) for metrics in drilled.metrics] == [
         of_gradloc(metrics) for metrics in plain.metrics
     ]
+    # The drill has rehearsed for the search of a spike that is there besides.
+    passes = [[sum(event["passes"] for event in spikes(events)) for events in run.events] for run in (drilled, plain)]
+    same["passes"] = passes[0] == [passes[1][0] - bool(case.planted), passes[1][1]]
     return same, [json.loads(events) for events in plain.events], drilled, plain
 
 
@@ -52,8 +55,12 @@ def with_detection(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def spikes(events: str) -> list[dict[str, Any]]:
+    return [event for event in json.loads(events) if event["drill"] is None]
+
+
 def of_gradloc(metrics: dict[str, Any]) -> str:
-    left_out = ("drill_found", "seconds")
+    left_out = ("drill_found", "seconds", "passes")
     return repr({name: value for name, value in metrics.items() if "gradloc" in name and not name.endswith(left_out)})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,11 @@ def engine_as_the_worker_builds_it(directory: str, strategy: str, **options: Any
     return engine, actor
 
 
-def resumed(directory: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]:
-    """States of an engine that was trained and saved, of a new one, and of one that was loaded; the files saved."""
+def resumed(directory: str, shared: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]:
+    """States of an engine that was trained and saved, of a new one, and of one that was loaded; the files saved.
+
+    If the folder is not `shared`, rank 1 loads from its own, which lacks what rank 0 alone has written.
+    """
     from functools import partial
 
     from engine_actor import _prompts
@@ -159,10 +163,10 @@ def resumed(directory: str, strategy: str) -> tuple[dict[str, Any], dict[str, An
         "bisect_dump_dir": str(path / "dump"),
     }
 
-    def trained(load: bool, seed: int) -> Any:
-        engine, config = engine_as_the_worker_builds_it(str(path / "model"), strategy, **options)
-        if load:
-            engine.load_checkpoint(str(path / "checkpoint"))
+    def trained(load: Path | None, seed: int) -> Any:
+        engine, config = engine_as_the_worker_builds_it(str(path / "model"), "fsdp2", **options)
+        if load is not None:
+            engine.load_checkpoint(str(load))
         batch = build_batch(case, dist.get_rank(), seed)
         batch.batch["prompts"] = _prompts(batch.batch)
         data = left_right_2_no_padding(batch.to_tensordict())
@@ -182,11 +186,15 @@ def resumed(directory: str, strategy: str) -> tuple[dict[str, Any], dict[str, An
     def state(engine: Any) -> dict[str, Any]:
         return json.loads(json.dumps({name: repr(part.state_dict()) for name, part in engine._parts().items()}))
 
-    first = trained(False, 0)
+    first = trained(None, 0)
     first.save_checkpoint(str(path / "checkpoint"))
     dist.barrier()
     saved = sorted(os.listdir(path / "checkpoint"))
-    norms = [trained(load, 1).gradloc.state_dict()["token_norms"] for load in (False, True)]
+    folder = path / "checkpoint"
+    if not shared and dist.get_rank() == 1:
+        folder = shutil.copytree(folder, path / "other node")
+        (folder / "gradloc_state.pt").unlink()
+    norms = [trained(load, 1).gradloc.state_dict()["token_norms"] for load in (None, folder)]
     return (
         state(first),
         {"norms": first.gradloc.state_dict()["token_norms"]},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -39,7 +41,7 @@ def disturb(actor: Any, where: str, when: int, disturbance: Callable[[], None]) 
     def strike(*_: Any) -> None:
         nonlocal count
         gradloc = getattr(actor, "gradloc", None)
-        if gradloc is None or gradloc._current is None:
+        if not getattr(actor, "evaluates", False) and (gradloc is None or gradloc._current is None):
             count += 1
             if count == when:
                 disturbance()
@@ -86,6 +88,34 @@ def failing_search(case: Case, where: str, ranks: list[int], when: int) -> tuple
     return compare_runs(run, stock), run
 
 
+def evaluate_before_updates(actor: Any) -> None:
+    """Has each update follow a forward without gradients, as a trainer runs for the old log-probs."""
+    update_policy = actor.update_policy
+    module, inputs = actor.actor_module, ("input_ids", "attention_mask", "position_ids")
+
+    def after_an_evaluation(batch: DataProto) -> dict[str, Any]:
+        actor.evaluates = True
+        with actor.engine.eval_mode() if ENGINE else contextlib.nullcontext(), torch.no_grad():
+            module(**{name: batch.batch[name] for name in inputs}, use_cache=False)
+        actor.evaluates = False
+        return update_policy(batch)
+
+    actor.update_policy = after_an_evaluation
+
+
+def failing_after_an_evaluation(case: Case, where: str, when: int) -> tuple[dict[str, bool], Run]:
+    """Rank 1 runs out of memory in an extra pass, in a run with a forward without gradients before each update."""
+
+    def prepare(actor: Any) -> None:
+        evaluate_before_updates(actor)
+        if dist.get_rank() == 1:
+            disturb(actor, where, when, run_out_of_memory)
+
+    stock = train(case, stock_dp_actor(), calls=2, prepare=evaluate_before_updates)
+    run = train(case, calls=2, prepare=prepare, **DETECTION)
+    return compare_runs(run, stock), run
+
+
 def failing_without_an_expert(case: Case) -> tuple[dict[str, bool], Run]:
     """Rank 1 runs out of memory in its first extra pass over more than one token of one row."""
 
@@ -128,6 +158,34 @@ def with_other_arithmetic(case: Case) -> Run:
         return train(case, **DETECTION)
     finally:
         passes.suspicion = suspicion
+
+
+def with_other_sums(case: Case) -> tuple[float, float, Run]:
+    """A run in which rank 1's copy of each all-reduced float64 sum is a little too large.
+
+    Returns:
+        tuple: The norm of the reduced gradient; the threshold, which lies just over it, and under what rank 1's copy
+            would give; the run.
+    """
+    options = {"spike_detection": True, "spike_trigger": "global"}
+    first = train(case, **options, grad_norm_threshold=1.0, bisect_budget_steps=1)
+    (event,) = json.loads(first.events[0])
+    trigger = event["trigger"]
+    threshold = trigger["norm"] / trigger["threshold"] * (1 + 1e-9)
+    all_reduce = dist.all_reduce
+
+    def inexact(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        work = all_reduce(tensor, *arguments, **keywords)
+        if tensor.dtype == torch.float64 and dist.get_rank() == 1:
+            tensor.mul_(1 + 1e-8)
+        return work
+
+    dist.all_reduce = inexact
+    try:
+        run = train(case, **options, grad_norm_threshold=threshold)
+    finally:
+        dist.all_reduce = all_reduce
+    return trigger["norm"], threshold * trigger["threshold"], run
 
 
 def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], Run]:

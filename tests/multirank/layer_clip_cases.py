@@ -174,7 +174,7 @@ class Comparison:
     frozen_changes: float
 
 
-def compare(case: Case, all_reduces: int) -> Comparison:
+def compare(case: Case, all_gathers: int) -> Comparison:
     """Clips one gradient by the rule "fixed" and by hand."""
     gradients = plain_gradients(case)
     squares: dict[str, float] = {}
@@ -195,7 +195,7 @@ def compare(case: Case, all_reduces: int) -> Comparison:
     clip = LayerClip(model, LayerClipConfig(rule="fixed", max_norm=max_norm))
     backward(model, dist.get_rank())
     calls = count_collectives(lambda: clip.clip())
-    assert calls[1:] == ["all_reduce"] * all_reduces, calls
+    assert calls[1:] == ["all_gather"] * all_gathers, calls
     clipped = take_step(model)
     errors = {name: relative_error(clipped[name], factors[layer_of(name)] * g) for name, g in gradients.items()}
     names = {name for name, _ in build_model(case).named_parameters()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from actor_cases import (
     stock_dp_actor,
     train,
 )
+from verl.utils.gradloc.bundles import recorder
 
 
 def save_model(case: Case, directory: Path) -> None:
@@ -52,3 +54,27 @@ def identical(directory: str) -> tuple[dict[str, bool], dict[str, bool], dict[st
     broken = train(case, bisect_dump_dir=f"{directory}/file", spike_replay=1, **options)
     events = {name: [event["replay"] for event in events_of(run)] for name, run in (("kept", kept), ("broken", broken))}
     return compare_runs(kept, stock), compare_runs(broken, stock), events
+
+
+def stalled(directory: str) -> tuple[dict[str, bool], list[str | None]]:
+    """A run of two events whose disk answers no more once a bundle is to be written, against the unpatched actor."""
+    case = Case(mini_batch=4, planted=((0, 0, 4), (1, 3, 0), (1, 6, 9)))
+    answers = threading.Event()
+
+    def prepare(actor: Any) -> None:
+        actor.gradloc._recorder._write = lambda *_: answers.wait()
+
+    recorder.PATIENCE = 0.1
+    try:
+        run = train(
+            case,
+            prepare=prepare,
+            spike_detection=True,
+            grad_norm_threshold=IDENTITY_THRESHOLD,
+            bisect_dump_dir=directory,
+            spike_replay=4,
+        )
+    finally:
+        recorder.PATIENCE = 60.0
+        answers.set()
+    return compare_runs(run, train(case, stock_dp_actor())), [event["replay"] for event in events_of(run)]

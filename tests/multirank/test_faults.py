@@ -17,17 +17,43 @@ __all__ = ["launch"]
 
 @pytest.mark.target(version="0.9.1")
 @cases(
+    (1, Case("fsdp2", planted=((0, 0, 4), (0, 6, 1)))),
     (2, Case("fsdp1", planted=THREE)),
     (2, Case("fsdp2", checkpointing=True, planted=THREE)),
     (2, Case("fsdp2", activation_offload=True, planted=THREE)),
+    (2, Case("fsdp2", grouped=True, planted=THREE)),
     (4, Case("fsdp1", hsdp=True, planted=THREE)),
     (4, Case("fsdp2", hsdp=True, planted=THREE)),
 )
 @pytest.mark.parametrize("where", ["in a layer", "in the backward", "in a layer's backward"])
 def test_out_of_memory(launch: Launch, world: int, case: Case, where: str) -> None:
-    results = launch(world, fault_cases.failing_search, case, where, [1] if world == 2 else [1, 2], 2)
+    results = launch(
+        world, fault_cases.failing_search, case, where, {1: [0], 2: [1], 4: [1, 2]}[world], 1 if world == 1 else 2
+    )
     (event,), second = same_events([run for _, run in results])
     assert "OutOfMemoryError" in event["error"] and not event["complete"] and second == []
+    for same, _ in results:
+        assert all(same.values()), same
+
+
+AFTER_EVALUATION = [Case(w, stays_unsharded=s, planted=THREE) for w in ("fsdp1", "fsdp2") for s in (False, True)]
+if ENGINE:
+    AFTER_EVALUATION.append(Case("fsdp1", stays_unsharded=True, deferred=True, planted=THREE))
+
+
+@pytest.mark.target(version="0.9.1")
+@cases(*[(2, case) for case in AFTER_EVALUATION])
+@pytest.mark.parametrize("where", ["in a layer", "in a layer's backward"])
+@pytest.mark.parametrize("when", [1, 2])
+def test_out_of_memory_after_an_evaluation(launch: Launch, world: int, case: Case, where: str, when: int) -> None:
+    """A forward without gradients may leave parameters unsharded, so that the training passes make fewer calls.
+
+    The first extra pass is the rehearsal, the second the first probe.
+    """
+    results = launch(world, fault_cases.failing_after_an_evaluation, case, where, when)
+    (event,), second = same_events([run for _, run in results])
+    assert "OutOfMemoryError" in event["error"] and not event["complete"] and second == []
+    assert event["passes"] == when
     for same, _ in results:
         assert all(same.values()), same
 
@@ -55,6 +81,14 @@ def test_ranks_with_other_arithmetic_search_alike(launch: Launch) -> None:
     (events,) = same_events(launch(2, fault_cases.with_other_arithmetic, Case(planted=THREE)))
     (event,) = events
     assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == set(THREE) and event["complete"]
+
+
+@cases((2, Case("fsdp1", trigger="global")), (2, Case("fsdp2", model="tiled")))
+def test_ranks_whose_copies_of_a_sum_differ_decide_alike(launch: Launch, world: int, case: Case) -> None:
+    """An all-reduce does not promise that all ranks get the same bits; at the threshold they would part."""
+    results = launch(world, fault_cases.with_other_sums, case)
+    for norm, threshold, run in results:
+        assert norm < threshold < norm * (1 + 4e-9) and run.events == ["[]"]
 
 
 @pytest.mark.parametrize("trigger", ["unit", "global"])

@@ -480,8 +480,8 @@ COMPARED += [(2, Case(wrap, offload=True)) for wrap in WRAPS]
     ],
 )
 def test_norms_and_clipped_gradients_are_those_of_one_process(launch: Launch, size: int, case: Case) -> None:
-    all_reduces = 0 if size == 1 or case.wrap == "none" else 1
-    results: list[Comparison] = launch(size, layer_clip_cases.compare, case, all_reduces)
+    all_gathers = 0 if size == 1 or case.wrap == "none" else 1
+    results: list[Comparison] = launch(size, layer_clip_cases.compare, case, all_gathers)
     for result in results:
         assert list(result.norms) == list(result.expected_norms)
         assert result.norms == pytest.approx(result.expected_norms, rel=EXACT)

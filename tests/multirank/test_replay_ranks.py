@@ -139,3 +139,10 @@ def test_training_is_bit_identical_and_a_full_or_broken_disk_ends_nothing(launch
         assert events["broken"] == [None, None]
     found = sorted(path.name for path in (tmp_path / "dump" / "replay").iterdir())
     assert found == ["step7-epoch0-mini_batch0"]
+
+
+def test_a_disk_that_does_not_answer_ends_nothing(launch: Launch, tmp_path: Path) -> None:
+    """The other ranks would wait for rank 0 in a collective call, whose timeout ends the run."""
+    for same, replays in launch(2, replay_cases.stalled, str(tmp_path)):
+        assert all(same.values()), same
+        assert replays == [None, None]

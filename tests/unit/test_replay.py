@@ -581,7 +581,7 @@ def test_a_write_that_fails_leaves_nothing_behind(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(recorder, "_save", fail)
+    monkeypatch.setattr(Path, "write_bytes", fail)
     assert [event["replay"] for event in spikes(tmp_path)] == [None]
     assert list((tmp_path / "replay").iterdir()) == [] and "No space left on device" in caplog.text
 
@@ -602,7 +602,7 @@ def test_a_manifest_that_could_not_be_opened_is_not_written(
 ) -> None:
     monkeypatch.setattr(layout, "MANIFEST_BYTES", 100)
     assert [event["replay"] for event in spikes(tmp_path)] == [None]
-    assert "its manifest would take" in caplog.text and list((tmp_path / "replay").iterdir()) == []
+    assert "its manifest would take" in caplog.text and not (tmp_path / "replay").exists()
 
 
 CULPRITS = [{"culprit": True, "replayed": norm} for norm in (50.0, 20.0, 9.0)]
