@@ -21,12 +21,13 @@ imported Math-Verify and nothing else, so that a killed one is replaced at once.
 
 Every setting is a keyword argument (custom_reward_function.reward_kwargs) or else an environment variable:
 
-    timeout, VERL_MATH_VERIFY_TIMEOUT: seconds that one answer may take once a worker has begun with it, at most a
-        day; 10.
+    timeout, VERL_MATH_VERIFY_TIMEOUT: seconds of CPU time that one answer may take, at most a day; 10. An answer that
+        takes none, because it sleeps, ends after ten times as long.
     workers, VERL_MATH_VERIFY_WORKERS: worker processes per calling process; 4.
     memory_mb, VERL_MATH_VERIFY_MEMORY_MB: MiB of address space that a worker may have, of which an answer finds at
         least half free; 1024. What does not fit counts as unparsable.
-    precision, VERL_MATH_VERIFY_PRECISION: decimal places to which floating-point numbers are compared; 6.
+    precision, VERL_MATH_VERIFY_PRECISION: decimal places to which floating-point numbers are compared; 6. Where these
+        leave a truth less than half as many significant digits, so many digits are compared.
     gold_extraction_target, VERL_MATH_VERIFY_GOLD_TARGET: what the ground truth is, a list or comma-separated: latex,
         expr (plain numbers and arithmetic), string (a letter from A to D); latex.
     pred_extraction_target, VERL_MATH_VERIFY_PRED_TARGET: what is looked for in a response; expr,latex.
@@ -81,6 +82,9 @@ CHUNK = 16
 REPORT = 3
 # The longest time limit in seconds. Timers take no arbitrarily large numbers.
 DAY = 86400
+# How many times its limit of CPU time an answer may take by the clock, in case it sleeps. On a busy machine an answer
+# waits for the CPU, too, and must not be ended for that.
+WALL_FACTOR = 10
 # A worker's exit code when it makes room for a fresh one: what it holds in caches would be missing for the next answer.
 RETIRED = 75
 
@@ -206,8 +210,9 @@ def _number(name: str, value: Any, what: str, least: int) -> int: ...
 def _number(name: str, value: Any, what: str, least: int | None = None) -> float:
     """A whole number if it has a least value, otherwise a positive number of seconds."""
     try:
-        number = float(value) if least is None else int(str(value))
-    except (TypeError, ValueError):
+        # As text, because True is no number.
+        number = float(str(value)) if least is None else int(str(value))
+    except ValueError:
         number = math.nan
     if not (0 < number <= DAY if least is None else least <= number):
         raise ValueError(f"{name} must be {what}, but is {value!r}.")
@@ -260,7 +265,9 @@ def _score_all(answers: list[tuple[str, str]], timeout_score: float, settings: _
             raise error
         elif left and not _exited(error, RETIRED):
             attempts[left[0]] += 1
-            timed_out = isinstance(error, concurrent.futures.TimeoutError) or _exited(error, -signal.SIGALRM)
+            timed_out = isinstance(error, concurrent.futures.TimeoutError) or _exited(
+                error, -signal.SIGPROF, -signal.SIGALRM
+            )
             if timed_out or attempts[left[0]] == ATTEMPTS:
                 scores[left[0]] = timeout_score
                 left = left[1:]
@@ -307,8 +314,8 @@ def _score_all(answers: list[tuple[str, str]], timeout_score: float, settings: _
     return scores
 
 
-def _exited(error: BaseException | None, code: int) -> bool:
-    return isinstance(error, pebble.ProcessExpired) and error.exitcode == code
+def _exited(error: BaseException | None, *codes: int) -> bool:
+    return isinstance(error, pebble.ProcessExpired) and error.exitcode in codes
 
 
 def _exists(pid: int) -> bool:
@@ -389,7 +396,7 @@ class _Pool:
         first = CHUNK * slot
         self.scores[first : first + CHUNK] = [math.nan] * CHUNK
         self.owners[slot] = 0
-        limit = len(answers) * settings.timeout + START_GRACE
+        limit = len(answers) * WALL_FACTOR * settings.timeout + START_GRACE
         future: concurrent.futures.Future[None]
         try:
             future = self.pool.schedule(
@@ -402,7 +409,7 @@ class _Pool:
                     settings.gold_extraction_target,
                     settings.pred_extraction_target,
                 ),
-                # The worker's own timer comes first.
+                # The worker's own timers come first.
                 timeout=limit,
             )
         except (RuntimeError, OSError) as error:
@@ -498,8 +505,9 @@ def _warm_up(scores: Any, owners: Any, memory: int) -> None:
     _scores, _owners, _memory, _used = scores, owners, memory, False
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    for end in signal.SIGPROF, signal.SIGALRM:
+        signal.signal(end, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [end])
     if sys.platform == "linux":
         # A pool whose fork server was killed may go on with another, and would never end this worker.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -527,9 +535,11 @@ def _score_chunk(first: int, answers: list[tuple[str, str]], timeout: float, *se
         if _used and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > _memory // 2:
             os._exit(RETIRED)
         _used = True
-        # Nobody handles the signal: the kernel ends the process, whatever it is computing, and even without a parent.
-        signal.setitimer(signal.ITIMER_REAL, timeout)
+        # Nobody handles their signals: the kernel ends the process, whatever it computes, and even without a parent.
+        signal.setitimer(signal.ITIMER_PROF, timeout)
+        signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * timeout)
         score = _score(*answer, *settings)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _scores[index] = score
 
