@@ -332,6 +332,13 @@ def test_a_ground_truth_may_be_a_number(truth: object) -> None:
     assert score("5", truth) == 1.0
 
 
+@pytest.mark.parametrize("truth", [6.6e-34, np.float32(1e-7), -2.5e-5, 1e22])
+def test_a_ground_truth_may_be_a_number_with_an_exponent(truth: float) -> None:
+    mantissa, exponent = str(truth).split("e")
+    assert score(f"\\boxed{{{mantissa} \\times 10^{{{exponent}}}}}", truth) == 1.0
+    assert score("\\boxed{0.0}", truth) == 0.0
+
+
 @pytest.mark.parametrize(
     ("answer", "truth", "options", "expected"),
     [
