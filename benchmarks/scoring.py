@@ -112,12 +112,14 @@ def end_processes(scorer: ModuleType) -> None:
 def print_answer_forms(ways: dict[str, Callable[[list[Pair]], list[float]]]) -> None:
     """How each way scores answers in the forms in which models write them."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/rewards"))
-    from answer_forms import FORMS, QUIRKS
+    from answer_forms import FORMS, QUIRKS, REPAIRED
 
-    forms = [form for group in FORMS.values() for form in group]
+    repaired = [form for group in REPAIRED.values() for form in group]
+    forms = [form for group in FORMS.values() for form in group] + repaired
     forms += [(answer, truth, deserved) for answer, truth, deserved, *_ in QUIRKS]
     found = {name: way([(answer, truth) for answer, truth, _ in forms]) for name, way in ways.items()}
-    print(f"\n{len(forms)} answer forms, {len(QUIRKS)} of them known to be scored wrongly by Math-Verify")
+    known = len(repaired) + len(QUIRKS)
+    print(f"\n{len(forms)} answer forms, {known} of them known to be scored wrongly by Math-Verify alone")
     print("| scored by | right answers with 1 | wrong answers with 0 |\n|---|---|---|")
     for name, scores in found.items():
         cells = []

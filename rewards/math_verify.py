@@ -21,12 +21,13 @@ imported Math-Verify and nothing else, so that a killed one is replaced at once.
 
 Every setting is a keyword argument (custom_reward_function.reward_kwargs) or else an environment variable:
 
-    timeout, VERL_MATH_VERIFY_TIMEOUT: seconds that one answer may take once a worker has begun with it, at most a
-        day; 10.
+    timeout, VERL_MATH_VERIFY_TIMEOUT: seconds of CPU time that one answer may take, at most a day; 10. An answer that
+        takes none, because it sleeps, ends after ten times as long.
     workers, VERL_MATH_VERIFY_WORKERS: worker processes per calling process; 4.
     memory_mb, VERL_MATH_VERIFY_MEMORY_MB: MiB of address space that a worker may have, of which an answer finds at
         least half free; 1024. What does not fit counts as unparsable.
-    precision, VERL_MATH_VERIFY_PRECISION: decimal places to which floating-point numbers are compared; 6.
+    precision, VERL_MATH_VERIFY_PRECISION: decimal places to which floating-point numbers are compared; 6. Where these
+        leave a truth less than half as many significant digits, so many digits are compared.
     gold_extraction_target, VERL_MATH_VERIFY_GOLD_TARGET: what the ground truth is, a list or comma-separated: latex,
         expr (plain numbers and arithmetic), string (a letter from A to D); latex.
     pred_extraction_target, VERL_MATH_VERIFY_PRED_TARGET: what is looked for in a response; expr,latex.
@@ -37,12 +38,14 @@ import contextlib
 import ctypes
 import importlib.util
 import io
+import itertools
 import logging
 import math
 import numbers
 import os
 import pkgutil
 import queue
+import re
 import reprlib
 import resource
 import signal
@@ -53,7 +56,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import lru_cache
+from decimal import Decimal
+from functools import lru_cache, partial
 from multiprocessing import connection, context, forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.process import BaseProcess
 from typing import Any, cast, overload
@@ -81,10 +85,41 @@ CHUNK = 16
 REPORT = 3
 # The longest time limit in seconds. Timers take no arbitrarily large numbers.
 DAY = 86400
+# How many times its limit of CPU time an answer may take by the clock, in case it sleeps. On a busy machine an answer
+# waits for the CPU, too, and must not be ended for that.
+WALL_FACTOR = 10
 # A worker's exit code when it makes room for a fresh one: what it holds in caches would be missing for the next answer.
 RETIRED = 75
 
 TARGETS = ("latex", "expr", "string")
+
+# What Math-Verify does not read, in responses and truths, and what it reads.
+SIGNS = {ord(minus): "-" for minus in "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}"} | {
+    ord(invisible): None
+    for invisible in "\N{SOFT HYPHEN}\N{ZERO WIDTH SPACE}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
+    "\N{WORD JOINER}\N{ZERO WIDTH NO-BREAK SPACE}"
+}
+SPELLINGS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        # A dash as the sign of a number
+        (r"(?<![\w.)\]}])[‐‑‒–](?=[\d.\\])", "-"),
+        (r"\\boxed\s+\{", r"\\boxed{"),
+        # The full stop of a sentence, within the box or the dollars, but not before dollars that open
+        (r"(?<!\.)(?<!\\left)(?<!\\right)[.。](?=\s*\}|\$\$|\$(?:[\s.,;:)]|$)|\\\)|\\\])", ""),
+        # Dots in a list are left out as if nothing followed, or are not understood: now they are an element.
+        (r",\s*(?:\\[lc]?dots|\.\.\.|…)(?=\s*(?:,|\\?[})\]$]|\\right|$))", ",dots"),
+    )
+]
+# Thin spaces between the thousands of a number
+THOUSANDS = re.compile(r"(?<![\w.^\\])\d{1,3}(?:(?:\\[,;: ]|~|[\u00a0\u2009\u202f])\d{3})+(?!\d)")
+# Text behind an answer is dropped as a unit.
+HEDGE = re.compile(r"(\\(?:text\w*|mbox|mathrm)\s*\{)[\s,;(]*(or\b|and\b(?=\s+\d))\s*(?=[^\s}])")
+
+# In LaTeX, what is dropped, although it makes another answer of it: a sign before it, and a base behind the number.
+DROPPED_SIGN = re.compile(r"\s*(\\(?:neg|lnot|not(?:in)?|neq?|[lg]eq?|[lg]t|[lg]eqslant)(?![a-zA-Z])|[<>≠≤≥¬])")
+BASE = re.compile(r"\d\s*_\s*\{?\s*\(?\s*(\w+)")
+INTERVAL = re.compile(r"\[[^\[\]]*,[^\[\]]*\]\s*$")
 # May come along in `default_compute_score`, and are for others.
 FOREIGN_OPTIONS = ("gamma", "rho", "min_steps", "reward_router_address", "reward_model_tokenizer")
 
@@ -160,7 +195,9 @@ def _texts(answer: Any, truth: Any) -> tuple[str, str]:
         raise TypeError(
             f"A ground truth of the math_verify reward must be a string or a number, got {reprlib.repr(truth)}."
         )
-    return answer, str(truth)
+    text = str(truth)
+    # In LaTeX, e is a number.
+    return answer, f"{Decimal(text):f}" if isinstance(truth, numbers.Real) and "e" in text else text
 
 
 @dataclass(frozen=True)
@@ -206,8 +243,9 @@ def _number(name: str, value: Any, what: str, least: int) -> int: ...
 def _number(name: str, value: Any, what: str, least: int | None = None) -> float:
     """A whole number if it has a least value, otherwise a positive number of seconds."""
     try:
-        number = float(value) if least is None else int(str(value))
-    except (TypeError, ValueError):
+        # As text, because True is no number.
+        number = float(str(value)) if least is None else int(str(value))
+    except ValueError:
         number = math.nan
     if not (0 < number <= DAY if least is None else least <= number):
         raise ValueError(f"{name} must be {what}, but is {value!r}.")
@@ -260,7 +298,9 @@ def _score_all(answers: list[tuple[str, str]], timeout_score: float, settings: _
             raise error
         elif left and not _exited(error, RETIRED):
             attempts[left[0]] += 1
-            timed_out = isinstance(error, concurrent.futures.TimeoutError) or _exited(error, -signal.SIGALRM)
+            timed_out = isinstance(error, concurrent.futures.TimeoutError) or _exited(
+                error, -signal.SIGPROF, -signal.SIGALRM
+            )
             if timed_out or attempts[left[0]] == ATTEMPTS:
                 scores[left[0]] = timeout_score
                 left = left[1:]
@@ -307,8 +347,8 @@ def _score_all(answers: list[tuple[str, str]], timeout_score: float, settings: _
     return scores
 
 
-def _exited(error: BaseException | None, code: int) -> bool:
-    return isinstance(error, pebble.ProcessExpired) and error.exitcode == code
+def _exited(error: BaseException | None, *codes: int) -> bool:
+    return isinstance(error, pebble.ProcessExpired) and error.exitcode in codes
 
 
 def _exists(pid: int) -> bool:
@@ -389,7 +429,7 @@ class _Pool:
         first = CHUNK * slot
         self.scores[first : first + CHUNK] = [math.nan] * CHUNK
         self.owners[slot] = 0
-        limit = len(answers) * settings.timeout + START_GRACE
+        limit = len(answers) * WALL_FACTOR * settings.timeout + START_GRACE
         future: concurrent.futures.Future[None]
         try:
             future = self.pool.schedule(
@@ -402,7 +442,7 @@ class _Pool:
                     settings.gold_extraction_target,
                     settings.pred_extraction_target,
                 ),
-                # The worker's own timer comes first.
+                # The worker's own timers come first.
                 timeout=limit,
             )
         except (RuntimeError, OSError) as error:
@@ -498,8 +538,9 @@ def _warm_up(scores: Any, owners: Any, memory: int) -> None:
     _scores, _owners, _memory, _used = scores, owners, memory, False
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    for end in signal.SIGPROF, signal.SIGALRM:
+        signal.signal(end, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [end])
     if sys.platform == "linux":
         # A pool whose fork server was killed may go on with another, and would never end this worker.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -512,6 +553,9 @@ def _warm_up(scores: Any, owners: Any, memory: int) -> None:
         for truth, expected in ("\\frac{1}{2}", 1.0), ("\\frac{1}{3}", 0.0):
             if _score("\\boxed{\\frac{1}{2}}", truth, 6, ("latex",), ("expr", "latex")) != expected:
                 _fault = f"it does not score \\frac{{1}}{{2}} as {expected:g} where {truth} is right"
+        from math_verify import grader
+
+        grader.sympy_numeric_eq = partial(_numeric_eq, grader.sympy_numeric_eq)
     except Exception as error:
         _fault = f"it fails with {error!r}"
 
@@ -527,9 +571,11 @@ def _score_chunk(first: int, answers: list[tuple[str, str]], timeout: float, *se
         if _used and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > _memory // 2:
             os._exit(RETIRED)
         _used = True
-        # Nobody handles the signal: the kernel ends the process, whatever it is computing, and even without a parent.
-        signal.setitimer(signal.ITIMER_REAL, timeout)
+        # Nobody handles their signals: the kernel ends the process, whatever it computes, and even without a parent.
+        signal.setitimer(signal.ITIMER_PROF, timeout)
+        signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * timeout)
         score = _score(*answer, *settings)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _scores[index] = score
 
@@ -541,17 +587,114 @@ def _score(
     from math_verify import parse, verify
 
     try:
+        model_output = _readable(model_output)
+        if not HEDGE.search(ground_truth):
+            model_output = HEDGE.sub(r"\\text{ \2 }\1", model_output)
         # What is parsed and compared here is what math_verify.metric.math_metric does, without its own timeouts.
         answer = parse(model_output, _extraction(pred_targets), parsing_timeout=None)
         truth = "\\boxed{" + ground_truth + "}" if "latex" in gold_targets else ground_truth
-        gold = parse(truth, _extraction(gold_targets), parsing_timeout=None)
+        gold = parse(_readable(truth), _extraction(gold_targets), parsing_timeout=None)
         if not any(map(_is_infinite, gold)):
             answer = [found for found in answer if not _is_infinite(found)]
-        return float(verify(gold, answer, float_rounding=precision, timeout_seconds=None))
+        answer = [_in_order(found, gold) for found in answer]
+        right = verify(gold, answer, float_rounding=precision, timeout_seconds=None)
+        return float(right and not _says_something_else(answer, gold))
     except Exception:
         # Math-Verify catches what it can raise, but not what comes while it does so, above all a MemoryError. What that
         # can be depends on the answer; that the installation works has been seen at the start.
         return 0.0
+
+
+def _readable(text: str) -> str:
+    """The text in the spellings that Math-Verify reads. Runs in a worker."""
+    if not text.isascii():
+        text = text.translate(SIGNS)
+    for pattern, replacement in SPELLINGS:
+        text = pattern.sub(replacement, text)
+    return THOUSANDS.sub(lambda number: re.sub(r"\D", "", number.group()), text)
+
+
+def _in_order(answer: Any, gold: list[Any]) -> Any:
+    """The values of y=1, x=2 or of (y, x) = (1, 2) in the order of the names, where the truth is a tuple.
+
+    Only where the names follow one another, as x and y or x_1 and x_2 do; else their order is not known. Runs in a
+    worker.
+    """
+    from sympy import Eq, FiniteSet, Interval, Tuple
+
+    if not gold or not isinstance(gold[0], Tuple | Interval):
+        return answer
+    if isinstance(answer, FiniteSet):
+        equations = getattr(answer, "_unsorted_args", answer.args)
+        if not all(isinstance(equation, Eq) for equation in equations):
+            return answer
+        names, values = zip(*(equation.args for equation in equations), strict=True)
+    elif isinstance(answer, Eq) and isinstance(answer.lhs, Tuple):
+        names, values = answer.lhs.args, answer.rhs.args[: len(answer.lhs.args)]
+    else:
+        return answer
+    if len(names) != len(values):
+        return answer
+    pairs = sorted(zip(map(str, names), values, strict=True), key=lambda pair: pair[0])
+    ordered = [name for name, _ in pairs]
+    follow = all(a[:-1] == b[:-1] and ord(b[-1]) - ord(a[-1]) == 1 for a, b in itertools.pairwise(ordered))
+    return Tuple(*(value for _, value in pairs)) if follow and ordered != list(map(str, names)) else answer
+
+
+def _says_something_else(answer: list[Any], gold: list[Any]) -> bool:
+    """Whether an answer is right only because of what Math-Verify drops from its LaTeX. Runs in a worker."""
+    from sympy import Eq, Expr
+
+    text, truth = (next((found for found in reversed(side) if isinstance(found, str)), "") for side in (answer, gold))
+    if text.strip() == truth.strip():
+        return False
+    signs = [
+        match and match[1].replace("slant", "").replace("q", "") for match in map(DROPPED_SIGN.match, (text, truth))
+    ]
+    value = gold[0].rhs if isinstance(gold[0], Eq) else gold[0]
+    # Of a chain of equations, the last side is the answer.
+    bases = set(BASE.findall(text.rpartition("=")[2])) - {"10"}
+    return bool(
+        signs[0] != signs[1]
+        or (bases and bases != set(BASE.findall(truth)))
+        or (isinstance(value, Expr) and INTERVAL.search(text))
+        or ("\\circ" not in text and not BASE.search(text) and _contradicts_itself(answer[0]))
+    )
+
+
+def _contradicts_itself(answer: Any) -> bool:
+    """Whether it says that two numbers are equal which are not, even if they may be rounded. Runs in a worker."""
+    from sympy import And, Eq, Float, Number
+
+    def differ(left: Any, right: Any) -> bool:
+        if not isinstance(left, Number) or not isinstance(right, Number):
+            return False
+        gap = abs(left - right)
+        rounded = isinstance(left, Float) or isinstance(right, Float)
+        return bool(gap > 0 and gap >= (min(1, abs(left) / 20) if rounded else 1))
+
+    return isinstance(answer, Eq | And) and any(differ(*equation.args) for equation in answer.atoms(Eq))
+
+
+def _numeric_eq(original: Callable[..., bool], gold: Any, answer: Any, rounding: int, *rest: Any) -> bool:
+    """Math-Verify's comparison to decimal places, with half as many significant digits where that is more.
+
+    Otherwise 0.0 would be right wherever the truth is tiny. Runs in a worker.
+    """
+    from sympy import Add, Expr, Float, Integer, Mul, floor, log
+
+    digits = (rounding + 1) // 2
+    if digits and isinstance(gold, Expr) and isinstance(answer, Expr):
+        # Of a number, or of the coefficients of an expression
+        sizes = [
+            math.prod((abs(factor.evalf(2)) for factor in Mul.make_args(term) if factor.is_number), start=Integer(1))
+            for term in ([gold.evalf(2)] if gold.is_number else Add.make_args(gold))
+        ]
+        small = [size for size in sizes if isinstance(size, Float) and 0 < size < Float(10) ** (digits - rounding - 1)]
+        if small:
+            scale = Integer(10) ** -floor(log(min(small), 10).evalf())
+            return original(gold * scale, answer * scale, digits - 1, *rest)
+    return original(gold, answer, rounding, *rest)
 
 
 def _is_infinite(expression: Any) -> bool:

@@ -72,17 +72,22 @@ def compute_score_batch(
     **options: Any,
 ) -> list[dict[str, float]]:
     """As `compute_score`, for a batch; the reward function for verl's `BatchRewardManager`."""
-    if not isinstance(gamma, Real) or not 0 <= gamma <= 1:
+    if not _is_number(gamma, Real) or not 0 <= gamma <= 1:
         raise ValueError(f"gamma must be a number in [0, 1], but is {gamma!r}.")
-    if not isinstance(rho, Real) or not 0 < rho <= 1:
+    if not _is_number(rho, Real) or not 0 < rho <= 1:
         raise ValueError(f"rho must be a number in (0, 1], but is {rho!r}.")
-    if not isinstance(min_steps, Integral) or min_steps < 0:
+    if not _is_number(min_steps, Integral) or min_steps < 0:
         raise ValueError(f"min_steps must be a whole number from 0, but is {min_steps!r}.")
     # Before the outcomes, which take time.
     steps = [_step_scores(source, extra) for source, extra in zip(data_sources, extra_infos, strict=True)]
     options.pop("timeout_score", None)
     outcomes = math_verify.compute_score_batch([], solution_strs, ground_truths, **options)
     return [_shape(outcome, scores, gamma, rho, min_steps) for outcome, scores in zip(outcomes, steps, strict=True)]
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    """True and False are no numbers here, although Python counts with them."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _shape(outcome: float, steps: list[float], gamma: float, rho: float, min_steps: int) -> dict[str, float]:

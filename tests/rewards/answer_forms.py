@@ -2,8 +2,8 @@
 
 An entry is (response, truth, score). The scores were written down from the mathematics and from what Math-Verify's
 README promises (boxed before plain, last before first, sets without order, tuples and intervals with it, percentages
-equal to their fraction and to the plain number, units dropped, floats compared to 6 places). Where Math-Verify scores
-otherwise, the entry stands in QUIRKS with what it does and why, and not among FORMS.
+equal to their fraction and to the plain number, units dropped, floats compared to 6 places). Math-Verify scores all of
+FORMS so. Of those that it scores otherwise, REPAIRED has what this project's scorer gets right, and QUIRKS the rest.
 """
 
 FORMS: dict[str, list[tuple[str, str, float]]] = {
@@ -272,8 +272,216 @@ FORMS: dict[str, list[tuple[str, str, float]]] = {
     ],
 }
 
+# Math-Verify scores each of these the other way.
+REPAIRED: dict[str, list[tuple[str, str, float]]] = {
+    "tiny truths": [
+        (r"\boxed{0.0}", r"6.6\times 10^{-34}", 0),
+        (r"\boxed{0.0}", r"8.85 \times 10^{-12}", 0),
+        (r"\boxed{0.0}", r"10^{-7}", 0),
+        (r"\boxed{0.0}", r"-10^{-7}", 0),
+        (r"\boxed{0.0}", r"\frac{1}{10^{9}}", 0),
+        (r"\boxed{0.0}", "0.0000000001", 0),
+        (r"\boxed{0.0}", r"\pi \times 10^{-40}", 0),
+        (r"\boxed{1.38\times 10^{-23}}", r"6.6\times 10^{-34}", 0),
+        (r"\boxed{6.7\times 10^{-34}}", r"6.6\times 10^{-34}", 0),
+        (r"\boxed{-6.6\times 10^{-34}}", r"6.6\times 10^{-34}", 0),
+        (r"\boxed{h = 0.0}", r"6.6\times 10^{-34}", 0),
+        (r"\boxed{0.0}", "x = 10^{-7}", 0),
+        (r"\boxed{\{0.0, 2\}}", r"\{10^{-7}, 2\}", 0),
+        (r"\boxed{(0.0, 2)}", "(10^{-7}, 2)", 0),
+        (r"\boxed{[0, 0.0]}", "[0, 10^{-7}]", 0),
+        (r"\boxed{\begin{pmatrix} 0.0 \\ 2 \end{pmatrix}}", r"\begin{pmatrix} 10^{-7} \\ 2 \end{pmatrix}", 0),
+        (r"\boxed{3.33 \times 10^{-5}}", r"\frac{1}{30000}", 1),
+    ],
+    "bases": [
+        (r"\boxed{42_8}", "42", 0),
+        (r"\boxed{42_{8}}", "42", 0),
+        (r"\boxed{42 _8}", "42", 0),
+        (r"\boxed{42_{(8)}}", "42", 0),
+        (r"\boxed{42_{b}}", "42", 0),
+        (r"$42_8$", "42", 0),
+        (r"\boxed{42_9}", "42_8", 0),
+    ],
+    "points as intervals": [
+        (r"\boxed{[42, 42]}", "42", 0),
+        (r"\boxed{[42, 42.0]}", "42", 0),
+        (r"\boxed{\left[42, 42\right]}", "42", 0),
+        (r"\boxed{[42, 84/2]}", "42", 0),
+        (r"\boxed{x \in [42, 42]}", "42", 0),
+        (r"$[42, 42]$", "42", 0),
+    ],
+    "hedges": [
+        (r"\boxed{42 \text{ or anything}}", "42", 0),
+        (r"\boxed{42\text{or anything}}", "42", 0),
+        (r"\boxed{42\mbox{ or anything}}", "42", 0),
+        (r"\boxed{42\mathrm{ or anything}}", "42", 0),
+        (r"\boxed{42\text{, or anything}}", "42", 0),
+        (r"\boxed{42\text{ (or anything)}}", "42", 0),
+        (r"\boxed{42 \text{ or 43}}", "42", 0),
+        (r"\boxed{42 \text{ and 43}}", "42", 0),
+    ],
+    "signs before the answer": [
+        (r"\boxed{\neg 42}", "42", 0),
+        (r"\boxed{\not 42}", "42", 0),
+        (r"\boxed{\not= 42}", "42", 0),
+        (r"\boxed{\ne 42}", "42", 0),
+        (r"\boxed{\neq 42}", "42", 0),
+        (r"\boxed{\notin 42}", "42", 0),
+        (r"\boxed{> 42}", "42", 0),
+        (r"\boxed{< 42}", "42", 0),
+        (r"\boxed{\ge 42}", "42", 0),
+        (r"\boxed{\leq 42}", "42", 0),
+        (r"\boxed{\geqslant 42}", "42", 0),
+    ],
+    "false equations": [
+        (r"\boxed{43 = 42}", "42", 0),
+        (r"$43 = 42$", "42", 0),
+        (r"\boxed{x = 43 = 42}", "42", 0),
+        (r"\boxed{43 = 43 = 42}", "42", 0),
+        (r"\boxed{-42 = 42}", "42", 0),
+        (r"\boxed{43.0 = 42}", "42", 0),
+    ],
+    "dots": [
+        (r"\boxed{\{1,2,3,\ldots\}}", r"\{1,2,3\}", 0),
+        (r"\boxed{\left\{1,2,3,\ldots\right\}}", r"\{1,2,3\}", 0),
+        (r"\boxed{1,2,3,\ldots}", r"\{1,2,3\}", 0),
+        (r"\boxed{(1,2,3,\ldots)}", "(1,2,3)", 0),
+        (r"\boxed{\{1,2,\ldots,3\}}", r"\{1,2,3\}", 0),
+        (r"\boxed{\{1,2,3\}}", r"\{1,2,3,\ldots\}", 0),
+        (r"\boxed{\{1, 2, 3, \dots\}}", r"\{1,2,3,\ldots\}", 1),
+        (r"\boxed{\{1,2,3,...\}}", r"\{1,2,3,\ldots\}", 1),
+    ],
+    "values by name": [
+        (r"\boxed{y=1,x=2}", "(1,2)", 0),
+        (r"\boxed{y=2,x=1}", "(1,2)", 1),
+        (r"\boxed{y=1;x=2}", "(1,2)", 0),
+        (r"\boxed{\{y=1,x=2\}}", "(1,2)", 0),
+        (r"\boxed{y=1 \text{ and } x=2}", "(1,2)", 0),
+        (r"$y=1$ and $x=2$", "(1,2)", 0),
+        (r"\boxed{(y,x)=(1,2)}", "(1,2)", 0),
+        (r"\boxed{x_2=1,x_1=2}", "(1,2)", 0),
+        (r"\boxed{b=1,a=2}", "(1,2)", 0),
+        (r"\boxed{z=3,x=1,y=2}", "(1,2,3)", 1),
+        (r"\boxed{z=1,y=2,x=3}", "(1,2,3)", 0),
+    ],
+    "full stops": [
+        (r"\boxed{42.}", "42", 1),
+        (r"\boxed{42 .}", "42", 1),
+        (r"\boxed{x^2.}", "x^2", 1),
+        (r"\boxed{\{1, 2\}.}", r"\{1, 2\}", 1),
+        (r"\boxed{0.5.}", "0.5", 1),
+        (r"$$42.$$", "42", 1),
+        (r"\(42.\)", "42", 1),
+        (r"\[42.\]", "42", 1),
+        (r"\boxed{42}", "42.", 1),
+        ("\\boxed{42。}", "42", 1),
+    ],
+    "spaces": [
+        (r"\boxed {42}", "42", 1),
+        ("\\boxed\n{42}", "42", 1),
+        (r"\boxed{1\,234\,567}", "1234567", 1),
+        (r"\boxed{1\;234\;567}", "1234567", 1),
+        (r"\boxed{1\ 234\ 567}", "1234567", 1),
+        (r"\boxed{1~234~567}", "1234567", 1),
+        (r"\boxed{-1\,234}", "-1234", 1),
+        (r"\boxed{1\,234.5}", "1234.5", 1),
+        ("\\boxed{1\u2009234\u2009567}", "1234567", 1),
+        ("\\boxed{1\u202f234}", "1234", 1),
+        ("\\boxed{42\u200b}", "42", 1),
+        ("\\boxed{4\u200b2}", "42", 1),
+        ("The answer is 4\u200b2", "42", 1),
+        ("\\boxed{\ufeff42}", "42", 1),
+    ],
+    "minus signs": [
+        ("The answer is −5", "-5", 1),
+        ("−5", "-5", 1),
+        ("x = −5", "-5", 1),
+        ("The answer is **−5**", "-5", 1),
+        ("The answer is –5", "-5", 1),
+        ("\\boxed{–5}", "-5", 1),
+        ("\\boxed{－5}", "-5", 1),
+    ],
+}
+
+# Neighbours of the above, which Math-Verify scores as they deserve and the scorer must leave alone.
+FORMS |= {
+    "small truths": [
+        (r"\boxed{6.6\times 10^{-34}}", r"6.6\times 10^{-34}", 1),
+        (r"\boxed{0.66\times 10^{-33}}", r"6.6\times 10^{-34}", 1),
+        (r"\boxed{6.6\times 10^{-34}\text{ J s}}", r"6.6\times 10^{-34}", 1),
+        (r"\boxed{0.0000001}", "10^{-7}", 1),
+        (r"\boxed{0.000001}", "10^{-7}", 0),
+        (r"\boxed{0.0000333333}", r"\frac{1}{30000}", 1),
+        (r"\boxed{0.000123}", "0.00012345", 1),
+        (r"\boxed{0.00013}", "0.00012345", 0),
+        (r"\boxed{0.0}", "0", 1),
+        (r"\boxed{1.0}", "1 + 10^{-9}", 1),
+        (r"\boxed{\{2, 0.0000001\}}", r"\{10^{-7}, 2\}", 1),
+        (r"\boxed{x = 0.0000001}", "x = 10^{-7}", 1),
+    ],
+    "bases that agree": [
+        (r"\boxed{42_{10}}", "42", 1),
+        (r"\boxed{101010_2 = 42}", "42", 1),
+        (r"\boxed{52_8 = 42_{10}}", "42", 1),
+        (r"\boxed{42_{8}}", "42_8", 1),
+        (r"\boxed{42}", "42_8", 1),
+    ],
+    "brackets around one number": [
+        (r"\boxed{[42]}", "42", 1),
+        (r"\boxed{\{42\}}", "42", 1),
+        (r"\boxed{[42, 42]}", r"\{42\}", 1),
+        (r"\boxed{[1, 3]}", r"1 \le x \le 3", 1),
+        (r"\boxed{(42, 42)}", "42", 0),
+    ],
+    "text behind the answer": [
+        (r"\boxed{\text{42 or anything}}", "42", 0),
+        (r"\boxed{42 \text{ or } 43}", "42", 0),
+        (r"\boxed{42 \text{ dollars and cents}}", "42", 1),
+        (r"\boxed{42 \text{ or 43}}", r"42 \text{ or 43}", 1),
+        (r"\boxed{1 \text{ or } 2}", r"\{1, 2\}", 1),
+    ],
+    "true equations": [
+        (r"\boxed{41 + 1 = 42}", "42", 1),
+        (r"\boxed{x = 42 = 42}", "42", 1),
+        (r"\boxed{\frac{84}{2} = 42}", "42", 1),
+        (r"\boxed{42.3 = 42}", "42", 1),
+        (r"\boxed{\frac13 = 0.33}", "0.33", 1),
+        (r"\boxed{\pi = 3.14}", "3.14", 1),
+        (r"\boxed{180^\circ = \pi}", r"\pi", 1),
+        (r"\boxed{\sin 30^\circ = 0.5}", "0.5", 1),
+        (r"\boxed{1^\circ = 60}", "60", 1),
+        (r"\boxed{= 42}", "42", 1),
+        (r"\boxed{\approx 42}", "42", 1),
+    ],
+    "sums with dots": [
+        (r"\boxed{1+2+\ldots+10=55}", "55", 1),
+        (r"\boxed{1+2+\cdots+10=55}", "55", 1),
+    ],
+    "names in order": [
+        (r"\boxed{x=1,y=2}", "(1,2)", 1),
+        (r"\boxed{x=2,y=1}", "(1,2)", 0),
+        (r"\boxed{(x,y)=(1,2)}", "(1,2)", 1),
+        (r"\boxed{y=2,x=1}", "x=1,y=2", 1),
+        (r"\boxed{y=1,x=2}", "x=1,y=2", 0),
+        (r"\boxed{w=3,l=2}", "(3,2)", 1),
+    ],
+    "dashes, points and spaces": [
+        ("7 − 2 = 5", "5", 1),
+        ("See pages 3–5. The answer is 7", "7", 1),
+        ("The answer is −5", "5", 0),
+        (r"$42.$", "42", 1),
+        (r"1.$x=5$", "5", 1),
+        (r"\boxed{1,\!234,\!567}", "1234567", 1),
+        (r"\boxed{\frac12\,300}", "150", 1),
+        (r"\boxed{2^3\,100}", "800", 1),
+        (r"\boxed{1\,234\,568}", "1234567", 0),
+    ],
+}
+
 _PERCENT = "latex2sympy2-extended 1.11 fails on a percent sign inside of LaTeX, so only the same text is equal"
 _UNICODE = "it parses LaTeX; of Unicode's mathematics it knows a few signs only"
+_UNITS = "text behind a number is dropped as a unit"
+_PLAIN = "outside of LaTeX, only a number or a sum is read, and not what stands around it"
 _BOXES = "boxes within 70 characters are one list if a comma, a semicolon, 'and' or 'or' stands between them"
 
 # (response, truth, what it deserves, what Math-Verify says, why)
@@ -293,4 +501,17 @@ QUIRKS: list[tuple[str, str, float, float, str]] = [
     ("\\boxed{∞}", r"\infty", 1, 0, _UNICODE),
     ("\\boxed{90°}", "90", 1, 0, _UNICODE),
     ("\\boxed{７}", "7", 1, 0, _UNICODE),
+    (r"\boxed{5\text{ kg}}", r"5\text{ m/s}", 0, 1, _UNITS),
+    (r"\boxed{5\text{ km}}", r"5\text{ m}", 0, 1, _UNITS),
+    (r"\boxed{42 \text{ is wrong}}", "42", 0, 1, _UNITS),
+    (r"\boxed{42 \text{ cats or 43 dogs}}", "42", 0, 1, _UNITS),
+    ("The answer is 42_8", "42", 0, 1, _PLAIN),
+    (r"The answer is \neg 42", "42", 0, 1, _PLAIN),
+    ("The answer is 43 = 42", "42", 0, 1, _PLAIN),
+    ("The answer is x > 42", "42", 0, 1, _PLAIN),
+    (r"\boxed{41 + 2 = 42}", "42", 0, 1, "of an equation, the last side counts; only plain numbers are compared"),
+    (r"\boxed{\partial 42}", "42", 0, 1, "its parser skips a symbol that cannot stand before a number"),
+    (r"\boxed{1 234 567}", "1234567", 1, 0, "in LaTeX, a space multiplies"),
+    (r"\boxed{6.6e-34}", r"6.6\times 10^{-34}", 1, 0, "in LaTeX, e is Euler's number"),
+    (r"\boxed{0.0000001}", "0", 1, 0, "a whole number and a decimal are compared as they are"),
 ]

@@ -12,12 +12,11 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from math_verify import ExprExtractionConfig, LatexExtractionConfig
-from math_verify.metric import math_metric
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import Integer
 from verl.utils.reward_score import math_verify
 
-from answer_forms import FORMS, QUIRKS
+from answer_forms import FORMS, QUIRKS, REPAIRED
 from hostile_answers import hostile_answers
 
 MEBIBYTE = 2**20
@@ -60,12 +59,21 @@ def in_pool(pairs: list[tuple[str, str]]) -> list[float]:
     return math_verify.compute_score_batch(["any"] * len(pairs), answers, truths, timeout_score=TIMED_OUT)
 
 
-def test_answer_forms(ordinary_pool: None) -> None:
-    entries = [(kind, *entry) for kind, form in FORMS.items() for entry in form]
+def in_process(answer: str, truth: str) -> float:
+    """What Math-Verify says by itself."""
+    latex = LatexExtractionConfig()
+    gold = parse(f"\\boxed{{{truth}}}", (latex,), parsing_timeout=None)
+    found = parse(answer, (ExprExtractionConfig(), latex), parsing_timeout=None)
+    return float(verify(gold, found, timeout_seconds=None))
+
+
+@pytest.mark.parametrize("forms", [FORMS, REPAIRED])
+def test_answer_forms(forms: dict, ordinary_pool: None) -> None:
+    entries = [(kind, *entry) for kind, form in forms.items() for entry in form]
     scores = in_pool([(answer, truth) for _, answer, truth, _ in entries])
     wrong = [(*entry, score) for entry, score in zip(entries, scores, strict=True) if score != entry[-1]]
     assert not wrong
-    assert len(entries) >= 150
+    assert len(entries) >= 100
     assert {expected for *_, expected in entries} == {0, 1}
 
 
@@ -78,17 +86,15 @@ def test_quirks_of_math_verify(ordinary_pool: None) -> None:
 
 def test_the_pool_scores_as_math_verify_does_in_process(ordinary_pool: None) -> None:
     pairs = [entry[:2] for form in FORMS.values() for entry in form] + [entry[:2] for entry in QUIRKS]
-    metric = math_metric((LatexExtractionConfig(),), (ExprExtractionConfig(), LatexExtractionConfig()))
-
-    def in_process(answer: str, truth: str) -> float:
-        try:
-            return metric([f"\\boxed{{{truth}}}"], [answer])[0]
-        except ValueError:  # no truth in the truth
-            return 0.0
-
     expected = [in_process(*pair) for pair in pairs]
     assert in_pool(pairs) == expected
     assert [math_verify.compute_score(*pair) for pair in pairs] == expected
+
+
+def test_what_is_repaired_is_wrong_in_math_verify() -> None:
+    """If one of these fails, Math-Verify has changed, and the scorer may need to do less."""
+    entries = [entry for form in REPAIRED.values() for entry in form]
+    assert not [entry for entry in entries if in_process(*entry[:2]) == entry[-1]]
 
 
 def test_infinities_do_not_pass_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +120,6 @@ def among_hostile(hostile: list[str], seed: int) -> tuple[list[float], dict[int,
     return [scores[i] for i in range(n)], {i: scores[n + i] for i in range(n) if scores[n + i] != (i % 2 == 0)}
 
 
-# Seconds that a busy machine may take to start a worker and hand it an answer, less than the pool itself allows for.
-GRACE = 90
-
-
 @contextlib.contextmanager
 def watched_memory() -> Iterator[dict[int, int]]:
     """The largest address spaces that workers have had so far, in bytes, by process."""
@@ -140,7 +142,7 @@ def watched_memory() -> Iterator[dict[int, int]]:
         watcher.join()
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(3600)
 def test_every_hostile_answer_returns_within_its_limit_and_memory(hostile_pool: None) -> None:
     """Each is a call of its own, as in verl's reward loop."""
     hostile = hostile_answers()
@@ -153,12 +155,14 @@ def test_every_hostile_answer_returns_within_its_limit_and_memory(hostile_pool: 
     with watched_memory() as peaks, ThreadPoolExecutor(8) as executor:
         results = dict(zip(hostile, executor.map(timed, hostile.values()), strict=True))
     assert {score for score, _ in results.values()} == {0.0, TIMED_OUT}
-    assert not {name: seconds for name, (_, seconds) in results.items() if seconds > 1 + GRACE}
+    # By the clock, which a busy machine may spend on others
+    longest = math_verify.WALL_FACTOR * 1 + math_verify.START_GRACE
+    assert not {name: seconds for name, (_, seconds) in results.items() if seconds > longest}
     assert len(peaks) > 50
     assert max(peaks.values()) <= 512 * MEBIBYTE
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(3600)
 def test_hostile_answers(hostile_pool: None) -> None:
     """Without limits, hardly any of the powers alone would end within the test's time."""
     hostile = hostile_answers()
@@ -172,7 +176,7 @@ def test_hostile_answers(hostile_pool: None) -> None:
 def test_workers_have_a_memory_limit(hostile_pool: None) -> None:
     in_pool([("1", "1")])
     # One that has just been started for a killed one sets its limit before its first answer.
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     limits: set[tuple[int, int]] = set()
     while limits != {(512 * MEBIBYTE, 512 * MEBIBYTE)} and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -194,7 +198,7 @@ TEXTS = st.one_of(
 )
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(3600)
 @settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(TEXTS, min_size=20, max_size=20), st.integers(0, 9))
 def test_generated_answers(hostile_pool: None, hostile: list[str], seed: int) -> None:
