@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(visible(f"{error.strerror or error}: {error.filename or options.bundle}"), file=sys.stderr)
         return 2
     try:
-        print(f"The result: {write_result(bundle, result)}", file=sys.stderr)
+        print(f"The result: {visible(str(write_result(bundle, result)))}", file=sys.stderr)
     except OSError as error:
         print(f"The result cannot be written beside the bundle: {error.strerror}", file=sys.stderr)
     if options.json:
@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             write_replay_page(bundle, result, options.html)
         except OSError as error:
-            print(f"{error.strerror}: {error.filename2 or error.filename}", file=sys.stderr)
+            print(visible(f"{error.strerror}: {error.filename2 or error.filename}"), file=sys.stderr)
             return 2
-        print(f"The report: {options.html}", file=sys.stderr if options.json else sys.stdout)
+        print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
