@@ -26,6 +26,9 @@ RESULT_SUFFIX = ".result.json"
 MICRO_BATCHES = 8
 # So many of the tokens that the search measured alone.
 MEASURED_TOKENS = 2048
+# So many layers of the model, and so many rows of a micro-batch.
+LAYERS = 4096
+ROWS = 65_536
 MANIFEST_BYTES = 64 * 2**20
 BUNDLE_BYTES = 2**28
 TOTAL_BYTES = 2 * 2**30

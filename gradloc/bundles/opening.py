@@ -3,8 +3,6 @@
 """Opens a bundle, which may be damaged, or come from a stranger. It needs safetensors."""
 
 import hashlib
-import json
-import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,16 +10,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..evidence.foreign_json import parse
 from ..evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, list_of, object_with
 from ..measure.passes import UnitName
 from . import layout
 from .layout import SavedMicroBatch
+from .plain_file import NotPlainFileError, read_plain_file
 
 _FINITE = {"type": "number", "minimum": 0, "maximum": sys.float_info.max}
 _NORM = {"anyOf": [_FINITE, {"enum": ["NaN", "Infinity"]}]}
 _NORM_OR_NULL = {"anyOf": [*_NORM["anyOf"], {"type": "null"}]}
 _NORMS_BY_LAYER = {"type": "object", "additionalProperties": _NORM}
 _OBJECT = {"type": "object"}
+
+# The range of a gradient scaler's factor: with others, no fp16 gradient is left.
+_LOSS_SCALES = (2.0**-32, 2.0**64)
 
 # The form of each field of a manifest.
 _FORM: dict[str, dict[str, Any]] = {
@@ -91,6 +94,13 @@ class Bundle:
         """The rows of each micro-batch in its rank's mini-batch."""
         return {(entry["rank"], entry["micro_batch"]): entry["rows"] for entry in self.manifest["micro_batches"]}
 
+    @cached_property
+    def row_indices(self) -> dict[UnitName, dict[int, int]]:
+        """The index of each of these rows in its micro-batch."""
+        return {
+            name: dict(zip(reversed(rows), reversed(range(len(rows))), strict=True)) for name, rows in self.rows.items()
+        }
+
 
 def open_bundle(path: str | Path) -> Bundle:
     """Reads a bundle and checks all of it: sizes, checksums, the manifest's form, and each tensor's shape and dtype.
@@ -122,9 +132,9 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if digest[:1] != [hashlib.sha256(text).hexdigest().encode()]:
         raise BundleError(f"{layout.MANIFEST} does not match its checksum: it was changed or cut off.")
     try:
-        manifest = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{layout.MANIFEST} is not JSON: {error}.") from error
+        manifest = parse(text)
+    except ValueError as error:
+        raise BundleError(f"{layout.MANIFEST} cannot be parsed: {error}.") from error
     if not isinstance(manifest, dict) or manifest.get("kind") != layout.KIND:
         raise BundleError(f"{layout.MANIFEST} is not that of a replay bundle.")
     if manifest.get("format") != layout.FORMAT:
@@ -142,8 +152,19 @@ def _problem(manifest: Mapping[str, Any]) -> str | None:
     for name, form in _FORM.items():
         if name not in manifest or not conforms(manifest[name], form):
             return f"its field {name!r} is missing or malformed"
+    if not _LOSS_SCALES[0] <= manifest["event"]["loss_scale"] <= _LOSS_SCALES[1]:
+        return f"its loss_scale is {manifest['event']['loss_scale']:g}, which no gradient scaler has"
     layers, files = manifest["layers"], manifest["micro_batches"]
-    if not layers or len(set(layers)) != len(layers):
+    for what, listed, most in (
+        ("layers", layers, layout.LAYERS),
+        ("micro-batches", files, layout.MICRO_BATCHES),
+        ("measured tokens", manifest["measured"], layout.MEASURED_TOKENS),
+        ("rows in a micro-batch", max((entry["rows"] for entry in files), key=len, default=()), layout.ROWS),
+    ):
+        if len(listed) > most:
+            return f"it has {len(listed):,} {what}, and {most:,} are the limit"
+    known = set(layers)
+    if not layers or len(known) != len(layers):
         return "its layers are not a list of names"
     if not files:
         return "it has no micro-batch"
@@ -152,7 +173,7 @@ def _problem(manifest: Mapping[str, Any]) -> str | None:
             return f"{entry['file']!r} is not the name of the file of its micro-batch"
     if len({entry["file"] for entry in files}) != len(files):
         return "it names a micro-batch twice"
-    if not all(set(layers).issuperset(entry["layer_norms"]) for entry in [*files, *manifest["measured"]]):
+    if not all(known.issuperset(entry["layer_norms"]) for entry in [*files, *manifest["measured"]]):
         return "the layers of its norms are not those of the model"
     return None
 
@@ -175,12 +196,11 @@ def _micro_batch(folder: Path, entry: Mapping[str, Any]) -> SavedMicroBatch:
 
 def _check_places(bundle: Bundle) -> None:
     """Refuses places of tokens that the micro-batches do not have."""
-    rows = bundle.rows
+    widths = {name: saved.tokens["weight"].shape[1] for name, saved in bundle.micro_batches.items()}
     for token in [*bundle.manifest["measured"], *bundle.event["culprits"]]:
         name = token["rank"], token["micro_batch"]
-        if name in rows:
-            row = rows[name].index(token["row"]) if token["row"] in rows[name] else None
-            if row is None or token["position"] >= bundle.micro_batches[name].tokens["weight"].shape[1]:
+        if name in widths:
+            if token["row"] not in bundle.row_indices[name] or token["position"] >= widths[name]:
                 raise BundleError(f"{layout.MANIFEST} is damaged: it names a token that its micro-batch does not have.")
 
 
@@ -191,11 +211,8 @@ def _read(path: Path, most: int) -> bytes:
         BundleError: It is missing, larger, or something else.
     """
     try:
-        found = path.lstat()
+        return read_plain_file(path, most)
     except FileNotFoundError as error:
         raise BundleError(f"The bundle has no {path.name}.") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise BundleError(f"{path.name} in the bundle is not an ordinary file.")
-    if found.st_size > most:
-        raise BundleError(f"{path.name} is larger than it may be: {found.st_size:,} bytes, and {most:,} are expected.")
-    return path.read_bytes()
+    except NotPlainFileError as error:
+        raise BundleError(f"In the bundle, {error}") from error

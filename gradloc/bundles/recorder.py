@@ -202,6 +202,12 @@ class Recorder:
 
     def _files(self, kept: _Kept) -> dict[str, bytes]:
         """The bundle's files; none if there is nothing to keep."""
+        rows = max((len(micro_batch.rows) for micro_batch in kept.micro_batches.values()), default=0)
+        if len(kept.investigation.layers) > layout.LAYERS or rows > layout.ROWS:
+            raise NotReplayableError(
+                f"it has {len(kept.investigation.layers):,} layers and up to {rows:,} rows in a micro-batch, and "
+                f"{layout.LAYERS:,} and {layout.ROWS:,} are the limits"
+            )
         tensors = {
             layout.tensor_file(*name): layout.to_tensors(
                 SavedMicroBatch(self._rows_of(micro_batch.inputs), micro_batch.tokens, micro_batch.rng_state)

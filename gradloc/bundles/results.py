@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the results of replays, which lie beside their bundles."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from ..evidence.foreign_json import parse
 from ..evidence.schema import (
     INDEX,
     INTEGER_OR_NULL,
@@ -18,9 +18,11 @@ from ..evidence.schema import (
     object_with,
 )
 from . import layout
+from .plain_file import read_plain_file
 
 _FILES = 64
-_FILE_BYTES = 8 * 2**20
+# Of all of them together.
+_BYTES = 16 * 2**20
 
 RESULT = object_with(
     {
@@ -85,20 +87,20 @@ RESULT = object_with(
 def read_results(directory: str) -> list[dict[str, Any]]:
     """The results beside the bundles of some evidence, in the order of their events; what is no result is left out.
 
+    They may come from a stranger, so at most 64 files are read, 16 MiB together.
+
     Args:
         directory (str): The directory of the evidence.
     """
-    paths = sorted((Path(directory) / layout.FOLDER).glob(f"*{layout.RESULT_SUFFIX}"))[:_FILES]
-    found = [result for path in paths if (result := _result(path)) is not None]
+    paths = sorted((Path(directory) / layout.FOLDER).glob(f"[!.]*{layout.RESULT_SUFFIX}"))[:_FILES]
+    found, left = [], _BYTES
+    for path in paths:
+        try:
+            data = read_plain_file(path, left)
+            left -= len(data)
+            result = parse(data)
+        except (OSError, ValueError):
+            continue  # being written, or no result
+        if isinstance(result, dict) and conforms(result, RESULT):
+            found.append(result)
     return sorted(found, key=lambda result: (result["global_step"] or 0, result["epoch"], result["mini_batch"]))
-
-
-def _result(path: Path) -> dict[str, Any] | None:
-    try:
-        if path.stat().st_size > _FILE_BYTES:
-            return None
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None  # being written, or no result
-    fits = isinstance(result, dict) and not path.name.startswith(".") and conforms(result, RESULT)
-    return result if fits else None

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the events that are appended to spikes.jsonl while a run goes on."""
 
-import json
 import os
 from typing import Any
+
+from .foreign_json import parse
 
 
 class AppendedEvents:
@@ -37,6 +38,6 @@ class AppendedEvents:
 def _parsed(line: bytes) -> Any:
     """What a line holds; None for the rest of a line that a killed run has left."""
     try:
-        return json.loads(line)
+        return parse(line)
     except ValueError:
         return None

@@ -218,7 +218,7 @@ NOTE = {
             "schema": {"enum": [1, 2, SCHEMA]},
             "time": {"type": "string"},
             "global_step": INTEGER_OR_NULL,
-            "note": {"enum": ["text_limit", "rate_limit", "size_limit"]},
+            "note": {"enum": ["text_limit", "rate_limit", "size_limit", "unwritable"]},
             "count": {"type": "integer", "minimum": 1},
             "message": {"type": "string"},
         }

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from .foreign_json import DEPTH, LINE_BYTES
 from .schema import SCHEMA
 
 logger = logging.getLogger(__name__)
@@ -37,10 +38,12 @@ STEP_FIGURES = (
     "unlikely_share",
     "triggered",
 )
+# Another run may write to the same directory, and rename a full file at the same moment.
+_ATTEMPTS = 10
 # The files at their limit of which a warning has been logged: one is enough for many steps.
 _full: set[str] = set()
 
-_TEXTS = ("prompt", "response", "response_tokens", "response_suspicion", "response_kl")
+_TEXTS: tuple[str, ...] = ("prompt", "response", "response_tokens", "response_suspicion", "response_kl")
 
 
 def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
@@ -48,9 +51,9 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
 
     The limits keep a run that has collapsed, with a spike in every mini-batch, from filling the disk. Only the first 16
     events of a step are written, because the cause comes before its consequences. Only the 16 largest culprits of an
-    event keep their long texts. A file that would exceed 64 MiB is renamed to spikes.1.jsonl, spikes.2.jsonl and so on.
-    When all files together would exceed 1 GiB, no more events are written. If something is left out, a `note` line in
-    the file says so.
+    event keep their long texts, and none if its line would exceed 16 MiB. A file that would exceed 64 MiB is renamed to
+    spikes.1.jsonl, spikes.2.jsonl and so on. When all files together would exceed 1 GiB, no more events are written. If
+    something is left out, a `note` line in the file says so.
 
     Args:
         directory (str): Created if it does not exist. Files of an earlier run are continued.
@@ -64,16 +67,32 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
     lines = []
     for step, of_step in by_step.items():
         for event in of_step[:EVENTS_PER_STEP]:
-            lines.append(_line(_without_texts(event)))
-            if (bare := len(event.get("culprits", ())) - CULPRITS_WITH_TEXT) > 0:
-                message = f"of a spike, the {bare} smallest culprits are written without their texts"
-                lines.append(_note("text_limit", step, bare, message))
+            lines += _event_lines(event)
         if (dropped := len(of_step) - EVENTS_PER_STEP) > 0:
             message = f"{dropped} more spikes are not written: {EVENTS_PER_STEP} in a step are the limit"
             lines.append(_note("rate_limit", step, dropped, message))
     first_step = events[0].get("global_step")
     series = _Series(directory, "spikes", FILE_BYTES, TOTAL_BYTES)
     series.append(b"".join(lines), f"{len(events)} gradient spike(s)", "events", first_step, len(events))
+
+
+def _event_lines(event: Mapping[str, Any]) -> list[bytes]:
+    """The line of an event and a note on what it lacks; of one that cannot be written, the note alone."""
+    step, culprits = event.get("global_step"), event.get("culprits", ())
+    bare = max(len(culprits) - CULPRITS_WITH_TEXT, 0)
+    try:
+        line = _line(_without_texts(event, CULPRITS_WITH_TEXT))
+        if len(line) > LINE_BYTES:
+            bare = len(culprits)
+            line = _line(_without_texts(event, 0, (*_TEXTS, "context", "ground_truth")))
+        if len(line) > LINE_BYTES:
+            raise ValueError(f"its line would take {len(line):,} bytes, and {LINE_BYTES:,} are the limit")
+    except Exception as error:  # whatever a ground truth is, training goes on
+        message = f"a spike is not written: {type(error).__name__}: {str(error)[:200]}"
+        logger.warning("step %s: %s", step, message)
+        return [_note("unwritable", step, 1, message)]
+    message = f"of a spike, the {bare} smallest culprits are written without their texts"
+    return [line, _note("text_limit", step, bare, message)] if bare else [line]
 
 
 def record_step(directory: str, global_step: int | None, figures: Mapping[str, float | None]) -> None:
@@ -99,18 +118,30 @@ def evidence_files(directory: str, name: str = "spikes") -> list[str]:
     return [path for name in names if os.path.isfile(path := os.path.join(directory, name))]
 
 
-def jsonable(value: Any) -> Any:
-    """Converts a value to plain JSON types; NaN and infinities become "NaN", "Infinity" and "-Infinity"."""
+def jsonable(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """Converts a value to plain JSON types; NaN and infinities become "NaN", "Infinity" and "-Infinity".
+
+    What nests too deep or contains itself is replaced by a text that says so.
+
+    Args:
+        value (Any): The value.
+        inside (tuple[int, ...]): The `id` of each value that contains it.
+    """
+    if id(value) in inside:
+        return "(contains itself)"
+    if len(inside) > DEPTH // 2:
+        return "(nests too deep)"
+    within = (*inside, id(value))
     if isinstance(value, Mapping):
-        return {str(key): jsonable(entry) for key, entry in value.items()}
+        return {str(key): jsonable(entry, within) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [jsonable(entry) for entry in value]
+        return [jsonable(entry, within) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if hasattr(value, "tolist"):  # numpy and torch
-        return jsonable(value.tolist())
+        return jsonable(value.tolist(), within)
     return str(value)
 
 
@@ -148,13 +179,33 @@ class _Series:
         """
         try:
             os.makedirs(self.directory, exist_ok=True)
-            self._append(data, what, kind, step, count)
+            for attempt in range(_ATTEMPTS):
+                try:
+                    self._append(data, what, kind, step, count)
+                    break
+                except (FileNotFoundError, FileExistsError):  # another run has renamed the file
+                    if attempt == _ATTEMPTS - 1:
+                        raise
         except OSError as error:
             logger.warning("%s could not be written to %s: %s", what, self._path, error)
 
     @property
     def _path(self) -> str:
         return os.path.join(self.directory, f"{self.name}.jsonl")
+
+    def _put_aside(self, path: str) -> None:
+        """Renames a full file.
+
+        The new name is made first, so that no other run that writes here takes it, too, and replaces this file.
+        """
+        number = max(_rotated(self.directory, self.name), default=0) + 1
+        full = os.path.join(self.directory, f"{self.name}.{number}.jsonl")
+        open(full, "xb").close()
+        try:
+            os.replace(path, full)
+        except OSError:
+            os.remove(full)
+            raise
 
     def _append(self, data: bytes, what: str, kind: str, step: Any, count: int) -> None:
         path = self._path
@@ -175,8 +226,7 @@ class _Series:
                 return
             data = _note("size_limit", step, count, message)
         elif size and size + len(data) > self.file_bytes:
-            number = max(_rotated(self.directory, self.name), default=0) + 1
-            os.rename(path, os.path.join(self.directory, f"{self.name}.{number}.jsonl"))
+            self._put_aside(path)
             last_line = b"\n"
         # A killed run may have left an incomplete line: end it, so that the next event starts on a new line.
         line_break = b"" if last_line.endswith(b"\n") else b"\n"
@@ -188,7 +238,7 @@ def _last_line(path: str, most: int = 4096) -> bytes:
     """The last line of a file; only its last `most` bytes if it is longer."""
     with open(path, "rb") as file:
         file.seek(max(os.path.getsize(path) - most, 0))
-        return file.read().splitlines(keepends=True)[-1]
+        return (file.read().splitlines(keepends=True) or [b"\n"])[-1]
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
@@ -204,10 +254,10 @@ def _note(kind: str, step: Any, count: int, message: str) -> bytes:
     return _line(note)
 
 
-def _without_texts(event: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_texts(event: Mapping[str, Any], but: int, texts: Sequence[str] = _TEXTS) -> Mapping[str, Any]:
     """The event with long texts only for its first (largest) culprits."""
     culprits = event.get("culprits", ())
-    if len(culprits) <= CULPRITS_WITH_TEXT:
+    if len(culprits) <= but:
         return event
-    bare = [{**culprit, **dict.fromkeys(culprit.keys() & set(_TEXTS))} for culprit in culprits[CULPRITS_WITH_TEXT:]]
-    return {**event, "culprits": [*culprits[:CULPRITS_WITH_TEXT], *bare]}
+    bare = [{**culprit, **dict.fromkeys(culprit.keys() & set(texts))} for culprit in culprits[but:]]
+    return {**event, "culprits": [*culprits[:but], *bare]}

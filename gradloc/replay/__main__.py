@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             write_replay_page(bundle, result, options.html)
         except OSError as error:
-            print(f"{error.strerror}: {error.filename2 or error.filename}", file=sys.stderr)
+            print(visible(f"{error.strerror}: {error.filename2 or error.filename}"), file=sys.stderr)
             return 2
-        print(f"The report: {options.html}", file=sys.stderr if options.json else sys.stdout)
+        print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 

@@ -53,7 +53,7 @@ def places(bundle: Bundle, listed: list[dict[str, Any]]) -> list[Place]:
     for token in listed:
         name = token["rank"], token["micro_batch"]
         if name in bundle.rows:
-            found.append((name, bundle.rows[name].index(token["row"]), token["position"]))
+            found.append((name, bundle.row_indices[name][token["row"]], token["position"]))
     return found
 
 
@@ -138,14 +138,14 @@ def _gradient(
                 outputs.append(entropy)
                 gradients.append(entropy_coefficient[index, :stop])
             torch.autograd.backward(outputs, [(g * scale).to(o) for g, o in zip(gradients, outputs, strict=True)])
-    squares = {layer: 0.0 for layer in model.layer_of.values()}
+    norms: dict[str, list[float]] = {layer: [] for layer in model.layer_of.values()}
     for parameter, layer in model.layer_of.items():
         if parameter.grad is not None:
             gradient = parameter.grad if parameter.dtype == torch.float64 else parameter.grad.float()
-            squares[layer] += float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 / scale**2
+            norms[layer].append(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale)
     model.module.zero_grad(set_to_none=True)
-    layers = {layer: math.sqrt(square) for layer, square in squares.items()}
-    return Norms(math.sqrt(sum(squares.values())), layers)
+    layers = {layer: math.hypot(*norms_of_parameters) for layer, norms_of_parameters in norms.items()}
+    return Norms(math.hypot(*layers.values()), layers)
 
 
 def _forward(model: Model, row: Row, response: int, entropy: bool) -> tuple[Tensor, Tensor | None]:

@@ -30,5 +30,5 @@ def write_replay_page(bundle: Bundle, result: Mapping[str, Any], out: str) -> No
 
 def _of_event(bundle: Bundle) -> Evidence:
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "spikes.jsonl").write_text(json.dumps(bundle.event, allow_nan=False) + "\n")
+        (Path(directory) / "spikes.jsonl").write_text(json.dumps(jsonable(bundle.event), allow_nan=False) + "\n")
         return read(directory)

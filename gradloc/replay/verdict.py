@@ -99,19 +99,19 @@ def _others(unit: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
 
 
 def _layers(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    def squares(key: str) -> dict[str, float]:
-        return {layer["layer"]: float(layer[key] or 0.0) ** 2 for layer in layers}
+    def shares(key: str) -> dict[str, float]:
+        """Each layer's share of the squared norm; empty if there is none."""
+        norms = {layer["layer"]: float(layer[key] or 0.0) for layer in layers}
+        norm = math.hypot(*norms.values())
+        return {layer: (n / norm) ** 2 for layer, n in norms.items()} if 0 < norm < math.inf else {}
 
-    replayed = squares("replayed")
-    total = sum(replayed.values())
-    if not (total > 0 and math.isfinite(total)):
+    replayed, before = shares("replayed"), shares("norm")
+    if not replayed:
         return []
     loudest = max(replayed, key=lambda layer: replayed[layer])
-    text = f"{loudest} carries {replayed[loudest] / total:.0%} of the squared norm"
-    before = squares("norm")
-    whole = sum(before.values())
-    if whole > 0 and math.isfinite(whole):
-        text += f", and {before[loudest] / whole:.0%} in training"
+    text = f"{loudest} carries {replayed[loudest]:.0%} of the squared norm"
+    if before:
+        text += f", and {before[loudest]:.0%} in training"
     return [text + "."]
 
 

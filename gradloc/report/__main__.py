@@ -15,8 +15,9 @@ from functools import partial
 
 from ..checks import need
 from ..evidence.writer import jsonable
-from .comparison import COMPARED, compare
+from .comparison import compare
 from .comparison_page import write_comparison
+from .figures import visible
 from .page import write_page
 from .reading import DETAILED, read
 from .summary import summarize
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        print(f"{error.strerror}: {error.filename2 or error.filename}", file=sys.stderr)
+        print(visible(f"{error.strerror}: {error.filename2 or error.filename}"), file=sys.stderr)
         return 2
     return 0
 
@@ -72,7 +73,7 @@ def _report(options: argparse.Namespace) -> None:
         figures = summarize(evidence, options.top or TABLE_ROWS)
         write = partial(write_page, evidence)
     else:
-        figures = compare(*(read(path, options.since, COMPARED) for path in (options.path, options.other)))
+        figures = compare(*(read(path, options.since, 0) for path in (options.path, options.other)))
         write = partial(write_comparison, figures)
     if options.json:
         print(json.dumps(jsonable(figures), indent=2, allow_nan=False))
@@ -82,7 +83,7 @@ def _report(options: argparse.Namespace) -> None:
         (print_summary if options.other is None else print_comparison)(figures)
     if options.html:
         write(options.html)
-        print(f"The report: {options.html}", file=sys.stderr if options.json else sys.stdout)
+        print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
 
 
 def _positive(text: str) -> int:

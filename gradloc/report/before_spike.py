@@ -39,8 +39,14 @@ class StepHistory:
 
     def __init__(self, steps: Mapping[int, Figures]) -> None:
         self._numbers = sorted(steps)
-        self._values = {name: [steps[number].get(name) for number in self._numbers] for name in FIGURES}
-        self._spikes = {number for number in self._numbers if steps[number].get("triggered")}
+        self._values: dict[str, list[float | None]] = {name: [] for name in FIGURES}
+        self._spikes = set()
+        for number in self._numbers:
+            figures = steps[number]
+            for name, values in self._values.items():
+                values.append(figures.get(name))
+            if figures.get("triggered"):
+                self._spikes.add(number)
         self._limits: dict[tuple[str, int], float | None] = {}
 
     def before(self, step: int) -> dict[str, Any] | None:
@@ -92,7 +98,7 @@ def _range_end(values: list[float]) -> float | None:
         return None
     middle, deviation = median_and_deviation([math.log(value) for value in values])
     deviations = _DEVIATIONS * (1 + _SMALL_SAMPLE / len(values))
-    return math.exp(middle + deviations * max(deviation, _DEVIATION_FLOOR))
+    return _exp(middle + deviations * max(deviation, _DEVIATION_FLOOR))
 
 
 def what_moved(before: Mapping[str, Any] | None) -> str | None:

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .figures import severity, threshold_factor
-from .reading import PAGE_ROWS, Evidence
+from .reading import Evidence
 from .summary import messages
 
 # At most so many shared culprits are listed.
 SHARED = 50
-# So many culprits of a run keep the prompt that they are compared by.
-COMPARED = PAGE_ROWS
 
 Row = Mapping[str, Any]
+# A token's id, and its prompt's hash or its context.
+Key = tuple[int, int | str]
 
 
 def compare(before: Evidence, after: Evidence) -> dict[str, Any]:
@@ -37,9 +37,10 @@ def compare(before: Evidence, after: Evidence) -> dict[str, Any]:
 
 def _figures(evidence: Evidence) -> dict[str, Any]:
     since = evidence.since
-    steps = [figures for step, figures in evidence.steps.items() if since is None or step >= since]
-    margins = sorted(severity(step["spike_margin"]) for step in steps if step["spike_margin"] is not None)
-    events = evidence.events
+    steps = [step for step in evidence.steps if since is None or step >= since]
+    found = (evidence.steps[step]["spike_margin"] for step in steps)
+    margins = sorted(severity(margin) for margin in found if margin is not None)
+    totals = evidence.totals
     return {
         "path": evidence.path,
         "faults": evidence.faults,
@@ -47,15 +48,15 @@ def _figures(evidence: Evidence) -> dict[str, Any]:
         "notes": messages(evidence.notes),
         "skipped_lines": evidence.skipped,
         "steps": len(steps) if evidence.steps else None,
-        "spikes": len(events),
-        "spikes_per_hundred_steps": 100 * len(events) / len(steps) if steps else None,
-        "steps_with_spikes": len({event["global_step"] for event in events}),
+        "spikes": totals.events,
+        "spikes_per_hundred_steps": 100 * totals.events / len(steps) if steps else None,
+        "steps_with_spikes": len(totals.by_step),
         "culprits": evidence.sources.total(),
         "margin_median": statistics.median(margins) if margins else None,
         "margin_p90": margins[math.ceil(0.9 * len(margins)) - 1] if margins else None,
         "margin_max": margins[-1] if margins else None,
-        "passes_per_spike": statistics.fmean(event["passes"] for event in events) if events else None,
-        "diagnoses": dict(Counter(event["diagnosis"] for event in events).most_common()),
+        "passes_per_spike": totals.passes / totals.events if totals.events else None,
+        "diagnoses": dict(totals.diagnoses.most_common()),
         "sources": dict(evidence.sources.most_common()),
     }
 
@@ -63,20 +64,19 @@ def _figures(evidence: Evidence) -> dict[str, Any]:
 def _shared(before: Sequence[Row], after: Sequence[Row]) -> list[dict[str, Any]]:
     """The same tokens in both runs: after the same prompt, and of the rest, in the same context."""
     found: list[dict[str, Any]] = []
-    for same in ("prompt", "context"):
+    for same in ("prompt_hash", "context"):
         groups = [_by(same, rows) for rows in (before, after)]
         keys = groups[0].keys() & groups[1].keys()
-        found += [_pair(same, [group[key] for group in groups]) for key in keys]
+        found += [_pair(same.removesuffix("_hash"), [group[key] for group in groups]) for key in keys]
         before, after = ([row for row in rows if _key(same, row) not in keys] for rows in (before, after))
     return sorted(found, key=lambda pair: (-max(pair["times_threshold"]), str(pair["context"])))
 
 
-def _key(same: str, row: Row) -> tuple[int, str] | None:
-    text = row.get("details", {}).get("prompt") if same == "prompt" else row["context"]
-    return None if text is None else (row["token_id"], text)
+def _key(same: str, row: Row) -> Key | None:
+    return None if row[same] is None else (row["token_id"], row[same])
 
 
-def _by(same: str, rows: Iterable[Row]) -> dict[tuple[int, str], list[Row]]:
+def _by(same: str, rows: Iterable[Row]) -> dict[Key, list[Row]]:
     groups = defaultdict(list)
     for row in rows:
         if (key := _key(same, row)) is not None:

@@ -2,24 +2,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduces events and culprits to what the report shows, because the files may be far larger than the memory."""
 
-from collections.abc import Mapping
+import heapq
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
+from ..evidence.sources import RULES
+from ..evidence.token_facts import WINDOW
 from .explanation import ended_early, explanation
 from .figures import excess, number, ranges, rounded, severity, threshold_factor
 
-# How many parts of a diffuse event are kept: those farthest over their thresholds.
-PARTS = 20
+# How many parts of a diffuse event are kept, and how many of its units: those farthest over their thresholds.
+PARTS = UNITS = 20
+# How many of the tokens measured in a part, and how many layers of a culprit or event.
+_TOKENS, _LAYERS = 20, 1024
+# Longer texts lose their middle.
+TEXT_CHARACTERS = 4000
+_SHORT_CHARACTERS = 200
 
-_EVENT_FIELDS: tuple[str, ...] = ("global_step", "epoch", "mini_batch", "trigger", "threshold", "global_norm")
-_EVENT_FIELDS += ("global_threshold", "passes", "action", "applied", "diagnosis", "seconds", "world_size", "error")
-_EVENT_FIELDS += ("until", "explained", "more_tokens", "summary")
-_ROW_FIELDS: tuple[str, ...] = ("rank", "micro_batch", "row", "position", "token_id", "token", "context", "grad_norm")
+_EVENT_FIELDS: tuple[str, ...] = ("global_step", "epoch", "mini_batch", "threshold", "global_norm")
+_EVENT_FIELDS += ("global_threshold", "passes", "action", "applied", "diagnosis", "seconds", "world_size")
+_EVENT_FIELDS += ("until", "explained", "more_tokens")
+_TRIGGER_FIELDS = ("kind", "norm", "threshold")
+_UNIT_FIELDS = ("rank", "micro_batch", "rows", "tokens", "norm", "threshold")
+_PART_FIELDS = ("rank", "micro_batch", "tokens", "norm", "threshold")
+_MEASURED_FIELDS = ("row", "position", "grad_norm", "share")
+_ROW_FIELDS: tuple[str, ...] = ("rank", "micro_batch", "row", "position", "token_id", "grad_norm")
 _ROW_FIELDS += ("threshold", "weight", "coefficient", "suspicion", "share", "advantage", "log_prob", "old_log_prob")
 _ROW_FIELDS += ("ratio", "ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "sequence_ratio")
-_ROW_FIELDS += ("misaligned_share", "source", "reward", "data_source", "uid")
-_DETAILS: tuple[str, ...] = ("response_tokens", "response_tokens_start", "response_suspicion", "layer_norms")
-_DETAILS += ("prompt", "response", "ground_truth")
+_ROW_FIELDS += ("misaligned_share", "source", "reward")
+_SHORT_TEXTS = ("token", "data_source", "uid")
+_LONG_TEXTS = ("prompt", "response", "ground_truth")
+# What a row has for the report itself.
+NOT_SHOWN = ("details", "prompt_hash")
 
 
 def condensed_event(event: Mapping[str, Any], largest: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -32,26 +50,31 @@ def condensed_event(event: Mapping[str, Any], largest: Mapping[str, Any] | None)
     Returns:
         dict: The event with new fields: `level` (the token-equivalent norm that triggered it), `size` (the largest
             culprit's norm, or without a culprit the largest token-equivalent norm), `explanation`, `ended_early`,
-            `open_tokens`, `culprits_in_all`, `diffuse_in_all`.
+            `open_tokens`, `culprits_in_all`, `diffuse_in_all`. Of its units, the largest that have the micro-batch of
+            a culprit; `of_ranks` is on how many ranks that micro-batch was over its threshold.
     """
     ordinary = event["ordinary_layer_norms"]
-    units = [_without(unit, "layer_norms", "rest") for unit in event["units"]]
     # The units may not be known.
     trigger = number(event["threshold"]) * threshold_factor(event["trigger"])
-    norms = [trigger, *(unit["token_equivalent"] for unit in units)] if largest is None else [largest["grad_norm"]]
-    parts = sorted(event["diffuse"], key=excess, reverse=True)
+    norms = (
+        [trigger, *(unit["token_equivalent"] for unit in event["units"])] if largest is None else [largest["grad_norm"]]
+    )
+    parts = heapq.nlargest(PARTS, event["diffuse"], key=excess)
     return {
         **rounded({name: event.get(name) for name in _EVENT_FIELDS}),
-        "ordinary_layer_norms": None if ordinary is None else rounded(ordinary),
-        "units": units,
+        "error": clipped(event.get("error")),
+        "summary": clipped(event.get("summary")),
+        "trigger": _fields(event["trigger"], _TRIGGER_FIELDS),
+        "ordinary_layer_norms": None if ordinary is None else rounded(_by_layer(ordinary)),
+        "units": _units(event),
         "open_tokens": sum(segment["tokens"] for segment in event["open_segments"]),
         "culprits_in_all": len(event["culprits"]),
         "ended_early": ended_early(event),
         "explanation": explanation(event),
         "level": trigger,
         "size": max(map(severity, norms)),
-        "diffuse": [_part(part) for part in parts[:PARTS]],
-        "diffuse_in_all": len(parts),
+        "diffuse": [_part(part) for part in parts],
+        "diffuse_in_all": len(event["diffuse"]),
     }
 
 
@@ -60,19 +83,56 @@ def culprit_row(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> dict[st
     where = {name: event[name] for name in ("global_step", "epoch", "mini_batch")}
     # Events before version 3 have one source for each culprit.
     sources = culprit.get("sources") or [culprit["source"]]
-    return where | {name: culprit.get(name) for name in _ROW_FIELDS} | {"sources": sources}
+    return {
+        **where,
+        **{name: culprit.get(name) for name in _ROW_FIELDS},
+        **{name: clipped(culprit.get(name), _SHORT_CHARACTERS) for name in _SHORT_TEXTS},
+        "context": clipped(culprit.get("context")),
+        "sources": sources[: len(RULES)],
+        # Equal for equal prompts. It is of use in this process alone.
+        "prompt_hash": None if culprit.get("prompt") is None else hash(culprit["prompt"]),
+    }
 
 
 def culprit_details(culprit: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are too long to keep for every culprit."""
-    return {name: culprit.get(name) for name in _DETAILS}
+    tokens, heat = culprit.get("response_tokens"), culprit.get("response_suspicion")
+    return {
+        "response_tokens": None if tokens is None else [clipped(t, _SHORT_CHARACTERS) for t in tokens[:WINDOW]],
+        "response_tokens_start": culprit.get("response_tokens_start"),
+        "response_suspicion": None if heat is None else heat[:WINDOW],
+        "layer_norms": _by_layer(culprit["layer_norms"]),
+        **{name: clipped(culprit.get(name)) for name in _LONG_TEXTS},
+    }
 
 
-def _without(unit: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return rounded({name: unit[name] for name in unit if name not in names})
+def clipped(text: Any, most: int = TEXT_CHARACTERS) -> str | None:
+    """A text without its middle if it is longer than `most`; what is no text as JSON; None as it is."""
+    if text is None:
+        return None
+    text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
+
+
+def _fields(of: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return rounded({name: of.get(name) for name in names})
+
+
+def _by_layer(norms: Mapping[str, Any]) -> dict[str, Any]:
+    """The norms of at most `_LAYERS` layers; equal names of layers are kept once."""
+    return {sys.intern(layer): norm for layer, norm in islice(norms.items(), _LAYERS)}
+
+
+def _units(event: Mapping[str, Any]) -> list[dict[str, Any]]:
+    with_culprits = {culprit["micro_batch"] for culprit in event["culprits"]}
+    units = [unit for unit in event["units"] if unit["micro_batch"] in with_culprits]
+    ranks = Counter(unit["micro_batch"] for unit in units)
+    largest = heapq.nlargest(UNITS, units, key=excess)
+    return [_fields(unit, _UNIT_FIELDS) | {"of_ranks": ranks[unit["micro_batch"]]} for unit in largest]
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     """A part of a diffuse event, with its rows as text."""
-    tokens = [rounded(token) for token in part["largest_tokens"]]
-    return {**rounded(part), "rows": ranges(part["rows"]), "largest_tokens": tokens}
+    tokens = [_fields(token, _MEASURED_FIELDS) for token in part["largest_tokens"][:_TOKENS]]
+    return {**_fields(part, _PART_FIELDS), "rows": ranges(part["rows"]), "largest_tokens": tokens}

@@ -6,13 +6,15 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from .condensed import clipped
 from .explanation import ended_early
 from .figures import count, number, threshold_factor
 
 # In the warm-up of an automatic threshold, τ may be a number that no norm reaches.
 _UNREACHABLE = 1e29
 
-_FIELDS = ("global_step", "epoch", "mini_batch", "threshold", "budget", "error")
+_FIELDS = ("global_step", "epoch", "mini_batch", "threshold", "budget")
+_PLANTED = ("rank", "row", "position")
 
 # A mini-batch: its step, PPO epoch and index.
 MiniBatch = tuple[int | None, int, int]
@@ -21,9 +23,11 @@ MiniBatch = tuple[int | None, int, int]
 def condensed_drill(event: Mapping[str, Any]) -> dict[str, Any]:
     """What the report keeps of a drill's event: some fields of it, and those of `drill`."""
     drill = event["drill"]
+    planted = drill["planted"]
     return {name: event[name] for name in _FIELDS} | {
         "found": drill["found"],
-        "planted": drill["planted"],
+        "planted": None if planted is None else {name: planted[name] for name in _PLANTED},
+        "error": clipped(event["error"]),
         "passes": drill["passes"],
         "seconds": event["seconds"],
         "level": number(event["threshold"]) * threshold_factor(event["trigger"]),

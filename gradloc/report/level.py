@@ -26,7 +26,7 @@ def level(steps: Mapping[int, Mapping[str, Any]], since: int | None = None) -> d
     """
     known = [
         (number, figures["token_norm_max"], figures["threshold"])
-        for number, figures in sorted(steps.items())
+        for number, figures in ((number, steps[number]) for number in sorted(steps))
         if figures["token_norm_max"] is not None and (since is None or number >= since)
     ]
     if not known:

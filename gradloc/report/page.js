@@ -1252,7 +1252,7 @@ function ladderRungs() {
     { name: "All ranks", more: "the reduced gradient", norm: global_norm, threshold: global_threshold },
   ];
   if (worst) {
-    const more = `over on ${peers.length} of ${count(world_size, "rank")}`;
+    const more = `over on ${worst.of_ranks} of ${count(world_size, "rank")}`;
     rungs.push({ name: `Micro-batch ${current.micro_batch}`, more, norm: worst.norm, threshold: worst.threshold });
   }
   if (own) {

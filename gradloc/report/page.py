@@ -8,8 +8,10 @@ The page's content security policy blocks all requests.
 import json
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..evidence.writer import jsonable
 from .page_data import page_data
@@ -26,26 +28,42 @@ def write_page(evidence: Evidence, out: str) -> None:
     """
     from plotly.offline import get_plotlyjs
 
-    data = json.dumps(jsonable(page_data(evidence)), allow_nan=False, separators=(",", ":"))
-    write_whole(out, assemble(page_files(), data, get_plotlyjs()))
+    write_whole(out, *assemble(page_files(), _json(page_data(evidence)), get_plotlyjs()))
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file that appears under its name only when it is complete; its directory is created if need be.
+def _json(data: Mapping[str, Any]) -> str:
+    """The data as JSON, one entry of a list after the other: a copy of all in plain types would take much memory."""
+
+    def dumps(value: Any) -> str:
+        return json.dumps(jsonable(value), allow_nan=False, separators=(",", ":"))
+
+    fields = (
+        f"{dumps(name)}:" + (f"[{','.join(map(dumps, value))}]" if isinstance(value, list) else dumps(value))
+        for name, value in data.items()
+    )
+    return f"{{{','.join(fields)}}}"
+
+
+def write_whole(path: str | os.PathLike[str], *texts: str) -> None:
+    """Writes texts, one after the other, to a file that appears under its name only when it is complete.
+
+    Its directory is created if it does not exist.
 
     Raises:
         OSError: It cannot be written; a file that was there is as it was.
     """
-    folder, name = os.path.split(os.path.abspath(path))
-    unfinished = os.path.join(folder, f".{name}.{os.getpid()}")
+    folder = os.path.dirname(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
+    # A name that nobody can guess and O_EXCL, so that a link in this folder is not followed.
+    unfinished = os.path.join(folder, f".{secrets.token_hex(8)}.unfinished")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with open(unfinished, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
+        with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
+            file.writelines(texts)
         os.replace(unfinished, path)
-    finally:
-        if os.path.exists(unfinished):
-            os.remove(unfinished)
+    except BaseException:
+        os.remove(unfinished)
+        raise
 
 
 def page_files() -> Mapping[str, str]:
@@ -58,8 +76,8 @@ def page_files() -> Mapping[str, str]:
     return FILES
 
 
-def assemble(files: Mapping[str, str], data: str, plotly: str) -> str:
-    """The whole page as HTML.
+def assemble(files: Mapping[str, str], data: str, plotly: str) -> list[str]:
+    """The whole page as HTML, in pieces: together they would take much more memory.
 
     Args:
         files (Mapping[str, str]): The page's own files by name.
@@ -70,16 +88,17 @@ def assemble(files: Mapping[str, str], data: str, plotly: str) -> str:
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     # What page.html refers to, and what stands there in the page.
     parts = {
-        '<link rel="stylesheet" href="page.css">': f"<style>\n{files['page.css']}</style>",
+        '<link rel="stylesheet" href="page.css">': ("<style>\n", files["page.css"], "</style>"),
         '<script type="application/json" id="data"></script>': (
-            f'<script type="application/json" id="data">{data}</script>'
+            '<script type="application/json" id="data">',
+            data,
+            "</script>",
         ),
-        '<script src="plotly.js"></script>': f"<script>{plotly}</script>",
-        '<script type="module" src="page.js"></script>': f'<script type="module">\n{files["page.js"]}</script>',
+        '<script src="plotly.js"></script>': ("<script>", plotly, "</script>"),
+        '<script type="module" src="page.js"></script>': ('<script type="module">\n', files["page.js"], "</script>"),
     }
-    # All in one substitution, so that the inserted text is not searched.
-    references = re.compile("|".join(map(re.escape, parts)))
-    page, replaced = references.subn(lambda match: parts[match[0]], files["page.html"])
-    if replaced != len(parts):
+    # The inserted text is not searched.
+    pieces = re.split(f"({'|'.join(map(re.escape, parts))})", files["page.html"])
+    if len(pieces) != 2 * len(parts) + 1:
         raise ValueError(f"page.html must refer once to each of its parts: {', '.join(parts)}")
-    return page
+    return [text for piece in pieces for text in parts.get(piece, (piece,))]

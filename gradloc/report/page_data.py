@@ -3,20 +3,17 @@
 """The data of the page: lists and texts are limited in size, totals cover all events."""
 
 import heapq
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from ..evidence.token_facts import window_start
 from . import reading
 from .before_spike import StepHistory, what_moved
+from .condensed import NOT_SHOWN
 from .figures import rounded
 from .level import level
 from .meanings import ADVICE, APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, SOURCES
 from .summary import summarize
-
-# Longer texts lose their middle.
-TEXT_CHARACTERS = 4000
 
 _TOTALS = ("events", "culprits", "first_step", "last_step", "sources", "incomplete_events", "passes", "seconds")
 # A response of which some tokens are shown: its event's index, rank and row, and the first token's position.
@@ -34,10 +31,10 @@ def page_data(evidence: reading.Evidence) -> dict[str, Any]:
     strips = _Strips()
     rows = []
     for _, _, index, row in culprits:
-        row = {**row, "event": kept_events[index]}
-        if details := row.pop("details", None):
-            row |= _with_texts(details, strips.add(index, row, details))
-        rows.append(rounded(row))
+        shown = {name: row[name] for name in row if name not in NOT_SHOWN} | {"event": kept_events[index]}
+        if details := row.get("details"):
+            shown |= _with_texts(details, strips.add(index, row, details))
+        rows.append(rounded(shown))
     summary = summarize(evidence, 0)
     thresholds = summary["thresholds"]
     return {
@@ -78,17 +75,15 @@ def _rounded_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kept(evidence: reading.Evidence) -> tuple[dict[int, int], list[reading.RankedCulprit]]:
     """The events that the page shows, as {index in the evidence: index on the page}; and the culprits that it shows."""
-    largest = heapq.nlargest(
-        reading.PAGE_ROWS, range(len(evidence.events)), key=lambda index: evidence.events[index]["size"]
-    )
+    largest = heapq.nlargest(reading.PAGE_ROWS, evidence.kept, key=lambda index: evidence.kept[index]["size"])
     events = {index: on_page for on_page, index in enumerate(sorted(largest))}
-    culprits = [*sorted(evidence.largest, reverse=True), *sorted(evidence.others, reverse=True)]
+    culprits = [*sorted(evidence.largest.values(), reverse=True), *sorted(evidence.others, reverse=True)]
     return events, sorted([ranked for ranked in culprits if ranked[2] in events][: reading.PAGE_ROWS], reverse=True)
 
 
 def _with_steps_before(evidence: reading.Evidence, kept: Mapping[int, int]) -> list[dict[str, Any]]:
     """The events that the page shows; the largest of them with the steps before them, as `before` and `moved`."""
-    events = [evidence.events[index] for index in kept]
+    events = [evidence.kept[index] for index in kept]
     history = StepHistory(evidence.steps)
     largest = heapq.nlargest(evidence.top, range(len(events)), key=lambda index: events[index]["size"])
     for index in largest if evidence.steps else ():
@@ -133,17 +128,7 @@ def _with_texts(details: Mapping[str, Any], strip: int | None) -> dict[str, Any]
     return {
         "strip": strip,
         "layer_norms": rounded(details["layer_norms"]),
-        "prompt": _clipped(details["prompt"]),
-        "response": _clipped(details["response"]) if strip is None else None,
-        "ground_truth": _clipped(details["ground_truth"]),
+        "prompt": details["prompt"],
+        "response": details["response"] if strip is None else None,
+        "ground_truth": details["ground_truth"],
     }
-
-
-def _clipped(text: Any) -> str | None:
-    if text is None:
-        return None
-    text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-    half = TEXT_CHARACTERS // 2
-    if len(text) <= TEXT_CHARACTERS:
-        return text
-    return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"

@@ -8,7 +8,6 @@ written is left for the next time.
 
 import errno
 import heapq
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,16 +15,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..bundles.results import read_results
+from ..evidence.foreign_json import LINE_BYTES, parse
 from ..evidence.schema import EVENT, EVENT_1, EVENT_2, NOTE, STEP, conforms
 from ..evidence.writer import STEP_FIGURES, evidence_files
-from .condensed import condensed_event, culprit_details, culprit_row
+from .condensed import clipped, condensed_event, culprit_details, culprit_row
 from .drills import condensed_drill
 from .figures import number, severity
+from .step_figures import StepFigures
+from .totals import Totals, count_bounded
 
 # How many culprits keep their details by default.
 DETAILED = 500
 # The maximum number of rows on the page, which would be slow with more; the largest are kept.
 PAGE_ROWS = 5_000
+# At most so many different tokens, messages and faults are told apart.
+_TOKENS, _NOTES, _FAULTS = 50_000, 1000, 16
+# What is too long is skipped in pieces of so many bytes.
+_CHUNK = 2**20
 
 # A culprit after what it is sorted by (its size; among equals, the first comes first) and the index of its event.
 RankedCulprit = tuple[float, int, int, dict[str, Any]]
@@ -39,75 +45,109 @@ class Evidence:
         path (str): The directory or file that it is from.
         top (int): How many culprits keep their texts and layers: the largest of each event, then others.
         since (int, optional): Events of earlier steps are left out.
-        events (list[dict]): The spikes in the order in which they were written, condensed; drills are no spikes.
+        totals (Totals): Of all spikes, kept or not; drills are no spikes.
+        kept (dict[int, dict]): The spikes with the largest norms, condensed, by their place in the order in which they
+            were written; as many as the page may show.
         drills (list[dict]): Likewise.
         faults (list[str]): The names of faults that were planted in the run on purpose.
         steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
-        notes (list[dict]): Of what was left out of the files.
+        notes (dict[str, set]): What was left out of the files, and in which steps.
         replays (list[dict]): The results of replays, in the order of their events.
         skipped (int): Lines that are no event of a known version.
         sources (Counter): Of all culprits, kept or not.
-        tokens (Counter): Likewise; by the token, and its id if it is not known.
-        largest (list[RankedCulprit]): The largest culprit of each event.
+        tokens (Counter): Likewise; by the token, and its id if it is not known. Only the first 50,000 are counted.
+        largest (dict[int, RankedCulprit]): The largest culprit of each spike that is kept.
         others (list[RankedCulprit]): The largest of the other culprits, as many as the page may show; a heap.
     """
 
     path: str
     top: int = DETAILED
     since: int | None = None
-    events: list[dict[str, Any]] = field(default_factory=list)
+    totals: Totals = field(default_factory=Totals)
+    kept: dict[int, dict[str, Any]] = field(default_factory=dict)
     drills: list[dict[str, Any]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    steps: dict[int, dict[str, float | None]] = field(default_factory=dict)
-    notes: list[dict[str, Any]] = field(default_factory=list)
+    steps: StepFigures = field(default_factory=StepFigures)
+    notes: dict[str, set[int]] = field(default_factory=dict)
     replays: list[dict[str, Any]] = field(default_factory=list)
     skipped: int = 0
     sources: Counter[str] = field(default_factory=Counter)
     tokens: Counter[tuple[str | None, int | None]] = field(default_factory=Counter)
-    largest: list[RankedCulprit] = field(default_factory=list)
+    largest: dict[int, RankedCulprit] = field(default_factory=dict)
     others: list[RankedCulprit] = field(default_factory=list)
+    # A heap of the spikes that are kept: the size and minus the place of each.
+    _sizes: list[tuple[float, int]] = field(default_factory=list)
     # A heap of those with details: whether it is its event's largest, its size, its order.
     _detailed: list[tuple[bool, float, int, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The spikes that are kept, in the order in which they were written."""
+        return [self.kept[index] for index in sorted(self.kept)]
 
     def add(self, event: dict[str, Any]) -> None:
         """Adds an event, and the fields of its culprits that may be shown."""
         fault = event.get("fault")
-        if fault is not None and fault not in self.faults:
-            self.faults.append(fault)
+        if fault is not None and len(self.faults) < _FAULTS and (name := str(clipped(fault))) not in self.faults:
+            self.faults.append(name)
         if event.get("drill") is not None:
-            self.drills.append(condensed_drill(event))
+            if len(self.drills) < PAGE_ROWS:
+                self.drills.append(condensed_drill(event))
+            else:
+                self.add_note(f"drills after the first {PAGE_ROWS:,} are left out", event["global_step"])
             return
         largest = max(event["culprits"], key=lambda culprit: severity(culprit["grad_norm"]), default=None)
-        index, before = len(self.events), self.sources.total()
-        self.events.append(condensed_event(event, largest))
+        index, before = self.totals.events, self.sources.total()
+        self.kept[index] = condensed = condensed_event(event, largest)
+        self.totals.add(condensed, self.top)
         for order, culprit in enumerate(event["culprits"], before):
-            token = culprit.get("token")
-            self.sources[culprit["source"]] += 1
-            self.tokens[token, culprit["token_id"] if token is None else None] += 1
             row = culprit_row(event, culprit)
+            self.sources[culprit["source"]] += 1
+            count_bounded(self.tokens, (row["token"], row["token_id"] if row["token"] is None else None), _TOKENS)
             ranked = (severity(culprit["grad_norm"]), -order, index, row)
             if culprit is largest:
-                self.largest.append(ranked)
+                self.largest[index] = ranked
             else:
-                heapq.heappush(self.others, ranked)
-                if len(self.others) > max(PAGE_ROWS, self.top):
-                    heapq.heappop(self.others)
+                self._add_other(ranked)
             row["details"] = culprit_details(culprit)
             heapq.heappush(self._detailed, (culprit is largest, *ranked[:2], row))
             if len(self._detailed) > self.top:
                 del heapq.heappop(self._detailed)[-1]["details"]
+        heapq.heappush(self._sizes, (condensed["size"], -index))
+        if len(self._sizes) > self._most:
+            smallest = -heapq.heappop(self._sizes)[1]
+            del self.kept[smallest]
+            if smallest in self.largest:
+                self._add_other(self.largest.pop(smallest))
+
+    @property
+    def _most(self) -> int:
+        return max(PAGE_ROWS, self.top)
+
+    def _add_other(self, ranked: RankedCulprit) -> None:
+        heapq.heappush(self.others, ranked)
+        if len(self.others) > self._most:
+            heapq.heappop(self.others)
+
+    def add_note(self, message: str, step: int | None) -> None:
+        """Adds what was left out in a step."""
+        steps = self.notes.get(message)
+        if steps is None and len(self.notes) < _NOTES:
+            steps = self.notes.setdefault(str(clipped(message)), set())
+        if steps is not None and step is not None:
+            steps.add(step)
 
     def add_step(self, step: dict[str, Any]) -> None:
         """Adds a line of steps.jsonl; of a step with several lines, as a resumed run leaves them, the last counts."""
         if step["global_step"] is not None:
             figures = {name: step[name] for name in STEP_FIGURES}
-            self.steps[step["global_step"]] = {
-                name: None if value is None else number(value) for name, value in figures.items()
-            }
+            self.steps.set(
+                step["global_step"], {name: None if value is None else number(value) for name, value in figures.items()}
+            )
 
     def culprits(self) -> list[RankedCulprit]:
         """The culprits that are kept, largest first."""
-        return sorted(self.largest + self.others, reverse=True)
+        return sorted([*self.largest.values(), *self.others], reverse=True)
 
 
 def read(path: str, since: int | None = None, top: int = DETAILED) -> Evidence:
@@ -129,12 +169,12 @@ def read(path: str, since: int | None = None, top: int = DETAILED) -> Evidence:
         if not is_event and not conforms(entry, NOTE):
             found.skipped += 1
         elif since is None or (entry["global_step"] is not None and entry["global_step"] >= since):
-            found.add(entry) if is_event else found.notes.append(entry)
+            found.add(entry) if is_event else found.add_note(entry["message"], entry["global_step"])
     for entry in _entries(found, steps):
         if conforms(entry, STEP):
             found.add_step(entry)
         elif conforms(entry, NOTE):
-            found.notes.append(entry)
+            found.add_note(entry["message"], entry["global_step"])
         else:
             found.skipped += 1
     results = read_results(os.path.dirname((events or steps)[0]) or ".")
@@ -146,17 +186,23 @@ def _entries(found: Evidence, files: Sequence[str]) -> Iterator[Any]:
     """What the lines hold; lines that are malformed are counted as skipped."""
     for line, finished in _lines(files):
         try:
-            yield json.loads(line)
-        except (ValueError, RecursionError):
+            yield parse(line)
+        except ValueError:
             found.skipped += finished
 
 
 def _lines(files: Sequence[str]) -> Iterator[tuple[bytes, bool]]:
-    """All lines, and whether each is finished: the last one may still be being written."""
+    """All lines, and whether each is finished: the last one may still be being written.
+
+    A line that is longer than `LINE_BYTES` is not read into memory: it is empty.
+    """
     for index, file in enumerate(files):
         with open(file, "rb") as lines:
-            for line in lines:
-                yield line, line.endswith(b"\n") or index < len(files) - 1
+            while line := lines.readline(LINE_BYTES + 1):
+                rest = line
+                while len(rest) > 0 and not rest.endswith(b"\n"):
+                    rest = lines.readline(_CHUNK)
+                yield line if len(line) <= LINE_BYTES else b"", rest.endswith(b"\n") or index < len(files) - 1
 
 
 def _files(path: str) -> tuple[list[str], list[str]]:

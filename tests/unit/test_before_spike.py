@@ -33,6 +33,13 @@ def leads(history: StepHistory, step: int) -> dict[str, int | None]:
     return {figure["name"]: figure["lead"] for figure in before["figures"]}
 
 
+def test_figures_may_be_of_any_size() -> None:
+    history = StepHistory(steps(21, unlikely_share={step: (1e-8, 1e30)[step % 2] for step in range(22)}))
+    before = history.before(21)
+    assert before is not None and leads(history, 21)["unlikely_share"] is None
+    assert [figure["limits"][-1] for figure in before["figures"] if figure["name"] == "unlikely_share"] == [math.inf]
+
+
 def test_figures_that_left_their_range_are_named_with_their_lead() -> None:
     # A ratio of 3 is far out of the range of ratios around 1.2, though it is not three times the usual one.
     found = steps(60, ratio_max={53: 3.0, 57: 9.0}, spike_margin={60: 4.0}, unlikely_share={55: math.inf})

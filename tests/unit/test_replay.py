@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradloc import GradLoc, GradLocConfig, record_events
-from gradloc.bundles import layout, recorder
+from gradloc.bundles import layout, opening, recorder
 from gradloc.bundles.layout import NotReplayableError, Row
-from gradloc.bundles.opening import BundleError, open_bundle
+from gradloc.bundles.opening import Bundle, BundleError, open_bundle
 from gradloc.bundles.recorder import Recorder
 from gradloc.replay import __main__ as command
 from gradloc.replay import memory
 from gradloc.replay.__main__ import main
-from gradloc.replay.measuring import measure
+from gradloc.replay.measuring import measure, places
 from gradloc.replay.memory import needed_memory
 from gradloc.replay.model import Variant, default_variant, load, other_variants
 from gradloc.replay.model import forward as forward_row
@@ -145,6 +145,14 @@ def resave(bundle: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> No
     resign(bundle, lambda manifest: manifest["micro_batches"][0].update(facts))
 
 
+def nested(depth: int) -> list[Any]:
+    """A list in a list in a list …"""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def cut(bundle: Path) -> None:
     data = tensors_of(bundle).read_bytes()
     tensors_of(bundle).write_bytes(data[: len(data) // 2])
@@ -192,6 +200,38 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "manifest.json does not match its checksum",
     ),
     "later format": (lambda b: resign(b, lambda m: m.update(format=9)), "has format 9"),
+    "deep": (
+        lambda b: resign(b, lambda m: m["versions"].update(a=nested(450))),
+        "cannot be parsed: it nests too deep.",
+    ),
+    "full of lists": (
+        lambda b: resign(b, lambda m: m["versions"].update(a=[[]] * 1_000_001)),
+        "cannot be parsed: it has over 1,000,000 lists and objects.",
+    ),
+    "many layers": (
+        lambda b: resign(b, lambda m: m.update(layers=[str(i) for i in range(layout.LAYERS + 1)])),
+        "it has 4,097 layers, and 4,096 are the limit.",
+    ),
+    "many micro-batches": (
+        lambda b: resign(b, lambda m: m.update(micro_batches=m["micro_batches"] * 9)),
+        "it has 9 micro-batches, and 8 are the limit.",
+    ),
+    "many tokens": (
+        lambda b: resign(b, lambda m: m.update(measured=m["measured"][:1] * 2049)),
+        "it has 2,049 measured tokens, and 2,048 are the limit.",
+    ),
+    "many rows": (
+        lambda b: resign(b, lambda m: m["micro_batches"][0].update(rows=[0] * (layout.ROWS + 1))),
+        "it has 65,537 rows in a micro-batch, and 65,536 are the limit.",
+    ),
+    "tiny loss scale": (
+        lambda b: resign(b, lambda m: m["event"].update(loss_scale=1e-200)),
+        "its loss_scale is 1e-200, which no gradient scaler has",
+    ),
+    "infinite loss scale": (
+        lambda b: resign(b, lambda m: m["event"].update(loss_scale=math.inf)),
+        "its loss_scale is inf, which no gradient scaler has",
+    ),
     "something else": (lambda b: resign(b, lambda m: m.update(kind="cake")), "is not that of a replay bundle"),
     "no event": (lambda b: resign(b, lambda m: m.pop("event")), "its field 'event' is missing or malformed"),
     "huge": (lambda b: resign(b, lambda m: m["micro_batches"][0].update(bytes=10**15)), "which is too much"),
@@ -241,6 +281,72 @@ def test_a_damaged_bundle_is_refused_in_one_sentence(
     assert out == "" and error.count("\n") == 1 and message in error, error
     with pytest.raises(BundleError):
         open_bundle(bundle)
+
+
+class Counted(list[Any]):
+    """A list that counts how often it is gone through."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        super().__init__(entries)
+        self.times = 0
+
+    def __iter__(self) -> Any:
+        self.times += 1
+        return super().__iter__()
+
+    def __contains__(self, entry: object) -> bool:
+        self.times += 1
+        return super().__contains__(entry)
+
+    def index(self, *arguments: Any) -> int:
+        self.times += 1
+        return super().index(*arguments)
+
+
+def test_the_work_of_opening_does_not_grow_with_entries_times_layers_or_rows(bundle: Path) -> None:
+    opened = open_bundle(bundle)
+
+    def work(entries: int) -> tuple[int, int]:
+        manifest = {**opened.manifest, "layers": Counted(opened.manifest["layers"])}
+        (entry,) = manifest["micro_batches"]
+        rows = Counted(entry["rows"])
+        manifest["micro_batches"] = [{**entry, "rows": rows}]
+        manifest["measured"] = manifest["measured"][:1] * entries
+        manifest["event"] = {**manifest["event"], "culprits": manifest["event"]["culprits"] * entries}
+        assert opening._problem(manifest) is None
+        whole = Bundle(bundle, manifest, opened.micro_batches)
+        opening._check_places(whole)
+        assert len(places(whole, manifest["event"]["culprits"])) == entries
+        return manifest["layers"].times, rows.times
+
+    assert work(1) == work(500)
+
+
+def test_what_a_manifest_names_is_not_a_reason_to_fail(
+    bundle: Path, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly")
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["event"] |= {"global_norm": math.nan, "seconds": 1e308}
+        for entry in [*manifest["micro_batches"], *manifest["measured"], *manifest["event"]["culprits"]]:
+            entry["layer_norms"] = dict.fromkeys(entry["layer_norms"], 1e200)
+
+    resign(bundle, change)
+    page = tmp_path / "pa\x1b[2Jge.html"
+    assert main([str(bundle), "--model", str(kept / "model"), "--only", "--html", str(page)]) == 0
+    out, error = capsys.readouterr()
+    assert "carries" in out and page.stat().st_size > 1_000_000
+    assert "\x1b" not in out + error and "The report: " in out and "pa\\x1b[2Jge.html" in out
+
+
+@pytest.mark.parametrize("name", ["LAYERS", "ROWS"])
+def test_a_bundle_over_the_limits_of_opening_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    monkeypatch.setattr(layout, name, 1)
+    assert [event["replay"] for event in spikes(tmp_path)] == [None]
+    assert "are the limits" in caplog.text and list(tmp_path.rglob("*.safetensors")) == []
 
 
 @pytest.mark.parametrize(

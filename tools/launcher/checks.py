@@ -13,10 +13,20 @@ from .command import for_shell
 from .errors import Refused
 from .hydra import split_list
 from .settings import BY_NAME
-from .targets import find_verl, one_of, release_of, supported
+from .targets import default_version, find_verl, one_of, release_of, supported
 from .values import Text
 
 _HUGGING_FACE_ID = r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_PRINT_MISSING = """
+import sys
+from importlib import metadata
+for name in sys.argv[1:]:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        print(name)
+"""
 _APPLIED, _APPLICABLE = 10, 0  # exit codes of apply_patch.py --check
 
 
@@ -68,4 +78,23 @@ def check_verl(python: str, root: Path, environment: Mapping[str, str], target: 
         raise Refused(
             f"the verl in {found} is not as this patch makes it ({said}); "
             "to launch with it all the same, run what --dry-run prints"
+        )
+
+
+def check_packages(python: str, root: Path, environment: Mapping[str, str], target: str) -> None:
+    """Raises Refused if this Python, of the user's, lacks a package that the embedded profile needs."""
+    embedded = root / "embedded"
+    # 0.7.1 has no file of its own, and needs what 0.7.0 needs.
+    release = target if (embedded / f"requirements-{target}.in").is_file() else default_version(root)
+    files = (embedded / f"requirements-{release}.in", embedded / "requirements-no-deps.txt")
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    # verl has been checked, and a checkout of it need not be installed.
+    needed = [name[0] for line in lines if (name := _NAME.match(line)) and name[0] != "verl"]
+    command = [python, "-c", _PRINT_MISSING, *needed]
+    found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    if missing := found.stdout.split():
+        raise Refused(
+            f"{python} lacks packages that --embedded needs: {', '.join(missing)}. Install them there (versions that "
+            f"work: embedded/requirements-{release}.txt, and with --no-deps embedded/requirements-no-deps.txt), or "
+            "leave --python out"
         )

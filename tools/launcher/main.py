@@ -234,6 +234,8 @@ def train_embedded(run: Run) -> int:
             set_up_venv(run.venv, run.target, ROOT, os.environ)
             stack.enter_context(compiling(run.venv, os.environ))
         checks.check_verl(run.interpreter, ROOT, run.environment, run.asked_target)
+        if run.python is not None:
+            checks.check_packages(run.python, ROOT, run.environment, run.target)
         prepare(run.prepared, run.tiny, run.interpreter, ROOT, run.environment)
 
     log = run.output / "train.log"
