@@ -316,6 +316,11 @@ function figures() {
 
 function notes() {
   const messages = data.notes.map((note) => `The file notes: ${note}.`);
+  if (!data.texts) {
+    messages.push(
+      "This page has no prompts, responses or ground truths: the evidence has them. spike_log=texts adds them.",
+    );
+  }
   if (totals.incomplete_events) {
     messages.push(`${count(totals.incomplete_events, "search", "searches")} ended early: there may be more culprits.`);
   }
@@ -1074,6 +1079,7 @@ function showStrip() {
 }
 
 function withoutStrip() {
+  if (!data.texts) return "The response is not on this page.";
   if (current.layer_norms) return "The response is not in the evidence.";
   return `The page has the responses of ${count(data.top, "culprit")}, the largest first; --top sets how many.`;
 }
