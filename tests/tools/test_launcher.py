@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -391,6 +392,39 @@ def test_uv_gets_pips_indexes_and_no_password_is_on_its_command_line(project: Pa
     assert {f"UV_DEFAULT_INDEX={indexes[0]}", f"UV_EXTRA_INDEX_URL={indexes[1]}"} <= set(variables)
 
 
+def wheel(folder: Path, name: str) -> None:
+    """A package without any code."""
+    info = f"{name}-1.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_locations_that_pip_ignores_are_named_once(tmp_path: Path, capfd: pytest.CaptureFixture, missing: bool) -> None:
+    """With the real pip, which warns of them for every package."""
+    names = ["one", "two", "three"]
+    for name in names:
+        wheel(tmp_path, name)
+    absent = [f"{tmp_path}/absent", f"{tmp_path}/also-absent"]
+    # It installs nothing, and with --no-index it asks nobody; uv has no such option.
+    environment = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": " ".join([*absent, str(tmp_path)])}
+    environment |= {"PIP_CONFIG_FILE": os.devnull}
+    made = installer.Installer(Path(sys.executable), "uv==1", environment)
+    if missing:
+        with pytest.raises(subprocess.CalledProcessError):
+            made.install("--dry-run", *names, "not-there")
+    else:
+        made.install("--dry-run", *names)
+    printed = capfd.readouterr()
+    assert [printed.out.count(path) for path in absent] == [1, 1] and "pip ignores " in printed.out
+    assert ("No matching distribution found for not-there" in printed.err) == missing
+    assert "is ignored" not in printed.out + printed.err
+
+
 @pytest.mark.parametrize(
     ("listed", "variables"),
     [
@@ -562,6 +596,28 @@ with processes.{start}(sleep, os.environ) as process:
     program.terminate()
     assert program.wait(timeout=60) == 143
     assert not running(sleeper)
+
+
+SENTENCE = "Training ends after step 3, because of 2 gradient spikes in the last 2 steps (spike_action=stop): …"
+
+
+@pytest.mark.parametrize(
+    ("status", "lines", "last"),
+    [
+        (76, [SENTENCE, "ray: cleaning up"], [SENTENCE]),
+        (76, ["(TaskRunner pid=1) " + SENTENCE, "another program's 76"], None),
+        (1, [SENTENCE, "an error"], None),
+    ],
+)
+def test_a_stopped_run_closes_with_its_sentence_another_with_its_log(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture, status: int, lines: list[str], last: list[str] | None
+) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("\n".join(["a line"] * 100 + lines) + "\n")
+    main._print_why(status, log)
+    said, *rest = capfdbinary.readouterr().out.decode().splitlines()
+    assert f"(exit code {status})" in said
+    assert rest == (last or (["a line"] * 28 + lines))
 
 
 def test_exit_codes_are_those_of_a_shell() -> None:
