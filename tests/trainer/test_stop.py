@@ -19,7 +19,7 @@ def test_repeated_spikes_end_a_run_with_a_checkpoint(trainer: str, tmp_path: Pat
     arguments += ["SPIKE_ACTION=stop", "SPIKE_STOP_AFTER=1", "SAVE_FREQ=-1", *TRAINERS[trainer]]
     rewards = f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"
     with started(output, *arguments, rewards) as script:
-        printed, _ = script.communicate(timeout=540)
+        printed, _ = script.communicate()
     assert script.returncode == 76, printed
     events = events_in(output)
     assert {(event["global_step"], event["action"]) for event in events} == {(1, "stop")}
