@@ -120,6 +120,9 @@ _CULPRIT = object_with(
     uid=TEXT_OR_NULL,
 )
 
+# The fields of a culprit that the actor writes. None of them has a text of a sample.
+CULPRIT_FIELDS: tuple[str, ...] = tuple(_CULPRIT["required"])
+
 # A spike that was planted beside training to test the detection.
 _DRILL = object_with(
     {

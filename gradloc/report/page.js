@@ -262,6 +262,23 @@ function logTicks(low, high) {
   return { tickvals: values, ticktext: values.map(short) };
 }
 
+// An axis of steps. Over fewer than six steps, Plotly would set ticks at their halves, and round the labels.
+function stepAxis(first, last) {
+  return { tickformat: "d", dtick: 1, tickmode: last - first < 6 ? "linear" : "auto" };
+}
+
+// The same for the steps that are left after zooming.
+function keepStepsWhole(chart) {
+  chart.removeAllListeners("plotly_relayout");
+  chart.on("plotly_relayout", () => {
+    const { range, tickmode } = chart.layout.xaxis;
+    const axis = stepAxis(...range);
+    if (axis.tickmode !== tickmode) {
+      Plotly.relayout(chart, { "xaxis.dtick": axis.dtick, "xaxis.tickmode": axis.tickmode });
+    }
+  });
+}
+
 // The totals.
 
 function showTotals() {
@@ -316,6 +333,11 @@ function figures() {
 
 function notes() {
   const messages = data.notes.map((note) => `The file notes: ${note}.`);
+  if (!data.texts) {
+    messages.push(
+      "This page has no prompts, responses or ground truths: the evidence has them. spike_log=texts adds them.",
+    );
+  }
   if (totals.incomplete_events) {
     messages.push(`${count(totals.incomplete_events, "search", "searches")} ended early: there may be more culprits.`);
   }
@@ -429,6 +451,7 @@ function drawLevel() {
   Plotly.react("level", traces, levelLayout(scale), chartOptions).then((chart) => {
     chart.removeAllListeners("plotly_click");
     chart.on("plotly_click", ({ points }) => selectPoint(points[0]));
+    keepStepsWhole(chart);
   });
 }
 
@@ -550,7 +573,11 @@ function levelLayout({ low, top, ceiling, end }) {
     ticks.ticktext.push("NaN, ∞");
   }
   return chartLayout({
-    xaxis: { title: { text: "step", standoff: 8 }, showgrid: false, tickformat: "d" },
+    xaxis: {
+      title: { text: "step", standoff: 8 },
+      showgrid: false,
+      ...stepAxis(data.level.steps[0], data.level.steps.at(-1)),
+    },
     yaxis: {
       range: [Math.log10(low), Math.log10(end)],
       title: { text: "token-equivalent norm", standoff: 8 },
@@ -589,6 +616,7 @@ function drawTimeline() {
     markSelection();
     chart.removeAllListeners("plotly_click");
     chart.on("plotly_click", ({ points }) => selectPoint(points[0]));
+    keepStepsWhole(chart);
   });
 }
 
@@ -621,7 +649,6 @@ function measureTimeline() {
     height: (norm) => Number.isFinite(norm) ? norm : top * room,
     from: first - margin,
     to: last + margin,
-    few: last - first < 6,
   };
 }
 
@@ -733,7 +760,7 @@ function timelineLabel() {
 }
 
 function timelineLayout() {
-  const { low, top, ceiling, end, from, to, few } = timelineScale;
+  const { low, top, ceiling, end, from, to } = timelineScale;
   const ticks = logTicks(low, top);
   if (ceiling !== null) {
     ticks.tickvals.push(ceiling);
@@ -744,8 +771,7 @@ function timelineLayout() {
       title: { text: placeName.toLowerCase(), standoff: 8 },
       range: [from, to],
       showgrid: false,
-      tickformat: "d",
-      ...(few ? { dtick: 1 } : {}),
+      ...stepAxis(from, to),
     },
     yaxis: {
       range: [Math.log10(low), Math.log10(end)],
@@ -1074,6 +1100,7 @@ function showStrip() {
 }
 
 function withoutStrip() {
+  if (!data.texts) return "The response is not on this page.";
   if (current.layer_norms) return "The response is not in the evidence.";
   return `The page has the responses of ${count(data.top, "culprit")}, the largest first; --top sets how many.`;
 }

@@ -39,6 +39,7 @@ def page_data(evidence: reading.Evidence) -> dict[str, Any]:
     thresholds = summary["thresholds"]
     return {
         "top": evidence.top,
+        "texts": evidence.texts,
         "source_rules": SOURCES,
         "source_advice": ADVICE,
         "figure_names": FIGURES,

@@ -17,6 +17,7 @@ from typing import Any
 from ..bundles.results import read_results
 from ..evidence.foreign_json import LINE_BYTES, parse
 from ..evidence.schema import EVENT, EVENT_1, EVENT_2, NOTE, STEP, conforms
+from ..evidence.texts import without_texts
 from ..evidence.writer import STEP_FIGURES, evidence_files
 from .condensed import clipped, condensed_event, culprit_details, culprit_row
 from .drills import condensed_drill
@@ -45,6 +46,7 @@ class Evidence:
         path (str): The directory or file that it is from.
         top (int): How many culprits keep their texts and layers: the largest of each event, then others.
         since (int, optional): Events of earlier steps are left out.
+        texts (bool): Whether it has the texts of samples, and the results of replays.
         totals (Totals): Of all spikes, kept or not; drills are no spikes.
         kept (dict[int, dict]): The spikes with the largest norms, condensed, by their place in the order in which they
             were written; as many as the page may show.
@@ -63,6 +65,7 @@ class Evidence:
     path: str
     top: int = DETAILED
     since: int | None = None
+    texts: bool = True
     totals: Totals = field(default_factory=Totals)
     kept: dict[int, dict[str, Any]] = field(default_factory=dict)
     drills: list[dict[str, Any]] = field(default_factory=list)
@@ -87,6 +90,8 @@ class Evidence:
 
     def add(self, event: dict[str, Any]) -> None:
         """Adds an event, and the fields of its culprits that may be shown."""
+        if not self.texts:
+            event = without_texts(event)
         fault = event.get("fault")
         if fault is not None and len(self.faults) < _FAULTS and (name := str(clipped(fault))) not in self.faults:
             self.faults.append(name)
@@ -150,7 +155,7 @@ class Evidence:
         return sorted([*self.largest.values(), *self.others], reverse=True)
 
 
-def read(path: str, since: int | None = None, top: int = DETAILED) -> Evidence:
+def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool = True) -> Evidence:
     """Reads a directory with evidence, or a file; `spikes.jsonl` and `steps.jsonl` stand for their directory.
 
     Args:
@@ -158,11 +163,12 @@ def read(path: str, since: int | None = None, top: int = DETAILED) -> Evidence:
         since (int, optional): Leave out events of earlier steps, and those without a step. The figures of earlier
             steps are kept, for the ranges of later ones.
         top (int): See `Evidence`.
+        texts (bool): See `Evidence`.
 
     Raises:
         OSError: There is no such file, no evidence in the directory, or it cannot be read.
     """
-    found = Evidence(path, top, since)
+    found = Evidence(path, top, since, texts)
     events, steps = _files(path)
     for entry in _entries(found, events):
         is_event = any(conforms(entry, form) for form in (EVENT, EVENT_2, EVENT_1))
@@ -177,7 +183,7 @@ def read(path: str, since: int | None = None, top: int = DETAILED) -> Evidence:
             found.add_note(entry["message"], entry["global_step"])
         else:
             found.skipped += 1
-    results = read_results(os.path.dirname((events or steps)[0]) or ".")
+    results = read_results(os.path.dirname((events or steps)[0]) or ".") if texts else []
     found.replays = [result for result in results if since is None or (result["global_step"] or 0) >= since]
     return found
 

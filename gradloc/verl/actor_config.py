@@ -40,8 +40,9 @@ class SpikeConfig(BaseConfig):
             checkpoint and ends the run.
         spike_drill_step (int, optional): At this global step, a spike is planted beside training and searched, to show
             that it would be found.
-        spike_log (bool, optional): Whether the trackers of `trainer.logger` get the spikes. None: where there is one
-            besides 'console' and 'file'.
+        spike_log (bool | str, optional): Whether the trackers of `trainer.logger` get the figures, sources and tokens
+            of spikes. None: where there is one besides 'console' and 'file'. 'texts': as True, and the prompts,
+            responses and ground truths of the tokens as well.
         spike_replay (int): The largest number of bundles in bisect_dump_dir/replay, one for each spike: what its
             micro-batches need to be computed again on one machine. 0: none.
         layer_clip (LayerClipConfig): Configuration for clipping layer by layer.
@@ -56,7 +57,7 @@ class SpikeConfig(BaseConfig):
     spike_action: str = "log"
     spike_stop_after: int = 5
     spike_drill_step: int | None = None
-    spike_log: bool | None = None
+    spike_log: bool | str | None = None
     spike_replay: int = 16
     layer_clip: LayerClipConfig = field(default_factory=LayerClipConfig)
 
@@ -65,8 +66,8 @@ class SpikeConfig(BaseConfig):
         self.gradloc_config()
         if not isinstance(self.spike_detection, bool):
             raise ValueError(f"[actor] spike_detection must be True or False, got {self.spike_detection!r}.")
-        if self.spike_log not in (None, True, False):
-            raise ValueError(f"[actor] spike_log must be True, False or null, got {self.spike_log!r}.")
+        if self.spike_log not in (None, True, False, "texts"):
+            raise ValueError(f"[actor] spike_log must be True, False, texts or null, got {self.spike_log!r}.")
         if self.spike_drill_step is not None and not self.spike_detection:
             raise ValueError("[actor] spike_drill_step needs spike_detection=True.")
         if not isinstance(self.bisect_dump_dir, str) or not self.bisect_dump_dir:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ..evidence.appended import AppendedEvents
+from ..evidence.texts import without_texts
 from ..evidence.writer import evidence_files
 from ..report.page import write_page
 from ..report.reading import read
-from .trackers import TABLE_ROWS, TAKE_PAGE, TRACKERS, StepSpikes, table_rows
+from .trackers import COLUMNS, COLUMNS_WITH_TEXTS, TABLE_ROWS, TAKE_PAGE, TRACKERS, StepSpikes, table_rows
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def add_spike_log(loggers: dict[str, Any], config: Mapping[str, Any] | None) -> 
     if wanted is None:
         wanted = not _NO_TRACKERS.issuperset(loggers)
     if wanted:
-        loggers["gradloc"] = SpikeLog(dict(loggers), actor["bisect_dump_dir"])
+        loggers["gradloc"] = SpikeLog(dict(loggers), actor["bisect_dump_dir"], wanted == "texts")
 
 
 class SpikeLog:
@@ -52,11 +53,15 @@ class SpikeLog:
     Args:
         loggers (Mapping): verl's loggers by name.
         directory (str): Where the evidence is written.
+        texts (bool): Whether they get the texts of samples as well. Without them, nothing that is sent is made from
+            these texts.
     """
 
-    def __init__(self, loggers: Mapping[str, Any], directory: str) -> None:
+    def __init__(self, loggers: Mapping[str, Any], directory: str, texts: bool = False) -> None:
         self._loggers = loggers
         self._directory = directory
+        self._texts = texts
+        self._columns = COLUMNS_WITH_TEXTS if texts else COLUMNS
         self._appended = AppendedEvents(directory)
         self._rows: list[list[Any]] = []
         self._steps = 0
@@ -84,15 +89,17 @@ class SpikeLog:
                 "that the driver and the actor's rank 0 share, with space left? Trackers get the metrics only.",
             )
             return
+        if not self._texts:
+            events = [without_texts(event) for event in events]
         self._steps += 1
         room = TABLE_ROWS - len(self._rows)
-        new_rows = [row for event in events for row in table_rows(event)][:room]
+        new_rows = [row for event in events for row in table_rows(event, self._columns)][:room]
         self._rows += new_rows
         if room and len(self._rows) == TABLE_ROWS:
             self._warn("full", f"the trackers' table of culprits has {TABLE_ROWS} rows, and gets no more.")
         with tempfile.TemporaryDirectory(prefix="gradloc-") as folder:
             page = self._page(Path(folder, "report.html"))
-            spikes = StepSpikes(step, events, new_rows, list(self._rows), page)
+            spikes = StepSpikes(step, events, self._columns, new_rows, list(self._rows), page)
             for name, tracker in self._loggers.items():
                 if send := TRACKERS.get(name):
                     self._guarded(name, partial(send, tracker, spikes))
@@ -106,7 +113,7 @@ class SpikeLog:
         if sum(map(os.path.getsize, evidence_files(self._directory))) > _PAGE_BYTES:
             self._warn("page", "there is too much evidence for a page in the trackers.")
             return None
-        self._guarded("the page", lambda: write_page(read(self._directory), str(path)))
+        self._guarded("the page", lambda: write_page(read(self._directory, texts=self._texts), str(path)))
         return path if path.exists() else None
 
     def _guarded(self, name: str, action: Callable[[], None]) -> None:

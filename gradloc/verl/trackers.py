@@ -24,13 +24,14 @@ _SENTENCES = 3
 # Seconds between two alerts by e-mail or chat.
 _ALERT_SECONDS = 600
 
-# The columns of the table. Those after the first three are fields of a culprit.
+# The columns of the table. Those after the first three are fields of a culprit; the last ones are sent only with texts.
 _NUMBERS = ("grad_norm", "threshold", "share", "advantage", "ratio", "log_prob", "reward")
 COLUMNS = (
-    *("step", "diagnosis", "action", "source", "token", "context"),
+    *("step", "diagnosis", "action", "source", "token"),
     *_NUMBERS,
-    *("rank", "micro_batch", "row", "position", "token_id", "uid"),
+    *("rank", "micro_batch", "row", "position", "token_id"),
 )
+COLUMNS_WITH_TEXTS = (*COLUMNS, "context", "uid")
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,15 @@ class StepSpikes:
     Args:
         step (int): The trainer's step.
         events (Sequence[Mapping]): The events, as they are in the evidence.
-        new_rows (Sequence[Sequence]): Their rows of the table, in the order of `COLUMNS`.
+        columns (Sequence[str]): The names of the table's columns.
+        new_rows (Sequence[Sequence]): Their rows of the table.
         rows (Sequence[Sequence]): All rows of the run up to this step.
         page (Path, optional): The report as one HTML file. Only after some of the steps with spikes.
     """
 
     step: int
     events: Sequence[Mapping[str, Any]]
+    columns: Sequence[str]
     new_rows: Sequence[Sequence[Any]]
     rows: Sequence[Sequence[Any]]
     page: Path | None
@@ -78,13 +81,13 @@ class StepSpikes:
         return max(filter(math.isfinite, factors), default=None)
 
 
-def table_rows(event: Mapping[str, Any]) -> list[list[Any]]:
-    """The rows of an event's largest culprits; none for a drill."""
+def table_rows(event: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any]]:
+    """The rows of an event's largest culprits with these columns; none for a drill."""
     if event.get("drill") is not None:
         return []
     of_event = {"step": event["global_step"], "diagnosis": event["diagnosis"], "action": event["action"]}
     return [
-        [_cell(name, (of_event if name in of_event else culprit).get(name)) for name in COLUMNS]
+        [_cell(name, (of_event if name in of_event else culprit).get(name)) for name in columns]
         for culprit in event["culprits"][:EVENT_ROWS]
     ]
 
@@ -98,7 +101,7 @@ def to_wandb(wandb: Any, spikes: StepSpikes) -> None:
     logged: dict[str, Any] = {}
     if spikes.new_rows:
         # A table that was logged cannot grow: https://github.com/wandb/wandb/issues/2981
-        logged["gradloc/culprits"] = wandb.Table(columns=list(COLUMNS), data=[list(row) for row in spikes.rows])
+        logged["gradloc/culprits"] = wandb.Table(columns=list(spikes.columns), data=[list(row) for row in spikes.rows])
     if spikes.page is not None:
         logged["gradloc/report"] = wandb.Html(io.StringIO(spikes.page.read_text(encoding="utf-8")), inject=False)
     if logged:
@@ -111,7 +114,7 @@ def to_mlflow(_adapter: Any, spikes: StepSpikes) -> None:
     import mlflow
 
     if spikes.new_rows:
-        columns = zip(COLUMNS, zip(*spikes.new_rows, strict=True), strict=True)
+        columns = zip(spikes.columns, zip(*spikes.new_rows, strict=True), strict=True)
         # This appends to the artifact.
         mlflow.log_table({name: list(values) for name, values in columns}, "gradloc/culprits.json")
     mlflow.log_text(spikes.text, f"gradloc/step_{spikes.step}.txt")
@@ -123,7 +126,7 @@ def to_swanlab(swanlab: Any, spikes: StepSpikes) -> None:
     logged: dict[str, Any] = {"gradloc/spikes": swanlab.Text(spikes.text)}
     if spikes.new_rows:
         table = swanlab.echarts.Table()
-        table.add(headers=list(COLUMNS), rows=[list(row) for row in spikes.rows])
+        table.add(headers=list(spikes.columns), rows=[list(row) for row in spikes.rows])
         logged["gradloc/table"] = table
     if spikes.threshold_factor is not None:
         logged["gradloc/threshold_factor"] = spikes.threshold_factor
@@ -136,9 +139,9 @@ def to_tensorboard(adapter: Any, spikes: StepSpikes) -> None:
     writer = adapter.writer
     lines = [html.escape(sentence, quote=False) for sentence in spikes.sentences]
     if spikes.new_rows:
-        cells = [[_markdown(value) for value in row] for row in ((COLUMNS), *spikes.new_rows)]
+        cells = [[_markdown(value) for value in row] for row in (spikes.columns, *spikes.new_rows)]
         rows = [f"| {' | '.join(row)} |" for row in cells]
-        lines.append("\n".join([rows[0], "|---" * len(COLUMNS) + "|", *rows[1:]]))
+        lines.append("\n".join([rows[0], "|---" * len(spikes.columns) + "|", *rows[1:]]))
     writer.add_text("gradloc/spikes", "\n\n".join(lines), spikes.step)
     if spikes.threshold_factor is not None:
         writer.add_scalar("gradloc/threshold_factor", spikes.threshold_factor, spikes.step)
@@ -155,7 +158,7 @@ def to_clearml(adapter: Any, spikes: StepSpikes) -> None:
     if spikes.new_rows:
         import pandas
 
-        adapter.log({"gradloc/culprits": pandas.DataFrame(spikes.rows, columns=list(COLUMNS))}, spikes.step)
+        adapter.log({"gradloc/culprits": pandas.DataFrame(spikes.rows, columns=list(spikes.columns))}, spikes.step)
     adapter._get_logger().report_text(spikes.text)
     if spikes.page is not None:
         adapter._task.upload_artifact("gradloc_report", spikes.page, wait_on_upload=True)

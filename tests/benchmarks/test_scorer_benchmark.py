@@ -15,7 +15,7 @@ FRESH = ["a fresh process, spawned", "a fresh process, forked"]
 
 
 def run(*options: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, SCRIPT, *options], text=True, capture_output=True, timeout=400)
+    return subprocess.run([sys.executable, SCRIPT, *options], text=True, capture_output=True)
 
 
 def tables(text: str) -> list[dict[str, list[str]]]:

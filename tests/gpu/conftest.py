@@ -20,7 +20,7 @@ def launch() -> Iterator[Callable[..., list[Any]]]:
 
     with single_process.group():
 
-        def run(_world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 0) -> list[Any]:
+        def run(_world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
             return [function(*arguments)]
 
         yield run

@@ -1,23 +1,34 @@
-"""A few processes in one gloo group that run functions together and cannot hang the tests."""
+"""A few processes in one gloo group that run functions together and cannot hang the tests.
+
+How long a function takes depends on what else the machine does, so it may take any time. But where no rank that has yet
+to answer has had anything to do for a while, they wait for each other for ever: that ends the run, with the stacks of
+their threads. A rank that other programs keep from the processors does have something to do.
+"""
 
 from __future__ import annotations
 
 import datetime
 import faulthandler
+import math
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-# Ranks that still wait for a failed one get this long to fail too, so that its peers' state can be seen.
-AFTER_FAILURE = 5
+# Ranks are idle if the main threads of none of them have been busy for this share of so many seconds.
+IDLE_SECONDS = 60.0
+IDLE_SHARE = 0.01
+# Likewise where a rank has failed. Until then the others may fail too, so that their state can be seen.
+IDLE_SECONDS_AFTER_FAILURE = 10.0
+# A rank that waits for torch's store looks at a file again and again. It fails by itself after this time.
+GLOO_SECONDS = 900
 
 # What the ranks import first; what a version of verl lacks is left out.
 PRELOADED = [
@@ -34,7 +45,7 @@ PRELOADED = [
 
 
 class RankFailed(Exception):
-    """At least one rank raised, died or ran out of time."""
+    """At least one rank raised, died or waited for ever."""
 
 
 class Cluster:
@@ -44,40 +55,43 @@ class Cluster:
         self.world_size = world_size
         self.processes: list[multiprocessing.Process] = []
         self.pipes: list[Connection] = []
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Calls the function in every process and returns what each rank returned.
 
-        The function must be importable: it is sent by name. Raises RankFailed with every rank's traceback.
+        The function must be importable: it is sent by name. Raises RankFailed with every rank's traceback, or its
+        stacks if it waits for ever.
         """
         if not all(process.is_alive() for process in self.processes):
             self.stop()
         if not self.processes:
             self._start()
         for pipe in self.pipes:
-            pipe.send_bytes(pickle.dumps((function, arguments, timeout)))
+            pipe.send_bytes(pickle.dumps((function, arguments)))
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        deadline = time.monotonic() + timeout
-        while waiting := [rank for rank in range(self.world_size) if rank not in results and rank not in failures]:
-            ready = wait([self.pipes[rank] for rank in waiting], max(0, deadline - time.monotonic()))
-            if not ready:
-                failures.update((rank, f"no answer within {timeout} s\n") for rank in waiting)
-            for pipe in ready:
-                rank = self.pipes.index(pipe)
-                try:
-                    succeeded, value = pickle.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    self.processes[rank].join(AFTER_FAILURE)
-                    succeeded, value = False, f"died with exit code {self.processes[rank].exitcode}\n"
-                (results if succeeded else failures)[rank] = value
-            if failures:
-                deadline = min(deadline, time.monotonic() + AFTER_FAILURE)
+        try:
+            while waiting := [rank for rank in range(self.world_size) if rank not in results and rank not in failures]:
+                idle_seconds = IDLE_SECONDS_AFTER_FAILURE if failures else IDLE_SECONDS
+                ready = self._wait(waiting, idle_seconds)
+                if not ready:
+                    stacks = self._end_with_stacks(waiting)
+                    failures |= {rank: f"no answer; idle for {idle_seconds:g} s\n{stacks[rank]}" for rank in waiting}
+                for pipe in ready:
+                    rank = self.pipes.index(pipe)
+                    try:
+                        succeeded, value = pickle.loads(pipe.recv_bytes())
+                    except (EOFError, ConnectionResetError):
+                        self.processes[rank].join()
+                        succeeded, value = False, f"died with exit code {self.processes[rank].exitcode}\n"
+                    (results if succeeded else failures)[rank] = value
+        except BaseException:  # the test's time is over, or somebody ends it
+            for rank, text in self._end_with_stacks(waiting).items():
+                print(f"rank {rank}:\n{text}", file=sys.stderr)
+            self.stop()
+            raise
         if failures:
-            for rank, process in enumerate(self.processes):
-                if rank not in results and "no answer" in failures[rank] and process.is_alive():
-                    os.kill(process.pid, signal.SIGUSR1)  # says where it is
-            time.sleep(0.5)
             self.stop()
             raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
         return [results[rank] for rank in range(self.world_size)]
@@ -88,36 +102,80 @@ class Cluster:
             process.join()
         for pipe in self.pipes:
             pipe.close()
-        self.processes, self.pipes = [], []
+        if self.folder is not None:
+            self.folder.cleanup()
+        self.processes, self.pipes, self.folder = [], [], None
+
+    def _wait(self, ranks: Sequence[int], idle_seconds: float) -> list[Any]:
+        """The pipes of those ranks that have answered or died; none if all of the ranks are idle."""
+        pids = [self.processes[rank].pid for rank in ranks]
+        while True:
+            before = [busy_seconds(pid) for pid in pids]
+            if ready := wait([self.pipes[rank] for rank in ranks], idle_seconds):
+                return ready
+            busy = [busy_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
+            if all(seconds < IDLE_SHARE * idle_seconds for seconds in busy) and not any(map(waits_for_a_disk, pids)):
+                return []
+
+    def _end_with_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Ends processes, and returns where the threads of each one were."""
+        for rank in ranks:
+            if self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        for rank in ranks:
+            self.processes[rank].join()
+        return {rank: self._stacks(rank).read_text() for rank in ranks}
+
+    def _stacks(self, rank: int) -> Path:
+        return Path(self.folder.name, f"stacks_{rank}")
 
     def _start(self) -> None:
         # Its server imports what takes long once, for all processes of all clusters.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        store = tempfile.NamedTemporaryFile(prefix="gloo_", delete=False)
-        store.close()
-        os.unlink(store.name)
+        self.folder = tempfile.TemporaryDirectory(prefix="gloo_")
+        store = f"{self.folder.name}/store"
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, store.name, theirs), daemon=True)
+            self._stacks(rank).touch()
+            arguments = (rank, self.world_size, store, str(self._stacks(rank)), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+def busy_seconds(pid: int) -> float:
+    """How long the main thread of a process has been on a processor or has waited for one; NaN if it has ended."""
+    try:
+        running, waiting, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    except OSError:
+        return math.nan
+    return (int(running) + int(waiting)) / 1e9
+
+
+def waits_for_a_disk(pid: int) -> bool:
+    """Whether the main thread of a process does."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "D"
+    except OSError:
+        return False
+
+
+def _serve(rank: int, world_size: int, store: str, stacks: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    # The signal's own action, which ends the process, comes after the stacks.
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), chain=True)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=GLOO_SECONDS),
     )
     while True:
         try:
@@ -125,7 +183,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            function, arguments, timeout = pickle.loads(message)
+            function, arguments = pickle.loads(message)
             reply = pickle.dumps((True, function(*arguments)))
         except BaseException:
             reply = pickle.dumps((False, traceback.format_exc()))

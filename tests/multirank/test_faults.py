@@ -161,7 +161,7 @@ DRAWS = {2: range(30 if ENGINE else 170), 3: range(1000, 1006 if ENGINE else 103
 def test_random_configurations(launch: Launch, world: int) -> None:
     for seed in DRAWS[world]:
         try:
-            results = launch(world, fault_cases.try_draw, seed, timeout=40)
+            results = launch(world, fault_cases.try_draw, seed)
             check_draw(seed, world, results)
         except (RankFailed, AssertionError) as error:
             pytest.fail(f"draw {seed}, {draw(seed, world)}: {error}")

@@ -132,7 +132,7 @@ def test_a_bundle_has_what_was_recorded(launch: Launch, tmp_path: Path) -> None:
 
 def test_training_is_bit_identical_and_a_full_or_broken_disk_ends_nothing(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder can be made here")
-    for kept, broken, events in launch(2, replay_cases.identical, str(tmp_path), timeout=200):
+    for kept, broken, events in launch(2, replay_cases.identical, str(tmp_path)):
         assert all(kept.values()), kept
         assert all(broken.values()), broken
         assert events["kept"] == ["replay/step7-epoch0-mini_batch0", None]

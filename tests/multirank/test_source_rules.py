@@ -23,8 +23,8 @@ Launch = Callable[..., list[Any]]
 def launch() -> Iterator[Launch]:
     clusters: dict[int, Cluster] = {}
 
-    def run(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 200) -> list[Any]:
-        return clusters.setdefault(world_size, Cluster(world_size)).run(function, *arguments, timeout=timeout)
+    def run(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return clusters.setdefault(world_size, Cluster(world_size)).run(function, *arguments)
 
     yield run
     for cluster in clusters.values():

@@ -43,7 +43,7 @@ def start(profile: str | Path) -> webdriver.Chrome:
     options.add_argument(f"--user-data-dir={profile}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
-    driver.set_page_load_timeout(120)
+    driver.set_page_load_timeout(300)
     return driver
 
 

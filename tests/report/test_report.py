@@ -72,7 +72,7 @@ def real_events(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     """What a patched actor finds: a spike, and a NaN."""
     directory = tmp_path_factory.mktemp("real")
     program = [sys.executable, str(ROOT / "tests/report/spike_events.py"), str(directory)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(program, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return lines(directory)
 
@@ -883,7 +883,7 @@ def test_a_missing_package_is_one_clear_sentence(
 def test_runs_from_the_sources_and_from_the_patched_verl(tmp_path: Path, module: str) -> None:
     record_events(str(tmp_path), [spike(1)])
     program = [sys.executable, "-m", module, str(tmp_path), "--html", str(tmp_path / "deep" / "page.html")]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "1 gradient spike in step 1" in done.stdout and "Warning" not in done.stderr
     # Whether the page's files are read or come from a module, it is the same page.

@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from evidence_samples import culprit, drill, event
 from gradloc import record_events
 from gradloc.verl import spike_log, trackers
 from gradloc.verl.spike_log import SpikeLog, add_spike_log
+from marked_texts import WORDS, marked
 
 ROOT = Path(__file__).parents[2]
 # Libraries that cannot be installed beside verl are here.
@@ -29,7 +32,7 @@ KEY = "0123456789-a-key"
 
 
 def run(folder: Path, loggers: str, python: Path, *arguments: str, **environment: str) -> str:
-    """What a run with these loggers printed."""
+    """What a run with these loggers printed. The first argument is `spike_log`."""
     assert python.exists(), "run the tests with: bash tests/run.sh"
     # Outside the project, because ClearML reads every Python file of the repository that a script is in.
     script = shutil.copy(ROOT / "tests/report/tracked_run.py", folder)
@@ -52,31 +55,27 @@ def only(paths: Any) -> Path:
     return path
 
 
-def rows(text: str, columns: str = "columns", data: str = "data") -> list[dict[str, Any]]:
+def rows(text: str) -> list[dict[str, Any]]:
     """The rows of a table in JSON."""
     table = json.loads(text)
-    assert table[columns] == list(trackers.COLUMNS)
-    return [dict(zip(table[columns], row, strict=True)) for row in table[data]]
+    assert table["columns"] == list(trackers.COLUMNS)
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
 
 
 def is_page(text: str) -> bool:
     return "<!doctype html>" in text.lower() and "Content-Security-Policy" in text and "earlier" in text
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_local(folder: Path, spike_log: str) -> Path:
     """A run with the loggers whose libraries verl needs itself."""
-    folder = tmp_path_factory.mktemp("run")
     environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TENSORBOARD_DIR": str(folder / "tensorboard")}
     environment["VERL_FILE_LOGGER_PATH"] = str(folder / "file.jsonl")
-    run(folder, "wandb,tensorboard,file,console", Path(sys.executable), **environment)
+    run(folder, "wandb,tensorboard,file,console", Path(sys.executable), spike_log, **environment)
     return folder
 
 
-@pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_elsewhere(folder: Path, spike_log: str) -> Path:
     """A run with the others."""
-    folder = tmp_path_factory.mktemp("run")
     environment = {
         "MLFLOW_TRACKING_URI": f"file:{folder}/mlruns",
         "MLFLOW_ALLOW_FILE_STORE": "true",
@@ -85,8 +84,46 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "CLEARML_CACHE_DIR": str(folder / "clearml"),
     }
     site_packages = sysconfig.get_paths()["purelib"]
-    run(folder, "mlflow,swanlab,clearml", TRACKERS_PYTHON, site_packages, **environment)
+    run(folder, "mlflow,swanlab,clearml", TRACKERS_PYTHON, spike_log, site_packages, **environment)
     return folder
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_local(tmp_path_factory.mktemp("run"), "null")
+
+
+@pytest.fixture(scope="module")
+def local_with_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_local(tmp_path_factory.mktemp("run"), '"texts"')
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_elsewhere(tmp_path_factory.mktemp("run"), "null")
+
+
+@pytest.fixture(scope="module")
+def elsewhere_with_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_elsewhere(tmp_path_factory.mktemp("run"), '"texts"')
+
+
+def texts_in(place: Path) -> set[str]:
+    """The names of the samples' texts of which a word is in any byte that a tracker got: these are all files here."""
+    files = [path for path in (place.rglob("*") if place.is_dir() else [place]) if path.is_file()]
+    assert files, f"{place} has no files"
+    contents = [content for file in files for content in contents_of(file)]
+    return {name for name, word in WORDS.items() if any(word.encode() in content for content in contents)}
+
+
+def contents_of(file: Path) -> Iterator[bytes]:
+    """The bytes of a file, and of what is packed in it."""
+    yield file.read_bytes()
+    if file.suffix == ".wandb":
+        yield b"".join(record.SerializeToString() for record in wandb_records(file))
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            yield from map(archive.read, archive.namelist())
 
 
 def wandb_records(file: Path) -> list[Any]:
@@ -135,7 +172,7 @@ def test_wandb_gets_a_growing_table_the_page_and_alerts(local: Path) -> None:
 def test_the_figure_of_a_step_is_its_largest_finite_one(norms: list[float], factor: float | None) -> None:
     triggers = [{"kind": "unit", "norm": norm, "threshold": 2.0} for norm in norms]
     events = [event(1, [], random.Random(1)) | {"trigger": trigger} for trigger in triggers]
-    assert trackers.StepSpikes(1, events, [], [], None).threshold_factor == factor
+    assert trackers.StepSpikes(1, events, trackers.COLUMNS, [], [], None).threshold_factor == factor
 
 
 @pytest.mark.every_target
@@ -190,6 +227,49 @@ def test_clearml_gets_text_table_and_page(elsewhere: Path) -> None:
     assert "gradloc" in reported and "think" in reported
     assert "Both culprits are " in (session / "log.jsonl").read_text()
     assert is_page(only(session.rglob("*report.html")).read_text())
+
+
+# What is shown with texts. The page has the response's tokens in place of its text.
+PAGE_TEXTS = {"prompt", "response_tokens", "context", "ground_truth", "data_source", "uid"}
+
+
+@pytest.mark.every_target
+@pytest.mark.parametrize(
+    ("tracker", "asked_for"), [("wandb", PAGE_TEXTS), ("tensorboard", {"context", "uid"}), ("file.jsonl", set())]
+)
+def test_texts_of_samples_are_sent_only_if_asked_for(
+    local: Path, local_with_texts: Path, tracker: str, asked_for: set[str]
+) -> None:
+    assert texts_in(local / tracker) == set()
+    assert texts_in(local_with_texts / tracker) == asked_for
+    assert texts_in(local / "bisect_dump") == WORDS.keys()  # the evidence has them all
+
+
+@pytest.mark.parametrize("tracker", ["mlruns", "swanlog", "clearml"])
+def test_other_trackers_get_texts_of_samples_only_if_asked_for(
+    elsewhere: Path, elsewhere_with_texts: Path, tracker: str
+) -> None:
+    assert texts_in(elsewhere / tracker) == set()
+    assert texts_in(elsewhere_with_texts / tracker) == PAGE_TEXTS
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_what_trackers_are_given_has_texts_only_if_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: bool
+) -> None:
+    given: list[str] = []
+
+    def keep(_: object, spikes: trackers.StepSpikes) -> None:
+        given.append(repr(spikes))
+        assert spikes.page is not None
+        given.append(spikes.page.read_text())
+
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", keep)
+    log = SpikeLog({"wandb": None}, str(tmp_path), texts)
+    record_events(str(tmp_path), [marked(spike(1, 30))])
+    log.log({"actor/gradloc/triggered": 1.0}, 1)
+    assert len(given) == 2
+    assert any(word in content for content in given for word in WORDS.values()) is texts
 
 
 class Broken:
@@ -279,6 +359,8 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
         (["console", "file"], {}, False),
         (["console", "wandb"], {}, True),
         (["console"], {"spike_log": True}, True),
+        (["console", "file"], {"spike_log": "texts"}, True),
+        (["wandb"], {"spike_detection": False, "spike_log": "texts"}, False),
         (["wandb"], {"spike_log": False}, False),
         (["wandb"], {"spike_detection": False, "spike_log": True}, False),
     ],

@@ -1,37 +1,40 @@
 """Logs three steps to verl's loggers, with a spike in the second, a spike and a drill in the third, as a run would.
 
-python tracked_run.py FOLDER LOGGERS [SITE_PACKAGES]
+python tracked_run.py FOLDER LOGGERS SPIKE_LOG [SITE_PACKAGES]
 
-LOGGERS are verl's names with commas between. SITE_PACKAGES come last in Python's search.
+LOGGERS are verl's names with commas between. SPIKE_LOG is the key's value in JSON. SITE_PACKAGES come last in Python's
+search.
 """
 
+import json
 import random
 import sys
 
-sys.path += sys.argv[3:]
+sys.path += sys.argv[4:]
 
 from verl.utils.gradloc import record_events
 from verl.utils.tracking import Tracking
 
 from evidence_samples import culprit, drill, event
+from marked_texts import marked
 
 
-def main(folder: str, loggers: list[str]) -> None:
+def main(folder: str, loggers: list[str], spike_log: bool | str | None) -> None:
     dump = f"{folder}/bisect_dump"
     tokens = [" the", " <think>", " a|b\n", " ends"]
     made = random.Random(1)
-    old = event(9, [culprit(0, [" of", " an", " earlier", " run"], 900.0, made)], made)
+    old = event(9, [culprit(2, [" of", " an", " earlier", " run"], 900.0, made)], made)
     first = event(2, [culprit(1, tokens, 9000.0, made), culprit(2, tokens, 7000.0, made, reward=None)], made)
     second = event(3, [culprit(3, tokens, float("nan"), made, rank=1)], made)
-    record_events(dump, [old])
-    actor = {"spike_detection": True, "spike_log": None, "bisect_dump_dir": dump}
+    record_events(dump, [marked(old)])
+    actor = {"spike_detection": True, "spike_log": spike_log, "bisect_dump_dir": dump}
     config = {"trainer": {}, "actor_rollout_ref": {"actor": actor}}
     tracking = Tracking("project", "experiment", loggers, config)
     tracking.log({"val/score": 0.0}, 0)
     tracking.log({"actor/gradloc/triggered": 0.0}, 1)
-    record_events(dump, [first])
+    record_events(dump, [marked(first)])
     tracking.log({"actor/gradloc/triggered": 1.0}, 2)
-    record_events(dump, [drill(3, True, made), second])
+    record_events(dump, [marked(drill(3, True, made)), marked(second)])
     tracking.log({"actor/gradloc/triggered": 1.0, "actor/gradloc/drill_found": 1.0}, 3)
     # Here, because a thread of a library may hold the last reference to it, and SwanLab ends in the main thread only.
     tracking.__del__()
@@ -39,4 +42,4 @@ def main(folder: str, loggers: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2].split(","))
+    main(sys.argv[1], sys.argv[2].split(","), json.loads(sys.argv[3]))

@@ -26,9 +26,7 @@ NEW = "verl/utils/gradloc/__init__.py"
 SOME_FILES = ["verl/__init__.py", "verl/version/version", ACTOR, ALGOS, DELETED, "verl/utils/__init__.py"]
 
 
-def run(
-    *command: str | Path, cwd: Path | None = None, timeout: float = 120, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -36,7 +34,6 @@ def run(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=timeout,
     )
 
 

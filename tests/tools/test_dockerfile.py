@@ -62,7 +62,6 @@ class Image:
             | environment,
             capture_output=True,
             text=True,
-            timeout=300,
         )
 
 

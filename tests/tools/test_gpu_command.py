@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 PARTS = ["search", "precision", "layer_clip", "replay", "costs"]
 
 
-def gpu(*options: str | Path, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
-    return trees.run("bash", ROOT / "tests/run.sh", "--gpu", *options, timeout=timeout, **environment)
+def gpu(*options: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return trees.run("bash", ROOT / "tests/run.sh", "--gpu", *options, **environment)
 
 
 def test_without_a_gpu_it_says_so_and_succeeds(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     place.mkdir()
     shutil.copy(ROOT / "build/wheel/verl-0.9.1-py3-none-any.whl", place)
     options = ["--python", sys.executable, "--device", "cpu", "--quick", "--wheels", place, "--build", tmp_path]
-    done = gpu(*options, timeout=550, PYTHONPATH=str(ROOT / "tests/gpu/stand_ins"))
+    done = gpu(*options, PYTHONPATH=str(ROOT / "tests/gpu/stand_ins"))
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results["parts"]) == PARTS and all(part["passed"] for part in results["parts"].values())

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +17,6 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -267,7 +267,6 @@ def test_log_probs_of_an_engine_come_in_equal_micro_batches(given: dict[str, str
     assert f"{key}=8" in command.overrides("embedded", values, "/ray", ROOT, "0.7.0")
 
 
-@hypothesis_settings(deadline=None)
 @given(TEXTS, st.lists(TEXTS.map(lambda text: text.replace(",", "") or "x"), min_size=1))
 def test_quoting_for_hydra(text: str, items: list[str]) -> None:
     given = [f"a={hydra.quoted(text)}", f"b={hydra.quoted_list(','.join(items))}"]
@@ -275,7 +274,6 @@ def test_quoting_for_hydra(text: str, items: list[str]) -> None:
     assert first.value() == text and second.value() == items
 
 
-@hypothesis_settings(deadline=None)
 @given(st.lists(TEXTS))
 def test_quoting_for_a_shell(words: list[str]) -> None:
     assert shlex.split(command.for_shell(words)) == words
@@ -391,6 +389,39 @@ def test_uv_gets_pips_indexes_and_no_password_is_on_its_command_line(project: Pa
     assert {f"UV_DEFAULT_INDEX={indexes[0]}", f"UV_EXTRA_INDEX_URL={indexes[1]}"} <= set(variables)
 
 
+def wheel(folder: Path, name: str) -> None:
+    """A package without any code."""
+    info = f"{name}-1.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_locations_that_pip_ignores_are_named_once(tmp_path: Path, capfd: pytest.CaptureFixture, missing: bool) -> None:
+    """With the real pip, which warns of them for every package."""
+    names = ["one", "two", "three"]
+    for name in names:
+        wheel(tmp_path, name)
+    absent = [f"{tmp_path}/absent", f"{tmp_path}/also-absent"]
+    # It installs nothing, and with --no-index it asks nobody; uv has no such option.
+    environment = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": " ".join([*absent, str(tmp_path)])}
+    environment |= {"PIP_CONFIG_FILE": os.devnull}
+    made = installer.Installer(Path(sys.executable), "uv==1", environment)
+    if missing:
+        with pytest.raises(subprocess.CalledProcessError):
+            made.install("--dry-run", *names, "not-there")
+    else:
+        made.install("--dry-run", *names)
+    printed = capfd.readouterr()
+    assert [printed.out.count(path) for path in absent] == [1, 1] and "pip ignores " in printed.out
+    assert ("No matching distribution found for not-there" in printed.err) == missing
+    assert "is ignored" not in printed.out + printed.err
+
+
 @pytest.mark.parametrize(
     ("listed", "variables"),
     [
@@ -478,16 +509,16 @@ def test_two_runs_do_not_set_up_at_once(tmp_path: Path) -> None:
         assert ahead[0].stdout.readline() == b"in\n"
         time.sleep(1)
         assert not ahead[1].stdout.read()
-        ahead[0].communicate(b"\n", timeout=30)
+        ahead[0].communicate(b"\n")
         os.set_blocking(ahead[1].stdout.fileno(), True)
-        assert ahead[1].communicate(b"\n", timeout=30)[0] == b"in\n"
+        assert ahead[1].communicate(b"\n")[0] == b"in\n"
 
 
 def select_first(*started: subprocess.Popen) -> subprocess.Popen:
     """The process that says something first."""
     import select
 
-    ready, _, _ = select.select([process.stdout for process in started], [], [], 30)
+    ready, _, _ = select.select([process.stdout for process in started], [], [])
     return next(process for process in started if process.stdout in ready)
 
 
@@ -517,7 +548,7 @@ sys.exit(code)
 
 @pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
 def test_the_exit_code_is_that_of_the_training(ending: str, code: int) -> None:
-    assert run_program(SESSION, f"import os, sys; {ending}").wait(timeout=60) == code
+    assert run_program(SESSION, f"import os, sys; {ending}").wait() == code
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 15], ids=["HUP", "INT", "QUIT", "TERM"])
@@ -530,7 +561,7 @@ def test_a_signal_ends_the_session_and_nothing_else(number: int) -> None:
         program = run_program(SESSION, training)
         sleeper = int(program.stdout.readline())
         program.send_signal(number)
-        assert program.wait(timeout=60) == 128 + number
+        assert program.wait() == 128 + number
         assert not running(sleeper)
         assert bystander.poll() is None
     finally:
@@ -560,8 +591,30 @@ with processes.{start}(sleep, os.environ) as process:
     program = run_program(code)
     sleeper = int(program.stdout.readline())
     program.terminate()
-    assert program.wait(timeout=60) == 143
+    assert program.wait() == 143
     assert not running(sleeper)
+
+
+SENTENCE = "Training ends after step 3, because of 2 gradient spikes in the last 2 steps (spike_action=stop): …"
+
+
+@pytest.mark.parametrize(
+    ("status", "lines", "last"),
+    [
+        (76, [SENTENCE, "ray: cleaning up"], [SENTENCE]),
+        (76, ["(TaskRunner pid=1) " + SENTENCE, "another program's 76"], None),
+        (1, [SENTENCE, "an error"], None),
+    ],
+)
+def test_a_stopped_run_closes_with_its_sentence_another_with_its_log(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture, status: int, lines: list[str], last: list[str] | None
+) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("\n".join(["a line"] * 100 + lines) + "\n")
+    main._print_why(status, log)
+    said, *rest = capfdbinary.readouterr().out.decode().splitlines()
+    assert f"(exit code {status})" in said
+    assert rest == (last or (["a line"] * 28 + lines))
 
 
 def test_exit_codes_are_those_of_a_shell() -> None:

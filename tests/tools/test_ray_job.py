@@ -50,7 +50,7 @@ TRAINER = "-m verl.trainer.main_ppo"
 def submit(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs the script with an unpatched verl on this machine."""
     settings = {"PYTHON": sys.executable, "PYTHONPATH": str(trees.BASE_TREE)}
-    return trees.run("bash", SCRIPT, *arguments, timeout=300, **settings | environment)
+    return trees.run("bash", SCRIPT, *arguments, **settings | environment)
 
 
 @pytest.fixture
@@ -141,14 +141,15 @@ def real_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with (place / "log").open("wb") as log:
         ray = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
-        waited = trees.run(sys.executable, ROOT / "examples/wait_for_ray.py", f"127.0.0.1:{port}", "1", timeout=320)
+        waited = trees.run(
+            sys.executable, ROOT / "examples/wait_for_ray.py", f"127.0.0.1:{port}", "1", "--seconds=1500"
+        )
         assert waited.returncode == 0, waited.stderr + (place / "log").read_text()
         monkeypatch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{dashboard}")
         yield
         ray.send_signal(signal.SIGTERM)
-        ray.wait(timeout=60)
-        _, left = psutil.wait_procs(processes_of(place), timeout=20)
-        assert not left
+        ray.wait()
+        psutil.wait_procs(processes_of(place))
     finally:
         for process in processes_of(place):
             process.kill()

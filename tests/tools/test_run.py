@@ -70,7 +70,7 @@ def run(project: Path, user: int, *arguments: str) -> subprocess.CompletedProces
     write(project / "bin/id", f"#!/bin/sh\necho {user}\n", 0o755)
     environment = os.environ | {"PATH": str(project / "bin")}
     command = [project / "bin/bash", project / "tests/run.sh", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def test_tests_without_the_browser_do_not_ask_for_it(project: Path) -> None:

@@ -30,7 +30,7 @@ def launch(
 ) -> subprocess.CompletedProcess:
     """Runs the script; what it says is read without any change of line ends."""
     command, environ = [shell, script, *arguments], os.environ | environment
-    done = subprocess.run(command, env=environ, capture_output=True, timeout=120)
+    done = subprocess.run(command, env=environ, capture_output=True)
     return subprocess.CompletedProcess(command, done.returncode, *(os.fsdecode(x) for x in (done.stdout, done.stderr)))
 
 
@@ -50,7 +50,7 @@ def recorder(tmp_path: Path) -> Path:
 def test_closed_output() -> None:
     for stream in (">&-", "2>&-", ">&- 2>&-"):
         command = f"bash {SCRIPT} --dry-run --embedded --tiny {stream}"
-        assert subprocess.run(["bash", "-c", command], capture_output=True, timeout=120).returncode == 0
+        assert subprocess.run(["bash", "-c", command], capture_output=True).returncode == 0
 
 
 def overrides_of(recorder: Path, *arguments: str, **environment: str) -> list[str]:
@@ -109,7 +109,7 @@ DIRECTORIES = TEXTS.filter(lambda text: "://" not in text)
 ITEMS = st.lists(TEXTS.map(lambda text: text.replace(",", "") or "x"), min_size=1, max_size=3)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(TEXTS, TEXTS, TEXTS, ITEMS, ITEMS, DIRECTORIES, st.booleans())
 @example("20250115", "2025_01_15", "1e3", ["null", "True"], ["nan"], "7", True)
 @example("0x10", "-1", "inf", [".5", "1_0"], ["None", "~"], "false", False)
@@ -612,14 +612,13 @@ def test_no_process_survives(tmp_path: Path, how: signal.Signals | str, exit_cod
     )
     command = ["bash", SCRIPT, "--cluster", "--python", python, *files_that_exist(tmp_path)]
     script = subprocess.Popen(command)
-    deadline = time.monotonic() + 30
-    while not pids.exists() and time.monotonic() < deadline:
+    while not pids.exists() and script.poll() is None:
         time.sleep(0.1)
     processes = [int(pid) for pid in pids.read_text().split()]
     if how != "fail":
         assert all(map(running, processes))
         script.send_signal(how)
-    assert script.wait(timeout=60) == exit_code
+    assert script.wait() == exit_code
     assert not any(map(running, processes))
 
 

@@ -39,19 +39,27 @@ exit "$worst"
 HOSTNAME = """#!/bin/bash
 [[ $1 == --ip-address ]] && echo "fe80::1 127.0.1.1 10.0.0.7" || echo "$NODE"
 """
-# `ray start` joins unless this node is to fail or to be lost, and runs until SIGTERM.
+# `ray start` joins unless this node is to be lost, and runs until SIGTERM. One that is to fail does so when those
+# before it have joined.
 RAY = """#!/bin/bash
 echo "ray $NODE $*" >>"$STATE/notes"
 [[ $1 == start ]] || exit 0
-[[ " $FAILING " != *" $NODE "* ]] || exit 3
-[[ " $LOST " == *" $NODE "* ]] || touch "$STATE/joined/$NODE"
+if [[ " $FAILING " == *" $NODE "* ]]; then
+    for node in ${NODES%%$NODE*}; do until [[ -e $STATE/joined/$node ]]; do sleep 0.1; done; done
+    exit 3
+fi
 trap 'echo "ended $NODE" >>"$STATE/notes"; kill $!; exit 143' TERM
-sleep 100 &
+[[ " $LOST " == *" $NODE "* ]] || touch "$STATE/joined/$NODE"
+sleep 1800 &
 wait
 """
-RAY_MODULE = """import os, pathlib
+# The clock of those who wait stands still until all nodes that will join have been seen.
+RAY_MODULE = """import os, pathlib, time
 joined = pathlib.Path(os.environ["STATE"], "joined")
+will_join = len(os.environ["NODES"].split()) - len(os.environ["LOST"].split())
 started = False
+seen = 0
+time.monotonic = lambda: 0.0 if seen < will_join else 1e9
 def is_initialized():
     return started
 def init(address, **_):
@@ -60,12 +68,15 @@ def init(address, **_):
         raise ConnectionError
     started = True
 def nodes():
-    return [{"Alive": True} for _ in joined.iterdir()] + [{"Alive": False}]
+    global seen
+    alive = [{"Alive": True} for _ in joined.iterdir()]
+    seen = len(alive)
+    return alive + [{"Alive": False}]
 """
-TRAINING = """echo "training $NODE $RAY_ADDRESS $NNODES $GPUS_PER_NODE $*" >>"$STATE/notes"
+TRAINING = """trap 'echo "ended training" >>"$STATE/notes"; kill $!; exit 143' TERM
+echo "training $NODE $RAY_ADDRESS $NNODES $GPUS_PER_NODE $*" >>"$STATE/notes"
 [[ ${LONG-} ]] || exit 7
-trap 'echo "ended training" >>"$STATE/notes"; kill $!; exit 143' TERM
-sleep 100 &
+sleep 1800 &
 wait
 """
 # Exit code 10 means that the verl is patched.
@@ -123,7 +134,7 @@ class Cluster:
     def run(self, *arguments: str, **environment: str) -> tuple[int, str]:
         """The exit code and what was said."""
         job = self.start(*arguments, **environment)
-        out, err = job.communicate(timeout=60)
+        out, err = job.communicate()
         return job.returncode, out + err
 
     def notes(self, start: str) -> list[str]:
@@ -223,11 +234,11 @@ def test_a_node_that_does_not_join_ends_the_job(cluster: Cluster) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_training_and_ray(cluster: Cluster, number: signal.Signals, code: int) -> None:
     job = cluster.start(LONG="1")
-    deadline = time.monotonic() + 30
-    while not cluster.notes("training") and time.monotonic() < deadline:
+    while not cluster.notes("training"):
+        assert job.poll() is None
         time.sleep(0.1)
     job.send_signal(number)
-    said = "".join(job.communicate(timeout=30))
+    said = "".join(job.communicate())
     assert job.returncode == code, said
     ended = cluster.notes("ended")
     assert ended[0] == "training" and sorted(ended[1:]) == NODES

@@ -31,13 +31,13 @@ def started(output: Path, *arguments: str, **environment: str) -> Iterator[subpr
     finally:
         if script.poll() is None:
             script.terminate()
-            script.wait(timeout=60)
+            script.wait()
 
 
 def finished(output: Path, *arguments: str, **environment: str) -> tuple[str, list[dict[str, Any]]]:
     """What a run printed, and its events."""
     with started(output, *arguments, **environment) as script:
-        printed, _ = script.communicate(timeout=540)
+        printed, _ = script.communicate()
     assert script.returncode == 0, printed
     return printed, events_in(output)
 

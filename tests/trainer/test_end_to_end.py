@@ -70,7 +70,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "PLANTED_SPIKE_FILE": str(directory / "planted.json"),
     }
     with started(directory / "out", *arguments, **environment) as script:
-        output, _ = script.communicate(timeout=540)
+        output, _ = script.communicate()
     assert script.returncode == 0, output
     events = events_in(directory / "out")
     return {
@@ -199,16 +199,15 @@ def test_nothing_of_ray_is_left(run: dict) -> None:
 
 def test_an_interrupt_ends_ray_too(tmp_path: Path) -> None:
     log = tmp_path / "out/train.log"
-    deadline = time.monotonic() + 300
     with started(tmp_path / "out") as script:
         ray = f"/tmp/gradloc-{script.pid}"
         while not (log.exists() and "(TaskRunner" in log.read_text()):
-            assert script.poll() is None and time.monotonic() < deadline
+            assert script.poll() is None
             time.sleep(0.5)
         # Ray's workers lose their command line, but share their session with those that keep it.
         (session,) = {os.getsid(pid) for pid in processes_naming(ray) - {script.pid}}
         script.send_signal(signal.SIGINT)
-        assert script.wait(timeout=60) == 130
+        assert script.wait() == 130
     assert not Path(ray).exists()
     left = [pid for pid in Path("/proc").glob("[0-9]*/stat") if session_of(pid) == session]
     assert not left

@@ -89,6 +89,7 @@ def test_keys_are_overridden_without_a_plus() -> None:
     gradloc = config.gradloc_config()
     assert (gradloc.threshold, gradloc.budget, gradloc.trigger, gradloc.action) == (80, 9, "global", "log")
     assert actor_config("grad_norm_threshold=auto").gradloc_config().threshold == "auto"
+    assert [actor_config(f"spike_log={value}").spike_log for value in ("True", "texts")] == [True, "texts"]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_keys_are_overridden_without_a_plus() -> None:
         ("spike_drill_step=0", "spike_drill_step must be null or a step"),
         ("spike_drill_step=now", "spike_drill_step must be null or a step"),
         ("spike_stop_after=0", "spike_stop_after must be an integer of at least 1"),
-        ("spike_log=sometimes", "spike_log must be True, False or null"),
+        ("spike_log=sometimes", "spike_log must be True, False, texts or null"),
         ("spike_replay=-1", "spike_replay must be a number of bundles, 0 for none, got -1"),
         ("spike_replay=True", "spike_replay must be a number of bundles"),
         ("spike_replay=null", "spike_replay must be a number of bundles"),

@@ -643,7 +643,7 @@ for name in ("verl", "ray", "tensordict"):
 from gradloc.replay.__main__ import main
 sys.exit(main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--only"]))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "The spike comes back" in done.stdout
 

@@ -8,8 +8,13 @@ everything.
 """
 
 import ast
+import contextlib
+import os
+import re
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .log import say
@@ -35,6 +40,12 @@ _WITHOUT_EFFECT = frozenset(
     "no-python-version-warning no-warn-script-location prefer-binary progress-bar quiet require-virtualenv retries "
     "root-user-action verbose".split()
 )
+# What pip says for each package of each configured location that it does not take.
+_IGNORED = re.compile(
+    r"WARNING: (?:Location '(?P<path>.+)' is ignored|The repository located at (?P<host>\S+) .*is being ignored)"
+)
+# How long to wait for what a finished pip has said, since a process that it has left may still write.
+_LAST_WORDS_SECONDS = 60.0
 
 
 class NotForUv(Exception):
@@ -125,7 +136,7 @@ class Installer:
 
     def _tried(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
         """Runs a command that may fail, and tells what it said if it did; otherwise only uv's totals."""
-        said = []
+        said: list[str] = []
         try:
             with step(command, environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
                 assert process.stdout is not None
@@ -134,14 +145,19 @@ class Installer:
                     if line.startswith(("Resolved", "Prepared", "Installed")):
                         print(f"  {line}", end="", flush=True)
         except (OSError, subprocess.CalledProcessError):
-            print("".join(said), end="", flush=True)
+            ignored: set[str] = set()
+            print("".join(_without_ignored(said, ignored)), end="", flush=True)
+            _tell(ignored)
             return False
         return True
 
     def _pip(self, arguments: Sequence[str]) -> None:
         command = [str(self._python), "-m", "pip", "install", "--progress-bar", "off", *arguments]
         packages = 0
-        with step(command, self._environment, stdout=subprocess.PIPE) as pip:
+        with (
+            _passing_on_warnings() as stderr,
+            step(command, self._environment, stdout=subprocess.PIPE, stderr=stderr) as pip,
+        ):
             assert pip.stdout is not None
             for line in pip.stdout:
                 if line.startswith("Collecting"):
@@ -150,3 +166,38 @@ class Installer:
                         print(f"  {packages} packages", flush=True)
                 elif line.startswith("Installing collected"):
                     print("  writing them to disk", flush=True)
+
+
+@contextlib.contextmanager
+def _passing_on_warnings() -> Iterator[int]:
+    """Gives pip a file for its stderr: what it writes there is printed at once, but ignored locations at the end."""
+    reading, writing = os.pipe()
+    ignored: set[str] = set()
+
+    def pass_on() -> None:
+        with open(reading, errors="surrogateescape") as lines:
+            for line in _without_ignored(lines, ignored):
+                print(line, end="", file=sys.stderr, flush=True)
+
+    reader = threading.Thread(target=pass_on, daemon=True)
+    reader.start()
+    try:
+        yield writing
+    finally:
+        os.close(writing)
+        reader.join(_LAST_WORDS_SECONDS)
+        _tell(ignored)
+
+
+def _without_ignored(lines: Iterable[str], ignored: set[str]) -> Iterator[str]:
+    """The lines without pip's warnings on ignored locations, which go into the set."""
+    for line in lines:
+        if found := _IGNORED.match(line):
+            ignored.add(found["path"] or found["host"])
+        else:
+            yield line
+
+
+def _tell(ignored: set[str]) -> None:
+    if ignored:
+        say(f"pip ignores {', '.join(sorted(ignored))}, which its configuration names (pip config list)")

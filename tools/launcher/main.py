@@ -30,6 +30,8 @@ REFUSED, FAILED = 2, 1
 DUMP_KEY = f"{settings.ACTOR}.bisect_dump_dir"
 # The exit code of a run that spike_action=stop has ended: EXIT_CODE in gradloc/verl/spike_stop.py.
 STOPPED = 76
+# How the sentence begins that such a run ends with.
+STOPPING = "Training ends after step "
 
 
 @dataclass(frozen=True)
@@ -270,10 +272,26 @@ def train_embedded(run: Run) -> int:
             for line in outcome.last_words(run.values["SPIKE_DRILL_STEP"], run.fault, run.asked_target):
                 print(line, flush=True)
         if status:
-            what = "was stopped after repeated spikes" if status == STOPPED else "failed"
-            say(f"Training {what} (exit code {status}). The end of {log}:")
-            _print_end(log)
+            _print_why(status, log)
     return status
+
+
+def _print_why(status: int, log: Path) -> None:
+    """Says why a run has ended: the sentence of spike_action=stop, otherwise the end of its log."""
+    sentence = _stopping_sentence(log) if status == STOPPED else None
+    if sentence is not None:
+        say(f"Training was stopped after repeated spikes (exit code {status}).")
+        print(sentence, flush=True)
+    else:
+        say(f"Training failed (exit code {status}). The end of {log}:")
+        _print_end(log)
+
+
+def _stopping_sentence(log: Path) -> str | None:
+    """What training says at the end of its log where spike_action=stop has ended it; None if it does not."""
+    with open(log, errors="surrogateescape") as lines:
+        sentences = deque((line for line in lines if line.startswith(STOPPING)), 1)
+    return sentences[0].rstrip("\n") if sentences else None
 
 
 def _print_end(log: Path, lines: int = 30) -> None:
