@@ -64,6 +64,8 @@ class Explanation:
         self._likeliest: list[int] = []
         self._tree: Tree | None = None
         self._sample: list[int] | None = None
+        # How many more passes it may take; infinite unless curtailed.
+        self._passes_left = math.inf
 
     @property
     def culprits(self) -> list[int]:
@@ -100,28 +102,54 @@ class Explanation:
     def diffuse(self) -> list[tuple[Segment, float]]:
         return [self._loudest()] if self.ended and not self.explained else []
 
+    @property
+    def unnamed(self) -> int:
+        """How many tokens of a set that is enough to explain the spike are to be measured alone; 0 without such a set."""
+        enough = self._smallest_enough if self._sample is None else None
+        return len(enough.difference(self.tokens.alone)) if enough else 0
+
+    def passes_ahead(self, count: int) -> float:
+        """How many passes of `count` probes the known next steps may take; 0 while only rests are measured."""
+        searching = self._tree is not None and self._sample is None
+        return self.unnamed / count or (patience(len(self._all), count) if searching else 0.0)
+
+    def curtail(self, passes: int) -> None:
+        """Limits the passes from here on, because the spike of another unit is diffuse. Later calls do nothing."""
+        if math.isinf(self._passes_left):
+            self._passes_left = passes
+
+    @property
+    def _smallest_enough(self) -> frozenset[int] | None:
+        """The smallest set that is enough to explain the spike and has a token that was not measured alone."""
+        return min((r for r in self._enough if not r <= self.tokens.alone.keys()), key=len, default=None)
+
     def probes(self, count: int, passes_left: float) -> list[Probe]:
         """At most `count` probes to measure next, best first; none when the search is over."""
         if self.ended:
             return []
-        if self._sample is None:
+        if self._sample is None and self.unnamed <= self._passes_left * count:
             order, few = self._plan()
             self._likeliest = self._likeliest or order
-            enough = min((r for r in self._enough if not r <= self.tokens.alone.keys()), key=len, default=None)
-            patient = self._vain <= patience(len(self._all), count)
-            most = self._most if self._few_expected else self._few
+            enough = self._smallest_enough
+            patient = self._vain <= patience(len(self._all), count) and self._passes_left > 0
+            most = min(self._most if self._few_expected else self._few, self._passes_left * count)
             if patient and self._misled < SAMPLE and (enough or few <= most):
                 self._few_expected = True
                 return self._probe_few(order, few, enough)[:count]
             found = self._probe_beyond(count, passes_left) if patient else []
             if found:
                 return found
-            self._sample = self._likeliest[:SAMPLE]
+        if self._sample is None:
+            sampled = math.isinf(self._passes_left) or self._smallest_enough is not None
+            self._sample = self._likeliest[:SAMPLE] if sampled else []
+            if self.ended:
+                return []
         sample: list[Probe] = [self.tokens.segment([t]) for t in self._sample if t not in self.tokens.alone]
         return sample[:count] or [self._without(self.tokens.over)]
 
     def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
         """Records the norms of a pass of up to `count` probes; NaN and Inf count as over the threshold."""
+        self._passes_left -= 1
         promising, enough = frozenset().union(*self._enough), len(self._enough)
         if self._tree is not None:
             self._tree.record(measured, count)
@@ -151,7 +179,8 @@ class Explanation:
         base = max((r for r in loud if len(r) <= self._few / 2), key=len)
         checks: list[Probe] = []
         if math.isfinite(self._rests[base]) and self._misled < SAMPLE:
-            parts = [frozenset(likeliest[: len(likeliest) * quarters // 4]) for quarters in (4, 2)]
+            sizes = [len(likeliest), len(likeliest) // 2] if math.isinf(self._passes_left) else [len(likeliest)]
+            parts = [frozenset(likeliest[:size]) for size in sizes]
             parts = [part for part in parts if base < part]
             if all(self._is_as_expected(base, part) for part in parts if part in self._rests):
                 checks = [self._without(part) for part in parts if part not in self._rests]

@@ -219,7 +219,7 @@ class Investigation:
     def _search_tokens(self) -> None:
         width = self._meter.width
         while self._passes.count < self._budget:
-            while self._waiting and len(self.search.open_segments) < width:
+            while self._waiting and self.search.has_room(width, self._budget - self._passes.count):
                 self._open()
             rows = [row for row in self._broken_rows if not row.settled][:width]
             if rows:

@@ -14,6 +14,10 @@ from .probes import Probe, Segment, UnitKey, is_single
 from .tokens import UnitTokens
 from .tree import Tree
 
+# A unit whose search takes more passes than this from here waits until the other units have been looked at. Once one of
+# them is diffuse, so is the event, and each of the others gets this many passes.
+_LONG = 8
+
 
 @dataclass(frozen=True)
 class Culprit:
@@ -209,14 +213,39 @@ class Search:
             count (int): The maximum number of probes.
             passes_left (float): How many passes the budget still allows. A code that needs more is not started.
         """
-        active = [unit for unit in self._units.values() if not unit.ended]
+        explanations = [search for _, search in self._searches() if isinstance(search, Explanation)]
+        if any(search.diffuse for search in explanations):
+            for search in explanations:
+                search.curtail(_LONG)
+        later = self._later(count, passes_left)
+        first = [unit for unit in self._units.values() if not unit.ended and unit not in later]
         probes: list[Probe] = []
-        while active and len(probes) < count:
-            unit = active.pop(0)
-            # The remaining probes are divided equally among the remaining units.
-            part = max((count - len(probes)) // (len(active) + 1), 1)
-            probes += unit.probes(part, passes_left)
+        for units in first, later:
+            while units and len(probes) < count:
+                unit = units.pop(0)
+                # The remaining probes are divided equally among the remaining units.
+                part = max((count - len(probes)) // (len(units) + 1), 1)
+                probes += unit.probes(part, passes_left)
         return probes
+
+    def has_room(self, count: int, passes_left: float = math.inf) -> bool:
+        """Whether another unit should be added before the next pass of `count` probes."""
+        return len(self.open_segments) - len(self._later(count, passes_left)) < count
+
+    def _later(self, count: int, passes_left: float) -> list[_Unit]:
+        """The units with a long search ahead; those whose spike may still turn out to be diffuse come first.
+
+        None if the passes that are left would not be enough for them.
+        """
+        searches = [
+            (unit, unit.search)
+            for unit in self._units.values()
+            if isinstance(unit.search, Explanation) and not unit.ended
+        ]
+        if math.fsum(search.passes_ahead(count) for _, search in searches) >= passes_left:
+            return []
+        found = [(unit, search) for unit, search in searches if search.passes_ahead(count) > _LONG]
+        return [unit for unit, _ in sorted(found, key=lambda pair: pair[1].unnamed > 0)]
 
     def record(self, measured: Sequence[tuple[Probe, float]]) -> None:
         """Records the norms of the probes that `next` returned. NaN and Inf count as over the threshold."""

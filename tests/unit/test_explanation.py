@@ -227,3 +227,67 @@ def test_units_that_are_explained_leave_their_probes_to_the_others() -> None:
     probes = search.next(4)
     assert {probe.unit for probe in probes} == {"hard"}
     assert len(probes) > 2  # its half of the four
+
+
+def many(n: int, count: int, seed: int = 0) -> Tokens:
+    """`count` tokens of the same size explain the spike; suspicion knows them."""
+    return Tokens(n, {place: 8 * THRESHOLD for place in range(count)}, seed)
+
+
+@pytest.mark.parametrize("loud", [2, 3])
+def test_one_rank_soon_calls_an_event_of_several_loud_units_diffuse(loud: int) -> None:
+    passes, clear = [], []
+    for seed in range(20):
+        tokens: dict[str, Tokens] = {f"{i}": Natural(128, 3.0, 100 * seed + i) for i in range(loud)}
+        search, count = explain(tokens, 1, ordinary=THRESHOLD / 2)
+        check(search, tokens)
+        assert search.diffuse
+        passes.append(count)
+        tokens["clear"] = Tokens(128, {5: 300 * THRESHOLD})
+        search, _ = explain(tokens, 1, ordinary=THRESHOLD / 2)
+        clear.append([culprit.candidate for culprit in search.culprits if culprit.unit == "clear"])
+    assert max(passes) <= 20
+    assert clear == [[5]] * 20
+
+
+def test_many_tokens_are_measured_only_if_no_other_unit_is_diffuse() -> None:
+    """What takes many passes waits: the order of the units does not matter."""
+    for spread in (Coherent(128, 0.5, {}, seed=3), Natural(128, 3.0, seed=3)):
+        for names in (["many", "spread"], ["spread", "many"]):
+            tokens = {name: {"many": many(128, 12), "spread": spread}[name] for name in names}
+            search, passes = explain(tokens, 1, ordinary=THRESHOLD / 5)
+            check(search, tokens)
+            assert passes <= 13 and not search.explained("many")
+            # The likeliest are named all the same.
+            assert sum(culprit.unit == "many" for culprit in search.culprits) == 3
+    search, _ = explain({"many": many(128, 12), "too": many(128, 13)}, 1)
+    assert search.explained("many") and search.explained("too")
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("helpful", [True, False])
+def test_a_clear_token_beside_a_diffuse_unit_is_found(helpful: bool, width: int) -> None:
+    tokens = {"diffuse": Natural(128, 3.0, seed=1), "clear": Tokens(128, {77: 300 * THRESHOLD})}
+    for names in (["diffuse", "clear"], ["clear", "diffuse"]):
+        search = Search(THRESHOLD, "explained", THRESHOLD / 2)
+        for name in names:
+            suspicion = tokens[name].suspicion(helpful if name == "clear" else True)
+            search.add_unit(name, tokens[name].norm(list(range(128))), suspicion, tokens[name].weights)
+        run(search, tokens, width, most=40)
+        assert search.explained("clear") and not search.explained("diffuse")
+        assert [culprit.candidate for culprit in search.culprits if culprit.unit == "clear"] == [77]
+
+
+def test_units_are_looked_at_ahead_only_as_far_as_the_budget_allows_to_name_their_tokens() -> None:
+    """Each of ten units is explained by eleven tokens, in 12 passes; the budget is 40."""
+    tokens = {i: many(128, 12, seed=i) for i in range(10)}
+    search, waiting, passes = Search(THRESHOLD, "explained", THRESHOLD / 5), list(tokens), 0
+    while passes < 40:
+        while waiting and search.has_room(1, 40 - passes):
+            name = waiting.pop(0)
+            unit = tokens[name]
+            search.add_unit(name, unit.norm(list(range(128))), unit.suspicion(True), unit.weights)
+        passes += 1
+        search.record([(p, tokens[p.unit].measure(p)) for p in search.next(1, 41 - passes)])
+    assert sum(search.explained(name) for name in tokens if search.knows(name)) == 3
+    assert len(waiting) == 6
