@@ -400,6 +400,14 @@ def wheel(folder: Path, name: str) -> None:
         archive.writestr(f"{info}/RECORD", "")
 
 
+def test_few_of_many_ignored_locations_are_named(capsys: pytest.CaptureFixture) -> None:
+    """An index in a folder is a location of its own for every package."""
+    ignored = {f"file:///index/{number:03}/" for number in range(150)}
+    installer._tell(ignored)
+    told = capsys.readouterr().out
+    assert told.count("file://") == 3 and "and 147 more locations" in told
+
+
 @pytest.mark.parametrize("missing", [False, True])
 def test_locations_that_pip_ignores_are_named_once(tmp_path: Path, capfd: pytest.CaptureFixture, missing: bool) -> None:
     """With the real pip, which warns of them for every package."""

@@ -46,6 +46,8 @@ _IGNORED = re.compile(
 )
 # How long to wait for what a finished pip has said, since a process that it has left may still write.
 _LAST_WORDS_SECONDS = 60.0
+# How many ignored locations are named.
+_NAMED = 3
 
 
 class NotForUv(Exception):
@@ -200,4 +202,6 @@ def _without_ignored(lines: Iterable[str], ignored: set[str]) -> Iterator[str]:
 
 def _tell(ignored: set[str]) -> None:
     if ignored:
-        say(f"pip ignores {', '.join(sorted(ignored))}, which its configuration names (pip config list)")
+        named = sorted(ignored)[:_NAMED]
+        more = f" and {len(ignored) - _NAMED} more locations" if len(ignored) > _NAMED else ""
+        say(f"pip ignores {', '.join(named)}{more} that its configuration gives (pip config list)")
