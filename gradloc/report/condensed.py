@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from ..evidence.sources import RULES
+from ..evidence.sources import SOURCES
 from ..evidence.token_facts import WINDOW
 from .explanation import ended_early, explanation
 from .figures import excess, number, ranges, rounded, severity, threshold_factor
@@ -88,7 +88,7 @@ def culprit_row(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> dict[st
         **{name: culprit.get(name) for name in _ROW_FIELDS},
         **{name: clipped(culprit.get(name), _SHORT_CHARACTERS) for name in _SHORT_TEXTS},
         "context": clipped(culprit.get("context")),
-        "sources": sources[: len(RULES)],
+        "sources": sources[: len(SOURCES)],
         # Equal for equal prompts. It is of use in this process alone.
         "prompt_hash": None if culprit.get("prompt") is None else hash(culprit["prompt"]),
     }
