@@ -183,7 +183,7 @@ def diffuse(case: Case, scope: str = "all", budget: int = 128) -> tuple[float, f
     batch.batch["advantages"] = batch.batch["response_mask"] * of_scope[scope]
     units, _ = brute_force(case, batch, tokens=True)
     token = max(token.norm for unit in units for token in unit.each)
-    unit = max(unit.norm / unit.weight for unit in units)
+    unit = max(unit.norm / unit.weight for unit in units if unit.weight)
     actor = build_actor(case, spike_detection=True, grad_norm_threshold=1.01 * token, bisect_budget_steps=budget)
     actor.update_policy(batch)
     return token, unit, json.dumps(actor.gradloc.events)
