@@ -13,8 +13,11 @@ import os
 import random
 import re
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pandas
@@ -24,6 +27,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl import DataProto
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+from verl.utils.gradloc import monitor
+from verl.utils.gradloc.measure.token_weights import movable, square_weight
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
 
@@ -46,6 +51,7 @@ class Settings:
         first_fault (int): The mini-batch of the first fault.
         faults (int): How often each fault is planted.
         seed (int): Of the samples and the faults.
+        equal_groups (float): The share of a step's prompts whose answers count as equally good: with advantages of 0.
     """
 
     steps: int = 100
@@ -58,6 +64,7 @@ class Settings:
     first_fault: int = 40
     faults: int = 4
     seed: int = 1
+    equal_groups: float = 0.0
 
     @property
     def mini_batches(self) -> int:
@@ -236,6 +243,10 @@ class Run:
         scores[:, 0] = rewards
         groups = numpy.arange(len(rewards)) // settings.answers
         advantages, _ = compute_grpo_outcome_advantage(scores, mask, groups)
+        if settings.equal_groups:
+            count = round(settings.equal_groups * settings.prompts)
+            equal = torch.randperm(settings.prompts, generator=source)[:count]
+            advantages[torch.isin(torch.from_numpy(groups), equal)] = 0.0
         rows = {"responses": responses, "mask": mask, "old_log_probs": log_probs, "advantages": advantages}
         # A column for the fault that appends a token.
         rows = {name: nn.functional.pad(rows[name], (0, 1), value=pad * (name == "responses")) for name in rows}
@@ -248,7 +259,9 @@ class Run:
         fault, undo = self._plant(batch, prompts, number)
         data = self._inputs(batch, prompts)
         data |= {"response_mask": batch.mask, "old_log_probs": batch.old_log_probs, "advantages": batch.advantages}
-        metrics = self._actor.update_policy(DataProto.from_dict(data, meta_info={"temperature": 1.0}))
+        moved: list[int] = []
+        with patch.object(monitor, "square_weight", partial(_counting, moved)):
+            metrics = self._actor.update_policy(DataProto.from_dict(data, meta_info={"temperature": 1.0}))
         undo()
         events = self._actor.gradloc.events
         culprits = [culprit for event in events for culprit in event["culprits"]]
@@ -262,6 +275,7 @@ class Run:
             "passes": int(metrics["actor/gradloc/passes"]),
             "gradient_norm": _as_json(metrics["actor/grad_norm"][0]),
             "tokens": int(batch.mask.sum()),
+            "movable": moved[0],
             "seconds": time.perf_counter() - started,
         }
 
@@ -298,6 +312,12 @@ class Run:
         responses = inputs.pop("responses")
         logits = model(**inputs, logits_to_keep=responses.shape[1] + 1).logits[:, :-1]
         return logits.log_softmax(-1).gather(-1, responses[..., None]).squeeze(-1)
+
+
+def _counting(counts: list[int], tokens: Mapping[str, Tensor]) -> Tensor:
+    """What `square_weight` returns; adds the number of tokens that can move to `counts`."""
+    counts.append(int(movable(tokens).sum()))
+    return square_weight(tokens)
 
 
 def _as_json(value: float) -> float | str:
