@@ -26,7 +26,7 @@ class Fault:
 FAULTS = {
     "unsampled": Fault(
         "the rollout appends an end token to answers that were cut, and training does not mask it",
-        {"TOTAL_STEPS": "2", "GRAD_NORM_THRESHOLD": "90.0"},
+        {"TOTAL_STEPS": "2", "GRAD_NORM_THRESHOLD": "120.0"},
     ),
     "advantage": Fault(
         "in step 2 one answer is rewarded with 100 instead of 1, and advantages are not divided by their spread",
