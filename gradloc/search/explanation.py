@@ -104,7 +104,7 @@ class Explanation:
 
     @property
     def unnamed(self) -> int:
-        """How many tokens of a set that is enough to explain the spike are to be measured alone; 0 without one."""
+        """How many tokens are to be measured alone of a set that is enough to explain the spike; 0 without one."""
         enough = self._smallest_enough if self._sample is None else None
         return len(enough.difference(self.tokens.alone)) if enough else 0
 
