@@ -11,6 +11,7 @@ Natural events (`--parts natural`) have no planted tokens:
 
 - `natural`: advantages of either sign, log-normal with median 1 and sigma `--sigma`. The loudest `--loud` micro-batches
   are x times over their thresholds, for each x of `--excess`; all others are at half of theirs.
+- `sparse`: the same, but half of the rows of each micro-batch, and a tenth of the other tokens, have no advantage.
 - `coherent`: every response of some micro-batches repeats one token to its end, with one advantage. The gradients of
   these tokens pull the same way, and none of them is over τ. Only for x from 1.5 on.
 - Gradients are linear in the advantages: each micro-batch's advantages are scaled to reach x, and τ is 1.
@@ -71,7 +72,7 @@ SMALL = (256, 768, 4, 4, 2, 4096)
 MEDIUM = (576, 1536, 8, 9, 3, 8192)
 COST_ROWS = {256: (2, 128), 1024: (4, 256)}
 UNTILS = ("explained", "exhaustive")
-KINDS = ("natural", "coherent")
+KINDS = ("natural", "sparse", "coherent")
 # Coherent events start here: closer to the threshold, leaving out a few tokens would explain them.
 COHERENT_EXCESS = 1.5
 COSTS = ("timings", "reduction", "memory")
@@ -88,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="default: 64 512 4096; natural: 128")
     parser.add_argument("--events", type=int, help="events of each kind (default: 2, 3, 1, 1; natural: 20)")
     parser.add_argument("--until", nargs="+", choices=UNTILS, default=UNTILS, help="default: both")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of natural events (default: both)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of natural events (default: all)")
     parser.add_argument("--excess", type=float, nargs="+", metavar="X", help="of natural events; default: 1.1 1.5 3")
     parser.add_argument("--loud", type=int, nargs="+", metavar="L", help="of natural events; default: 1 2 3")
     parser.add_argument("--gradloc-only", action="store_true", help="natural events without the published schedule")

@@ -289,13 +289,13 @@ class UnshardedCopy:
         """norm/sqrt(Σ w_t²) of one of this rank's micro-batches without some of its tokens; 0 without all of them.
 
         It is over its threshold where this is over τ. The weight of each token is 1/N, times what M and W add to it,
-        which is left out of both sides.
+        which is left out of both sides. Tokens with a coefficient of zero do not count.
         """
-        kept = self._shape.tokens - len(without)
-        if kept == 0:
-            return 0.0
         log_prob, coefficient = self._log_probs(batch, micro_batch)
         coefficient.view(-1)[list(without)] = 0.0
+        kept = int(coefficient.count_nonzero())
+        if kept == 0:
+            return 0.0
         gradients = torch.autograd.grad(log_prob, list(self.model.parameters()), coefficient)
         return float(_flat(gradients).norm()) / math.sqrt(kept)
 

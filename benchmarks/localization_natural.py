@@ -37,6 +37,9 @@ THRESHOLD = 1.0
 # The norm of the micro-batches that are not loud, over their thresholds.
 QUIET = 0.5
 
+# The share of tokens without an advantage in the other rows of sparse batches.
+CLIPPED = 0.1
+
 # How many coherent batches in a row may have a token over τ.
 TRIES = 20
 
@@ -46,7 +49,7 @@ class Setting:
     """What is common to the events of one (W, M, N).
 
     Args:
-        kinds (Sequence[str]): "natural", "coherent".
+        kinds (Sequence[str]): "natural", "sparse", "coherent".
         excess (Sequence[float]): x, the norms of the loud micro-batches over their thresholds.
         coherent_excess (float): The smallest x of coherent events.
         loud (Sequence[int]): How many micro-batches are loud.
@@ -157,7 +160,7 @@ class NaturalEvents:
         """An event; a coherent one has no token over τ, even at `excess` times the threshold."""
         for attempt in range(TRIES):
             spike = self._draw_batch(kind, loud, seed + attempt)
-            if kind == "natural" or max(spike.norms().values()) * excess <= THRESHOLD:
+            if kind != "coherent" or max(spike.norms().values()) * excess <= THRESHOLD:
                 return spike
         raise RuntimeError(
             f"no coherent batch without a token over τ at {excess:g} times the threshold: lower --excess"
@@ -168,8 +171,18 @@ class NaturalEvents:
 
         A rollout that runs into a loop repeats a token to its end, and all of it has one advantage. The contexts are
         nearly the same, and so are the gradients.
+
+        In a sparse batch, half of the rows of each micro-batch have advantages of zero, as those of a group with equal
+        rewards, and so have a tenth of the other tokens. These stand for those that PPO clips, of which an on-policy
+        update has none: a clipped token has no gradient either.
         """
         batch = build_batch(self._shape, self._micro_batches, self._ranks, seed, self._setting.sigma)
+        if kind == "sparse":
+            generator = torch.Generator().manual_seed(1000 * seed + self._ranks.rank)
+            advantages = batch.batch["advantages"]
+            moves = torch.rand(advantages.shape, generator=generator) > CLIPPED
+            moves &= (torch.arange(len(moves)) % self._shape.rows >= self._shape.rows // 2).unsqueeze(1)
+            batch.batch["advantages"] = torch.where(moves, advantages, 0.0)
         units = [(rank, m) for rank in range(self._ranks.world_size) for m in range(self._micro_batches)]
         chance = random.Random(seed)
         looped = set(chance.sample(units, loud)) if kind == "coherent" else set()
@@ -232,8 +245,11 @@ class NaturalEvents:
 
 
 def _rest(gram: Tensor, without: Sequence[int]) -> float:
-    """norm/sqrt(Σ w_t²) of a micro-batch without these tokens, all of one weight; 0 without all of them."""
-    kept = torch.ones(len(gram), dtype=gram.dtype)
+    """norm/sqrt(Σ w_t²) of a micro-batch without these tokens, all of one weight; 0 without all of them.
+
+    Tokens without a gradient do not count.
+    """
+    kept = (gram.diagonal() != 0).to(gram.dtype)
     kept[list(without)] = 0.0
     # Where tokens cancel, rounding can make the squared norm negative.
     return math.sqrt(max(float(kept @ gram @ kept), 0.0) / max(float(kept.sum()), 1.0))
