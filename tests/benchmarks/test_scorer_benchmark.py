@@ -59,8 +59,10 @@ def test_the_comparison_with_upstream(base_tree: Path) -> None:
     upstream = "verl's own pool of 4, one by one from 16 threads"
     assert list(speeds) == ["plain calls in this process", *POOL, upstream]
     assert "One by one, the pool is " in result.stdout
-    # Both ask Math-Verify, with the same options.
-    assert list(forms) == [POOL[1], upstream] and forms[upstream] == forms[POOL[1]]
+    # Both ask Math-Verify, with the same options; ours repairs some of what it gets wrong.
+    assert list(forms) == [POOL[1], upstream]
+    ours, theirs = ([int(cell.split()[0]) for cell in forms[name]] for name in forms)
+    assert all(our > their > 0 for our, their in zip(ours, theirs, strict=True))
     assert list(hangs) == [*POOL, upstream]
 
 
