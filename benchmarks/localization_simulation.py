@@ -164,7 +164,7 @@ class Event:
         search = Search(THRESHOLD, until=until, ordinary=self.level * math.exp(SIGMA**2))
         passes = 0
         while True:
-            while waiting and len(search.open_segments) < self.world_size:
+            while waiting and search.has_room(self.world_size):
                 unit = waiting.pop(0)
                 search.add_unit(unit, norms[unit], self.suspicion[unit], torch.ones(self.tokens))
             probes = search.next(self.world_size)
