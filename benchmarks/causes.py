@@ -37,13 +37,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl import DataProto
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
-from verl.utils.gradloc import record_events
+from verl.utils.gradloc import Located, record_events
+from verl.utils.gradloc.adapters.rows import select_rows
 from verl.utils.gradloc.evidence.sources import SOURCES, classify
 from verl.utils.gradloc.evidence.token_facts import token_evidence
 from verl.utils.gradloc.evidence.writer import jsonable
 from verl.utils.gradloc.layers.layer_names import layer_name
-from verl.utils.gradloc.measure.passes import MicroBatch
-from verl.utils.gradloc.verl.rows import select_rows
+from verl.utils.gradloc.measure.micro_batch import MicroBatch
 from verl.utils.reward_score import default_compute_score
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
@@ -147,13 +147,13 @@ class OrdinaryTokens:
         self._locate = actor.gradloc.locate
         actor.gradloc.locate = self._look
 
-    def _look(self, epoch: int, mini_batch: int) -> bool:
+    def _look(self, epoch: int, mini_batch: int) -> Located:
         gradloc = self._actor.gradloc
         micro_batches, events = list(gradloc._micro_batches), len(gradloc.events)
-        step = self._locate(epoch, mini_batch)
+        located = self._locate(epoch, mini_batch)
         for event in gradloc.events[events:]:
             self._measure_some(event, micro_batches)
-        return step
+        return located
 
     def _measure_some(self, event: Mapping[str, Any], micro_batches: Sequence[MicroBatch]) -> None:
         culprits = {(c["micro_batch"], c["row"], c["position"]) for c in event["culprits"]}

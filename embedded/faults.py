@@ -184,33 +184,17 @@ def _flip_before_the_log_probs_of_step(step: int) -> None:
 
 
 def _name_the_fault_in_events() -> None:
-    if ENGINE:
-        from verl.utils.gradloc.verl.engine_evidence import EngineEvidence
+    from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
 
-        add = EngineEvidence.add
+    add = UpdateEvidence.add
 
-        @functools.wraps(add)
-        def adding(evidence: EngineEvidence, global_step: int | None, events: Any, data: Any) -> None:
-            for event in events:
-                event["fault"] = NAME
-            add(evidence, global_step, events, data)
+    @functools.wraps(add)
+    def adding(evidence: UpdateEvidence, events: Any, sample_of: Any) -> None:
+        for event in events:
+            event["fault"] = NAME
+        add(evidence, events, sample_of)
 
-        EngineEvidence.add = adding  # type: ignore[method-assign,assignment]  # on purpose
-        return
-
-    from verl.utils.gradloc.verl import dp_actor as gradloc
-
-    may_step = gradloc.may_step
-
-    @functools.wraps(may_step)
-    def naming(actor: Any, *args: Any, **kwargs: Any) -> bool:
-        result = may_step(actor, *args, **kwargs)
-        if actor.gradloc is not None:
-            for event in actor.gradloc.events:
-                event["fault"] = NAME
-        return result
-
-    gradloc.may_step = naming
+    UpdateEvidence.add = adding  # type: ignore[method-assign]  # on purpose
 
 
 RolloutReplicaRegistry.register("hf", lambda: FaultyReplica)

@@ -2,32 +2,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """GradLoc: finds the tokens behind a spike of the gradient norm in RL training.
 
-The rooms of the package. A file imports from its own room and from those above it:
+The parts of the package. A file imports from its own part and from those above it:
 
 - version, checks, robust_statistics: the version, and small functions
-- config, auto_threshold: what counts as a spike
+- config: the settings
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
-- measure: extra passes and the norms of what they compute
+- measure: the mini-batch's gradient, extra passes, and the norms of what they compute
+- threshold: τ, fixed or from the run's own norms
 - search: what to measure next
 - evidence: what was found, as events in a file
 - bundles: an event's loud micro-batches in a folder that can be taken elsewhere
-- early_warning: what may move before a spike
-- report: the reader of these files
+- early_warning, metrics: an update's metrics
+- report: the reader of the evidence
 - replay: computes a bundle again in one process
 - actions: what becomes of the gradient after a spike
 - drill: a spike planted on purpose, to see that it is found
-- monitor: watches the training passes and begins the search
-- verl: the only room that knows verl
+- gradloc: watches the training passes; measures, searches, acts and writes the event
+- adapters: the only part that knows verl
 """
 
 from .config import GradLocConfig
 from .evidence.token_facts import text_evidence
 from .evidence.writer import record_events
 from .fsdp.collective_replay import RankLostError
+from .gradloc import GradLoc, Located
 from .layers.layer_clip import LayerClip, LayerClipConfig
 from .measure.token_weights import token_weights
-from .monitor import GradLoc
 from .version import __version__
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "GradLocConfig",
     "LayerClip",
     "LayerClipConfig",
+    "Located",
     "RankLostError",
     "__version__",
     "record_events",

@@ -4,27 +4,41 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch import nn
+from torch import Tensor
 
 from .fsdp import collectives
 from .fsdp.state import SetAside
-from .measure.passes import MicroBatch, Passes, TokenSubset
+from .measure.micro_batch import TokenSubset
 from .search.investigation import Investigation
 
 logger = logging.getLogger(__name__)
 
 
-def drop(
-    investigation: Investigation,
-    passes: Passes,
-    own: Sequence[MicroBatch],
-    budget: int,
-    module: nn.Module,
-    reduced_norm: Callable[[], float],
-) -> bool:
+def act(action: str, investigation: Investigation, budget: int) -> tuple[bool, Tensor | None]:
+    """Applies the action to the current gradient. A collective call.
+
+    Args:
+        action (str): `spike_action`.
+        investigation (Investigation): The search, after its end.
+        budget (int): The maximum number of passes for an event, the search included.
+
+    Returns:
+        tuple[bool, Tensor | None]: Whether it was applied, the same on every rank, and the squared norms by layer of
+            the gradient that is left.
+    """
+    mini_batch = investigation.mini_batch
+    if action == "skip":
+        # After an overflow the gradient scaler skips the step itself, and must see the overflow to lower its scale.
+        return mini_batch.scale == 1 or math.isfinite(mini_batch.global_norm()), mini_batch.squared_norms
+    if action == "drop":
+        left = drop(investigation, budget)
+        return left is not None, mini_batch.squared_norms if left is None else left
+    return True, mini_batch.squared_norms
+
+
+def drop(investigation: Investigation, budget: int) -> Tensor | None:
     """Recomputes the mini-batch's gradient without the culprits. A collective call.
 
     Subtracting the culprits' gradient would take fewer passes, but in half precision the rounding errors of the spike
@@ -32,18 +46,16 @@ def drop(
 
     Args:
         investigation (Investigation): The search, after its end.
-        passes (Passes): Runs the passes.
-        own (list[MicroBatch]): This rank's micro-batches.
         budget (int): The maximum number of passes for an event, the search included.
-        module (nn.Module): The model.
-        reduced_norm (Callable): Measures the norm of the reduced gradient.
 
     Returns:
-        bool: Whether the gradient was replaced by one without the culprits; if not, it is unchanged.
+        Tensor | None: The squared norms by layer of the gradient without the culprits, which has replaced the current
+            one; None if that is unchanged.
     """
     culprits = investigation.subsets_by_unit(investigation.culprits)
     if not culprits or investigation.error is not None:
-        return False
+        return None
+    mini_batch, passes = investigation.mini_batch, investigation.passes
     count = 1 + max(index for _, index in investigation.units)
     if passes.count + count > budget:
         logger.warning(
@@ -53,24 +65,25 @@ def drop(
             budget,
             passes.count,
         )
-        return False
+        return None
 
     def without_culprits(rank: int, index: int) -> TokenSubset | None:
         if (rank, index) not in investigation.units:
             return None
-        micro_batch = own[index].portable(passes.scale)
+        micro_batch = mini_batch.micro_batches[index].portable(passes.scale)
         keep = micro_batch.tokens["response_mask"].bool()
         culprit = culprits.get((rank, index))
         return TokenSubset(micro_batch, keep if culprit is None else keep & ~culprit.keep)
 
     try:
-        with SetAside(module) as gradient:
+        with SetAside(mini_batch.model.module) as gradient:
             for index in range(count):
                 passes.accumulate(partial(without_culprits, index=index), lambda: None)
-            finite = math.isfinite(reduced_norm())
-            if finite:
-                gradient.replace()
-        return finite
+            squared_norms = mini_batch.model.reduced_squares(mini_batch.scale)
+            if not math.isfinite(math.fsum(squared_norms.tolist())):
+                return None
+            gradient.replace()
+        return squared_norms
     except collectives.RankFailedError as error:
         investigation.error = str(error)
-        return False
+        return None

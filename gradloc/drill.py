@@ -2,18 +2,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plants a spike in a copy of a mini-batch, so that a user can see that the search finds it."""
 
+import logging
 import math
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from .config import GradLocConfig
+from .evidence.event import build_event
+from .evidence.in_words import summary
 from .fsdp import collectives
+from .fsdp.state import SetAside, clear_gradients, undisturbed
 from .measure.meter import Meter, Unit
-from .measure.passes import MicroBatch, Passes, TokenSubset, UnitName
+from .measure.micro_batch import MicroBatch, TokenSubset, UnitName
+from .measure.mini_batch import MiniBatch, OrdinaryGradient
+from .measure.passes import Passes
+from .measure.token_weights import usable_tokens
+from .search.investigation import Investigation
+from .threshold import Threshold
+
+logger = logging.getLogger(__name__)
 
 # How far the planted token's gradient exceeds what is needed to put its micro-batch over the threshold.
 _MARGIN = 3.0
@@ -51,6 +64,93 @@ class Planted:
     def place(self) -> dict[str, int]:
         """Where it is, as the event names it."""
         return {"rank": self.unit[0], "row": self.mini_batch_row, "position": self.position}
+
+
+def hold(
+    mini_batch: MiniBatch,
+    tau: Threshold,
+    config: GradLocConfig,
+    ordinary: OrdinaryGradient,
+    where: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Plants a spike in a copy of the mini-batch, searches for it, and restores everything. A collective call.
+
+    Args:
+        mini_batch (MiniBatch): The current gradient.
+        tau (Threshold): Gives τ for it; takes nothing in.
+        config (GradLocConfig): How to search.
+        ordinary (OrdinaryGradient): What is known of ordinary tokens.
+        where (Mapping): `global_step`, `epoch` and `mini_batch`, for the event.
+
+    Returns:
+        dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place.
+    """
+    started = time.perf_counter()
+    model, threshold = mini_batch.model, tau.of(mini_batch.level)
+    planted: Planted | None = None
+    if mini_batch.trigger == "global":
+        mini_batch.global_norm()  # now: it is set aside below
+    try:
+        with undisturbed(model.module, model.device), SetAside(model.module):
+            units = mini_batch.units()
+            passes = model.passes(mini_batch.micro_batches, mini_batch.scale)
+            passes.rehearse()
+            planted = choose(units, model.meter, passes, mini_batch.micro_batches, where["global_step"])
+            threshold = tau.of(mini_batch.level, planted.norm)
+            copy = _with_spike(mini_batch, planted, units, threshold)
+            if not copy.is_over(threshold):
+                raise DrillFailedError("the planted token did not put its micro-batch over the threshold")
+            investigation = Investigation(copy, threshold, config.until, config.budget, ordinary.token_norm)
+            clear_gradients(model.module)  # the drill's own, which is measured by now
+            investigation.run()
+    except (DrillFailedError, collectives.RankFailedError) as error:
+        investigation = Investigation(mini_batch, threshold, config.until, config.budget, ordinary.token_norm)
+        investigation.error = str(error)
+    event = build_event(investigation, ordinary, where, config.budget, "log", True, started)
+    place = planted and planted.place()
+    found = place is not None and any(place == {name: culprit[name] for name in place} for culprit in event["culprits"])
+    if not found and collectives.rank() == 0:
+        logger.warning(
+            "The spike drill in step %d FAILED: the planted token was not found (diagnosis: %s; error: %s; %d of "
+            "%d passes). Do not rely on spike_detection in this configuration before a drill succeeds.",
+            where["global_step"],
+            event["diagnosis"],
+            event["error"],
+            event["passes"],
+            config.budget,
+        )
+    event["drill"] = {"planted": place, "found": found, "passes": event["passes"]}
+    event["summary"] = summary(event)
+    return event
+
+
+def _with_spike(mini_batch: MiniBatch, planted: Planted, units: Mapping[UnitName, Unit], threshold: float) -> MiniBatch:
+    """The mini-batch with the planted token's coefficient raised; its gradient replaces the current one."""
+    model, scale, own = mini_batch.model, mini_batch.scale, mini_batch.micro_batches
+    unit = units[planted.unit]
+    # The planted token may be one that could not move, and so did not count.
+    needed = threshold * math.hypot(unit.root_square_weight, planted.weight) + _known(unit.norm)
+    if mini_batch.trigger == "global":
+        # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
+        share = threshold * planted.weight / model.data_parallel_size
+        norms = math.hypot(mini_batch.global_threshold(threshold), share) + _known(mini_batch.global_norm())
+        needed = max(needed, model.data_parallel_size * norms)
+    raised = coefficient(planted, needed)
+    new_scale = loss_scale(scale, raised, planted.weight)
+    micro_batches: list[MicroBatch] = []
+    # An exchange, so that an error on one rank (out of memory, say) fails the drill on all.
+    collectives.exchange(
+        lambda: micro_batches.extend(plant(own, model.rank == planted.unit[0], planted, raised, scale, new_scale))
+    )
+    passes = model.passes(micro_batches, new_scale)
+    rerun(micro_batches, model.meter, passes, units, reduced=mini_batch.trigger == "global")
+    figures = torch.zeros(0, dtype=torch.float64, device=model.device)
+    return MiniBatch(model, micro_batches, new_scale, mini_batch.trigger, figures)
+
+
+def _known(norm: float | None) -> float:
+    """The norm; 0 if it is unknown or not finite."""
+    return norm if norm is not None and math.isfinite(norm) else 0.0
 
 
 def choose(
@@ -91,16 +191,6 @@ def choose(
         raise DrillFailedError(f"the chosen token has a gradient of norm {norm:g}, which cannot be scaled")
     sign = 1.0 if coefficient > 0 else -1.0
     return Planted(name, row, position, micro_batch.rows[row], abs(weight), sign, norm)
-
-
-def usable_tokens(tokens: Mapping[str, Tensor], broken: Tensor) -> Tensor:
-    """Where a response token has a weight in the loss and is not broken; bool of shape (rows, response length).
-
-    Args:
-        tokens (dict[str, Tensor]): A micro-batch's tokens: their `response_mask` and `weight`.
-        broken (Tensor): Where a log-prob or a coefficient is not finite, bool of the same shape.
-    """
-    return tokens["response_mask"].bool() & (tokens["weight"] != 0) & ~broken
 
 
 def coefficient(planted: Planted, needed: float) -> float:

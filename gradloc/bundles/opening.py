@@ -12,7 +12,7 @@ from typing import Any
 
 from ..evidence.foreign_json import parse
 from ..evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, list_of, object_with
-from ..measure.passes import UnitName
+from ..measure.micro_batch import UnitName
 from . import layout
 from .layout import SavedMicroBatch
 from .plain_file import NotPlainFileError, read_plain_file

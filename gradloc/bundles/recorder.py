@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,8 @@ from torch import Tensor
 from ..evidence.writer import jsonable
 from ..fsdp import collectives
 from ..measure.meter import Unit, suspects
-from ..measure.passes import MicroBatch, UnitName
+from ..measure.micro_batch import MicroBatch, UnitName
+from ..measure.mini_batch import MiniBatch
 from ..search.investigation import Investigation
 from ..version import __version__
 from . import layout
@@ -53,14 +54,12 @@ class _Kept:
         investigation (Investigation): Its search.
         micro_batches (Mapping[UnitName, MicroBatch]): The micro-batches that are kept.
         left_out (int): How many more were over their threshold.
-        squared_norms (Tensor, optional): The squared norms by layer of the reduced gradient.
     """
 
     event: Mapping[str, Any]
     investigation: Investigation
     micro_batches: Mapping[UnitName, MicroBatch]
     left_out: int
-    squared_norms: Tensor | None
 
 
 class Recorder:
@@ -97,24 +96,12 @@ class Recorder:
         self._said_full = self._failed = False
         self._disk_work: futures.Future[Any] | None = None
 
-    def keep(
-        self,
-        event: Mapping[str, Any],
-        investigation: Investigation,
-        own: Sequence[MicroBatch],
-        scale: float,
-        ranks_per_unit: int,
-        squared_norms: Tensor | None,
-    ) -> str | None:
+    def keep(self, event: Mapping[str, Any], investigation: Investigation) -> str | None:
         """Keeps the micro-batches of an event that `loud_units` names. A collective call.
 
         Args:
             event (Mapping): The event, the same on every rank.
             investigation (Investigation): Its search, after its end.
-            own (Sequence[MicroBatch]): This rank's micro-batches.
-            scale (float): The loss scale of the training passes.
-            ranks_per_unit (int): How many neighbouring ranks work on the same data.
-            squared_norms (Tensor, optional): The squared norms by layer of the reduced gradient.
 
         Returns:
             str | None: The bundle's folder relative to the evidence, the same on every rank; None if there is none.
@@ -122,6 +109,7 @@ class Recorder:
         Raises:
             RankFailedError: A rank could not send its micro-batch.
         """
+        mini_batch = investigation.mini_batch
         if not collectives.broadcast(self._has_room, 0):
             return None
         with collectives.same_on_all_ranks():
@@ -131,8 +119,9 @@ class Recorder:
             if event["search"] == "local" and name in investigation.micro_batches:
                 micro_batches[name] = investigation.micro_batches[name]
             else:
-                micro_batches[name] = collectives.broadcast(partial(_sent, own, name, scale), name[0] * ranks_per_unit)
-        kept = _Kept(event, investigation, micro_batches, len(loud) - len(micro_batches), squared_norms)
+                owner = name[0] * mini_batch.model.sequence_parallel_size
+                micro_batches[name] = collectives.broadcast(partial(_sent, mini_batch, name), owner)
+        kept = _Kept(event, investigation, micro_batches, len(loud) - len(micro_batches))
         return collectives.broadcast(partial(self._try, kept), 0)
 
     def _try(self, kept: _Kept) -> str | None:
@@ -253,8 +242,9 @@ class Recorder:
 
     def _manifest(self, kept: _Kept, sums: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         event, investigation = dict(kept.event), kept.investigation
-        if self._layer_clip is not None and kept.squared_norms is not None:
-            event["layer_clip"] = self._layer_clip.preview(kept.squared_norms)
+        squared_norms = investigation.mini_batch.squared_norms
+        if self._layer_clip is not None and squared_norms is not None:
+            event["layer_clip"] = self._layer_clip.preview(squared_norms)
         context = dict(self._context())
         versions = {"gradloc": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return {
@@ -315,8 +305,8 @@ def measured_tokens(investigation: Investigation, among: Mapping[UnitName, Any])
     return found[: layout.MEASURED_TOKENS]
 
 
-def _sent(own: Sequence[MicroBatch], name: UnitName, scale: float) -> MicroBatch:
-    return own[name[1]].portable(scale)
+def _sent(mini_batch: MiniBatch, name: UnitName) -> MicroBatch:
+    return mini_batch.micro_batches[name[1]].portable(mini_batch.scale)
 
 
 def _numbered(stem: str) -> Iterator[str]:

@@ -1,14 +1,22 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Converts an investigation's findings to the plain values of an event."""
+"""An event: the findings of an investigation as plain values."""
 
 import math
 import statistics
+import time
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from typing import Any
 
-from ..measure.passes import UnitName
+from ..fsdp import collectives
+from ..measure.micro_batch import UnitName
+from ..measure.mini_batch import OrdinaryGradient
 from ..search.investigation import Investigation, Token
+from ..version import __version__
+from .in_words import summary
+from .medians import token_medians
+from .schema import SCHEMA
 from .sources import Medians, classify
 from .token_facts import response_kl, response_window, token_evidence
 
@@ -16,10 +24,72 @@ from .token_facts import response_kl, response_window, token_evidence
 _LARGEST_TOKENS = 3
 
 
-def findings(
+def build_event(
+    investigation: Investigation,
+    ordinary: OrdinaryGradient,
+    where: Mapping[str, Any],
+    budget: int,
+    action: str,
+    applied: bool,
+    started: float,
+) -> dict[str, Any]:
+    """The event of a search, the same on every rank. A collective call.
+
+    Args:
+        investigation (Investigation): The search, after its end.
+        ordinary (OrdinaryGradient): What an earlier mini-batch says of ordinary tokens.
+        where (Mapping): `global_step`, `epoch` and `mini_batch`.
+        budget (int): `bisect_budget_steps`.
+        action (str): `spike_action`.
+        applied (bool): Whether it was applied.
+        started (float): What `time.perf_counter` gave when the search began.
+    """
+    mini_batch = investigation.mini_batch
+    medians = token_medians(mini_batch.micro_batches, mini_batch.model.sequence_parallel_size)
+    ordinary_before = ordinary.layer_norms(mini_batch.model)
+    clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
+    with collectives.same_on_all_ranks():
+        event = {
+            "schema": SCHEMA,
+            "gradloc_version": __version__,
+            "time": clocks[0][1],
+            **where,
+            "passes": investigation.passes.count,
+            "action": action,
+            "applied": applied,
+            "trigger": _trigger(investigation),
+            "threshold": investigation.threshold,
+            "global_norm": mini_batch.global_norm(),
+            "global_threshold": mini_batch.global_threshold(investigation.threshold),
+            **_findings(investigation, medians, ordinary_before),
+            "budget": budget,
+            "seconds": max(seconds for seconds, _ in clocks),
+            "search": mini_batch.model.meter.kind,
+            "world_size": mini_batch.model.data_parallel_size,
+            "loss_scale": mini_batch.scale,
+            "layer_clip": None,
+            "drill": None,
+            "replay": None,
+        }
+        event["summary"] = summary(event)
+    return event
+
+
+def _trigger(investigation: Investigation) -> dict[str, Any]:
+    """What started the search."""
+    mini_batch, threshold = investigation.mini_batch, investigation.threshold
+    if mini_batch.trigger == "global":
+        norm, limit = mini_batch.global_norm(), mini_batch.global_threshold(threshold)
+    else:
+        worst = max(investigation.units.values(), key=lambda unit: unit.token_equivalent)
+        norm, limit = worst.norm, threshold * worst.root_square_weight
+    return {"kind": mini_batch.trigger, "norm": norm, "threshold": limit}
+
+
+def _findings(
     investigation: Investigation, medians: Medians, ordinary_before: Mapping[str, float] | None
 ) -> dict[str, Any]:
-    """The fields of an event that hold the findings, the same on every rank.
+    """The fields that hold the findings.
 
     Args:
         investigation (Investigation): The search, after its end.

@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """An event in one sentence."""
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .sources import LAYER_FRACTION, UNLIKELY
+
+logger = logging.getLogger(__name__)
 
 Event = Mapping[str, Any]
 Culprit = Mapping[str, Any]
@@ -40,6 +43,15 @@ _KINDS = {
     "layer": ("a token whose norm is mostly in one layer", "tokens whose norms are mostly in one layer"),
     "other": ("a token that no rule fits", "tokens that no rule fits"),
 }
+
+
+def summary(event: Event) -> str:
+    """What `describe` gives; wording must not cost the event."""
+    try:
+        return describe(event)
+    except Exception:
+        logger.warning("an event is written without its summary", exc_info=True)
+        return ""
 
 
 def describe(event: Event) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..fsdp import collectives
-from ..measure.passes import MicroBatch
+from ..measure.micro_batch import MicroBatch
 
 
 def token_medians(micro_batches: Sequence[MicroBatch], sequence_parallel_size: int = 1) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from torch import Tensor
 from ..fsdp import collectives
 from ..layers.reduced_norms import ReducedNorms
 from .local_norms import LocalNorms
-from .passes import MicroBatch, Passes, TokenSubset, UnitName
+from .micro_batch import MicroBatch, TokenSubset, UnitName
+from .passes import Passes
 
 # The name of a group: units that are searched as one. With the local meter, a group is a single unit: (rank, index of
 # the micro-batch). The reduced meter cannot separate ranks: a group is the units of all ranks with the same index:
@@ -65,6 +66,22 @@ def suspects(units: Mapping[UnitName, Unit], threshold: float) -> list[UnitName]
     return sorted(over, key=lambda name: (-units[name].token_equivalent, name))
 
 
+class RankNorms(NamedTuple):
+    """What each rank measured of a mini-batch in training; every field has shape (ranks,).
+
+    Args:
+        largest (Tensor): The largest norm/sqrt(Σw²) of its micro-batches; NaN counts as infinite.
+        largest_finite (Tensor): The largest finite one, or 0.
+        square (Tensor): The sum of its micro-batches' squared norms.
+        square_weight (Tensor): Σ w_t² over its tokens that can move.
+    """
+
+    largest: Tensor
+    largest_finite: Tensor
+    square: Tensor
+    square_weight: Tensor
+
+
 @dataclass(frozen=True)
 class Level:
     """The size of a mini-batch's gradient, the same on every rank.
@@ -103,12 +120,11 @@ class Meter(Protocol):
     def stop(self) -> Tensor:
         """Stops recording. Returns the rank's squared gradient norms, float64 of shape (layers,); 0 if not measured."""
 
-    def level(self, by_rank: Tensor, reduced_norm: Callable[[], float]) -> Level:
+    def level(self, norms: RankNorms, reduced_norm: Callable[[], float]) -> Level:
         """The size of the mini-batch's gradient.
 
         Args:
-            by_rank (Tensor): Shape (ranks, 4). For each rank: the largest token-equivalent norm of its units, the
-                largest finite one, the sum of its units' squared norms, and Σ w_t² over the tokens that can move.
+            norms (RankNorms): What every rank measured in training.
             reduced_norm (Callable): Measures the reduced gradient.
         """
 
@@ -157,10 +173,10 @@ class LocalMeter:
     def stop(self) -> Tensor:
         return self._local_norms.stop()
 
-    def level(self, by_rank: Tensor, reduced_norm: Callable[[], float]) -> Level:
-        token_norm, finite = by_rank[:, :2].amax(0).tolist()
-        square, square_weight = by_rank[:, 2:].sum(0).tolist()
-        return Level(token_norm, finite, math.sqrt(square / square_weight) if square_weight else None, by_unit=True)
+    def level(self, norms: RankNorms, reduced_norm: Callable[[], float]) -> Level:
+        square, square_weight = float(norms.square.sum()), float(norms.square_weight.sum())
+        root_mean_square = math.sqrt(square / square_weight) if square_weight else None
+        return Level(float(norms.largest.max()), float(norms.largest_finite.max()), root_mean_square, by_unit=True)
 
     def norms(self, squares: Sequence[float]) -> tuple[float | None, dict[str, float]]:
         return math.sqrt(sum(squares)), {
@@ -220,10 +236,10 @@ class ReducedMeter:
     def stop(self) -> Tensor:
         return torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
 
-    def level(self, by_rank: Tensor, reduced_norm: Callable[[], float]) -> Level:
+    def level(self, norms: RankNorms, reduced_norm: Callable[[], float]) -> Level:
         # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
-        global_norm, square_weight = reduced_norm(), float(by_rank[:, 3].sum())
-        whole = Unit(0, 0, 0, math.sqrt(square_weight), global_norm * len(by_rank)).token_equivalent
+        global_norm, square_weight = reduced_norm(), float(norms.square_weight.sum())
+        whole = Unit(0, 0, 0, math.sqrt(square_weight), global_norm * len(norms.square_weight)).token_equivalent
         finite = whole if math.isfinite(whole) else 0.0
         return Level(whole, finite, whole if square_weight else None, by_unit=False, global_norm=global_norm)
 

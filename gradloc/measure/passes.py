@@ -4,8 +4,7 @@
 
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence, Set
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,90 +13,15 @@ from torch import Tensor, nn
 from ..fsdp import collectives
 from ..fsdp.collective_replay import CollectiveReplay
 from ..fsdp.state import all_reduced, clear_gradients, has_gradients, reset_fsdp, set_rng_state
+from .micro_batch import MicroBatch, TokenSubset
 
 logger = logging.getLogger(__name__)
 
 # The type of the value that is read after a pass.
 _Read = TypeVar("_Read")
 
-# A unit's name: (rank, index of the micro-batch in the mini-batch).
-UnitName = tuple[int, int]
-
 # `forward(inputs, rows, response_length)`: see `GradLoc`.
 Forward = Callable[[dict[str, Any], list[int], int], tuple[Tensor | None, Tensor]]
-
-
-@dataclass
-class MicroBatch:
-    """A micro-batch of a training pass, kept until the optimizer step.
-
-    Args:
-        inputs (dict): The inputs of `Forward`.
-        rows (list[int]): Its rows in its rank's mini-batch.
-        rng_state (tuple): torch's random state before the pass.
-        tokens (dict[str, Tensor]): Values of its tokens, each of shape (rows, response length).
-        squares (Tensor): The squared norm of its local gradient in each layer, float64; zero if not measured.
-    """
-
-    inputs: dict[str, Any]
-    rows: list[int]
-    rng_state: tuple[Tensor, Tensor | None]
-    tokens: dict[str, Tensor] = field(default_factory=dict)
-    squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
-
-    def broken(self, scaled: bool) -> Tensor:
-        """Where a log-prob or a coefficient is non-finite, bool of shape (rows, response length).
-
-        Args:
-            scaled (bool): Whether the loss is scaled. If so, an infinite coefficient in half precision does not count,
-                because the scale may have made it overflow.
-        """
-        broken = ~self.tokens["log_prob"].isfinite()
-        for name in ("coefficient", "entropy_coefficient"):
-            if name in self.tokens:
-                coefficient = self.tokens[name]
-                half = coefficient.dtype in (torch.float16, torch.bfloat16)
-                broken |= coefficient.isnan() if scaled and half else ~coefficient.isfinite()
-        return broken
-
-    def portable(self, scale: float, inputs: bool = True) -> "MicroBatch":
-        """A copy on the CPU, with suspicion, without the loss scale, and with or without the inputs."""
-        kept = self.inputs.items() if inputs else ()
-        copies = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in kept}
-        tokens = {
-            name: tensor.cpu() if name == "token_id" else tensor.float().cpu() for name, tensor in self.tokens.items()
-        }
-        for name in ("coefficient", "entropy_coefficient"):
-            tokens[name] = tokens[name] / scale if name in tokens else torch.zeros_like(tokens["weight"])
-        tokens["broken"] = self.broken(scale != 1).cpu()
-        # Computed on one rank for all: the search must be the same on all ranks, and the last bits of exp can differ
-        # between processors.
-        tokens["suspicion"] = suspicion(tokens)
-        return MicroBatch(copies, self.rows, self.rng_state, tokens)
-
-
-def suspicion(tokens: Mapping[str, Tensor]) -> Tensor:
-    """s_t = |∂L/∂log p_t|·(1 − p_t), within a factor √2 of the norm of the loss's gradient w.r.t. the logits.
-
-    An entropy bonus adds its own coefficient times the entropy, a rough estimate of its gradient norm.
-    """
-    found = tokens["coefficient"].abs() * (1 - tokens["log_prob"].exp())
-    if "entropy" in tokens:
-        found = found + tokens["entropy_coefficient"].abs() * tokens["entropy"].abs()
-    return found
-
-
-@dataclass(frozen=True)
-class TokenSubset:
-    """A subset of a micro-batch's tokens.
-
-    Args:
-        micro_batch (MicroBatch): The micro-batch.
-        keep (Tensor): Shape (rows, response length): which tokens (bool), or a factor for each one's gradient (float).
-    """
-
-    micro_batch: MicroBatch
-    keep: Tensor
 
 
 class Passes:

@@ -55,3 +55,13 @@ def square_weight(tokens: Mapping[str, Tensor]) -> Tensor:
         Tensor: float64 of shape (). No host sync.
     """
     return torch.where(movable(tokens), tokens["weight"].double(), 0.0).square().sum()
+
+
+def usable_tokens(tokens: Mapping[str, Tensor], broken: Tensor) -> Tensor:
+    """Where a response token has a weight in the loss and is not broken; bool of shape (rows, response length).
+
+    Args:
+        tokens (Mapping[str, Tensor]): A micro-batch's `response_mask` and `weight`.
+        broken (Tensor): Where a log-prob or a coefficient is not finite, bool of the same shape.
+    """
+    return tokens["response_mask"].bool() & (tokens["weight"] != 0) & ~broken

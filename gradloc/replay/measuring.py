@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..bundles.layout import Row, SavedMicroBatch
 from ..bundles.opening import Bundle
-from ..measure.passes import UnitName
+from ..measure.micro_batch import UnitName
 from .model import Model, forward
 
 # (unit, row in the micro-batch, position in the response).

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..measure.passes import UnitName
+from ..measure.micro_batch import UnitName
 
 
 @dataclass

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..fsdp import collectives
-from ..measure.meter import GroupName, Meter, Unit, suspects
-from ..measure.passes import MicroBatch, Passes, TokenSubset, UnitName
+from ..measure.meter import GroupName, suspects
+from ..measure.micro_batch import MicroBatch, TokenSubset, UnitName
+from ..measure.mini_batch import MiniBatch
 from ..measure.token_weights import movable
 from .broken_rows import BrokenRow
 from .probes import Probe, is_single
@@ -26,20 +27,19 @@ Token = tuple[UnitName, int, int]
 class Investigation:
     """Measures what `Search` asks for until the search ends. All ranks make the same calls and get the same results.
 
+    Making one is a collective call, too.
+
     Args:
+        mini_batch (MiniBatch): The current gradient.
         threshold (float): τ.
         until (str): See `Search`.
         budget (int): The maximum number of passes.
-        meter (Meter): Measures the norms.
-        passes (Passes): Runs the passes.
-        micro_batches (list[MicroBatch]): This rank's micro-batches.
-        units (dict[UnitName, Unit]): The units of all ranks.
-        scale (float): The loss scale of the training passes.
-        global_norm (float): The norm of the reduced gradient.
         ordinary (float | None): The root mean square of ordinary tokens' gradient norms in an earlier mini-batch.
+        reserve (bool): Whether to leave budget for recomputing every micro-batch.
 
     Attributes:
         error (str | None): The error that stopped it.
+        passes (Passes): Runs its passes, and counts them.
         units (dict[UnitName, Unit]): The units of all ranks, with the norms measured during the search.
         micro_batches (dict[UnitName, MicroBatch]): The micro-batches of the units that were searched.
         groups (dict[GroupName, list[UnitName]]): The groups to search, each with its units.
@@ -49,36 +49,34 @@ class Investigation:
 
     def __init__(
         self,
+        mini_batch: MiniBatch,
         threshold: float,
         until: str,
         budget: int,
-        meter: Meter,
-        passes: Passes,
-        micro_batches: list[MicroBatch],
-        units: dict[UnitName, Unit],
-        scale: float,
-        global_norm: float,
         ordinary: float | None,
+        reserve: bool = False,
     ) -> None:
         self.error: str | None = None
-        self.units = units
+        self.mini_batch = mini_batch
+        self.units = units = mini_batch.units()
         self.micro_batches: dict[UnitName, MicroBatch] = {}
         self.measured: dict[Token, list[float]] = {}
-        self.layers = meter.layers
         self.until = until
         self.threshold = threshold
-        self._budget = budget
-        self._meter = meter
-        self._passes = passes
-        self._own = micro_batches
-        self._scale = scale
-        self._global_norm = global_norm
+        self._meter = mini_batch.model.meter
+        self.layers = self._meter.layers
+        self.passes = mini_batch.model.passes(mini_batch.micro_batches, mini_batch.scale)
+        recomputed = 1 + max(index for _, index in units) if reserve else 0
+        self._budget = budget - recomputed if recomputed < budget else budget
+        self._own = mini_batch.micro_batches
+        self._scale = mini_batch.scale
+        self._global_norm = mini_batch.global_norm()
         # The other units of this mini-batch give a better estimate for ordinary tokens than an earlier mini-batch.
         levels = [unit.token_equivalent for unit in units.values() if unit.norm and not unit.is_over(threshold)]
         self.search = Search(threshold, until, statistics.median(levels) if levels else ordinary)
         # The tokens that can be culprits, (rank, row, position) each, int64 of shape (n, 3).
         self._candidates: dict[GroupName, Tensor] = {}
-        self.groups = meter.groups(units, threshold)
+        self.groups = self._meter.groups(units, threshold)
         self._waiting = list(self.groups)
         # Tokens with a non-finite coefficient, and rows with a non-finite log-prob: known without a measurement.
         self._unmeasurable: list[Token] = []
@@ -189,7 +187,7 @@ class Investigation:
             self._waiting = [group for group in self._waiting if self._broken_tokens_of(group)]
         try:
             if self._waiting:
-                self._passes.rehearse()
+                self.passes.rehearse()
             if self._is_broken_without_tokens():
                 self._waiting = []
             self._search_tokens()
@@ -218,21 +216,21 @@ class Investigation:
 
     def _search_tokens(self) -> None:
         width = self._meter.width
-        while self._passes.count < self._budget:
-            while self._waiting and self.search.has_room(width, self._budget - self._passes.count):
+        while self.passes.count < self._budget:
+            while self._waiting and self.search.has_room(width, self._budget - self.passes.count):
                 self._open()
             rows = [row for row in self._broken_rows if not row.settled][:width]
             if rows:
                 self._narrow(rows)
                 continue
             with collectives.same_on_all_ranks():
-                probes = self.search.next(width, self._budget - self._passes.count)
+                probes = self.search.next(width, self._budget - self.passes.count)
             if not probes:
                 if not self._waiting:
                     return
                 self._open()
                 continue
-            squares = self._meter.measure(self._passes, [partial(self._subsets_of, probe) for probe in probes])
+            squares = self._meter.measure(self.passes, [partial(self._subsets_of, probe) for probe in probes])
             for probe, norms in zip(probes, squares.sqrt().tolist(), strict=True):
                 if is_single(probe):
                     self.measured[self.tokens_of(probe)[0]] = norms
@@ -261,7 +259,7 @@ class Investigation:
         for group in sample:
             self._obtain(group)
         probes = [partial(self._empty_subsets_of, group) for group in sample]
-        broken = not self._meter.measure(self._passes, probes).sum(1).isfinite().any()
+        broken = not self._meter.measure(self.passes, probes).sum(1).isfinite().any()
         self._broken_groups += sample if broken else []
         return broken
 
@@ -337,16 +335,16 @@ class Investigation:
         """Runs one pass that narrows down the first bad token in some rows. A collective call."""
         cuts = [(row, index) for row in rows for index in row.cuts(self._meter.width // len(rows))]
         probes = [partial(self._subsets, [(row.unit, row.row, row.positions[i])]) for row, i in cuts]
-        squares = self._meter.measure(self._passes, probes)
+        squares = self._meter.measure(self.passes, probes)
         for (row, index), broken in zip(cuts, ~squares.sum(1).isfinite(), strict=True):
             row.record(index, bool(broken))
 
     def _measure_units_of_culprits(self) -> None:
         """Measures the unknown norms of units with culprits, within the budget. A collective call."""
         for name in sorted({name for name, _, _ in self.culprits if self.units[name].norm is None}):
-            if self._passes.count >= self._budget:
+            if self.passes.count >= self._budget:
                 return
-            (squares,) = self._meter.measure(self._passes, [partial(self._whole, name)])
+            (squares,) = self._meter.measure(self.passes, [partial(self._whole, name)])
             layer_norms = dict(zip(self._meter.layers, squares.sqrt().tolist(), strict=True))
             self.units[name] = replace(self.units[name], norm=float(squares.sum().sqrt()), layer_norms=layer_norms)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -128,7 +130,7 @@ def misaligned(case: Case, shift: float) -> tuple[float, str, list[str]]:
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("verl.utils.gradloc.monitor").addHandler(handler)
+    logging.getLogger("verl.utils.gradloc.gradloc").addHandler(handler)
     actor = build_actor(case, **DETECTION)
     batch = build_batch(case, dist.get_rank())
     batch.batch["rollout_log_probs"] -= shift * batch.batch["response_mask"]
@@ -324,7 +326,9 @@ def update_of_the_worker(case: Case, action: str) -> tuple[str, list[float], lis
         batch.meta_info["global_token_num"] = [1]
         return ActorRolloutRefWorker.update_actor(worker, batch)
 
-    worker, stock = build(dp_actor, spike_action=action, **DETECTION), build(stock_dp_actor())
+    folder = tempfile.TemporaryDirectory()
+    worker = build(dp_actor, spike_action=action, bisect_dump_dir=folder.name, **DETECTION)
+    stock = build(stock_dp_actor())
     events, rates, steps, same = [], [], [], []
     for seed in range(2):
         output = update(worker, seed)
@@ -332,7 +336,10 @@ def update_of_the_worker(case: Case, action: str) -> tuple[str, list[float], lis
             update(stock, seed)
         else:
             stock.actor_lr_scheduler.step()
-        events.append(output.meta_info.get("gradloc_events"))
+        assert set(output.meta_info) == {"metrics"}
+        events.append(worker.actor.gradloc.events)
+        # Rank 0 writes for all.
+        assert sorted(os.listdir(folder.name)) == (["spikes.jsonl", "steps.jsonl"] if dist.get_rank() == 0 else [])
         rates.append(worker.actor_lr_scheduler.get_last_lr()[0])
         state = worker.actor_optimizer.state.values()
         steps.append(max((int(entry["step"]) for entry in state), default=0))

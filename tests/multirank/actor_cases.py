@@ -61,6 +61,7 @@ if ENGINE:
 
     dp_actor = types.SimpleNamespace(DataParallelPPOActor=EngineActor)
 else:
+    from verl.utils.gradloc.adapters import dp_actor as adapter
     from verl.workers.actor import dp_actor
 
 # tests/gpu/ runs these cases on a GPU.
@@ -401,7 +402,7 @@ def build_actor(
     if ENGINE:
         actor.nested = case.nested
     if getattr(actor, "gradloc", None) is not None:
-        compare_collective_calls(actor.gradloc._replay)
+        compare_collective_calls(actor.gradloc._model._replay)
     if case.precision == "float16":
         # The actor's own is for GPUs, and disabled on a CPU.
         actor.scaler = grad_scaler(case.loss_scale)
@@ -430,15 +431,29 @@ def compare_collective_calls(replay: CollectiveReplay) -> None:
 
 
 def checkpoints(actor: Any, scheduler: Any = None, checkpoint_config: dict[str, Any] | None = None) -> Any:
-    """What saves and loads the actor's checkpoints: verl's manager, or the engine around it."""
-    parts = {} if ENGINE else {"layer_clip": actor.layer_clip, "gradloc": actor.gradloc}
+    """What saves and loads the actor's checkpoints: as verl 0.7's worker does, or the engine."""
     manager = FSDPCheckpointManager(
-        actor.actor_module, actor.actor_optimizer, scheduler, checkpoint_config=checkpoint_config, **parts
+        actor.actor_module, actor.actor_optimizer, scheduler, checkpoint_config=checkpoint_config
     )
     if not ENGINE:
-        return manager
+        return WorkerCheckpoints(actor, manager)
     actor.engine.checkpoint_manager = manager
     return actor.engine
+
+
+class WorkerCheckpoints:
+    """The calls around a checkpoint in verl 0.7's worker."""
+
+    def __init__(self, actor: Any, manager: FSDPCheckpointManager) -> None:
+        self.actor, self.manager = actor, manager
+
+    def save_checkpoint(self, folder: str) -> None:
+        self.manager.save_checkpoint(folder)
+        adapter.save_state(self.actor, self.manager, folder)
+
+    def load_checkpoint(self, folder: str) -> None:
+        self.manager.load_checkpoint(folder)
+        adapter.load_state(self.actor, self.manager, folder)
 
 
 def grad_scaler(scale: float) -> ShardedGradScaler:

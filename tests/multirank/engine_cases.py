@@ -184,7 +184,7 @@ def resumed(directory: str, shared: bool) -> tuple[dict[str, Any], dict[str, Any
         return engine
 
     def state(engine: Any) -> dict[str, Any]:
-        return json.loads(json.dumps({name: repr(part.state_dict()) for name, part in engine._parts().items()}))
+        return json.loads(json.dumps({name: repr(part.state_dict()) for name, part in engine.watch._parts().items()}))
 
     first = trained(None, 0)
     first.save_checkpoint(str(path / "checkpoint"))

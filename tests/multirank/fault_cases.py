@@ -200,10 +200,18 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
         if dist.get_rank() != 1:
             return
         if what == "the units":
-            actor.gradloc._own_units = lambda *_: run_out_of_memory()
+            measure = actor.gradloc._measure
+
+            def measured() -> Any:
+                mini_batch = measure()
+                mini_batch._own_units = run_out_of_memory
+                return mini_batch
+
+            actor.gradloc._measure = measured
         else:
-            stop = actor.gradloc._meter._local_norms.stop
-            actor.gradloc._meter._local_norms.stop = lambda: stop() if actor.gradloc._current else run_out_of_memory()
+            norms = actor.gradloc._model.meter._local_norms
+            stop = norms.stop
+            norms.stop = lambda: stop() if actor.gradloc._current else run_out_of_memory()
 
     stock = train(case, stock_dp_actor(), calls=2)
     run = train(case, calls=2, prepare=prepare, **DETECTION)
@@ -215,7 +223,8 @@ def failing_alone(case: Case) -> None:
 
     def prepare(actor: Any) -> None:
         if dist.get_rank() == 1:
-            actor.gradloc._compare_with_rollout = lambda *_: run_out_of_memory()
+            measure = actor.gradloc._measure
+            actor.gradloc._measure = lambda: measure() and run_out_of_memory()
 
     train(case, prepare=prepare, **DETECTION)
 

@@ -414,7 +414,9 @@ def reads_of_a_step(actor: Any) -> list[str]:
             actor.engine._watching = True  # as within `train_batch`
             actor.engine.optimizer_step()
         else:
-            actor._optimizer_step().detach().item()
+            watched = getattr(actor, "watch", None) is not None
+            norm = actor_cases.adapter.optimizer_step(actor, 0, 0) if watched else actor._optimizer_step()
+            norm.detach().item()
     return reads
 
 
@@ -481,14 +483,10 @@ def resume(
 
 
 def change_saved(folder: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes what a checkpoint holds of GradLoc and LayerClip: in verl 0.9, rank 0 writes a file of its own for it."""
-    import actor_cases
-
-    rank = dist.get_rank()
-    name = "gradloc_state" if actor_cases.ENGINE else f"extra_state_world_size_{dist.get_world_size()}_rank_{rank}"
-    if rank == 0 or not actor_cases.ENGINE:
-        path = os.path.join(folder, f"{name}.pt")
-        state = torch.load(path, weights_only=False)
+    """Changes what a checkpoint holds of GradLoc and LayerClip, which rank 0 writes to a file of its own."""
+    if dist.get_rank() == 0:
+        path = os.path.join(folder, "gradloc_state.pt")
+        state = torch.load(path, weights_only=True)
         change(state)
         torch.save(state, path)
     dist.barrier()

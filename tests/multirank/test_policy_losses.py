@@ -10,7 +10,7 @@ from actor_cases import TOKEN_REJECTION, BypassLossConfig, Case
 from test_actor import MODES, Launch, cases, check_planted_tokens, launch
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
-from verl.utils.gradloc.verl.loss_weights import RecordedAggregation
+from verl.utils.gradloc.adapters.loss_weights import RecordedAggregation
 from verl.workers.config import FSDPActorConfig
 
 __all__ = ["launch"]

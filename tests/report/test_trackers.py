@@ -20,8 +20,8 @@ import pytest
 
 from evidence_samples import culprit, drill, event
 from gradloc import record_events
-from gradloc.verl import spike_log, trackers
-from gradloc.verl.spike_log import SpikeLog, add_spike_log
+from gradloc.adapters import spike_log, trackers
+from gradloc.adapters.spike_log import SpikeLog, add_spike_log
 from marked_texts import WORDS, marked
 
 ROOT = Path(__file__).parents[2]

@@ -26,29 +26,28 @@ Record = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def record() -> Record:
-    """Writes an event with one culprit as the trainer does: two ranks with two rows each."""
-    from verl.utils.gradloc.verl.samples import record_update
+    """Writes an event with one culprit as rank 0 of verl 0.7's worker does: the second mini-batch's second row."""
+    from verl.utils.gradloc.adapters.dp_actor import write_evidence
 
     ids = torch.arange(ROWS * (PROMPT + RESPONSE)).reshape(ROWS, -1)
     tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, PROMPT:]}
     # Reward functions of one's own may take anything.
     columns = {"data_source": 3, "uid": uuid.UUID(int=7), "reward_model": "no mapping"}
-    batch = DataProto.from_dict(
+    data = DataProto.from_dict(
         tensors, {name: np.array([value] * ROWS, dtype=object) for name, value in columns.items()}
     )
 
     def write(directory: Path, step: int, metrics: dict[str, Any] | None = None) -> None:
-        actor = SimpleNamespace(bisect_dump_dir=str(directory), ppo_mini_batch_size=ROWS)
-        config = SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=1))
         tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
-        culprits = [{"rank": 1, "row": 1, "position": 2}]
-        event = {"global_step": step, "mini_batch": 0, "world_size": 2, "culprits": culprits, "filler": "x" * 5000}
-        update = {"gradloc_events": [event]}
-        if metrics is not None:
-            update["metrics"] = metrics
-        batch.meta_info["global_steps"] = step
-        record_update(update, batch, config, tokenizer)
-        assert "gradloc_events" not in update
+        culprits = [{"rank": 0, "row": 1, "position": 2}]
+        event = {"global_step": step, "mini_batch": 1, "world_size": 1, "culprits": culprits, "filler": "x" * 5000}
+        actor: Any = SimpleNamespace(
+            config=SimpleNamespace(bisect_dump_dir=str(directory), ppo_mini_batch_size=ROWS // 2),
+            gradloc=SimpleNamespace(events=[event]),
+            watch=SimpleNamespace(sequence_parallel_size=1),
+        )
+        data.meta_info["global_steps"] = step
+        write_evidence(actor, data, tokenizer, metrics or {})
 
     return write
 
@@ -67,18 +66,16 @@ def events(directory: Path) -> list[dict[str, Any]]:
 def test_the_culprit_is_described(record: Record, tmp_path: Path) -> None:
     record(tmp_path, 1)
     (event,) = events(tmp_path)
-    # Row 1 of rank 1 is row 3 of the batch, which begins with token 24.
+    # Row 3 of the data begins with token 24.
     (culprit,) = event["culprits"]
     assert culprit["token"] == "29" and culprit["prompt"] == "24 25 26"
     assert culprit["data_source"] == "3" and culprit["uid"] == str(uuid.UUID(int=7)) and culprit["ground_truth"] is None
 
 
 def test_every_step_has_a_line(record: Record, tmp_path: Path) -> None:
-    # As the workers' metrics come back: a list of the values of all ranks.
-    metrics = {"actor/gradloc/token_norm_max": [120.5, 120.5], "actor/gradloc/triggered": [1, 1], "actor/lr": [1, 1]}
+    metrics = {"actor/gradloc/token_norm_max": 120.5, "actor/gradloc/triggered": 1, "actor/lr": 1}
     record(tmp_path, 1, metrics)
-    record(tmp_path, 2, metrics | {"actor/gradloc/spike_margin": [float("inf")] * 2})
-    record(tmp_path, 3, {"actor/lr": [1, 1]})  # without detection
+    record(tmp_path, 2, metrics | {"actor/gradloc/spike_margin": float("inf")})
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [(line["global_step"], line["token_norm_max"], line["triggered"]) for line in lines] == [
         (1, 120.5, 1),

@@ -1,4 +1,4 @@
-"""What the driver logs of an update with many spikes."""
+"""What rank 0 logs of an update with many spikes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 def test_few_lines_are_logged_of_an_update(
     count: int, lines: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from verl.utils.gradloc.verl.samples import write_update
+    from verl.utils.gradloc.adapters.update_evidence import write_update
 
     events: list[dict[str, Any]] = [
         {"global_step": 3, "summary": f"sum {index}.", "drill": {} if index == 0 else None} for index in range(count)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gradloc.auto_threshold import WARMUP, WINDOW, AutoThreshold
+from gradloc.threshold import WARMUP, WINDOW, AutoThreshold
 
 Noise = Callable[[random.Random], float]
 

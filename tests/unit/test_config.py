@@ -14,7 +14,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.gradloc.verl.trainer_checks import check_trainer
+from verl.utils.gradloc.adapters.trainer_checks import check_trainer
 from verl.workers.config import FSDPActorConfig
 
 pytestmark = pytest.mark.every_target

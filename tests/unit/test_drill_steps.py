@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradloc import GradLoc, GradLocConfig, drill
 from gradloc.drill import Planted
 from gradloc.measure.meter import Unit
-from gradloc.measure.passes import MicroBatch
+from gradloc.measure.micro_batch import MicroBatch
 
 VOCABULARY, LENGTH, HEALTHY_ROW = 11, 4, 2
 
@@ -45,7 +45,7 @@ def drilled_event(step: int, rows: int = 4) -> dict[str, Any]:
         gradloc.observe(noted, None, weight, response_mask=torch.ones(1, LENGTH), token_id=inputs["ids"])
         (-noted * weight).sum().backward()
         gradloc.end_pass()
-    assert gradloc.locate(epoch=0, mini_batch=0)
+    assert gradloc.locate(epoch=0, mini_batch=0).take_step
     (event,) = gradloc.events
     return event
 

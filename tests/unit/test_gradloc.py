@@ -185,7 +185,7 @@ def test_a_gradient_that_is_broken_where_there_is_no_token(meter: str, scale: fl
         (log_prob * none).sum().backward()
         gradloc.end_pass()
     model.bias.grad.fill_(math.nan)
-    assert gradloc.locate(0, 0)
+    assert gradloc.locate(0, 0).take_step
     (event,) = gradloc.events
     assert event["diagnosis"] == diagnosis and event["culprits"] == [] and event["error"] is None
     assert model.bias.grad.isnan().all()

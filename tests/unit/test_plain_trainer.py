@@ -46,7 +46,7 @@ def train_pass(model: nn.Module, forward: Forward, config: GradLocConfig | None)
     (-log_prob * advantage * weight).sum().backward()
     if gradloc is not None:
         gradloc.end_pass()
-        assert gradloc.locate(epoch=0, mini_batch=0)
+        assert gradloc.locate(epoch=0, mini_batch=0).take_step
     return gradloc
 
 

@@ -29,9 +29,9 @@ from transformers import (
 )
 from transformers.utils import hub
 
+from gradloc.adapters.replay_bundles import _model_facts
 from gradloc.replay.__main__ import main
 from gradloc.replay.folders import safe_model
-from gradloc.verl.replay_bundles import _model_facts
 
 __all__ = ["bundle", "kept"]
 

@@ -16,7 +16,7 @@ LAZY = {
     "bundles": {"safetensors"},
     "report": {"numpy", "plotly", "rich"},
     "replay": {"peft", "transformers"},
-    "verl": {"mlflow", "pandas"},
+    "adapters": {"mlflow", "pandas"},
 }
 # Files that are imported where they are needed, and so may need more themselves.
 IMPORTED_LATE = {"report.terminal": {"rich"}, "replay.terminal": {"rich"}}
@@ -105,7 +105,7 @@ def test_a_file_needs_only_torch_and_the_standard_library(name: str) -> None:
         for module in names:
             top = module.split(".")[0]
             allowed = {"torch", *sys.stdlib_module_names, *IMPORTED_LATE.get(name, set())}
-            if room == "verl":
+            if room == "adapters":
                 allowed |= {"tensordict", "verl"}  # verl's data are TensorDicts
             if not at_once:
                 allowed |= LAZY.get(room, set())

@@ -12,7 +12,7 @@ from gradloc.evidence import schema
 from gradloc.evidence.medians import token_medians
 from gradloc.evidence.sources import RULES, SOURCES, UNLIKELY, classify
 from gradloc.evidence.token_facts import find_behind_end, token_evidence
-from gradloc.measure.passes import MicroBatch
+from gradloc.measure.micro_batch import MicroBatch
 from gradloc.report import meanings
 
 MEDIANS = {"median_advantage": 1.0, "median_weight": 0.1}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from ray.exceptions import RayTaskError
-from verl.utils.gradloc.verl.spike_stop import EXIT_CODE, RepeatedSpikes, SpikeStop, exit_at_repeated_spikes
+from verl.utils.gradloc.adapters.spike_stop import EXIT_CODE, RepeatedSpikes, SpikeStop, exit_at_repeated_spikes
 
 from tools.launcher import main as launcher
 

@@ -33,7 +33,7 @@ def test_norm_and_threshold_are_of_one_mini_batch(sizes: tuple[float, float], la
     model, given = nn.Embedding(5, 5), (2e6, 1e6)
     gradloc = GradLoc(model, GradLocConfig(threshold="auto"), forward=lambda *_: (None, torch.zeros(1, 2)))
     automatic: Any = Thresholds(*given)
-    gradloc._auto_threshold = automatic
+    gradloc._threshold._automatic = automatic
     gradloc.start_update(1)
     for index, size in enumerate(sizes):
         model.zero_grad()
@@ -43,7 +43,7 @@ def test_norm_and_threshold_are_of_one_mini_batch(sizes: tuple[float, float], la
         gradloc.observe(log_prob, None, torch.full((1, 2), 0.5), response_mask=torch.ones(1, 2), token_id=ids)
         (-size * 0.5 * log_prob).sum().backward()
         gradloc.end_pass()
-        assert gradloc.locate(epoch=0, mini_batch=index)
+        assert gradloc.locate(epoch=0, mini_batch=index).take_step
     metrics = {name.removeprefix("actor/gradloc/"): value for name, value in gradloc.metrics().items()}
     assert metrics["threshold"] == given[largest]
     assert metrics["spike_margin"] == pytest.approx(metrics["token_norm_max"] / metrics["threshold"])

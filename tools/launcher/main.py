@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / ".embedded"
 REFUSED, FAILED = 2, 1
 DUMP_KEY = f"{settings.ACTOR}.bisect_dump_dir"
-# The exit code of a run that spike_action=stop has ended: EXIT_CODE in gradloc/verl/spike_stop.py.
+# The exit code of a run that spike_action=stop has ended: EXIT_CODE in gradloc/adapters/spike_stop.py.
 STOPPED = 76
 # How the sentence begins that such a run ends with.
 STOPPING = "Training ends after step "

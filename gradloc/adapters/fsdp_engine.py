@@ -6,27 +6,24 @@
 # mypy: disable-error-code="attr-defined"
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.padding import no_padding_2_padding
 
-from ..evidence.token_facts import find_behind_end
 from ..fsdp import collectives
+from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
-from ..monitor import GradLoc
-from .end_tokens import end_tokens
-from .engine_evidence import EngineEvidence
-from .loss_weights import RecordedAggregation, kl_coefficients
-from .replay_bundles import build_recorder, ragged_rows
+from .replay_bundles import ragged_rows
+from .update_evidence import Sample, UpdateEvidence
+from .watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +40,6 @@ _EVIDENCE_KEYS = {
     "rollout_log_prob": "rollout_log_probs",
 }
 
-_STATE_FILE = "gradloc_state.pt"
-
 
 class WatchedEngine:
     """Watches the training passes of an FSDP engine, which comes behind it in the order of bases.
@@ -56,25 +51,36 @@ class WatchedEngine:
     metrics are in the output, and rank 0 writes its evidence.
 
     Attributes:
-        gradloc (GradLoc | None): None where it is off, or before the first `train_batch`. Its `events` are those of the
-            last `train_batch`; a culprit's `row` is its row in the data given to that.
-        layer_clip (LayerClip | None): The same.
+        watch (Watch | None): GradLoc and LayerClip; None before the first `train_batch`.
     """
 
-    gradloc: GradLoc | None = None
-    layer_clip: LayerClip | None = None
+    watch: Watch | None = None
     _settings: Any = None
-    _saved_state: Mapping[str, Any] | None = None
+    # The folder of a checkpoint that was loaded before there was a watch; "" for one without extra state.
+    _loaded_folder: str | None = None
     _watching = False
     _pass_open = False
     _mini_batches = 0
     _earlier_mini_batches = 0
 
+    @property
+    def gradloc(self) -> GradLoc | None:
+        """None where it is off. Its `events` are those of the last `train_batch`.
+
+        A culprit's `row` is its row in the data given to that.
+        """
+        return None if self.watch is None else self.watch.gradloc
+
+    @property
+    def layer_clip(self) -> LayerClip | None:
+        """None where it is off."""
+        return None if self.watch is None else self.watch.layer_clip
+
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
         config = _actor_config(loss_function)
         if config is not None and self._settings is None:
             self._build(config)
-        if self.gradloc is None and self.layer_clip is None:
+        if self.watch is None:
             return super().train_batch(data, loss_function)  # type: ignore[misc]
         update, updates = tu.get(data, "update_of_step", (0, 1))
         self._place(tu.get(data, "epoch_and_mini_batch", (0, 0)), update)
@@ -88,13 +94,13 @@ class WatchedEngine:
             outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
         finally:
             self._watching = self._pass_open = False
-            self._aggregation.stop()
+            self.watch.aggregation.stop()
             data.pop(_ROW, None)
-        metrics = self._metrics() if last else {}
+        metrics = self.watch.metrics() if last else {}
         if self.gradloc is not None:
-            self._evidence.add(step, self.gradloc.events, data)
+            self._evidence.add(self.gradloc.events, lambda _, culprit: _sample(data, culprit["row"]))
             if last:
-                self._evidence.write(metrics)
+                self._evidence.write(step, metrics)
         if self.is_mp_src_rank_with_outputs():
             outputs["metrics"].update({name: _metric(value) for name, value in metrics.items()})
         return outputs
@@ -117,90 +123,46 @@ class WatchedEngine:
     def optimizer_step(self) -> float:
         if not self._watching:
             return super().optimizer_step()  # type: ignore[misc]
+        assert self.watch is not None
         self._end_pass()
-        gradloc, layer_clip = self.gradloc, self.layer_clip
-        squared_norms = None
-        if gradloc is not None:
-            step = gradloc.locate(*self._where)
-            squared_norms = gradloc.squared_norms
-            if not step:
-                if layer_clip is not None:
-                    assert squared_norms is not None  # a spike is found by them
-                    gradloc.add_to_event(layer_clip=layer_clip.preview(squared_norms))
-                return float(gradloc.events[-1]["global_norm"])
-        if layer_clip is None:
-            return super().optimizer_step()  # type: ignore[misc]
-        if squared_norms is None:
-            squared_norms = layer_clip.squared_norms() / self._loss_scale() ** 2
-        # It clips the scaled gradient: the engine unscales it afterwards.
-        unclipped_norm = layer_clip.clip(squared_norms)
-        if gradloc is not None:
-            gradloc.add_to_event(layer_clip=layer_clip.last_step)
-        super().optimizer_step()  # type: ignore[misc]
-        return float(unclipped_norm)
+        take_step, norm = self.watch.before_step(*self._where)
+        clipped_norm = super().optimizer_step() if take_step else None  # type: ignore[misc]
+        if norm is None:
+            assert clipped_norm is not None  # a step that is left out has a norm
+            return clipped_norm
+        return norm
 
     def save_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         super().save_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
-        extra = getattr(self.checkpoint_manager, "should_save_extra", True)
-        if extra and collectives.rank() == 0 and (self.gradloc is not None or self.layer_clip is not None):
-            state = {name: part.state_dict() for name, part in self._parts().items()}
-            torch.save(state, os.path.join(local_path, _STATE_FILE))
+        if self.watch is not None and getattr(self.checkpoint_manager, "should_save_extra", True):
+            self.watch.save(local_path)
 
     def load_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         super().load_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
         extra = getattr(self.checkpoint_manager, "should_load_extra", True)
-        path = os.path.join(local_path, _STATE_FILE) if extra and local_path else ""
-        # Rank 0 wrote it, perhaps to a folder that the other nodes do not share.
-        self._saved_state = _read_state(path) if collectives.rank() == 0 else {}
-        self._restore()
-
-    def _parts(self) -> dict[str, GradLoc | LayerClip]:
-        parts = {"gradloc": self.gradloc, "layer_clip": self.layer_clip}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    def _restore(self) -> None:
-        """Gives the parts rank 0's state of the checkpoint, which may be loaded before they are made."""
-        if self._saved_state is not None and self._settings is not None:
-            if parts := self._parts():
-                saved = collectives.broadcast(lambda: self._saved_state, 0)
-                for name, part in parts.items():
-                    part.load_state_dict(saved.get(name))
-            self._saved_state = None
+        self._loaded_folder = local_path if extra and local_path else ""
+        if self.watch is not None:
+            self.watch.load(self._loaded_folder)
 
     def _build(self, config: Any) -> None:
         self._settings = config
-        self._aggregation = RecordedAggregation()
-        module: nn.Module = self.module
-        self._end_tokens = end_tokens(module)
-        device = get_device_name()
-        if config.layer_clip.enable:
-            self.layer_clip = LayerClip(module, config.layer_clip, device=device)
-        if config.spike_detection:
-            group_size: int = self.ulysses_sequence_parallel_size
-            # TiledMLP computes a weight's gradient in parts, which the local meter would take for several gradients.
-            tiled_mlp = any(getattr(child, "is_tiled_mlp", False) for child in module.modules())
-            self.gradloc = GradLoc(
-                module,
-                config.gradloc_config(),
-                forward=partial(_forward_rows, self),
-                device=device,
-                loss_scale=self._loss_scale,
-                squared_norms=None if self.layer_clip is None else self.layer_clip.squared_norms,
-                sequence_parallel_size=group_size,
-                meter="reduced" if tiled_mlp else "local",
-                recover=getattr(module, "reset_activation_offloading", None),
-                recorder=build_recorder(
-                    module,
-                    config,
-                    ragged_rows,
-                    dtype=getattr(self, "_autocast_dtype", torch.bfloat16),
-                    grad_clip=self.optimizer_config.clip_grad,
-                    layer_clip=self.layer_clip,
-                ),
-            )
-            tokenizer = getattr(self.model_config, "tokenizer", None)
-            self._evidence = EngineEvidence(config.bisect_dump_dir, tokenizer, group_size)
-        self._restore()
+        if not (config.spike_detection or config.layer_clip.enable):
+            return
+        group_size: int = self.ulysses_sequence_parallel_size
+        self.watch = Watch(
+            self.module,
+            config,
+            partial(_forward_rows, self),
+            ragged_rows,
+            loss_scale=self._loss_scale,
+            sequence_parallel_size=group_size,
+            dtype=getattr(self, "_autocast_dtype", torch.bfloat16),
+            grad_clip=self.optimizer_config.clip_grad,
+        )
+        tokenizer = getattr(self.model_config, "tokenizer", None)
+        self._evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, group_size)
+        if self._loaded_folder is not None:
+            self.watch.load(self._loaded_folder)
 
     def _place(self, epoch_and_mini_batch: Sequence[int], update: int) -> None:
         """Sets the mini-batch's place in its step, from that in its update."""
@@ -239,61 +201,32 @@ class WatchedEngine:
         dp_group: Any = None,
     ) -> Any:
         """The loss, with the tokens that it is computed from observed."""
+        assert self.watch is not None
+        assert loss_function is not None  # the engine's loss is only left out without a backward
         # The loss takes flat values, too, and only a tensor that it was given itself sees its gradient.
         flat = {name: model_output[name].values() for name in ("log_probs", "entropy") if name in model_output}
-        self._aggregation.start()
-        assert loss_function is not None  # the engine's loss is only left out without a backward
+        self.watch.aggregation.start()
         try:
             loss = loss_function(model_output={**model_output, **flat}, data=data, dp_group=dp_group)
         finally:
-            self._aggregation.stop()
-        assert self.gradloc is not None
-        config = self._settings
+            self.watch.aggregation.stop()
         facts = {name: _padded(data[key]) for name, key in _EVIDENCE_KEYS.items() if key in data.keys()}
-        mask = facts["response_mask"]
-        as_response = _response_cutter(inputs, mask)
+        as_response = _response_cutter(inputs, facts["response_mask"])
         padded = {name: as_response(values.detach()) for name, values in flat.items()}
-        options = config.global_batch_info
-        if config.use_kl_loss:
-            facts["kl_coefficient"] = kl_coefficients(
-                config, mask, padded["log_probs"], facts["ref_log_prob"], **options
-            )
-        if self._end_tokens:
-            facts["behind_end"] = find_behind_end(facts["token_id"], mask, self._end_tokens)
-        self.gradloc.observe(
-            log_prob=padded["log_probs"],
-            entropy=padded.get("entropy"),
-            weight=self._aggregation.weights(config, mask, **options),
-            sources={
-                name: (flat[key], as_response)
-                for name, key in (("coefficient", "log_probs"), ("entropy_coefficient", "entropy"))
-                if key in flat
-            },
-            **facts,
-        )
+        sources = {
+            name: (flat[key], as_response)
+            for name, key in (("coefficient", "log_probs"), ("entropy_coefficient", "entropy"))
+            if key in flat
+        }
+        options = self._settings.global_batch_info
+        self.watch.observe(padded["log_probs"], padded.get("entropy"), facts, sources=sources, **options)
         return loss
-
-    def _metrics(self) -> dict[str, Any]:
-        """The update's figures for the training log."""
-        return {name: value for part in self._parts().values() for name, value in part.metrics().items()}
 
 
 def _actor_config(loss_function: Callable[..., Any]) -> Any:
     """The actor's configuration that the loss is bound to; None for another loss."""
     config = getattr(loss_function, "keywords", {}).get("config")
     return config if hasattr(config, "gradloc_config") else None
-
-
-def _read_state(path: str) -> dict[str, Any]:
-    """The state that `save_checkpoint` wrote; empty if there is none."""
-    if not os.path.isfile(path):
-        return {}
-    try:
-        return torch.load(path, weights_only=True)
-    except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); restore it, or remove it to let GradLoc and LayerClip start over"
-        ) from error
 
 
 def _metric(value: float | list[float]) -> Metric:
@@ -398,6 +331,19 @@ def _forward_rows(
     unwatched = super(WatchedEngine, engine).forward_step  # type: ignore[misc]
     unwatched(batch, capture, False)
     return captured.get("entropy"), captured["log_probs"]
+
+
+def _sample(data: TensorDict, row: int) -> Sample:
+    """A row of the data that `train_batch` was given."""
+    ids, responses = data["input_ids"][row], data["responses"]
+    if responses.is_nested:
+        length = len(responses[row])
+    else:
+        length = int(data["attention_mask"][row, -responses.shape[1] :].sum())
+    scores = [data[key][row].sum().item() for key in ("token_level_scores", "rm_scores") if key in data.keys()]
+    columns = {key: tu.get(data, key)[row] for key in ("reward_model", "data_source", "uid") if key in data.keys()}
+    prompt = len(ids) - length
+    return Sample(ids[:prompt].tolist(), ids[prompt:].tolist(), scores[0] if scores else None, columns)
 
 
 def watch_fsdp_engines() -> None:

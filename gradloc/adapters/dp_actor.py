@@ -1,0 +1,195 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The adapter for the `DataParallelPPOActor` of verl 0.7.0 and 0.7.1: what the hooks in it and its worker call.
+
+The actor owns `watch`, and with it `gradloc` and `layer_clip`. Each is None where it is off.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from verl.utils.device import get_device_id
+
+from ..gradloc import GradLoc
+from ..layers.layer_clip import LayerClip
+from .replay_bundles import padded_rows
+from .rows import forward_inputs, select_rows
+from .update_evidence import Sample, UpdateEvidence
+from .watch import Watch
+
+if TYPE_CHECKING:
+    from verl import DataProto
+    from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+    from verl.workers.actor.dp_actor import DataParallelPPOActor
+
+# The evidence's names for what is known of a token, and where a micro-batch holds it.
+_EVIDENCE_KEYS = {
+    "token_id": "responses",
+    "response_mask": "response_mask",
+    "advantage": "advantages",
+    "ref_log_prob": "ref_log_prob",
+    "rollout_log_prob": "rollout_log_probs",
+}
+
+
+def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, LayerClip | None]:
+    """What watches an actor that is trained with `spike_detection` or `layer_clip.enable`; None for what is off."""
+    config = actor.config
+    on = config.get("spike_detection", False) or config.get("layer_clip", {}).get("enable", False)
+    if actor.actor_optimizer is None or not on:
+        return None, None, None
+    watch = Watch(
+        actor.actor_module,
+        config,
+        partial(forward_rows, actor),
+        padded_rows,
+        loss_scale=lambda: 1.0 if actor.scaler is None else actor.scaler.get_scale(),
+        sequence_parallel_size=actor.ulysses_sequence_parallel_size,
+        dtype=actor.param_dtype,
+        grad_clip=config.grad_clip,
+    )
+    return watch, watch.gradloc, watch.layer_clip
+
+
+def forward_rows(
+    actor: "DataParallelPPOActor", inputs: dict[str, Any], rows: list[int], response_length: int
+) -> tuple[Tensor | None, Tensor]:
+    """The actor's forward of some rows of a micro-batch: `forward` as `GradLoc` takes it."""
+    outputs = actor._forward_micro_batch(
+        select_rows(inputs, rows, response_length, get_device_id()),
+        temperature=inputs["temperature"],
+        calculate_entropy=actor.config.entropy_coeff != 0,
+    )
+    # verl 0.7.1 gives by name what 0.7.0 gives in this order.
+    entropy, log_prob = (outputs.get("entropys"), outputs["log_probs"]) if isinstance(outputs, dict) else outputs
+    return None if entropy is None else entropy[:, :response_length], log_prob[:, :response_length]
+
+
+def reports_ref_log_prob(actor: "DataParallelPPOActor", data: "DataProto") -> bool:
+    """Whether the reference's log-probs are to be kept though no KL loss needs them: those of a KL penalty."""
+    return actor.gradloc is not None and "ref_log_prob" in data.batch.keys()
+
+
+def start_update(actor: "DataParallelPPOActor", data: "DataProto") -> None:
+    if actor.gradloc is not None:
+        actor.gradloc.start_update(data.meta_info.get("global_steps"))
+
+
+def begin_pass(
+    actor: "DataParallelPPOActor", model_inputs: dict[str, Any], temperature: float, rows: Sequence[int]
+) -> None:
+    """Called before a micro-batch's forward.
+
+    Args:
+        actor (DataParallelPPOActor): The actor.
+        model_inputs (dict): The micro-batch.
+        temperature (float): The rollout's, which the forward divides the logits by.
+        rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
+    """
+    if actor.gradloc is not None:
+        actor.gradloc.begin_pass({**forward_inputs(model_inputs), "temperature": temperature}, rows)
+        actor.watch.aggregation.start()
+
+
+def observe(
+    actor: "DataParallelPPOActor",
+    model_inputs: dict[str, Any],
+    entropy: Tensor | None,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    loss_scale_factor: float,
+) -> None:
+    """Called between a micro-batch's loss and its backward.
+
+    Args:
+        actor (DataParallelPPOActor): The actor.
+        model_inputs (dict): The micro-batch.
+        entropy (Tensor, optional): Of shape (batch size, response length), as all that follow.
+        log_prob (Tensor): What the loss is computed from.
+        old_log_prob (Tensor): What the loss compares it with.
+        loss_scale_factor (float): The micro-batch's part in the mini-batch's loss.
+    """
+    if actor.gradloc is not None:
+        facts = {name: model_inputs[key] for name, key in _EVIDENCE_KEYS.items() if key in model_inputs}
+        facts["old_log_prob"] = old_log_prob
+        actor.watch.observe(log_prob, entropy, facts, loss_scale_factor)
+
+
+def end_pass(actor: "DataParallelPPOActor") -> None:
+    """Called after a micro-batch's backward."""
+    if actor.gradloc is not None:
+        actor.gradloc.end_pass()
+
+
+def optimizer_step(actor: "DataParallelPPOActor", epoch: int, mini_batch: int) -> Tensor:
+    """The actor's optimizer step, unless `spike_action` leaves it out. A collective call.
+
+    Args:
+        actor (DataParallelPPOActor): The actor.
+        epoch (int): The PPO epoch.
+        mini_batch (int): The mini-batch's index in the update.
+
+    Returns:
+        Tensor: The norm of the gradient before any clipping, shape ().
+    """
+    take_step, norm = (True, None) if actor.watch is None else actor.watch.before_step(epoch, mini_batch)
+    clipped_norm = actor._optimizer_step() if take_step else None
+    if norm is None:
+        assert clipped_norm is not None  # a step that is left out has a norm
+        return clipped_norm
+    return torch.tensor(norm, dtype=torch.float64)
+
+
+def metrics(actor: "DataParallelPPOActor") -> dict[str, Any]:
+    """The update's figures for the training log."""
+    return {} if actor.watch is None else actor.watch.metrics()
+
+
+def write_evidence(
+    actor: "DataParallelPPOActor", data: "DataProto", tokenizer: Any, metrics: Mapping[str, Any]
+) -> None:
+    """Writes the evidence of an update. A collective call.
+
+    Args:
+        actor (DataParallelPPOActor): The actor.
+        data (DataProto): What `update_policy` was given.
+        tokenizer (PreTrainedTokenizer): The actor's.
+        metrics (Mapping): What `update_policy` returned.
+    """
+    if actor.gradloc is None:
+        return
+
+    def sample_of(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> Sample:
+        return _sample(data[event["mini_batch"] * actor.config.ppo_mini_batch_size + culprit["row"]])
+
+    evidence = UpdateEvidence(actor.config.bisect_dump_dir, tokenizer, actor.watch.sequence_parallel_size)
+    evidence.add(actor.gradloc.events, sample_of)
+    evidence.write(data.meta_info.get("global_steps"), metrics)
+
+
+def save_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str) -> None:
+    """Called after a checkpoint was saved."""
+    if actor.watch is not None and manager.should_save_extra:
+        actor.watch.save(folder)
+
+
+def load_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str) -> None:
+    """Called after a checkpoint was loaded. A collective call."""
+    if actor.watch is not None:
+        actor.watch.load(folder if manager.should_load_extra else None)
+
+
+def _sample(row: Any) -> Sample:
+    """A row of a DataProto."""
+    response_length = row.batch["responses"].shape[-1]
+    valid, ids = row.batch["attention_mask"].bool(), row.batch["input_ids"]
+    scores = row.batch.get("token_level_scores")
+    return Sample(
+        ids[:-response_length][valid[:-response_length]].tolist(),
+        ids[-response_length:][valid[-response_length:]].tolist(),
+        None if scores is None else scores.sum().item(),
+        row.non_tensor_batch,
+    )

@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The evidence of an update: each rank describes its own culprits, and rank 0 writes."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..evidence.in_words import describe
+from ..evidence.token_facts import text_evidence
+from ..evidence.writer import STEP_FIGURES, record_events, record_step
+from ..fsdp import collectives
+
+logger = logging.getLogger(__name__)
+
+# How many events of an update are logged one by one.
+_LOGGED_EVENTS = 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A row of the data that a rank trains on.
+
+    Args:
+        prompt (list[int]): The prompt's token ids without padding.
+        response (list[int]): The response's token ids without padding.
+        reward (float, optional): The sum of its scores.
+        columns (Mapping): Its values in verl's columns `reward_model`, `data_source` and `uid`, as far as there are.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    reward: float | None
+    columns: Mapping[str, Any]
+
+
+class UpdateEvidence:
+    """Collects the events of an update's mini-batches.
+
+    Args:
+        directory (str): Where they are written.
+        tokenizer (PreTrainedTokenizer, optional): The actor's; without one, culprits have no text.
+        sequence_parallel_size (int): How many neighbouring ranks have the same data.
+    """
+
+    def __init__(self, directory: str, tokenizer: Any, sequence_parallel_size: int) -> None:
+        self._directory = directory
+        self._tokenizer = tokenizer
+        self._own_rank, self._duplicate = divmod(collectives.rank(), sequence_parallel_size)
+        self._events: list[dict[str, Any]] = []
+
+    def add(
+        self, events: Sequence[dict[str, Any]], sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample]
+    ) -> None:
+        """Adds events, and to their culprits what the data say of them. A collective call.
+
+        Args:
+            events (Sequence[dict]): The same on every rank; they are changed.
+            sample_of (Callable): The sample of an event's culprit, both given, on the rank that has it; may raise.
+        """
+        self._events += events
+        culprits = [(event, culprit) for event in events for culprit in event["culprits"]]
+        if not culprits:
+            return
+        own = [
+            (index, found)
+            for index, (event, culprit) in enumerate(culprits)
+            if not self._duplicate and culprit["rank"] == self._own_rank
+            for found in self._facts(event, culprit, sample_of)
+        ]
+        for of_rank in collectives.gather_objects(own):
+            for index, found in of_rank:
+                culprits[index][1].update(found)
+        for event in events:
+            try:
+                event["summary"] = describe(event)
+            except Exception:
+                logger.warning("a gradient spike is written without its texts in its summary", exc_info=True)
+
+    def write(self, global_step: int | None, metrics: Mapping[str, Any]) -> None:
+        """Ends an update: rank 0 writes its events and, from its metrics, the step's figures. Never raises for them."""
+        events, self._events = self._events, []
+        if collectives.rank() == 0:
+            names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
+            figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
+            write_update(self._directory, global_step, events, figures)
+
+    def _facts(
+        self,
+        event: Mapping[str, Any],
+        culprit: Mapping[str, Any],
+        sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample],
+    ) -> list[dict[str, Any]]:
+        """The text around a culprit, and what its sample was rewarded for; nothing if that fails."""
+        try:
+            return [_facts(sample_of(event, culprit), culprit["position"], self._tokenizer)]
+        except Exception:
+            logger.warning("a culprit of a gradient spike is written without its text", exc_info=True)
+            return []
+
+
+def write_update(
+    directory: str, global_step: int | None, events: Sequence[dict[str, Any]], figures: Mapping[str, Any]
+) -> None:
+    """Logs the events of an update, and writes them and the step's figures.
+
+    Args:
+        directory (str): Where to.
+        global_step (int, optional): The trainer's step.
+        events (Sequence[dict]): With the facts on all culprits.
+        figures (Mapping): `STEP_FIGURES` by name.
+    """
+    if figures:
+        record_step(directory, global_step, figures)
+    for event in events[:_LOGGED_EVENTS]:
+        what = "Gradient spike" if event.get("drill") is None else "Spike drill"
+        logger.warning("%s in step %s: %s", what, event["global_step"], event.get("summary", ""))
+    if len(events) > _LOGGED_EVENTS:
+        more = len(events) - _LOGGED_EVENTS
+        logger.warning("%d more gradient spikes in step %s: see the report on %s", more, global_step, directory)
+    record_events(directory, events)
+
+
+def _facts(sample: Sample, position: int, tokenizer: Any) -> dict[str, Any]:
+    reward_model, columns = sample.columns.get("reward_model"), sample.columns
+    return {
+        **(text_evidence(tokenizer, sample.prompt, sample.response, position) if tokenizer is not None else {}),
+        "ground_truth": reward_model.get("ground_truth") if isinstance(reward_model, dict) else None,
+        "reward": sample.reward,
+        "data_source": str(columns["data_source"]) if "data_source" in columns else None,
+        "uid": str(columns["uid"]) if "uid" in columns else None,
+    }

@@ -1,0 +1,176 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""GradLoc and LayerClip of an actor: what the adapters of all verl versions share."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from verl.utils.device import get_device_name
+
+from ..bundles.layout import Row
+from ..evidence.token_facts import find_behind_end
+from ..fsdp import collectives
+from ..gradloc import GradLoc
+from ..layers.layer_clip import LayerClip
+from ..measure.passes import Forward
+from .end_tokens import end_tokens
+from .loss_weights import RecordedAggregation, kl_coefficients
+from .replay_bundles import build_recorder
+
+# Beside an actor's checkpoint.
+STATE_FILE = "gradloc_state.pt"
+
+
+class Watch:
+    """GradLoc and LayerClip of an actor that is trained, each of which may be off.
+
+    Args:
+        module (nn.Module): The model, sharded or not.
+        config (ActorConfig): verl's configuration of the actor.
+        forward (Callable): See `GradLoc`.
+        rows_of (Callable): Converts the inputs of `forward` to samples; see `Recorder`.
+        loss_scale (Callable): Returns the loss scale of the backward passes.
+        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
+        dtype (torch.dtype): What the model computes in.
+        grad_clip (float, optional): The norm that the global clip leaves.
+
+    Attributes:
+        gradloc (GradLoc | None): None where it is off.
+        layer_clip (LayerClip | None): The same.
+        aggregation (RecordedAggregation): How the loss that is being computed weighs its tokens.
+        sequence_parallel_size (int): As given.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Any,
+        forward: Forward,
+        rows_of: Callable[[Mapping[str, Any]], list[Row]],
+        loss_scale: Callable[[], float],
+        sequence_parallel_size: int,
+        dtype: torch.dtype,
+        grad_clip: float | None,
+    ) -> None:
+        self.gradloc: GradLoc | None = None
+        self.layer_clip: LayerClip | None = None
+        self.aggregation = RecordedAggregation()
+        self.sequence_parallel_size = sequence_parallel_size
+        self._config = config
+        self._loss_scale = loss_scale
+        self._end_tokens = end_tokens(module)
+        device = get_device_name()
+        if config.layer_clip.enable:
+            self.layer_clip = LayerClip(module, config.layer_clip, device=device)
+        if config.spike_detection:
+            # TiledMLP computes a weight's gradient in parts, which the local meter would take for several gradients.
+            tiled_mlp = any(getattr(child, "is_tiled_mlp", False) for child in module.modules())
+            self.gradloc = GradLoc(
+                module,
+                config.gradloc_config(),
+                forward=forward,
+                device=device,
+                loss_scale=loss_scale,
+                squared_norms=None if self.layer_clip is None else self.layer_clip.squared_norms,
+                sequence_parallel_size=sequence_parallel_size,
+                meter="reduced" if tiled_mlp else "local",
+                recover=getattr(module, "reset_activation_offloading", None),
+                recorder=build_recorder(module, config, rows_of, dtype, grad_clip, self.layer_clip),
+            )
+
+    def observe(
+        self,
+        log_prob: Tensor,
+        entropy: Tensor | None,
+        facts: Mapping[str, Tensor],
+        factor: float = 1.0,
+        sources: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None,
+        **options: Any,
+    ) -> None:
+        """Notes the tokens of a micro-batch; called between its loss and its backward, with GradLoc on.
+
+        Args:
+            log_prob (Tensor): The log-probs that the loss is computed from, shape (rows, response length).
+            entropy (Tensor, optional): The entropies, same shape.
+            facts (Mapping): What else is known of the tokens, by the evidence's names, each of that shape; with a KL
+                loss, `ref_log_prob`.
+            factor (float): The micro-batch's part in the mini-batch's loss.
+            sources (Mapping, optional): See `GradLoc.observe`.
+            options (Any): More arguments with which verl aggregates the terms of KL and entropy.
+        """
+        assert self.gradloc is not None
+        self.aggregation.stop()  # what follows is not the loss
+        facts, mask = dict(facts), facts["response_mask"]
+        if self._config.use_kl_loss:
+            kl = kl_coefficients(self._config, mask, log_prob, facts["ref_log_prob"], **options)
+            facts["kl_coefficient"] = kl * factor
+        if self._end_tokens:
+            facts["behind_end"] = find_behind_end(facts["token_id"], mask, self._end_tokens)
+        weight = self.aggregation.weights(self._config, mask, **options) * factor
+        self.gradloc.observe(log_prob, entropy, weight, sources, **facts)
+
+    def before_step(self, epoch: int, mini_batch: int) -> tuple[bool, float | None]:
+        """Looks for a spike, and clips the layers of a gradient that the optimizer gets. A collective call.
+
+        Args:
+            epoch (int): The PPO epoch.
+            mini_batch (int): The mini-batch's index in the update.
+
+        Returns:
+            tuple[bool, float | None]: Whether to take the optimizer step, and the gradient's norm to log; None if that
+                is the norm that the step itself returns.
+        """
+        take_step, squared_norms, event = True, None, None
+        if self.gradloc is not None:
+            take_step, squared_norms, event = self.gradloc.locate(epoch, mini_batch)
+        norm = None if take_step or event is None else float(event["global_norm"])
+        if self.layer_clip is not None:
+            if squared_norms is None:
+                squared_norms = self.layer_clip.squared_norms() / self._loss_scale() ** 2
+            if take_step:
+                # It scales the gradient as it is: with fp16, that is still multiplied by the loss scale.
+                norm = float(self.layer_clip.clip(squared_norms))
+            if event is not None:
+                event["layer_clip"] = self.layer_clip.last_step if take_step else self.layer_clip.preview(squared_norms)
+        return take_step, norm
+
+    def metrics(self) -> dict[str, Any]:
+        """The update's metrics for the training log."""
+        return {name: value for part in self._parts().values() for name, value in part.metrics().items()}
+
+    def save(self, folder: str) -> None:
+        """Writes what GradLoc and LayerClip have learned of the run to a checkpoint's folder, on rank 0."""
+        if collectives.rank() == 0 and (parts := self._parts()):
+            torch.save({name: part.state_dict() for name, part in parts.items()}, os.path.join(folder, STATE_FILE))
+
+    def load(self, folder: str | None) -> None:
+        """Reads what `save` wrote; without a folder or a file, GradLoc and LayerClip start over. A collective call.
+
+        Raises:
+            RankFailedError: The file cannot be read.
+        """
+        if parts := self._parts():
+            # Rank 0 wrote it, perhaps to a folder that the other nodes do not share.
+            state = collectives.broadcast(lambda: _read(folder), 0)
+            for name, part in parts.items():
+                part.load_state_dict(state.get(name))
+
+    def _parts(self) -> dict[str, GradLoc | LayerClip]:
+        parts = {"gradloc": self.gradloc, "layer_clip": self.layer_clip}
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+def _read(folder: str | None) -> dict[str, Any]:
+    """The state in a checkpoint's folder; empty if there is none."""
+    path = os.path.join(folder, STATE_FILE) if folder else ""
+    if not os.path.isfile(path):
+        return {}
+    try:
+        return torch.load(path, weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); restore it, or remove it to let GradLoc and LayerClip start over"
+        ) from error

@@ -1,0 +1,297 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Watches the training passes, and on a spike of the gradient norm searches for the tokens that caused it."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import drill
+from .actions import act
+from .bundles.recorder import Recorder
+from .config import GradLocConfig
+from .evidence.event import build_event
+from .fsdp import collectives
+from .fsdp.collective_replay import RankLostError
+from .fsdp.state import SetAside, get_rng_state, undisturbed
+from .measure.micro_batch import MicroBatch
+from .measure.mini_batch import MiniBatch, OrdinaryGradient
+from .measure.passes import Forward
+from .measure.watched_model import WatchedModel
+from .metrics import UpdateMetrics, own_figures
+from .search.investigation import Investigation
+from .threshold import Threshold
+
+logger = logging.getLogger(__name__)
+
+
+class Located(NamedTuple):
+    """What `GradLoc.locate` found; the same on every rank.
+
+    Args:
+        take_step (bool): Whether to take the optimizer step.
+        squared_norms (Tensor | None): The squared norms by layer of the gradient that is left, without the loss scale;
+            None if they were not measured.
+        event (dict | None): The event, which may be added to; None without a spike.
+    """
+
+    take_step: bool
+    squared_norms: Tensor | None = None
+    event: dict[str, Any] | None = None
+
+
+class GradLoc:
+    """Watches the training passes of a (sharded) model and finds the tokens behind a spike of its gradient.
+
+    For each micro-batch the trainer calls `begin_pass`, runs the forward, calls `observe`, runs the backward, and calls
+    `end_pass`. Before the optimizer step it calls `locate`. All ranks make the same calls.
+
+    Args:
+        module (nn.Module): The model; ranks hold different data (FSDP1, FSDP2, or a single process).
+        config (GradLocConfig): When a norm counts as a spike, and what to do.
+        forward (Callable): `forward(inputs, rows, response_length)` computes (entropy or None, log_prob), each of shape
+            (len(rows), response_length), for some rows of a micro-batch, with responses truncated to that length.
+        device (str | torch.device): The device that the model computes on.
+        loss_scale (Callable): Returns the loss scale of the backward passes (for fp16); 1 by default.
+        squared_norms (Callable, optional): `LayerClip.squared_norms` if LayerClip is on as well; it measures the
+            reduced gradient.
+        sequence_parallel_size (int): How many neighbouring ranks work on the same data. If it is over 1, a rank's
+            local gradient is not the gradient of its data, and the reduced meter is used.
+        meter (str): "local": measure every rank's local gradient, in training passes as well. "reduced": measure only
+            the gradient after FSDP's mean, in the passes of the search.
+        recover (Callable, optional): Called on a rank where an error interrupted a pass, to reset state outside of the
+            model and FSDP.
+        recorder (Recorder, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
+
+    Attributes:
+        events (list[dict]): The events since `start_update` or `start_mini_batch`, the same on every rank, ready for
+            `jsonable`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: GradLocConfig,
+        forward: Forward,
+        device: str | torch.device = "cpu",
+        loss_scale: Callable[[], float] = lambda: 1.0,
+        squared_norms: Callable[[], Tensor] | None = None,
+        sequence_parallel_size: int = 1,
+        meter: str = "local",
+        recover: Callable[[], None] | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.config = config
+        self.events: list[dict[str, Any]] = []
+        self._model = WatchedModel(
+            module, forward, torch.device(device), squared_norms, sequence_parallel_size, meter, recover
+        )
+        self._loss_scale = loss_scale
+        self._recorder = recorder
+        self._threshold = Threshold(config.threshold)
+        self._ordinary = OrdinaryGradient()
+        self._metrics = UpdateMetrics()
+        self._global_step: int | None = None
+        self._micro_batches: list[MicroBatch] = []
+        self._current: MicroBatch | None = None
+
+    def start_mini_batch(self) -> None:
+        """Discards the events of the last mini-batch; the update's metrics still count them."""
+        self.events = []
+
+    def start_update(self, global_step: int | None = None) -> None:
+        """Discards the events and metrics of the last update."""
+        self.events = []
+        self._metrics = UpdateMetrics()
+        self._micro_batches = []
+        self._global_step = global_step
+
+    def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
+        """Starts recording a training pass; called before it.
+
+        Args:
+            inputs (dict): The inputs of `forward`; picklable. Kept until `locate`.
+            rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
+        """
+        self._current = MicroBatch(inputs, [int(row) for row in rows], get_rng_state(self._model.device))
+        self._model.meter.start()
+
+    def observe(
+        self,
+        log_prob: Tensor,
+        entropy: Tensor | None,
+        weight: Tensor,
+        sources: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None,
+        **tokens: Tensor,
+    ) -> None:
+        """Records the tokens of the current pass, and their coefficients ∂L/∂log p during its backward.
+
+        All tensors have shape (rows, response length).
+
+        Args:
+            log_prob (Tensor): The log-probs that the loss is computed from.
+            entropy (Tensor, optional): The entropies that the loss is computed from.
+            weight (Tensor): The weight w of each token in the loss, gradient accumulation included.
+            sources (dict, optional): If the loss is computed from other tensors than those given: for "coefficient"
+                (of log-probs) and "entropy_coefficient" the tensor, and a function that brings its gradient into the
+                shape (rows, response length).
+            tokens (Tensor): The tensors that `token_evidence` reports; at least `response_mask` and `token_id`.
+        """
+        current = self._current
+        if current is None:
+            raise RuntimeError("observe() belongs between begin_pass() and end_pass().")
+        noted = {"log_prob": log_prob, "weight": weight, **tokens}
+        if entropy is not None:
+            noted["entropy"] = entropy
+        shapes = {name: tuple(tensor.shape) for name, tensor in noted.items()}
+        if len(set(shapes.values())) > 1:
+            raise ValueError(f"all token tensors must be of one shape (rows, response length), got {shapes}.")
+        current.tokens = {name: _with_a_column(tensor.detach()) for name, tensor in noted.items()}
+        if sources is None:
+            given = {"coefficient": log_prob, "entropy_coefficient": entropy}
+            sources = {name: (tensor, _unchanged) for name, tensor in given.items() if tensor is not None}
+        for name, (source, reshape) in sources.items():
+            if source.requires_grad:
+                source.register_hook(_catch(current.tokens, name, reshape))
+
+    def end_pass(self) -> None:
+        """Stops recording a training pass; called after its backward."""
+        if self._current is None:
+            raise RuntimeError("end_pass() comes after begin_pass().")
+        self._current.squares = self._model.meter.stop()
+        self._micro_batches.append(self._current)
+        self._current = None
+
+    def locate(self, epoch: int, mini_batch: int) -> Located:
+        """Checks the mini-batch's gradient, and on a spike finds the culprits. A collective call.
+
+        With the actions "log" and "skip", the gradients, the random state and the training flags are restored bit for
+        bit. With "drop", the culprits' part is removed from the gradient.
+
+        Args:
+            epoch (int): The PPO epoch, for the event.
+            mini_batch (int): The mini-batch's index in the update, for the event.
+
+        Raises:
+            RankLostError: An error on this rank that cannot be propagated to the other ranks: it aborts the run instead
+                of deadlocking it. Any other error is logged, and training continues.
+        """
+        where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
+        try:
+            return self._locate(where)
+        except RankLostError:
+            raise
+        except Exception as error:
+            if collectives.world_size() > 1 and not isinstance(error, collectives.RankFailedError):
+                raise RankLostError(
+                    f"the search for the tokens behind a gradient spike failed on this rank ({type(error).__name__}: "
+                    f"{error}), which cannot be propagated to the other ranks"
+                ) from error
+            logger.warning(
+                "the search for the tokens behind a gradient spike failed; training continues", exc_info=True
+            )
+            return Located(take_step=True)
+
+    def metrics(self) -> dict[str, float]:
+        """The update's metrics for the training log, the same on every rank.
+
+        `misaligned_share` (only with rollout log-probs) is the fraction of response tokens whose log-prob differs from
+        the rollout's by more than a nat. `threshold` is τ in the mini-batch with the largest norm, or in the last one
+        if that was in the warm-up of an automatic threshold; it is missing before the warm-up has ended. `drill_found`
+        (only after a drill) is 1 if the planted token was found. The other metrics do not count drills.
+        """
+        return self._metrics.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The automatic threshold's norms: the same on every rank and for any number of ranks."""
+        return self._threshold.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restores `state_dict`; with None (no saved state) the warm-up of an automatic threshold starts over."""
+        self._threshold.load_state_dict(state)
+
+    def _locate(self, where: dict[str, Any]) -> Located:
+        started = time.perf_counter()
+        gradient = self._measure()
+        if self._global_step is not None and tuple(where.values()) == (self.config.drill_step, 0, 0):
+            self._hold_drill(gradient, where)
+            started = time.perf_counter()
+        threshold = self._threshold.next(gradient.level)
+        self._metrics.take_in_level(gradient.level, self._threshold.last)
+        if not gradient.is_over(threshold):
+            if gradient.level.token_norm <= threshold:
+                self._ordinary.take_in(gradient)
+            return Located(True, gradient.squared_norms)
+
+        config, model = self.config, self._model
+        investigation = Investigation(
+            gradient,
+            threshold,
+            config.until,
+            config.budget,
+            self._ordinary.token_norm,
+            reserve=config.action == "drop",
+        )
+        with undisturbed(model.module, model.device):
+            with SetAside(model.module):
+                investigation.run()
+            applied, squared_norms = act(config.action, investigation, config.budget)
+        event = build_event(investigation, self._ordinary, where, config.budget, config.action, applied, started)
+        event["replay"] = self._keep_bundle(event, investigation)
+        self._add(event)
+        return Located(not (config.action == "skip" and applied), squared_norms, event)
+
+    def _measure(self) -> MiniBatch:
+        """The gradient of the passes since the last call. A collective call."""
+        micro_batches, self._micro_batches = self._micro_batches, []
+        figures = own_figures(micro_batches)
+        gradient = MiniBatch(self._model, micro_batches, self._loss_scale(), self.config.trigger, figures)
+        self._metrics.take_in(gradient.figures)
+        return gradient
+
+    def _hold_drill(self, gradient: MiniBatch, where: dict[str, Any]) -> None:
+        """Holds a drill. Whatever becomes of it, the real mini-batch is checked as usual. A collective call."""
+        self._metrics.drill_found = False
+        try:
+            event = drill.hold(gradient, self._threshold, self.config, self._ordinary, where)
+        except Exception as error:
+            if collectives.world_size() > 1 and not isinstance(error, collectives.RankFailedError):
+                raise
+            logger.warning("the spike drill failed; training continues", exc_info=True)
+        else:
+            self._add(event)
+            self._metrics.drill_found = event["drill"]["found"]
+
+    def _keep_bundle(self, event: Mapping[str, Any], investigation: Investigation) -> str | None:
+        """The folder that the event's bundle is in; None without one. A collective call."""
+        if self._recorder is None:
+            return None
+        try:
+            return self._recorder.keep(event, investigation)
+        except collectives.RankFailedError:
+            logger.warning("a gradient spike is reported without a replay bundle", exc_info=True)
+            return None
+
+    def _add(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        self._metrics.events.append(event)
+
+
+def _catch(tokens: dict[str, Tensor], name: str, reshape: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
+    def hook(gradient: Tensor) -> None:
+        tokens[name] = _with_a_column(reshape(gradient.detach()))
+
+    return hook
+
+
+def _with_a_column(values: Tensor) -> Tensor:
+    """Values of shape (rows, response length), masked ones if all responses are empty: maxima need a value."""
+    return values if values.shape[1] else nn.functional.pad(values, (0, 1))
+
+
+def _unchanged(gradient: Tensor) -> Tensor:
+    return gradient

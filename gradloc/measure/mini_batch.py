@@ -1,0 +1,142 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of a mini-batch before its optimizer step: its norms, its weights and its thresholds."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..fsdp import collectives
+from .meter import Level, RankNorms, Unit
+from .micro_batch import MicroBatch, UnitName
+from .token_weights import square_weight, usable_tokens
+from .watched_model import WatchedModel
+
+
+class MiniBatch:
+    """The current gradient, as it was measured in training. Making one is a collective call.
+
+    Args:
+        model (WatchedModel): The model.
+        micro_batches (list[MicroBatch]): This rank's; at least one.
+        scale (float): Their loss scale.
+        trigger (str): "unit": a micro-batch over its threshold is a spike; "global": the reduced gradient is. Where
+            micro-batches cannot be measured alone, it is always "global".
+        figures (Tensor): More figures of this rank, float64 of shape (n,), to be gathered in the same call.
+
+    Attributes:
+        level (Level): The size of the gradient.
+        trigger (str): "unit" or "global".
+        figures (Tensor): The given figures of every data-parallel rank, shape (ranks, n).
+        squared_norms (Tensor | None): The squared norms by layer of the reduced gradient, without the loss scale; None
+            while they have not been measured.
+    """
+
+    def __init__(
+        self, model: WatchedModel, micro_batches: list[MicroBatch], scale: float, trigger: str, figures: Tensor
+    ) -> None:
+        self.model = model
+        self.micro_batches = micro_batches
+        self.scale = scale
+        self.squared_norms: Tensor | None = None
+        self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
+        self._square_weights = torch.stack([square_weight(micro_batch.tokens) for micro_batch in micro_batches])
+        norms = torch.stack(_own_norms(self._squares.sum(1), self._square_weights))
+        gathered = collectives.gather(torch.cat([norms, figures]).to(model.device))
+        by_rank = torch.stack(gathered)[:: model.sequence_parallel_size]
+        self._norms, self.figures = RankNorms(*by_rank[:, : len(norms)].unbind(1)), by_rank[:, len(norms) :]
+        self.level: Level = model.meter.level(self._norms, self.global_norm)
+        self.trigger = trigger if self.level.by_unit else "global"
+
+    def global_norm(self) -> float:
+        """The reduced gradient's norm, measured on the first call, which is collective."""
+        if self.squared_norms is None:
+            self.squared_norms = self.model.reduced_squares(self.scale)
+        # On the host, where the sum of the same numbers is the same on all ranks.
+        return math.sqrt(math.fsum(self.squared_norms.tolist()))
+
+    def global_threshold(self, threshold: float) -> float:
+        """The reduced gradient's threshold for this τ: the mean over the ranks gives each token 1/W of its weight."""
+        return threshold * math.sqrt(float(self._norms.square_weight.sum())) / self.model.data_parallel_size
+
+    def is_over(self, threshold: float) -> bool:
+        """Whether it is a spike for this τ. A collective call."""
+        if self.trigger == "unit":
+            return not self.level.token_norm <= threshold
+        return not self.global_norm() <= self.global_threshold(threshold)
+
+    def units(self) -> dict[UnitName, Unit]:
+        """The micro-batches of all ranks. A collective call."""
+        by_rank = collectives.exchange(self._own_units)[:: self.model.sequence_parallel_size]
+        return {(rank, i): unit for rank, units in enumerate(by_rank) for i, unit in enumerate(units)}
+
+    def layer_sums(self) -> tuple[Tensor, Tensor]:
+        """This rank's squared norms by layer, shape (layers,), and its Σ w_t², shape (); over all its micro-batches."""
+        return self._squares.sum(0), self._square_weights.sum()
+
+    def _own_units(self) -> list[Unit]:
+        own = []
+        for micro_batch, by_layer, square in zip(
+            self.micro_batches, self._squares.tolist(), self._square_weights.tolist(), strict=True
+        ):
+            mask = micro_batch.tokens["response_mask"].bool()
+            norm, layer_norms = self.model.meter.norms(by_layer)
+            broken = micro_batch.broken(self.scale != 1)
+            own.append(
+                Unit(
+                    rows=len(micro_batch.rows),
+                    tokens=int(mask.sum()),
+                    broken_tokens=int((broken & mask).sum()),
+                    usable_tokens=int(usable_tokens(micro_batch.tokens, broken).sum()),
+                    root_square_weight=math.sqrt(square),
+                    norm=norm,
+                    layer_norms=layer_norms,
+                )
+            )
+        return own
+
+
+class OrdinaryGradient:
+    """What the last mini-batch without a spike says of ordinary tokens.
+
+    Attributes:
+        token_norm (float | None): The root mean square of their gradient norms; None if unknown.
+    """
+
+    def __init__(self) -> None:
+        self.token_norm: float | None = None
+        self._sums: tuple[Tensor, Tensor] | None = None
+
+    def take_in(self, mini_batch: MiniBatch) -> None:
+        """Takes a mini-batch without a spike as ordinary, unless none of its tokens can move."""
+        if mini_batch.level.root_mean_square:
+            self.token_norm = mini_batch.level.root_mean_square
+            self._sums = mini_batch.layer_sums()
+
+    def layer_norms(self, model: WatchedModel) -> dict[str, float] | None:
+        """Each layer's norm/sqrt(Σw²); None if unknown. A collective call."""
+        if self._sums is None:
+            return None
+        squares, square_weight = self._sums
+        by_rank = torch.stack(collectives.gather(torch.cat([squares, square_weight.unsqueeze(0)])))
+        *of_layers, total = by_rank[:: model.sequence_parallel_size].sum(0).tolist()
+        if not (any(of_layers) and total):
+            return None
+        layers = zip(model.meter.layers, of_layers, strict=True)
+        return {layer: math.sqrt(square / total) for layer, square in layers}
+
+
+def _own_norms(squares: Tensor, square_weights: Tensor) -> Sequence[Tensor]:
+    """A rank's `RankNorms`, each of shape (). No host sync.
+
+    Args:
+        squares (Tensor): The squared norms of its micro-batches, shape (micro-batches,).
+        square_weights (Tensor): Their Σ w_t² over the tokens that can move, same shape.
+    """
+    ratio = (squares / square_weights).sqrt()
+    ratio = torch.where((squares == 0) & (square_weights == 0), 0.0, ratio)
+    largest = ratio.nan_to_num(nan=math.inf, posinf=math.inf).max()
+    largest_finite = torch.where(ratio.isfinite(), ratio, 0.0).max()
+    return RankNorms(largest, largest_finite, squares.sum(), square_weights.sum())

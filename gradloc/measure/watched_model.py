@@ -1,0 +1,80 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The model that is trained, and what it takes to measure its gradients."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..fsdp import collectives
+from ..fsdp.collective_replay import CollectiveReplay
+from ..layers.reduced_norms import ReducedNorms
+from .local_norms import LocalNorms
+from .meter import LocalMeter, Meter, ReducedMeter
+from .micro_batch import MicroBatch
+from .passes import Forward, Passes
+
+
+class WatchedModel:
+    """A model, how its trainer runs it, and the meter that measures its gradients.
+
+    Args: see `GradLoc`.
+
+    Attributes:
+        module (nn.Module): The model.
+        device (torch.device): The device that it computes on.
+        meter (Meter): Measures its gradients.
+        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
+        data_parallel_size (int): How many ranks, or groups of such ranks, have data of their own.
+        rank (int): This rank's data-parallel rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        device: torch.device,
+        squared_norms: Callable[[], Tensor] | None,
+        sequence_parallel_size: int,
+        meter: str,
+        recover: Callable[[], None] | None,
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.sequence_parallel_size = sequence_parallel_size
+        self.data_parallel_size = collectives.world_size() // sequence_parallel_size
+        self.rank = collectives.rank() // sequence_parallel_size
+        self._forward = forward
+        self._recover = recover
+        self._replay = CollectiveReplay(can_replay=sequence_parallel_size == 1)
+        reduced_norms = ReducedNorms(module, device)
+        self._reduced_squares = squared_norms or reduced_norms.squared_norms
+        reduced = meter == "reduced" or sequence_parallel_size > 1
+        self.meter: Meter = (
+            ReducedMeter(reduced_norms, device, sequence_parallel_size)
+            if reduced
+            else LocalMeter(LocalNorms(module, device), device)
+        )
+
+    def passes(self, own: Sequence[MicroBatch], scale: float) -> Passes:
+        """Extra passes over this mini-batch.
+
+        Args:
+            own (list[MicroBatch]): This rank's micro-batches.
+            scale (float): Their loss scale.
+        """
+        return Passes(
+            self.module,
+            self._forward,
+            self.device,
+            self._replay,
+            scale,
+            own,
+            sequence_parallel_size=self.sequence_parallel_size,
+            recover=self._recover,
+        )
+
+    def reduced_squares(self, scale: float) -> Tensor:
+        """The squared norms by layer of the reduced gradient, without the loss scale. A collective call."""
+        return self._reduced_squares() / scale**2

@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The threshold τ: as configured, or computed from the run's recent gradient norms."""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .measure.meter import Level
+
+logger = logging.getLogger(__name__)
+
+# The number of mini-batches before there is a threshold, and the number of recent mini-batches it is computed from.
+WARMUP = 20
+WINDOW = 256
+
+# τ = 5 × the 90th percentile of the norms. Norms are spread far more widely below their median than above it (a
+# mini-batch of nearly equal rewards has hardly a gradient), so their median and deviation say little of the largest.
+_MARGIN = 5.0
+_EXCEEDING_SHARE = 0.1
+
+# During the warm-up only NaN and Inf are spikes: τ is 10 × the largest finite norm so far, or _UNREACHED without one.
+_WARMUP_MARGIN = 10.0
+_UNREACHED = 1e30
+
+
+class AutoThreshold:
+    """Computes τ from the largest token-equivalent norms of the last 256 mini-batches: 5 × their 90th percentile.
+
+    So spikes hardly change it as long as fewer than a tenth of the mini-batches spike. It follows a lasting rise of the
+    norms within a tenth of the window (26 mini-batches), and a lasting fall within nine tenths.
+    """
+
+    def __init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+
+    @property
+    def value(self) -> float | None:
+        """τ for the next mini-batch; None during the warm-up."""
+        count = len(self._norms)
+        if count < WARMUP:
+            return None
+        return _MARGIN * sorted(self._norms, reverse=True)[int(_EXCEEDING_SHARE * count)]
+
+    def take_in(self, norm: float) -> None:
+        """Adds a mini-batch's largest token-equivalent norm; zero and non-finite norms are ignored."""
+        if norm > 0 and math.isfinite(norm):
+            self._norms.append(norm)
+
+    def norms(self) -> list[float]:
+        """The norms in the window, oldest first."""
+        return list(self._norms)
+
+    def restart_from(self, norms: Sequence[float]) -> None:
+        """Restores the window from what `norms` returned."""
+        self._norms.clear()
+        for norm in norms:
+            self.take_in(norm)
+
+
+class Threshold:
+    """τ for each mini-batch.
+
+    Args:
+        setting (float | str): τ, or "auto".
+
+    Attributes:
+        last (float | None): τ of the last mini-batch; None before it, and during the warm-up of an automatic one.
+    """
+
+    def __init__(self, setting: float | str) -> None:
+        self.last: float | None = None
+        self._fixed = None if setting == "auto" else float(setting)
+        # With a fixed threshold, too, so that a resumed run can switch to an automatic one.
+        self._automatic = AutoThreshold()
+
+    def of(self, level: Level, other_norm: float = 0.0) -> float:
+        """τ for a mini-batch.
+
+        Args:
+            level (Level): The mini-batch's.
+            other_norm (float): What τ is taken from during the warm-up if all norms so far are 0.
+        """
+        if self._fixed is not None:
+            return self._fixed
+        largest = max([level.finite, *self._automatic.norms()]) or other_norm
+        return self._automatic.value or _WARMUP_MARGIN * largest or _UNREACHED
+
+    def next(self, level: Level) -> float:
+        """τ for a mini-batch, whose norm an automatic threshold then takes in."""
+        threshold = self.of(level)
+        self.last = self._automatic.value if self._fixed is None else threshold
+        self._automatic.take_in(level.token_norm)
+        return threshold
+
+    def state_dict(self) -> dict[str, Any]:
+        """The automatic threshold's norms: the same on every rank and for any number of ranks."""
+        return {"token_norms": self._automatic.norms()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restores `state_dict`; with None (no saved state) the warm-up of an automatic threshold starts over."""
+        norms = state["token_norms"] if state is not None else ()
+        if not norms and self._fixed is None:
+            logger.warning(
+                "No norms are loaded for grad_norm_threshold=auto (the checkpoint or checkpoint.load_contents is "
+                "without them, which are part of 'extra'); its warm-up starts over."
+            )
+        self._automatic.restart_from(norms)
