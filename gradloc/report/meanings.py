@@ -40,6 +40,9 @@ FIGURES = {
     "spike_margin": ("token norm over threshold", "The largest token-equivalent norm/τ: 1 is the threshold."),
     "ratio_max": ("largest ratio", "The largest importance ratio to the old policy."),
     "ratio_p999": ("99.9% of ratios", "99.9% of the tokens' importance ratios are at most this."),
-    "rollout_ratio_max": ("largest ratio to the rollout", "The largest ratio of a token's probabilities in training and in the rollout."),
+    "rollout_ratio_max": (
+        "largest ratio to the rollout",
+        "The largest ratio between a token's probabilities in training and in the rollout.",
+    ),
     "unlikely_share": ("unlikely tokens", f"The share of tokens with a probability under {sources.UNLIKELY:g}."),
 }
