@@ -17,18 +17,16 @@ class GradLocConfig:
 
     Args:
         threshold (float | str): τ, the gradient norm of one token (of its term of the loss, divided by its weight)
-            above which the token is a culprit; "auto": from the run's own norms, see `AutoThreshold`.
-        budget (int): The most extra forward/backward passes for one event.
-        trigger (str): "unit": any micro-batch of any rank over its threshold starts a search; "global": only the
-            norm of the reduced gradient does.
-        until (str): "explained": a search ends when a few tokens over τ are known without which every unit is measured
-            under its threshold; "exhaustive": when every token over τ is found.
-        action (str): What happens to the optimizer step. "log": it is taken unchanged; "skip": it is skipped; "drop":
-            it is taken without the culprits' gradient; "stop": it is taken unchanged, and the trainer ends the
-            run after repeated spikes.
-        stop_after (int): For "stop": after N spikes within N steps, N being this value.
-        drill_step (int, optional): In the first mini-batch of this step, a spike is planted beside training and
-            searched, to show that the search works.
+            above which the token is a culprit; "auto": 5 × the 90th percentile of the last 256 mini-batches.
+        budget (int): Maximum number of extra forward/backward passes per spike.
+        trigger (str): What starts a search. "unit": any micro-batch of any rank is over its threshold; "global": the
+            reduced gradient is.
+        until (str): When a search ends. "explained": a few tokens over τ explain the spike: without them, every
+            micro-batch is measured under its threshold; "exhaustive": every token over τ is found.
+        action (str): What happens to the optimizer step. "log": step as usual; "skip": skip it; "drop": step without
+            the culprits' gradient; "stop": step as usual, and end the run after repeated spikes.
+        stop_after (int): For "stop": end the run after N spikes within N steps.
+        drill_step (int, optional): Step in whose first mini-batch a spike is planted in a copy, to test the search.
 
     Raises:
         ValueError: A value is out of range; the message names the configuration key to fix.

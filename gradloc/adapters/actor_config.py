@@ -25,27 +25,26 @@ class SpikeConfig(BaseConfig):
 
     Args:
         spike_detection (bool): Whether to find the tokens behind spikes of the gradient norm (GradLoc).
-        grad_norm_threshold (float | str): Gradient norm of a single token that counts as a spike, or 'auto': from the
-            norms that the run usually has.
-        bisect_budget_steps (int): At most so many extra forward/backward passes to explain one spike.
-        bisect_dump_dir (str): Folder of the evidence, spikes.jsonl and steps.jsonl.
-        spike_trigger (str): What starts a search. Options: 'unit' (any micro-batch of any rank over its threshold),
-            'global' (only the norm of the reduced gradient).
-        bisect_until (str): When a search ends. Options: 'explained' (a few tokens are known without which every
-            micro-batch is under its threshold), 'exhaustive' (every token over its threshold is found).
-        spike_action (str): What becomes of the optimizer step. Options: 'log' (taken as usual), 'skip' (left out),
-            'drop' (taken without the gradient of the tokens found), 'stop' (taken as usual; the run ends after
-            repeated spikes).
-        spike_stop_after (int): For 'stop': after N spikes within N steps, N being this value, the trainer saves a
-            checkpoint and ends the run.
-        spike_drill_step (int, optional): At this global step, a spike is planted beside training and searched, to show
-            that it would be found.
+        grad_norm_threshold (float | str): τ, the gradient norm of a single token (its share of the gradient divided by
+            its weight in the loss) that counts as a spike. 'auto': 5 × the 90th percentile of the last 256
+            mini-batches.
+        bisect_budget_steps (int): Maximum number of extra forward/backward passes per spike.
+        bisect_dump_dir (str): Directory of the evidence, spikes.jsonl and steps.jsonl.
+        spike_trigger (str): What starts a search. Options: 'unit' (any micro-batch of any rank is over its threshold),
+            'global' (the reduced gradient is).
+        bisect_until (str): When a search ends. Options: 'explained' (a few tokens explain the spike: without them,
+            every micro-batch is measured under its threshold), 'exhaustive' (every token over τ is found).
+        spike_action (str): What happens to the optimizer step. Options: 'log' (step as usual), 'skip' (skip it),
+            'drop' (step without the culprits' gradient), 'stop' (step as usual; the run ends after repeated spikes).
+        spike_stop_after (int): For 'stop': save a checkpoint and end the run after N spikes within N steps.
+        spike_drill_step (int, optional): Step in which a spike is planted in a copy of a mini-batch, to test the
+            search.
         spike_log (bool | str, optional): Whether the trackers of `trainer.logger` get the figures, sources and tokens
-            of spikes. None: where there is one besides 'console' and 'file'. 'texts': as True, and the prompts,
-            responses and ground truths of the tokens as well.
-        spike_replay (int): The largest number of bundles in bisect_dump_dir/replay, one for each spike: what its
-            micro-batches need to be computed again on one machine. 0: none.
-        layer_clip (LayerClipConfig): Configuration for clipping layer by layer.
+            of spikes. None: if there is one besides 'console', 'file' and 'rl_insight'. 'texts': as True, with the
+            prompts, responses and ground truths of culprits.
+        spike_replay (int): Maximum number of bundles in bisect_dump_dir/replay, each of which lets one spike be
+            computed again on one machine. 0: none.
+        layer_clip (LayerClipConfig): Configuration for LayerClip.
     """
 
     spike_detection: bool = False

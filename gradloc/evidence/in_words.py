@@ -41,7 +41,7 @@ _KINDS = {
     ),
     "unlikely": (f"a rare token (p < {UNLIKELY:g})", f"rare tokens (p < {UNLIKELY:g})"),
     "layer": ("a token whose norm is mostly in one layer", "tokens whose norms are mostly in one layer"),
-    "other": ("a token that no rule fits", "tokens that no rule fits"),
+    "other": ("a token for which no rule holds", "tokens for which no rule holds"),
 }
 
 
@@ -128,14 +128,14 @@ def _responses(culprits: Sequence[Culprit]) -> str:
 
 def _without_culprits(event: Event) -> str:
     if event["diagnosis"] == "overflow":
-        return "the scaled fp16 gradients overflowed, while log-probs and advantages are fine"
+        return "the scaled fp16 gradients overflowed, while log-probs and advantages are finite"
     if event["diagnosis"] == "nonfinite":
         return "no single token is the cause: NaN or Inf is in the log-probs or gradients of all of them"
     if event["diagnosis"] == "diffuse":
         return _everywhere(event) + _spread(event)
     why = f" ({event['error']})" if event["error"] else ""
     return (
-        f"{_everywhere(event)}the search ended after {_count(event['passes'], 'pass', 'passes')} without an answer{why}"
+        f"{_everywhere(event)}the search ended after {_count(event['passes'], 'pass', 'passes')} without a result{why}"
     )
 
 

@@ -16,7 +16,7 @@ MISALIGNED_FRACTION = 0.5
 TOKEN_RATIO = 2.0
 SEQUENCE_RATIO = 1.2
 LAYER_FRACTION = 0.5
-# Between the advantages of a group of four in which one answer is rewarded unlike the others, there is a factor of 3.
+# Between the advantages of a group of four in which one response is rewarded unlike the others, there is a factor of 3.
 LARGE_ADVANTAGE = 2.5
 LARGE_WEIGHT = 5.0
 # A token to which the rollout gave probability 1 and training one under this: the rollout did not sample it.
@@ -125,7 +125,7 @@ RULES = (
         "unsampled",
         "The policy did not produce the token: it is after the end of the turn, or the rollout gave it no log-prob, "
         "or exactly 0 while training gives it a probability under 1e-3.",
-        "Set response_mask to 0 for tokens that were added later: end tokens, templates, tool output.",
+        "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
         _is_unsampled,
     ),
     Rule(
@@ -143,9 +143,9 @@ RULES = (
     Rule(
         "advantage",
         "Its advantage is over 2.5 times the median of the mini-batch (of the advantages that are not zero): its "
-        "answer was rewarded unlike most of its group, or its reward is an outlier.",
+        "response was rewarded unlike most of its group, or its reward is an outlier.",
         "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
-        "nearly equal rewards and groups with a single right or wrong answer more weight.",
+        "nearly equal rewards and groups with a single right or wrong response more weight.",
         _has_large_advantage,
     ),
     Rule(

@@ -36,16 +36,16 @@ class LayerClipConfig:
     """When a layer's gradient is scaled down.
 
     Args:
-        enable (bool): Whether to clip layer by layer.
-        rule (str): Where a layer's bound comes from. Options: 'zscore' (mean + z * deviation of its norms), 'ratio'
-            (ratio * mean of its norms), 'fixed' (max_norm * square root of the layer's fraction of the
+        enable (bool): Whether to clip each layer's gradient.
+        rule (str): The bound of a layer's norm. Options: 'zscore' (mean + z * standard deviation of its recent norms),
+            'ratio' (ratio * mean of its recent norms), 'fixed' (max_norm * square root of the layer's share of the
             trainable parameters).
-        z (float): Deviations above the mean that a layer's norm may reach, for 'zscore'.
-        ratio (float): Multiple of the mean that a layer's norm may reach, for 'ratio'.
-        beta (float): Decay of the moving averages for each optimizer step.
-        warmup_steps (int): Number of norms of a layer before it has a bound.
-        min_bound (float): The smallest possible bound.
-        max_norm (float): Norm of the whole gradient that 'fixed' divides among the layers.
+        z (float): For 'zscore': maximum number of standard deviations above the mean.
+        ratio (float): For 'ratio': maximum multiple of the mean.
+        beta (float): Decay of the moving averages per optimizer step.
+        warmup_steps (int): Number of norms of a layer before it is clipped.
+        min_bound (float): Lower limit of all bounds.
+        max_norm (float): For 'fixed': norm of the whole gradient that is divided among the layers.
         log_layers (bool): Whether to log every layer's norm and bound.
 
     Raises:

@@ -77,7 +77,7 @@ def _advice(drill: Mapping[str, Any], spike_there: bool) -> list[str]:
             "the drill after the warm-up."
         )
     if drill["error"] is not None:
-        advice.append(f"It met an error: {drill['error'].rstrip('.')}.")
+        advice.append(f"It failed with an error: {drill['error'].rstrip('.')}.")
     elif drill["ended_early"] and drill["passes"] >= drill["budget"]:
         advice.append(f"Its budget of {count(drill['budget'], 'pass', 'passes')} was spent: raise bisect_budget_steps.")
     if spike_there:

@@ -14,9 +14,9 @@ Culprit = Mapping[str, Any]
 
 
 def ended_early(event: Event) -> bool:
-    """Whether the search ended without an answer. "No small set of tokens explains the spike" is an answer."""
-    answered = event.get("until") == "explained" and event["diagnosis"] in ("diffuse", "nonfinite", "overflow")
-    return not event["complete"] and not answered
+    """Whether the search ended before it was done. "No small set of tokens explains the spike" is a result."""
+    done = event.get("until") == "explained" and event["diagnosis"] in ("diffuse", "nonfinite", "overflow")
+    return not event["complete"] and not done
 
 
 def explanation(event: Event) -> str | None:

@@ -15,9 +15,9 @@ DIAGNOSES = {
     "look at the responses in the parts listed, at their advantages and at repeated text.",
     "nonfinite": "NaN or Inf is everywhere, not in single tokens: "
     "look at the weights after the previous step, then at rewards and advantages.",
-    "overflow": "The scaled fp16 gradients overflowed, while log-probs and advantages are fine: "
-    "the gradient scaler handles it; look at the loss scale if it happens again and again.",
-    "incomplete": "The search ended before it had an answer: "
+    "overflow": "The scaled fp16 gradients overflowed, while log-probs and advantages are finite: "
+    "the gradient scaler handles it; look at the loss scale if it happens repeatedly.",
+    "incomplete": "The search ended before it was done: "
     "look at its error if there is one, or raise bisect_budget_steps.",
 }
 
@@ -40,6 +40,9 @@ FIGURES = {
     "spike_margin": ("token norm over threshold", "The largest token-equivalent norm/τ: 1 is the threshold."),
     "ratio_max": ("largest ratio", "The largest importance ratio to the old policy."),
     "ratio_p999": ("99.9% of ratios", "99.9% of the tokens' importance ratios are at most this."),
-    "rollout_ratio_max": ("largest ratio to the rollout", "How far apart training and rollout are on one token."),
+    "rollout_ratio_max": (
+        "largest ratio to the rollout",
+        "The largest ratio between a token's probabilities in training and in the rollout.",
+    ),
     "unlikely_share": ("unlikely tokens", f"The share of tokens with a probability under {sources.UNLIKELY:g}."),
 }

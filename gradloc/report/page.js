@@ -903,7 +903,7 @@ function story(event) {
     `${cause} had norm ${short(norm)}, over its threshold of ${short(threshold)}.`,
     `${passes} (${short(number(event.seconds).toFixed(2))} s) found ${found}${early}${left}.`,
   ];
-  if (event.error) sentences.push(`It met an error: ${event.error.replace(/\.+$/, "")}.`);
+  if (event.error) sentences.push(`The search failed with an error: ${event.error.replace(/\.+$/, "")}.`);
   sentences.push((event.applied ? data.applied : data.not_applied)[event.action]);
   return sentences.join(" ");
 }

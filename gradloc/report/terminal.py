@@ -231,7 +231,7 @@ def _warnings(summary: Summary) -> list[str]:
     if incomplete := summary["incomplete_events"]:
         warnings.append(f"{count(incomplete, 'search', 'searches')} ended early: there may be more culprits.")
     for error, searches in summary["errors"].items():
-        warnings.append(f"{count(searches, 'search', 'searches')} met an error: {visible(error).rstrip('.')}.")
+        warnings.append(f"{count(searches, 'search', 'searches')} failed with an error: {visible(error).rstrip('.')}.")
     for action, spikes in summary["not_applied"].items():
         warnings.append(f"{count(spikes, 'spike')}, with spike_action={action}: {NOT_APPLIED[action]}")
     if summary["skipped_lines"]:

@@ -1,6 +1,6 @@
 """A headless Chromium for the tests of the report, and for its picture in the README.
 
-python tests/report/browser.py PAGE PICTURE   takes that picture: the page from its title to the layers of a culprit
+python tests/report/browser.py PAGE PICTURE   takes that picture: one spike and its largest culprit
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1280,1000"
 )
-PICTURE_WIDTH = 1160
+PICTURE_WIDTH, PICTURE_HEIGHT = 1160, 700
+# What is left out of the picture, so that its text can be read at that size.
+LEFT_OUT = "#before, #parts, #chips, #why > :not(:first-child), #legend, .panes .hint, .panes details { display: none }"
 
 
 def start(profile: str | Path) -> webdriver.Chrome:
@@ -54,14 +56,20 @@ def take_picture(page: Path, picture: Path) -> None:
             metrics = {"width": PICTURE_WIDTH, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
             driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
             driver.get(page.resolve().as_uri())
-            end = "return document.querySelector('.panes').getBoundingClientRect().bottom + scrollY + 24"
-            clip = {"x": 0, "y": 0, "width": PICTURE_WIDTH, "height": driver.execute_script(end), "scale": 1}
+            add = "document.head.append(Object.assign(document.createElement('style'), {textContent: arguments[0]}))"
+            driver.execute_script(add, LEFT_OUT)
+            edge = "return document.querySelector(arguments[0]).getBoundingClientRect()[arguments[1]] + scrollY"
+            top = driver.execute_script(edge, "#detail .card", "top") - 8
+            height = driver.execute_script(edge, ".panes", "bottom") - top
+            clip = {"x": 0, "y": top, "width": PICTURE_WIDTH, "height": height, "scale": 1}
             options = {"clip": clip, "captureBeyondViewport": True}
             png = base64.b64decode(driver.execute_cdp_cmd("Page.captureScreenshot", options)["data"])
         finally:
             driver.quit()
     # A few hundred colours less are not seen, and make a third of the size.
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(picture, optimize=True)
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    image.thumbnail((PICTURE_WIDTH, PICTURE_HEIGHT), Image.Resampling.LANCZOS)
+    image.quantize(256, dither=Image.Dither.NONE).save(picture, optimize=True)
 
 
 if __name__ == "__main__":

@@ -562,7 +562,7 @@ def test_the_summary_says_what_was_found_and_done_where_there_is_no_culprit(run:
     assert "9, 0: 600, 2%; 9, 3: 599, 3%; 9, 6: 598, 4%" in out and "8 to 9, 11" in out
     assert f"1 spike, with spike_action=drop: {meanings.NOT_APPLIED['drop']}" in out
     assert f"1 spike, with spike_action=skip: {meanings.NOT_APPLIED['skip']}" in out
-    assert "1 search met an error: rank 1: out of\\x1b memory." in out
+    assert "1 search failed with an error: rank 1: out of\\x1b memory." in out
     summary = json.loads(run("--json"))
     assert summary["diagnoses"] == dict.fromkeys(meanings.DIAGNOSES, 1)
     assert [part["rank"] for part in summary["diffuse"]] == [1, None]

@@ -485,7 +485,7 @@ def test_what_was_done_on_purpose_comes_first(page: Page, whole_run: Path) -> No
     assert page.one("#fault").location["y"] < page.one("h1").location["y"]
     found, failed = (drill.text for drill in page.all("#drills > li"))
     assert found == "Drill in step 2: the planted token was found, 1 extra pass, 4 s."
-    assert failed.startswith("Drill in step 3 FAILED") and failed.endswith("It met an error: rank 0: Oops.")
+    assert failed.startswith("Drill in step 3 FAILED") and failed.endswith("It failed with an error: rank 0: Oops.")
     # Drills are no spikes.
     assert page.one("h1").text.startswith("40 gradient spikes") and len(page.all("#event option")) == 40
 

@@ -243,7 +243,7 @@ def test_a_drill_is_no_spike(tmp_path: Path, show: Any) -> None:
 
 FAILURES = [
     ({"threshold": 1e30}, "The threshold was not finite, or that of the warm-up of grad_norm_threshold=auto"),
-    ({"error": "rank 1: out of memory"}, "It met an error: rank 1: out of memory."),
+    ({"error": "rank 1: out of memory"}, "It failed with an error: rank 1: out of memory."),
     (
         {"complete": False, "budget": 1, "diagnosis": "incomplete"},
         "Its budget of 1 pass was spent: raise bisect_budget_steps.",

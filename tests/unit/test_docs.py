@@ -1,6 +1,8 @@
-"""The documentation: its links lead somewhere, and it names every field of the evidence."""
+"""The documentation: its links lead somewhere, it names every field of the evidence, and it is short and plain."""
 
+import ast
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,29 @@ from gradloc.evidence.sources import SOURCES
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES = [*TOP_LEVEL, *sorted((ROOT / "docs").glob("*.md"))]
+
+
+# Where a user reads what the code says: the report, the sources, and the keys.
+SPEAKING = [
+    *sorted((ROOT / "gradloc/report").glob("*.py")),
+    *(ROOT / "gradloc/evidence" / name for name in ("in_words.py", "sources.py")),
+    ROOT / "gradloc/config.py",
+    ROOT / "gradloc/layers/layer_clip.py",
+    *(ROOT / "gradloc").glob("*/actor_config.py"),
+]
+# Words that readers stumbled over, and what to write instead.
+BANNED = {
+    r"\bso (many|large a|much of a)\b": "a number, 'maximum number of', or a formula",
+    r"\bto be had\b": "'available', 'cannot be installed'",
+    r"\bnought\b": "'zero'",
+    r"\brooms?\b": "'subpackage', 'folder'",
+    r"\b(what|whatever) becomes of\b": "'what happens to'",
+    r"\bend tokens?\b": "'EOS token'",
+    r"\ball the same\b": "'anyway'",
+    r"\bfor ever\b": "'deadlock', 'without end'",
+}
+# The answer is what a scorer reads from a response.
+RESPONSE = {r"\banswer(s|ed)?\b": "'response'"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -94,3 +119,56 @@ def test_every_source_has_known_causes() -> None:
     headings = re.findall(r"^## (.*)$", (ROOT / "docs/causes.md").read_text(), re.M)
     named = {name for heading in headings for name in heading.split(" and ")}
     assert SOURCES.keys() - {"other"} <= named
+
+
+def banned(text: str, words: dict[str, str]) -> list[str]:
+    """What is found in the text, with its line and what to write instead."""
+    return [
+        f"line {text[: found.start()].count(chr(10)) + 1}: {found[0]!r}: write {instead}"
+        for pattern, instead in words.items()
+        for found in re.finditer(pattern, text, re.I)
+    ]
+
+
+def strings(module: Path) -> str:
+    """The texts in a Python file: its string constants, with docstrings."""
+    nodes = ast.walk(ast.parse(module.read_text()))
+    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def test_banned_words_are_found_in_a_text_that_has_them() -> None:
+    text = "At most so many passes.\nuv is not to be had here; the ANSWER ends with an end token."
+    assert [found.split(":")[0] for found in banned(text, BANNED | RESPONSE)] == ["line 1", *["line 2"] * 3]
+    assert banned("The brooms bend tokens.", BANNED) == []
+    assert banned("The EOS token of a response; maximum number of passes.", BANNED | RESPONSE) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_pages_are_in_plain_words(page: Path) -> None:
+    assert banned(page.read_text(), BANNED | ({} if page.name == "rewards.md" else RESPONSE)) == []
+
+
+@pytest.mark.parametrize("module", SPEAKING, ids=lambda module: module.name)
+def test_what_the_code_says_is_in_plain_words(module: Path) -> None:
+    assert banned(strings(module), BANNED | RESPONSE) == []
+
+
+def test_the_page_of_the_report_is_in_plain_words() -> None:
+    page = (ROOT / "gradloc/report/page.html").read_text()
+    assert banned(page, BANNED | RESPONSE) == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_no_page_is_longer_than_2000_words(page: Path) -> None:
+    assert len(page.read_text().split()) <= 2000
+
+
+def test_the_readme_fits_on_a_few_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def test_the_picture_in_the_readme_is_small() -> None:
+    header = (ROOT / "docs/report.png").read_bytes()[:24]
+    assert header[12:16] == b"IHDR"
+    width, height = struct.unpack(">II", header[16:24])
+    assert width <= 1160 and height <= 700

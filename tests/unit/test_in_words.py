@@ -100,12 +100,12 @@ RARE = "rare tokens (p < 0.05)"
         ),
         (
             event(diagnosis="overflow", units=[unit(**dict.fromkeys(EVEN, math.inf))]),
-            "The scaled fp16 gradients overflowed, while log-probs and advantages are fine.",
+            "The scaled fp16 gradients overflowed, while log-probs and advantages are finite.",
         ),
-        (event(diagnosis="incomplete", passes=1), "The search ended after 1 pass without an answer."),
+        (event(diagnosis="incomplete", passes=1), "The search ended after 1 pass without a result."),
         (
             event(diagnosis="incomplete", error="rank 1: out of memory"),
-            "The search ended after 3 passes without an answer (rank 1: out of memory).",
+            "The search ended after 3 passes without a result (rank 1: out of memory).",
         ),
         (
             event(culprit(), diagnosis="incomplete"),
