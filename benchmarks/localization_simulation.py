@@ -166,19 +166,19 @@ class Event:
         while True:
             while waiting and search.has_room(self.world_size):
                 unit = waiting.pop(0)
-                search.add_unit(unit, norms[unit], self.suspicion[unit], torch.ones(self.tokens))
-            probes = search.next(self.world_size)
+                search.add_group(unit, norms[unit], self.suspicion[unit], torch.ones(self.tokens))
+            probes = search.next_probes(self.world_size)
             if not probes:
-                found = {(culprit.unit, culprit.candidate) for culprit in search.culprits}
+                found = {(culprit.group, culprit.candidate) for culprit in search.culprits}
                 loud = self._loud(found)
                 if until == "explained" and any(search.explained(unit) == (unit in loud) for unit in norms):
                     raise RuntimeError("the search is mistaken about whether an event is explained")
                 return passes, found
             passes += 1
-            search.record([(probe, self._norm(probe)) for probe in probes])
+            search.add_measurements([(probe, self._norm(probe)) for probe in probes])
 
     def _norm(self, probe: Probe) -> float:
-        vectors = self.vectors[probe.unit][list(probe.candidates)]
+        vectors = self.vectors[probe.group][list(probe.candidates)]
         if probe.factors is not None:
             vectors = vectors * torch.tensor(probe.factors)[:, None]
         return float(vectors.sum(0).norm())

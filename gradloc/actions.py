@@ -52,11 +52,11 @@ def drop(investigation: Investigation, budget: int) -> Tensor | None:
         Tensor | None: The squared norms by layer of the gradient without the culprits, which has replaced the current
             one; None if that is unchanged.
     """
-    culprits = investigation.subsets_by_unit(investigation.culprits)
+    culprits = investigation.subsets_by_micro_batch(investigation.culprits)
     if not culprits or investigation.error is not None:
         return None
     mini_batch, passes = investigation.mini_batch, investigation.passes
-    count = 1 + max(index for _, index in investigation.units)
+    count = 1 + max(index for _, index in investigation.figures)
     if passes.count + count > budget:
         logger.warning(
             "The culprits' gradient is not dropped: that takes %d passes, and of bisect_budget_steps=%d the search "
@@ -68,7 +68,7 @@ def drop(investigation: Investigation, budget: int) -> Tensor | None:
         return None
 
     def without_culprits(rank: int, index: int) -> TokenSubset | None:
-        if (rank, index) not in investigation.units:
+        if (rank, index) not in investigation.figures:
             return None
         micro_batch = mini_batch.micro_batches[index].portable(passes.scale)
         keep = micro_batch.tokens["response_mask"].bool()

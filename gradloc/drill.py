@@ -18,8 +18,8 @@ from .evidence.event import build_event
 from .evidence.in_words import summary
 from .fsdp import collectives
 from .fsdp.state import SetAside, clear_gradients, undisturbed
-from .measure.meter import Meter, Unit
-from .measure.micro_batch import MicroBatch, TokenSubset, UnitName
+from .measure.meter import AllFigures, Meter
+from .measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.passes import Passes
 from .measure.token_weights import usable_tokens
@@ -44,7 +44,7 @@ class Planted:
     """The token whose coefficient is raised, the same on every rank.
 
     Args:
-        unit (UnitName): (rank, index of the micro-batch).
+        micro_batch (MicroBatchName): (rank, index of the micro-batch).
         row (int): Its row in the micro-batch.
         position (int): Its index in the response.
         mini_batch_row (int): Its row in its rank's mini-batch.
@@ -53,7 +53,7 @@ class Planted:
         norm (float): ‖∇log p‖, the norm of its gradient for a coefficient of 1.
     """
 
-    unit: UnitName
+    micro_batch: MicroBatchName
     row: int
     position: int
     mini_batch_row: int
@@ -63,7 +63,7 @@ class Planted:
 
     def place(self) -> dict[str, int]:
         """Where it is, as the event names it."""
-        return {"rank": self.unit[0], "row": self.mini_batch_row, "position": self.position}
+        return {"rank": self.micro_batch[0], "row": self.mini_batch_row, "position": self.position}
 
 
 def hold(
@@ -92,12 +92,12 @@ def hold(
         mini_batch.global_norm()  # now: it is set aside below
     try:
         with undisturbed(model.module, model.device), SetAside(model.module):
-            units = mini_batch.units()
+            figures = mini_batch.gather_figures()
             passes = model.passes(mini_batch.micro_batches, mini_batch.scale)
             passes.rehearse()
-            planted = choose(units, model.meter, passes, mini_batch.micro_batches, where["global_step"])
+            planted = choose(figures, model.meter, passes, mini_batch.micro_batches, where["global_step"])
             threshold = tau.of(mini_batch.level, planted.norm)
-            copy = _with_spike(mini_batch, planted, units, threshold)
+            copy = _with_spike(mini_batch, planted, figures, threshold)
             if not copy.is_over(threshold):
                 raise DrillFailedError("the planted token did not put its micro-batch over the threshold")
             investigation = Investigation(copy, threshold, config.until, config.budget, ordinary.token_norm)
@@ -124,12 +124,12 @@ def hold(
     return event
 
 
-def _with_spike(mini_batch: MiniBatch, planted: Planted, units: Mapping[UnitName, Unit], threshold: float) -> MiniBatch:
+def _with_spike(mini_batch: MiniBatch, planted: Planted, figures: AllFigures, threshold: float) -> MiniBatch:
     """The mini-batch with the planted token's coefficient raised; its gradient replaces the current one."""
     model, scale, own = mini_batch.model, mini_batch.scale, mini_batch.micro_batches
-    unit = units[planted.unit]
+    whole = figures[planted.micro_batch]
     # The planted token may be one that could not move, and so did not count.
-    needed = threshold * math.hypot(unit.root_square_weight, planted.weight) + _known(unit.norm)
+    needed = threshold * math.hypot(whole.root_square_weight, planted.weight) + _known(whole.norm)
     if mini_batch.trigger == "global":
         # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
         share = threshold * planted.weight / model.data_parallel_size
@@ -140,10 +140,12 @@ def _with_spike(mini_batch: MiniBatch, planted: Planted, units: Mapping[UnitName
     micro_batches: list[MicroBatch] = []
     # An exchange, so that an error on one rank (out of memory, say) fails the drill on all.
     collectives.exchange(
-        lambda: micro_batches.extend(plant(own, model.rank == planted.unit[0], planted, raised, scale, new_scale))
+        lambda: micro_batches.extend(
+            plant(own, model.rank == planted.micro_batch[0], planted, raised, scale, new_scale)
+        )
     )
     passes = model.passes(micro_batches, new_scale)
-    rerun(micro_batches, model.meter, passes, units, reduced=mini_batch.trigger == "global")
+    rerun(micro_batches, model.meter, passes, figures, reduced=mini_batch.trigger == "global")
     figures = torch.zeros(0, dtype=torch.float64, device=model.device)
     return MiniBatch(model, micro_batches, new_scale, mini_batch.trigger, figures)
 
@@ -154,12 +156,16 @@ def _known(norm: float | None) -> float:
 
 
 def choose(
-    units: Mapping[UnitName, Unit], meter: Meter, passes: Passes, own: Sequence[MicroBatch], seed: int
+    figures: AllFigures,
+    meter: Meter,
+    passes: Passes,
+    own: Sequence[MicroBatch],
+    seed: int,
 ) -> Planted:
     """Chooses a token on a random rank, and measures its gradient in one pass. A collective call.
 
     Args:
-        units (dict[UnitName, Unit]): The units of all ranks.
+        figures (AllFigures): Of the micro-batches of all ranks.
         meter (Meter): Measures the gradient.
         passes (Passes): Runs the pass.
         own (list[MicroBatch]): This rank's micro-batches.
@@ -170,7 +176,7 @@ def choose(
         RankFailedError: The pass failed on some rank.
     """
     generator = random.Random(seed)  # the same on every rank, as what it draws from
-    usable = sorted(name for name, unit in units.items() if unit.usable_tokens)
+    usable = sorted(name for name, each in figures.items() if each.usable_tokens)
     if not usable:
         raise DrillFailedError("no response token of the mini-batch has a weight in the loss and finite log-probs")
     rank = generator.choice(sorted({rank for rank, _ in usable}))
@@ -235,7 +241,7 @@ def plant(
         for name in ("coefficient", "entropy_coefficient"):
             if name in tokens:
                 tokens[name] = (tokens[name].float() * (new_scale / scale)).to(tokens[name].dtype)
-        if mine and index == planted.unit[1]:
+        if mine and index == planted.micro_batch[1]:
             known = tokens.get("coefficient", torch.zeros_like(tokens["weight"]))
             tokens["coefficient"] = known.clone()
             tokens["coefficient"][planted.row, planted.position] = raised * new_scale
@@ -244,7 +250,11 @@ def plant(
 
 
 def rerun(
-    own: Sequence[MicroBatch], meter: Meter, passes: Passes, units: Mapping[UnitName, Unit], reduced: bool
+    own: Sequence[MicroBatch],
+    meter: Meter,
+    passes: Passes,
+    figures: AllFigures,
+    reduced: bool,
 ) -> None:
     """Adds the mini-batch's gradient to the current one, and measures every micro-batch. A collective call.
 
@@ -252,7 +262,7 @@ def rerun(
         own (list[MicroBatch]): This rank's micro-batches; their `squares` are set.
         meter (Meter): Measures the norms.
         passes (Passes): Runs a pass for each micro-batch, with the coefficients in `own`.
-        units (dict[UnitName, Unit]): The units of all ranks.
+        figures (AllFigures): Of the micro-batches of all ranks.
         reduced (bool): Whether the reduced gradient counts, and not only the local ones.
 
     Raises:
@@ -260,14 +270,14 @@ def rerun(
     """
 
     def whole(rank: int, index: int) -> TokenSubset | None:
-        if (rank, index) not in units:
+        if (rank, index) not in figures:
             return None
         micro_batch = own[index].portable(passes.scale)
         return TokenSubset(micro_batch, micro_batch.tokens["response_mask"].bool())
 
-    for index in range(1 + max(index for _, index in units)):
+    for index in range(1 + max(index for _, index in figures)):
         if reduced:
-            passes.check_dummy_inputs(partial(_ranks_with, units, index))
+            passes.check_dummy_inputs(partial(_ranks_with, figures, index))
         meter.start()
         try:
             squares = passes.accumulate(partial(whole, index=index), meter.stop)
@@ -277,6 +287,6 @@ def rerun(
             own[index].squares = squares
 
 
-def _ranks_with(units: Mapping[UnitName, Unit], index: int) -> set[int]:
+def _ranks_with(figures: AllFigures, index: int) -> set[int]:
     """The ranks that have a micro-batch of this index."""
-    return {rank for rank, of_rank in units if of_rank == index}
+    return {rank for rank, of_rank in figures if of_rank == index}

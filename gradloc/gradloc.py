@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from . import drill
 from .actions import act
-from .bundles.recorder import Recorder
+from .bundles.bundle_writer import BundleWriter
 from .config import GradLocConfig
 from .evidence.event import build_event
 from .fsdp import collectives
-from .fsdp.collective_replay import RankLostError
+from .fsdp.recorded_collectives import RankLostError
 from .fsdp.state import SetAside, get_rng_state, undisturbed
 from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
@@ -65,7 +65,7 @@ class GradLoc:
             the gradient after FSDP's mean, in the passes of the search.
         recover (Callable, optional): Called on a rank where an error interrupted a pass, to reset state outside of the
             model and FSDP.
-        recorder (Recorder, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
+        bundle_writer (BundleWriter, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
 
     Attributes:
         events (list[dict]): The events since `start_update` or `start_mini_batch`, the same on every rank, ready for
@@ -83,7 +83,7 @@ class GradLoc:
         sequence_parallel_size: int = 1,
         meter: str = "local",
         recover: Callable[[], None] | None = None,
-        recorder: Recorder | None = None,
+        bundle_writer: BundleWriter | None = None,
     ) -> None:
         self.config = config
         self.events: list[dict[str, Any]] = []
@@ -91,7 +91,7 @@ class GradLoc:
             module, forward, torch.device(device), squared_norms, sequence_parallel_size, meter, recover
         )
         self._loss_scale = loss_scale
-        self._recorder = recorder
+        self._bundle_writer = bundle_writer
         self._threshold = Threshold(config.threshold)
         self._ordinary = OrdinaryGradient()
         self._metrics = UpdateMetrics()
@@ -250,7 +250,7 @@ class GradLoc:
         micro_batches, self._micro_batches = self._micro_batches, []
         figures = own_figures(micro_batches)
         gradient = MiniBatch(self._model, micro_batches, self._loss_scale(), self.config.trigger, figures)
-        self._metrics.take_in(gradient.figures)
+        self._metrics.take_in(gradient.update_figures)
         return gradient
 
     def _hold_drill(self, gradient: MiniBatch, where: dict[str, Any]) -> None:
@@ -268,10 +268,10 @@ class GradLoc:
 
     def _keep_bundle(self, event: Mapping[str, Any], investigation: Investigation) -> str | None:
         """The folder that the event's bundle is in; None without one. A collective call."""
-        if self._recorder is None:
+        if self._bundle_writer is None:
             return None
         try:
-            return self._recorder.keep(event, investigation)
+            return self._bundle_writer.keep(event, investigation)
         except collectives.RankFailedError:
             logger.warning("a gradient spike is reported without a replay bundle", exc_info=True)
             return None

@@ -15,25 +15,25 @@ import torch
 import verl
 from torch import Tensor, nn
 
+from ..bundles.bundle_writer import BundleWriter, PreviewsClipping
 from ..bundles.layout import NotReplayableError, Row
-from ..bundles.recorder import PreviewsClipping, Recorder
 from ..evidence.writer import jsonable
 
 
-def build_recorder(
+def build_bundle_writer(
     module: nn.Module,
     config: Any,
     rows_of: Callable[[Mapping[str, Any]], list[Row]],
     dtype: torch.dtype,
     grad_clip: float | None,
     layer_clip: PreviewsClipping | None,
-) -> Recorder | None:
-    """The recorder of an actor's bundles; None with `spike_replay=0`.
+) -> BundleWriter | None:
+    """The bundle_writer of an actor's bundles; None with `spike_replay=0`.
 
     Args:
         module (nn.Module): The model, sharded or not.
         config (ActorConfig): verl's configuration of the actor.
-        rows_of (Callable): See `Recorder`.
+        rows_of (Callable): See `BundleWriter`.
         dtype (torch.dtype): What the model computes in.
         grad_clip (float, optional): The norm that the global clip leaves.
         layer_clip (PreviewsClipping, optional): LayerClip, if it is on.
@@ -41,7 +41,7 @@ def build_recorder(
     if not config.spike_replay:
         return None
     context = partial(_context, module, config, str(dtype).removeprefix("torch."), grad_clip)
-    return Recorder(config.bisect_dump_dir, config.spike_replay, rows_of, context, layer_clip)
+    return BundleWriter(config.bisect_dump_dir, config.spike_replay, rows_of, context, layer_clip)
 
 
 def padded_rows(inputs: Mapping[str, Any]) -> list[Row]:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from verl.utils.device import get_device_name
 
 from ..bundles.layout import Row
-from ..evidence.token_facts import find_behind_end
+from ..evidence.token_facts import find_after_eos
 from ..fsdp import collectives
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from ..measure.passes import Forward
-from .end_tokens import end_tokens
+from .eos_tokens import eos_tokens
 from .loss_weights import RecordedAggregation, kl_coefficients
-from .replay_bundles import build_recorder
+from .replay_bundles import build_bundle_writer
 
 # Beside an actor's checkpoint.
 STATE_FILE = "gradloc_state.pt"
@@ -31,7 +31,7 @@ class Watch:
         module (nn.Module): The model, sharded or not.
         config (ActorConfig): verl's configuration of the actor.
         forward (Callable): See `GradLoc`.
-        rows_of (Callable): Converts the inputs of `forward` to samples; see `Recorder`.
+        rows_of (Callable): Converts the inputs of `forward` to samples; see `BundleWriter`.
         loss_scale (Callable): Returns the loss scale of the backward passes.
         sequence_parallel_size (int): How many neighbouring ranks work on the same data.
         dtype (torch.dtype): What the model computes in.
@@ -61,7 +61,7 @@ class Watch:
         self.sequence_parallel_size = sequence_parallel_size
         self._config = config
         self._loss_scale = loss_scale
-        self._end_tokens = end_tokens(module)
+        self._eos_tokens = eos_tokens(module)
         device = get_device_name()
         if config.layer_clip.enable:
             self.layer_clip = LayerClip(module, config.layer_clip, device=device)
@@ -78,7 +78,7 @@ class Watch:
                 sequence_parallel_size=sequence_parallel_size,
                 meter="reduced" if tiled_mlp else "local",
                 recover=getattr(module, "reset_activation_offloading", None),
-                recorder=build_recorder(module, config, rows_of, dtype, grad_clip, self.layer_clip),
+                bundle_writer=build_bundle_writer(module, config, rows_of, dtype, grad_clip, self.layer_clip),
             )
 
     def observe(
@@ -107,8 +107,8 @@ class Watch:
         if self._config.use_kl_loss:
             kl = kl_coefficients(self._config, mask, log_prob, facts["ref_log_prob"], **options)
             facts["kl_coefficient"] = kl * factor
-        if self._end_tokens:
-            facts["behind_end"] = find_behind_end(facts["token_id"], mask, self._end_tokens)
+        if self._eos_tokens:
+            facts["after_eos"] = find_after_eos(facts["token_id"], mask, self._eos_tokens)
         weight = self.aggregation.weights(self._config, mask, **options) * factor
         self.gradloc.observe(log_prob, entropy, weight, sources, **facts)
 

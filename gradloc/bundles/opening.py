@@ -12,7 +12,7 @@ from typing import Any
 
 from ..evidence.foreign_json import parse
 from ..evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, list_of, object_with
-from ..measure.micro_batch import UnitName
+from ..measure.micro_batch import MicroBatchName
 from . import layout
 from .layout import SavedMicroBatch
 from .plain_file import NotPlainFileError, read_plain_file
@@ -77,25 +77,25 @@ class Bundle:
 
     Args:
         path (Path): Its folder.
-        manifest (dict): What `Recorder` wrote, checked.
-        micro_batches (dict[UnitName, SavedMicroBatch]): Its micro-batches, in the manifest's order.
+        manifest (dict): What `BundleWriter` wrote, checked.
+        micro_batches (dict[MicroBatchName, SavedMicroBatch]): Its micro-batches, in the manifest's order.
     """
 
     path: Path
     manifest: dict[str, Any]
-    micro_batches: dict[UnitName, SavedMicroBatch]
+    micro_batches: dict[MicroBatchName, SavedMicroBatch]
 
     @property
     def event(self) -> dict[str, Any]:
         return self.manifest["event"]
 
     @cached_property
-    def rows(self) -> dict[UnitName, list[int]]:
+    def rows(self) -> dict[MicroBatchName, list[int]]:
         """The rows of each micro-batch in its rank's mini-batch."""
         return {(entry["rank"], entry["micro_batch"]): entry["rows"] for entry in self.manifest["micro_batches"]}
 
     @cached_property
-    def row_indices(self) -> dict[UnitName, dict[int, int]]:
+    def row_indices(self) -> dict[MicroBatchName, dict[int, int]]:
         """The index of each of these rows in its micro-batch."""
         return {
             name: dict(zip(reversed(rows), reversed(range(len(rows))), strict=True)) for name, rows in self.rows.items()

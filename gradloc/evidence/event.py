@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ..fsdp import collectives
-from ..measure.micro_batch import UnitName
+from ..measure.micro_batch import MicroBatchName
 from ..measure.mini_batch import OrdinaryGradient
 from ..search.investigation import Investigation, Token
 from ..version import __version__
@@ -81,7 +81,7 @@ def _trigger(investigation: Investigation) -> dict[str, Any]:
     if mini_batch.trigger == "global":
         norm, limit = mini_batch.global_norm(), mini_batch.global_threshold(threshold)
     else:
-        worst = max(investigation.units.values(), key=lambda unit: unit.token_equivalent)
+        worst = max(investigation.figures.values(), key=lambda unit: unit.token_equivalent)
         norm, limit = worst.norm, threshold * worst.root_square_weight
     return {"kind": mini_batch.trigger, "norm": norm, "threshold": limit}
 
@@ -102,7 +102,7 @@ def _findings(
         "explained": investigation.explained,
         "more_tokens": investigation.search.more_over(),
         # Where all answers to a prompt got the same reward, there is none.
-        "micro_batches": sum(unit.tokens > 0 and unit.norm != 0 for unit in investigation.units.values()),
+        "micro_batches": sum(unit.tokens > 0 and unit.norm != 0 for unit in investigation.figures.values()),
         "units": [_unit(investigation, name) for name in investigation.suspects],
         "culprits": sorted(
             (_culprit(investigation, token, medians) for token in investigation.culprits),
@@ -117,8 +117,8 @@ def _findings(
     }
 
 
-def _unit(investigation: Investigation, name: UnitName) -> dict[str, Any]:
-    unit, search = investigation.units[name], investigation.search
+def _unit(investigation: Investigation, name: MicroBatchName) -> dict[str, Any]:
+    unit, search = investigation.figures[name], investigation.search
     rest = search.rest(name) if search.knows(name) else None
     return {
         "rank": name[0],
@@ -144,7 +144,7 @@ def _ordinary_layer_norms(investigation: Investigation) -> dict[str, float] | No
         dict: By layer; None if no unit under its threshold has a known, nonzero norm.
     """
     ordinary = [
-        unit for unit in investigation.units.values() if unit.norm and not unit.is_over(investigation.threshold)
+        unit for unit in investigation.figures.values() if unit.norm and not unit.is_over(investigation.threshold)
     ]
     if not ordinary:
         return None
@@ -155,24 +155,24 @@ def _ordinary_layer_norms(investigation: Investigation) -> dict[str, float] | No
 
 
 def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
-    """The smallest segments with a spike that no small set of tokens explains, with the largest tokens measured."""
+    """The smallest token sets with a spike that no small set of tokens explains, with the largest tokens measured."""
     found = []
-    for segment, norm in investigation.search.diffuse:
-        names = set(investigation.groups[segment.unit])
-        here = investigation.tokens_of(segment)
+    for token_set, norm in investigation.search.diffuse:
+        names = set(investigation.groups[token_set.group])
+        here = investigation.tokens_of(token_set)
         ranks = {name[0] for name, _, _ in here}
-        # The largest tokens of the whole unit, because the segment may be the unit without its largest tokens.
+        # Of the whole micro-batch, because this set may be the micro-batch without its largest tokens.
         tokens = sorted(
             (t for t in investigation.measured if t[0] in names), key=lambda t: -_finite(_grad_norm(investigation, t))
         )
         found.append(
             {
                 "rank": ranks.pop() if len(ranks) == 1 else None,
-                "micro_batch": segment.unit[1],
+                "micro_batch": token_set.group[1],
                 "rows": sorted({investigation.micro_batches[name].rows[row] for name, row, _ in here}),
-                "tokens": len(segment.candidates),
+                "tokens": len(token_set.candidates),
                 "norm": norm,
-                "threshold": investigation.search.threshold(segment),
+                "threshold": investigation.search.threshold(token_set),
                 "largest_tokens": [
                     {
                         "row": investigation.micro_batches[token[0]].rows[token[1]],
@@ -188,12 +188,12 @@ def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
 
 
 def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
-    """The segments that the search left open, best first; a group not yet searched is a segment of all its tokens."""
-    search, units = investigation.search, investigation.units
+    """The token sets that the search left open, best first; a group not yet searched is one of all its tokens."""
+    search, units = investigation.search, investigation.figures
     begun = [
-        (segment.unit, len(segment.candidates), search.threshold(segment))
-        for segment in (*search.open_segments, *search.given_up)
-        if segment.candidates
+        (token_set.group, len(token_set.candidates), search.threshold(token_set))
+        for token_set in (*search.open_sets, *search.given_up)
+        if token_set.candidates
     ]
     waiting = [
         (
@@ -250,7 +250,7 @@ def _grad_norm(investigation: Investigation, token: Token) -> float:
 
 def _share(investigation: Investigation, token: Token) -> float | None:
     """A token's share of its unit's norm; None if that norm is zero or unknown."""
-    unit = investigation.units[token[0]]
+    unit = investigation.figures[token[0]]
     return _grad_norm(investigation, token) * _weight(investigation, token) / unit.norm if unit.norm else None
 
 

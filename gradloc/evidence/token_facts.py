@@ -59,7 +59,7 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
     }
 
 
-def find_behind_end(token_id: Tensor, response_mask: Tensor, end_tokens: Collection[int]) -> Tensor:
+def find_after_eos(token_id: Tensor, response_mask: Tensor, end_tokens: Collection[int]) -> Tensor:
     """Which tokens the response mask includes although the turn has ended before them.
 
     A turn is a run of tokens with response_mask 1. Between turns, tool output has response_mask 0. The rollout stops at

@@ -14,11 +14,11 @@ from torch import Tensor
 from ..fsdp import collectives
 from ..layers.reduced_norms import ReducedNorms
 from .local_norms import LocalNorms
-from .micro_batch import MicroBatch, TokenSubset, UnitName
+from .micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from .passes import Passes
 
-# The name of a group: units that are searched as one. With the local meter, a group is a single unit: (rank, index of
-# the micro-batch). The reduced meter cannot separate ranks: a group is the units of all ranks with the same index:
+# The name of a group: micro-batches that are searched as one. With the local meter, a group is a single micro-batch:
+# (rank, index). The reduced meter cannot separate ranks: a group is the micro-batches of all ranks with the same index:
 # (None, index).
 GroupName = tuple[int | None, int]
 
@@ -27,7 +27,7 @@ MakeProbe = Callable[[], Mapping[int, TokenSubset]]
 
 
 @dataclass(frozen=True)
-class Unit:
+class MicroBatchFigures:
     """What all ranks know about one rank's micro-batch when a search starts.
 
     Args:
@@ -60,10 +60,14 @@ class Unit:
         return self.norm is not None and not self.token_equivalent <= threshold
 
 
-def suspects(units: Mapping[UnitName, Unit], threshold: float) -> list[UnitName]:
-    """The units measured over their threshold, largest first."""
-    over = [name for name, unit in units.items() if unit.is_over(threshold)]
-    return sorted(over, key=lambda name: (-units[name].token_equivalent, name))
+# Of the micro-batches of all ranks.
+AllFigures = Mapping[MicroBatchName, MicroBatchFigures]
+
+
+def suspects(figures: AllFigures, threshold: float) -> list[MicroBatchName]:
+    """The micro-batches measured over their threshold, largest first."""
+    over = [name for name, each in figures.items() if each.is_over(threshold)]
+    return sorted(over, key=lambda name: (-figures[name].token_equivalent, name))
 
 
 class RankNorms(NamedTuple):
@@ -90,14 +94,14 @@ class Level:
         token_norm (float): The largest measured token-equivalent norm; NaN counts as infinite.
         finite (float): The largest finite token-equivalent norm, or 0.
         root_mean_square (float | None): norm/sqrt(Σw²) of the whole mini-batch; None if no token can move.
-        by_unit (bool): Whether `token_norm` is the norm of a unit, and not of the reduced gradient.
+        by_micro_batch (bool): Whether `token_norm` is the norm of a micro-batch, and not of the reduced gradient.
         global_norm (float | None): The reduced gradient's norm; None if it was not measured.
     """
 
     token_norm: float
     finite: float
     root_mean_square: float | None
-    by_unit: bool
+    by_micro_batch: bool
     global_norm: float | None = None
 
 
@@ -129,16 +133,18 @@ class Meter(Protocol):
         """
 
     def norms(self, squares: Sequence[float]) -> tuple[float | None, dict[str, float]]:
-        """A unit's norm and its norms by layer, from what `stop` returned; (None, {}) if it was not measured."""
+        """A micro-batch's norm and its norms by layer, from what `stop` returned; (None, {}) if it was not measured."""
 
-    def wholes(self, units: Mapping[UnitName, Unit], global_norm: float) -> list[tuple[float, int]]:
+    def wholes(self, figures: AllFigures, global_norm: float) -> list[tuple[float, int]]:
         """The norms measured in training, each with its number of broken tokens."""
 
-    def groups(self, units: Mapping[UnitName, Unit], threshold: float) -> dict[GroupName, list[UnitName]]:
+    def groups(self, figures: AllFigures, threshold: float) -> dict[GroupName, list[MicroBatchName]]:
         """The groups to search, largest norm first if the norms are known; else each is first measured as a whole."""
 
-    def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
-        """The micro-batches of a group's units (and perhaps of others), with the data this rank needs for probes."""
+    def obtain(
+        self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float
+    ) -> dict[MicroBatchName, MicroBatch]:
+        """The micro-batches of a group (and perhaps others), with the data this rank needs for probes."""
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         """Measures probes in one pass.
@@ -176,20 +182,24 @@ class LocalMeter:
     def level(self, norms: RankNorms, reduced_norm: Callable[[], float]) -> Level:
         square, square_weight = float(norms.square.sum()), float(norms.square_weight.sum())
         root_mean_square = math.sqrt(square / square_weight) if square_weight else None
-        return Level(float(norms.largest.max()), float(norms.largest_finite.max()), root_mean_square, by_unit=True)
+        return Level(
+            float(norms.largest.max()), float(norms.largest_finite.max()), root_mean_square, by_micro_batch=True
+        )
 
     def norms(self, squares: Sequence[float]) -> tuple[float | None, dict[str, float]]:
         return math.sqrt(sum(squares)), {
             layer: math.sqrt(square) for layer, square in zip(self.layers, squares, strict=True)
         }
 
-    def wholes(self, units: Mapping[UnitName, Unit], global_norm: float) -> list[tuple[float, int]]:
-        return [(unit.norm, unit.broken_tokens) for unit in units.values() if unit.tokens and unit.norm is not None]
+    def wholes(self, figures: AllFigures, global_norm: float) -> list[tuple[float, int]]:
+        return [(each.norm, each.broken_tokens) for each in figures.values() if each.tokens and each.norm is not None]
 
-    def groups(self, units: Mapping[UnitName, Unit], threshold: float) -> dict[GroupName, list[UnitName]]:
-        return {name: [name] for name in suspects(units, threshold)}
+    def groups(self, figures: AllFigures, threshold: float) -> dict[GroupName, list[MicroBatchName]]:
+        return {name: [name] for name in suspects(figures, threshold)}
 
-    def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
+    def obtain(
+        self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float
+    ) -> dict[MicroBatchName, MicroBatch]:
         def portable(index: int) -> MicroBatch:
             return own[index].portable(scale)
 
@@ -239,30 +249,34 @@ class ReducedMeter:
     def level(self, norms: RankNorms, reduced_norm: Callable[[], float]) -> Level:
         # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
         global_norm, square_weight = reduced_norm(), float(norms.square_weight.sum())
-        whole = Unit(0, 0, 0, math.sqrt(square_weight), global_norm * len(norms.square_weight)).token_equivalent
+        whole = MicroBatchFigures(
+            0, 0, 0, math.sqrt(square_weight), global_norm * len(norms.square_weight)
+        ).token_equivalent
         finite = whole if math.isfinite(whole) else 0.0
-        return Level(whole, finite, whole if square_weight else None, by_unit=False, global_norm=global_norm)
+        return Level(whole, finite, whole if square_weight else None, by_micro_batch=False, global_norm=global_norm)
 
     def norms(self, squares: Sequence[float]) -> tuple[float | None, dict[str, float]]:
         return None, {}
 
-    def wholes(self, units: Mapping[UnitName, Unit], global_norm: float) -> list[tuple[float, int]]:
-        return [(global_norm, sum(unit.broken_tokens for unit in units.values()))]
+    def wholes(self, figures: AllFigures, global_norm: float) -> list[tuple[float, int]]:
+        return [(global_norm, sum(each.broken_tokens for each in figures.values()))]
 
-    def groups(self, units: Mapping[UnitName, Unit], threshold: float) -> dict[GroupName, list[UnitName]]:
-        groups: dict[GroupName, list[UnitName]] = {}
-        for rank, index in units:
+    def groups(self, figures: AllFigures, threshold: float) -> dict[GroupName, list[MicroBatchName]]:
+        groups: dict[GroupName, list[MicroBatchName]] = {}
+        for rank, index in figures:
             groups.setdefault((None, index), []).append((rank, index))
         return groups
 
-    def obtain(self, names: Sequence[UnitName], own: Sequence[MicroBatch], scale: float) -> dict[UnitName, MicroBatch]:
-        # Every rank computes its own data, so all units are exchanged at once, without their inputs.
+    def obtain(
+        self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float
+    ) -> dict[MicroBatchName, MicroBatch]:
+        # Every rank computes its own data, so all micro-batches are exchanged at once, without their inputs.
         everywhere = collectives.exchange(lambda: [mb.portable(scale, inputs=False) for mb in own])
         everywhere = everywhere[:: self._sequence_parallel_size]
         rank = collectives.rank() // self._sequence_parallel_size
         for micro_batch, mine in zip(everywhere[rank], own, strict=True):
             micro_batch.inputs = mine.inputs
-        return {(r, i): micro_batch for r, units in enumerate(everywhere) for i, micro_batch in enumerate(units)}
+        return {(r, i): micro_batch for r, of_rank in enumerate(everywhere) for i, micro_batch in enumerate(of_rank)}
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         (probe,) = probes

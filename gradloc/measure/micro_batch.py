@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # (rank, index of the micro-batch in its rank's mini-batch).
-UnitName = tuple[int, int]
+MicroBatchName = tuple[int, int]
 
 
 @dataclass

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..fsdp import collectives
-from .meter import Level, RankNorms, Unit
-from .micro_batch import MicroBatch, UnitName
+from .meter import Level, MicroBatchFigures, RankNorms
+from .micro_batch import MicroBatch, MicroBatchName
 from .token_weights import square_weight, usable_tokens
 from .watched_model import WatchedModel
 
@@ -24,18 +24,18 @@ class MiniBatch:
         scale (float): Their loss scale.
         trigger (str): "unit": a micro-batch over its threshold is a spike; "global": the reduced gradient is. Where
             micro-batches cannot be measured alone, it is always "global".
-        figures (Tensor): More figures of this rank, float64 of shape (n,), to be gathered in the same call.
+        update_figures (Tensor): More figures of this rank, float64 of shape (n,), to be gathered in the same call.
 
     Attributes:
         level (Level): The size of the gradient.
         trigger (str): "unit" or "global".
-        figures (Tensor): The given figures of every data-parallel rank, shape (ranks, n).
+        update_figures (Tensor): The given figures of every data-parallel rank, shape (ranks, n).
         squared_norms (Tensor | None): The squared norms by layer of the reduced gradient, without the loss scale; None
             while they have not been measured.
     """
 
     def __init__(
-        self, model: WatchedModel, micro_batches: list[MicroBatch], scale: float, trigger: str, figures: Tensor
+        self, model: WatchedModel, micro_batches: list[MicroBatch], scale: float, trigger: str, update_figures: Tensor
     ) -> None:
         self.model = model
         self.micro_batches = micro_batches
@@ -44,11 +44,11 @@ class MiniBatch:
         self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
         self._square_weights = torch.stack([square_weight(micro_batch.tokens) for micro_batch in micro_batches])
         norms = torch.stack(_own_norms(self._squares.sum(1), self._square_weights))
-        gathered = collectives.gather(torch.cat([norms, figures]).to(model.device))
+        gathered = collectives.gather(torch.cat([norms, update_figures]).to(model.device))
         by_rank = torch.stack(gathered)[:: model.sequence_parallel_size]
-        self._norms, self.figures = RankNorms(*by_rank[:, : len(norms)].unbind(1)), by_rank[:, len(norms) :]
+        self._norms, self.update_figures = RankNorms(*by_rank[:, : len(norms)].unbind(1)), by_rank[:, len(norms) :]
         self.level: Level = model.meter.level(self._norms, self.global_norm)
-        self.trigger = trigger if self.level.by_unit else "global"
+        self.trigger = trigger if self.level.by_micro_batch else "global"
 
     def global_norm(self) -> float:
         """The reduced gradient's norm, measured on the first call, which is collective."""
@@ -67,16 +67,16 @@ class MiniBatch:
             return not self.level.token_norm <= threshold
         return not self.global_norm() <= self.global_threshold(threshold)
 
-    def units(self) -> dict[UnitName, Unit]:
+    def gather_figures(self) -> dict[MicroBatchName, MicroBatchFigures]:
         """The micro-batches of all ranks. A collective call."""
-        by_rank = collectives.exchange(self._own_units)[:: self.model.sequence_parallel_size]
-        return {(rank, i): unit for rank, units in enumerate(by_rank) for i, unit in enumerate(units)}
+        by_rank = collectives.exchange(self._own_figures)[:: self.model.sequence_parallel_size]
+        return {(rank, i): each for rank, of_rank in enumerate(by_rank) for i, each in enumerate(of_rank)}
 
     def layer_sums(self) -> tuple[Tensor, Tensor]:
         """This rank's squared norms by layer, shape (layers,), and its Σ w_t², shape (); over all its micro-batches."""
         return self._squares.sum(0), self._square_weights.sum()
 
-    def _own_units(self) -> list[Unit]:
+    def _own_figures(self) -> list[MicroBatchFigures]:
         own = []
         for micro_batch, by_layer, square in zip(
             self.micro_batches, self._squares.tolist(), self._square_weights.tolist(), strict=True
@@ -85,7 +85,7 @@ class MiniBatch:
             norm, layer_norms = self.model.meter.norms(by_layer)
             broken = micro_batch.broken(self.scale != 1)
             own.append(
-                Unit(
+                MicroBatchFigures(
                     rows=len(micro_batch.rows),
                     tokens=int(mask.sum()),
                     broken_tokens=int((broken & mask).sum()),

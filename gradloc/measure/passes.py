@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fsdp import collectives
-from ..fsdp.collective_replay import CollectiveReplay
+from ..fsdp.recorded_collectives import RecordedCollectives
 from ..fsdp.state import all_reduced, clear_gradients, has_gradients, reset_fsdp, set_rng_state
 from .micro_batch import MicroBatch, TokenSubset
 
@@ -37,7 +37,7 @@ class Passes:
         module (nn.Module): The model.
         forward (Forward): Computes (entropy, log_prob).
         device (torch.device): The device that the model computes on.
-        replay (CollectiveReplay): Holds the recording of an earlier pass.
+        recorded (RecordedCollectives): The collective calls of an earlier pass.
         scale (float): The loss scale of the training pass.
         own (list[MicroBatch]): This rank's micro-batches; one of their rows is the dummy input if it has no probe.
         sequence_parallel_size (int): How many neighbouring ranks work on the same data.
@@ -53,7 +53,7 @@ class Passes:
         module: nn.Module,
         forward: Forward,
         device: torch.device,
-        replay: CollectiveReplay,
+        recorded: RecordedCollectives,
         scale: float,
         own: Sequence[MicroBatch],
         sequence_parallel_size: int = 1,
@@ -65,7 +65,7 @@ class Passes:
         self._module = module
         self._forward = forward
         self._device = device
-        self._replay = replay
+        self._recorded = recorded
         self._own = own
         self._recover = recover
         self._dummy_input = _healthy_row(own, scaled=scale != 1)
@@ -93,12 +93,12 @@ class Passes:
         Raises:
             RankFailedError: The pass failed on some rank; the calls are still unknown on all ranks.
         """
-        if collectives.world_size() == 1 or not self._replay.needs_rehearsal:
+        if collectives.world_size() == 1 or not self._recorded.needs_rehearsal:
             return
         self.count += 1
         error: Exception | None = None
         try:
-            with self._replay.recording(communicate=False), all_reduced(self._module):
+            with self._recorded.recording(communicate=False), all_reduced(self._module):
                 self._forward_backward(None)
         except Exception as caught:
             traceback.clear_frames(caught.__traceback__)
@@ -111,7 +111,7 @@ class Passes:
         try:
             self._raise_on_all_ranks(error)
         except collectives.RankFailedError:
-            self._replay.forget()
+            self._recorded.forget()
             raise
 
     def accumulate(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read]) -> _Read:
@@ -130,12 +130,12 @@ class Passes:
         error: Exception | None = None
         result: _Read | None = None
         try:
-            with self._replay.recording(), all_reduced(self._module):
+            with self._recorded.recording(), all_reduced(self._module):
                 self._forward_backward(subset_of(self.rank))
             result = read()
         except Exception as caught:
             try:
-                self._replay.complete(caught)
+                self._recorded.complete(caught)
             finally:  # without this, restoring the gradients would fail, and that error would hide this one
                 reset_fsdp(self._module)
                 if self._recover is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fsdp import collectives
-from ..fsdp.collective_replay import CollectiveReplay
+from ..fsdp.recorded_collectives import RecordedCollectives
 from ..layers.reduced_norms import ReducedNorms
 from .local_norms import LocalNorms
 from .meter import LocalMeter, Meter, ReducedMeter
@@ -47,7 +47,7 @@ class WatchedModel:
         self.rank = collectives.rank() // sequence_parallel_size
         self._forward = forward
         self._recover = recover
-        self._replay = CollectiveReplay(can_replay=sequence_parallel_size == 1)
+        self._recorded = RecordedCollectives(can_replay=sequence_parallel_size == 1)
         reduced_norms = ReducedNorms(module, device)
         self._reduced_squares = squared_norms or reduced_norms.squared_norms
         reduced = meter == "reduced" or sequence_parallel_size > 1
@@ -68,7 +68,7 @@ class WatchedModel:
             self.module,
             self._forward,
             self.device,
-            self._replay,
+            self._recorded,
             scale,
             own,
             sequence_parallel_size=self.sequence_parallel_size,

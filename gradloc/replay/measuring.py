@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..bundles.layout import Row, SavedMicroBatch
 from ..bundles.opening import Bundle
-from ..measure.micro_batch import UnitName
+from ..measure.micro_batch import MicroBatchName
 from .model import Model, forward
 
 # (unit, row in the micro-batch, position in the response).
-Place = tuple[UnitName, int, int]
+Place = tuple[MicroBatchName, int, int]
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class Measured:
     """What one model gave.
 
     Args:
-        units (dict[UnitName, Norms]): The norm of each micro-batch.
-        rests (dict[UnitName, Norms]): The same without its culprits, where it has some.
+        units (dict[MicroBatchName, Norms]): The norm of each micro-batch.
+        rests (dict[MicroBatchName, Norms]): The same without its culprits, where it has some.
         tokens (dict[Place, Norms]): The norm ‖g_t‖ of single tokens: of their share of the loss, by their weight.
-        log_probs (dict[UnitName, Tensor]): Of shape (rows, response length); 0 outside of the responses.
+        log_probs (dict[MicroBatchName, Tensor]): Of shape (rows, response length); 0 outside of the responses.
     """
 
-    units: dict[UnitName, Norms] = field(default_factory=dict)
-    rests: dict[UnitName, Norms] = field(default_factory=dict)
+    units: dict[MicroBatchName, Norms] = field(default_factory=dict)
+    rests: dict[MicroBatchName, Norms] = field(default_factory=dict)
     tokens: dict[Place, Norms] = field(default_factory=dict)
-    log_probs: dict[UnitName, Tensor] = field(default_factory=dict)
+    log_probs: dict[MicroBatchName, Tensor] = field(default_factory=dict)
 
 
 def places(bundle: Bundle, listed: list[dict[str, Any]]) -> list[Place]:

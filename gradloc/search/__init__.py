@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search for the tokens behind a spike: what to measure next, and what the measurements mean."""
 
-from .probes import Probe, Segment
-from .scheduler import Culprit, Search
+from .codes import Probe, TokenSet
+from .search import Culprit, Search
 
-__all__ = ["Culprit", "Probe", "Search", "Segment"]
+__all__ = ["Culprit", "Probe", "Search", "TokenSet"]

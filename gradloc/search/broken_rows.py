@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..measure.micro_batch import UnitName
+from ..measure.micro_batch import MicroBatchName
 
 
 @dataclass
@@ -18,26 +18,26 @@ class BrokenRow:
     contains the token that causes the NaN.
 
     Args:
-        unit (UnitName): The unit.
-        row (int): The row in the unit's micro-batch.
+        micro_batch (MicroBatchName): The micro-batch.
+        row (int): The row in the micro-batch.
         positions (list[int]): The positions of its response tokens.
         low (int), high (int): Indices into `positions`. The shortest broken prefix ends at one of low, ..., high.
             The index len(positions) means that no prefix is broken.
     """
 
-    unit: UnitName
+    micro_batch: MicroBatchName
     row: int
     positions: list[int]
     low: int
     high: int
 
     @classmethod
-    def of(cls, unit: UnitName, row: int, mask: Tensor, broken: Tensor) -> "BrokenRow":
-        """Makes a `BrokenRow` from the masks of the response tokens and of the broken ones, (response length,) each."""
+    def of(cls, micro_batch: MicroBatchName, row: int, mask: Tensor, broken: Tensor) -> "BrokenRow":
+        """Makes one from the masks of the row's response tokens and broken ones, each of shape (response length,)."""
         positions = mask.nonzero().flatten().tolist()
         first = int(broken[mask].nonzero()[0])
         # If the log-probs before it are finite, no NaN has reached earlier positions.
-        return cls(unit, row, positions, first, first if first else len(positions) - 1)
+        return cls(micro_batch, row, positions, first, first if first else len(positions) - 1)
 
     @property
     def settled(self) -> bool:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""One investigation: from the units over their threshold to the tokens that cause it."""
+"""One investigation: from the micro-batches over their threshold to the tokens that cause it."""
 
 import math
 import statistics
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from ..fsdp import collectives
 from ..measure.meter import GroupName, suspects
-from ..measure.micro_batch import MicroBatch, TokenSubset, UnitName
+from ..measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from ..measure.mini_batch import MiniBatch
 from ..measure.token_weights import movable
 from .broken_rows import BrokenRow
-from .probes import Probe, is_single
-from .scheduler import Search
+from .codes import Probe, is_single
+from .search import Search
 
-# (unit, row in the micro-batch, position in the response).
-Token = tuple[UnitName, int, int]
+# (micro-batch, row in it, position in the response).
+Token = tuple[MicroBatchName, int, int]
 
 
 class Investigation:
@@ -40,9 +40,10 @@ class Investigation:
     Attributes:
         error (str | None): The error that stopped it.
         passes (Passes): Runs its passes, and counts them.
-        units (dict[UnitName, Unit]): The units of all ranks, with the norms measured during the search.
-        micro_batches (dict[UnitName, MicroBatch]): The micro-batches of the units that were searched.
-        groups (dict[GroupName, list[UnitName]]): The groups to search, each with its units.
+        figures (dict[MicroBatchName, MicroBatchFigures]): Of the micro-batches of all ranks, with the norms measured
+            during the search.
+        micro_batches (dict[MicroBatchName, MicroBatch]): The micro-batches that were searched.
+        groups (dict[GroupName, list[MicroBatchName]]): The groups to search, each with its micro-batches.
         layers (list[str]): The layers, in the order of the norms.
         measured (dict[Token, list[float]]): The norms of the weighted gradient of each token measured alone, by layer.
     """
@@ -58,25 +59,25 @@ class Investigation:
     ) -> None:
         self.error: str | None = None
         self.mini_batch = mini_batch
-        self.units = units = mini_batch.units()
-        self.micro_batches: dict[UnitName, MicroBatch] = {}
+        self.figures = figures = mini_batch.gather_figures()
+        self.micro_batches: dict[MicroBatchName, MicroBatch] = {}
         self.measured: dict[Token, list[float]] = {}
         self.until = until
         self.threshold = threshold
         self._meter = mini_batch.model.meter
         self.layers = self._meter.layers
         self.passes = mini_batch.model.passes(mini_batch.micro_batches, mini_batch.scale)
-        recomputed = 1 + max(index for _, index in units) if reserve else 0
+        recomputed = 1 + max(index for _, index in figures) if reserve else 0
         self._budget = budget - recomputed if recomputed < budget else budget
         self._own = mini_batch.micro_batches
         self._scale = mini_batch.scale
         self._global_norm = mini_batch.global_norm()
-        # The other units of this mini-batch give a better estimate for ordinary tokens than an earlier mini-batch.
-        levels = [unit.token_equivalent for unit in units.values() if unit.norm and not unit.is_over(threshold)]
+        # The other micro-batches give a better estimate for ordinary tokens than an earlier mini-batch.
+        levels = [each.token_equivalent for each in figures.values() if each.norm and not each.is_over(threshold)]
         self.search = Search(threshold, until, statistics.median(levels) if levels else ordinary)
         # The tokens that can be culprits, (rank, row, position) each, int64 of shape (n, 3).
         self._candidates: dict[GroupName, Tensor] = {}
-        self.groups = self._meter.groups(units, threshold)
+        self.groups = self._meter.groups(figures, threshold)
         self._waiting = list(self.groups)
         # Tokens with a non-finite coefficient, and rows with a non-finite log-prob: known without a measurement.
         self._unmeasurable: list[Token] = []
@@ -85,9 +86,9 @@ class Investigation:
         self._broken_groups: list[GroupName] = []
 
     @property
-    def suspects(self) -> list[UnitName]:
-        """The units known to be over their threshold, largest first."""
-        return suspects(self.units, self.threshold)
+    def suspects(self) -> list[MicroBatchName]:
+        """The micro-batches known to be over their threshold, largest first."""
+        return suspects(self.figures, self.threshold)
 
     @property
     def waiting(self) -> list[GroupName]:
@@ -99,20 +100,20 @@ class Investigation:
         """Whether no single token is the cause: all tokens are broken, or the gradient is broken without any token."""
         if self._is_empty_and_broken:
             return self._scale == 1
-        return any(unit.tokens for unit in self.units.values()) and all(
-            unit.broken_tokens == unit.tokens for unit in self.units.values()
+        return any(each.tokens for each in self.figures.values()) and all(
+            each.broken_tokens == each.tokens for each in self.figures.values()
         )
 
     @property
     def overflow(self) -> bool:
         """Whether the loss scale may be the only problem: fp16 gradients overflowed without a broken token."""
-        wholes = self._meter.wholes(self.units, self._global_norm)
+        wholes = self._meter.wholes(self.figures, self._global_norm)
         broken = any(not (math.isfinite(norm) or tokens) for norm, tokens in wholes)
         return self._scale != 1 and (broken or self._is_empty_and_broken)
 
     @property
     def _is_empty_and_broken(self) -> bool:
-        return not (math.isfinite(self._global_norm) or any(unit.tokens for unit in self.units.values()))
+        return not (math.isfinite(self._global_norm) or any(each.tokens for each in self.figures.values()))
 
     @property
     def broken(self) -> list[GroupName]:
@@ -123,18 +124,18 @@ class Investigation:
     def ended(self) -> bool:
         """Whether the search ended by itself, not by an error or the budget."""
         settled = all(row.settled for row in self._broken_rows)
-        return self.error is None and settled and not self._waiting and not self.search.open_segments
+        return self.error is None and settled and not self._waiting and not self.search.open_sets
 
     @property
     def explained(self) -> bool | None:
-        """Whether every unit with a spike was measured under its threshold without the culprits; None if unknown.
+        """Whether each micro-batch over its threshold was measured under it without the culprits; None if unknown.
 
         It is unknown if a rest could not be measured (a row has non-finite log-probs) or was not measured (in an
         exhaustive search).
         """
         if not (self.culprits and self.ended):
             return False
-        broken = {row.unit for row in self._broken_rows}
+        broken = {row.micro_batch for row in self._broken_rows}
         rests = [
             self.search.rest(group) if self.search.knows(group) and not broken & set(self.groups[group]) else None
             for group in self._candidates
@@ -146,12 +147,12 @@ class Investigation:
 
     @property
     def complete(self) -> bool:
-        """Whether the search ended by itself without a diffuse unit; if exhaustive, without an unmeasured segment."""
+        """Whether the search ended by itself without a diffuse group; if exhaustive, without an unmeasured token."""
         return self.ended and not self._left
 
     @property
     def _left(self) -> bool:
-        """Whether a unit is diffuse; in an exhaustive search, whether a segment was given up."""
+        """Whether a group is diffuse; in an exhaustive search, whether a token set was given up."""
         return bool(self.search.diffuse if self.until == "explained" else self.search.given_up)
 
     @property
@@ -172,15 +173,15 @@ class Investigation:
     @property
     def culprits(self) -> list[Token]:
         """The tokens found."""
-        rows = [(row.unit, row.row, row.positions[row.low]) for row in self._broken_rows if row.found]
+        rows = [(row.micro_batch, row.row, row.positions[row.low]) for row in self._broken_rows if row.found]
         found = []
         for culprit in self.search.culprits:
-            rank, row, position = self._candidates[culprit.unit][culprit.candidate].tolist()
-            found.append(((rank, culprit.unit[1]), row, position))
+            rank, row, position = self._candidates[culprit.group][culprit.candidate].tolist()
+            found.append(((rank, culprit.group[1]), row, position))
         return self._unmeasurable + rows + found
 
     def run(self) -> None:
-        """Measures until every suspect unit is settled, the budget is spent, or a pass fails. A collective call."""
+        """Measures until every suspect group is settled, the budget is spent, or a pass fails. A collective call."""
         if self.everything_broken:
             self._waiting = []
         if self.overflow:
@@ -191,19 +192,19 @@ class Investigation:
             if self._is_broken_without_tokens():
                 self._waiting = []
             self._search_tokens()
-            self._measure_units_of_culprits()
+            self._measure_micro_batches_of_culprits()
         except collectives.RankFailedError as error:
             self.error = str(error)
 
     def tokens_of(self, probe: Probe) -> list[Token]:
-        places = self._candidates[probe.unit][list(probe.candidates)].tolist()
-        return [((rank, probe.unit[1]), row, position) for rank, row, position in places]
+        places = self._candidates[probe.group][list(probe.candidates)].tolist()
+        return [((rank, probe.group[1]), row, position) for rank, row, position in places]
 
-    def subsets_by_unit(
+    def subsets_by_micro_batch(
         self, tokens: Sequence[Token], factors: Sequence[float] | None = None
-    ) -> dict[UnitName, TokenSubset]:
-        """Groups tokens by unit, each with a factor for its gradient (1 by default)."""
-        places: dict[UnitName, list[tuple[int, int, float]]] = {}
+    ) -> dict[MicroBatchName, TokenSubset]:
+        """Groups tokens by micro-batch, each with a factor for its gradient (1 by default)."""
+        places: dict[MicroBatchName, list[tuple[int, int, float]]] = {}
         for (name, row, position), factor in zip(tokens, factors or [1.0] * len(tokens), strict=True):
             places.setdefault(name, []).append((row, position, factor))
         subsets = {}
@@ -224,7 +225,7 @@ class Investigation:
                 self._narrow(rows)
                 continue
             with collectives.same_on_all_ranks():
-                probes = self.search.next(width, self._budget - self.passes.count)
+                probes = self.search.next_probes(width, self._budget - self.passes.count)
             if not probes:
                 if not self._waiting:
                     return
@@ -236,23 +237,23 @@ class Investigation:
                     self.measured[self.tokens_of(probe)[0]] = norms
             known = set(self.search.broken)
             with collectives.same_on_all_ranks():
-                self.search.record(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
+                self.search.add_measurements(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
                 for group in self.search.broken:
                     if group not in known:
                         self._suspect_rows(group)
 
     def _broken_tokens_of(self, group: GroupName) -> int:
-        return sum(self.units[name].broken_tokens for name in self.groups[group])
+        return sum(self.figures[name].broken_tokens for name in self.groups[group])
 
     def _is_broken_without_tokens(self) -> bool:
         """Whether the gradients are broken even without any token, if all gradients are broken but no token is.
 
         One pass with one group per probe is enough to find out, instead of a search of all groups. A collective call.
         """
-        wholes = self._meter.wholes(self.units, self._global_norm)
+        wholes = self._meter.wholes(self.figures, self._global_norm)
         if not wholes or self._scale != 1 or any(math.isfinite(norm) or broken for norm, broken in wholes):
             return False
-        begun = [group for group in self._waiting if any(self.units[name].tokens for name in self.groups[group])]
+        begun = [group for group in self._waiting if any(self.figures[name].tokens for name in self.groups[group])]
         sample = begun[: self._meter.width]
         if not sample:
             return False
@@ -271,7 +272,7 @@ class Investigation:
     def _open(self) -> None:
         """Adds the next group to the search, or all groups if their norms are unknown. A collective call."""
         groups = self._waiting[:1]
-        known = all(self.units[name].norm is not None for name in self.groups[groups[0]])
+        known = all(self.figures[name].norm is not None for name in self.groups[groups[0]])
         if not known:
             groups = self._waiting
         for group in groups:
@@ -283,8 +284,8 @@ class Investigation:
                 self._add_to_search(group, known)
         self._waiting = self._waiting[len(groups) :]
 
-    def _look_into(self, name: UnitName) -> None:
-        """Records the unit's rows with non-finite log-probs and its tokens with non-finite coefficients."""
+    def _look_into(self, name: MicroBatchName) -> None:
+        """Records the micro-batch's rows with non-finite log-probs and its tokens with non-finite coefficients."""
         tokens = self.micro_batches[name].tokens
         mask, broken = tokens["response_mask"].bool(), _broken(tokens)
         for row in broken.any(1).nonzero().flatten().tolist():
@@ -305,15 +306,15 @@ class Investigation:
             suspicion.append(tokens["suspicion"][involved])
             weights.append(tokens["weight"][involved])
             healthy &= not _broken(tokens).any()
-            # With broken tokens, the unit's norm says nothing about its other tokens.
-            known &= not self.units[name].broken_tokens and not _nonfinite_coefficients(tokens).any()
+            # With broken tokens, the micro-batch's norm says nothing about its other tokens.
+            known &= not self.figures[name].broken_tokens and not _nonfinite_coefficients(tokens).any()
         self._candidates[group] = torch.cat(candidates)
-        norm = self.units[self.groups[group][0]].norm if known else None
+        norm = self.figures[self.groups[group][0]].norm if known else None
         # An overflow caused by the loss scale would look like broken tokens.
         if self._scale != 1 and norm is not None and not math.isfinite(norm):
             return
         if len(self._candidates[group]):
-            self.search.add_unit(group, norm, torch.cat(suspicion), torch.cat(weights), probe_empty=healthy)
+            self.search.add_group(group, norm, torch.cat(suspicion), torch.cat(weights), probe_empty=healthy)
         elif norm is not None and not math.isfinite(norm):
             self._broken_groups.append(group)
             self._suspect_rows(group)
@@ -334,28 +335,28 @@ class Investigation:
     def _narrow(self, rows: list[BrokenRow]) -> None:
         """Runs one pass that narrows down the first bad token in some rows. A collective call."""
         cuts = [(row, index) for row in rows for index in row.cuts(self._meter.width // len(rows))]
-        probes = [partial(self._subsets, [(row.unit, row.row, row.positions[i])]) for row, i in cuts]
+        probes = [partial(self._subsets, [(row.micro_batch, row.row, row.positions[i])]) for row, i in cuts]
         squares = self._meter.measure(self.passes, probes)
         for (row, index), broken in zip(cuts, ~squares.sum(1).isfinite(), strict=True):
             row.record(index, bool(broken))
 
-    def _measure_units_of_culprits(self) -> None:
-        """Measures the unknown norms of units with culprits, within the budget. A collective call."""
-        for name in sorted({name for name, _, _ in self.culprits if self.units[name].norm is None}):
+    def _measure_micro_batches_of_culprits(self) -> None:
+        """Measures the unknown norms of micro-batches with culprits, within the budget. A collective call."""
+        for name in sorted({name for name, _, _ in self.culprits if self.figures[name].norm is None}):
             if self.passes.count >= self._budget:
                 return
             (squares,) = self._meter.measure(self.passes, [partial(self._whole, name)])
             layer_norms = dict(zip(self._meter.layers, squares.sqrt().tolist(), strict=True))
-            self.units[name] = replace(self.units[name], norm=float(squares.sum().sqrt()), layer_norms=layer_norms)
+            self.figures[name] = replace(self.figures[name], norm=float(squares.sum().sqrt()), layer_norms=layer_norms)
 
-    def _whole(self, name: UnitName) -> dict[int, TokenSubset]:
+    def _whole(self, name: MicroBatchName) -> dict[int, TokenSubset]:
         micro_batch = self.micro_batches[name]
         return {name[0]: TokenSubset(micro_batch, micro_batch.tokens["response_mask"].bool())}
 
     def _subsets_of(self, probe: Probe) -> dict[int, TokenSubset]:
         """The token subsets that the ranks compute for a probe."""
         if not probe.candidates:
-            return self._empty_subsets_of(probe.unit)
+            return self._empty_subsets_of(probe.group)
         return self._subsets(self.tokens_of(probe), probe.factors)
 
     def _empty_subsets_of(self, group: GroupName) -> dict[int, TokenSubset]:
@@ -368,7 +369,7 @@ class Investigation:
 
     def _subsets(self, tokens: Sequence[Token], factors: Sequence[float] | None = None) -> dict[int, TokenSubset]:
         """Tokens of one group, by the rank that owns them."""
-        return {name[0]: subset for name, subset in self.subsets_by_unit(tokens, factors).items()}
+        return {name[0]: subset for name, subset in self.subsets_by_micro_batch(tokens, factors).items()}
 
 
 def _broken(tokens: Mapping[str, Tensor]) -> Tensor:

@@ -130,7 +130,7 @@ def misaligned(case: Case, shift: float) -> tuple[float, str, list[str]]:
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("verl.utils.gradloc.gradloc").addHandler(handler)
+    logging.getLogger("verl.utils.gradloc.metrics").addHandler(handler)
     actor = build_actor(case, **DETECTION)
     batch = build_batch(case, dist.get_rank())
     batch.batch["rollout_log_probs"] -= shift * batch.batch["response_mask"]

@@ -50,7 +50,7 @@ from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
 from verl.utils import activation_offload, attention_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy, get_shard_placement_fn
-from verl.utils.gradloc.fsdp.collective_replay import CollectiveReplay
+from verl.utils.gradloc.fsdp.recorded_collectives import RecordedCollectives
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
@@ -402,7 +402,7 @@ def build_actor(
     if ENGINE:
         actor.nested = case.nested
     if getattr(actor, "gradloc", None) is not None:
-        compare_collective_calls(actor.gradloc._model._replay)
+        compare_collective_calls(actor.gradloc._model._recorded)
     if case.precision == "float16":
         # The actor's own is for GPUs, and disabled on a CPU.
         actor.scaler = grad_scaler(case.loss_scale)
@@ -413,7 +413,7 @@ class OtherCallsError(BaseException):
     """No `Exception`, so that no search takes it for an error of its own."""
 
 
-def compare_collective_calls(replay: CollectiveReplay) -> None:
+def compare_collective_calls(replay: RecordedCollectives) -> None:
     """Has every pass of a search raise an error if it makes other collective calls than those recorded before it."""
     recording = replay.recording
 

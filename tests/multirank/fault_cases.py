@@ -204,7 +204,7 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
 
             def measured() -> Any:
                 mini_batch = measure()
-                mini_batch._own_units = run_out_of_memory
+                mini_batch._own_figures = run_out_of_memory
                 return mini_batch
 
             actor.gradloc._measure = measured

@@ -19,7 +19,7 @@ from actor_cases import (
     stock_dp_actor,
     train,
 )
-from verl.utils.gradloc.bundles import recorder
+from verl.utils.gradloc.bundles import bundle_writer
 
 
 def save_model(case: Case, directory: Path) -> None:
@@ -62,9 +62,9 @@ def stalled(directory: str) -> tuple[dict[str, bool], list[str | None]]:
     answers = threading.Event()
 
     def prepare(actor: Any) -> None:
-        actor.gradloc._recorder._write = lambda *_: answers.wait()
+        actor.gradloc._bundle_writer._write = lambda *_: answers.wait()
 
-    recorder.PATIENCE = 0.1
+    bundle_writer.PATIENCE = 0.1
     try:
         run = train(
             case,
@@ -75,6 +75,6 @@ def stalled(directory: str) -> tuple[dict[str, bool], list[str | None]]:
             spike_replay=4,
         )
     finally:
-        recorder.PATIENCE = 60.0
+        bundle_writer.PATIENCE = 60.0
         answers.set()
     return compare_runs(run, train(case, stock_dp_actor())), [event["replay"] for event in events_of(run)]

@@ -213,8 +213,8 @@ def check_event(
 def test_a_spike_of_one_unit_that_the_mean_hides(launch: Launch, world: int, case: Case) -> None:
     """The threshold lies between what the two triggers compare it with: only that of the units fires."""
     results = launch(world, actor_cases.both_triggers, case)
-    (by_unit,) = same_events([by_unit for by_unit, _ in results])
-    assert [(event["trigger"]["kind"], len(event["units"])) for event in by_unit] == [("unit", 1)]
+    (by_micro_batch,) = same_events([by_micro_batch for by_micro_batch, _ in results])
+    assert [(event["trigger"]["kind"], len(event["units"])) for event in by_micro_batch] == [("unit", 1)]
     for _, by_norm in results:
         assert json.loads(by_norm.events[0]) == []
         assert by_norm.forwards == [case.rows // case.micro_batch]

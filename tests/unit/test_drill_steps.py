@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradloc import GradLoc, GradLocConfig, drill
 from gradloc.drill import Planted
-from gradloc.measure.meter import Unit
+from gradloc.measure.meter import MicroBatchFigures
 from gradloc.measure.micro_batch import MicroBatch
 
 VOCABULARY, LENGTH, HEALTHY_ROW = 11, 4, 2
@@ -96,7 +96,7 @@ class Stub:
 
 @pytest.mark.parametrize(("reduced", "checked"), [(True, [{0, 1}, {0}]), (False, [])])
 def test_dummy_inputs_are_checked_where_the_reduced_gradient_counts(reduced: bool, checked: list[set[int]]) -> None:
-    units = dict.fromkeys([(0, 0), (0, 1), (1, 0)], Unit(1, 1, 0, 1.0))
+    units = dict.fromkeys([(0, 0), (0, 1), (1, 0)], MicroBatchFigures(1, 1, 0, 1.0))
     stub: Any = Stub()
     drill.rerun([], stub, stub, units, reduced)
     assert stub.checked == checked

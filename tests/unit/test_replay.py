@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradloc import GradLoc, GradLocConfig, record_events
-from gradloc.bundles import layout, opening, recorder
+from gradloc.bundles import bundle_writer, layout, opening
+from gradloc.bundles.bundle_writer import BundleWriter
 from gradloc.bundles.layout import NotReplayableError, Row
 from gradloc.bundles.opening import Bundle, BundleError, open_bundle
-from gradloc.bundles.recorder import Recorder
 from gradloc.replay import __main__ as command
 from gradloc.replay import memory
 from gradloc.replay.__main__ import main
@@ -74,13 +74,13 @@ def context(model: LlamaForCausalLM) -> dict[str, Any]:
 def spikes(directory: Path, count: int = 1, rows: Callable[[Any], list[Row]] = rows_of, most: int = 4) -> list[Any]:
     """The events of steps whose spike is kept."""
     model = small_model()
-    keeping = Recorder(str(directory), most, rows, lambda: context(model))
+    keeping = BundleWriter(str(directory), most, rows, lambda: context(model))
     config = GradLocConfig(threshold=THRESHOLD)
 
     def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
         return forward(model, inputs, rows, length)
 
-    gradloc = GradLoc(model, config, run, recorder=keeping)
+    gradloc = GradLoc(model, config, run, bundle_writer=keeping)
     inputs = {"input_ids": torch.randint(VOCABULARY, (ROWS, PROMPT + RESPONSE))}
     advantages = torch.ones(ROWS, RESPONSE)
     advantages[BAD] = 1e5
@@ -698,7 +698,7 @@ def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: pytest.M
     norms = {(name, 0, position): [norm] for position, norm in enumerate([3.0, math.nan, 4.0, 2.0])}
     search: Any = SimpleNamespace(measured=norms, micro_batches={name: micro_batch}, layers=["a"])
     monkeypatch.setattr(layout, "MEASURED_TOKENS", 3)
-    found = recorder.measured_tokens(search, search.micro_batches)
+    found = bundle_writer.measured_tokens(search, search.micro_batches)
     assert [token["position"] for token in found] == [1, 2, 3]
     assert [token["grad_norm"] for token in found[1:]] == [8.0, 8.0] and found[1]["row"] == 7
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradloc.search import Probe, Search, Segment
-from gradloc.search.probes import Code
+from gradloc.search import Probe, Search, TokenSet
+from gradloc.search.codes import Code
 
 THRESHOLD = 10.0
 
@@ -44,11 +44,11 @@ class Tokens:
 def run(search: Search, tokens: dict[Any, Tokens], probes_a_pass: int, most: int = 10_000) -> tuple[int, int]:
     """Runs the search to its end, which has to come after `most` passes at the latest; returns passes and probes."""
     passes = probes = 0
-    while found := search.next(probes_a_pass):
+    while found := search.next_probes(probes_a_pass):
         assert len(set(found)) == len(found) <= probes_a_pass and passes < most
         passes += 1
         probes += len(found)
-        search.record([(probe, tokens[probe.unit].measure(probe)) for probe in found])
+        search.add_measurements([(probe, tokens[probe.group].measure(probe)) for probe in found])
     return passes, probes
 
 
@@ -60,7 +60,7 @@ def start(
 ) -> Search:
     search = Search(THRESHOLD, until, ordinary)
     for name, unit in tokens.items():
-        search.add_unit(name, unit.norm(list(range(len(unit.weights)))), unit.suspicion(helpful), unit.weights)
+        search.add_group(name, unit.norm(list(range(len(unit.weights)))), unit.suspicion(helpful), unit.weights)
     return search
 
 
@@ -79,10 +79,10 @@ def test_finds_exactly_the_planted_tokens(
         tokens = {"a": Tokens(n, planted, seed, ragged=True), "b": Tokens(n, planted, seed + 100)}
         search = start(tokens, helpful, ordinary)
         run(search, tokens, probes_a_pass)
-        assert sorted((c.unit, c.candidate) for c in search.culprits) == sorted((u, p) for u in "ab" for p in planted)
+        assert sorted((c.group, c.candidate) for c in search.culprits) == sorted((u, p) for u in "ab" for p in planted)
         for culprit in search.culprits:
-            assert culprit.norm == pytest.approx(tokens[culprit.unit].norm([culprit.candidate]))
-        assert search.open_segments == []
+            assert culprit.norm == pytest.approx(tokens[culprit.group].norm([culprit.candidate]))
+        assert search.open_sets == []
 
 
 def test_tokens_that_hide_under_the_threshold_of_their_segment_are_found() -> None:
@@ -95,7 +95,7 @@ def test_tokens_that_hide_under_the_threshold_of_their_segment_are_found() -> No
         searches = start(tokens), start(tokens, ordinary=1.0)
         for search in searches:
             run(search, tokens, 2)
-            assert search.open_segments == [] and search.diffuse == []
+            assert search.open_sets == [] and search.diffuse == []
         plain += len(searches[0].culprits)
         assert {c.candidate for c in searches[1].culprits} == {250, *hidden}
     assert plain < 40  # it is the ordinary level that finds them all
@@ -137,17 +137,17 @@ def test_the_number_of_a_culprit_that_the_prior_hides_is_read(probes_a_pass: int
 def test_no_number_is_begun_that_the_budget_does_not_let_be_used() -> None:
     tokens = {"a": Tokens(1000, {311: 1000 * THRESHOLD})}
     for left in range(1, 5):
-        (probe,) = start(tokens, helpful=False, ordinary=1.0).next(1, passes_left=left)
-        assert isinstance(probe, Segment) == (left < 3)
+        (probe,) = start(tokens, helpful=False, ordinary=1.0).next_probes(1, passes_left=left)
+        assert isinstance(probe, TokenSet) == (left < 3)
 
 
 def test_a_number_that_fits_no_single_token_is_not_read() -> None:
     def read(norm: float, candidates: int = 5) -> int | None:
-        code = Code(Segment("a", tuple(range(7, 7 + candidates))), 1.0, base=5, digits=1)
+        code = Code(TokenSet("a", tuple(range(7, 7 + candidates))), 1.0, base=5, digits=1)
         code.norms[0] = norm
         return code.read()
 
-    (digit,) = Code(Segment("a", (7, 8, 9, 10, 11)), 1.0, base=5, digits=1).unread
+    (digit,) = Code(TokenSet("a", (7, 8, 9, 10, 11)), 1.0, base=5, digits=1).unread
     assert [read(factor) for factor in digit.factors] == [7, 8, 9, 10, 11]
     assert read(math.sqrt(0.5 / 4)) is None  # between two digits
     assert read(math.sqrt(5 / 4)) is None and read(math.nan) is None
@@ -160,9 +160,9 @@ def test_numbers_that_tell_nothing_are_soon_given_up() -> None:
     tokens = {"a": Tokens(n, {})}
     tokens["a"].gradients = torch.ones(n, 4, dtype=torch.float64)
     search, digits = start(tokens, ordinary=0.1), 0
-    while probes := search.next(1):
-        digits += sum(not isinstance(probe, Segment) for probe in probes)
-        search.record([(probe, tokens["a"].measure(probe)) for probe in probes])
+    while probes := search.next_probes(1):
+        digits += sum(not isinstance(probe, TokenSet) for probe in probes)
+        search.add_measurements([(probe, tokens["a"].measure(probe)) for probe in probes])
     assert search.culprits == [] and search.diffuse
     assert 0 < digits <= 3 * 5  # three for each set, which has shrunk by a third since the last reading
 
@@ -170,23 +170,23 @@ def test_numbers_that_tell_nothing_are_soon_given_up() -> None:
 def test_what_a_sibling_cannot_account_for_is_split_without_a_probe() -> None:
     tokens = {"a": Tokens(8, {5: 1000 * THRESHOLD})}
     search = Search(THRESHOLD, "exhaustive")
-    search.add_unit("a", tokens["a"].norm(list(range(8))), torch.ones(8), tokens["a"].weights)
-    (first,) = search.next(1, passes_left=1)
+    search.add_group("a", tokens["a"].norm(list(range(8))), torch.ones(8), tokens["a"].weights)
+    (first,) = search.next_probes(1, passes_left=1)
     assert 5 not in first.candidates
-    search.record([(first, tokens["a"].measure(first))])
-    assert all(len(segment.candidates) < 8 - len(first.candidates) for segment in search.open_segments)
+    search.add_measurements([(first, tokens["a"].measure(first))])
+    assert all(len(segment.candidates) < 8 - len(first.candidates) for segment in search.open_sets)
 
 
 def test_what_is_open_beside_a_culprit_is_measured_as_one() -> None:
     tokens = {"a": Tokens(512, {100: 1e4 * THRESHOLD})}
     search = start(tokens, helpful=False, ordinary=1.0)
     while not search.culprits:
-        (probe,) = search.next(1)
-        search.record([(probe, tokens["a"].measure(probe))])
-    (rest,) = search.next(1)
+        (probe,) = search.next_probes(1)
+        search.add_measurements([(probe, tokens["a"].measure(probe))])
+    (rest,) = search.next_probes(1)
     assert sorted(rest.candidates) == [i for i in range(512) if i != 100]
-    search.record([(rest, tokens["a"].measure(rest))])
-    assert search.next(1) == [] and search.diffuse == []
+    search.add_measurements([(rest, tokens["a"].measure(rest))])
+    assert search.next_probes(1) == [] and search.diffuse == []
 
 
 class Coherent(Tokens):
@@ -208,7 +208,7 @@ def test_tokens_that_pull_the_same_way_are_left_after_a_few_passes(n: int, cosin
     tokens = {"a": Coherent(n, cosine, {}, seed=n)}
     search = start(tokens)
     passes, _ = run(search, tokens, 2)
-    assert search.culprits == [] and search.open_segments == []
+    assert search.culprits == [] and search.open_sets == []
     assert passes <= 30
     assert search.diffuse and all(norm > search.threshold(segment) for segment, norm in search.diffuse)
 
@@ -249,12 +249,12 @@ def test_culprits_that_sit_evenly_and_pull_the_same_way_are_found(cosine: float,
     tokens["a"].gradients[places] = common * 1.3 * THRESHOLD * math.sqrt(n)
     search = start(tokens, helpful=None, ordinary=1.0)
     passes = 0
-    while passes < 128 and (probes := search.next(probes_a_pass, 128 - passes)):
+    while passes < 128 and (probes := search.next_probes(probes_a_pass, 128 - passes)):
         passes += 1
-        search.record([(probe, tokens["a"].measure(probe)) for probe in probes])
+        search.add_measurements([(probe, tokens["a"].measure(probe)) for probe in probes])
     found = {culprit.candidate for culprit in search.culprits}
     assert found <= set(places)
-    assert found == set(places) if probes_a_pass == 4 else search.open_segments and len(found) > 2
+    assert found == set(places) if probes_a_pass == 4 else search.open_sets and len(found) > 2
 
 
 class Aligned(Tokens):
@@ -288,8 +288,8 @@ def test_of_very_many_culprits_one_is_found_soon(units: int) -> None:
     tokens = {seed: Tokens(4096, dict.fromkeys(range(13, 4096, 64), 1e5), seed) for seed in range(units)}
     search = start(tokens, helpful=None, ordinary=1.0)
     for number in range(50):
-        (probe,) = search.next(1, 128 - number)
-        search.record([(probe, tokens[probe.unit].measure(probe))])
+        (probe,) = search.next_probes(1, 128 - number)
+        search.add_measurements([(probe, tokens[probe.group].measure(probe))])
     assert search.culprits and all(culprit.candidate % 64 == 13 for culprit in search.culprits)
 
 
@@ -297,11 +297,11 @@ def test_what_a_diffuse_unit_leaves_unmeasured_is_told() -> None:
     tokens = {"a": Coherent(1000, 0.5, {}, seed=0)}
     search = start(tokens, helpful=None)
     measured = set()
-    while probes := search.next(2):
+    while probes := search.next_probes(2):
         measured.update(*(probe.candidates for probe in probes if len(probe.candidates) == 1))
-        search.record([(probe, tokens["a"].measure(probe)) for probe in probes])
+        search.add_measurements([(probe, tokens["a"].measure(probe)) for probe in probes])
     given_up = [candidate for segment in search.given_up for candidate in segment.candidates]
-    assert search.diffuse and search.culprits == [] and search.open_segments == []
+    assert search.diffuse and search.culprits == [] and search.open_sets == []
     assert len(given_up) == len(set(given_up)) > 0 and not measured & set(given_up)
 
 
@@ -311,25 +311,25 @@ def test_a_nonfinite_token_is_a_culprit(bad: float) -> None:
     search = Search(THRESHOLD, "exhaustive")
     suspicion = torch.ones(100)
     suspicion[17] = math.nan
-    search.add_unit("a", math.nan, suspicion, tokens.weights)
-    while segments := search.next(2):
-        search.record([(s, bad if 17 in s.candidates else tokens.measure(s)) for s in segments])
+    search.add_group("a", math.nan, suspicion, tokens.weights)
+    while segments := search.next_probes(2):
+        search.add_measurements([(s, bad if 17 in s.candidates else tokens.measure(s)) for s in segments])
     assert [c.candidate for c in search.culprits] == [17] and search.broken == []
 
 
 def test_a_unit_that_is_not_finite_without_any_token_is_broken_and_costs_one_pass() -> None:
     search = Search(THRESHOLD, "exhaustive")
-    search.add_unit("a", math.nan, torch.ones(100), torch.full((100,), 0.01))
-    segments = search.next(2)
+    search.add_group("a", math.nan, torch.ones(100), torch.full((100,), 0.01))
+    segments = search.next_probes(2)
     assert segments[0].candidates == ()
-    search.record([(segment, math.nan) for segment in segments])
-    assert search.broken == ["a"] and search.culprits == [] and search.next(2) == []
+    search.add_measurements([(segment, math.nan) for segment in segments])
+    assert search.broken == ["a"] and search.culprits == [] and search.next_probes(2) == []
 
 
 def test_thresholds_are_the_published_ones_for_equal_weights() -> None:
     search = Search(THRESHOLD, "exhaustive")
-    search.add_unit("a", 1e9, torch.ones(64), torch.full((64,), 1 / 64))
-    for segment in search.open_segments:
+    search.add_group("a", 1e9, torch.ones(64), torch.full((64,), 1 / 64))
+    for segment in search.open_sets:
         assert search.threshold(segment) == pytest.approx(THRESHOLD * math.sqrt(len(segment.candidates)) / 64)
 
 
@@ -339,7 +339,7 @@ def test_a_spike_of_many_small_tokens_has_no_culprit_and_ends() -> None:
     tokens.gradients = torch.ones(n, 4, dtype=torch.float64)  # all aligned: each of norm 2, together 2 n w
     search = start({"a": tokens})
     run(search, {"a": tokens}, 4)
-    assert search.culprits == [] and search.open_segments == []
+    assert search.culprits == [] and search.open_sets == []
     assert search.diffuse
     for segment, norm in search.diffuse:  # over its threshold, and its halves are not
         assert norm > search.threshold(segment)
@@ -348,17 +348,17 @@ def test_a_spike_of_many_small_tokens_has_no_culprit_and_ends() -> None:
 
 def test_a_unit_without_candidates_has_nothing_to_measure() -> None:
     search = Search(THRESHOLD, "exhaustive")
-    search.add_unit("a", 1e9, torch.zeros(0), torch.zeros(0))
-    assert search.next(4) == []
+    search.add_group("a", 1e9, torch.zeros(0), torch.zeros(0))
+    assert search.next_probes(4) == []
 
 
 def test_a_wide_pass_does_not_leave_a_unit_in_which_it_sees_a_way() -> None:
     """Most of its probes point at no token, as most tokens pull the same way; one of them holds what is broken."""
     tokens = Coherent(500, 0.9, {}, seed=3)
     search = Search(THRESHOLD, "exhaustive")
-    search.add_unit("a", math.nan, torch.ones(500), tokens.weights)
-    while segments := search.next(64):
-        search.record([(s, math.nan if 17 in s.candidates else tokens.measure(s)) for s in segments])
+    search.add_group("a", math.nan, torch.ones(500), tokens.weights)
+    while segments := search.next_probes(64):
+        search.add_measurements([(s, math.nan if 17 in s.candidates else tokens.measure(s)) for s in segments])
     assert [c.candidate for c in search.culprits] == [17]
 
 
@@ -376,7 +376,7 @@ def test_loud_parts_are_searched_as_long_as_others(seed: int) -> None:
         unit.gradients[token] *= choice.choice([3, 8, 20]) / norms[token]
     noise = (torch.randn(n, generator=generator) * choice.choice([0.3, 1, 3])).exp()
     search = Search(1.0, "exhaustive", 0.2)
-    search.add_unit("a", unit.norm(list(range(n))), unit.gradients.norm(dim=1) * unit.weights * noise, unit.weights)
+    search.add_group("a", unit.norm(list(range(n))), unit.gradients.norm(dim=1) * unit.weights * noise, unit.weights)
     run(search, {"a": unit}, width)
     assert {c.candidate for c in search.culprits} == set((unit.gradients.norm(dim=1) > 1).nonzero().flatten().tolist())
 
@@ -415,14 +415,14 @@ def test_random_searches_end_and_find_what_stands_out(seed: int) -> None:
         search = Search(THRESHOLD, "exhaustive", choice.choice([None, 0.1, 1.0, 3.0]))
         known = choice.random() < 0.8
         for name, unit in tokens.items():
-            norm = unit.measure(Segment(name, tuple(range(len(unit.weights)))))
+            norm = unit.measure(TokenSet(name, tuple(range(len(unit.weights)))))
             over = not norm <= THRESHOLD * float(unit.weights.norm())
             if over or not known:
-                search.add_unit(name, norm if known else None, unit.suspicion(unit.kind == "good"), unit.weights)
+                search.add_group(name, norm if known else None, unit.suspicion(unit.kind == "good"), unit.weights)
         width = choice.choice([1, 2, 3, 4, 8, 64])
         run(search, tokens, width, most=1000)
-        found = [(culprit.unit, culprit.candidate) for culprit in search.culprits]
-        assert len(set(found)) == len(found) and search.open_segments == []
+        found = [(culprit.group, culprit.candidate) for culprit in search.culprits]
+        assert len(set(found)) == len(found) and search.open_sets == []
         for name, unit in tokens.items():
             norms = unit.gradients.norm(dim=1) * unit.weights
             here = {candidate for other, candidate in found if other == name}

@@ -11,7 +11,7 @@ import torch
 from gradloc.evidence import schema
 from gradloc.evidence.medians import token_medians
 from gradloc.evidence.sources import RULES, SOURCES, UNLIKELY, classify
-from gradloc.evidence.token_facts import find_behind_end, token_evidence
+from gradloc.evidence.token_facts import find_after_eos, token_evidence
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.report import meanings
 
@@ -144,7 +144,7 @@ END = 9
 @pytest.mark.parametrize("ends", [{END}, [8, END]])
 def test_what_is_behind_the_end_of_a_turn(token_id: list[int], mask: list[int], behind: list[int], ends: Any) -> None:
     # Below a row without an end: each row is for itself.
-    found = find_behind_end(torch.tensor([[1] * 5, token_id]), torch.tensor([[1.0] * 5, mask]), ends)
+    found = find_after_eos(torch.tensor([[1] * 5, token_id]), torch.tensor([[1.0] * 5, mask]), ends)
     assert found.tolist() == [[False] * 5, [bool(value) for value in behind]]
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ..evidence.writer import jsonable
 from ..fsdp import collectives
-from ..measure.meter import Unit, suspects
-from ..measure.micro_batch import MicroBatch, UnitName
+from ..measure.meter import AllFigures, suspects
+from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch
 from ..search.investigation import Investigation
 from ..version import __version__
@@ -52,20 +52,20 @@ class _Kept:
     Args:
         event (Mapping): The event.
         investigation (Investigation): Its search.
-        micro_batches (Mapping[UnitName, MicroBatch]): The micro-batches that are kept.
+        micro_batches (Mapping[MicroBatchName, MicroBatch]): The micro-batches that are kept.
         left_out (int): How many more were over their threshold.
     """
 
     event: Mapping[str, Any]
     investigation: Investigation
-    micro_batches: Mapping[UnitName, MicroBatch]
+    micro_batches: Mapping[MicroBatchName, MicroBatch]
     left_out: int
 
 
-class Recorder:
+class BundleWriter:
     """Writes bundles to `<directory>/replay`, on rank 0 alone.
 
-    With the local meter, the search has already sent the loud micro-batches to every rank, so a bundle takes no more
+    With the local meter, the search has already sent these micro-batches to every rank, so a bundle takes no more
     communication. With the reduced meter, their owners send them. So a bundle is complete on the node of rank 0,
     whether or not the nodes share a folder. A disk that does not answer keeps the other ranks waiting for `PATIENCE`
     seconds at most.
@@ -97,7 +97,7 @@ class Recorder:
         self._disk_work: futures.Future[Any] | None = None
 
     def keep(self, event: Mapping[str, Any], investigation: Investigation) -> str | None:
-        """Keeps the micro-batches of an event that `loud_units` names. A collective call.
+        """Keeps the micro-batches of an event that `worth_keeping` names. A collective call.
 
         Args:
             event (Mapping): The event, the same on every rank.
@@ -113,15 +113,15 @@ class Recorder:
         if not collectives.broadcast(self._has_room, 0):
             return None
         with collectives.same_on_all_ranks():
-            loud = loud_units(event, investigation.units, investigation.threshold)
+            names = worth_keeping(event, investigation.figures, investigation.threshold)
         micro_batches = {}
-        for name in loud[: layout.MICRO_BATCHES]:
+        for name in names[: layout.MICRO_BATCHES]:
             if event["search"] == "local" and name in investigation.micro_batches:
                 micro_batches[name] = investigation.micro_batches[name]
             else:
                 owner = name[0] * mini_batch.model.sequence_parallel_size
                 micro_batches[name] = collectives.broadcast(partial(_sent, mini_batch, name), owner)
-        kept = _Kept(event, investigation, micro_batches, len(loud) - len(micro_batches))
+        kept = _Kept(event, investigation, micro_batches, len(names) - len(micro_batches))
         return collectives.broadcast(partial(self._try, kept), 0)
 
     def _try(self, kept: _Kept) -> str | None:
@@ -258,9 +258,9 @@ class Recorder:
                     "rank": name[0],
                     "micro_batch": name[1],
                     "rows": micro_batch.rows,
-                    "norm": investigation.units[name].norm,
-                    "layer_norms": investigation.units[name].layer_norms,
-                    "threshold": investigation.threshold * investigation.units[name].root_square_weight,
+                    "norm": investigation.figures[name].norm,
+                    "layer_norms": investigation.figures[name].layer_norms,
+                    "threshold": investigation.threshold * investigation.figures[name].root_square_weight,
                     "file": layout.tensor_file(*name),
                     **sums[layout.tensor_file(*name)],
                 }
@@ -273,16 +273,16 @@ class Recorder:
         }
 
 
-def loud_units(event: Mapping[str, Any], units: Mapping[UnitName, Unit], threshold: float) -> list[UnitName]:
-    """The micro-batches worth keeping: those with culprits, then those over their threshold, or else the loudest."""
+def worth_keeping(event: Mapping[str, Any], figures: AllFigures, threshold: float) -> list[MicroBatchName]:
+    """The micro-batches worth keeping: those with culprits, then those over their threshold, or else the largest."""
     with_culprits = [(culprit["rank"], culprit["micro_batch"]) for culprit in event["culprits"]]
-    found = list(dict.fromkeys([*with_culprits, *suspects(units, threshold)]))
+    found = list(dict.fromkeys([*with_culprits, *suspects(figures, threshold)]))
     if not found:
-        found = sorted((name for name in units if units[name].norm), key=lambda n: -units[n].token_equivalent)[:1]
+        found = sorted((name for name in figures if figures[name].norm), key=lambda n: -figures[n].token_equivalent)[:1]
     return found
 
 
-def measured_tokens(investigation: Investigation, among: Mapping[UnitName, Any]) -> list[dict[str, Any]]:
+def measured_tokens(investigation: Investigation, among: Mapping[MicroBatchName, Any]) -> list[dict[str, Any]]:
     """The largest tokens that the search measured alone: their norms, as a culprit's are, divided by their weights."""
     found: list[dict[str, Any]] = []
     for (name, row, position), norms in investigation.measured.items():
@@ -305,7 +305,7 @@ def measured_tokens(investigation: Investigation, among: Mapping[UnitName, Any])
     return found[: layout.MEASURED_TOKENS]
 
 
-def _sent(mini_batch: MiniBatch, name: UnitName) -> MicroBatch:
+def _sent(mini_batch: MiniBatch, name: MicroBatchName) -> MicroBatch:
     return mini_batch.micro_batches[name[1]].portable(mini_batch.scale)
 
 

@@ -5,7 +5,7 @@
 from typing import Any
 
 
-def end_tokens(module: Any) -> set[int]:
+def eos_tokens(module: Any) -> set[int]:
     """The ids at which a rollout of this model stops, by its generation_config and its config."""
     ends: set[int] = set()
     for config in (getattr(module, "generation_config", None), getattr(module, "config", None)):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_search import THRESHOLD, Coherent, Tokens, run
 
-from gradloc.search import Search, Segment
+from gradloc.search import Search, TokenSet
 
 
 class Natural(Tokens):
@@ -40,7 +40,7 @@ def explain(tokens: dict[str, Tokens], width: int, ordinary: float | None = 1.0)
     search = Search(THRESHOLD, "explained", ordinary)
     for name, unit in tokens.items():
         norm = unit.norm(list(range(len(unit.weights))))
-        search.add_unit(name, norm, unit.suspicion(True), unit.weights)
+        search.add_group(name, norm, unit.suspicion(True), unit.weights)
     passes, _ = run(search, tokens, width, most=100)
     return search, passes
 
@@ -48,7 +48,7 @@ def explain(tokens: dict[str, Tokens], width: int, ordinary: float | None = 1.0)
 def check(search: Search, tokens: dict[str, Tokens]) -> None:
     """What is called explained is, by the vectors themselves, and every culprit is over τ alone."""
     for name, unit in tokens.items():
-        culprits = [culprit.candidate for culprit in search.culprits if culprit.unit == name]
+        culprits = [culprit.candidate for culprit in search.culprits if culprit.group == name]
         for candidate in culprits:
             assert unit.norm([candidate]) > THRESHOLD * float(unit.weights[candidate])
         rest = [i for i in range(len(unit.weights)) if i not in culprits]
@@ -57,8 +57,8 @@ def check(search: Search, tokens: dict[str, Tokens]) -> None:
             segment, norm = search.rest(name)
             assert list(segment.candidates) == rest and norm == pytest.approx(unit.norm(rest))
         else:
-            assert any(segment.unit == name for segment, _ in search.diffuse)
-    assert search.open_segments == []
+            assert any(found.group == name for found, _ in search.diffuse)
+    assert search.open_sets == []
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_tokens_that_suspicion_does_not_expect_are_found(width: int, count: int)
         places = torch.randperm(256, generator=torch.Generator().manual_seed(seed))[:count].tolist()
         tokens = {"a": Tokens(256, {place: 30 * THRESHOLD * (1 + i) for i, place in enumerate(places)}, seed)}
         search = Search(THRESHOLD, "explained", 1.0)
-        search.add_unit("a", tokens["a"].norm(list(range(256))), torch.ones(256), tokens["a"].weights)
+        search.add_group("a", tokens["a"].norm(list(range(256))), torch.ones(256), tokens["a"].weights)
         run(search, tokens, width, most=60)
         check(search, tokens)
         found += {culprit.candidate for culprit in search.culprits} == set(places)
@@ -139,9 +139,9 @@ def test_a_spike_without_any_token_over_its_threshold_has_no_culprit() -> None:
 def test_the_rest_of_a_unit_that_is_not_a_number_is_measured(bad: float, width: int) -> None:
     tokens, places = Tokens(100, {}), {17, 60}
     search = Search(THRESHOLD, "explained", 1.0)
-    search.add_unit("a", bad, torch.ones(100), tokens.weights)
-    while probes := search.next(width):
-        search.record([(p, bad if places & set(p.candidates) else tokens.measure(p)) for p in probes])
+    search.add_group("a", bad, torch.ones(100), tokens.weights)
+    while probes := search.next_probes(width):
+        search.add_measurements([(p, bad if places & set(p.candidates) else tokens.measure(p)) for p in probes])
     assert {culprit.candidate for culprit in search.culprits} == places
     assert search.explained("a") and search.broken == []
 
@@ -150,12 +150,12 @@ def test_a_unit_whose_norm_is_not_known_is_measured_first() -> None:
     loud, quiet = Natural(64, 1.2, 0), Natural(64, 0.8, 1)
     search = Search(THRESHOLD, "explained", 1.0)
     for name, unit in {"loud": loud, "quiet": quiet}.items():
-        search.add_unit(name, None, unit.suspicion(True), unit.weights)
-    first = search.next(2)
-    assert [(probe.unit, len(probe.candidates)) for probe in first] == [("loud", 64), ("quiet", 64)]
+        search.add_group(name, None, unit.suspicion(True), unit.weights)
+    first = search.next_probes(2)
+    assert [(probe.group, len(probe.candidates)) for probe in first] == [("loud", 64), ("quiet", 64)]
     run(search, {"loud": loud, "quiet": quiet}, 2, most=20)
     assert search.explained("loud") and search.explained("quiet")
-    assert {culprit.unit for culprit in search.culprits} == {"loud"}
+    assert {culprit.group for culprit in search.culprits} == {"loud"}
 
 
 def test_the_same_measurements_give_the_same_probes() -> None:
@@ -163,11 +163,11 @@ def test_the_same_measurements_give_the_same_probes() -> None:
         tokens = {"a": Natural(200, 1.4, 3), "b": Natural(200, 1.2, 4)}
         search = Search(THRESHOLD, "explained", 1.0)
         for name, unit in tokens.items():
-            search.add_unit(name, unit.norm(list(range(200))), unit.suspicion(True), unit.weights)
+            search.add_group(name, unit.norm(list(range(200))), unit.suspicion(True), unit.weights)
         asked = []
-        while found := search.next(3):
+        while found := search.next_probes(3):
             asked += [probe.candidates for probe in found]
-            search.record([(probe, tokens[probe.unit].measure(probe)) for probe in found])
+            search.add_measurements([(probe, tokens[probe.group].measure(probe)) for probe in found])
         return asked
 
     assert probes() == probes()
@@ -175,9 +175,9 @@ def test_the_same_measurements_give_the_same_probes() -> None:
 
 def test_a_segment_of_no_token_is_no_rest() -> None:
     search = Search(THRESHOLD, "explained")
-    search.add_unit("a", 1e9, torch.zeros(0), torch.zeros(0))
-    assert search.next(4) == [] and not search.knows("a") and search.more_over() is None
-    assert isinstance(Segment("a", ()), Segment)
+    search.add_group("a", 1e9, torch.zeros(0), torch.zeros(0))
+    assert search.next_probes(4) == [] and not search.knows("a") and search.more_over() is None
+    assert isinstance(TokenSet("a", ()), TokenSet)
 
 
 def test_tokens_that_cancel_each_other_explain_the_spike_together() -> None:
@@ -209,10 +209,10 @@ def test_no_probe_of_a_pass_is_measured_twice() -> None:
         for width in (1, 8, 64):
             tokens = {"a": Natural(n, 1.5, n)}
             search = Search(THRESHOLD, "explained", 1.0)
-            search.add_unit("a", tokens["a"].norm(list(range(n))), tokens["a"].suspicion(True), tokens["a"].weights)
-            while probes := search.next(width):
+            search.add_group("a", tokens["a"].norm(list(range(n))), tokens["a"].suspicion(True), tokens["a"].weights)
+            while probes := search.next_probes(width):
                 assert len({probe.candidates for probe in probes}) == len(probes) and all(p.candidates for p in probes)
-                search.record([(probe, tokens["a"].measure(probe)) for probe in probes])
+                search.add_measurements([(probe, tokens["a"].measure(probe)) for probe in probes])
 
 
 def test_units_that_are_explained_leave_their_probes_to_the_others() -> None:
@@ -220,12 +220,12 @@ def test_units_that_are_explained_leave_their_probes_to_the_others() -> None:
     search = Search(THRESHOLD, "explained", 1.0)
     for name, unit in tokens.items():
         norm = unit.norm(list(range(len(unit.weights))))
-        search.add_unit(name, norm, unit.suspicion(True), unit.weights)
+        search.add_group(name, norm, unit.suspicion(True), unit.weights)
     while not search.explained("easy"):
-        search.record([(probe, tokens[probe.unit].measure(probe)) for probe in search.next(4)])
+        search.add_measurements([(probe, tokens[probe.group].measure(probe)) for probe in search.next_probes(4)])
     assert not search.explained("hard")
-    probes = search.next(4)
-    assert {probe.unit for probe in probes} == {"hard"}
+    probes = search.next_probes(4)
+    assert {probe.group for probe in probes} == {"hard"}
     assert len(probes) > 2  # its half of the four
 
 
@@ -245,7 +245,7 @@ def test_one_rank_soon_calls_an_event_of_several_loud_units_diffuse(loud: int) -
         passes.append(count)
         tokens["clear"] = Tokens(128, {5: 300 * THRESHOLD})
         search, _ = explain(tokens, 1, ordinary=THRESHOLD / 2)
-        clear.append([culprit.candidate for culprit in search.culprits if culprit.unit == "clear"])
+        clear.append([culprit.candidate for culprit in search.culprits if culprit.group == "clear"])
     assert max(passes) <= 20
     assert clear == [[5]] * 20
 
@@ -259,7 +259,7 @@ def test_many_tokens_are_measured_only_if_no_other_unit_is_diffuse() -> None:
             check(search, tokens)
             assert passes <= 13 and not search.explained("many")
             # The likeliest are named all the same.
-            assert sum(culprit.unit == "many" for culprit in search.culprits) == 3
+            assert sum(culprit.group == "many" for culprit in search.culprits) == 3
     search, _ = explain({"many": many(128, 12), "too": many(128, 13)}, 1)
     assert search.explained("many") and search.explained("too")
 
@@ -272,10 +272,10 @@ def test_a_clear_token_beside_a_diffuse_unit_is_found(helpful: bool, width: int)
         search = Search(THRESHOLD, "explained", THRESHOLD / 2)
         for name in names:
             suspicion = tokens[name].suspicion(helpful if name == "clear" else True)
-            search.add_unit(name, tokens[name].norm(list(range(128))), suspicion, tokens[name].weights)
+            search.add_group(name, tokens[name].norm(list(range(128))), suspicion, tokens[name].weights)
         run(search, tokens, width, most=40)
         assert search.explained("clear") and not search.explained("diffuse")
-        assert [culprit.candidate for culprit in search.culprits if culprit.unit == "clear"] == [77]
+        assert [culprit.candidate for culprit in search.culprits if culprit.group == "clear"] == [77]
 
 
 def test_units_are_looked_at_ahead_only_as_far_as_the_budget_allows_to_name_their_tokens() -> None:
@@ -286,8 +286,8 @@ def test_units_are_looked_at_ahead_only_as_far_as_the_budget_allows_to_name_thei
         while waiting and search.has_room(1, 40 - passes):
             name = waiting.pop(0)
             unit = tokens[name]
-            search.add_unit(name, unit.norm(list(range(128))), unit.suspicion(True), unit.weights)
+            search.add_group(name, unit.norm(list(range(128))), unit.suspicion(True), unit.weights)
         passes += 1
-        search.record([(p, tokens[p.unit].measure(p)) for p in search.next(1, 41 - passes)])
+        search.add_measurements([(p, tokens[p.group].measure(p)) for p in search.next_probes(1, 41 - passes)])
     assert sum(search.explained(name) for name in tokens if search.knows(name)) == 3
     assert len(waiting) == 6

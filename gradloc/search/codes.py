@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass can measure: the gradient of some tokens (`Segment`), or one digit of a `Code` of them (`Digit`)."""
+"""What a pass can measure: a `TokenSet`, the gradient of some tokens, or a `Digit` of a `Code` of them."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,56 +9,56 @@ from typing import Any, ClassVar
 # A reading may differ from a whole digit by this much.
 _READING_ERROR = 0.45
 
-# A unit's name: any hashable value. The search returns it unchanged, so only the caller knows its type.
-UnitKey = Any
+# A group's name: any hashable value. The search returns it unchanged, so only the caller knows its type.
+GroupKey = Any
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
-    """Some tokens of a unit, whose gradient is measured without factors.
+class TokenSet:
+    """Some tokens of a group, whose gradient is measured without factors.
 
-    An empty segment measures the unit's gradient without any token: a value other than zero means that it is broken.
+    An empty token set measures the group's gradient without any token: a value other than zero means that it is broken.
 
     Args:
-        unit (UnitKey): The unit.
-        candidates (tuple[int, ...]): Indices into the candidates given to `Search.add_unit`, ascending.
+        group (GroupKey): The group.
+        candidates (tuple[int, ...]): Indices into the candidates given to `Search.add_group`, ascending.
     """
 
     factors: ClassVar[None] = None
 
-    unit: UnitKey
+    group: GroupKey
     candidates: tuple[int, ...]
 
 
 @dataclass(eq=False)
 class Code:
-    """Numbers the tokens of a segment, to find one that outweighs all others; each probe reads one digit of its number.
+    """Numbers tokens, to find one that outweighs all others; each probe reads one digit of its number.
 
     In a digit's probe, each token's gradient is multiplied by sqrt(d / (base - 1)), where d is that digit of the
-    token's number. If one token outweighs all others, the probe's squared norm divided by the segment's squared norm is
-    d / (base - 1) for that token's d. So about log(n) / log(base) probes find a culprit even if its suspicion is low,
-    and these probes are independent: they can all run in one pass.
+    token's number. If one token outweighs all others, the probe's squared norm divided by that of all the tokens
+    is d / (base - 1) for that token's d. So about log(n) / log(base) probes find a culprit even if its suspicion is
+    low, and these probes are independent: they can all run in one pass.
 
     Args:
-        segment (Segment): The tokens.
+        token_set (TokenSet): The tokens.
         norm (float): The norm of their gradient.
         base (int): The base of the numbers.
         digits (int): The number of digits of each number.
         norms (dict[int, float]): The norms measured so far, by digit.
     """
 
-    segment: Segment
+    token_set: TokenSet
     norm: float
     base: int
     digits: int
     norms: dict[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, segment: Segment, norm: float, largest_base: int) -> "Code":
-        n = len(segment.candidates)
+    def of(cls, token_set: TokenSet, norm: float, largest_base: int) -> "Code":
+        n = len(token_set.candidates)
         digits = max(math.ceil(math.log(n, largest_base) - 1e-9), 1)
         # The smallest sufficient base separates the digits best.
-        return cls(segment, norm, max(math.ceil(n ** (1 / digits) - 1e-9), 2), digits)
+        return cls(token_set, norm, max(math.ceil(n ** (1 / digits) - 1e-9), 2), digits)
 
     @property
     def unread(self) -> "list[Digit]":
@@ -73,7 +73,7 @@ class Code:
             if not 0 <= value < self.base or abs(reading - value) > _READING_ERROR:
                 return None
             number += value * self.base**digit
-        return self.segment.candidates[number] if number < len(self.segment.candidates) else None
+        return self.token_set.candidates[number] if number < len(self.token_set.candidates) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +84,12 @@ class Digit:
     digit: int
 
     @property
-    def unit(self) -> UnitKey:
-        return self.code.segment.unit
+    def group(self) -> GroupKey:
+        return self.code.token_set.group
 
     @property
     def candidates(self) -> tuple[int, ...]:
-        return self.code.segment.candidates
+        return self.code.token_set.candidates
 
     @property
     def factors(self) -> list[float]:
@@ -98,9 +98,9 @@ class Digit:
         return [math.sqrt(digit / (base - 1)) for digit in digits]
 
 
-Probe = Segment | Digit
+Probe = TokenSet | Digit
 
 
 def is_single(probe: Probe) -> bool:
     """Whether a probe measures one token alone."""
-    return isinstance(probe, Segment) and len(probe.candidates) == 1
+    return isinstance(probe, TokenSet) and len(probe.candidates) == 1

@@ -67,7 +67,7 @@ class _Call:
             work.wait()
 
 
-class CollectiveReplay:
+class RecordedCollectives:
     """Records the collective calls of a pass, and replays them on a rank where an error interrupts a later pass.
 
     FSDP all-gathers parameters and reduce-scatters gradients during a pass, in the same order on all ranks and in all

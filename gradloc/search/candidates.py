@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of one unit: weights, thresholds, and the part of the gradient's energy expected from each."""
+"""The tokens of one group: weights, thresholds, and the part of the gradient's energy expected from each."""
 
 import math
 from collections.abc import Iterable
 
 from torch import Tensor
 
-from .probes import Segment, UnitKey
+from .codes import GroupKey, TokenSet
 
 # The fraction of the expected energy that is proportional to suspicion. The rest is proportional to w_t², so that at
 # most about log2(10 n) splits isolate any token, however wrong suspicion is.
@@ -21,14 +21,14 @@ LEAST = 1e-6
 _BASE_UNKNOWN, _BASE_MOST = 8, 64
 
 
-class UnitTokens:
-    """The candidates of one unit, with the energy (squared norm) that the search expects from each.
+class Candidates:
+    """The candidates of one group, with the energy (squared norm) that the search expects from each.
 
     All sums use `math.fsum`, so that every rank makes the same decisions: a tensor sum depends on the number of
     threads.
 
     Args:
-        name (UnitKey): The unit.
+        name (GroupKey): The group.
         tau (float): τ.
         suspicion (Tensor): s_t of each candidate, shape (n,).
         weights (Tensor): w_t of each candidate, shape (n,), not zero.
@@ -36,12 +36,12 @@ class UnitTokens:
     Attributes:
         suspicion (list[float]): s_t; a non-finite value is replaced by a large finite one.
         squares (list[float]): w_t².
-        suspected (list[float]): The fraction of the unit's energy that suspicion predicts for each candidate.
+        suspected (list[float]): The fraction of the group's energy that suspicion predicts for each candidate.
         prior (list[float]): The same, with a part of the energy spread in proportion to w_t² (see `_TRUST`).
         alone (dict[int, float]): The norms of the candidates measured alone, in the order of measurement.
     """
 
-    def __init__(self, name: UnitKey, tau: float, suspicion: Tensor, weights: Tensor) -> None:
+    def __init__(self, name: GroupKey, tau: float, suspicion: Tensor, weights: Tensor) -> None:
         self.name = name
         self.tau = tau
         self.alone: dict[int, float] = {}
@@ -59,8 +59,8 @@ class UnitTokens:
             (e + least * w) / (total + least * square) for e, w in zip(energies, self.squares, strict=True)
         ]
 
-    def segment(self, candidates: Iterable[int]) -> Segment:
-        return Segment(self.name, tuple(sorted(candidates)))
+    def token_set(self, candidates: Iterable[int]) -> TokenSet:
+        return TokenSet(self.name, tuple(sorted(candidates)))
 
     def square(self, candidates: Iterable[int]) -> float:
         """Σ w_t²."""
@@ -80,15 +80,15 @@ class UnitTokens:
         return [t for t, norm in self.alone.items() if self.is_over([t], norm)]
 
     def expected(self, candidates: Iterable[int]) -> float:
-        """The fraction of the unit's energy expected from these candidates."""
+        """The fraction of the group's energy expected from these candidates."""
         return math.fsum(self.prior[t] for t in candidates)
 
     def likeliest(self, candidate: int) -> tuple[float, int]:
         """A sort key: the candidates expected to be furthest over τ come first."""
         return -self.prior[candidate] / self.squares[candidate], candidate
 
-    def contrast(self, segment: Segment, norm: float, ordinary: float | None) -> int:
+    def contrast(self, token_set: TokenSet, norm: float, ordinary: float | None) -> int:
         """The largest base of a code in which ordinary tokens do not hide a culprit's digits."""
         if not ordinary:
             return _BASE_UNKNOWN
-        return int(min(max(norm / (ordinary * math.sqrt(self.square(segment.candidates))), 2), _BASE_MOST))
+        return int(min(max(norm / (ordinary * math.sqrt(self.square(token_set.candidates))), 2), _BASE_MOST))

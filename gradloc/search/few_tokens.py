@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Finds a few tokens, each over τ, without which their unit is under its threshold."""
+"""Finds a few tokens, each over τ, without which their group is under its threshold."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from .probes import Probe, Segment, is_single
-from .tokens import LEAST, UnitTokens
-from .tree import SAMPLE, Tree, patience
+from .bisection import SAMPLE, Bisection, patience
+from .candidates import LEAST, Candidates
+from .codes import Probe, TokenSet, is_single
 
-# "A few" tokens are at most this fraction of a unit's tokens; this limit is at least 4 and at most 64 tokens.
+# "A few" tokens are at most this fraction of a group's tokens; this limit is at least 4 and at most 64 tokens.
 _FEW, _FEW_LEAST, _FEW_MOST = 1 / 8, 4, 64
 
 # If a few tokens were expected to be enough, up to this multiple of "a few" is tried, because suspicion does not always
@@ -22,8 +22,8 @@ _OVERRUN = 1.5
 _LEAST_CARRIED, _MOST_CARRIED = 0.6, 1.5
 
 
-class Explanation:
-    """Finds a few tokens that explain a unit's spike: the rest of the unit is measured under its threshold.
+class FewTokens:
+    """Finds a few tokens that explain a group's spike: the rest of the group is measured under its threshold.
 
     It estimates every token's energy (squared norm): proportional to suspicion, and scaled to match the norms measured
     so far. The estimate says whether a few tokens are expected to be enough to explain the spike. The states:
@@ -31,24 +31,24 @@ class Explanation:
     - few: a few tokens are expected to be enough. The rest without them is measured, and each of them alone, until the
       tokens measured over τ are enough
     - beyond: a few tokens are not expected to be enough. The rest without the likeliest few is measured. If suspicion
-      is wrong about how much they carry, a `Tree` searches for the tokens that suspicion does not point at
+      is wrong about how much they carry, a `Bisection` searches for the tokens that suspicion does not point at
     - sample: the spike is diffuse; the likeliest tokens are measured alone
     - ended: the spike is explained or diffuse
 
     Args:
-        tokens (UnitTokens): The unit's tokens.
-        whole (Segment): All of them.
-        norm (float): The unit's norm, which is over its threshold.
+        tokens (Candidates): The group's tokens.
+        whole (TokenSet): All of them.
+        norm (float): The group's norm, which is over its threshold.
         ordinary (float, optional): The root mean square of ordinary tokens' gradient norms.
     """
 
-    def __init__(self, tokens: UnitTokens, whole: Segment, norm: float, ordinary: float | None) -> None:
+    def __init__(self, tokens: Candidates, whole: TokenSet, norm: float, ordinary: float | None) -> None:
         self.tokens = tokens
         self._ordinary = ordinary
         self._all = frozenset(whole.candidates)
         self._few = min(max(math.ceil(_FEW * len(self._all)), _FEW_LEAST), _FEW_MOST, len(self._all))
         self._most = min(math.ceil(_OVERRUN * self._few), len(self._all))
-        # The norm of the unit without a set of tokens, by that set; and the sets for which it was under its threshold.
+        # The norm of the group without a set of tokens, by that set; and the sets for which it was under its threshold.
         self._rests: dict[frozenset[int], float] = {}
         self._enough: list[frozenset[int]] = []
         self._add_rest(frozenset(), norm)
@@ -62,7 +62,7 @@ class Explanation:
         self._vain = 0
         # The candidates in the order of the first estimate.
         self._likeliest: list[int] = []
-        self._tree: Tree | None = None
+        self._bisection: Bisection | None = None
         self._sample: list[int] | None = None
         # How many more passes it may take; infinite unless curtailed.
         self._passes_left = math.inf
@@ -74,8 +74,8 @@ class Explanation:
         return [t for t in self.tokens.over if explaining is None or t in explaining]
 
     @property
-    def rest(self) -> tuple[Segment, float] | None:
-        """The unit without its culprits, and the norm of that; None if it was not measured."""
+    def rest(self) -> tuple[TokenSet, float] | None:
+        """The group without its culprits, and the norm of that; None if it was not measured."""
         removed = frozenset(self.culprits)
         return (self._without(removed), self._rests[removed]) if removed in self._rests else None
 
@@ -90,16 +90,16 @@ class Explanation:
         return self.tokens.alone.keys() >= set(self._sample) and frozenset(self.tokens.over) in self._rests
 
     @property
-    def open_segments(self) -> list[Segment]:
+    def open_sets(self) -> list[TokenSet]:
         return [] if self.ended else [self._loudest()[0]]
 
     @property
-    def given_up(self) -> list[Segment]:
+    def given_up(self) -> list[TokenSet]:
         unmeasured = [t for t in sorted(self._all) if t not in self.tokens.alone]
-        return [self.tokens.segment(unmeasured)] if self.ended and not self.explained and unmeasured else []
+        return [self.tokens.token_set(unmeasured)] if self.ended and not self.explained and unmeasured else []
 
     @property
-    def diffuse(self) -> list[tuple[Segment, float]]:
+    def diffuse(self) -> list[tuple[TokenSet, float]]:
         return [self._loudest()] if self.ended and not self.explained else []
 
     @property
@@ -110,11 +110,11 @@ class Explanation:
 
     def passes_ahead(self, count: int) -> float:
         """How many passes of `count` probes the known next steps may take; 0 while only rests are measured."""
-        searching = self._tree is not None and self._sample is None
+        searching = self._bisection is not None and self._sample is None
         return self.unnamed / count or (patience(len(self._all), count) if searching else 0.0)
 
     def curtail(self, passes: int) -> None:
-        """Limits the passes from here on, because the spike of another unit is diffuse. Later calls do nothing."""
+        """Limits the passes from here on, because the spike of another group is diffuse. Later calls do nothing."""
         if math.isinf(self._passes_left):
             self._passes_left = passes
 
@@ -123,7 +123,7 @@ class Explanation:
         """The smallest set that is enough to explain the spike and has a token that was not measured alone."""
         return min((r for r in self._enough if not r <= self.tokens.alone.keys()), key=len, default=None)
 
-    def probes(self, count: int, passes_left: float) -> list[Probe]:
+    def next_probes(self, count: int, passes_left: float) -> list[Probe]:
         """At most `count` probes to measure next, best first; none when the search is over."""
         if self.ended:
             return []
@@ -144,18 +144,18 @@ class Explanation:
             self._sample = self._likeliest[:SAMPLE] if sampled else []
             if self.ended:
                 return []
-        sample: list[Probe] = [self.tokens.segment([t]) for t in self._sample if t not in self.tokens.alone]
+        sample: list[Probe] = [self.tokens.token_set([t]) for t in self._sample if t not in self.tokens.alone]
         return sample[:count] or [self._without(self.tokens.over)]
 
-    def record(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
+    def add_measurements(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
         """Records the norms of a pass of up to `count` probes; NaN and Inf count as over the threshold."""
         self._passes_left -= 1
         promising, enough = frozenset().union(*self._enough), len(self._enough)
-        if self._tree is not None:
-            self._tree.record(measured, count)
+        if self._bisection is not None:
+            self._bisection.add_measurements(measured, count)
         for probe, norm in measured:
             removed = len(self._all) - len(probe.candidates)
-            if isinstance(probe, Segment) and removed <= max(self._most, len(self.tokens.over)):
+            if isinstance(probe, TokenSet) and removed <= max(self._most, len(self.tokens.over)):
                 self._add_rest(self._all.difference(probe.candidates), norm)
         singles = {probe.candidates[0] for probe, _ in measured if is_single(probe)}
         found = not singles.isdisjoint(self.tokens.over)
@@ -169,14 +169,14 @@ class Explanation:
         if enough:  # these tokens explain the spike, and perhaps not all of them are needed
             alone = [t for t in alone if t in enough]
         wanted = guess not in self._rests and (not enough or guess <= over)
-        return [*([self._without(guess)] if wanted else []), *(self.tokens.segment([t]) for t in alone)]
+        return [*([self._without(guess)] if wanted else []), *(self.tokens.token_set([t]) for t in alone)]
 
     def _probe_beyond(self, count: int, passes_left: float) -> list[Probe]:
         """Probes for rests that test whether suspicion is right, and the tree's probes; none for a diffuse spike."""
         likeliest = list(dict.fromkeys([*self.tokens.over, *self._likeliest]))[: self._few]
         # Large tokens that suspicion already points at would only add noise to the search for the others.
-        loud = (r for r in self._rests if r not in self._enough and r < set(likeliest))
-        base = max((r for r in loud if len(r) <= self._few / 2), key=len)
+        over = (r for r in self._rests if r not in self._enough and r < set(likeliest))
+        base = max((r for r in over if len(r) <= self._few / 2), key=len)
         checks: list[Probe] = []
         if math.isfinite(self._rests[base]) and self._misled < SAMPLE:
             sizes = [len(likeliest), len(likeliest) // 2] if math.isinf(self._passes_left) else [len(likeliest)]
@@ -184,15 +184,15 @@ class Explanation:
             parts = [part for part in parts if base < part]
             if all(self._is_as_expected(base, part) for part in parts if part in self._rests):
                 checks = [self._without(part) for part in parts if part not in self._rests]
-                if not checks and (self._tree is None or not self._tree.has_named):
+                if not checks and (self._bisection is None or not self._bisection.has_named):
                     return []
         first, later = checks[: max(count // 2, 1)], checks[max(count // 2, 1) :]
         if len(first) == count:
             return first
-        if self._tree is None:
-            self._tree = Tree(self.tokens, self._without(base), self._rests[base], self._ordinary)
-        found = self._tree.probes(count - len(first), passes_left)
-        named = [probe for probe in found if probe in self._tree.named]
+        if self._bisection is None:
+            self._bisection = Bisection(self.tokens, self._without(base), self._rests[base], self._ordinary)
+        found = self._bisection.next_probes(count - len(first), passes_left)
+        named = [probe for probe in found if probe in self._bisection.named]
         # A named token may explain the spike together with those already over τ.
         guess = frozenset(self.tokens.over).union(*(probe.candidates for probe in named))
         rests = [self._without(guess)] if named and guess not in self._rests else []
@@ -258,10 +258,10 @@ class Explanation:
         over = frozenset(self.tokens.over)
         return min((removed for removed in self._enough if removed <= over), key=len, default=None)
 
-    def _loudest(self) -> tuple[Segment, float]:
+    def _loudest(self) -> tuple[TokenSet, float]:
         """The smallest rest that was measured over its threshold."""
         removed = max((r for r in self._rests if r not in self._enough), key=len)
         return self._without(removed), self._rests[removed]
 
-    def _without(self, removed: Collection[int]) -> Segment:
-        return self.tokens.segment(self._all.difference(removed))
+    def _without(self, removed: Collection[int]) -> TokenSet:
+        return self.tokens.token_set(self._all.difference(removed))

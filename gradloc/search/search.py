@@ -1,0 +1,258 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Decides what to measure next, over several groups at once."""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .bisection import Bisection
+from .candidates import Candidates
+from .codes import GroupKey, Probe, TokenSet, is_single
+from .few_tokens import FewTokens
+
+# A group whose search takes more passes than this from here waits until the others have been looked at. Once one of
+# them is diffuse, so is the event, and each of the others gets this many passes.
+_LONG = 8
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A single token over the threshold; `candidate` is its index among the candidates given to `add_group`."""
+
+    group: GroupKey
+    candidate: int
+    norm: float
+
+
+class _Group:
+    """One group: the token sets to measure first (the whole group, or the empty token set), and then its search.
+
+    Args:
+        tokens (Candidates): Its candidates.
+        until (str): See `Search`.
+        ordinary (float | None): The root mean square of ordinary tokens' gradient norms.
+        probe_empty (bool): Whether to measure the group without any token after its first non-finite norm.
+    """
+
+    def __init__(self, tokens: Candidates, until: str, ordinary: float | None, probe_empty: bool) -> None:
+        self.tokens = tokens
+        self.first: list[TokenSet] = []
+        self.search: FewTokens | Bisection | None = None
+        self.broken = False
+        self.norm: float | None = None
+        self.whole = tokens.token_set(range(len(tokens.squares)))
+        self._empty = tokens.token_set([])
+        self._until, self._ordinary, self._probe_empty = until, ordinary, probe_empty
+
+    def measure_whole(self) -> None:
+        self.first.append(self.whole)
+
+    def begin(self, norm: float) -> None:
+        """Starts the search if the group's norm is over its threshold."""
+        self.norm = norm
+        self._look_at(norm)
+        if self.tokens.is_over(self.whole.candidates, norm):
+            kinds: dict[str, type[FewTokens] | type[Bisection]] = {"explained": FewTokens, "exhaustive": Bisection}
+            self.search = kinds[self._until](self.tokens, self.whole, norm, self._ordinary)
+
+    @property
+    def ended(self) -> bool:
+        return not self.first and (self.search is None or self.search.ended)
+
+    def next_probes(self, count: int, passes_left: float) -> list[Probe]:
+        found: list[Probe] = [*self.first[:count]]
+        if self.search is not None and len(found) < count:
+            found = found + self.search.next_probes(count - len(found), passes_left)
+        return found
+
+    def add_measurements(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
+        self.tokens.alone |= {probe.candidates[0]: norm for probe, norm in measured if is_single(probe)}
+        first, self.first = self.first, [token_set for token_set in self.first if token_set not in dict(measured)]
+        others = [(probe, norm) for probe, norm in measured if probe not in first]
+        if self.search is not None and others:
+            self.search.add_measurements(others, count)
+        for probe, norm in measured:
+            if probe is self._empty:
+                self.broken = not norm <= 0
+            elif probe in first:
+                self.begin(norm)
+            else:
+                self._look_at(norm)
+        if self.broken:
+            self.first, self.search = [], None
+
+    def _look_at(self, norm: float) -> None:
+        if self._probe_empty and not math.isfinite(norm):
+            self._probe_empty = False
+            self.first.append(self._empty)
+
+
+class Search:
+    """Finds the tokens behind the spikes of the groups added to it.
+
+    It makes no collective call. Every rank makes the same calls to it and gets the same results.
+
+    Args:
+        threshold (float): τ.
+        until (str): "explained": search until a few tokens explain each group's spike (see `FewTokens`).
+            "exhaustive": search until every token over τ is found (see `Bisection`).
+        ordinary (float, optional): The root mean square of ordinary tokens' gradient norms.
+    """
+
+    def __init__(self, threshold: float, until: str = "explained", ordinary: float | None = None) -> None:
+        self._threshold = threshold
+        self._until = until
+        self._ordinary = ordinary
+        self._groups: dict[GroupKey, _Group] = {}
+
+    @property
+    def culprits(self) -> list[Culprit]:
+        """The culprits found so far, each measured alone over τ."""
+        return [
+            Culprit(name, candidate, search.tokens.alone[candidate])
+            for name, search in self._searches()
+            for candidate in search.culprits
+        ]
+
+    @property
+    def broken(self) -> list[GroupKey]:
+        """Groups whose gradient is non-finite even without any token."""
+        return [name for name, group in self._groups.items() if group.broken]
+
+    @property
+    def open_sets(self) -> list[TokenSet]:
+        """The token sets over their thresholds whose search has not ended."""
+        waiting = [token_set for group in self._groups.values() for token_set in group.first if token_set.candidates]
+        return waiting + [token_set for _, search in self._searches() for token_set in search.open_sets]
+
+    @property
+    def given_up(self) -> list[TokenSet]:
+        """The unmeasured token sets of groups whose search was given up."""
+        return [token_set for _, search in self._searches() for token_set in search.given_up]
+
+    @property
+    def diffuse(self) -> list[tuple[TokenSet, float]]:
+        """The smallest token sets with a spike but no culprit, with their norms."""
+        return [found for _, search in self._searches() for found in search.diffuse]
+
+    def rest(self, group: GroupKey) -> tuple[TokenSet, float] | None:
+        """The group without its culprits, and the norm of that; None if it was not measured."""
+        state = self._groups[group]
+        if state.search is not None:
+            return state.search.rest
+        return None if state.norm is None else (state.whole, state.norm)
+
+    def explained(self, group: GroupKey) -> bool:
+        """Whether the group without its culprits was measured under its threshold."""
+        rest = self.rest(group)
+        return rest is not None and not self.is_over(*rest)
+
+    def knows(self, group: GroupKey) -> bool:
+        """Whether this group was added, with at least one candidate."""
+        return group in self._groups
+
+    def threshold(self, token_set: TokenSet) -> float:
+        """τ(S) = τ·sqrt(Σ w_t²)."""
+        return self._groups[token_set.group].tokens.threshold(token_set.candidates)
+
+    def is_over(self, token_set: TokenSet, norm: float) -> bool:
+        return self._groups[token_set.group].tokens.is_over(token_set.candidates, norm)
+
+    def more_over(self) -> int | None:
+        """Estimates from suspicion how many more tokens are over τ; None if no norm was measured to scale it."""
+        ratios, scores, more = [], [], 0
+        for _, search in self._searches():
+            culprits, tokens = set(search.culprits), search.tokens
+            for candidate, suspicion in enumerate(tokens.suspicion):
+                weight = math.sqrt(tokens.squares[candidate])
+                norm = tokens.alone.get(candidate)
+                if norm is None:
+                    scores.append(suspicion / weight)
+                elif math.isfinite(norm):
+                    ratios += [norm / suspicion] if suspicion > 0 else []
+                    more += candidate not in culprits and tokens.is_over([candidate], norm)
+        if not ratios:
+            return None
+        scale = statistics.median(ratios)
+        return more + sum(scale * score > self._threshold for score in scores)
+
+    def add_group(
+        self,
+        group: GroupKey,
+        norm: float | None,
+        suspicion: Tensor,
+        weights: Tensor,
+        probe_empty: bool = True,
+    ) -> None:
+        """Adds a group to search.
+
+        Args:
+            group (GroupKey): Its name in `TokenSet.group`.
+            norm (float | None): The norm of the candidates' gradient; None if it must be measured first.
+            suspicion (Tensor): s_t of each candidate, shape (n,).
+            weights (Tensor): w_t of each candidate, shape (n,), not zero.
+            probe_empty (bool): Whether to measure the group without any token after a non-finite norm.
+        """
+        if len(weights) == 0:
+            return
+        tokens = Candidates(group, self._threshold, suspicion, weights)
+        self._groups[group] = _Group(tokens, self._until, self._ordinary, probe_empty)
+        if norm is None:
+            self._groups[group].measure_whole()
+        else:
+            self._groups[group].begin(norm)
+
+    def next_probes(self, count: int, passes_left: float = math.inf) -> list[Probe]:
+        """The probes to measure in the next pass; none when the search is over.
+
+        Args:
+            count (int): The maximum number of probes.
+            passes_left (float): How many passes the budget still allows. A code that needs more is not started.
+        """
+        explanations = [search for _, search in self._searches() if isinstance(search, FewTokens)]
+        if any(search.diffuse for search in explanations):
+            for search in explanations:
+                search.curtail(_LONG)
+        later = self._later(count, passes_left)
+        first = [group for group in self._groups.values() if not group.ended and group not in later]
+        probes: list[Probe] = []
+        for groups in first, later:
+            while groups and len(probes) < count:
+                group = groups.pop(0)
+                # The remaining probes are divided equally among the remaining groups.
+                part = max((count - len(probes)) // (len(groups) + 1), 1)
+                probes += group.next_probes(part, passes_left)
+        return probes
+
+    def has_room(self, count: int, passes_left: float = math.inf) -> bool:
+        """Whether another group should be added before the next pass of `count` probes."""
+        return len(self.open_sets) - len(self._later(count, passes_left)) < count
+
+    def _later(self, count: int, passes_left: float) -> list[_Group]:
+        """The groups with a long search ahead; those whose spike may still turn out to be diffuse come first.
+
+        None if the passes that are left would not be enough for them.
+        """
+        searches = [
+            (group, group.search)
+            for group in self._groups.values()
+            if isinstance(group.search, FewTokens) and not group.ended
+        ]
+        if math.fsum(search.passes_ahead(count) for _, search in searches) >= passes_left:
+            return []
+        found = [(group, search) for group, search in searches if search.passes_ahead(count) > _LONG]
+        return [group for group, _ in sorted(found, key=lambda pair: pair[1].unnamed > 0)]
+
+    def add_measurements(self, measured: Sequence[tuple[Probe, float]]) -> None:
+        """Records the norms of the probes that `next_probes` returned. NaN and Inf count as over the threshold."""
+        for name, group in self._groups.items():
+            mine = [(probe, norm) for probe, norm in measured if probe.group == name]
+            if mine:
+                group.add_measurements(mine, len(mine))
+
+    def _searches(self) -> Iterator[tuple[GroupKey, FewTokens | Bisection]]:
+        return ((name, group.search) for name, group in self._groups.items() if group.search is not None)
