@@ -12,7 +12,7 @@ The rooms of the package. A file imports from its own room and from those above 
 - search: what to measure next
 - evidence: what was found, as events in a file
 - bundles: an event's loud micro-batches in a folder that can be taken elsewhere
-- early_warning: what may move before a spike
+- update_figures: an update's ratios, unlikely tokens, and margin to τ
 - report: the reader of these files
 - replay: computes a bundle again in one process
 - actions: what becomes of the gradient after a spike

@@ -18,7 +18,6 @@ from .auto_threshold import AutoThreshold
 from .bundles.recorder import Recorder
 from .config import GradLocConfig
 from .drill import Planted
-from .early_warning import EarlyWarning, own_figures
 from .evidence.event import findings
 from .evidence.in_words import describe
 from .evidence.medians import token_medians
@@ -34,6 +33,7 @@ from .measure.meter import Level, LocalMeter, Meter, ReducedMeter, Unit
 from .measure.passes import Forward, MicroBatch, Passes, UnitName
 from .measure.token_weights import square_weight
 from .search.investigation import Investigation
+from .update_figures import UpdateFigures, own_figures
 from .version import __version__
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class GradLoc:
         self._current: MicroBatch | None = None
         self._global_step: int | None = None
         self._auto_threshold = AutoThreshold()
-        self._early_warning = EarlyWarning()
+        self._update_figures = UpdateFigures()
         self._threshold: float | None = None
         # τ of the mini-batch that `_token_norm_max` is from.
         self._threshold_of_max: float | None = None
@@ -163,7 +163,7 @@ class GradLoc:
         self._token_norm_max = 0.0
         self._threshold_of_max = None
         self._misaligned = self._compared = 0.0
-        self._early_warning.start_update()
+        self._update_figures.start_update()
         self._drill_found = None
 
     def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
@@ -278,7 +278,7 @@ class GradLoc:
         spikes = [event for event in self._events_of_update if event["drill"] is None]
         return (
             optional
-            | self._early_warning.metrics()
+            | self._update_figures.metrics()
             | {
                 "actor/gradloc/token_norm_max": self._token_norm_max,
                 "actor/gradloc/triggered": len(spikes),
@@ -307,7 +307,7 @@ class GradLoc:
         started = time.perf_counter()
         gradient = self._measured(micro_batches, self._loss_scale())
         self._compare_with_rollout(*gradient.by_rank[:, 4:6].sum(0).tolist())
-        self._early_warning.take_in(gradient.by_rank[:, 6:])
+        self._update_figures.take_in(gradient.by_rank[:, 6:])
         where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
         if self._global_step is not None and tuple(where.values()) == (self.config.drill_step, 0, 0):
             self._hold_drill(gradient, where)
@@ -317,7 +317,7 @@ class GradLoc:
         threshold = self._next_threshold(level)
         if level.token_norm >= self._token_norm_max:
             self._token_norm_max, self._threshold_of_max = level.token_norm, self._threshold
-        self._early_warning.take_in_margin(level.token_norm, self._threshold)
+        self._update_figures.take_in_margin(level.token_norm, self._threshold)
         if not self._is_spike(gradient, threshold):
             if level.token_norm <= threshold and level.root_mean_square:  # else no token could move
                 self._ordinary = level.root_mean_square
@@ -452,8 +452,8 @@ class GradLoc:
         square_weights = torch.stack([square_weight(micro_batch.tokens) for micro_batch in micro_batches])
         largest, largest_finite = _largest_token_equivalents(squares.sum(1), square_weights)
         figures = [largest, largest_finite, squares.sum(), square_weights.sum(), *_count_misaligned(micro_batches)]
-        early = own_figures([micro_batch.tokens for micro_batch in micro_batches])
-        by_rank = torch.stack(collectives.gather(torch.cat([torch.stack(figures), early]).to(self._device)))
+        of_tokens = own_figures([micro_batch.tokens for micro_batch in micro_batches])
+        by_rank = torch.stack(collectives.gather(torch.cat([torch.stack(figures), of_tokens]).to(self._device)))
         by_rank = by_rank[:: self._sequence_parallel_size]
         self.squared_norms = None
         level = self._meter.level(by_rank[:, :4], lambda: self._reduced_norm(scale))

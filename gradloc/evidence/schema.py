@@ -240,7 +240,6 @@ STEP = {
             "token_norm_max": NUMBER_OR_NULL,
             "spike_margin": NUMBER_OR_NULL,
             "ratio_max": NUMBER_OR_NULL,
-            "ratio_p999": NUMBER_OR_NULL,
             "rollout_ratio_max": NUMBER_OR_NULL,
             "unlikely_share": NUMBER_OR_NULL,
             "triggered": NUMBER_OR_NULL,

@@ -161,7 +161,7 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
     Args:
         path (str): The directory or file. A run's directory stands for the `bisect_dump` in it.
         since (int, optional): Leave out events of earlier steps, and those without a step. The figures of earlier
-            steps are kept, for the ranges of later ones.
+            steps are kept, to be shown before later spikes.
         top (int): See `Evidence`.
         texts (bool): See `Evidence`.
 

@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .before_spike import StepHistory, what_moved
 from .condensed import NOT_SHOWN
 from .drills import drill_report
 from .figures import number, ranges, rounded, severity
@@ -35,7 +34,6 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
     ranked = evidence.culprits()
     totals = evidence.totals
     largest = heapq.nlargest(top, evidence.events, key=lambda event: event["size"])
-    history = StepHistory(evidence.steps)
     return {
         "path": evidence.path,
         "since": evidence.since,
@@ -51,9 +49,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "largest_grad_norm": number(ranked[0][-1]["grad_norm"]) if ranked else None,
         "diagnoses": dict(totals.diagnoses.most_common()),
         "largest_events": [
-            {name: event[name] for name in _EVENT_FIELDS}
-            | {"culprits": event["culprits_in_all"], "moved": moved_before(history, event)}
-            for event in largest
+            {name: event[name] for name in _EVENT_FIELDS} | {"culprits": event["culprits_in_all"]} for event in largest
         ],
         "diffuse": totals.largest_parts(top),
         "sources": dict(evidence.sources.most_common()),
@@ -78,11 +74,6 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
 def drill_reports(evidence: Evidence) -> list[dict[str, Any]]:
     """The drills in words."""
     return [drill_report(drill, evidence.totals.mini_batches) for drill in evidence.drills]
-
-
-def moved_before(history: StepHistory, event: Mapping[str, Any]) -> str | None:
-    """The sentence on what moved before a spike; None where its steps are not known."""
-    return None if event["global_step"] is None else what_moved(history.before(event["global_step"]))
 
 
 def _steps(evidence: Evidence) -> dict[str, Any] | None:

@@ -112,9 +112,6 @@ def _tables(console: Console, summary: Summary) -> Iterator[Table]:
         all_explained = len(explained) == summary["events"]
         title = "What the culprits explain" if all_explained else "What the culprits of the largest spikes explain"
         yield _sentences(title, ((event, event["explanation"]) for event in explained))
-    if moved := [event for event in summary["largest_events"] if event["moved"] is not None]:
-        title = "What moved before" + (" the spike" if every else " the largest spikes")
-        yield _sentences(title, ((event, event["moved"]) for event in moved))
     if summary["diffuse"]:
         yield _diffuse_parts(summary["diffuse"])
     if summary["culprits"]:

@@ -268,26 +268,23 @@ def drill(step: int, found: bool, random: random.Random, **changes: Any) -> dict
 
 
 def step_figures(events: list[dict[str, Any]], last: int, seed: int = 1) -> dict[int, dict[str, float | None]]:
-    """The figures of every step of a run with these spikes: before every third of them, ratios move."""
+    """The figures of every step of a run with these spikes."""
     generator = random.Random(seed)
     spikes: dict[int, float] = {}
     for found in events:
         factor = found["trigger"]["norm"] / found["trigger"]["threshold"]
         spikes[found["global_step"]] = max(factor, spikes.get(found["global_step"], 0.0))
-    warned = {step - lead: 1 + 8 / lead for step in sorted(spikes)[2::3] for lead in (6, 4, 3, 2, 1)}
     steps: dict[int, dict[str, float | None]] = {}
     for step in range(1, last + 1):
-        noise = [math.exp(generator.gauss(0, 0.25)) for _ in range(5)]
-        growth = warned.get(step, 1.0)
+        noise = [math.exp(generator.gauss(0, 0.25)) for _ in range(4)]
         norm = THRESHOLD * spikes.get(step, 0.25 * noise[0])
         steps[step] = {
             "threshold": THRESHOLD,
             "token_norm_max": norm,
             "spike_margin": norm / THRESHOLD,
             "ratio_max": math.exp(0.2 * noise[1] * (2 if step in spikes else 1)),
-            "ratio_p999": math.exp(0.04 * noise[2]),
-            "rollout_ratio_max": math.exp(0.3 * noise[3] * growth),
-            "unlikely_share": 0.004 * noise[4],
+            "rollout_ratio_max": math.exp(0.3 * noise[2]),
+            "unlikely_share": 0.004 * noise[3],
             "triggered": sum(found["global_step"] == step for found in events),
         }
     return steps

@@ -674,7 +674,6 @@ def test_a_sentence_says_whether_the_culprits_explain_the_spike(
         "culprits": len(sample["culprits"]),
         "summary": sample["summary"],
         "explanation": sentence,
-        "moved": None,
     }
     (shown,) = page_data(tmp_path)["events"]
     assert shown["explanation"] == sentence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -512,20 +512,25 @@ def test_the_level_over_the_run(page: Page, whole_run: Path) -> None:
     page.wait(lambda: page.one("#spike").text.startswith(f"Step {steps[alone]}"))
 
 
-def test_what_moved_before_a_spike(page: Page, whole_run: Path) -> None:
+def test_the_figures_before_a_spike(page: Page, whole_run: Path) -> None:
     page.open(whole_run)
     data = json.loads(page.driver.execute_script("return document.getElementById('data').textContent"))
-    warning = re.compile(r"Moved before the spike: rollout_ratio_max (\d+ steps) before it")
-    index, match = next((i, m) for i, e in enumerate(data["events"]) if (m := warning.match(e["moved"] or "")))
+    index = next(i for i, event in enumerate(data["events"]) if event["global_step"] > 20)
     Select(page.one("#event")).select_by_index(index)
     assert page.one("#before-title").text == "The 20 steps before"
-    assert page.one("#moved").text == data["events"][index]["moved"]
     rows = {row.find_element(By.TAG_NAME, "small").text: row for row in page.all("#before-rows tr")}
-    assert list(rows) == ["spike_margin", "ratio_max", "ratio_p999", "rollout_ratio_max", "unlikely_share"]
-    moved = rows["rollout_ratio_max"]
-    assert moved.text.endswith(f"{match[1]} before") and moved.find_elements(By.CSS_SELECTOR, "svg circle")
-    points = moved.find_element(By.CSS_SELECTOR, ".line").get_attribute("points").split()
-    assert len(points) == 21
+    assert list(rows) == ["spike_margin", "ratio_max", "rollout_ratio_max", "unlikely_share"]
+    figures = {figure["name"]: figure["values"] for figure in data["events"][index]["before"]["figures"]}
+    margins = [float(cell.text) for cell in rows["spike_margin"].find_elements(By.CSS_SELECTOR, "td.num")]
+    values = figures["spike_margin"]
+    assert margins == pytest.approx([statistics.median(values[:-1]), values[-1]], 1e-3)
+    points = rows["spike_margin"].find_element(By.CSS_SELECTOR, "polyline").get_attribute("points").split()
+    heights = [float(point.split(",")[1]) for point in points]
+    assert len(heights) == 21
+    assert heights.index(min(heights)) == values.index(max(values))
+    # The spike is marked.
+    dot = rows["spike_margin"].find_element(By.CSS_SELECTOR, "circle")
+    assert float(dot.get_attribute("cy")) == heights[-1]
 
 
 def test_an_event_begins_with_its_summary_and_a_culprit_with_its_sources(page: Page, whole_run: Path) -> None:
