@@ -341,9 +341,8 @@ function notes() {
   if (totals.incomplete_events) {
     messages.push(`${count(totals.incomplete_events, "search", "searches")} ended early: there may be more culprits.`);
   }
-  if (data.skipped) {
-    messages.push(`${count(data.skipped, "line")} of the evidence skipped: malformed, or of another version.`);
-  }
+  messages.push(...data.other_versions);
+  if (data.skipped) messages.push(`${count(data.skipped, "line")} of the evidence skipped: malformed.`);
   const cut = [];
   if (events.length < totals.events) {
     cut.push(`the ${count(events.length, "spike")} with the largest norms of ${whole(totals.events)}`);

@@ -59,6 +59,7 @@ def page_data(evidence: reading.Evidence) -> dict[str, Any]:
         ],
         "replays": [_replay(result) for result in evidence.replays],
         "notes": summary["notes"],
+        "other_versions": summary["other_versions"],
         "skipped": evidence.skipped,
     }
 

@@ -6,9 +6,10 @@ import heapq
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ..evidence.schema import SCHEMA
 from .condensed import NOT_SHOWN
 from .drills import drill_report
-from .figures import number, ranges, rounded, severity
+from .figures import count, number, ranges, rounded, severity
 from .reading import Evidence
 
 _EVENT_FIELDS = (
@@ -67,6 +68,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         ],
         "replays": evidence.replays,
         "notes": messages(evidence.notes),
+        "other_versions": other_versions(evidence),
         "skipped_lines": evidence.skipped,
     }
 
@@ -100,6 +102,15 @@ def token_name(culprit: Mapping[str, Any]) -> str:
     """The token's text, or its id where that is not known."""
     token = culprit["token"]
     return f"id {culprit['token_id']}" if token is None else token
+
+
+def other_versions(evidence: Evidence) -> list[str]:
+    """For each other version of which there are lines, a sentence with what to do."""
+    return [
+        f"{count(lines, 'line')} of evidence version {version} left out, as this release of GradLoc reads only version "
+        f"{SCHEMA}: use the release that wrote the file."
+        for version, lines in sorted(evidence.other_versions.items())
+    ]
 
 
 def messages(notes: Mapping[str, Collection[int]]) -> list[str]:

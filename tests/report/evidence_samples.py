@@ -195,27 +195,6 @@ def without_culprits(step: int, diagnosis: str, random: random.Random, **changes
     return {**found, "trigger": {**found["trigger"], "norm": norm}}
 
 
-def version_2(found: dict[str, Any]) -> dict[str, Any]:
-    """The event as the second version of the schema has it."""
-    new = ("sources", "kl_coefficient", "behind_end")
-    culprits = [{name: c[name] for name in c if name not in new} for c in found["culprits"]]
-    new = ("summary", "median_advantage", "median_weight", "micro_batches", "drill", "fault", "replay")
-    return {**{name: found[name] for name in found if name not in new}, "schema": 2, "culprits": culprits}
-
-
-def version_1(found: dict[str, Any]) -> dict[str, Any]:
-    """The event as the first version of the schema has it."""
-    found = {**version_2(found), "schema": 1}
-    for name in ("gradloc_version", "until", "explained", "more_tokens"):
-        del found[name]
-    found["units"] = [{name: unit[name] for name in unit if name != "rest"} for unit in found["units"]]
-    found["diffuse"] = [
-        {**part, "largest_tokens": [{name: t[name] for name in t if name != "share"} for t in part["largest_tokens"]]}
-        for part in found["diffuse"]
-    ]
-    return found
-
-
 def samples(count: int, seed: int = 1) -> list[dict[str, Any]]:
     """Events of a run that goes wrong more and more often."""
     generator = random.Random(seed)

@@ -25,8 +25,6 @@ from evidence_samples import (
     replay_result,
     samples,
     step_figures,
-    version_1,
-    version_2,
     without_culprits,
     write_replay,
 )
@@ -308,22 +306,22 @@ def test_the_page_says_whether_the_culprits_explain_the_spike(page: Page, tmp_pa
     diffuse = event(2, [culprit(0, ["a"], 8000.0, generator)], generator, diagnosis="diffuse", explained=False)
     diffuse |= {"complete": False}
     early = without_culprits(3, "incomplete", generator)
-    bare = [without_culprits(4, "overflow", generator), version_1(without_culprits(5, "diffuse", generator))]
+    bare = [without_culprits(4, "overflow", generator), without_culprits(5, "diffuse", generator)]
     page.open(build(tmp_path, [explained, diffuse, early, *bare]))
     shown = []
     for i in range(5):
         Select(page.one("#event")).select_by_index(i)
         shown.append(page.one("#explanation").text)
         assert page.one("#explanation").is_displayed() == bool(shown[-1])
-        # That no small set of tokens explains a spike is an answer; version 1 says only that its search is incomplete.
-        assert ("the search ended early" in page.one("#story").text) == (i in (2, 4))
+        # That no small set of tokens explains a spike is an answer.
+        assert ("the search ended early" in page.one("#story").text) == (i == 2)
     assert shown[0].startswith("Explained: without this token micro-batch 0 of rank 0 is at 0.")
     assert shown[0].endswith("; about 20 more tokens may be over τ.")
     assert shown[1].startswith("Diffuse: no small set of tokens explains it; the likeliest carries")
-    assert shown[2:] == ["Not explained: the search ended early.", "", ""]
+    assert shown[2:4] == ["Not explained: the search ended early.", ""]
+    assert shown[4].startswith("Diffuse: no small set of tokens explains it; the 3 largest measured carry")
     figures = dict(figure.text.split("\n")[:2] for figure in page.all("#figures > div"))
-    assert figures["Searches complete"] == "3" and "2 searches ended early" in page.one("#notes").text
-    assert "token 0 of row 9: 600\n" in page.one("#parts-rows").text
+    assert figures["Searches complete"] == "4" and "1 search ended early" in page.one("#notes").text
 
 
 def small(position: int, norm: float, generator: random.Random) -> dict[str, Any]:
@@ -471,7 +469,6 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     events = [{**found, "fault": "unsampled"} for found in samples(40)]
     events[0] |= {"summary": "The culprit is <b>rare</b>."}
     events[0]["culprits"][0] |= {"source": "unsampled", "sources": ["unsampled", "unlikely"]}
-    events[1] = version_2(events[1])
     for step, figures in step_figures(events, events[-1]["global_step"] + 5).items():
         record_step(str(directory), step, figures)
     generator = random.Random(1)
@@ -542,11 +539,6 @@ def test_an_event_begins_with_its_summary_and_a_culprit_with_its_sources(page: P
     assert [reason.split()[0] for reason in reasons] == ["unsampled", "unlikely"]
     for name, reason in zip(("unsampled", "unlikely"), reasons, strict=True):
         assert meanings.SOURCES[name] in reason and meanings.ADVICE[name] in reason
-    # Version 2 has neither summaries nor several sources.
-    Select(page.one("#event")).select_by_index(1)
-    assert not page.one("#summary").is_displayed()
-    source = samples(40)[1]["culprits"][0]["source"]
-    assert [row.text.split()[0] for row in page.all("#why li")] == [source]
     Select(page.one("#event")).select_by_index(2)
     assert page.one("#summary").text == samples(40)[2]["summary"]
 
