@@ -4,7 +4,7 @@
 
 The rooms of the package. A file imports from its own room and from those above it:
 
-- version, checks, robust_statistics: the version, and small functions
+- version, checks: the version, and checks of values
 - config, auto_threshold: what counts as a spike
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
