@@ -104,7 +104,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path, help="write all figures to this file, too")
     parser.add_argument("--simulate", action="store_true", help="the simulation instead of the real part")
-    parser.add_argument("--plot", type=Path, help="with --simulate: draw the curves (SVG or PNG; needs matplotlib)")
     args = parser.parse_args()
     small = args.quick
     args.world_sizes = args.world_sizes or ([2] if small else [1, 2, 4])
@@ -127,8 +126,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--loud must be between 1 and W·M, which is as small as {most} here")
     if args.rounds < 2:
         parser.error("--rounds must be 2 or more")
-    if args.plot and not args.simulate:
-        parser.error("--plot belongs to --simulate")
     if args.base_tree and not (args.base_tree / "verl/__init__.py").is_file():
         parser.error(f"{args.base_tree} has no verl/__init__.py")
     return args
@@ -139,7 +136,7 @@ def main() -> None:
     if args.simulate:
         from localization_simulation import simulate
 
-        simulate(args.quick, args.seed, args.plot, args.until)
+        simulate(args.quick, args.seed, args.until)
         return
     verl = importlib.util.find_spec("verl")
     if verl is None or verl.origin is None or not (Path(verl.origin).parent / "utils/gradloc").is_dir():

@@ -218,15 +218,13 @@ def solve(
     return results
 
 
-def simulate(quick: bool, seed: int, plot: Path | None, untils: Sequence[str]) -> None:
-    """Prints the tables, and draws the plot if asked to."""
+def simulate(quick: bool, seed: int, untils: Sequence[str]) -> None:
+    """Prints the tables."""
     count = 5 if quick else 20
     print(f"Rank correlation of suspicion and norm of ordinary tokens: {_rank_correlation(seed):.2f}\n")
     for until in untils:
         _print_single(quick, count, seed, until)
         _print_recall(quick, count, seed, until)
-    if plot is not None:
-        draw(plot, count, seed)
 
 
 def _print_single(quick: bool, count: int, seed: int, until: str) -> None:
@@ -286,48 +284,3 @@ def _rank_correlation(seed: int) -> float:
         [values.argsort().argsort().double() for values in (vectors.norm(dim=1), event.suspicion[unit])]
     )
     return float(torch.corrcoef(ranks)[0, 1])
-
-
-def draw(path: Path, count: int, seed: int) -> None:
-    """The passes for one culprit over W and over N: medians, and bands from the best to the worst event."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    # One grey and three hues that are legible on white and on black. The same data gives the same bytes.
-    grey, colours = "#7d8590", {"published": "#d1822b", "unsuspected": "#3b8eea", "suspected": "#2da44e"}
-    plt.rcParams |= {"svg.hashsalt": "localization", "svg.fonttype": "none", "font.size": 10, "axes.labelcolor": grey}
-    plt.rcParams |= {"axes.edgecolor": grey, "xtick.color": grey, "ytick.color": grey, "axes.titlecolor": grey}
-    world_sizes, sizes = [2**i for i in range(11)], [2**i for i in range(6, 16)]
-    panels = [
-        ("ranks W (N = 8192)", world_sizes, [(world_size, 8192) for world_size in world_sizes]),
-        ("response tokens of a micro-batch N (W = 8)", sizes, [(8, tokens) for tokens in sizes]),
-    ]
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    for axis, (label, values, settings) in zip(axes, panels, strict=True):
-        passes: dict[str, list[list[int]]] = {name: [] for name in colours}
-        for world_size, tokens in settings:
-            for kind in ("suspected", "unsuspected"):
-                results = solve(world_size, tokens, LEVELS[0], count, seed, kind)
-                passes[kind].append([result.gradloc_passes for result in results])
-            passes["published"].append([result.published_passes for result in results])
-        for name, colour in colours.items():
-            text = "published schedule" if name == "published" else f"GradLoc, {name}"
-            middle = [statistics.median(of_setting) for of_setting in passes[name]]
-            axis.plot(values, middle, color=colour, label=text, marker="o", markersize=3)
-            axis.fill_between(
-                values, *zip(*((min(p), max(p)) for p in passes[name]), strict=True), color=colour, alpha=0.2, lw=0
-            )
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        ticks = values[::2] if len(values) > 10 else values[::3]
-        axis.set_xticks(ticks, [str(value) for value in ticks])
-        axis.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
-        axis.minorticks_off()
-        axis.grid(color=grey, alpha=0.25, lw=0.5)
-        axis.set_xlabel(label)
-    axes[0].set_ylabel("extra passes for one culprit")
-    lines, names = axes[0].get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside upper center", ncols=3, frameon=False, labelcolor=grey)
-    figure.savefig(path, transparent=True, metadata={"Date": None} if path.suffix == ".svg" else None)

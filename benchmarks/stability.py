@@ -128,14 +128,12 @@ class Variant:
         drop (bool): Whether GradLoc drops what it finds.
         clip (float): grad_clip in usual norms.
         other_samples (bool): Whether to draw other sums and answers.
-        watch (bool): Whether GradLoc only watches (early_warning.py).
     """
 
     rule: str
     drop: bool = False
     clip: float = LOOSE
     other_samples: bool = False
-    watch: bool = False
 
     @property
     def name(self) -> str:
@@ -295,9 +293,9 @@ class Run:
             layer_clip=LayerClipConfig(rule=layer_rule, enable=True, max_norm=grad_clip)
             if layer_rule
             else LayerClipConfig(),
-            spike_detection=variant.drop or variant.watch or usual is None,
-            spike_action="log" if variant.watch else "drop",
-            bisect_budget_steps=1 if variant.watch else 64,
+            spike_detection=variant.drop or usual is None,
+            spike_action="drop",
+            bisect_budget_steps=64,
             grad_norm_threshold=1e9 if usual is None else TOKEN_THRESHOLD * usual.token_norm,
         )
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate, weight_decay=0.01)

@@ -4,7 +4,7 @@
 
 The parts of the package. A file imports from its own part and from those above it:
 
-- version, checks, robust_statistics: the version, and small functions
+- version, checks: the version, and checks of values
 - config: the settings
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
@@ -13,7 +13,7 @@ The parts of the package. A file imports from its own part and from those above 
 - search: what to measure next
 - evidence: what was found, as events in a file
 - bundles: an event's loud micro-batches in a folder that can be taken elsewhere
-- early_warning, metrics: an update's metrics
+- update_figures, metrics: an update's metrics
 - report: the reader of the evidence
 - replay: computes a bundle again in one process
 - actions: what becomes of the gradient after a spike

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .early_warning import EarlyWarning
-from .early_warning import own_figures as own_early_figures
 from .evidence.sources import MISALIGNED_FRACTION
 from .evidence.token_facts import MISALIGNED_NATS, off_the_rollout
 from .fsdp import collectives
 from .measure.meter import Level
 from .measure.micro_batch import MicroBatch
+from .update_figures import UpdateFigures
+from .update_figures import own_figures as own_update_figures
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def own_figures(micro_batches: Sequence[MicroBatch]) -> Tensor:
 
     Returns:
         Tensor: float64 of shape (n,): how many response tokens are misaligned with the rollout, of how many, and the
-            figures of `early_warning`.
+            figures of `UpdateFigures`.
     """
     counts = micro_batches[0].tokens["weight"].new_zeros(2, dtype=torch.float64)
     for tokens in (micro_batch.tokens for micro_batch in micro_batches):
@@ -33,7 +33,7 @@ def own_figures(micro_batches: Sequence[MicroBatch]) -> Tensor:
             mask = tokens["response_mask"].bool()
             off = off_the_rollout(tokens["log_prob"] - tokens["rollout_log_prob"])
             counts += torch.stack([(mask & off).sum(), mask.sum()])
-    return torch.cat([counts, own_early_figures([micro_batch.tokens for micro_batch in micro_batches])])
+    return torch.cat([counts, own_update_figures([micro_batch.tokens for micro_batch in micro_batches])])
 
 
 class UpdateMetrics:
@@ -52,7 +52,7 @@ class UpdateMetrics:
         # τ of the mini-batch that `_token_norm_max` is from, and of the last one.
         self._threshold_of_max: float | None = None
         self._last_threshold: float | None = None
-        self._early_warning = EarlyWarning()
+        self._figures = UpdateFigures()
 
     def take_in(self, by_rank: Tensor) -> None:
         """Adds what `own_figures` returned on each rank, shape (ranks, n), on the CPU."""
@@ -67,14 +67,14 @@ class UpdateMetrics:
                 compared,
                 MISALIGNED_NATS,
             )
-        self._early_warning.take_in(by_rank[:, 2:])
+        self._figures.take_in(by_rank[:, 2:])
 
     def take_in_level(self, level: Level, threshold: float | None) -> None:
         """Adds the size of a mini-batch's gradient and its τ; None in the warm-up of an automatic one."""
         self._last_threshold = threshold
         if level.token_norm >= self._token_norm_max:
             self._token_norm_max, self._threshold_of_max = level.token_norm, threshold
-        self._early_warning.take_in_margin(level.token_norm, threshold)
+        self._figures.take_in_margin(level.token_norm, threshold)
 
     def metrics(self) -> dict[str, float]:
         """The metrics; see `GradLoc.metrics`."""
@@ -87,7 +87,7 @@ class UpdateMetrics:
         spikes = [event for event in self.events if event["drill"] is None]
         return (
             optional
-            | self._early_warning.metrics()
+            | self._figures.metrics()
             | {
                 "actor/gradloc/token_norm_max": self._token_norm_max,
                 "actor/gradloc/triggered": len(spikes),

@@ -9,6 +9,7 @@ from typing import Any
 
 from .sources import SOURCES
 
+# The version of all lines; lines of another version are not read.
 SCHEMA = 3
 
 # JSON has no NaN and no infinities, so they are strings.
@@ -37,12 +38,6 @@ def object_with(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
 def list_of(items: dict[str, Any]) -> dict[str, Any]:
     """The schema of a list of these items."""
     return {"type": "array", "items": items}
-
-
-def _without_need(form: dict[str, Any], *optional: str, **changed: Any) -> dict[str, Any]:
-    """An object's schema with some fields made optional, and some given another schema."""
-    required = [name for name in form["required"] if name not in optional]
-    return {**form, "properties": {**form["properties"], **changed}, "required": required}
 
 
 _REST = object_with({"tokens": INDEX, "norm": NUMBER, "threshold": NUMBER})
@@ -191,34 +186,12 @@ EVENT = {
     ),
 }
 
-# Files of older versions are still read. Version 2 has one source for each culprit and no summary.
-EVENT_2 = _without_need(
-    EVENT,
-    "summary",
-    "median_advantage",
-    "median_weight",
-    "micro_batches",
-    schema={"const": 2},
-    culprits=list_of(_without_need(_CULPRIT, "sources", "kl_coefficient", "behind_end")),
-)
-
-# Version 1 has no field for whether the culprits explain the spike.
-EVENT_1 = _without_need(
-    EVENT_2,
-    "until",
-    "explained",
-    "more_tokens",
-    schema={"const": 1},
-    units=list_of(_without_need(_UNIT, "rest")),
-    diffuse=list_of(_without_need(_DIFFUSE, largest_tokens=list_of(_without_need(_LARGEST_TOKEN, "share")))),
-)
-
 NOTE = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "What was left out of the file at this place",
     **object_with(
         {
-            "schema": {"enum": [1, 2, SCHEMA]},
+            "schema": {"const": SCHEMA},
             "time": {"type": "string"},
             "global_step": INTEGER_OR_NULL,
             "note": {"enum": ["text_limit", "rate_limit", "size_limit", "unwritable"]},
@@ -240,7 +213,6 @@ STEP = {
             "token_norm_max": NUMBER_OR_NULL,
             "spike_margin": NUMBER_OR_NULL,
             "ratio_max": NUMBER_OR_NULL,
-            "ratio_p999": NUMBER_OR_NULL,
             "rollout_ratio_max": NUMBER_OR_NULL,
             "unlikely_share": NUMBER_OR_NULL,
             "triggered": NUMBER_OR_NULL,

@@ -33,7 +33,6 @@ STEP_FIGURES = (
     "token_norm_max",
     "spike_margin",
     "ratio_max",
-    "ratio_p999",
     "rollout_ratio_max",
     "unlikely_share",
     "triggered",

@@ -6,13 +6,13 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from ..checks import is_finite_number, is_positive_integer
-from ..robust_statistics import median_and_deviation
 from .reduced_norms import ReducedNorms
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ _DEVIATION_FLOOR = 0.1
 _DEVIATION_CAP = 2.5
 # For normal numbers: standard deviation over mean absolute deviation.
 _PER_MEAN_DEVIATION = math.sqrt(math.pi / 2)
+# And over median absolute deviation.
+_PER_MEDIAN_DEVIATION = 1.4826
 
 
 @dataclass
@@ -127,7 +129,8 @@ class LayerStatistics:
         return max(self.mean + config.z * self.deviation, config.min_bound)
 
     def _start(self) -> None:
-        self.mean, deviation = median_and_deviation(self.warmup)
+        self.mean = median(self.warmup)
+        deviation = _PER_MEDIAN_DEVIATION * median(abs(norm - self.mean) for norm in self.warmup)
         self.floor = _MEAN_FLOOR * self.mean
         self.deviation = max(deviation, _DEVIATION_FLOOR * self.mean)
         self.warmup = []

@@ -10,7 +10,7 @@ from typing import Any
 
 from .figures import severity, threshold_factor
 from .reading import Evidence
-from .summary import messages
+from .summary import messages, other_versions
 
 # At most so many shared culprits are listed.
 SHARED = 50
@@ -46,6 +46,7 @@ def _figures(evidence: Evidence) -> dict[str, Any]:
         "faults": evidence.faults,
         "since": since,
         "notes": messages(evidence.notes),
+        "other_versions": other_versions(evidence),
         "skipped_lines": evidence.skipped,
         "steps": len(steps) if evidence.steps else None,
         "spikes": totals.events,

@@ -70,9 +70,9 @@ def remarks(comparison: Mapping[str, Any]) -> list[str]:
         elif not run["steps"]:
             found.append(f"{name} has no step from {run['since']} on, so how frequent spikes are is not known.")
         found += [f"Note in the files of {name}: {note}." for note in run["notes"]]
+        found += [f"In {name}: {sentence}" for sentence in run["other_versions"]]
         if run["skipped_lines"]:
-            lines = count(run["skipped_lines"], "line")
-            found.append(f"{lines} of {name} skipped: malformed, or of another version.")
+            found.append(f"{count(run['skipped_lines'], 'line')} of {name} skipped: malformed.")
     if not comparison["shared"]:
         found.append("No culprit of A is in B, as the same token after the same prompt or in the same context.")
     return found

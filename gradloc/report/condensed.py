@@ -61,9 +61,9 @@ def condensed_event(event: Mapping[str, Any], largest: Mapping[str, Any] | None)
     )
     parts = heapq.nlargest(PARTS, event["diffuse"], key=excess)
     return {
-        **rounded({name: event.get(name) for name in _EVENT_FIELDS}),
-        "error": clipped(event.get("error")),
-        "summary": clipped(event.get("summary")),
+        **rounded({name: event[name] for name in _EVENT_FIELDS}),
+        "error": clipped(event["error"]),
+        "summary": clipped(event["summary"]),
         "trigger": _fields(event["trigger"], _TRIGGER_FIELDS),
         "ordinary_layer_norms": None if ordinary is None else rounded(_by_layer(ordinary)),
         "units": _units(event),
@@ -81,14 +81,12 @@ def condensed_event(event: Mapping[str, Any], largest: Mapping[str, Any] | None)
 def culprit_row(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> dict[str, Any]:
     """A culprit as one row of a table."""
     where = {name: event[name] for name in ("global_step", "epoch", "mini_batch")}
-    # Events before version 3 have one source for each culprit.
-    sources = culprit.get("sources") or [culprit["source"]]
     return {
         **where,
         **{name: culprit.get(name) for name in _ROW_FIELDS},
         **{name: clipped(culprit.get(name), _SHORT_CHARACTERS) for name in _SHORT_TEXTS},
         "context": clipped(culprit.get("context")),
-        "sources": sources[: len(SOURCES)],
+        "sources": culprit["sources"][: len(SOURCES)],
         # Equal for equal prompts. It is of use in this process alone.
         "prompt_hash": None if culprit.get("prompt") is None else hash(culprit["prompt"]),
     }
@@ -96,7 +94,7 @@ def culprit_row(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> dict[st
 
 def culprit_details(culprit: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are too long to keep for every culprit."""
-    tokens, heat = culprit.get("response_tokens"), culprit.get("response_suspicion")
+    tokens, heat = culprit.get("response_tokens"), culprit["response_suspicion"]
     return {
         "response_tokens": None if tokens is None else [clipped(t, _SHORT_CHARACTERS) for t in tokens[:WINDOW]],
         "response_tokens_start": culprit.get("response_tokens_start"),

@@ -15,17 +15,17 @@ Culprit = Mapping[str, Any]
 
 def ended_early(event: Event) -> bool:
     """Whether the search ended before it was done. "No small set of tokens explains the spike" is a result."""
-    done = event.get("until") == "explained" and event["diagnosis"] in ("diffuse", "nonfinite", "overflow")
+    done = event["until"] == "explained" and event["diagnosis"] in ("diffuse", "nonfinite", "overflow")
     return not event["complete"] and not done
 
 
 def explanation(event: Event) -> str | None:
-    """The sentence; None where no token was searched for, and for an event of version 1.
+    """The sentence; None where no token was searched for.
 
     Args:
         event (Mapping): An event as the evidence has it.
     """
-    if event.get("until") is None or event["diagnosis"] in ("nonfinite", "overflow"):
+    if event["diagnosis"] in ("nonfinite", "overflow"):
         return None
     if event["diagnosis"] == "diffuse":
         facts = _diffuse(event)
@@ -33,7 +33,7 @@ def explanation(event: Event) -> str | None:
         facts = _exhaustive(event)
     else:
         facts = _explained(event)
-    if (more := event.get("more_tokens")) is not None:
+    if (more := event["more_tokens"]) is not None:
         facts.append(f"about {count(more, 'more token')} may be over τ" if more else "no more seem to be over τ")
     return "; ".join(facts) + "."
 
@@ -75,7 +75,7 @@ def _diffuse(event: Event) -> list[str]:
     many = len(tokens) > 1
     kind = "likeliest" if culprits else "largest measured"
     which, them = (f"the {len(tokens)} {kind}", "them") if many else (f"the {kind}", "it")
-    shares = [token.get("share") for token in tokens]
+    shares = [token["share"] for token in tokens]
     known = [number(share) for share in shares if share is not None]
     # As in the thresholds, tokens count as independent.
     share = math.hypot(*known) if len(known) == len(shares) else math.nan
@@ -102,7 +102,7 @@ def _largest_measured(event: Event) -> list[Mapping[str, Any]]:
 
 def _worst_rest(event: Event) -> Unit | None:
     """The unit that is farthest over its threshold without its culprits, of those measured without them."""
-    measured = [unit for unit in event["units"] if unit.get("rest") is not None] if event["culprits"] else []
+    measured = [unit for unit in event["units"] if unit["rest"] is not None] if event["culprits"] else []
     return max(measured, key=lambda unit: excess(unit["rest"]), default=None)
 
 

@@ -35,11 +35,10 @@ NOT_APPLIED = {
     "stop": "Training went on as usual.",
 }
 
-# By the figure in steps.jsonl: its name on the page, and what it is.
+# By the figure in steps.jsonl: its name on the page, and what it is; in the order in which they are shown.
 FIGURES = {
     "spike_margin": ("token norm over threshold", "The largest token-equivalent norm/τ: 1 is the threshold."),
     "ratio_max": ("largest ratio", "The largest importance ratio to the old policy."),
-    "ratio_p999": ("99.9% of ratios", "99.9% of the tokens' importance ratios are at most this."),
     "rollout_ratio_max": (
         "largest ratio to the rollout",
         "The largest ratio between a token's probabilities in training and in the rollout.",

@@ -341,9 +341,8 @@ function notes() {
   if (totals.incomplete_events) {
     messages.push(`${count(totals.incomplete_events, "search", "searches")} ended early: there may be more culprits.`);
   }
-  if (data.skipped) {
-    messages.push(`${count(data.skipped, "line")} of the evidence skipped: malformed, or of another version.`);
-  }
+  messages.push(...data.other_versions);
+  if (data.skipped) messages.push(`${count(data.skipped, "line")} of the evidence skipped: malformed.`);
   const cut = [];
   if (events.length < totals.events) {
     cut.push(`the ${count(events.length, "spike")} with the largest norms of ${whole(totals.events)}`);
@@ -908,29 +907,26 @@ function story(event) {
   return sentences.join(" ");
 }
 
-// The steps before the spike: which early-warning figures left their range.
-function showBefore({ before, moved }) {
+// The figures of the steps before the spike.
+function showBefore({ before }) {
   get("before").hidden = !before;
   if (!before) return;
   const earlier = before.steps.filter((step) => step < currentEvent.global_step);
   get("before-title").textContent = `The ${count(earlier.length, "step")} before`;
-  get("moved").textContent = moved ?? "Fewer than 20 steps are known before these: too few to tell a usual range from.";
   get("before-rows").replaceChildren(...before.figures.map((figure) => makeFigureRow(figure, before.steps)));
 }
 
-function makeFigureRow({ name, values, limits, lead }, steps) {
+function makeFigureRow({ name, values }, steps) {
   const [label, help] = data.figure_names[name];
   const own = steps.at(-1) === currentEvent.global_step;
   const earlier = values.slice(0, own ? -1 : undefined).map(number).filter((value) => value !== null);
-  const when = lead === null ? "–" : lead ? `${count(lead, "step")} before` : "in its own step";
   return make(
     "tr",
-    { class: lead === null ? null : "left-range" },
+    {},
     make("th", { scope: "row", title: help }, label, make("small", {}, name)),
-    make("td", {}, makeSparkline(name, values.map(number), limits.map(number))),
+    make("td", {}, makeSparkline(name, values.map(number), own)),
     make("td", { class: "num" }, figureText(name, median(earlier))),
     make("td", { class: "num" }, figureText(name, own ? values.at(-1) : null)),
-    make("td", {}, when),
   );
 }
 
@@ -945,29 +941,30 @@ function median(values) {
   return !sorted.length ? null : sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
 
-// A figure's values as a line, those out of their range as dots, and the end of the range as a dashed line. On a log
-// scale; of a ratio, its logarithm is what is shown.
-function makeSparkline(name, values, limits) {
+// A figure's values as a line, with a dot in the spike's own step. On a log scale; of a ratio, its logarithm is what is
+// shown.
+function makeSparkline(name, values, own) {
   const [width, height, margin] = [220, 40, 5];
   const size = (value) => value === null ? null : name.includes("ratio") ? Math.log(Math.max(value, 1)) : value;
-  const logs = [...values, ...limits].map(size).filter(isNorm).map(Math.log10);
-  const [low, high] = logs.length ? [Math.min(...logs), Math.max(...logs)] : [0, 1];
+  const logs = values.map(size).filter(isNorm).map(Math.log10);
+  const low = Math.min(...logs, Infinity);
+  // At least a factor of 2, so that small changes look small.
+  const high = Math.max(...logs, low + Math.log10(2));
   const x = (i) => margin + (i * (width - 2 * margin)) / Math.max(values.length - 1, 1);
   const y = (value) => {
     const log = Number.isFinite(value) ? Math.min(Math.max(Math.log10(Math.max(value, 0)), low), high) : high;
-    return margin + (height - 2 * margin) * (high > low ? (high - log) / (high - low) : 0.5);
+    return margin + (height - 2 * margin) * (logs.length ? (high - log) / (high - low) : 0.5);
   };
-  const points = (numbers) =>
-    numbers.map((value, i) => value === null ? null : `${x(i).toFixed(1)},${y(size(value)).toFixed(1)}`);
-  // A NaN is out of any range.
-  const isOut = (value, i) => value !== null && limits[i] !== null && !(value <= limits[i]);
-  const dots = values.map((value, i) => isOut(value, i) ? i : null).filter((i) => i !== null);
+  const points = values.map((value, i) => value === null ? "" : `${x(i).toFixed(1)},${y(size(value)).toFixed(1)}`);
+  const last = own ? values.at(-1) : null;
+  const dot = last === null
+    ? []
+    : [makeSvg("circle", { cx: x(values.length - 1), cy: y(size(last)).toFixed(1), r: 3.5 })];
   return makeSvg(
     "svg",
     { class: "spark", viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" },
-    makeSvg("polyline", { class: "limit", points: points(limits).filter(Boolean).join(" ") }),
-    makeSvg("polyline", { class: "line", points: points(values).filter(Boolean).join(" ") }),
-    ...dots.map((i) => makeSvg("circle", { cx: x(i).toFixed(1), cy: y(size(values[i])).toFixed(1), r: 3.5 })),
+    makeSvg("polyline", { points: points.filter(Boolean).join(" ") }),
+    ...dot,
   );
 }
 

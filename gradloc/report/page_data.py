@@ -8,7 +8,7 @@ from typing import Any
 
 from ..evidence.token_facts import window_start
 from . import reading
-from .before_spike import StepHistory, what_moved
+from .before_spike import steps_before
 from .condensed import NOT_SHOWN
 from .figures import rounded
 from .level import level
@@ -59,6 +59,7 @@ def page_data(evidence: reading.Evidence) -> dict[str, Any]:
         ],
         "replays": [_replay(result) for result in evidence.replays],
         "notes": summary["notes"],
+        "other_versions": summary["other_versions"],
         "skipped": evidence.skipped,
     }
 
@@ -83,26 +84,15 @@ def _kept(evidence: reading.Evidence) -> tuple[dict[int, int], list[reading.Rank
 
 
 def _with_steps_before(evidence: reading.Evidence, kept: Mapping[int, int]) -> list[dict[str, Any]]:
-    """The events that the page shows; the largest of them with the steps before them, as `before` and `moved`."""
+    """The events that the page shows; the largest of them with the steps before them, as `before`."""
     events = [evidence.kept[index] for index in kept]
-    history = StepHistory(evidence.steps)
     largest = heapq.nlargest(evidence.top, range(len(events)), key=lambda index: events[index]["size"])
     for index in largest if evidence.steps else ():
         step = events[index]["global_step"]
-        before = None if step is None else history.before(step)
+        before = None if step is None else steps_before(evidence.steps, step)
         if before is not None:
-            events[index] = {**events[index], "before": _rounded_figures(before), "moved": what_moved(before)}
+            events[index] = {**events[index], "before": before}
     return events
-
-
-def _rounded_figures(before: Mapping[str, Any]) -> dict[str, Any]:
-    def short(values: list[float | None]) -> list[float | None]:
-        return [*rounded({str(index): value for index, value in enumerate(values)}).values()]
-
-    figures = [
-        {**figure, "values": short(figure["values"]), "limits": short(figure["limits"])} for figure in before["figures"]
-    ]
-    return {**before, "figures": figures}
 
 
 class _Strips:

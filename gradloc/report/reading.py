@@ -16,7 +16,7 @@ from typing import Any
 
 from ..bundles.results import read_results
 from ..evidence.foreign_json import LINE_BYTES, parse
-from ..evidence.schema import EVENT, EVENT_1, EVENT_2, NOTE, STEP, conforms
+from ..evidence.schema import EVENT, NOTE, SCHEMA, STEP, conforms
 from ..evidence.texts import without_texts
 from ..evidence.writer import STEP_FIGURES, evidence_files
 from .condensed import clipped, condensed_event, culprit_details, culprit_row
@@ -29,8 +29,8 @@ from .totals import Totals, count_bounded
 DETAILED = 500
 # The maximum number of rows on the page, which would be slow with more; the largest are kept.
 PAGE_ROWS = 5_000
-# At most so many different tokens, messages and faults are told apart.
-_TOKENS, _NOTES, _FAULTS = 50_000, 1000, 16
+# At most so many different tokens, messages, faults and versions are told apart.
+_TOKENS, _NOTES, _FAULTS, _VERSIONS = 50_000, 1000, 16, 16
 # What is too long is skipped in pieces of so many bytes.
 _CHUNK = 2**20
 
@@ -55,7 +55,8 @@ class Evidence:
         steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
         notes (dict[str, set]): What was left out of the files, and in which steps.
         replays (list[dict]): The results of replays, in the order of their events.
-        skipped (int): Lines that are no event of a known version.
+        other_versions (Counter): Lines of other versions of the evidence, which are not read, by version.
+        skipped (int): Lines that are malformed.
         sources (Counter): Of all culprits, kept or not.
         tokens (Counter): Likewise; by the token, and its id if it is not known. Only the first 50,000 are counted.
         largest (dict[int, RankedCulprit]): The largest culprit of each spike that is kept.
@@ -73,6 +74,7 @@ class Evidence:
     steps: StepFigures = field(default_factory=StepFigures)
     notes: dict[str, set[int]] = field(default_factory=dict)
     replays: list[dict[str, Any]] = field(default_factory=list)
+    other_versions: Counter[int] = field(default_factory=Counter)
     skipped: int = 0
     sources: Counter[str] = field(default_factory=Counter)
     tokens: Counter[tuple[str | None, int | None]] = field(default_factory=Counter)
@@ -150,6 +152,14 @@ class Evidence:
                 step["global_step"], {name: None if value is None else number(value) for name, value in figures.items()}
             )
 
+    def skip(self, line: Any) -> None:
+        """Counts a line that is not read: as one of another version if it says so, otherwise as malformed."""
+        version = line.get("schema") if isinstance(line, dict) else None
+        if type(version) is int and version != SCHEMA and 0 < version < 1000:
+            count_bounded(self.other_versions, version, _VERSIONS)
+        else:
+            self.skipped += 1
+
     def culprits(self) -> list[RankedCulprit]:
         """The culprits that are kept, largest first."""
         return sorted([*self.largest.values(), *self.others], reverse=True)
@@ -161,7 +171,7 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
     Args:
         path (str): The directory or file. A run's directory stands for the `bisect_dump` in it.
         since (int, optional): Leave out events of earlier steps, and those without a step. The figures of earlier
-            steps are kept, for the ranges of later ones.
+            steps are kept, to be shown before later spikes.
         top (int): See `Evidence`.
         texts (bool): See `Evidence`.
 
@@ -171,9 +181,9 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
     found = Evidence(path, top, since, texts)
     events, steps = _files(path)
     for entry in _entries(found, events):
-        is_event = any(conforms(entry, form) for form in (EVENT, EVENT_2, EVENT_1))
+        is_event = conforms(entry, EVENT)
         if not is_event and not conforms(entry, NOTE):
-            found.skipped += 1
+            found.skip(entry)
         elif since is None or (entry["global_step"] is not None and entry["global_step"] >= since):
             found.add(entry) if is_event else found.add_note(entry["message"], entry["global_step"])
     for entry in _entries(found, steps):
@@ -182,7 +192,7 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
         elif conforms(entry, NOTE):
             found.add_note(entry["message"], entry["global_step"])
         else:
-            found.skipped += 1
+            found.skip(entry)
     results = read_results(os.path.dirname((events or steps)[0]) or ".") if texts else []
     found.replays = [result for result in results if since is None or (result["global_step"] or 0) >= since]
     return found

@@ -6,10 +6,10 @@ import heapq
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .before_spike import StepHistory, what_moved
+from ..evidence.schema import SCHEMA
 from .condensed import NOT_SHOWN
 from .drills import drill_report
-from .figures import number, ranges, rounded, severity
+from .figures import count, number, ranges, rounded, severity
 from .reading import Evidence
 
 _EVENT_FIELDS = (
@@ -35,7 +35,6 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
     ranked = evidence.culprits()
     totals = evidence.totals
     largest = heapq.nlargest(top, evidence.events, key=lambda event: event["size"])
-    history = StepHistory(evidence.steps)
     return {
         "path": evidence.path,
         "since": evidence.since,
@@ -51,9 +50,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "largest_grad_norm": number(ranked[0][-1]["grad_norm"]) if ranked else None,
         "diagnoses": dict(totals.diagnoses.most_common()),
         "largest_events": [
-            {name: event[name] for name in _EVENT_FIELDS}
-            | {"culprits": event["culprits_in_all"], "moved": moved_before(history, event)}
-            for event in largest
+            {name: event[name] for name in _EVENT_FIELDS} | {"culprits": event["culprits_in_all"]} for event in largest
         ],
         "diffuse": totals.largest_parts(top),
         "sources": dict(evidence.sources.most_common()),
@@ -71,6 +68,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         ],
         "replays": evidence.replays,
         "notes": messages(evidence.notes),
+        "other_versions": other_versions(evidence),
         "skipped_lines": evidence.skipped,
     }
 
@@ -78,11 +76,6 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
 def drill_reports(evidence: Evidence) -> list[dict[str, Any]]:
     """The drills in words."""
     return [drill_report(drill, evidence.totals.mini_batches) for drill in evidence.drills]
-
-
-def moved_before(history: StepHistory, event: Mapping[str, Any]) -> str | None:
-    """The sentence on what moved before a spike; None where its steps are not known."""
-    return None if event["global_step"] is None else what_moved(history.before(event["global_step"]))
 
 
 def _steps(evidence: Evidence) -> dict[str, Any] | None:
@@ -109,6 +102,15 @@ def token_name(culprit: Mapping[str, Any]) -> str:
     """The token's text, or its id where that is not known."""
     token = culprit["token"]
     return f"id {culprit['token_id']}" if token is None else token
+
+
+def other_versions(evidence: Evidence) -> list[str]:
+    """For each other version of which there are lines, a sentence with what to do."""
+    return [
+        f"{count(lines, 'line')} of evidence version {version} left out, as this release of GradLoc reads only version "
+        f"{SCHEMA}: use the release that wrote the file."
+        for version, lines in sorted(evidence.other_versions.items())
+    ]
 
 
 def messages(notes: Mapping[str, Collection[int]]) -> list[str]:

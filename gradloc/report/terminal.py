@@ -112,9 +112,6 @@ def _tables(console: Console, summary: Summary) -> Iterator[Table]:
         all_explained = len(explained) == summary["events"]
         title = "What the culprits explain" if all_explained else "What the culprits of the largest spikes explain"
         yield _sentences(title, ((event, event["explanation"]) for event in explained))
-    if moved := [event for event in summary["largest_events"] if event["moved"] is not None]:
-        title = "What moved before" + (" the spike" if every else " the largest spikes")
-        yield _sentences(title, ((event, event["moved"]) for event in moved))
     if summary["diffuse"]:
         yield _diffuse_parts(summary["diffuse"])
     if summary["culprits"]:
@@ -166,7 +163,7 @@ def _diffuse_parts(parts: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _measured_token(token: Mapping[str, Any]) -> str:
-    share = "" if token.get("share") is None else f", {percent(number(token['share']))}"
+    share = "" if token["share"] is None else f", {percent(number(token['share']))}"
     return f"{token['row']}, {token['position']}: {short(token['grad_norm'])}{share}"
 
 
@@ -234,8 +231,9 @@ def _warnings(summary: Summary) -> list[str]:
         warnings.append(f"{count(searches, 'search', 'searches')} failed with an error: {visible(error).rstrip('.')}.")
     for action, spikes in summary["not_applied"].items():
         warnings.append(f"{count(spikes, 'spike')}, with spike_action={action}: {NOT_APPLIED[action]}")
+    warnings += summary["other_versions"]
     if summary["skipped_lines"]:
-        warnings.append(f"{count(summary['skipped_lines'], 'line')} skipped: malformed, or of another version.")
+        warnings.append(f"{count(summary['skipped_lines'], 'line')} skipped: malformed.")
     return warnings
 
 

@@ -132,25 +132,3 @@ def test_natural_events_in_which_most_tokens_cannot_move(tmp_path: Path) -> None
     for event in events:
         assert event["gradloc"]["explained"] and event["gradloc"]["explained_truth"] and event["gradloc"]["wrong"] == 0
         assert event["gradloc"]["norm_error"] < 1e-4
-
-
-def test_runs_are_compared_event_by_event(tmp_path: Path) -> None:
-    found = {"passes": 2, "tokens": [[0, 1, 5, 3.0]], "units": [[0, 1, 1.5]]}
-    says = {"complete": True, "explained": True, "diagnosis": "tokens"}
-    record = {"part": "natural", "kind": "natural", "x": 1.5, "loud": 1, "seed": 0, "W": 1, "M": 2, "N": 8}
-    record |= {"until": "explained", "verl": "0.7.0"}
-
-    def compare(**changed: Any) -> subprocess.CompletedProcess:
-        for name, run in ("first", record), ("second", record | {"verl": "0.9.1"} | changed):
-            (tmp_path / name).write_text(json.dumps({"gradloc": found | says} | run) + "\n")
-        command = [sys.executable, BENCHMARKS / "compare_localization.py", tmp_path / "first", tmp_path / "second"]
-        return subprocess.run(command, capture_output=True, text=True)
-
-    same = compare()
-    assert same.returncode == 0 and "verl 0.7.0, the second of verl 0.9.1" in same.stdout
-    assert "| natural | explained | 1 | 1 | 1 | 1 | 1 | 2 | 2 | 0.0e+00 |" in same.stdout
-    more = compare(gradloc=found | says | {"passes": 3, "tokens": [[0, 1, 5, 3.3], [0, 1, 6, 2.0]]})
-    assert more.returncode == 1
-    assert "| natural | explained | 1 | 1 | 0 | 0 | 1 | 2 | 3 | 1.0e-01 |" in more.stdout
-    assert "seed 0" in more.stdout and "2 and 3 passes, 1 and 2 tokens, 1 of them the same" in more.stdout
-    assert compare(seed=1).returncode == 2

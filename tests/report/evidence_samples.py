@@ -195,27 +195,6 @@ def without_culprits(step: int, diagnosis: str, random: random.Random, **changes
     return {**found, "trigger": {**found["trigger"], "norm": norm}}
 
 
-def version_2(found: dict[str, Any]) -> dict[str, Any]:
-    """The event as the second version of the schema has it."""
-    new = ("sources", "kl_coefficient", "behind_end")
-    culprits = [{name: c[name] for name in c if name not in new} for c in found["culprits"]]
-    new = ("summary", "median_advantage", "median_weight", "micro_batches", "drill", "fault", "replay")
-    return {**{name: found[name] for name in found if name not in new}, "schema": 2, "culprits": culprits}
-
-
-def version_1(found: dict[str, Any]) -> dict[str, Any]:
-    """The event as the first version of the schema has it."""
-    found = {**version_2(found), "schema": 1}
-    for name in ("gradloc_version", "until", "explained", "more_tokens"):
-        del found[name]
-    found["units"] = [{name: unit[name] for name in unit if name != "rest"} for unit in found["units"]]
-    found["diffuse"] = [
-        {**part, "largest_tokens": [{name: t[name] for name in t if name != "share"} for t in part["largest_tokens"]]}
-        for part in found["diffuse"]
-    ]
-    return found
-
-
 def samples(count: int, seed: int = 1) -> list[dict[str, Any]]:
     """Events of a run that goes wrong more and more often."""
     generator = random.Random(seed)
@@ -268,26 +247,23 @@ def drill(step: int, found: bool, random: random.Random, **changes: Any) -> dict
 
 
 def step_figures(events: list[dict[str, Any]], last: int, seed: int = 1) -> dict[int, dict[str, float | None]]:
-    """The figures of every step of a run with these spikes: before every third of them, ratios move."""
+    """The figures of every step of a run with these spikes."""
     generator = random.Random(seed)
     spikes: dict[int, float] = {}
     for found in events:
         factor = found["trigger"]["norm"] / found["trigger"]["threshold"]
         spikes[found["global_step"]] = max(factor, spikes.get(found["global_step"], 0.0))
-    warned = {step - lead: 1 + 8 / lead for step in sorted(spikes)[2::3] for lead in (6, 4, 3, 2, 1)}
     steps: dict[int, dict[str, float | None]] = {}
     for step in range(1, last + 1):
-        noise = [math.exp(generator.gauss(0, 0.25)) for _ in range(5)]
-        growth = warned.get(step, 1.0)
+        noise = [math.exp(generator.gauss(0, 0.25)) for _ in range(4)]
         norm = THRESHOLD * spikes.get(step, 0.25 * noise[0])
         steps[step] = {
             "threshold": THRESHOLD,
             "token_norm_max": norm,
             "spike_margin": norm / THRESHOLD,
             "ratio_max": math.exp(0.2 * noise[1] * (2 if step in spikes else 1)),
-            "ratio_p999": math.exp(0.04 * noise[2]),
-            "rollout_ratio_max": math.exp(0.3 * noise[3] * growth),
-            "unlikely_share": 0.004 * noise[4],
+            "rollout_ratio_max": math.exp(0.3 * noise[2]),
+            "unlikely_share": 0.004 * noise[3],
             "triggered": sum(found["global_step"] == step for found in events),
         }
     return steps

@@ -23,8 +23,6 @@ from evidence_samples import (
     event,
     replay_result,
     samples,
-    version_1,
-    version_2,
     without_culprits,
     write_replay,
 )
@@ -32,7 +30,7 @@ from gradloc import record_events, report
 from gradloc.bundles import results
 from gradloc.evidence import foreign_json, token_facts, writer
 from gradloc.evidence.appended import AppendedEvents
-from gradloc.evidence.schema import EVENT, EVENT_1, EVENT_2, NOTE, conforms
+from gradloc.evidence.schema import EVENT, NOTE, conforms
 from gradloc.report import meanings, page, reading
 from gradloc.report.__main__ import main
 from gradloc.report.page_data import page_data as data_of_page
@@ -78,7 +76,7 @@ def real_events(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 
 
 def test_the_schemas_are_schemas() -> None:
-    for schema in (EVENT, EVENT_1, EVENT_2, NOTE):
+    for schema in (EVENT, NOTE):
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
@@ -156,27 +154,14 @@ def test_what_is_no_event_is_told_from_one_without_the_jsonschema_package(path: 
     assert not conforms(sample, EVENT)
 
 
-@pytest.mark.parametrize("path", [["until"], ["explained"], ["more_tokens"], ["units", "rest"], ["diffuse", "share"]])
-def test_what_says_how_far_culprits_explain_a_spike_is_needed_since_version_2(path: list[str]) -> None:
-    sample = writer.jsonable(version_2(without_culprits(1, "diffuse", random.Random(1))))
+@pytest.mark.parametrize("path", [["until"], ["explained"], ["units", "rest"], ["diffuse", "share"], ["summary"]])
+def test_fields_that_the_report_needs_are_required(path: list[str]) -> None:
+    sample = writer.jsonable(without_culprits(1, "diffuse", random.Random(1)))
     place = {"units": sample["units"][0], "diffuse": sample["diffuse"][0]["largest_tokens"][0]}.get(path[0], sample)
     del place[path[-1]]
     with pytest.raises(jsonschema.ValidationError, match=f"'{path[-1]}' is a required property"):
-        jsonschema.validate(sample, EVENT_2)
-    assert not conforms(sample, EVENT_2)
-    jsonschema.validate({**sample, "schema": 1}, EVENT_1)
-    assert conforms({**sample, "schema": 1}, EVENT_1)
-
-
-def test_all_sources_of_a_culprit_are_needed_since_version_3() -> None:
-    sample = writer.jsonable(spike())
-    del sample["culprits"][0]["sources"]
-    with pytest.raises(jsonschema.ValidationError, match="'sources' is a required property"):
         jsonschema.validate(sample, EVENT)
     assert not conforms(sample, EVENT)
-    old = writer.jsonable(version_2(spike()))
-    jsonschema.validate(old, EVENT_2)
-    assert conforms(old, EVENT_2)
 
 
 def test_a_drill_and_a_planted_fault_have_their_fields() -> None:
@@ -519,14 +504,33 @@ def test_what_is_shown_of_a_culprit_is_bounded(tmp_path: Path) -> None:
     assert len(shown["units"]) == 20 and {unit["of_ranks"] for unit in shown["units"]} == {5000}
 
 
-def test_malformed_lines_and_other_versions_are_counted_in_one_warning(tmp_path: Path, run: Any) -> None:
-    other = {**writer.jsonable(spike(1)), "schema": 99}
-    (tmp_path / "spikes.jsonl").write_bytes(
-        b'not json\n{"schema": 1}\n\xff\xfe\n' + b"[" * 100_000 + b"\n" + json.dumps(other).encode() + b"\n"
-    )
+def test_malformed_lines_are_counted_in_one_warning(tmp_path: Path, run: Any) -> None:
+    odd = b"".join(b'{"schema": %s}\n' % version for version in (b"3", b"true", b"0", b"1.5", b"[1]"))
+    (tmp_path / "spikes.jsonl").write_bytes(b"not json\n3\n\xff\xfe\n" + b"[" * 100_000 + b"\n" + odd)
     out = run(events=[spike(8)])
     assert "1 gradient spike in step 8" in out
-    assert out.count("skipped") == 1 and "5 lines skipped: malformed, or of another version." in out
+    assert out.count("skipped") == 1 and "9 lines skipped: malformed." in out
+
+
+def test_lines_of_other_versions_are_left_out_with_a_sentence_for_each(tmp_path: Path, run: Any) -> None:
+    sample = writer.jsonable(spike(1))
+    note = json.loads(writer._note("rate_limit", 1, 4, "4 more"))
+    older = [{**sample, "schema": 1}, {**sample, "schema": 2}, {**note, "schema": 2}]
+    (tmp_path / "spikes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
+    want = [
+        f"{lines} of evidence version {version} left out, as this release of GradLoc reads only version 3: use the "
+        "release that wrote the file."
+        for version, lines in ((1, "1 line"), (2, "2 lines"))
+    ]
+    assert all(sentence in run() for sentence in ("No gradient spike in", *want))
+    # The other lines are shown as ever.
+    out = run("--html", str(tmp_path / "page.html"), events=[spike(8)])
+    assert "1 gradient spike in step 8" in out and all(sentence in out for sentence in want)
+    assert "skipped" not in out and "4 more" not in out
+    assert page_data(tmp_path)["other_versions"] == json.loads(run("--json"))["other_versions"] == want
+    with open(tmp_path / "spikes.jsonl", "a") as file:
+        file.write(json.dumps({**sample, "schema": 99}) + "\n")
+    assert "1 line of evidence version 99 left out" in run()
 
 
 def test_the_summary_says_what_there_is(run: Any) -> None:
@@ -674,7 +678,6 @@ def test_a_sentence_says_whether_the_culprits_explain_the_spike(
         "culprits": len(sample["culprits"]),
         "summary": sample["summary"],
         "explanation": sentence,
-        "moved": None,
     }
     (shown,) = page_data(tmp_path)["events"]
     assert shown["explanation"] == sentence
@@ -704,32 +707,6 @@ def test_that_a_spike_is_diffuse_is_no_early_end(run: Any) -> None:
     cut = spread(2, 1.42, None, complete=False, **EXHAUSTIVE)
     early = [given_up, cut, without_culprits(1, "incomplete", generator)]
     assert json.loads(run("--json", events=early))["incomplete_events"] == 3
-
-
-def test_evidence_of_the_first_version_is_read(tmp_path: Path, run: Any) -> None:
-    generator = random.Random(1)
-    events = [spike(1), *(without_culprits(i, kind, generator) for i, kind in enumerate(meanings.DIAGNOSES) if i)]
-    old = [version_1(found) for found in events]
-    note = {**json.loads(writer._note("rate_limit", 1, 4, "4 more")), "schema": 1}
-    (tmp_path / "spikes.jsonl").write_text("".join(json.dumps(writer.jsonable(e)) + "\n" for e in [*old, note]))
-    out = run("--html", str(tmp_path / "page.html"))
-    assert "5 gradient spikes in steps 1 to 4" in out and "skipped" not in out and "4 more" in out
-    # Nobody knows whether its culprits explain the spike.
-    assert "culprits explain" not in out and "9, 0: 600; 9, 3: 599" in out
-    assert "4 searches ended early" in out
-    shown = page_data(tmp_path)["events"]
-    assert all(e["until"] is e["explained"] is e["more_tokens"] is e["explanation"] is None for e in shown)
-    # What is missing from a line of this version is not made up for.
-    del (broken := {**old[0]})["diagnosis"]
-    (tmp_path / "spikes.jsonl").write_text(json.dumps(writer.jsonable(broken)) + "\n")
-    assert "1 line skipped" in run()
-
-
-def test_all_versions_may_be_in_one_file(tmp_path: Path, run: Any) -> None:
-    old = [version_1(spike(1)), version_2(spike(2))]
-    (tmp_path / "spikes.jsonl").write_text("".join(json.dumps(writer.jsonable(e)) + "\n" for e in old))
-    found = json.loads(run("--json", events=[spike(3)]))["largest_events"]
-    assert {e["global_step"]: e["explained"] for e in found} == {1: None, 2: True, 3: True}
 
 
 def test_replays_are_told_and_what_is_no_result_is_left_out(run: Any, tmp_path: Path) -> None:

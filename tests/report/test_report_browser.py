@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from evidence_samples import (
     replay_result,
     samples,
     step_figures,
-    version_1,
-    version_2,
     without_culprits,
     write_replay,
 )
@@ -308,22 +306,22 @@ def test_the_page_says_whether_the_culprits_explain_the_spike(page: Page, tmp_pa
     diffuse = event(2, [culprit(0, ["a"], 8000.0, generator)], generator, diagnosis="diffuse", explained=False)
     diffuse |= {"complete": False}
     early = without_culprits(3, "incomplete", generator)
-    bare = [without_culprits(4, "overflow", generator), version_1(without_culprits(5, "diffuse", generator))]
+    bare = [without_culprits(4, "overflow", generator), without_culprits(5, "diffuse", generator)]
     page.open(build(tmp_path, [explained, diffuse, early, *bare]))
     shown = []
     for i in range(5):
         Select(page.one("#event")).select_by_index(i)
         shown.append(page.one("#explanation").text)
         assert page.one("#explanation").is_displayed() == bool(shown[-1])
-        # That no small set of tokens explains a spike is an answer; version 1 says only that its search is incomplete.
-        assert ("the search ended early" in page.one("#story").text) == (i in (2, 4))
+        # That no small set of tokens explains a spike is an answer.
+        assert ("the search ended early" in page.one("#story").text) == (i == 2)
     assert shown[0].startswith("Explained: without this token micro-batch 0 of rank 0 is at 0.")
     assert shown[0].endswith("; about 20 more tokens may be over τ.")
     assert shown[1].startswith("Diffuse: no small set of tokens explains it; the likeliest carries")
-    assert shown[2:] == ["Not explained: the search ended early.", "", ""]
+    assert shown[2:4] == ["Not explained: the search ended early.", ""]
+    assert shown[4].startswith("Diffuse: no small set of tokens explains it; the 3 largest measured carry")
     figures = dict(figure.text.split("\n")[:2] for figure in page.all("#figures > div"))
-    assert figures["Searches complete"] == "3" and "2 searches ended early" in page.one("#notes").text
-    assert "token 0 of row 9: 600\n" in page.one("#parts-rows").text
+    assert figures["Searches complete"] == "4" and "1 search ended early" in page.one("#notes").text
 
 
 def small(position: int, norm: float, generator: random.Random) -> dict[str, Any]:
@@ -471,7 +469,6 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     events = [{**found, "fault": "unsampled"} for found in samples(40)]
     events[0] |= {"summary": "The culprit is <b>rare</b>."}
     events[0]["culprits"][0] |= {"source": "unsampled", "sources": ["unsampled", "unlikely"]}
-    events[1] = version_2(events[1])
     for step, figures in step_figures(events, events[-1]["global_step"] + 5).items():
         record_step(str(directory), step, figures)
     generator = random.Random(1)
@@ -512,20 +509,25 @@ def test_the_level_over_the_run(page: Page, whole_run: Path) -> None:
     page.wait(lambda: page.one("#spike").text.startswith(f"Step {steps[alone]}"))
 
 
-def test_what_moved_before_a_spike(page: Page, whole_run: Path) -> None:
+def test_the_figures_before_a_spike(page: Page, whole_run: Path) -> None:
     page.open(whole_run)
     data = json.loads(page.driver.execute_script("return document.getElementById('data').textContent"))
-    warning = re.compile(r"Moved before the spike: rollout_ratio_max (\d+ steps) before it")
-    index, match = next((i, m) for i, e in enumerate(data["events"]) if (m := warning.match(e["moved"] or "")))
+    index = next(i for i, event in enumerate(data["events"]) if event["global_step"] > 20)
     Select(page.one("#event")).select_by_index(index)
     assert page.one("#before-title").text == "The 20 steps before"
-    assert page.one("#moved").text == data["events"][index]["moved"]
     rows = {row.find_element(By.TAG_NAME, "small").text: row for row in page.all("#before-rows tr")}
-    assert list(rows) == ["spike_margin", "ratio_max", "ratio_p999", "rollout_ratio_max", "unlikely_share"]
-    moved = rows["rollout_ratio_max"]
-    assert moved.text.endswith(f"{match[1]} before") and moved.find_elements(By.CSS_SELECTOR, "svg circle")
-    points = moved.find_element(By.CSS_SELECTOR, ".line").get_attribute("points").split()
-    assert len(points) == 21
+    assert list(rows) == ["spike_margin", "ratio_max", "rollout_ratio_max", "unlikely_share"]
+    figures = {figure["name"]: figure["values"] for figure in data["events"][index]["before"]["figures"]}
+    margins = [float(cell.text) for cell in rows["spike_margin"].find_elements(By.CSS_SELECTOR, "td.num")]
+    values = figures["spike_margin"]
+    assert margins == pytest.approx([statistics.median(values[:-1]), values[-1]], 1e-3)
+    points = rows["spike_margin"].find_element(By.CSS_SELECTOR, "polyline").get_attribute("points").split()
+    heights = [float(point.split(",")[1]) for point in points]
+    assert len(heights) == 21
+    assert heights.index(min(heights)) == values.index(max(values))
+    # The spike is marked.
+    dot = rows["spike_margin"].find_element(By.CSS_SELECTOR, "circle")
+    assert float(dot.get_attribute("cy")) == heights[-1]
 
 
 def test_an_event_begins_with_its_summary_and_a_culprit_with_its_sources(page: Page, whole_run: Path) -> None:
@@ -537,11 +539,6 @@ def test_an_event_begins_with_its_summary_and_a_culprit_with_its_sources(page: P
     assert [reason.split()[0] for reason in reasons] == ["unsampled", "unlikely"]
     for name, reason in zip(("unsampled", "unlikely"), reasons, strict=True):
         assert meanings.SOURCES[name] in reason and meanings.ADVICE[name] in reason
-    # Version 2 has neither summaries nor several sources.
-    Select(page.one("#event")).select_by_index(1)
-    assert not page.one("#summary").is_displayed()
-    source = samples(40)[1]["culprits"][0]["source"]
-    assert [row.text.split()[0] for row in page.all("#why li")] == [source]
     Select(page.one("#event")).select_by_index(2)
     assert page.one("#summary").text == samples(40)[2]["summary"]
 

@@ -19,7 +19,7 @@ from gradloc.evidence import writer
 from gradloc.evidence.schema import EVENT, NOTE, STEP, conforms
 from gradloc.evidence.writer import record_step
 from gradloc.report.__main__ import main
-from gradloc.report.before_spike import StepHistory, what_moved
+from gradloc.report.before_spike import steps_before
 from gradloc.report.level import POINTS, level
 from gradloc.report.page_data import page_data
 
@@ -53,7 +53,7 @@ def test_a_step_is_one_short_line_of_the_schemas_form(tmp_path: Path) -> None:
     jsonschema.validate(line, STEP)
     assert conforms(line, STEP) and not conforms(line, EVENT)
     assert {name: line[name] for name in FIGURES} == {**FIGURES, "ratio_max": "Infinity"}
-    assert line["global_step"] == 3 and line["ratio_p999"] is None and line["unlikely_share"] is None
+    assert line["global_step"] == 3 and line["rollout_ratio_max"] is None and line["unlikely_share"] is None
     assert (tmp_path / "deep" / "dump" / "steps.jsonl").stat().st_size < 350
 
 
@@ -162,37 +162,56 @@ def test_a_run_that_fits_is_kept_whole(count: int) -> None:
 
 def test_evidence_without_steps_still_opens(tmp_path: Path, show: Any) -> None:
     out = show(events=samples(3))
-    assert "moved" not in out and "3 gradient spikes" in out
+    assert "3 gradient spikes" in out
     found = page_data(report.read(str(tmp_path)))
     assert found["level"] is None and "before" not in found["events"][0]
     assert json.loads(show("--json"))["steps"] is None
 
 
-def test_what_moved_before_the_spikes_is_said(tmp_path: Path, show: Any) -> None:
+def test_the_steps_before_a_spike_are_shown(tmp_path: Path, show: Any) -> None:
     events = samples(12)
-    for step, figures in step_figures(events, events[-1]["global_step"]).items():
-        record_step(str(tmp_path), step, figures)
-    out = show(events=events)
-    assert "What moved before the spike" in out and "rollout_ratio_max" in out and "steps before it" in out
+    figures = step_figures(events, events[-1]["global_step"])
+    for step, of_step in figures.items():
+        record_step(str(tmp_path), step, of_step)
+    show(events=events)
     summary = json.loads(show("--json"))
     last = events[-1]["global_step"]
     assert (summary["steps"]["count"], summary["steps"]["first"], summary["steps"]["last"]) == (last, 1, last)
     assert summary["steps"]["last_figures"]["threshold"] == 640.0
-    assert any("Moved before the spike: rollout_ratio_max" in (e["moved"] or "") for e in summary["largest_events"])
     shown = page_data(report.read(str(tmp_path)))["events"][-1]
     assert shown["before"]["steps"] == list(range(last - 20, last + 1))
-    assert [figure["name"] for figure in shown["before"]["figures"]][0] == "spike_margin"
-    # Earlier steps are left out of the level, and not of the ranges.
+    for figure in shown["before"]["figures"]:
+        want = [figures[step][figure["name"]] for step in shown["before"]["steps"]]
+        assert figure["values"] == pytest.approx(want, rel=1e-4)
+    names = ["spike_margin", "ratio_max", "rollout_ratio_max", "unlikely_share"]
+    assert [figure["name"] for figure in shown["before"]["figures"]] == names
+    # Earlier steps are left out of the level, but not here.
     later = page_data(report.read(str(tmp_path), since=last))
     assert later["level"]["steps"] == [last] and later["events"][0]["before"] == shown["before"]
 
 
-def test_a_norm_that_is_nan_leaves_its_range() -> None:
-    steps = {step: {"spike_margin": 0.3 + 0.01 * (step % 3), "triggered": 0} for step in range(1, 31)}
-    steps[28]["spike_margin"] = math.nan
-    before = StepHistory(steps).before(30)
-    assert before is not None and before["figures"][0]["lead"] == 2
-    assert what_moved(before) == "Moved before the spike: spike_margin 2 steps before it."
+def test_missing_steps_and_figures_are_left_out() -> None:
+    steps = {step: {**dict.fromkeys(writer.STEP_FIGURES), "spike_margin": 0.5, "ratio_max": None} for step in (3, 5, 8)}
+    steps[5]["ratio_max"] = math.nan
+    found = steps_before(steps, 8)
+    assert found is not None and found["steps"] == [3, 5, 8]
+    margin, ratio = found["figures"]
+    assert margin == {"name": "spike_margin", "values": [0.5, 0.5, 0.5]}
+    assert ratio["name"] == "ratio_max" and ratio["values"][::2] == [None, None] and math.isnan(ratio["values"][1])
+    # A spike whose own step is not known; and spikes without a step before them.
+    assert steps_before(steps, 7) == {
+        "steps": [3, 5],
+        "figures": [{**margin, "values": [0.5, 0.5]}, {**ratio, "values": ratio["values"][:2]}],
+    }
+    assert steps_before(steps, 3) is None and steps_before(steps, 29) is None and steps_before({}, 3) is None
+
+
+def test_steps_of_an_older_release_are_read(tmp_path: Path) -> None:
+    record_step(str(tmp_path), 3, FIGURES)
+    (line,) = lines(tmp_path)
+    (tmp_path / "steps.jsonl").write_text(json.dumps({**line, "ratio_p999": 1.02}) + "\n")
+    found = report.read(str(tmp_path))
+    assert found.steps[3]["spike_margin"] == FIGURES["spike_margin"] and not found.skipped
 
 
 def test_a_run_without_a_spike_says_how_near_it_came(tmp_path: Path, show: Any) -> None:
@@ -215,12 +234,9 @@ def test_the_summary_of_an_event_comes_first(tmp_path: Path, show: Any) -> None:
 def test_all_sources_of_a_culprit_are_kept(tmp_path: Path) -> None:
     generator = random.Random(1)
     several = {**culprit(0, ["a"], 9000.0, generator), "source": "unsampled", "sources": ["unsampled", "unlikely"]}
-    older = culprit(0, ["b"], 8000.0, generator)
-    older.pop("sources", None)
     record_events(str(tmp_path), [event(1, [several], generator)])
-    record_events(str(tmp_path), [{**event(2, [older], generator), "schema": 2}])
     rows = page_data(report.read(str(tmp_path)))["culprits"]
-    assert [row["sources"] for row in rows] == [["unsampled", "unlikely"], [older["source"]]]
+    assert [row["sources"] for row in rows] == [["unsampled", "unlikely"]]
 
 
 # Drills and faults

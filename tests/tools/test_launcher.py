@@ -721,7 +721,7 @@ def test_a_run_without_a_spike_or_drill_has_a_page(
     python = tmp_path / "python"
     python.write_text(STAND_IN.format(python=sys.executable))
     python.chmod(0o755)
-    figures = "threshold token_norm_max spike_margin ratio_max ratio_p999 rollout_ratio_max unlikely_share triggered"
+    figures = "threshold token_norm_max spike_margin ratio_max rollout_ratio_max unlikely_share triggered"
     step = {"schema": 3, "time": "", "global_step": 1, **dict.fromkeys(figures.split(), 1.0)}
     monkeypatch.setenv("EVIDENCE", str(tmp_path / "out/bisect_dump"))
     monkeypatch.setenv("STEP", json.dumps(step))

@@ -1,4 +1,4 @@
-"""The early-warning figures of the patched actor against those of an unsharded copy, on all ranks."""
+"""The figures of an update in the patched actor against those of an unsharded copy, on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ THRESHOLD = 1e-6  # of `units_and_run`
 
 
 def expected(case: Case, units: list[Unit]) -> dict[str, float]:
-    """The figures but for the percentile, from all tokens of all ranks and mini-batches."""
+    """The figures from all tokens of all ranks and mini-batches."""
     log_prob, old, *rollout = (
         [value for unit in units for value in unit.log_probs[i]] for i in range(2 + case.rollout)
     )
@@ -46,19 +46,12 @@ def test_the_figures_of_an_update(launch: Launch, world: int, case: Case) -> Non
     of_ranks = []
     for _, _, run in results:
         metrics = run.metrics[0]
-        of_ranks.append({name: metrics.get(f"actor/gradloc/{name}") for name in [*want, "ratio_p999"]})
+        of_ranks.append({name: metrics.get(f"actor/gradloc/{name}") for name in want})
         assert ("actor/gradloc/rollout_ratio_max" in metrics) == case.rollout
     assert of_ranks == of_ranks[:1] * world
-    percentile = of_ranks[0].pop("ratio_p999")
     # A ratio is as far off as the difference of log-probs that it is the power of.
     assert of_ranks[0] == {name: pytest.approx(value, rel=2e-5) for name, value in want.items()}
-    # There are fewer than 1,000 tokens: 99.9% of them are all.
-    assert sum(len(unit.log_probs[0]) for unit in units) < 1000
-    assert percentile == max(of_ranks[0]["ratio_max"], 1.0)
-    if case.on_policy:
-        assert percentile == 1.0
-    else:
-        assert percentile > 1.01
+    assert case.on_policy or want["ratio_max"] > 1.01
     # One rank alone happens to have no unlikely token.
     assert 0 < want["unlikely_share"] < 1
 
