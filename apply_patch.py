@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Apply, check or reverse the GradLoc patch on a verl source tree. Needs Python 3.10 and nothing else.
 
-There is a patch for each supported release of verl, a target, in patches/VERSION/. Which one is taken:
+For each supported release of verl, a target, the patch has three parts, which are applied as one: patches/package.patch
+(new files, the same for every release), patches/VERSION/hooks.patch (calls into them) and patches/VERSION/fixes.patch
+(repairs of verl's own faults). Which target is taken:
   - the one that --target names;
   - with --installed: the one for the installed version;
   - with --repo: the one for the commit of HEAD; else the one that all the files it changes fit, patched or not; else
@@ -9,7 +11,7 @@ There is a patch for each supported release of verl, a target, in patches/VERSIO
 A verl of no target is refused, with the supported versions and, for --repo, what differs from each.
 
 What is checked before anything is written:
-  - the patch has the required SHA-256, is a plain git diff with full blob hashes and changes files below verl/ only;
+  - each part has the required SHA-256, is a plain git diff with full blob hashes and changes files below verl/ only;
   - every file it changes has exactly the content the patch was made for, by blob hash. This also holds for trees
     without git, and --force does not skip it. Files that only a patched verl has may be there already (pip and git
     leave them when they restore verl), if they are exactly as the patch makes them;
@@ -68,7 +70,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PATCHES = HERE / "patches"  # in a folder for each target: its pin, the patch and its checksum
+PATCHES = HERE / "patches"  # a folder for each target; a patch's checksum is beside it
+PACKAGE = PATCHES / "package.patch"
 PIN = "PIN"
 STATE = "verl/.gradloc_patch"
 TIME_LIMIT = 60  # seconds for one download, everything included
@@ -104,23 +107,32 @@ class FilePatch:
     old: str | None
     new: str | None
     mode: int  # of a created file; otherwise the file keeps the mode it has
-    hunks: list[Hunk]
+    parts: list[list[Hunk]]  # the hunks of each part of the patch that changes the file, in their order
 
     def reversed(self) -> FilePatch:
-        return FilePatch(self.path, self.new, self.old, self.mode, [hunk.reversed() for hunk in self.hunks])
+        parts = [[hunk.reversed() for hunk in hunks] for hunks in reversed(self.parts)]
+        return FilePatch(self.path, self.new, self.old, self.mode, parts)
+
+    def then(self, later: FilePatch) -> FilePatch:
+        """This change and another of the same file after it, as one."""
+        if self.new != later.old or self.old == later.new:
+            raise Stop(f"the parts of the patch do not belong together: they contradict each other in {self.path}")
+        return FilePatch(self.path, self.old, later.new, self.mode or later.mode, self.parts + later.parts)
 
     def result(self, content: bytes | None) -> bytes | None:
         """Applies the hunks without any tolerance and proves the result by its hash."""
-        lines = io.BytesIO(content or b"").readlines()
-        done: list[bytes] = []
-        at = 0
-        for hunk in self.hunks:
-            start = hunk.old_start - 1 if hunk.old else hunk.old_start
-            if start < at or lines[start : start + len(hunk.old)] != hunk.old:
-                raise Stop(f"the patch contradicts itself: a hunk of {self.path} does not fit the file it names")
-            done += lines[at:start] + hunk.new
-            at = start + len(hunk.old)
-        data = b"".join(done + lines[at:])
+        data = content or b""
+        for hunks in self.parts:
+            lines = io.BytesIO(data).readlines()
+            done: list[bytes] = []
+            at = 0
+            for hunk in hunks:
+                start = hunk.old_start - 1 if hunk.old else hunk.old_start
+                if start < at or lines[start : start + len(hunk.old)] != hunk.old:
+                    raise Stop(f"the patch contradicts itself: a hunk of {self.path} does not fit the file it names")
+                done += lines[at:start] + hunk.new
+                at = start + len(hunk.old)
+            data = b"".join(done + lines[at:])
         result = None if self.new is None and not data else data
         if blob_hash(result) != self.new:
             raise Stop(f"the patch contradicts itself: its hunks do not give the {self.path} it promises")
@@ -137,8 +149,17 @@ class Target:
     wheel_sha256: str
 
     @property
-    def patch(self) -> Path:
-        return self.folder / "gradloc.patch"
+    def hooks(self) -> Path:
+        return self.folder / "hooks.patch"
+
+    @property
+    def fixes(self) -> Path:
+        return self.folder / "fixes.patch"
+
+    @property
+    def parts(self) -> list[Path]:
+        """The parts of its patch, in the order in which they are applied."""
+        return [PACKAGE, self.hooks, self.fixes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,11 +204,14 @@ def parse_patch(data: bytes) -> list[FilePatch]:
     while at < len(lines):
         patch, at = parse_file(lines, at)
         patches.append(patch)
-    paths = [patch.path for patch in patches]
+    refuse_twice([patch.path for patch in patches])
+    return patches
+
+
+def refuse_twice(paths: list[str]) -> None:
     for path in paths:
         if paths.count(path) > 1 or any(other.startswith(f"{path}/") for other in paths):
             raise Stop(f"the patch is damaged: it changes {path} twice")
-    return patches
 
 
 def damaged(at: int, why: str) -> Stop:
@@ -238,7 +262,7 @@ def parse_file(lines: list[bytes], at: int) -> tuple[FilePatch, int]:
         while at < len(lines) and not lines[at].startswith(b"diff --git "):
             hunk, at = parse_hunk(lines, at, path)
             hunks.append(hunk)
-    return FilePatch(path, old, new, int(created or deleted or "0", 8) & 0o777, hunks), at
+    return FilePatch(path, old, new, int(created or deleted or "0", 8) & 0o777, [hunks]), at
 
 
 def parse_hunk(lines: list[bytes], at: int, path: str) -> tuple[Hunk, int]:
@@ -341,38 +365,62 @@ def parse_checksum(data: bytes, source: str, patch_name: str) -> str:
     entries = re.findall(r"^([0-9a-fA-F]{64})(?:[ \t]+\*?(.*?))?[ \t\r]*$", data.decode("utf-8", "replace"), re.M)
     found = {value.lower() for value, name in entries if len(entries) == 1 or name.rpartition("/")[2] == patch_name}
     if len(found) != 1:
-        raise Stop(f"{source} does not hold one SHA-256 for {patch_name}; get it again, or give --patch-sha256")
+        raise Stop(f"{source} does not hold one SHA-256 for {patch_name}; get it again")
     return found.pop()
 
 
 def load_candidates(args: argparse.Namespace, targets: list[Target]) -> list[Candidate]:
     if args.patch_url or args.patch_file:
-        patches = load_patch(args, args.patch_file)
+        patches = load_given(args)
         return [Candidate(target, patches) for target in targets]
-    if len(targets) > 1 and (args.patch_sha256 or args.sha256_file):
-        raise Stop("a SHA-256 is that of one patch; say which with --target, --patch-file or --patch-url", 2)
-    return [Candidate(target, load_patch(args, target.patch)) for target in targets]
+    return [Candidate(target, load_target(target)) for target in targets]
 
 
-def load_patch(args: argparse.Namespace, path: Path | None) -> list[FilePatch]:
-    """Reads the patch of this path, or without one that of --patch-url, and proves it by its SHA-256."""
-    if path is None:
+def load_given(args: argparse.Namespace) -> list[FilePatch]:
+    """The patch of --patch-file or --patch-url, in one file."""
+    if args.patch_url:
         data, name = download(args.patch_url), urllib.parse.urlsplit(args.patch_url).path.rpartition("/")[2]
     else:
-        data, name = read_limited(path, "give the patch with --patch-file, or restore it"), path.name
+        data, name = read_limited(args.patch_file, "give another --patch-file"), args.patch_file.name
+    source = args.sha256_file or f"{args.patch_file}.sha256"
     if args.patch_sha256:
         wanted = args.patch_sha256
+    elif re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", source):
+        wanted = parse_checksum(download(source), source, name)
     else:
-        source = args.sha256_file or f"{path}.sha256"
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", source):
-            wanted = parse_checksum(download(source), source, name)
-        else:
-            advice = "the patch's SHA-256 is required: give --patch-sha256 or --sha256-file"
-            wanted = parse_checksum(read_limited(Path(source), advice), source, name)
+        advice = "the patch's SHA-256 is required: give --patch-sha256 or --sha256-file"
+        wanted = parse_checksum(read_limited(Path(source), advice), source, name)
+    prove(data, wanted, "the patch")
+    return parse_patch(data)
+
+
+def prove(data: bytes, wanted: str, what: str) -> None:
     actual = hashlib.sha256(data).hexdigest()
     if actual != wanted:
-        raise Stop(f"the patch has SHA-256 {actual}, not the required {wanted}; get both again from a trusted place")
-    return parse_patch(data)
+        raise Stop(f"{what} has SHA-256 {actual}, not the required {wanted}; get both again from a trusted place")
+
+
+def load_target(target: Target) -> list[FilePatch]:
+    """A target's patch: one change for each file, whichever of the three parts it comes from."""
+    changes: dict[str, FilePatch] = {}
+    for part in target.parts:
+        for change in load_part(part):
+            earlier = changes.get(change.path)
+            changes[change.path] = earlier.then(change) if earlier else change
+    refuse_twice(list(changes))
+    return list(changes.values())
+
+
+@functools.cache
+def load_part(path: Path) -> list[FilePatch]:
+    """The patch at this path, proven by the checksum beside it. One without a byte changes nothing."""
+    sums = path.with_name(f"{path.name}.sha256")
+    data = read_limited(path, "restore it from the project")
+    prove(data, parse_checksum(read_limited(sums, "restore it from the project"), str(sums), path.name), str(path))
+    try:
+        return parse_patch(data) if data else []
+    except Stop as stop:
+        raise Stop(f"{path}: {stop}", stop.code) from None
 
 
 def read_targets() -> list[Target]:
@@ -920,7 +968,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--target", metavar="VERSION", type=given, help="the patch for this verl; default: by what is there"
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--patch-file", metavar="FILE", type=path, help="default: patches/VERSION/gradloc.patch")
+    source.add_argument(
+        "--patch-file", metavar="FILE", type=path, help="a patch in one file, instead of those in patches/"
+    )
     source.add_argument(
         "--patch-url", metavar="URL", type=given, help="https; http for this machine only; needs a SHA-256"
     )
@@ -936,6 +986,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.patch_url and not (args.patch_sha256 or args.sha256_file):
         parser.error("--patch-url needs --patch-sha256 or --sha256-file")
+    if (args.patch_sha256 or args.sha256_file) and not (args.patch_url or args.patch_file):
+        parser.error("--patch-sha256 and --sha256-file belong to --patch-file and --patch-url")
     return args
 
 

@@ -155,7 +155,7 @@ def main() -> None:
     if min(arguments.answers, arguments.rounds, arguments.workers, arguments.limit) <= 0:
         parser.error("all numbers but --fresh must be greater than 0")
 
-    from verl.utils.reward_score import math_verify
+    from verl.utils.reward_score import guarded_math_verify
 
     directory = tempfile.TemporaryDirectory()
     upstream = None if arguments.base_tree is None else upstream_scorer(arguments.base_tree, directory.name)
@@ -169,11 +169,11 @@ def main() -> None:
 
     def in_batches(chosen: list[Pair]) -> list[float]:
         answers, truths = zip(*chosen, strict=True)
-        return math_verify.compute_score_batch([], list(answers), list(truths), **options)
+        return guarded_math_verify.compute_score_batch([], list(answers), list(truths), **options)
 
     def from_threads(chosen: list[Pair]) -> list[float]:
         with ThreadPoolExecutor(THREADS) as threads:
-            return list(threads.map(lambda pair: math_verify.compute_score(*pair, **options), chosen))
+            return list(threads.map(lambda pair: guarded_math_verify.compute_score(*pair, **options), chosen))
 
     def by_upstream(chosen: list[Pair]) -> list[float]:
         assert upstream is not None  # else it is not a way

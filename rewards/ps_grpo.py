@@ -23,7 +23,7 @@ from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
-from verl.utils.reward_score import math_verify
+from verl.utils.reward_score import guarded_math_verify
 
 
 def compute_score(
@@ -55,7 +55,7 @@ def compute_score(
 
     Raises:
         ValueError: If there are no step scores, or they are not numbers from 0 to 1, or a parameter is out of range.
-        ImportError, TypeError: As `math_verify.compute_score`.
+        ImportError, TypeError: As `guarded_math_verify.compute_score`.
     """
     arguments = [data_source], [solution_str], [ground_truth], [extra_info]
     return compute_score_batch(*arguments, gamma=gamma, rho=rho, min_steps=min_steps, **options)[0]
@@ -81,7 +81,7 @@ def compute_score_batch(
     # Before the outcomes, which take time.
     steps = [_step_scores(source, extra) for source, extra in zip(data_sources, extra_infos, strict=True)]
     options.pop("timeout_score", None)
-    outcomes = math_verify.compute_score_batch([], solution_strs, ground_truths, **options)
+    outcomes = guarded_math_verify.compute_score_batch([], solution_strs, ground_truths, **options)
     return [_shape(outcome, scores, gamma, rho, min_steps) for outcome, scores in zip(outcomes, steps, strict=True)]
 
 

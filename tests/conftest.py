@@ -29,12 +29,12 @@ def base_tree() -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_patch(base_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def small_patch(base_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> trees.Patch:
     return trees.small_patch(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture
-def project(small_patch: bytes, tmp_path: Path) -> trees.Project:
+def project(small_patch: trees.Patch, tmp_path: Path) -> trees.Project:
     """A copy of the project whose patch changes a few real files in every possible way."""
     return trees.Project(tmp_path / "project", small_patch)
 

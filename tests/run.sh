@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up build/ on first use and runs every check of the project: ruff, deno, the patch against its sources, mypy, pytest.
+# Sets up build/ on first use and runs every check of the project: ruff, deno, the patches against their sources, mypy, pytest.
 # Usage: bash tests/run.sh [--target VERSION] [pytest arguments]
 #        bash tests/run.sh --gpu [options of tests/gpu/run.py]     nothing of the above: what a GPU shows, on one
 # The tests run against the verl of patches/DEFAULT; without arguments, those that are marked every_target also run
@@ -80,7 +80,7 @@ set_up_base() {
 # build/VERSION/verl: the same with the patch.
 set_up_patched() {
     local version=$1 place=$build/$1 wanted
-    wanted=$(cat "patches/$version/PIN" "patches/$version/gradloc.patch" | sha256sum | cut -d' ' -f1)
+    wanted=$(cat patches/package.patch "patches/$version"/{PIN,hooks.patch,fixes.patch} | sha256sum | cut -d' ' -f1)
     [[ ! -f $place/verl/ready || $(<"$place/verl/ready") != "$wanted" ]] || return 0
     rm -rf "$place/verl" "$place/verl.new"
     mkdir "$place/verl.new"
@@ -151,7 +151,7 @@ say "ruff"
 say "deno"
 "$venv/bin/deno" lint
 "$venv/bin/deno" fmt --check
-say "the patch"
+say "the patches"
 PYTHON=$venv/bin/python bash make_patch.sh --check
 for version in "${targets[@]}"; do set_up_patched "$version"; done
 link_default

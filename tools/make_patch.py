@@ -1,33 +1,40 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the patches, their checksums and hooks.patch files in patches/ from an edited verl checkout.
+"""Makes the patches in patches/, with their checksums, from the sources and an edited verl checkout.
 
-A target is a release of verl that there is a patch for; its files are in patches/VERSION/. Its PIN and
-patches/DEFAULT, the version that is meant where nothing says which, are written by hand.
+A target is a release of verl that there is a patch for. Its patch has three parts, applied in this order:
+package.patch (new files, the same for every target, from gradloc/ and rewards/), VERSION/hooks.patch (calls
+into the package, in verl's own files) and VERSION/fixes.patch (repairs of verl's own faults). VERSION/PIN and
+DEFAULT, the version that is meant where nothing says which, are written by hand.
 
 Usage:
+  make_patch.sh --sources
+      Write package.patch from gradloc/ and rewards/. This is all that an edit there needs.
   make_patch.sh --init DIR [--target VERSION] [--base SRC]
       Prepare a development checkout in the new directory DIR: a git tree with the base commit tagged
-      gradloc-base and the target's patch, if there is one, applied as uncommitted edits. SRC is a verl
-      clone that has the pinned commit, a wheel or a plain tree, and says which target is meant; without it
-      the wheel is downloaded with pip (and kept in build/).
-  make_patch.sh --repo DIR [--target VERSION] [--base REV] [--head REV] [--output FILE] [--force]
+      gradloc-base and the target's patch, as far as there is one, applied as uncommitted edits. SRC is a
+      verl clone that has the pinned commit, a wheel or a plain tree, and says which target is meant;
+      without it the wheel is downloaded with pip (and kept in build/).
+  make_patch.sh --repo DIR [--fixes] [--target VERSION] [--base REV] [--head REV] [--output FILE] [--force]
       Write the difference between REV (default: the tag gradloc-base, else the pinned commit) and DIR's
-      working tree (or --head REV), new files included, to the target's gradloc.patch and .sha256, and the
-      part of it that changes verl's own files by hand to its hooks.patch, for reading. DIR knows which
-      target it was made for. The sources and DIR are brought together first: gradloc/ with DIR's
-      verl/utils/gradloc, rewards/ with what is ours in its verl/utils/reward_score. The target's present
-      patch is their common ancestor, a file changed on one side is taken from that side, and one changed on
-      both stops the run. The patches of the other targets get the same sources; their hooks stay.
+      working tree (or --head REV), new files included, to package.patch and to the target's hooks.patch
+      and fixes.patch. DIR knows which target it was made for. New edits of verl's own files are hooks;
+      with --fixes, they are fixes, and the hooks stay. The sources and DIR are brought together first:
+      gradloc/ with DIR's verl/utils/gradloc, rewards/ with what is ours in its verl/utils/reward_score. A
+      file changed on one side is taken from that side, and one changed on both stops the run.
       With --output FILE, only FILE and FILE.sha256 are written, from DIR as it is.
-      --force goes on although the patch has changed since DIR was last brought together with it.
+      --force goes on although hooks or fixes have changed since DIR was last brought together with them.
+  make_patch.sh --release VERSION [--base-tree TREE] [--output FILE]
+      Write the target's patch in one file, for a release page or a URL, to FILE (default:
+      build/gradloc-VERSION.patch) and FILE.sha256.
   make_patch.sh --check [--target VERSION] [--base-tree TREE]
-      Check that patches/ is what the sources produce, for each target: the checksum matches; the patch
-      applies to the base without whitespace errors and reverses to it byte for byte; regenerating it with
-      gradloc/ and rewards/ gives the same bytes; and hooks.patch is its part. TREE is the unpatched verl of
-      one target; for the others, and without it, build/VERSION/base or the wheel is used. If no base can be
-      had, only the checksum, the files of the sources and hooks.patch are checked, and the exit code is 3.
+      Check that patches/ is what the sources produce: the checksums match; package.patch is gradloc/ and
+      rewards/ to the byte; and for each target, the three parts apply to the base without whitespace
+      errors, are to the byte what --repo writes, and reverse to the base.
+
+TREE is the unpatched verl of one target; for the others, and without it, build/VERSION/base or the wheel is
+used. If no base can be had, --check checks only the checksums and package.patch, and the exit code is 3.
 
 The sources hold Python files, and .html, .css and .js files, which become one module page_files.py for each
 folder of verl; edits of its texts in DIR come back to the files. A README.md in the sources stays where it is
@@ -54,8 +61,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 try:
     import apply_patch
-    from tools.patching import check, new_checkout, regenerate, sources
+    from tools.patching import check, new_checkout, parts, regenerate, sources
     from tools.patching.messages import OutOfDate, Refused
+    from tools.patching.project import ROOT, work_tree
+    from tools.patching.released_verl import NoWheel, find_base
     from tools.patching.scratch_git import GitFailed, Scratch
 except ImportError as error:  # its exit code must not be the verdict of --check
     print(f"make_patch.sh: the project is not complete ({error}); restore it from version control", file=sys.stderr)
@@ -71,8 +80,22 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+ONE = "give one of --sources, --init, --repo, --release and --check"
+
+
+BELONGS_TO = {
+    "target": ("init", "repo", "check"),
+    "base": ("init", "repo"),
+    "head": ("repo",),
+    "output": ("repo", "release"),
+    "base_tree": ("release", "check"),
+    "fixes": ("repo",),
+    "force": ("repo",),
+}
+
+
 class Once(argparse.Action):
-    """Takes one of --init, --repo and --check, and no value that is empty."""
+    """Takes one of the actions, and no value that is empty."""
 
     def __call__(
         self,
@@ -82,7 +105,7 @@ class Once(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if namespace.action is not None:
-            parser.error("give one of --init, --repo and --check")
+            parser.error(ONE)
         namespace.action = self.dest
         setattr(namespace, self.dest, True if values == [] else values)
 
@@ -98,24 +121,27 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
     parser = Parser(allow_abbrev=False)
     parser.set_defaults(action=None)
+    parser.add_argument("--sources", nargs=0, action=Once)
     parser.add_argument("--init", type=path, action=Once)
     parser.add_argument("--repo", type=path, action=Once)
+    parser.add_argument("--release", type=given, action=Once)
     parser.add_argument("--check", nargs=0, action=Once)
     parser.add_argument("--target", type=given)
     parser.add_argument("--base", type=given)
     parser.add_argument("--head", type=given)
     parser.add_argument("--output", type=path)
     parser.add_argument("--base-tree", type=path)
+    parser.add_argument("--fixes", action="store_true")
     parser.add_argument("--force", action="store_true")
     args = parser.parse_args(arguments)
     if args.action is None:
-        parser.error("give one of --init, --repo and --check")
-    if args.action != "repo" and (args.head or args.output or args.force):
-        parser.error("--head, --output and --force belong to --repo")
-    if args.action == "check" and args.base:
-        parser.error("--base does not belong to --check; it takes --base-tree")
-    if args.action != "check" and args.base_tree:
-        parser.error("--base-tree belongs to --check")
+        parser.error(ONE)
+    for option, actions in BELONGS_TO.items():
+        if getattr(args, option) and args.action not in actions:
+            names = " and ".join(f"--{action}" for action in actions)
+            parser.error(f"--{option.replace('_', '-')} belongs to {names}")
+    if args.fixes and args.output:
+        parser.error("--fixes is for patches/, not for --output")
     return args
 
 
@@ -136,8 +162,12 @@ def scratch_repository() -> Iterator[Scratch]:
 
 def act(args: argparse.Namespace, scratch: Scratch) -> None:
     targets = apply_patch.read_targets()
-    named = apply_patch.narrowed(targets, args.target)
-    if args.action == "init":
+    named = apply_patch.narrowed(targets, args.release or args.target)
+    if args.action == "sources":
+        regenerate.from_sources(targets, scratch)
+    elif args.action == "release":
+        write_release(named[0], args.base_tree, args.output, scratch)
+    elif args.action == "init":
         new_checkout.init(args.init, Path(args.base) if args.base else None, named, scratch.folder)
     elif args.action == "check":
         try:
@@ -152,7 +182,18 @@ def act(args: argparse.Namespace, scratch: Scratch) -> None:
         if args.output:
             regenerate.write_elsewhere(checkout, args.output, scratch)
         else:
-            regenerate.regenerate(checkout, targets, args.force, scratch)
+            regenerate.regenerate(checkout, targets, args.fixes, args.force, scratch)
+
+
+def write_release(target: apply_patch.Target, tree: Path | None, output: Path | None, scratch: Scratch) -> None:
+    try:
+        base = work_tree(scratch, tree or find_base(target, scratch.folder), "verl", {})
+    except NoWheel as error:
+        raise Refused(f"{error}; give a tree with --base-tree") from None
+    if output is None:
+        output = ROOT / "build" / f"gradloc-{target.version}.patch"
+        output.parent.mkdir(exist_ok=True)
+    parts.write(output, parts.release(target, base, scratch))
 
 
 def main(arguments: list[str] | None = None) -> int:

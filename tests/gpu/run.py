@@ -106,7 +106,8 @@ def install(python: str, wheels: Path, target: str, place: Path) -> None:
     if f"WHEEL_SHA256={hashlib.sha256(verl.read_bytes()).hexdigest()}" not in pin:
         raise Problem(f"{verl} is not the verl that the patch is for")
     files = [verl, *(file for file in sorted(wheels.glob("*.whl")) if not file.name.startswith("verl-"))]
-    wanted = hashlib.sha256((ROOT / f"patches/{target}/gradloc.patch").read_bytes())
+    parts = ("package.patch", f"{target}/hooks.patch", f"{target}/fixes.patch")
+    wanted = hashlib.sha256(b"".join((ROOT / "patches" / part).read_bytes() for part in parts))
     wanted.update("\n".join([python, *(file.name for file in files)]).encode())
     ready = place / "ready"
     if ready.is_file() and ready.read_text() == wanted.hexdigest():

@@ -19,7 +19,7 @@ from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManage
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
-from verl.utils.reward_score import default_compute_score, math_verify, ps_grpo
+from verl.utils.reward_score import default_compute_score, guarded_math_verify, ps_grpo
 from verl.workers.reward_manager import BatchRewardManager
 
 HANGING = "\\boxed{9^{9^{9^{9}}}}"
@@ -235,7 +235,7 @@ def test_batches_through_verls_batch_manager() -> None:
     overrides = [
         "reward_model.use_reward_loop=False",
         "reward_manager.name=batch",
-        f"{SCORERS}.math_verify",
+        f"{SCORERS}.guarded_math_verify",
         "custom_reward_function.name=compute_score_batch",
         "+custom_reward_function.reward_kwargs.timeout=1",
         "+custom_reward_function.reward_kwargs.timeout_score=0.25",
@@ -311,7 +311,9 @@ def test_reward_functions_can_be_sent_to_other_processes() -> None:
 
     directory = str(Path(verl.__file__).parent / "trainer" / "config")
     with initialize_config_dir(directory, version_base=None):
-        config = compose("ppo_trainer", [f"{SCORERS}.math_verify", "custom_reward_function.name=compute_score_batch"])
-    math_verify.compute_score("1", "1")
+        config = compose(
+            "ppo_trainer", [f"{SCORERS}.guarded_math_verify", "custom_reward_function.name=compute_score_batch"]
+        )
+    guarded_math_verify.compute_score("1", "1")
     function = cloudpickle.loads(cloudpickle.dumps(get_custom_reward_fn(config)))
     assert function(data_sources=["x"], solution_strs=["7"], ground_truths=["7"], extra_infos=[{}]) == [1.0]

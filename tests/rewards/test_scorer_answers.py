@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import Integer
-from verl.utils.reward_score import math_verify
+from verl.utils.reward_score import guarded_math_verify
 
 from answer_forms import FORMS, QUIRKS, REPAIRED
 from hostile_answers import hostile_answers
@@ -26,8 +26,8 @@ TRUTH = "\\frac{123457}{7}"
 
 
 def new_pool(patch: pytest.MonkeyPatch, workers: int, timeout: float, memory_mb: int = 1024) -> None:
-    if math_verify._pool is not None:
-        math_verify._discard(math_verify._pool)
+    if guarded_math_verify._pool is not None:
+        guarded_math_verify._discard(guarded_math_verify._pool)
     patch.setenv("VERL_MATH_VERIFY_WORKERS", str(workers))
     patch.setenv("VERL_MATH_VERIFY_TIMEOUT", str(timeout))
     patch.setenv("VERL_MATH_VERIFY_MEMORY_MB", str(memory_mb))
@@ -56,7 +56,7 @@ def workers() -> list[psutil.Process]:
 
 def in_pool(pairs: list[tuple[str, str]]) -> list[float]:
     answers, truths = zip(*pairs, strict=True)
-    return math_verify.compute_score_batch(["any"] * len(pairs), answers, truths, timeout_score=TIMED_OUT)
+    return guarded_math_verify.compute_score_batch(["any"] * len(pairs), answers, truths, timeout_score=TIMED_OUT)
 
 
 def in_process(answer: str, truth: str) -> float:
@@ -88,7 +88,7 @@ def test_the_pool_scores_as_math_verify_does_in_process(ordinary_pool: None) -> 
     pairs = [entry[:2] for form in FORMS.values() for entry in form] + [entry[:2] for entry in QUIRKS]
     expected = [in_process(*pair) for pair in pairs]
     assert in_pool(pairs) == expected
-    assert [math_verify.compute_score(*pair) for pair in pairs] == expected
+    assert [guarded_math_verify.compute_score(*pair) for pair in pairs] == expected
 
 
 def test_what_is_repaired_is_wrong_in_math_verify() -> None:
@@ -102,11 +102,11 @@ def test_infinities_do_not_pass_for_a_number(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("math_verify.grader.simplify", lambda difference: Integer(0))
     targets = ("latex",), ("expr", "latex")
     for infinite in ("\\infty\\infty 11", "3 - \\infty", "\\frac{1}{0}"):
-        assert math_verify._score(f"${infinite}$", "5", 6, *targets) == 0.0, infinite
-    assert math_verify._score("$\\boxed{6}$", "5", 6, *targets) == 1.0  # what the simplification says
+        assert guarded_math_verify._score(f"${infinite}$", "5", 6, *targets) == 0.0, infinite
+    assert guarded_math_verify._score("$\\boxed{6}$", "5", 6, *targets) == 1.0  # what the simplification says
     monkeypatch.undo()
     for answer, truth in (("-\\infty", "-\\infty"), ("(-\\infty, 3)", "x < 3"), ("(2, \\infty)", "(2, \\infty)")):
-        assert math_verify._score(f"$\\boxed{{{answer}}}$", truth, 6, *targets) == 1.0, answer
+        assert guarded_math_verify._score(f"$\\boxed{{{answer}}}$", truth, 6, *targets) == 1.0, answer
 
 
 def among_hostile(hostile: list[str], seed: int) -> tuple[list[float], dict[int, float]]:
@@ -128,7 +128,7 @@ def watched_memory() -> Iterator[dict[int, int]]:
 
     def watch() -> None:
         while not done.wait(0.02):
-            pool = math_verify._pool
+            pool = guarded_math_verify._pool
             for pid in set(pool.owners) - {0} if pool is not None else ():
                 with contextlib.suppress(OSError):  # it has ended
                     peaks[pid] = max(peaks.get(pid, 0), peak(pid, "VmPeak"))
@@ -149,14 +149,14 @@ def test_every_hostile_answer_returns_within_its_limit_and_memory(hostile_pool: 
 
     def timed(answer: str) -> tuple[float, float]:
         begun = time.monotonic()
-        return math_verify.compute_score(answer, TRUTH, timeout_score=TIMED_OUT), time.monotonic() - begun
+        return guarded_math_verify.compute_score(answer, TRUTH, timeout_score=TIMED_OUT), time.monotonic() - begun
 
     # One thread for each worker: no call waits for another.
     with watched_memory() as peaks, ThreadPoolExecutor(8) as executor:
         results = dict(zip(hostile, executor.map(timed, hostile.values()), strict=True))
     assert {score for score, _ in results.values()} == {0.0, TIMED_OUT}
     # By the clock, which a busy machine may spend on others
-    longest = math_verify.WALL_FACTOR * 1 + math_verify.START_GRACE
+    longest = guarded_math_verify.WALL_FACTOR * 1 + guarded_math_verify.START_GRACE
     assert not {name: seconds for name, (_, seconds) in results.items() if seconds > longest}
     assert len(peaks) > 50
     assert max(peaks.values()) <= 512 * MEBIBYTE

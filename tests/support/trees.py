@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import itertools
 import os
 import shutil
 import socketserver
@@ -67,11 +69,26 @@ def copy_base(target: Path, files: list[str] | None = SOME_FILES) -> Path:
 
 def edit_tree(tree: Path) -> None:
     """The edits of the small patch: every kind of change that a patch may hold."""
+    add_package(tree)
+    hook(tree)
+    fix(tree)
+
+
+def hook(tree: Path) -> None:
     actor = tree / ACTOR
-    actor.write_text("# first\n" + actor.read_text().replace("import os\n", "import os  # kept\n") + "# last\n")
+    actor.write_text("# first\n" + actor.read_text().replace("import os\n", "import os  # kept\n"))
     algos = tree / ALGOS
     algos.write_bytes(algos.read_bytes().rstrip(b"\n"))
     (tree / DELETED).unlink()
+
+
+def fix(tree: Path) -> None:
+    """A change of a file that has a hook, too."""
+    actor = tree / ACTOR
+    actor.write_text(actor.read_text() + "# last\n")
+
+
+def add_package(tree: Path) -> None:
     package = tree / "verl/utils/gradloc"
     package.mkdir()
     (package / "__init__.py").write_text("x = 1\n")
@@ -97,14 +114,29 @@ def make_next_release(tree: Path, version: str = "0.7.1") -> Path:
     return tree
 
 
-def small_patch(scratch: Path, version: str = "0.7.0") -> bytes:
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """A patch in its three parts, and in one file."""
+
+    package: bytes
+    hooks: bytes
+    fixes: bytes
+    whole: bytes
+
+
+def small_patch(scratch: Path, version: str = "0.7.0") -> Patch:
     copy_base(scratch)
     if version != "0.7.0":
         make_next_release(scratch, version)
-    commit_all(scratch)
-    edit_tree(scratch)
-    git(scratch, "add", "-A")
-    return (git(scratch, "diff", "--cached", "--full-index", "--no-renames", "--no-color", "HEAD") + "\n").encode()
+    commits = [commit_all(scratch)]
+    for step in (add_package, hook, fix):
+        step(scratch)
+        commits.append(commit_all(scratch))
+
+    def diff(old: str, new: str) -> bytes:
+        return (git(scratch, "diff", "--full-index", "--no-renames", "--no-color", old, new) + "\n").encode()
+
+    return Patch(*(diff(*pair) for pair in itertools.pairwise(commits)), diff(commits[0], commits[-1]))
 
 
 def write_pin(folder: Path, commit: str | None, version: str) -> None:
@@ -115,27 +147,40 @@ def write_pin(folder: Path, commit: str | None, version: str) -> None:
 class Project:
     """A copy of the project's tools with a target of its own, 0.7.0."""
 
-    def __init__(self, place: Path, patch: bytes | None, commit: str = "0" * 40):
+    def __init__(self, place: Path, patch: Patch | None, commit: str = "0" * 40):
         self.place = place
-        self.patch = place / "patches/0.7.0/gradloc.patch"
-        self.patch.parent.mkdir(parents=True)
+        self.package, self.hooks, self.fixes = self.parts("0.7.0")
+        self.hooks.parent.mkdir(parents=True)
         for name in ("apply_patch.py", "make_patch.sh"):
             shutil.copy(ROOT / name, place / name)
         shutil.copytree(ROOT / "tools", place / "tools", ignore=shutil.ignore_patterns("__pycache__"))
         if patch is not None:
-            write_patch(self.patch, patch)
+            self.write(patch)
         self.pin(commit)
 
-    def pin(self, commit: str, version: str = "0.7.0") -> None:
-        write_pin(self.patch.parent, commit, version)
+    def parts(self, version: str) -> list[Path]:
+        patches = self.place / "patches"
+        return [patches / "package.patch", patches / version / "hooks.patch", patches / version / "fixes.patch"]
 
-    def add_target(self, version: str, patch: bytes | None, commit: str | None = None) -> Path:
-        """Another target; the first one stays the default. Returns where its patch is."""
-        place = self.place / "patches" / version / "gradloc.patch"
-        place.parent.mkdir()
-        write_pin(place.parent, commit, version)
-        (self.place / "patches/DEFAULT").write_text(f"{self.patch.parent.name}\n")
-        return place if patch is None else write_patch(place, patch)
+    def write(self, patch: Patch, version: str = "0.7.0") -> None:
+        for part, data in zip(self.parts(version), (patch.package, patch.hooks, patch.fixes), strict=True):
+            write_patch(part, data)
+
+    def text(self, version: str = "0.7.0") -> bytes:
+        """The parts of a patch in a row."""
+        return b"".join(part.read_bytes() for part in self.parts(version))
+
+    def pin(self, commit: str, version: str = "0.7.0") -> None:
+        write_pin(self.hooks.parent, commit, version)
+
+    def add_target(self, version: str, patch: Patch | None, commit: str | None = None) -> None:
+        """Another target; the first one stays the default."""
+        folder = self.place / "patches" / version
+        folder.mkdir()
+        write_pin(folder, commit, version)
+        (self.place / "patches/DEFAULT").write_text("0.7.0\n")
+        if patch is not None:
+            self.write(patch, version)
 
     def apply(self, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         return run(sys.executable, self.place / "apply_patch.py", *arguments, **environment)

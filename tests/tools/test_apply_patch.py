@@ -19,7 +19,7 @@ import pytest
 
 import apply_patch
 import trees
-from trees import ACTOR, ALGOS, DELETED, NEW, Project, at_call, refused, reply, snapshot
+from trees import ACTOR, ALGOS, DELETED, NEW, Patch, Project, at_call, refused, reply, snapshot
 
 
 def expected(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
@@ -180,7 +180,7 @@ def test_tree_of_an_older_patch(project: Project, tree: Path, tmp_path: Path) ->
     (scratch / NEW).write_text("x = 0\n")
     trees.git(scratch, "add", "-A")
     diff = trees.git(scratch, "diff", "--cached", "--full-index", "HEAD") + "\n"
-    older = Project(tmp_path / "older", diff.encode())
+    older = Project(tmp_path / "older", Patch(b"", diff.encode(), b"", b""))
     assert older.apply("--repo", tree).returncode == 0
     patched = snapshot(tree)
     refused(project.apply("--repo", tree, "--check"), 11, ACTOR, "older version", "--reverse")
@@ -244,13 +244,14 @@ def test_file_in_the_way(project: Project, tree: Path) -> None:
     assert package.read_text() == "mine"
 
 
-def test_home_in_an_option(project: Project, tree: Path) -> None:
+def test_home_in_an_option(project: Project, tree: Path, small_patch: Patch) -> None:
     """As in --repo=~/verl, where no shell expands it."""
     home = {"HOME": str(tree.parent)}
-    done = project.apply(f"--repo=~/{tree.name}", "--patch-file=~/project/patches/0.7.0/gradloc.patch", **home)
+    trees.write_patch(tree.parent / "one.patch", small_patch.whole)
+    done = project.apply(f"--repo=~/{tree.name}", "--patch-file=~/one.patch", **home)
     assert done.returncode == 0, done.stderr
-    sha256 = "--sha256-file=~/project/patches/0.7.0/gradloc.patch.sha256"
-    assert project.apply(f"--repo=~/{tree.name}", "--check", sha256, **home).returncode == 10
+    given = ["--patch-file=~/one.patch", "--sha256-file=~/one.patch.sha256"]
+    assert project.apply(f"--repo=~/{tree.name}", "--check", *given, **home).returncode == 10
     refused(project.apply("--repo=~nobody-has-this-name/verl"), 3, "~nobody-has-this-name/verl is not a directory")
 
 
@@ -475,28 +476,69 @@ def test_nothing_installed(project: Project, tmp_path: Path) -> None:
 # The patch
 
 
-def test_checksum_is_required(project: Project, tree: Path) -> None:
-    data = project.patch.read_bytes()
-    checksum = Path(f"{project.patch}.sha256")
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_each_part_is_proven_by_its_checksum(project: Project, tree: Path, part: int) -> None:
+    place = project.parts("0.7.0")[part]
+    before = snapshot(tree)
+    data, checksum = place.read_bytes(), place.with_name(f"{place.name}.sha256")
     sha256 = hashlib.sha256(data).hexdigest()
     checksum.unlink()
-    refused(project.apply("--repo", tree), 3, "SHA-256 is required")
-    refused(project.apply("--repo", tree, "--patch-sha256", "0" * 64), 3, "not the required")
+    refused(project.apply("--repo", tree), 3, f"{checksum} cannot be read", "restore it")
     checksum.write_text("no checksum\n")
-    refused(project.apply("--repo", tree), 3, "does not hold one SHA-256")
-    checksum.write_text(f"{'1' * 64}  other\n{sha256}  gradloc.patch\n")
+    refused(project.apply("--repo", tree), 3, f"{checksum} does not hold one SHA-256")
+    checksum.write_text(f"{'1' * 64}  other\n{sha256}  {place.name}\n")
     assert project.apply("--repo", tree, "--check").returncode == 0
-    assert project.apply("--repo", tree, "--check", "--patch-sha256", sha256.upper()).returncode == 0
-    project.patch.write_bytes(data + b"\n")
-    refused(project.apply("--repo", tree), 3, "not the required")
+    place.write_bytes(data + b"\n")
+    refused(project.apply("--repo", tree), 3, f"{place} has SHA-256", "not the required")
+    trees.write_patch(place, data[:-20])
+    refused(project.apply("--repo", tree, "--check"), 3, f"{place}: the patch ends in the middle of a line")
+    place.unlink()
+    refused(project.apply("--repo", tree), 3, f"{place} cannot be read", "restore it")
+    assert snapshot(tree) == before
 
 
-def test_patch_file(project: Project, tree: Path, tmp_path: Path) -> None:
-    elsewhere = trees.write_patch(tmp_path / "my.patch", project.patch.read_bytes())
-    project.patch.unlink()
+def test_parts_that_do_not_belong_together(project: Project, tree: Path, small_patch: Patch) -> None:
+    """A fix that was made for other hooks; and one that undoes a hook."""
+    before = snapshot(tree)
+    hooks = small_patch.hooks.replace(b"# first", b"# other")
+    trees.write_patch(project.fixes, small_patch.package)
+    refused(project.apply("--repo", tree), 3, "contradict each other")
+    other = hashlib.sha1(b"other").hexdigest().encode()
+    actor = small_patch.fixes.partition(b"index ")[2][:40]
+    trees.write_patch(project.fixes, small_patch.fixes.replace(actor, other))
+    refused(project.apply("--repo", tree), 3, "do not belong together", ACTOR)
+    trees.write_patch(project.fixes, small_patch.fixes)
+    trees.write_patch(project.hooks, hooks)
+    refused(project.apply("--repo", tree), 3, "contradicts itself", ACTOR)
+    assert snapshot(tree) == before
+
+
+def test_a_target_may_have_no_fixes(project: Project, tree: Path) -> None:
+    trees.write_patch(project.fixes, b"")
+    assert project.apply("--repo", tree).returncode == 0
+    assert "# first" in (tree / ACTOR).read_text() and "# last" not in (tree / ACTOR).read_text()
+    assert project.apply("--repo", tree, "--check").returncode == 10
+
+
+def test_a_patch_in_one_file(project: Project, tree: Path, small_patch: Patch, tmp_path: Path) -> None:
+    given = trees.write_patch(tmp_path / "my.patch", small_patch.whole)
+    checksum = Path(f"{given}.sha256")
+    sha256 = hashlib.sha256(small_patch.whole).hexdigest()
+    command = ["--repo", tree, "--patch-file", given]
+    for part in project.parts("0.7.0"):
+        part.unlink()
     refused(project.apply("--repo", tree), 3, "cannot be read")
     refused(project.apply("--repo", tree, "--patch-file", tmp_path), 3, "cannot be read")
-    assert project.apply("--repo", tree, "--patch-file", elsewhere).returncode == 0
+    assert project.apply(*command, "--check").returncode == 0
+    checksum.unlink()
+    refused(project.apply(*command), 3, "SHA-256 is required")
+    refused(project.apply(*command, "--patch-sha256", "0" * 64), 3, "not the required")
+    checksum.write_text("no checksum\n")
+    refused(project.apply(*command), 3, "does not hold one SHA-256")
+    assert project.apply(*command, "--check", "--patch-sha256", sha256.upper()).returncode == 0
+    checksum.write_text(f"{'1' * 64}  other\n{sha256}  my.patch\n")
+    assert project.apply(*command).returncode == 0
+    assert snapshot(tree) == expected(tmp_path)
 
 
 def test_usage(project: Project, tree: Path) -> None:
@@ -506,6 +548,8 @@ def test_usage(project: Project, tree: Path) -> None:
         ["--repo", ""],
         ["--repo", tree, "--check", "--reverse"],
         ["--repo", tree, "--patch-sha256", "12"],
+        ["--repo", tree, "--patch-sha256", "0" * 64],
+        ["--repo", tree, "--sha256-file", tree],
         ["--repo", tree, "--patch-url", "https://example.org/x"],
         ["--repo", tree, "--patch-url", ""],
         ["--repo", tree, "extra"],
@@ -519,7 +563,7 @@ def test_usage(project: Project, tree: Path) -> None:
 def test_closed_output(project: Project, tree: Path) -> None:
     script = project.place / "apply_patch.py"
     for stream in (">&-", "2>&-", ">&- 2>&-"):
-        for arguments, code in (("", 0), ("--check", 10), ("--reverse", 0), ("--patch-sha256 " + "0" * 64, 3)):
+        for arguments, code in (("", 0), ("--check", 10), ("--reverse", 0), ("--patch-file /", 3)):
             command = f'exec "{sys.executable}" "{script}" --repo "{tree}" {arguments} {stream}'
             done = trees.run("bash", "-c", command)
             assert done.returncode == code and "Traceback" not in done.stderr, (command, done)
@@ -577,12 +621,12 @@ OUTSIDE = [
         pytest.param(lambda data: data + b"diff --git\n", "damaged", id="header cut off"),
     ],
 )
-def test_bad_patch(project: Project, tree: Path, change, words: str) -> None:
-    trees.write_patch(project.patch, change(project.patch.read_bytes()))
-    before = snapshot(tree.parent / "tree")
-    refused(project.apply("--repo", tree), 3, words)
-    refused(project.apply("--repo", tree, "--check", "--force"), 3, words)
-    assert snapshot(tree.parent / "tree") == before
+def test_bad_patch(project: Project, tree: Path, small_patch: Patch, tmp_path: Path, change, words: str) -> None:
+    given = trees.write_patch(tmp_path / "bad.patch", change(small_patch.whole))
+    before = snapshot(tree)
+    refused(project.apply("--repo", tree, "--patch-file", given), 3, words)
+    refused(project.apply("--repo", tree, "--patch-file", given, "--check", "--force"), 3, words)
+    assert snapshot(tree) == before
 
 
 GOOD_PIN = f"VERSION=0.7.0\nWHEEL_SHA256={'0' * 64}\n"
@@ -610,10 +654,10 @@ def test_malformed_pin(project: Project, tree: Path, text: str | None) -> None:
 # Downloads
 
 
-def test_patch_url(project: Project, tree: Path, tmp_path: Path) -> None:
-    data = project.patch.read_bytes()
+def test_patch_url(project: Project, tree: Path, small_patch: Patch) -> None:
+    data = small_patch.whole
     sha256 = hashlib.sha256(data).hexdigest()
-    project.patch.unlink()
+    project.hooks.unlink()
     moved = reply(b"", "302 Found", "Location: /g.patch")
     with web_server_for(data) as url, trees.web_server({"/moved": moved, "/g.patch": reply(data)}) as second:
         check = ["--repo", tree, "--check"]
@@ -717,7 +761,8 @@ def test_redirect_from_https_is_not_downgraded() -> None:
     assert redirect(request, None, 302, "Found", {}, "https://example.org/y").full_url == "https://example.org/y"
 
 
-# Interruption: the small patch makes seven steps, one for each file, after the journal's own os.replace
+# Interruption: the small patch makes seven steps, after the journal's own os.replace: four new files,
+# then changes of two, then a removal
 
 
 @pytest.mark.parametrize("call", [("replace", number) for number in range(1, 8)] + [("fsync", 3), ("unlink", 1)])
@@ -744,7 +789,7 @@ def test_killed_while_reversing(project: Project, tree: Path, number: int) -> No
 
 def test_killed_again_while_recovering(project: Project, tree: Path, tmp_path: Path) -> None:
     kill = "os.kill(os.getpid(), signal.SIGKILL)"
-    assert project.apply_with(at_call("replace", 4, kill), "--repo", tree).returncode == -9
+    assert project.apply_with(at_call("replace", 7, kill), "--repo", tree).returncode == -9
     assert project.apply_with(at_call("replace", 1, kill), "--repo", tree).returncode == -9
     assert project.apply("--repo", tree).returncode == 0
     assert snapshot(tree) == expected(tmp_path)
@@ -765,7 +810,7 @@ def test_lying_disk_is_noticed(project: Project, tree: Path) -> None:
 
 
 def test_failed_roll_back_keeps_the_journal(project: Project, tree: Path, tmp_path: Path) -> None:
-    fault = at_call("replace", 3, "pass").replace("count == 3", "count >= 3")
+    fault = at_call("replace", 7, "pass").replace("count == 7", "count >= 7")
     fault = fault.replace("pass", "raise OSError(5, 'Input/output error')")
     refused(project.apply_with(fault, "--repo", tree), 4, "could not be put back")
     assert project.apply("--repo", tree).returncode == 0
@@ -876,10 +921,10 @@ def test_journal_does_not_lead_outside_or_over_edits(project: Project, tree: Pat
 
 
 @pytest.mark.parametrize("locked", ["verl", "verl/workers/actor", ACTOR])
-def test_unwritable(project: Project, locked: str) -> None:
+def test_unwritable(small_patch: Patch, locked: str) -> None:
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o755)
-        public = Project(Path(place) / "project", project.patch.read_bytes())
+        public = Project(Path(place) / "project", small_patch)
         tree = trees.copy_base(Path(place) / "tree")
         drop = ""
         if os.geteuid() == 0:
@@ -901,12 +946,12 @@ def test_unwritable(project: Project, locked: str) -> None:
 
 
 @pytest.mark.parametrize("unchecked", [True, False])
-def test_byte_code_that_cannot_be_removed(project: Project, unchecked: bool) -> None:
+def test_byte_code_that_cannot_be_removed(small_patch: Patch, unchecked: bool) -> None:
     """It is in the way only if Python would run it without a look at the source."""
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH if unchecked else None
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o755)
-        public = Project(Path(place) / "project", project.patch.read_bytes())
+        public = Project(Path(place) / "project", small_patch)
         tree = trees.copy_base(Path(place) / "tree")
         cache = Path(py_compile.compile(str(tree / ACTOR), invalidation_mode=mode)).parent
         drop = ""
@@ -935,15 +980,17 @@ def test_the_real_patch(base_tree: Path, tmp_path: Path) -> None:
     done = trees.run(*command)
     assert done.returncode == 0, done.stderr
     assert f"(verl {trees.TARGET}, " in done.stdout
-    patches = apply_patch.parse_patch((trees.ROOT / "patches" / trees.TARGET / "gradloc.patch").read_bytes())
-    assert {patch.path.partition("/")[0] for patch in patches} == {"verl"}
-    for patch in patches:
+    (target,) = apply_patch.narrowed(apply_patch.read_targets(), trees.TARGET)
+    for patch in apply_patch.load_target(target):
         path = tree / patch.path
         assert apply_patch.blob_hash(path.read_bytes() if path.exists() else None) == patch.new
     by_git = trees.copy_base(tmp_path / "by_git", files=None)
     trees.git(by_git, "init", "-q")
-    trees.git(by_git, "apply", str(trees.ROOT / "patches" / trees.TARGET / "gradloc.patch"))
+    parts = [str(part) for part in target.parts]
+    trees.git(by_git, "apply", "--whitespace=error-all", *parts)
     assert snapshot(tree) == snapshot(by_git)
     assert trees.run(*command, "--check").returncode == 10
     assert trees.run(*command, "--reverse").returncode == 0
     assert snapshot(tree) == before
+    trees.git(by_git, "apply", "-R", *reversed(parts))
+    assert snapshot(by_git) == before

@@ -294,7 +294,8 @@ def test_what_is_on_the_command_line() -> None:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """What the set-up reads, and a `python3.11` that only notes what it is asked for."""
-    for name in ("embedded/prepare.py", "embedded/requirements-no-deps.txt", "patches/0.7.0/gradloc.patch"):
+    patches = ("package.patch", "0.7.0/hooks.patch", "0.7.0/fixes.patch")
+    for name in ("embedded/prepare.py", "embedded/requirements-no-deps.txt", *(f"patches/{part}" for part in patches)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "embedded/requirements-0.7.0.txt").write_text("torch==2\nverl==0.7.0\n")
@@ -351,8 +352,9 @@ def test_the_virtual_environment_is_made_once_and_patched_when_the_patch_changes
     assert made() == VENV + INSTALLS + PATCHES
     assert not (project / "site/verl").exists()
     assert made() == []
-    (project / "patches/0.7.0/gradloc.patch").write_text("another")
-    assert made() == PATCHES
+    for part in ("package.patch", "0.7.0/hooks.patch", "0.7.0/fixes.patch"):
+        (project / "patches" / part).write_text("another")
+        assert made() == PATCHES
     (project / "embedded/requirements-no-deps.txt").write_text("another")
     assert made() == VENV + INSTALLS + PATCHES
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -56,7 +55,7 @@ def state(project: Project, checkout: Path) -> list[dict[str, tuple[int, bytes]]
 def test_first_generation(made: tuple[Project, Path], source: Path, tmp_path: Path) -> None:
     project, checkout = made
     assert (project.place / "gradloc/__init__.py").read_text() == "x = 1\n"
-    assert b"__pycache__" not in project.patch.read_bytes()
+    assert b"__pycache__" not in project.text()
     assert project.make("--check", "--base-tree", source).returncode == 0
     # The patch leads from the base to what was edited, and a new checkout starts there.
     assert project.apply("--repo", source).returncode == 0
@@ -73,7 +72,7 @@ def test_first_generation(made: tuple[Project, Path], source: Path, tmp_path: Pa
 
 def test_same_bytes_whatever_the_settings(made: tuple[Project, Path], tmp_path: Path) -> None:
     project, checkout = made
-    wanted = project.patch.read_bytes()
+    wanted = project.text()
     home = tmp_path / "home"
     home.mkdir()
     (home / "attributes").write_text("*.py -diff eol=crlf\n")
@@ -96,23 +95,23 @@ def test_same_bytes_whatever_the_settings(made: tuple[Project, Path], tmp_path: 
     trees.git(checkout, "config", "diff.context", "0")
     done = project.make("--repo", checkout, **hostile)
     assert done.returncode == 0, done.stderr
-    assert project.patch.read_bytes() == wanted
+    assert project.text() == wanted
     # Committed, partly committed and packed edits give the same.
     trees.git(checkout, "add", "-f", NEW)
     trees.git(checkout, "commit", "-q", "-m", "one file")
     assert project.make("--repo", checkout).returncode == 0
-    assert project.patch.read_bytes() == wanted
+    assert project.text() == wanted
     (checkout / ".git/info/exclude").write_text("__pycache__/\n")
     (checkout / ".git/info/attributes").unlink()
     trees.git(checkout, "add", "-A")
     trees.git(checkout, "commit", "-q", "-m", "the rest")
     trees.git(checkout, "gc", "-q")
     assert project.make("--repo", checkout).returncode == 0
-    assert project.patch.read_bytes() == wanted
+    assert project.text() == wanted
     done = project.make("--init", tmp_path / "again", "--base", checkout, **hostile)
     assert done.returncode == 0, done.stderr
     assert project.make("--repo", tmp_path / "again", **hostile).returncode == 0
-    assert project.patch.read_bytes() == wanted
+    assert project.text() == wanted
 
 
 def test_attributes_change_no_byte(source: Path, tmp_path: Path) -> None:
@@ -129,12 +128,12 @@ def test_attributes_change_no_byte(source: Path, tmp_path: Path) -> None:
     hostile = tmp_path / "hostile"
     hostile.mkdir()
     (hostile / ".gitattributes").write_text(attributes)
-    wanted = plain.patch.read_bytes()
+    wanted = plain.text()
     (checkout / ".git/info/attributes").unlink(missing_ok=True)
     for place in (hostile, checkout):
         done = plain.make("--repo", checkout, cwd=place)
         assert done.returncode == 0, done.stderr
-        assert plain.patch.read_bytes() == wanted
+        assert plain.text() == wanted
         done = plain.make("--check", "--base-tree", source, cwd=place)
         assert done.returncode == 0, done.stderr
     clone = tmp_path / "clone"
@@ -282,7 +281,7 @@ def test_package_is_taken_from_the_side_that_changed(made: tuple[Project, Path])
     for side in (ours, theirs):
         assert (side / "a.py").read_text() == "a = 2\n" and (side / "__init__.py").read_text() == "x = 2\n"
         assert not (side / "b.py").exists()
-    assert b"+a = 2" in project.patch.read_bytes() and b"b.py" not in project.patch.read_bytes()
+    assert b"+a = 2" in project.text() and b"b.py" not in project.text()
 
 
 def test_folders_of_the_package(made: tuple[Project, Path], source: Path, tmp_path: Path) -> None:
@@ -302,13 +301,15 @@ def test_folders_of_the_package(made: tuple[Project, Path], source: Path, tmp_pa
     modules = ["__init__.py", "measure/deep/probe.py", "search/__init__.py"]
     assert files(ours) == sorted([*modules, "README.md", "search/README.md"])
     assert files(theirs) == sorted([*modules, "measure/deep/README.md"])
-    assert b"README" not in project.patch.read_bytes()
+    assert b"README" not in project.text()
     assert check(project, source).returncode == 0
     # Nor is a committed one.
     trees.git(checkout, "add", "-A", "verl")
     trees.git(checkout, "commit", "-q", "-m", "all")
+    release = ["--release", "0.7.0", "--base-tree", source, "--output", tmp_path / "y.patch"]
+    assert project.make(*release).returncode == 0
     assert project.make("--repo", checkout, "--head", "HEAD", "--output", tmp_path / "x.patch").returncode == 0
-    assert (tmp_path / "x.patch").read_bytes() == project.patch.read_bytes()
+    assert (tmp_path / "x.patch").read_bytes() == (tmp_path / "y.patch").read_bytes()
     before = snapshot(source)
     assert project.apply("--repo", source).returncode == 0
     assert files(source / PACKAGE) == modules
@@ -325,24 +326,23 @@ def test_folders_of_the_package(made: tuple[Project, Path], source: Path, tmp_pa
     assert files(theirs) == ["__init__.py"] and not (theirs / "measure").exists()
 
 
-# Rewards: new files, and one that replaces verl's
+# Rewards: new files beside verl's
 
 SCORES = "verl/utils/reward_score"
 
 
 @pytest.fixture
 def rewarded(source: Path, tmp_path: Path) -> tuple[Project, Path]:
-    """As made, with a hook, a new file and a replaced file among verl's rewards."""
+    """As made, with a hook and two new files among verl's rewards."""
     (source / SCORES).mkdir()
-    for name in ("__init__", "math_verify"):
-        (source / SCORES / f"{name}.py").write_text(f"# verl's {name}\n")
+    (source / SCORES / "__init__.py").write_text("# verl's __init__\n")
     project, checkout = Project(tmp_path / "project", None), tmp_path / "checkout"
     assert project.make("--init", checkout, "--base", source).returncode == 0
     edit(checkout)
     (checkout / SCORES / "__init__.py").write_text("# verl's __init__\n# a hook\n")
     assert project.make("--repo", checkout).returncode == 0
     assert not (project.place / "rewards").exists()
-    (checkout / SCORES / "math_verify.py").write_text("# verl's math_verify\n\nours = 1\n")
+    (checkout / SCORES / "ours.py").write_text("ours = 1\n")
     (checkout / SCORES / "new.py").write_text("new = 1\n")
     done = project.make("--repo", checkout)
     assert done.returncode == 0, done.stderr
@@ -352,56 +352,43 @@ def rewarded(source: Path, tmp_path: Path) -> tuple[Project, Path]:
 def test_rewards_have_their_sources_in_the_project(rewarded: tuple[Project, Path], source: Path) -> None:
     project, checkout = rewarded
     ours, theirs = project.place / "rewards", checkout / SCORES
-    assert sorted(path.name for path in ours.iterdir()) == ["math_verify.py", "new.py"]
-    for name in ("math_verify.py", "new.py"):
+    assert sorted(path.name for path in ours.iterdir()) == ["new.py", "ours.py"]
+    for name in ("ours.py", "new.py"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
     assert check(project, source).returncode == 0
-    (ours / "math_verify.py").write_text("ours = 2\n")
+    (ours / "ours.py").write_text("ours = 2\n")
     (ours / "README.md").write_text("What is here.\n")
     (theirs / "new.py").write_text("new = 2\n")
-    refused(check(project, source), 1, f"{SCORES}/math_verify.py differ")
+    refused(check(project, source), 1, f"{SCORES}/ours.py differ")
     assert project.make("--repo", checkout).returncode == 0
     for side in (ours, theirs):
-        assert (side / "math_verify.py").read_text() == "ours = 2\n" and (side / "new.py").read_text() == "new = 2\n"
+        assert (side / "ours.py").read_text() == "ours = 2\n" and (side / "new.py").read_text() == "new = 2\n"
     assert not (theirs / "README.md").exists() and (theirs / "__init__.py").read_text().endswith("# a hook\n")
     assert check(project, source).returncode == 0
     assert project.apply("--repo", source).returncode == 0
-    assert (source / SCORES / "math_verify.py").read_text() == "ours = 2\n"
+    assert (source / SCORES / "ours.py").read_text() == "ours = 2\n"
 
 
 def test_a_reward_changed_on_both_sides(rewarded: tuple[Project, Path]) -> None:
     project, checkout = rewarded
-    (project.place / "rewards/math_verify.py").write_text("ours = 2\n")
-    (checkout / SCORES / "math_verify.py").write_text("ours = 3\n")
+    (project.place / "rewards/ours.py").write_text("ours = 2\n")
+    (checkout / SCORES / "ours.py").write_text("ours = 3\n")
     (checkout / NEW).write_text("x = 2\n")
     before = state(project, checkout)
-    refused(project.make("--repo", checkout), 3, "changed both in rewards/", "math_verify.py")
+    refused(project.make("--repo", checkout), 3, "changed both in rewards/", "ours.py")
     assert state(project, checkout) == before
 
 
-@pytest.mark.parametrize("side", ["project", "checkout"])
-def test_without_our_reward_it_is_verls(rewarded: tuple[Project, Path], source: Path, side: str) -> None:
-    project, checkout = rewarded
-    if side == "project":
-        (project.place / "rewards/math_verify.py").unlink()
-    else:
-        (checkout / SCORES / "math_verify.py").write_text("# verl's math_verify\n")
-    assert project.make("--repo", checkout).returncode == 0
-    assert not (project.place / "rewards/math_verify.py").exists()
-    assert (checkout / SCORES / "math_verify.py").read_text() == "# verl's math_verify\n"
-    assert b"math_verify" not in project.patch.read_bytes()
-    assert check(project, source).returncode == 0
-
-
 def test_a_checkout_whose_hooks_are_gone(rewarded: tuple[Project, Path]) -> None:
-    """As after `git checkout .`, which leaves the package's new files, and gives verl its own math_verify back."""
+    """As after `git checkout .`, which leaves the package's new files."""
     project, checkout = rewarded
     trees.git(checkout, "checkout", "-q", "--", ".")
     before = state(project, checkout)
     refused(project.make("--repo", checkout), 3, "edits of verl's own files are gone", "--force")
     assert state(project, checkout) == before
+    refused(project.make("--repo", checkout, "--fixes"), 3, "edits of verl's own files are gone", "--force")
     assert project.make("--repo", checkout, "--force").returncode == 0
-    assert before != state(project, checkout)
+    assert project.hooks.read_bytes() == b"" != project.package.read_bytes()
 
 
 def test_what_rewards_may_not_hold(rewarded: tuple[Project, Path], source: Path) -> None:
@@ -486,7 +473,7 @@ def test_edits_of_both_forms_of_a_page_come_together(paged: tuple[Project, Path]
     (ours / "page.css").write_text("p { color: red }\n")
     shutil.rmtree(module.parent)
     assert project.make("--repo", checkout).returncode == 0
-    assert not ours.exists() and b"page_files" not in project.patch.read_bytes()
+    assert not ours.exists() and b"page_files" not in project.text()
 
 
 @pytest.mark.parametrize(
@@ -522,26 +509,139 @@ def test_page_modules_that_are_refused(paged: tuple[Project, Path]) -> None:
     refused(project.make("--repo", checkout), 3, "report/page.css", "edit it in page_files.py")
 
 
-# Hooks
+# Hooks and fixes
 
 
-def test_hooks_for_reading(rewarded: tuple[Project, Path], source: Path) -> None:
+def test_hooks_are_a_patch_of_verls_own_files(rewarded: tuple[Project, Path], source: Path) -> None:
     project, checkout = rewarded
-    hooks = project.patch.with_name("hooks.patch")
-    text = hooks.read_text()
-    assert text.count("diff --git ") == 3
+    text = project.hooks.read_text()
+    assert text.startswith("diff --git ") and text.count("diff --git ") == 3
     for name in (ACTOR, DELETED, f"{SCORES}/__init__.py"):
         assert f"diff --git a/{name} b/{name}\n" in text
-    refused(project.apply("--repo", source, "--patch-file", hooks, "--patch-sha256", "0" * 64), 3)
-    sha256 = hashlib.sha256(hooks.read_bytes()).hexdigest()
-    refused(project.apply("--repo", source, "--patch-file", hooks, "--patch-sha256", sha256), 3, "does not start with")
-    hooks.write_text(text + "x\n")
+    assert "new file mode" not in text and project.package.read_text().count("new file mode") == 3
+    project.hooks.write_text(text + "x\n")
     refused(check(project, source), 1, "hooks.patch")
-    hooks.unlink()
-    refused(check(project, source), 1, "hooks.patch")
+    project.hooks.unlink()
+    refused(check(project, source), 1, "hooks.patch is missing")
     assert project.make("--repo", checkout).returncode == 0
-    assert hooks.read_text() == text
+    assert project.hooks.read_text() == text
     assert check(project, source).returncode == 0
+
+
+@pytest.fixture
+def fixed(made: tuple[Project, Path]) -> tuple[Project, Path]:
+    """As made, with a fix in a file that has a hook and one in a file that has none."""
+    project, checkout = made
+    before = project.hooks.read_bytes()
+    change(checkout / ACTOR, "import os\n", "import os  # fixed\n")
+    change(checkout / ALGOS, "import numpy", "# fixed\nimport numpy")
+    done = project.make("--repo", checkout, "--fixes")
+    assert done.returncode == 0, done.stderr
+    assert project.hooks.read_bytes() == before
+    return project, checkout
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+
+
+def test_an_edit_is_a_hook_unless_it_is_said_to_be_a_fix(fixed: tuple[Project, Path], source: Path) -> None:
+    project, checkout = fixed
+    fixes = project.fixes.read_text()
+    assert ACTOR in fixes and ALGOS in fixes and "+import os  # fixed" in fixes and "# last" not in fixes
+    before = state(project, checkout)
+    for _ in range(2):
+        assert project.make("--repo", checkout).returncode == 0
+        assert state(project, checkout) == before
+    # Edits beside a fix are hooks, in whichever file; the fix is moved, but the same.
+    (checkout / ACTOR).write_text("# first\n" + (checkout / ACTOR).read_text())
+    (checkout / ALGOS).write_text((checkout / ALGOS).read_text() + "# a hook, too\n")
+    done = project.make("--repo", checkout)
+    assert done.returncode == 0, done.stderr
+    hooks = project.hooks.read_text()
+    assert "+# first" in hooks and "+# a hook, too" in hooks and "fixed" not in hooks
+    lines = [line for line in fixes.splitlines() if line[:1] in "+-"]
+    assert [line for line in project.fixes.read_text().splitlines() if line[:1] in "+-"] == lines
+    assert check(project, source).returncode == 0
+    # The fixes are made on the hooks.
+    assert project.apply("--repo", source).returncode == 0
+    shutil.rmtree(checkout / PACKAGE / "__pycache__")
+    assert snapshot(source) == snapshot(checkout)
+
+
+def test_an_edit_of_a_fix_has_to_be_said_to_be_one(fixed: tuple[Project, Path], source: Path) -> None:
+    project, checkout = fixed
+    hooks = project.hooks.read_bytes()
+    change(checkout / ACTOR, "import os  # fixed\n", "import os  # fixed again\n")
+    before = state(project, checkout)
+    refused(project.make("--repo", checkout), 3, ACTOR, "cannot be told from the fix", "--fixes")
+    assert state(project, checkout) == before
+    assert project.make("--repo", checkout, "--fixes").returncode == 0
+    assert b"+import os  # fixed again" in project.fixes.read_bytes() and project.hooks.read_bytes() == hooks
+    assert check(project, source).returncode == 0
+    # A fix that is taken out as a whole leaves the patch either way.
+    change(checkout / ACTOR, "import os  # fixed again\n", "import os\n")
+    assert project.make("--repo", checkout).returncode == 0
+    assert ACTOR.encode() not in project.fixes.read_bytes() and ALGOS.encode() in project.fixes.read_bytes()
+    change(checkout / ALGOS, "# fixed\nimport numpy", "import numpy")
+    assert project.make("--repo", checkout, "--fixes").returncode == 0
+    assert project.fixes.read_bytes() == b"" and project.hooks.read_bytes() == hooks
+    assert check(project, source).returncode == 0
+    assert project.apply("--repo", source).returncode == 0
+
+
+def test_fixes_of_another_base_are_not_guessed(fixed: tuple[Project, Path]) -> None:
+    project, checkout = fixed
+    shutil.rmtree(checkout / ".git/gradloc")
+    trees.write_patch(project.fixes, project.fixes.read_bytes().replace(b"-import os\n", b"-import sys\n"))
+    before = state(project, checkout)
+    refused(project.make("--repo", checkout), 3, "do not apply to this base", "make them again")
+    assert state(project, checkout) == before
+
+
+def test_a_release_is_the_patch_in_one_file(fixed: tuple[Project, Path], source: Path, tmp_path: Path) -> None:
+    project, checkout = fixed
+    output = tmp_path / "one.patch"
+    done = project.make("--release", "0.7.0", "--base-tree", source, "--output", output)
+    assert done.returncode == 0, done.stderr
+    assert output.read_bytes().count(f"diff --git a/{ACTOR}".encode()) == 1
+    shutil.copytree(source, project.place / "build/0.7.0/base")
+    assert project.make("--release", "0.7.0").returncode == 0
+    assert (project.place / "build/gradloc-0.7.0.patch").read_bytes() == output.read_bytes()
+    before = snapshot(source)
+    assert project.apply("--repo", source, "--patch-file", output).returncode == 0
+    shutil.rmtree(checkout / PACKAGE / "__pycache__")
+    assert snapshot(source) == snapshot(checkout)
+    assert project.apply("--repo", source, "--check").returncode == 10
+    assert project.apply("--repo", source, "--reverse").returncode == 0
+    assert snapshot(source) == before
+    refused(project.make("--release", "0.7.5"), 3, "no patch for verl 0.7.5")
+    project.fixes.write_bytes(b"damaged\n")
+    refused(project.make("--release", "0.7.0"), 3, "fixes.patch has SHA-256")
+
+
+def test_the_package_needs_no_checkout(made: tuple[Project, Path], source: Path) -> None:
+    project, checkout = made
+    (project.place / "gradloc/__init__.py").write_text("x = 2\n")
+    (project.place / "gradloc/deep").mkdir()
+    (project.place / "gradloc/deep/a.py").write_text("a = 1\n")
+    (checkout / PACKAGE / "b.py").write_text("b = 1\n")
+    hooks = project.hooks.read_bytes()
+    assert project.make("--sources").returncode == 0
+    assert b"+x = 2" in project.package.read_bytes() and project.hooks.read_bytes() == hooks
+    assert check(project, source).returncode == 0
+    # A checkout that was made before takes what is new, and gives what is its own.
+    assert project.make("--repo", checkout).returncode == 0
+    for side in (project.place / "gradloc", checkout / PACKAGE):
+        assert (side / "__init__.py").read_text() == "x = 2\n"
+        assert (side / "deep/a.py").exists() and (side / "b.py").exists()
+    assert check(project, source).returncode == 0
+    (project.place / "gradloc/bad.py").write_text("x = (\n")
+    before = state(project, checkout)
+    refused(project.make("--sources"), 3, "Python cannot compile")
+    assert state(project, checkout) == before
 
 
 @pytest.mark.parametrize("ours", ["x = 2\n", None])
@@ -578,21 +678,23 @@ def test_stale_checkout_does_not_undo_the_work_of_another(made: tuple[Project, P
     refused(project.make("--repo", checkout), 3, "would be lost")
     assert state(project, checkout) == before
     assert project.make("--repo", checkout, "--force").returncode == 0
-    assert ALGOS.encode() not in project.patch.read_bytes()
+    assert ALGOS.encode() not in project.text()
 
 
 def test_interrupted_regeneration_is_repeated(made: tuple[Project, Path]) -> None:
     """The state after a kill between the two files: a new patch beside an old checksum."""
     project, checkout = made
     (checkout / NEW).write_text("x = 2\n")
-    checksum = Path(f"{project.patch}.sha256")
+    (checkout / ACTOR).write_text((checkout / ACTOR).read_text() + "# more\n")
+    checksum = Path(f"{project.hooks}.sha256")
     old = checksum.read_bytes()
-    record = checkout / ".git/gradloc-patch.sha256"
-    recorded = record.read_bytes()
+    notes = checkout / ".git/gradloc"
+    noted = {file: file.read_bytes() for file in notes.iterdir()}
     assert project.make("--repo", checkout).returncode == 0
     wanted = state(project, checkout)
     checksum.write_bytes(old)
-    record.write_bytes(recorded)
+    for file, content in noted.items():
+        file.write_bytes(content)
     assert project.make("--repo", checkout).returncode == 0
     assert state(project, checkout) == wanted
 
@@ -627,7 +729,8 @@ def test_base_head_and_output(made: tuple[Project, Path], tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert ALGOS in output.read_text() and ACTOR not in output.read_text()
     assert project.make("--repo", checkout, "--head", "HEAD", "--output", output).returncode == 0
-    assert output.read_bytes() == project.patch.read_bytes()
+    sections = [f"diff --git {part}" for part in project.text().decode().split("diff --git ")[1:]]
+    assert sorted(f"diff --git {part}" for part in output.read_text().split("diff --git ")[1:]) == sorted(sections)
     assert Path(f"{output}.sha256").read_text().split()[1] == "out.patch"
     assert state(project, checkout) == before
     assert project.make("--repo", checkout, "--head", "HEAD").returncode == 0
@@ -640,7 +743,7 @@ def test_base_head_and_output(made: tuple[Project, Path], tmp_path: Path) -> Non
 
 def test_a_patch_that_would_not_be_taken_is_not_written(made: tuple[Project, Path]) -> None:
     project, checkout = made
-    before = project.patch.read_bytes()
+    before = project.text()
     (checkout / "verl/a#b.py").write_text("x = 1\n")
     refused(project.make("--repo", checkout), 3, "apply_patch.py would not take the patch", "verl/a#b.py")
     (checkout / "verl/a#b.py").unlink()
@@ -651,16 +754,16 @@ def test_a_patch_that_would_not_be_taken_is_not_written(made: tuple[Project, Pat
     (checkout / ALGOS).write_text(code + "  if True:\n")
     refused(project.make("--repo", checkout), 3, f"Python cannot compile {ALGOS}: unindent does not match")
     (checkout / ALGOS).write_text(code)
-    assert project.patch.read_bytes() == before
+    assert project.text() == before
 
 
 def test_what_editors_and_tools_leave_is_no_edit(made: tuple[Project, Path]) -> None:
     project, checkout = made
-    before = project.patch.read_bytes()
+    before = project.text()
     for name in ("protocol.py.orig", "protocol.py.rej", ".protocol.py.swp", "protocol.py~"):
         (checkout / "verl" / name).write_text("left\n")
     assert project.make("--repo", checkout).returncode == 0
-    assert project.patch.read_bytes() == before
+    assert project.text() == before
 
 
 def test_a_newer_base_with_a_conflict(made: tuple[Project, Path], tmp_path: Path) -> None:
@@ -674,7 +777,8 @@ def test_a_newer_base_with_a_conflict(made: tuple[Project, Path], tmp_path: Path
     project.pin(trees.commit_all(newer))
     trees.git(newer, "tag", "gradloc-base")
     shutil.copytree(newer, tmp_path / "unpatched")
-    conflict = trees.run("git", "-C", newer, "apply", "--3way", project.patch)
+    conflict = trees.run("git", "-C", newer, "apply", "--3way", project.hooks)
+    assert trees.run("git", "-C", newer, "apply", project.package).returncode == 0
     assert conflict.returncode == 1 and "<<<<<<<" in actor.read_text()
     actor.write_text(theirs + "# last\n")
     package = snapshot(project.place / "gradloc")
@@ -738,6 +842,10 @@ def test_usage(made: tuple[Project, Path]) -> None:
         ["--repo", ""],
         ["--check", "--repo", checkout],
         ["--check", "--output", "x"],
+        ["--sources", "--target", "0.7.0"],
+        ["--release"],
+        ["--release", "0.7.0", "--fixes"],
+        ["--repo", checkout, "--fixes", "--output", "x"],
         ["--repo", checkout, "--base-tree", checkout],
         ["--unknown"],
         ["extra"],
@@ -797,35 +905,47 @@ def check(project: Project, source: Path):
 
 def test_check_notices(made: tuple[Project, Path], source: Path) -> None:
     project, _ = made
-    data = project.patch.read_bytes()
+    data = project.hooks.read_bytes()
     module = project.place / "gradloc/__init__.py"
     module.write_text("x = 2\n")
     refused(check(project, source), 1, "__init__.py")
     module.write_text("x = 1\n")
     (project.place / "gradloc/new.py").write_text("n = 1\n")
-    refused(check(project, source), 1, "new.py")
+    refused(check(project, source), 1, "new.py", "make_patch.sh --sources")
     (project.place / "gradloc/new.py").rename(project.place / "gradloc/notes.txt")
     refused(check(project, source), 3, "notes.txt")
     (project.place / "gradloc/notes.txt").unlink()
-    Path(f"{project.patch}.sha256").write_text(f"{'0' * 64}  gradloc.patch\n")
-    refused(check(project, source), 1, "checksum")
-    trees.write_patch(project.patch, data.replace(b"+# last", b"+# last "))
+    for part in project.parts("0.7.0"):
+        sums = Path(f"{part}.sha256")
+        right = sums.read_text()
+        sums.write_text(f"{'0' * 64}  {part.name}\n")
+        refused(check(project, source), 1, str(sums), "checksum")
+        sums.write_text(right)
+    package = project.package.read_bytes()
+    trees.write_patch(project.package, package.replace(b"100644", b"100755"))
+    refused(check(project, source), 1, "__init__.py differ")
+    trees.write_patch(project.package, package.replace(b"@@ -0,0 +1 @@", b"@@ -0,0 +1,1 @@"))
+    refused(check(project, source), 1, "package.patch says the same", "other bytes")
+    trees.write_patch(project.package, b"nonsense\n")
+    refused(check(project, source), 1, "package.patch cannot be read")
+    trees.write_patch(project.package, package)
+    trees.write_patch(project.hooks, data.replace(b"+# last", b"+# last "))
     refused(check(project, source), 1, "whitespace")
-    trees.write_patch(project.patch, data.replace(b"@@ def", b"@@ class").replace(b"@@ class", b"@@ xclass"))
+    trees.write_patch(project.hooks, data.replace(b"@@ def", b"@@ class").replace(b"@@ class", b"@@ xclass"))
     refused(check(project, source), 1, "other bytes")
-    trees.write_patch(project.patch, b"text before\n" + data)
+    trees.write_patch(project.hooks, b"text before\n" + data)
     refused(check(project, source), 1, "other bytes")
-    trees.write_patch(project.patch, b"nonsense\n")
+    trees.write_patch(project.hooks, b"nonsense\n")
     refused(check(project, source), 1, "does not apply")
     broken = data.replace(b"+# last", b"+  last")
-    trees.write_patch(project.patch, broken)
+    trees.write_patch(project.hooks, broken)
     refused(check(project, source), 1, "Python cannot compile")
-    trees.write_patch(project.patch, data)
+    trees.write_patch(project.hooks, data)
     assert check(project, source).returncode == 0
     (source / ACTOR).write_text("other\n")
     refused(check(project, source), 1, "does not apply")
     refused(check(project, project.place), 3, "--base-tree")
-    project.patch.unlink()
+    project.hooks.unlink()
     refused(check(project, source), 1, "missing")
 
 
@@ -842,6 +962,9 @@ def test_check_without_a_base(made: tuple[Project, Path], tmp_path: Path) -> Non
     refused(done, 3, "cannot be checked", "downloaded", "(ERROR: No matching distribution found)", "--base-tree")
     (project.place / "gradloc/__init__.py").write_text("x = 2\n")
     refused(project.make("--check", **failing), 1, "__init__.py")
+    (project.place / "gradloc/__init__.py").write_text("x = 1\n")
+    project.fixes.write_bytes(b"damaged\n")
+    refused(project.make("--check", **failing), 1, "fixes.patch.sha256 is not the checksum")
 
 
 @pytest.mark.parametrize("python", ["false", "/no such python", "true"])
@@ -861,11 +984,13 @@ def test_the_real_patch_is_in_sync(base_tree: Path) -> None:
 @pytest.mark.every_target
 def test_the_real_patch_comes_back_from_a_new_checkout(base_tree: Path, tmp_path: Path) -> None:
     command = ("env", f"PYTHON={sys.executable}", "bash", trees.ROOT / "make_patch.sh")
-    patches = trees.ROOT / "patches" / trees.TARGET
     done = trees.run(*command, "--init", tmp_path / "checkout", "--base", base_tree)
     assert done.returncode == 0, done.stderr
-    done = trees.run(*command, "--repo", tmp_path / "checkout", "--output", tmp_path / "gradloc.patch")
-    assert done.returncode == 0, done.stderr
-    assert b"diff --git a/verl/utils/gradloc/" not in (patches / "hooks.patch").read_bytes()
-    for name in ("gradloc.patch", "gradloc.patch.sha256"):
-        assert (tmp_path / name).read_bytes() == (patches / name).read_bytes()
+    for option, output in (["--repo", tmp_path / "checkout"], "a.patch"), (["--release", trees.TARGET], "b.patch"):
+        done = trees.run(*command, *option, "--output", tmp_path / output)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.patch").read_bytes() == (tmp_path / "b.patch").read_bytes()
+    tree = trees.copy_base(tmp_path / "tree", files=None)
+    apply = [sys.executable, trees.ROOT / "apply_patch.py", "--repo", tree]
+    assert trees.run(*apply, "--patch-file", tmp_path / "b.patch").returncode == 0
+    assert trees.run(*apply, "--check").returncode == 10

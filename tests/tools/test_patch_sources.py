@@ -13,7 +13,7 @@ import trees
 from tools.patching import page_files, patch_text, sources
 from tools.patching.sources import SOURCES, File, Files, Misplaced, Source
 
-SOURCE = Source("ours", "verl/place", frozenset({"replaced.py"}))
+SOURCE = Source("ours", "verl/place")
 
 
 def files(**blobs: str) -> Files:
@@ -21,24 +21,23 @@ def files(**blobs: str) -> Files:
     return {name.replace("__", "/").replace("_py", ".py"): File("100644", blob) for name, blob in blobs.items()}
 
 
-BASE = files(verl__place__own_py="0", verl__place__replaced_py="0", verl__other_py="0")
+BASE = files(verl__place__own_py="0", verl__other_py="0")
 
 
 def test_what_is_carried() -> None:
     edited = BASE | files(verl__place__new_py="1", verl__place__own_py="1", verl__placed_py="1", verl__new_py="1")
     assert sources.carried(edited, BASE, SOURCE) == files(new_py="1")
-    edited |= files(verl__place__replaced_py="1", verl__place__deep__a_py="2")
-    assert sources.carried(edited, BASE, SOURCE) == files(new_py="1", replaced_py="1", deep__a_py="2")
+    edited |= files(verl__place__deep__a_py="2")
+    assert sources.carried(edited, BASE, SOURCE) == files(new_py="1", deep__a_py="2")
 
 
 def test_put_is_the_inverse() -> None:
-    edited = BASE | files(verl__place__new_py="1", verl__place__own_py="1", verl__place__replaced_py="1")
+    edited = BASE | files(verl__place__new_py="1", verl__place__own_py="1")
     assert sources.put(edited, BASE, SOURCE, sources.carried(edited, BASE, SOURCE)) == edited
-    content = files(other_py="2", replaced_py="2")
+    content = files(other_py="2")
     changed = sources.put(edited, BASE, SOURCE, content)
     assert sources.carried(changed, BASE, SOURCE) == content
     assert changed["verl/place/own.py"].blob == "1", "a hook stays"
-    # Without a replacement, verl's own file is as it was.
     assert sources.put(edited, BASE, SOURCE, {}) == BASE | files(verl__place__own_py="1")
 
 
@@ -69,7 +68,7 @@ def test_a_file_where_the_other_side_has_a_folder_is_a_conflict() -> None:
     ],
 )
 def test_what_the_project_may_not_hold(name: str, mode: str, words: str) -> None:
-    fine = files(a_py="1", replaced_py="1") | {"deep/page.css": File("100644", "1")}
+    fine = files(a_py="1") | {"deep/page.css": File("100644", "1")}
     sources.check_ours(fine, BASE, SOURCE)
     with pytest.raises(Misplaced, match=f"^ours/{name} .*{words}"):
         sources.check_ours(fine | {name: File(mode, "1")}, BASE, SOURCE)
@@ -105,48 +104,16 @@ def test_pages_there_and_back() -> None:
         sources.split_pages(in_verl, blobs.__getitem__, blobs.write)
 
 
-PATCH = (trees.ROOT / "patches/0.7.0/gradloc.patch").read_bytes()
-
-
-def test_sections_are_the_patch() -> None:
-    parts = patch_text.sections(PATCH)
-    assert b"".join(parts) == PATCH and all(part.startswith(b"diff --git ") for part in parts)
-    assert len(parts) == len([line for line in PATCH.split(b"\n") if line.startswith(b"diff --git ")])
-
-
-def test_hooks_are_what_no_source_and_no_tool_makes() -> None:
-    def section(path: str, kind: str = "") -> bytes:
-        return (
-            f"diff --git a/{path} b/{path}\n{kind}index 1..2\n--- x\n+++ y\n@@ -1 +1 @@\n-a\n+new file mode \n".encode()
-        )
-
-    new = "new file mode 100644\n"
-    hooks = [
-        section("verl/a.py"),
-        section("verl/new.py", new),
-        section("verl/utils/reward_score/__init__.py"),
-        section("verl/trainer/config/actor/a.yaml"),
-    ]
-    others = [
-        section("verl/utils/gradloc/a.py", new),
-        section("verl/utils/gradloc/deep/a.py", new),
-        section("verl/utils/reward_score/math_verify.py"),
-        section("verl/utils/reward_score/ours.py", new),
-        section("verl/trainer/config/_generated_ppo_trainer.yaml"),
-    ]
-    mixed = b"".join(part for pair in itertools.zip_longest(hooks, others) for part in pair if part)
-    assert patch_text.hooks(mixed, SOURCES) == patch_text.HOOKS_PREAMBLE + b"".join(hooks)
-
-
-def test_carried_says_what_the_patch_makes() -> None:
+def test_the_package_is_the_new_files_of_the_sources() -> None:
     blobs = Blobs()
+    found = patch_text.new_files((trees.ROOT / "patches/package.patch").read_bytes(), blobs.write)
+    wanted = set()
     for source in SOURCES:
-        found = patch_text.carried(PATCH, source, blobs.write)
         folder = trees.ROOT / source.folder
-        modules = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
-        pages = {path for path in folder.rglob("*") if page_files.is_page_file(path.name)}
-        assert set(found) == modules | {str(path.with_name(page_files.MODULE).relative_to(folder)) for path in pages}
-    assert (trees.ROOT / "rewards/ps_grpo.py").read_bytes() in blobs.values()
+        pages = {path.with_name(page_files.MODULE) for path in folder.rglob("*") if page_files.is_page_file(path.name)}
+        wanted |= {f"{source.place}/{path.relative_to(folder)}" for path in {*folder.rglob("*.py"), *pages}}
+    assert set(found) == wanted
+    assert blobs[found["verl/utils/reward_score/ps_grpo.py"].blob] == (trees.ROOT / "rewards/ps_grpo.py").read_bytes()
 
 
 def test_a_line_without_an_end_is_found() -> None:

@@ -23,7 +23,9 @@ def write(file: Path, text: str, mode: int = 0o644) -> None:
 def add_target(project: Path, version: str) -> None:
     for name in (
         f"patches/{version}/PIN",
-        f"patches/{version}/gradloc.patch",
+        "patches/package.patch",
+        f"patches/{version}/hooks.patch",
+        f"patches/{version}/fixes.patch",
         f"build/{version}/base/verl/__init__.py",
     ):
         write(project / name, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from pathlib import Path
 
@@ -10,18 +9,18 @@ import pytest
 
 import apply_patch
 import trees
-from trees import ACTOR, ALGOS, DELETED, NEW, Project, refused, snapshot
+from trees import ACTOR, ALGOS, DELETED, NEW, Patch, Project, refused, snapshot
 
 BOTH = "0.7.0 and 0.7.1"
 
 
 @pytest.fixture(scope="session")
-def next_patch(base_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def next_patch(base_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Patch:
     return trees.small_patch(tmp_path_factory.mktemp("next"), "0.7.1")
 
 
 @pytest.fixture
-def two(project: Project, next_patch: bytes) -> Project:
+def two(project: Project, next_patch: Patch) -> Project:
     """A project with a second target, whose commit is not known."""
     project.add_target("0.7.1", next_patch)
     return project
@@ -112,29 +111,22 @@ def test_the_target_that_is_named_counts(two: Project, newer: Path) -> None:
 
 
 def test_only_a_named_target_has_to_be_whole(two: Project, tree: Path) -> None:
-    (two.place / "patches/0.7.1/gradloc.patch").write_text("damaged\n")
+    (two.place / "patches/0.7.1/hooks.patch").write_text("damaged\n")
     refused(two.apply("--repo", tree), 3, "SHA-256")
     said(two, "--repo", tree, "--target", "0.7.0")
 
 
-def test_a_checksum_is_that_of_one_patch(two: Project, newer: Path) -> None:
-    sha256 = hashlib.sha256((two.place / "patches/0.7.1/gradloc.patch").read_bytes()).hexdigest()
-    refused(two.apply("--repo", newer, "--patch-sha256", sha256), 2, "--target")
-    assert "(verl 0.7.1, " in said(two, "--repo", newer, "--patch-sha256", sha256, "--target", "0.7.1")
-
-
-def test_a_given_patch_is_for_whatever_it_fits(two: Project, newer: Path, next_patch: bytes, tmp_path: Path) -> None:
-    patch = trees.write_patch(tmp_path / "own.patch", next_patch)
+def test_a_given_patch_is_for_whatever_it_fits(two: Project, newer: Path, next_patch: Patch, tmp_path: Path) -> None:
+    patch = trees.write_patch(tmp_path / "own.patch", next_patch.whole)
     assert "(verl 0.7.1, " in said(two, "--repo", newer, "--check", "--patch-file", patch)
     (newer / "verl/version/version").unlink()
     said(two, "--repo", newer, "--patch-file", patch)
     said(two, "--repo", newer, "--patch-file", patch, "--reverse")
 
 
-def test_a_tree_that_fits_several_has_to_say_which_it_is(project: Project, tree: Path) -> None:
+def test_a_tree_that_fits_several_has_to_say_which_it_is(project: Project, tree: Path, small_patch: Patch) -> None:
     """Two releases may have the same files where the patch changes them."""
-    second = project.patch.read_bytes()
-    project.add_target("0.7.1", second)
+    project.add_target("0.7.1", small_patch)
     assert "(verl 0.7.0, " in said(project, "--repo", tree, "--check")
     (tree / "verl/version/version").write_text("0.7.1.dev3\n")
     assert "(verl 0.7.1, " in said(project, "--repo", tree, "--check")
@@ -177,7 +169,7 @@ def test_the_installed_version_decides(two: Project, tree: Path, newer: Path) ->
 
 
 def test_only_the_patch_for_the_installed_version_has_to_be_whole(two: Project, tree: Path, newer: Path) -> None:
-    (two.place / "patches/0.7.1/gradloc.patch").write_text("damaged\n")
+    (two.place / "patches/0.7.1/hooks.patch").write_text("damaged\n")
     refused(installed(two, newer), 3, "SHA-256")
     assert installed(two, tree).returncode == 0
 
@@ -187,13 +179,7 @@ def test_the_real_targets() -> None:
     assert [target.version for target in targets] == ["0.7.0", "0.7.1", "0.9.1"]
     assert (apply_patch.PATCHES / "DEFAULT").read_text().strip() == "0.7.0"
     for target in targets:
-        data = target.patch.read_bytes()
-        wanted = apply_patch.parse_checksum(
-            Path(f"{target.patch}.sha256").read_bytes(), "its checksum", "gradloc.patch"
-        )
-        assert hashlib.sha256(data).hexdigest() == wanted
-    package = [
-        {each.path: each.new for each in apply_patch.parse_patch(target.patch.read_bytes()) if each.old is None}
-        for target in targets
-    ]
-    assert all(files == package[0] for files in package) and NEW in package[0]
+        assert NEW in {change.path for change in apply_patch.load_target(target)}
+    sums = [Path(f"{part}.sha256") for target in targets for part in target.parts]
+    for file in sums:
+        assert trees.run("sha256sum", "-c", file.name, cwd=file.parent).returncode == 0, file

@@ -61,8 +61,8 @@ def set_up_venv(venv: Path, target: str, root: Path, environment: Mapping[str, s
         installer.install("-r", str(requirements))
         installer.install("--no-deps", "-r", str(embedded / "requirements-no-deps.txt"))
         _note(venv / "ready", wanted)
-    patch = root / "patches" / target / "gradloc.patch"
-    wanted = _hash(*_contents(patch, venv / "ready"))
+    parts = [root / "patches" / part for part in ("package.patch", f"{target}/hooks.patch", f"{target}/fixes.patch")]
+    wanted = _hash(*_contents(*parts, venv / "ready"))
     if not _is(venv / "patched", wanted):
         say("Patching verl")
         (venv / "patched").unlink(missing_ok=True)

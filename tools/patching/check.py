@@ -1,45 +1,42 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""--check: whether the patch is what the sources produce."""
+"""--check: whether the patches are what the sources produce."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import apply_patch
-from apply_patch import Target
-from tools.patching import patch_text, sources
+from apply_patch import PACKAGE, Target
+from tools.patching import parts, patch_text, sources
 from tools.patching.messages import OutOfDate, Refused, say
-from tools.patching.project import (
-    ROOT,
-    as_in_verl,
-    checksum_line,
-    hooks_file,
-    project_files,
-    read,
-    target_of,
-    work_tree,
-)
-from tools.patching.released_verl import NoWheel, fetch_wheel, unpacked
+from tools.patching.project import checksum_line, project_files, read, target_of, work_tree
+from tools.patching.released_verl import NoWheel, find_base
 from tools.patching.scratch_git import GitFailed, Scratch
 from tools.patching.sources import SOURCES, Files, Source
 
-REGENERATE = "run make_patch.sh --repo on a development checkout"
-
 
 def check(tree: Path | None, targets: list[Target], scratch: Scratch) -> None:
-    """Checks every target's patch. The tree is the base of the target that it is of; without one, see `find_base`."""
+    """Checks the package, and every target's hooks and fixes.
+
+    Args:
+        tree: the base of the target that it is of; without one, see `find_base`.
+    """
     given = given_base(tree, targets) if tree is not None else None
     ours = {source: project_files(source, scratch) for source in SOURCES}
+    check_package(ours, scratch)
     unchecked = []
     for target in targets:
+        patches = [whole(part) for part in target.parts]
         try:
-            check_target(target, tree if target == given else None, ours, scratch)
+            base_tree = tree if tree and target == given else find_base(target, scratch.folder)
         except NoWheel as error:
             unchecked.append(str(error))
+            continue
+        check_target(target, base_tree, patches, ours, scratch)
     if unchecked:
         raise Refused(
-            f"checksum, sources and hooks are right, but the rest cannot be checked: {'; '.join(unchecked)}; "
+            f"checksums and package are right, but the rest cannot be checked: {'; '.join(unchecked)}; "
             "give a tree with --base-tree"
         )
 
@@ -53,83 +50,53 @@ def given_base(tree: Path, targets: list[Target]) -> Target:
     return target
 
 
-def check_target(target: Target, tree: Path | None, ours: dict[Source, Files], scratch: Scratch) -> None:
-    """Raises NoWheel if the patch agrees with the sources, but there is no base to apply it to."""
-    patch = read(target.patch)
-    if not patch:
-        raise OutOfDate(f"{target.patch} is missing or empty; {REGENERATE}")
-    if read(Path(f"{target.patch}.sha256")) != checksum_line(patch, target.patch.name).encode():
-        raise OutOfDate(
-            f"{target.patch}.sha256 is not the checksum of the patch; regenerate both with make_patch.sh --repo"
-        )
+def whole(part: Path) -> bytes:
+    """A part of the patch, if it is there and as its checksum says."""
+    patch = read(part)
+    if patch is None:
+        way = "--sources" if part == PACKAGE else "--repo on a development checkout"
+        raise OutOfDate(f"{part} is missing; run make_patch.sh {way}")
+    if read(part.with_name(f"{part.name}.sha256")) != checksum_line(patch, part.name).encode():
+        raise OutOfDate(f"{part}.sha256 is not the checksum of the patch; regenerate both with make_patch.sh")
+    return patch
+
+
+def check_package(ours: dict[Source, Files], scratch: Scratch) -> None:
+    patch = whole(PACKAGE)
+    wanted = parts.package(ours, {}, scratch)
     try:
-        base_tree = tree or find_base(target, scratch)
-    except NoWheel:
-        check_without_base(target, patch, ours, scratch)
-        raise
+        found = patch_text.new_files(patch, scratch.write)
+    except apply_patch.Stop as stop:
+        raise OutOfDate(f"{PACKAGE} cannot be read: {stop}") from None
+    if differing := sorted(path for path in {*found, *wanted} if found.get(path) != wanted.get(path)):
+        folders = " and ".join(f"{source.folder}/" for source in SOURCES)
+        raise OutOfDate(f"{PACKAGE} is not {folders} ({' '.join(differing)} differ); run make_patch.sh --sources")
+    if parts.make_diff({}, wanted, scratch) != patch:
+        raise OutOfDate(f"{PACKAGE} says the same as the sources but in other bytes; run make_patch.sh --sources")
+
+
+def check_target(
+    target: Target, base_tree: Path, patches: list[bytes], ours: dict[Source, Files], scratch: Scratch
+) -> None:
+    """Checks that the patches apply in their order, that make_patch.sh wrote them, and that they can be taken out."""
     base = work_tree(scratch, base_tree, "verl", {})
-    try:
-        patched = scratch.apply(base, target.patch, "--whitespace=error-all")
-    except GitFailed as error:
-        raise OutOfDate(f"{target.patch} does not apply to {base_tree}: {error.lines[0]}") from None
-    if bad := sources.broken_module(patched, base, scratch.read):
-        raise OutOfDate(f"{target.patch} is broken: {bad}")
-    rebuilt = patched
-    for source, files in ours.items():
-        wanted = as_in_verl(files, base, source, scratch)
-        refuse_difference(target, sources.carried(patched, base, source), wanted, source)
-        rebuilt = sources.put(rebuilt, base, source, wanted)
-    if scratch.diff(scratch.tree(base), scratch.tree(rebuilt)) != patch:
-        raise OutOfDate(
-            f"{target.patch} says the same as the sources but in other bytes; it was not written by "
-            "make_patch.sh --repo"
-        )
-    if not reverses(target, patched, base, scratch):
-        raise OutOfDate(f"{target.patch} does not reverse to the base byte for byte")
-    check_hooks(target, patch)
-    say(f"{target.patch} is what the sources produce; it applies to verl {target.version} and reverses to it")
-
-
-def find_base(target: Target, scratch: Scratch) -> Path:
-    """The unpatched tree in build/, or the wheel's.
-
-    Raises:
-        NoWheel: if there is none, and none can be downloaded.
-    """
-    built = ROOT / "build" / target.version / "base"
-    if (built / "verl").is_dir():
-        return built
-    place = scratch.folder / "bases" / target.version
-    place.mkdir(parents=True)
-    return unpacked(fetch_wheel(target, place), place)
-
-
-def check_without_base(target: Target, patch: bytes, ours: dict[Source, Files], scratch: Scratch) -> None:
-    for source, files in ours.items():
+    parts.package(ours, base, scratch)  # refuses a file that would replace one of verl's own
+    states = [base]
+    for part, patch in zip(target.parts, patches, strict=True):
         try:
-            found = patch_text.carried(patch, source, scratch.write)
-        except apply_patch.Stop as stop:
-            raise OutOfDate(f"{target.patch} cannot be read: {stop}") from None
-        refuse_difference(target, found, as_in_verl(files, {}, source, scratch), source)
-    check_hooks(target, patch)
-
-
-def refuse_difference(target: Target, found: Files, wanted: Files, source: Source) -> None:
-    differing = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
-    if differing:
-        names = " ".join(f"{source.place}/{name}" for name in differing)
-        raise OutOfDate(
-            f"the {source.place} of {target.patch} is not {source.folder}/ ({names} differ); run make_patch.sh --repo"
-        )
-
-
-def reverses(target: Target, patched: Files, base: Files, scratch: Scratch) -> bool:
+            states.append(parts.applied(states[-1], [patch], scratch, "--whitespace=error-all"))
+        except GitFailed as error:
+            raise OutOfDate(f"{part} does not apply to {base_tree}: {error.lines[0]}") from None
+        if bad := sources.broken_module(states[-1], states[-2], scratch.read):
+            raise OutOfDate(f"{part} is broken: {bad}")
+        if scratch.diff(scratch.tree(states[-2]), scratch.tree(states[-1])) != patch:
+            raise OutOfDate(f"{part} is in other bytes than make_patch.sh --repo would write it")
+    files = states[-1]
     try:
-        return scratch.apply(patched, target.patch, "-R") == base
+        for patch in reversed(patches):
+            files = parts.applied(files, [patch], scratch, "-R")
     except GitFailed:
-        return False
-
-
-def check_hooks(target: Target, patch: bytes) -> None:
-    if read(hooks_file(target)) != patch_text.hooks(patch, SOURCES):
-        raise OutOfDate(f"{hooks_file(target)} is not the part of the patch that it should be; {REGENERATE}")
+        files = {}
+    if files != base:
+        raise OutOfDate(f"the patch for verl {target.version} does not reverse to the base byte for byte")
+    say(f"the patch for verl {target.version} is what the sources produce; it applies to that and reverses to it")

@@ -5,15 +5,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import apply_patch
 from apply_patch import Target
 from tools.patching.messages import Refused, say
-from tools.patching.project import ROOT, default_target, noted_target, read, remember, target_of
+from tools.patching.project import default_target, noted_target, read, remember, target_of
 from tools.patching.released_verl import (
     NoWheel,
     copy_verl,
@@ -44,9 +42,9 @@ def init(place: Path, base: Path | None, targets: list[Target], scratch: Path) -
     try:
         tree = partial / "tree"
         target = make_base(tree, base, targets, scratch)
-        if target.patch.is_file():
-            patch_tree(tree, target)
-        remember(tree, target, read(target.patch))
+        for part in target.parts:
+            apply_part(tree, part)
+        remember(tree / ".git", target)
         try:
             tree.rename(place)
         except OSError:
@@ -127,13 +125,9 @@ def commit(tree: Path, target: Target) -> None:
     plain_git("commit", "-q", "-m", f"verl {target.version}{upstream}", cwd=tree, also=people)
 
 
-def patch_tree(tree: Path, target: Target) -> None:
-    script = [sys.executable, "-B", str(ROOT / "apply_patch.py")]
-    command = [*script, "--target", target.version, "--repo", str(tree)]
-    done = subprocess.run([*command, "--check"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines() or [f"exit {done.returncode}"]
-        raise Refused(f"the patch does not apply to this base: {said[-1]}")
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise Refused(f"the patch could not be applied: {done.stderr.strip()}")
+def apply_part(tree: Path, part: Path) -> None:
+    if read(part) is not None and apply_patch.load_part(part):
+        try:
+            plain_git("apply", str(part), cwd=tree)
+        except GitFailed as error:
+            raise Refused(f"{part} does not apply to this base: {error.lines[0]}") from None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,15 +14,12 @@ import apply_patch
 from apply_patch import Target
 from tools.patching import sources
 from tools.patching.messages import Refused
-from tools.patching.scratch_git import GitFailed, Scratch, git, line
+from tools.patching.scratch_git import GitFailed, Scratch
 from tools.patching.sources import Files, Source
 
 ROOT = apply_patch.HERE
+NOTES = "gradloc"  # a folder in the git folder of a checkout
 DEFAULT = apply_patch.PATCHES / "DEFAULT"  # the version that is meant where nothing says which
-
-
-def hooks_file(target: Target) -> Path:
-    return target.folder / "hooks.patch"
 
 
 def pin_file(target: Target) -> Path:
@@ -46,7 +44,7 @@ def target_of(tree: Path, targets: list[Target]) -> Target | None:
 
 def noted_target(folder: Path, targets: list[Target]) -> Target | None:
     """The target that a development checkout, given by its git folder, was made for."""
-    version = (read(folder / "gradloc-target") or b"").decode("utf-8", "replace").strip()
+    version = (read(folder / NOTES / "target") or b"").decode("utf-8", "replace").strip()
     return next((target for target in targets if target.version == version), None)
 
 
@@ -107,9 +105,17 @@ def as_in_project(files: Files, source: Source, place: str, scratch: Scratch) ->
         raise Refused(f"{place}/{error}") from None
 
 
-def remember(repo: Path, target: Target, patch: bytes | None) -> None:
-    """Notes a checkout's target, and the patch that it was last brought together with."""
-    folder = Path(line(git("rev-parse", "--absolute-git-dir", cwd=repo)))
-    (folder / "gradloc-target").write_text(f"{target.version}\n")
-    if patch is not None:
-        (folder / "gradloc-patch.sha256").write_text(f"{checksum(patch)}\n")
+def remember(folder: Path, target: Target) -> None:
+    """Notes, in the git folder of a checkout, its target and the patches that it was last brought together with."""
+    notes = folder / NOTES
+    shutil.rmtree(notes, ignore_errors=True)
+    notes.mkdir()
+    for part in target.parts:
+        (notes / part.name).write_bytes(read(part) or b"")
+    (notes / "target").write_text(f"{target.version}\n")
+
+
+def remembered(folder: Path, part: Path) -> bytes | None:
+    """A part of the patch as the checkout was last brought together with it; None if there is no note of it."""
+    notes = folder / NOTES
+    return read(notes / part.name) if (notes / "target").is_file() else None

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""--repo: the patch from a development checkout and the sources."""
+"""--repo and --sources: the patches from a development checkout and the sources."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import apply_patch
-from apply_patch import Target
-from tools.patching import other_targets, patch_text, sources
+from apply_patch import PACKAGE, Target
+from tools.patching import parts, patch_text, sources
 from tools.patching.messages import Refused, say
 from tools.patching.project import (
     ROOT,
     as_in_project,
     as_in_verl,
-    checksum,
-    checksum_line,
-    hooks_file,
     new_beside,
     noted_target,
     pin_file,
     project_files,
     read,
     remember,
+    remembered,
     work_tree,
 )
 from tools.patching.released_verl import pinned_revision, refuse_sha256, release_at, revision
@@ -134,78 +131,82 @@ def locked(file: Path, place: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def regenerate(checkout: Checkout, targets: list[Target], force: bool, scratch: Scratch) -> None:
-    """Brings the sources and the checkout together, and writes its target's patch and those of the others."""
+@contextlib.contextmanager
+def locked_project(targets: list[Target]) -> Iterator[None]:
     with contextlib.ExitStack() as locks:
         for target in targets:
             locks.enter_context(locked(pin_file(target), ROOT))
-        locks.enter_context(locked(checkout.folder / "HEAD", checkout.repo))
+        yield
+
+
+def from_sources(targets: list[Target], scratch: Scratch) -> None:
+    """Writes the package, which needs no checkout."""
+    with locked_project(targets):
+        ours = {source: project_files(source, scratch) for source in SOURCES}
+        parts.write(PACKAGE, parts.make_diff({}, parts.package(ours, {}, scratch), scratch))
+
+
+def regenerate(checkout: Checkout, targets: list[Target], edit_fixes: bool, force: bool, scratch: Scratch) -> None:
+    """Brings the sources and the checkout together, and writes the package and its target's hooks and fixes.
+
+    Args:
+        targets: all of the project.
+        edit_fixes: take edits of verl's own files for fixes, not for hooks.
+        force: go on although edits of verl's own files seem to be lost.
+    """
+    target = checkout.target
+    with locked_project(targets), locked(checkout.folder / "HEAD", checkout.repo):
         base, edited = read_checkout(checkout, scratch)
-        final = edited
-        updates: list[tuple[Source, Files, Files]] = []
-        wanted: dict[Source, Files] = {}
+        final = own = edited
+        ours = {source: project_files(source, scratch) for source in SOURCES}
+        merged: dict[Source, Files] = {}
         for source in SOURCES:
-            ours = project_files(source, scratch)
-            place = f"{checkout.repo}/{source.place}"
             in_verl = sources.carried(edited, base, source)
             sources.check_theirs(in_verl, source)
-            theirs = as_in_project(in_verl, source, place, scratch)
-            merged = bring_together(theirs, ours, source, checkout, scratch)
-            wanted[source] = as_in_verl(merged, base, source, scratch)
-            final = sources.put(final, base, source, wanted[source])
-            if checkout.head is not None and merged != theirs:
+            theirs = as_in_project(in_verl, source, f"{checkout.repo}/{source.place}", scratch)
+            merged[source] = bring_together(theirs, ours[source], source, checkout, scratch)
+            final = sources.put(final, base, source, as_in_verl(merged[source], base, source, scratch))
+            own = sources.put(own, base, source, {})
+            if checkout.head is not None and merged[source] != theirs:
                 raise Refused(
                     f"{source.folder}/ has changes that {checkout.head} lacks; leave out --head, "
                     "or write to another file with --output"
                 )
-            updates.append((source, ours, merged))
-        patch, summary = make_diff(base, final, scratch)
-        refuse_lost_changes(checkout, patch, force)
-        refuse_lost_hooks(checkout, patch, force)
-        earlier = replaced_files(checkout.target, base, scratch)
-        others = {}
-        for other in targets:
-            if other != checkout.target and (present := read(other.patch)):
-                others[other] = other_targets.renewed(present, wanted, earlier, scratch)
-        # The checkout's patch comes last: it is the common ancestor, so an interrupted run can simply be repeated.
-        for source, ours, merged in updates:
-            update(ROOT / source.folder, ours, merged, scratch)
+        if final == base:
+            raise Refused("nothing differs from the base, so there is no patch to write")
+        hooks, fixes = (in_common(checkout, part) or b"" for part in (target.hooks, target.fixes))
+        if own == base and (hooks or fixes) and not force:
+            raise Refused(
+                f"all edits of verl's own files are gone from {checkout.repo}, as after git checkout or git stash; "
+                "bring them back (apply_patch.py does), or pass --force to write a patch without them"
+            )
+        if edit_fixes:
+            hooked = parts.applied_or_refused(base, [hooks], scratch)
+        else:
+            hooked = parts.without_fixes(base, own, hooks, fixes, scratch)
+        patches = {
+            PACKAGE: parts.make_diff({}, parts.package(merged, base, scratch), scratch),
+            target.hooks: parts.make_diff(base, hooked, scratch),
+            target.fixes: parts.make_diff(hooked, own, scratch),
+        }
+        if not force:
+            refuse_lost_changes(checkout, patches)
+        # The note in the checkout comes last: it is the common ancestor, so an interrupted run can simply be repeated.
+        for source in SOURCES:
+            update(ROOT / source.folder, ours[source], merged[source], scratch)
         if checkout.head is None:
             update(checkout.repo, edited, final, scratch)
-        for other, renewed in others.items():
-            write_target(other, renewed)
-        write_target(checkout.target, patch)
-        remember(checkout.repo, checkout.target, patch)
-    say_written(summary, [*(other.patch for other in others), checkout.target.patch])
-
-
-def replaced_files(target: Target, base: Files, scratch: Scratch) -> dict[str, bytes]:
-    """What a target's present patch makes of the files of verl that a source replaces, by path."""
-    paths = {f"{source.place}/{name}" for source in SOURCES for name in source.replaced}
-    found = {}
-    for change in apply_patch.parse_patch(read(target.patch) or b"") if target.patch.is_file() else []:
-        if change.path in paths and change.path in base:
-            found[change.path] = change.result(scratch.read(base[change.path].blob)) or b""
-    return found
-
-
-def write_target(target: Target, patch: bytes) -> None:
-    write_patch(target.patch, patch, (hooks_file(target), patch_text.hooks(patch, SOURCES)))
+        for place, patch in patches.items():
+            parts.write(place, patch)
+        remember(checkout.folder, target)
 
 
 def write_elsewhere(checkout: Checkout, output: Path, scratch: Scratch) -> None:
     """Writes the checkout's difference as it is to another file."""
     base, edited = read_checkout(checkout, scratch)
-    patch, summary = make_diff(base, edited, scratch)
-    write_patch(output, patch, None)
-    say_written(summary, [output])
-
-
-def say_written(summary: str, outputs: list[Path]) -> None:
-    with contextlib.suppress(OSError):
-        print(summary, flush=True)
-    for output in outputs:
-        say(f"wrote {output} and its .sha256")
+    if base == edited:
+        raise Refused("nothing differs from the base, so there is no patch to write")
+    parts.write(output, parts.make_diff(base, edited, scratch))
 
 
 def read_checkout(checkout: Checkout, scratch: Scratch) -> tuple[Files, Files]:
@@ -223,16 +224,22 @@ def read_checkout(checkout: Checkout, scratch: Scratch) -> tuple[Files, Files]:
     return base, edited
 
 
+def in_common(checkout: Checkout, part: Path) -> bytes | None:
+    """A part of the patch as the checkout and the project last had it in common; else the present one."""
+    noted = remembered(checkout.folder, part)
+    return read(part) if noted is None else noted
+
+
 def bring_together(theirs: Files, ours: Files, source: Source, checkout: Checkout, scratch: Scratch) -> Files:
-    """Merges the project's and the checkout's files of a source; its target's present patch is the common ancestor."""
+    """Merges the project's and the checkout's files of a source; what they last had in common is the ancestor."""
     ancestor: Files = {}
-    repo, present = checkout.repo, checkout.target.patch
-    if (patch := read(present)) is not None:
+    repo = checkout.repo
+    if (present := in_common(checkout, PACKAGE)) is not None:
         try:
-            in_patch = patch_text.carried(patch, source, scratch.write)
+            in_patch = sources.carried(patch_text.new_files(present, scratch.write), {}, source)
         except apply_patch.Stop as stop:
-            raise Refused(f"the present {present} cannot be read ({stop}); restore it") from None
-        ancestor = as_in_project(in_patch, source, f"{present}: {source.place}", scratch)
+            raise Refused(f"the present {PACKAGE} cannot be read ({stop}); restore it") from None
+        ancestor = as_in_project(in_patch, source, f"{PACKAGE}: {source.place}", scratch)
     # An empty side is a checkout without the patch, or half a clone: not a wish to delete the sources.
     if ancestor and not theirs:
         raise Refused(f"{repo} has no {source.place} of ours; apply the patch to it first (apply_patch.py)")
@@ -248,55 +255,15 @@ def bring_together(theirs: Files, ours: Files, source: Source, checkout: Checkou
     return merged
 
 
-def make_diff(base: Files, final: Files, scratch: Scratch) -> tuple[bytes, str]:
-    """The patch and a summary of it. Refuses what the patch format or CI would not take."""
-    trees = scratch.tree(base), scratch.tree(final)
-    patch = scratch.diff(*trees)
-    if not patch:
-        raise Refused("nothing differs from the base, so there is no patch to write")
-    for path, file in final.items():
-        old = base.get(path)
-        if file != old and file.mode.startswith(("12", "16")):
-            raise Refused(f"{path} is a symbolic link or a nested repository, which the patch cannot carry")
-        if old is not None and file.mode != old.mode:
-            raise Refused(f"the mode of {path} changed, which the patch cannot carry; undo that with chmod")
-    if binary := re.search(rb"^Binary files (.*) differ$", patch, re.M):
-        raise Refused(f"a binary file changed ({binary[1].decode('utf-8', 'replace')}), which the patch cannot carry")
-    if bad := scratch.whitespace_error(*trees):
-        raise Refused(f"whitespace error in {bad}; fix it first")
-    if bad := patch_text.unfinished_line(patch):
-        raise Refused(f"{bad} lacks the newline at its end; add it")
-    try:
-        apply_patch.parse_patch(patch)
-    except apply_patch.Stop as stop:
-        raise Refused(f"apply_patch.py would not take the patch: {stop}") from None
-    if bad := sources.broken_module(final, base, scratch.read):
-        raise Refused(f"{bad}; correct it first")
-    return patch, scratch.summary(*trees)
-
-
-def refuse_lost_changes(checkout: Checkout, patch: bytes, force: bool) -> None:
-    """Refuses to undo what another checkout brought into the patch since this one was brought together with it."""
-    synced = (read(checkout.folder / "gradloc-patch.sha256") or b"").decode("utf-8", "replace").strip()
-    present = read(checkout.target.patch)
-    if force or not synced or present is None or patch == present or synced == checksum(present):
-        return
-    raise Refused(
-        f"the patch has changed since {checkout.repo} was last brought together with it, and those changes would be "
-        "lost; make a new checkout with --init and redo your edits there, or pass --force"
-    )
-
-
-def refuse_lost_hooks(checkout: Checkout, patch: bytes, force: bool) -> None:
-    """Refuses a checkout whose edits of verl's own files are all gone, as after `git checkout .`."""
-    present = read(checkout.target.patch)
-    if force or present is None or not patch_text.hook_sections(present, SOURCES):
-        return
-    if not patch_text.hook_sections(patch, SOURCES):
-        raise Refused(
-            f"all edits of verl's own files are gone from {checkout.repo}, as after git checkout or git stash; bring "
-            "them back (apply_patch.py does), or pass --force to write a patch without them"
-        )
+def refuse_lost_changes(checkout: Checkout, patches: dict[Path, bytes]) -> None:
+    """Refuses to undo what another checkout has changed in hooks or fixes meanwhile."""
+    for part in (checkout.target.hooks, checkout.target.fixes):
+        synced, present = remembered(checkout.folder, part), read(part)
+        if synced is not None and present is not None and present not in (synced, patches[part]):
+            raise Refused(
+                f"{part} has changed since {checkout.repo} was last brought together with it, and those changes would "
+                "be lost; make a new checkout with --init and redo your edits there, or pass --force"
+            )
 
 
 def update(folder: Path, old: Files, new: Files, scratch: Scratch) -> None:
@@ -316,16 +283,3 @@ def update(folder: Path, old: Files, new: Files, scratch: Scratch) -> None:
             if new[name].mode == "100755":
                 partial.chmod(partial.stat().st_mode | 0o111)
         say(f"updated {place}")
-
-
-def write_patch(output: Path, patch: bytes, hooks: tuple[Path, bytes] | None) -> None:
-    """Writes a patch, its checksum and, for the project's own, its hooks."""
-    if not output.parent.is_dir() or output.is_dir():
-        raise Refused(f"{output} is not a file in an existing directory")
-    with contextlib.ExitStack() as stack:
-        # Left in the opposite order: the patch takes its place first.
-        if hooks is not None:
-            stack.enter_context(new_beside(hooks[0])).write_bytes(hooks[1])
-        sums = stack.enter_context(new_beside(output.with_name(f"{output.name}.sha256")))
-        sums.write_text(checksum_line(patch, output.name))
-        stack.enter_context(new_beside(output)).write_bytes(patch)

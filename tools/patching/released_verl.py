@@ -81,6 +81,20 @@ def fetch_wheel(target: Target, scratch: Path) -> Path:
     return wheel
 
 
+def find_base(target: Target, scratch: Path) -> Path:
+    """The unpatched tree in build/, or the wheel's.
+
+    Raises:
+        NoWheel: if there is none, and none can be downloaded.
+    """
+    built = ROOT / "build" / target.version / "base"
+    if (built / "verl").is_dir():
+        return built
+    place = scratch / "bases" / target.version
+    place.mkdir(parents=True)
+    return unpacked(fetch_wheel(target, place), place)
+
+
 def refuse_other_wheel(wheel: Path, target: Target) -> None:
     found = checksum(wheel.read_bytes())
     if found != target.wheel_sha256:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -139,19 +138,24 @@ class Scratch:
         self.git("--work-tree=.", "add", "-A", "-f", "--", path, *left, cwd=folder)
         return self.index()
 
-    def apply(self, files: Files, patch: Path, *options: str) -> Files:
+    def apply(self, files: Files, patch: bytes, *options: str) -> Files:
         self.fill_index(files)
-        self.git("apply", "--cached", *options, str(patch))
+        self.git("apply", "--cached", *options, "-", data=patch)
         return self.index()
+
+    def merged(self, ours: str, ancestor: str, theirs: str) -> str | None:
+        """The blob that three blobs come together in; None if both sides changed the same lines."""
+        places = [self.folder / name for name in ("ours", "ancestor", "theirs")]
+        for place, blob in zip(places, (ours, ancestor, theirs), strict=True):
+            place.write_bytes(self.read(blob))
+        try:
+            return self.write(self.git("merge-file", "-p", *map(str, places)))
+        except GitFailed:
+            return None
 
     def diff(self, old: str, new: str) -> bytes:
         """The difference of two trees, in bytes that depend on them only."""
         return self.git(*DIFF, old, new)
-
-    def summary(self, old: str, new: str) -> str:
-        """How many files and lines differ."""
-        text = self.git("diff", "--shortstat", "--no-color", "--no-renames", old, new)
-        return text.decode("utf-8", "replace").rstrip("\n")
 
     def whitespace_error(self, old: str, new: str) -> str | None:
         """Place and kind of the first whitespace error that the new tree brings."""
@@ -176,6 +180,3 @@ class Scratch:
             return False
         probe.unlink()
         return True
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)

@@ -36,13 +36,9 @@ class Source:
 
     folder: str
     place: str  # in verl
-    replaced: frozenset[str] = frozenset()  # files of verl that ours replace as a whole, relative to the place
 
 
-SOURCES = (
-    Source("gradloc", "verl/utils/gradloc"),
-    Source("rewards", "verl/utils/reward_score", frozenset({"math_verify.py"})),
-)
+SOURCES = (Source("gradloc", "verl/utils/gradloc"), Source("rewards", "verl/utils/reward_score"))
 
 
 def is_readme(path: str) -> bool:
@@ -56,20 +52,17 @@ def without_readmes(files: Files) -> Files:
 
 def carried(files: Files, base: Files, source: Source) -> Files:
     """Which files of a verl tree come from the source, relative to its place, READMEs included."""
-    found = {}
-    for path, file in files.items():
-        name = path.removeprefix(f"{source.place}/")
-        if name != path and (path not in base or name in source.replaced and file != base[path]):
-            found[name] = file
-    return found
+    start = f"{source.place}/"
+    return {
+        path.removeprefix(start): file for path, file in files.items() if path.startswith(start) and path not in base
+    }
 
 
 def put(files: Files, base: Files, source: Source, content: Files) -> Files:
-    """The verl tree with this content of the source. A file of verl that has no replacement is as in the base."""
+    """The verl tree with this content of the source."""
     gone = {f"{source.place}/{name}" for name in carried(files, base, source)}
-    own = {path: base[path] for name in source.replaced if (path := f"{source.place}/{name}") in base}
     ours = {f"{source.place}/{name}": file for name, file in content.items()}
-    return {path: file for path, file in files.items() if path not in gone} | own | ours
+    return {path: file for path, file in files.items() if path not in gone} | ours
 
 
 def merge(ancestor: Files, theirs: Files, ours: Files) -> tuple[Files, list[str]]:
@@ -105,7 +98,7 @@ def check_ours(files: Files, base: Files, source: Source) -> None:
                 f"{source.folder}/{name} does not belong in a folder of the patch, which holds Python files only "
                 f"(and {' '.join(page_files.SUFFIXES)} files, as a module); move it away"
             )
-        if f"{source.place}/{name}" in base and name not in source.replaced:
+        if f"{source.place}/{name}" in base:
             raise Misplaced(f"{source.folder}/{name} would replace a file of verl's own; rename it")
 
 

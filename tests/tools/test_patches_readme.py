@@ -1,0 +1,79 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""patches/README.md: every place in verl's files that hooks and fixes change has its reason, and no other has one."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pytest
+
+import apply_patch
+import trees
+from apply_patch import Target
+
+TARGETS = apply_patch.read_targets()
+COLUMNS = {"Hooks": 4, "Fixes": 6}
+
+
+class Place(NamedTuple):
+    """A place that has an entry."""
+
+    kind: str  # Hooks or Fixes
+    path: str
+    code: str  # part of what is added there
+    releases: tuple[str, ...]  # 0.7 for all that begin so
+
+
+def entries() -> list[Place]:
+    found = []
+    kind = path = ""
+    for line in (trees.ROOT / "patches/README.md").read_text().splitlines():
+        if match := re.fullmatch(r"(##|###) (.+)", line):
+            kind, path = (match[2], "") if match[1] == "##" else (kind, match[2])
+        elif path and (match := re.match(r"\| `([^`]+)` \| ([\d., ]+) \|", line)):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            assert len(cells) == COLUMNS[kind] and all(cells), line
+            found.append(Place(kind, path, match[1], tuple(match[2].split(", "))))
+    return found
+
+
+ENTRIES = entries()
+
+
+def hunks(target: Target, kind: str) -> list[tuple[str, str]]:
+    """Path and added text of every hunk that does more than import."""
+    found = []
+    for change in apply_patch.load_part({"Hooks": target.hooks, "Fixes": target.fixes}[kind]):
+        for hunk in [hunk for part in change.parts for hunk in part]:
+            added = [line.decode() for line in hunk.new if line not in hunk.old]
+            if not all(re.match(r"(from|import) |$", line.rstrip("\n")) for line in added):
+                found.append((change.path, "".join(added)))
+    return found
+
+
+def concerns(place: Place, target: Target) -> bool:
+    return any(f"{target.version}.".startswith(f"{release}.") for release in place.releases)
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.version)
+def test_every_changed_place_has_its_reason(target: Target, kind: str) -> None:
+    places = [place for place in ENTRIES if place.kind == kind and concerns(place, target)]
+    changed = hunks(target, kind)
+    assert changed
+    for path, added in changed:
+        assert any(place.path == path and place.code in added for place in places), (
+            f"{path} adds, without entry:\n{added}"
+        )
+    for place in places:
+        assert any(place.path == path and place.code in added for path, added in changed), f"nothing adds {place}"
+
+
+def test_hooks_and_fixes_have_no_file_of_the_package() -> None:
+    package = {change.path for change in apply_patch.load_part(apply_patch.PACKAGE)}
+    for target in TARGETS:
+        for part in (target.hooks, target.fixes):
+            assert package.isdisjoint(change.path for change in apply_patch.load_part(part)), part
+            assert not any(change.old is None for change in apply_patch.load_part(part)), part
