@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..fsdp import collectives
+from ..threshold import is_over
 from .meter import Level, MicroBatchFigures, RankNorms
 from .micro_batch import MicroBatch, MicroBatchName
 from .token_weights import square_weight, usable_tokens
@@ -64,8 +65,8 @@ class MiniBatch:
     def is_over(self, threshold: float) -> bool:
         """Whether it is a spike for this τ. A collective call."""
         if self.trigger == "unit":
-            return not self.level.token_norm <= threshold
-        return not self.global_norm() <= self.global_threshold(threshold)
+            return is_over(self.level.token_norm, threshold)
+        return is_over(self.global_norm(), self.global_threshold(threshold))
 
     def gather_figures(self) -> dict[MicroBatchName, MicroBatchFigures]:
         """The micro-batches of all ranks. A collective call."""
