@@ -332,7 +332,7 @@ def asked(project: Path) -> list[str]:
 
 
 # The second word of a line is uv's own, as no other program is asked for `pip install --no-config`.
-UV = "pip install --no-config --no-progress --python venv/bin/python --index-strategy unsafe-best-match"
+UV = "pip install --no-config --no-progress --python venv/bin/python"
 VENV = ["venv venv", "pip install --quiet uv==1"]
 INSTALLS = [f"{UV} -r embedded/requirements-0.7.0.txt", f"{UV} --no-deps -r embedded/requirements-no-deps.txt"]
 PATCHES = [f"{UV} --reinstall --link-mode copy --no-deps verl==0.7.0", "apply_patch.py --installed"]
@@ -364,29 +364,28 @@ def set_up_with(project: Path, failing: str = "", configured: str = "") -> list[
     return asked(project)
 
 
-def test_pip_takes_the_place_of_uv_where_uv_cannot_be_had(project: Path, capfd: pytest.CaptureFixture) -> None:
+def test_pip_installs_where_uv_cannot_be_installed(project: Path, capfd: pytest.CaptureFixture) -> None:
     assert set_up_with(project, failing="install --quiet uv") == VENV + PIP_INSTALLS + PIP_PATCHES
     assert "failed: -m pip install --quiet uv==1" in (printed := capfd.readouterr().out)
-    assert "uv is not to be had here" in printed
+    assert "falling back to pip: uv cannot be installed" in printed
 
 
-def test_pip_takes_the_place_of_uv_where_uv_fails(project: Path, capfd: pytest.CaptureFixture) -> None:
+def test_pip_installs_where_uv_fails(project: Path, capfd: pytest.CaptureFixture) -> None:
     assert set_up_with(project, failing="uv pip install") == VENV + INSTALLS[:1] + PIP_INSTALLS + PIP_PATCHES
-    assert "uv failed; pip takes its place" in capfd.readouterr().out
+    assert "falling back to pip: uv failed" in capfd.readouterr().out
 
 
-def test_pip_installs_where_uv_could_not_do_the_same(project: Path, capfd: pytest.CaptureFixture) -> None:
-    configured = "install.constraint='/c.txt'\n"
+def test_pip_installs_where_its_configuration_cannot_be_read(project: Path, capfd: pytest.CaptureFixture) -> None:
+    assert set_up_with(project, failing="config list") == VENV[:1] + PIP_INSTALLS + PIP_PATCHES
+    assert "falling back to pip: pip's configuration cannot be read" in capfd.readouterr().out
+
+
+def test_a_configured_pip_installs_and_no_password_is_printed(project: Path, capfd: pytest.CaptureFixture) -> None:
+    configured = "global.index-url='https://user:secret@a/simple'\n:env:.proxy='http://me:secret@b'\n"
     assert set_up_with(project, configured=configured) == VENV[:1] + PIP_INSTALLS + PIP_PATCHES
-    assert "pip is configured with constraint" in capfd.readouterr().out
-
-
-def test_uv_gets_pips_indexes_and_no_password_is_on_its_command_line(project: Path) -> None:
-    indexes = ("https://user:secret@a/simple", "https://b/simple file:///c")
-    configured = f"global.index-url='{indexes[0]}'\n:env:.extra-index-url='{indexes[1]}'\n"
-    assert set_up_with(project, configured=configured) == VENV + INSTALLS + PATCHES
-    variables = (project / "variables").read_text().splitlines()
-    assert {f"UV_DEFAULT_INDEX={indexes[0]}", f"UV_EXTRA_INDEX_URL={indexes[1]}"} <= set(variables)
+    printed = "".join(capfd.readouterr())
+    assert printed.count("falling back to pip: pip is configured with index-url, proxy (slower)") == 1
+    assert "secret" not in printed
 
 
 def wheel(folder: Path, name: str) -> None:
@@ -415,7 +414,7 @@ def test_locations_that_pip_ignores_are_named_once(tmp_path: Path, capfd: pytest
     for name in names:
         wheel(tmp_path, name)
     absent = [f"{tmp_path}/absent", f"{tmp_path}/also-absent"]
-    # It installs nothing, and with --no-index it asks nobody; uv has no such option.
+    # It installs nothing, and with --no-index it asks nobody.
     environment = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": " ".join([*absent, str(tmp_path)])}
     environment |= {"PIP_CONFIG_FILE": os.devnull}
     made = installer.Installer(Path(sys.executable), "uv==1", environment)
@@ -424,40 +423,42 @@ def test_locations_that_pip_ignores_are_named_once(tmp_path: Path, capfd: pytest
             made.install("--dry-run", *names, "not-there")
     else:
         made.install("--dry-run", *names)
-    printed = capfd.readouterr()
-    assert [printed.out.count(path) for path in absent] == [1, 1] and "pip ignores " in printed.out
-    assert ("No matching distribution found for not-there" in printed.err) == missing
-    assert "is ignored" not in printed.out + printed.err
+    printed = capfd.readouterr().out
+    assert re.search(r"falling back to pip: pip is configured with (.*, )?find-links, no-index", printed)
+    (told,) = [line for line in printed.splitlines() if "pip ignores " in line]
+    assert all(path in told for path in absent)
+    assert ("No matching distribution found for not-there" in printed) == missing
+    assert "is ignored" not in printed
+
+
+def test_an_index_that_cannot_be_reached_is_shown_without_its_password(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """With the real pip; nothing listens on port 1 of this machine."""
+    index = "https://user:secret@127.0.0.1:1/simple"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index, "PIP_RETRIES": "1", "no_proxy": "127.0.0.1"}
+    made = installer.Installer(Path(sys.executable), "uv==1", environment)
+    with pytest.raises(subprocess.CalledProcessError):
+        made.install("--dry-run", "not-there")
+    printed = "".join(capfd.readouterr())
+    assert "No matching distribution found for not-there" in printed and "WARNING: Retrying" in printed
+    assert "secret" not in printed
 
 
 @pytest.mark.parametrize(
-    ("listed", "variables"),
+    ("listed", "names"),
     [
-        ("", {}),
-        ("global.index-url='a'\ninstall.index-url='b'\n", {"UV_DEFAULT_INDEX": "b"}),
-        ("install.index-url='b'\nglobal.index-url='a'\n:env:.index-url='c'\n", {"UV_DEFAULT_INDEX": "c"}),
-        ("global.find-links='a\\nb'\n", {"UV_FIND_LINKS": "a,b"}),
-        ("global.trusted-host='a b'\n", {"UV_INSECURE_HOST": "a b"}),
-        (":env:.default-timeout='180'\nglobal.cert='/c'\n", {"UV_HTTP_TIMEOUT": "180", "SSL_CERT_FILE": "/c"}),
-        ("global.proxy='p'\n", {"HTTP_PROXY": "p", "HTTPS_PROXY": "p"}),
-        ("global.no-cache-dir='false'\nlist.format='columns'\ndownload.constraint='x'\n", {}),
+        ("", []),
+        ("global.index-url='a'\ninstall.index-url='b'\n:env:.extra-index-url='c'\n", ["extra-index-url", "index-url"]),
+        ("global.find-links='a\\nb'\nglobal.cert='/c'\nglobal.proxy='p'\n", ["cert", "find-links", "proxy"]),
+        ("install.constraint='/c.txt'\nglobal.no-binary='x'\n:env:.pre='1'\n", ["constraint", "no-binary", "pre"]),
+        (":env:.default-timeout='180'\nglobal.no-cache-dir='false'\nlist.format='columns'\n", []),
+        ("download.index-url='x'\n", []),
     ],
 )
-def test_pips_configuration_for_uv(listed: str, variables: dict[str, str]) -> None:
-    assert installer.translated(listed) == variables
-
-
-@pytest.mark.parametrize(
-    "option", ["constraint", "no-binary", "only-binary", "pre", "require-hashes", "user", "no-index"]
-)
-def test_what_uv_might_do_otherwise_is_left_to_pip(option: str) -> None:
-    with pytest.raises(installer.NotForUv, match=option):
-        installer.translated(f"global.{option}='true'\n")
-
-
-def test_a_comma_in_a_link_is_left_to_pip() -> None:
-    with pytest.raises(installer.NotForUv, match="find-links with ','"):
-        installer.translated("global.find-links='/a,b'\n")
+def test_what_of_pips_configuration_uv_would_ignore(listed: str, names: list[str]) -> None:
+    assert installer.configured(listed) == names
 
 
 def test_a_step_that_failed_is_done_again(project: Path) -> None:
