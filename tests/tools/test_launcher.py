@@ -28,6 +28,7 @@ from tools.launcher import (
     hydra,
     installer,
     main,
+    old_names,
     options,
     outcome,
     processes,
@@ -37,10 +38,12 @@ from tools.launcher import (
     usage,
     values,
 )
+from tools.launcher import resolve as resolving
 from tools.launcher.errors import Refused
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = settings.BY_NAME
+OLD_KEYS = [[key.partition("=")[0] for key in keys] for keys in old_names.KEYS.values()]
 TEXTS = st.text(
     st.sampled_from("\\'\"${}[]():,=~#%@ \t\r\n!*?;&|<>`") | st.characters(exclude_categories=["Cs"]), max_size=20
 ).filter(lambda text: "\0" not in text)
@@ -48,7 +51,7 @@ TEXTS = st.text(
 
 def resolve(given: dict[str, str] | None = None, environment: dict[str, str] | None = None, **changed) -> dict:
     arguments = {"profile": "cluster", "tiny": False, "remedy": False, "prepared": Path("/prepared"), "now": "NOW"}
-    return settings.resolve(given or {}, environment or {}, **(arguments | changed))
+    return resolving.resolve(given or {}, environment or {}, **(arguments | changed))
 
 
 def test_the_program_needs_the_standard_library_only() -> None:
@@ -61,8 +64,9 @@ def test_the_program_needs_the_standard_library_only() -> None:
 
 
 def test_settings_and_their_keys_are_named_once() -> None:
-    assert Counter(setting.name for setting in settings.SETTINGS).most_common(1)[0][1] == 1
-    keys = Counter(key for setting in settings.SETTINGS for key in setting.keys)
+    names = Counter([*(setting.name for setting in settings.SETTINGS), *old_names.KEYS])
+    assert names.most_common(1)[0][1] == 1
+    keys = Counter([*(setting.key for setting in settings.SETTINGS), *(key for keys in OLD_KEYS for key in keys)])
     assert keys.most_common(1)[0][1] == 1
 
 
@@ -73,24 +77,22 @@ def test_every_key_is_one_of_verls() -> None:
     directory = Path(find_spec("verl").submodule_search_locations[0]) / "trainer/config"
     with initialize_config_dir(config_dir=str(directory), version_base=None):
         config = compose("ppo_trainer")
-    for setting in settings.SETTINGS:
-        for key in setting.keys:
-            parent, _, name = targets.translated(key, trees.TARGET).rpartition(".")
-            assert name in OmegaConf.select(config, parent), key
+    for key in [*(setting.key for setting in settings.SETTINGS), *(key for keys in OLD_KEYS for key in keys)]:
+        parent, _, name = targets.translated(key, trees.TARGET).rpartition(".")
+        assert name in OmegaConf.select(config, parent), key
 
 
 @pytest.mark.parametrize("remedy", [False, True])
 @pytest.mark.parametrize(("profile", "tiny"), [("cluster", False), ("embedded", False), ("embedded", True)])
 def test_every_default_is_accepted(profile: str, tiny: bool, remedy: bool) -> None:
-    resolved = resolve(profile=profile, tiny=tiny, remedy=remedy)
-    wanted = {setting.name for setting in settings.SETTINGS if setting.default(profile) is not None}
-    assert set(resolved) == wanted
+    assert set(resolve(profile=profile, tiny=tiny, remedy=remedy)) == set(BY_NAME)
 
 
-def test_a_default_with_tiny_or_remedy_is_another_one() -> None:
+def test_a_special_default_is_another_one() -> None:
     for setting in settings.SETTINGS:
-        assert setting.tiny is None or setting.tiny != setting.embedded
-        assert setting.remedy is None or setting.remedy not in (setting.cluster, setting.embedded)
+        assert setting.embedded is None or setting.embedded != setting.cluster
+        assert setting.tiny is None or setting.tiny != setting.default("embedded")
+        assert setting.remedy is None or setting.remedy != setting.cluster
 
 
 def test_the_documentation_has_the_settings() -> None:
@@ -103,7 +105,7 @@ def test_the_documentation_shows_every_value() -> None:
     assert set(rows) == set(BY_NAME)
     for name, setting in BY_NAME.items():
         words = [] if isinstance(setting.allowed, values.Text) else setting.allowed
-        shown = [word for word in words if isinstance(word, str)] + [setting.tiny, setting.remedy, *setting.keys]
+        shown = [word for word in words if isinstance(word, str)] + [setting.tiny, setting.remedy, setting.key]
         assert all(word in rows[name] for word in shown if word)
 
 
@@ -112,9 +114,9 @@ def test_help_lists_every_setting_with_its_defaults() -> None:
     rows = {row.split()[0]: row.split() for row in text.partition("\n  NAME   ")[2].splitlines()[1:]}
     assert list(rows) == list(BY_NAME)
     assert rows["NNODES"][1:3] == ["3", "1"]
-    assert rows["MICRO_BATCH_SIZE"][1:3] == ["-", "2"]
+    assert rows["GPUS_PER_NODE"][1:3] == ["8", "2"]
     assert rows["MODEL_PATH"][1:3] == ["Qwen/Qwen3-4B", "(prepared)"]
-    assert rows["BISECT_UNTIL"][1:3] == ["explained", "explained"]
+    assert rows["SPIKE_ACTION"][1:3] == ["log", "log"]
     with_remedy = usage.help_text(remedy=True, environment={})
     assert re.search(r"TOKEN_CLIP +2\.0 +2\.0 ", with_remedy) and "outputs/MODEL-grpo-remedy" in with_remedy
 
@@ -124,12 +126,13 @@ def test_help_lists_every_setting_with_its_defaults() -> None:
     [
         (values.COUNT, ["1", "10", "999999999"], ["0", "01", "1000000000", "1.0", "1e3", "-1", "", "1\n", "١"]),
         (values.FEW, ["1", "999"], ["0", "1000"]),
-        (values.NUMBER, ["-1", "0", ".5", "1.", "-1.5e-3"], ["+1", "00", "inf", "nan", "1_0", "0x1", ".", "1e"]),
-        (values.AMOUNT, ["0", "1E+5", "0.0"], ["-1", "-0"]),
+        (
+            values.AMOUNT,
+            ["0", "1E+5", "0.0", ".5", "1.", "1.5e-3"],
+            ["-1", "-0", "+1", "00", "inf", "nan", "1_0", "0x1", ".", "1e"],
+        ),
         (values.POSITIVE, ["1", ".01", "0.5e-9", "10."], ["0", "0.0", ".0", "0e5", "-1", "00.1"]),
-        (values.SHARE, ["0.5", ".1", "1", "1.00"], ["0", "0.0", "1.01", "2", "1e-1"]),
         (values.OVER_1, ["1.01", "2", "10.", "99"], ["1", "1.0", "0.9", "01.5", "1."]),
-        (values.SWITCH, ["True", "true", "FALSE"], ["1", "on", "tRUE"]),
     ],
     ids=lambda value: value.description if isinstance(value, values.Pattern) else "",
 )
@@ -138,22 +141,22 @@ def test_patterns(pattern: values.Pattern, accepted: list[str], refused: list[st
     assert [text for text in refused if pattern.accepts(text)] == []
 
 
+DETECTION_OFF = {"actor_rollout_ref.actor.spike_detection": "False"}
+
+
 @pytest.mark.parametrize(
     ("given", "changed", "sentence"),
     [
-        ({"MICRO_BATCH_SIZE": "2"}, {}, "MICRO_BATCH_SIZE has no effect in the cluster profile: leave it out"),
-        ({"MAX_TOKENS_PER_GPU": "2"}, {"profile": "embedded"}, "MAX_TOKENS_PER_GPU has no effect in the embedded"),
         ({"FAST": "1"}, {}, "unknown setting FAST: see --help for the settings"),
-        ({"BISECT_UNTIL": "tired"}, {}, "BISECT_UNTIL is 'tired': give explained or exhaustive"),
-        ({"STRATEGY": "fsdp"}, {"profile": "embedded"}, "STRATEGY is 'fsdp': give fsdp2"),
-        ({"SEED": "x"}, {}, "SEED is 'x': give a whole number of at least 1, 0 or null"),
+        ({"SPIKE_ACTION": "stay"}, {}, "SPIKE_ACTION is 'stay': give log, skip, drop or stop"),
+        ({"TOTAL_STEPS": "x"}, {}, "TOTAL_STEPS is 'x': give a whole number of at least 1 or null"),
         (
             {"SPIKE_DRILL_STEP": "9"},
             {"profile": "embedded"},
             "SPIKE_DRILL_STEP is 9, and the run ends with step 4",
         ),
-        ({"SPIKE_DRILL_STEP": "1", "SPIKE_DETECTION": "False"}, {}, "SPIKE_DRILL_STEP is 1, and a drill needs GradLoc"),
-        ({"SPIKE_DETECTION": "false"}, {"drill": True}, "--drill is given, and a drill needs GradLoc"),
+        ({"SPIKE_DRILL_STEP": "1"}, {"overrides": DETECTION_OFF}, "SPIKE_DRILL_STEP is 1, and a drill needs GradLoc"),
+        ({}, {"drill": True, "overrides": DETECTION_OFF}, "--drill is given, and a drill needs GradLoc"),
         ({"SPIKE_DRILL_STEP": "null"}, {"drill": True}, "SPIKE_DRILL_STEP is null, which means no drill, and --drill"),
         (
             {},
@@ -178,7 +181,7 @@ def test_refused_settings(given: dict[str, str], changed: dict, sentence: str) -
         ({}, {"profile": "embedded"}, "2"),
         ({"TOTAL_STEPS": "1"}, {"profile": "embedded"}, "1"),
         ({"SPIKE_DRILL_STEP": "null"}, {"profile": "embedded"}, "null"),
-        ({"SPIKE_DETECTION": "False"}, {"profile": "embedded"}, "null"),
+        ({}, {"profile": "embedded", "overrides": DETECTION_OFF}, "null"),
         ({}, {"profile": "embedded", "fault": "nan"}, "null"),
         ({}, {"profile": "embedded", "fault": "nan", "drill": True}, "2"),
         ({"SPIKE_DRILL_STEP": "1"}, {"profile": "embedded", "fault": "nan"}, "1"),
@@ -214,11 +217,44 @@ def test_the_verdict_of_the_drill(events: list[dict], verdict: str, tmp_path: Pa
 
 
 def test_an_argument_wins_over_the_environment_and_that_over_the_default() -> None:
-    environment = {"LR": "2", "ROLLOUT_N": "5", "SEED": "", "MICRO_BATCH_SIZE": "no effect", "SLURM_JOB_NUM_NODES": "3"}
+    environment = {"LR": "2", "TOTAL_STEPS": "5", "SPIKE_ACTION": "", "SEED": "", "SLURM_JOB_NUM_NODES": "3"}
     resolved = resolve({"LR": "1"}, environment)
-    chosen = {name: resolved[name] for name in ("LR", "ROLLOUT_N", "SEED", "NNODES")}
-    assert chosen == {"LR": "1", "ROLLOUT_N": "5", "SEED": "1", "NNODES": "3"}
-    assert "MICRO_BATCH_SIZE" not in resolved
+    chosen = {name: resolved[name] for name in ("LR", "TOTAL_STEPS", "SPIKE_ACTION", "NNODES")}
+    assert chosen == {"LR": "1", "TOTAL_STEPS": "5", "SPIKE_ACTION": "log", "NNODES": "3"}
+
+
+def written_instead(name: str, value: str) -> list[str]:
+    """The overrides that the sentence on an argument asks for, as a shell reads them."""
+    with pytest.raises(Refused) as refused:
+        resolve({name: value})
+    start, _, overrides = str(refused.value).partition(": write ")
+    assert start == f"{name} is no longer a setting"
+    return shlex.split(overrides)
+
+
+@pytest.mark.parametrize("name", old_names.KEYS)
+def test_an_old_name_gets_the_key_to_write(name: str) -> None:
+    overrides = written_instead(name, "0.5")
+    assert [override.partition("=")[0] for override in overrides] == [
+        key.partition("=")[0] for key in old_names.KEYS[name]
+    ]
+    assert overrides[-1].endswith("=0.5")
+    with pytest.raises(Refused, match=f"^{name} is no longer a setting: unset the variable and write ") as refused:
+        resolve({}, {name: "0.5"})
+    assert shlex.split(str(refused.value).partition(" write ")[2]) == overrides
+    assert resolve({}, {name: ""}) == resolve()
+
+
+def test_the_overrides_for_an_old_name_do_what_it_did() -> None:
+    assert written_instead("KL_LOSS_COEF", "1e-3") == [
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.kl_loss_coef=1e-3",
+    ]
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    assert written_instead("OFFLOAD", "True") == [f"{fsdp}.param_offload=True", f"{fsdp}.optimizer_offload=True"]
+    (written,) = written_instead("EXPERIMENT", "it's {a}, b")
+    (parsed,) = OverridesParser.create().parse_overrides([written])
+    assert (parsed.key_or_group, parsed.value()) == ("trainer.experiment_name", "it's {a}, b")
 
 
 def test_the_evidence_may_be_given_as_a_directory_in_that_of_the_output() -> None:
@@ -250,21 +286,27 @@ def test_the_names_of_a_later_verl(override: str, newest: str) -> None:
     assert targets.translated(newest, "0.9.1") == newest
 
 
-@pytest.mark.parametrize("value", ["explained", "exhaustive"])
-@pytest.mark.parametrize("profile", ["cluster", "embedded"])
-def test_where_a_search_ends_reaches_verl(profile: str, value: str) -> None:
-    overrides = command.overrides(profile, resolve({"BISECT_UNTIL": value}, profile=profile), "/ray", ROOT, "0.7.0")
-    assert f"actor_rollout_ref.actor.bisect_until={value}" in overrides
+def overrides_of(given: list[str], target: str, values: dict[str, str]) -> list[str]:
+    values = resolve(values, profile="embedded")
+    return command.overrides("embedded", values, "/ray", ROOT, target, given=given)
 
 
 @pytest.mark.parametrize(
-    ("given", "rows"), [({}, 6), ({"ROLLOUT_N": "5", "GPUS_PER_NODE": "1"}, 5), ({"MINI_BATCH_SIZE": "6"}, 6)]
+    ("given", "values", "rows"),
+    [
+        ([], {}, 6),
+        (["actor_rollout_ref.rollout.n=5"], {"GPUS_PER_NODE": "1"}, 5),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=6"], {}, 6),
+        (["actor_rollout_ref.rollout.n=7", "++actor_rollout_ref.rollout.n=5", "trainer.n_gpus_per_node=1"], {}, 5),
+        (["actor_rollout_ref.rollout.n=${data.n}"], {}, 1),
+    ],
 )
-def test_log_probs_of_an_engine_come_in_equal_micro_batches(given: dict[str, str], rows: int) -> None:
-    values = resolve(given, profile="embedded")
+def test_log_probs_of_an_engine_come_in_equal_micro_batches(
+    given: list[str], values: dict[str, str], rows: int
+) -> None:
     key = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
-    assert f"{key}={rows}" in command.overrides("embedded", values, "/ray", ROOT, "0.9.1")
-    assert f"{key}=8" in command.overrides("embedded", values, "/ray", ROOT, "0.7.0")
+    assert f"{key}={rows}" in overrides_of(given, "0.9.1", values)
+    assert f"{key}=8" in overrides_of(given, "0.7.0", values)
 
 
 @given(TEXTS, st.lists(TEXTS.map(lambda text: text.replace(",", "") or "x"), min_size=1))
@@ -650,19 +692,14 @@ def test_the_default_drill_gives_way_to_overrides(arguments: list[str], step: st
     ("arguments", "usual"),
     [
         ([], True),
-        (["TOTAL_STEPS=1", "OUTPUT_DIR=/o", "EXPERIMENT=x"], True),
+        (["TOTAL_STEPS=1", "OUTPUT_DIR=/o", "LOGGER=wandb"], True),
         (["SPIKE_DRILL_STEP=null"], True),
         (["--tiny"], False),
         (["--remedy"], False),
         (["--fault", "nan"], False),
         (["trainer.total_epochs=1"], False),
-        (["KL_LOSS_COEF=0.1"], False),
-        (["ENTROPY_COEFF=0.1"], False),
-        (["OFFLOAD=True"], False),
-        (["TEST_FREQ=1"], False),
-        (["SAVE_FREQ=1"], False),
         (["MODEL_PATH=/another"], False),
-        (["SPIKE_DETECTION=False"], False),
+        (["SPIKE_ACTION=drop"], False),
     ],
 )
 def test_the_usual_seconds_are_told_of_the_default_run_only(arguments: list[str], usual: bool) -> None:

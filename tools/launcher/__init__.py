@@ -4,7 +4,10 @@
 
 | module | what it does |
 |---|---|
-| `settings.py` | the table of settings, and the values of a run |
+| `settings.py` | the table of settings |
+| `profiles.py` | what else a profile gives to verl |
+| `old_names.py` | what to write instead of a name that was a setting |
+| `resolve.py`, `drill.py` | the values of a run, and the step of its drill |
 | `values.py` | what a value may be |
 | `options.py` | the command line |
 | `usage.py` | `--help`, and the settings in docs/launching.md |

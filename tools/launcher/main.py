@@ -5,7 +5,6 @@
 import contextlib
 import io
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -18,9 +17,11 @@ from pathlib import Path
 
 from . import checks, command, faults, options, settings, targets
 from .errors import Refused
+from .hydra import by_key
 from .log import say
 from .outcome import Outcome, sizes
 from .processes import companion, exit_code, exit_on_signals, session
+from .resolve import resolve
 from .set_up import check_embedded, compiling, locked, prepare, set_up_venv
 from .usage import help_text
 
@@ -72,8 +73,17 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        own = command.overrides(self.profile, self.values, self.ray_directory, ROOT, self.target, self.fault)
-        return [self.interpreter, "-m", "verl.trainer.main_ppo", *own, *self.overrides]
+        overrides = command.overrides(
+            self.profile,
+            self.values,
+            self.ray_directory,
+            ROOT,
+            self.target,
+            tiny=self.tiny,
+            fault=self.fault,
+            given=self.overrides,
+        )
+        return [self.interpreter, "-m", "verl.trainer.main_ppo", *overrides]
 
     @property
     def output(self) -> Path:
@@ -88,9 +98,7 @@ class Run:
         """Whether the run is the embedded profile's default, whose seconds are known."""
         if self.tiny or self.fault or self.overrides or self.target != targets.default_version(ROOT):
             return False
-        usual = settings.resolve(
-            {}, {}, profile="embedded", tiny=False, remedy=False, prepared=self.prepared, now="any"
-        )
+        usual = resolve({}, {}, profile="embedded", tiny=False, remedy=False, prepared=self.prepared, now="any")
         return all(self.values[name] == usual[name] for name in usual.keys() - settings.WITHOUT_DURATION)
 
     @property
@@ -155,10 +163,13 @@ def choose_target(asked: options.Options, profile: str) -> str:
 def plan(asked: options.Options, profile: str, target: str) -> Run:
     prepared = STATE / target / ("tiny" if asked.tiny else "smollm2")
     overrides = [targets.translated(override, target) for override in asked.overrides]
-    for given, used in zip(asked.overrides, overrides, strict=True):
-        if given != used:
-            print(f"run_experiment.sh: for verl {target}, {given} is {used}", file=sys.stderr)
-    values = settings.resolve(
+    for override, used in zip(asked.overrides, overrides, strict=True):
+        if override != used:
+            print(f"run_experiment.sh: for verl {target}, {override} is {used}", file=sys.stderr)
+    given = by_key(asked.overrides)
+    if directory := given.get(DUMP_KEY):
+        raise Refused(f"bisect_dump_dir is the setting BISECT_DUMP_DIR here: give BISECT_DUMP_DIR={directory}")
+    values = resolve(
         asked.settings,
         os.environ,
         profile=profile,
@@ -167,13 +178,9 @@ def plan(asked: options.Options, profile: str, target: str) -> Run:
         prepared=prepared,
         drill=asked.drill,
         fault=asked.fault,
-        overridden=[override.lstrip("+~").partition("=")[0] for override in asked.overrides],
+        overrides=given,
         now=time.strftime("%Y%m%d-%H%M%S"),
     )
-    for override in asked.overrides:
-        if f"{DUMP_KEY}=" in override:
-            value = override.partition("=")[2]
-            raise Refused(f"bisect_dump_dir is the setting BISECT_DUMP_DIR here: give BISECT_DUMP_DIR={value}")
     return Run(
         profile=profile,
         target=target,
@@ -193,9 +200,10 @@ def plan(asked: options.Options, profile: str, target: str) -> Run:
 def train_on_cluster(run: Run) -> int:
     checks.check_verl(run.interpreter, ROOT, run.environment, run.asked_target)
     latest = run.output / "latest_checkpointed_iteration.txt"  # verl's note of its last checkpoint
-    elsewhere = re.compile(r"trainer\.(resume_mode=(disable|resume_path)|default_local_dir=)")
+    given = by_key(run.overrides)
+    resumes = given.get("trainer.resume_mode") not in ("disable", "resume_path")
     drill_step = run.values["SPIKE_DRILL_STEP"]
-    if latest.is_file() and not any(map(elsewhere.search, run.overrides)):
+    if latest.is_file() and resumes and "trainer.default_local_dir" not in given:
         step = latest.read_text().strip()
         say(
             f"Resuming from step {step} in {run.output} "
