@@ -55,4 +55,9 @@ def refuse(given: Mapping[str, str], environment: Mapping[str, str]) -> None:
 def _written(name: str, value: str) -> str:
     """The Hydra overrides, as a shell takes them."""
     right = value if re.fullmatch(r"[\w.+-]+", value, re.ASCII) else quoted(value)
-    return shlex.join(key if "=" in key else f"{key}={right}" for key in KEYS[name])
+    return " ".join(_for_shell(key if "=" in key else f"{key}={right}") for key in KEYS[name])
+
+
+def _for_shell(word: str) -> str:
+    """The word in double quotes where these suffice: it may have Hydra's single quotes in it."""
+    return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
