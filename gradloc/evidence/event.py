@@ -76,6 +76,7 @@ def build_event(
 def _trigger(investigation: Investigation) -> dict[str, Any]:
     """What started the search."""
     mini_batch, threshold = investigation.mini_batch, investigation.threshold
+    norm: float | None
     if mini_batch.trigger == "global":
         norm, limit = mini_batch.global_norm(), mini_batch.global_threshold(threshold)
     else:

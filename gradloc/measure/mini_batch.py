@@ -3,7 +3,6 @@
 """The gradient of a mini-batch before its optimizer step: its norms, its weights and its thresholds."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -129,7 +128,7 @@ class OrdinaryGradient:
         return {layer: math.sqrt(square / total) for layer, square in layers}
 
 
-def _own_norms(squares: Tensor, square_weights: Tensor) -> Sequence[Tensor]:
+def _own_norms(squares: Tensor, square_weights: Tensor) -> RankNorms:
     """A rank's `RankNorms`, each of shape (). No host sync.
 
     Args:
