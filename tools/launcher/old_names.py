@@ -50,10 +50,7 @@ def refuse(given: Mapping[str, str], environment: Mapping[str, str]) -> None:
         if name in given:
             raise Refused(f"{name} is no longer a setting: write {_written(name, given[name])}")
         if value := environment.get(name):  # it may well be meant for something else
-            say(
-                f"the variable {name} has no effect here, as {name} is no longer a setting; if it is meant for this run, "
-                f"write {_written(name, value)}"
-            )
+            say(f"the variable {name} has no effect here; if it is meant for this run, write {_written(name, value)}")
 
 
 def _written(name: str, value: str) -> str:
