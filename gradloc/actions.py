@@ -57,11 +57,11 @@ def drop(investigation: Investigation) -> Tensor | None:
     count = 1 + max(index for _, index in investigation.figures)
     if passes.count + count > budget:
         logger.warning(
-            "The culprits' gradient is not dropped: that takes %d passes, and of bisect_budget_steps=%d the search "
-            "has used %d.",
+            "spike_action=drop was not applied: it takes %d passes, and the search has used %d of "
+            "bisect_budget_steps=%d.",
             count,
-            budget,
             passes.count,
+            budget,
         )
         return None
 

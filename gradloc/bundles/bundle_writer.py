@@ -162,7 +162,7 @@ class BundleWriter:
             except futures.TimeoutError:
                 if result.done():
                     raise
-        raise TimeoutError(f"{self._directory} does not answer within {PATIENCE:g} seconds")
+        raise TimeoutError(f"{self._directory} does not respond within {PATIENCE:g} seconds")
 
     def _has_room(self) -> bool:
         try:
