@@ -49,7 +49,7 @@ def drop(investigation: Investigation) -> Tensor | None:
         Tensor | None: The squared norms by layer of the gradient without the culprits, which has replaced the current
             one; None if that is unchanged.
     """
-    culprits = investigation.subsets_by_micro_batch(investigation.culprits)
+    culprits = investigation.groups.subsets_by_micro_batch(investigation.culprits)
     if not culprits or investigation.error is not None:
         return None
     mini_batch, passes = investigation.mini_batch, investigation.passes

@@ -117,8 +117,8 @@ class BundleWriter:
             names = worth_keeping(event, investigation.figures, investigation.threshold)
         micro_batches = {}
         for name in names[: limits.MICRO_BATCHES]:
-            if event["search"] == "local" and name in investigation.micro_batches:
-                micro_batches[name] = investigation.micro_batches[name]
+            if event["search"] == "local" and name in investigation.groups.micro_batches:
+                micro_batches[name] = investigation.groups.micro_batches[name]
             else:
                 owner = name[0] * mini_batch.model.sequence_parallel_size
                 micro_batches[name] = collectives.broadcast(partial(_sent, mini_batch, name), owner)
@@ -288,7 +288,7 @@ def measured_tokens(investigation: Investigation, among: Mapping[MicroBatchName,
     found: list[dict[str, Any]] = []
     for (name, row, position), norms in investigation.measured.items():
         if name in among:
-            micro_batch = investigation.micro_batches[name]
+            micro_batch = investigation.groups.micro_batches[name]
             weight = abs(float(micro_batch.tokens["weight"][row, position]))
             norms = [norm / weight for norm in norms]
             found.append(
