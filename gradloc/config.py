@@ -11,7 +11,7 @@ ACTIONS = ("log", "skip", "drop", "stop")
 UNTIL = ("explained", "exhaustive")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GradLocConfig:
     """When a gradient norm counts as a spike, and what to do about it.
 

@@ -77,7 +77,7 @@ def hold(
 
     Args:
         mini_batch (MiniBatch): The current gradient.
-        tau (Threshold): Gives τ for it; takes nothing in.
+        tau (Threshold): Gives τ for it, and is not changed.
         config (GradLocConfig): How to search.
         ordinary (OrdinaryGradient): What is known of ordinary tokens.
         where (Mapping): `global_step`, `epoch` and `mini_batch`, for the event.

@@ -52,7 +52,7 @@ class GradLoc:
 
     Args:
         module (nn.Module): The model; ranks hold different data (FSDP1, FSDP2, or a single process).
-        config (GradLocConfig): When a norm counts as a spike, and what to do.
+        config (GradLocConfig): When a norm counts as a spike, and what to do; or an object with its fields.
         forward (Callable): `forward(inputs, rows, response_length)` computes (entropy or None, log_prob), each of shape
             (len(rows), response_length), for some rows of a micro-batch, with responses truncated to that length.
         device (str | torch.device): The device that the model computes on.

@@ -49,7 +49,7 @@ class UpdateMetrics:
         self.drill_found: bool | None = None
         self._misaligned = self._compared = 0.0
         self._token_norm_max = 0.0
-        # τ of the mini-batch that `_token_norm_max` is from, and of the last one.
+        # τ of the mini-batch with the largest norm, and of the last one.
         self._threshold_of_max: float | None = None
         self._last_threshold: float | None = None
         self._figures = UpdateFigures()

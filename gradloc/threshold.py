@@ -113,7 +113,7 @@ class Threshold:
         norms = state["token_norms"] if state is not None else ()
         if not norms and self._fixed is None:
             logger.warning(
-                "No norms are loaded for grad_norm_threshold=auto (the checkpoint or checkpoint.load_contents is "
-                "without them, which are part of 'extra'); its warm-up starts over."
+                "No norms are loaded for grad_norm_threshold=auto (there is no gradloc_state.pt beside the checkpoint, "
+                "or checkpoint.load_contents is without 'extra'); its warm-up starts over."
             )
         self._automatic.restart_from(norms)

@@ -46,10 +46,6 @@ class UpdateFigures:
     """Collects the figures of an update's mini-batches; the same on every rank."""
 
     def __init__(self) -> None:
-        self.start_update()
-
-    def start_update(self) -> None:
-        """Discards the figures of the last update."""
         self._log_ratio = self._rollout_log_ratio = -math.inf
         self._tokens = self._unlikely = 0.0
         self._margin: float | None = None

@@ -18,7 +18,7 @@ from ..layers.layer_clip import LayerClip
 from .replay_bundles import padded_rows
 from .rows import forward_inputs, select_rows
 from .update_evidence import Sample, UpdateEvidence
-from .watch import Watch
+from .watch import Watch, read_state
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -170,16 +170,16 @@ def write_evidence(
     evidence.write(data.meta_info.get("global_steps"), metrics)
 
 
-def save_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str) -> None:
+def save_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str | None) -> None:
     """Called after a checkpoint was saved."""
-    if actor.watch is not None and manager.should_save_extra:
+    if actor.watch is not None and manager.should_save_extra and folder is not None:
         actor.watch.save(folder)
 
 
-def load_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str) -> None:
+def load_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str | None) -> None:
     """Called after a checkpoint was loaded. A collective call."""
     if actor.watch is not None:
-        actor.watch.load(folder if manager.should_load_extra else None)
+        actor.watch.load(read_state(folder if manager.should_load_extra else None))
 
 
 def _sample(row: Any) -> Sample:

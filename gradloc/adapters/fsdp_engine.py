@@ -24,7 +24,7 @@ from ..layers.layer_clip import LayerClip
 from .actor_config import SpikeConfig
 from .replay_bundles import ragged_rows
 from .update_evidence import Sample, UpdateEvidence
-from .watch import Watch
+from .watch import Watch, read_state
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class WatchedEngine:
 
     watch: Watch | None = None
     _settings: Any = None
-    # The folder of a checkpoint that was loaded before there was a watch; "" for one without extra state.
-    _loaded_folder: str | None = None
+    # The state of a checkpoint that was loaded before there was a watch.
+    _loaded_state: dict[str, Any] | None = None
     _watching = False
     _pass_open = False
     _mini_batches = 0
@@ -141,9 +141,9 @@ class WatchedEngine:
     def load_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         super().load_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
         extra = getattr(self.checkpoint_manager, "should_load_extra", True)
-        self._loaded_folder = local_path if extra and local_path else ""
+        self._loaded_state = read_state(local_path if extra else None)
         if self.watch is not None:
-            self.watch.load(self._loaded_folder)
+            self.watch.load(self._loaded_state)
 
     def _build(self, config: Any) -> None:
         self._settings = config
@@ -162,8 +162,8 @@ class WatchedEngine:
         )
         tokenizer = getattr(self.model_config, "tokenizer", None)
         self._evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, group_size)
-        if self._loaded_folder is not None:
-            self.watch.load(self._loaded_folder)
+        if self._loaded_state is not None:
+            self.watch.load(self._loaded_state)
 
     def _place(self, epoch_and_mini_batch: Sequence[int], update: int) -> None:
         """Sets the mini-batch's place in its step, from that in its update."""

@@ -28,7 +28,7 @@ def build_bundle_writer(
     grad_clip: float | None,
     layer_clip: PreviewsClipping | None,
 ) -> BundleWriter | None:
-    """The bundle_writer of an actor's bundles; None with `spike_replay=0`.
+    """What writes an actor's bundles; None with `spike_replay=0`.
 
     Args:
         module (nn.Module): The model, sharded or not.

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..evidence.in_words import describe
 from ..evidence.token_facts import text_evidence
-from ..evidence.writer import STEP_FIGURES, record_events, record_step
+from ..evidence.writer import CULPRITS_WITH_TEXT, LONG_TEXTS, STEP_FIGURES, jsonable, record_events, record_step
 from ..fsdp import collectives
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class UpdateEvidence:
                 logger.warning("a gradient spike is written without its texts in its summary", exc_info=True)
 
     def write(self, global_step: int | None, metrics: Mapping[str, Any]) -> None:
-        """Ends an update: rank 0 writes its events and, from its metrics, the step's figures. Never raises for them."""
+        """Ends an update: rank 0 writes its events and, from its metrics, the step's figures."""
         events, self._events = self._events, []
         if collectives.rank() == 0:
             names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
@@ -92,9 +92,15 @@ class UpdateEvidence:
         culprit: Mapping[str, Any],
         sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample],
     ) -> list[dict[str, Any]]:
-        """The text around a culprit, and what its sample was rewarded for; nothing if that fails."""
+        """The text around a culprit, and what its sample was rewarded for; nothing if that fails.
+
+        It is sent to all ranks: plain values, whatever a ground truth is, and no long texts that are not written.
+        """
         try:
-            return [_facts(sample_of(event, culprit), culprit["position"], self._tokenizer)]
+            facts = _facts(sample_of(event, culprit), culprit["position"], self._tokenizer)
+            if any(culprit is largest for largest in event["culprits"][:CULPRITS_WITH_TEXT]):
+                return [jsonable(facts)]
+            return [jsonable({name: None if name in LONG_TEXTS else value for name, value in facts.items()})]
         except Exception:
             logger.warning("a culprit of a gradient spike is written without its text", exc_info=True)
             return []

@@ -146,15 +146,11 @@ class Watch:
         if collectives.rank() == 0 and (parts := self._parts()):
             torch.save({name: part.state_dict() for name, part in parts.items()}, os.path.join(folder, STATE_FILE))
 
-    def load(self, folder: str | None) -> None:
-        """Reads what `save` wrote; without a folder or a file, GradLoc and LayerClip start over. A collective call.
-
-        Raises:
-            RankFailedError: The file cannot be read.
-        """
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restores rank 0's state, which `read_state` gave; if it is empty, the parts start over. A collective call."""
         if parts := self._parts():
             # Rank 0 wrote it, perhaps to a folder that the other nodes do not share.
-            state = collectives.broadcast(lambda: _read(folder), 0)
+            state = collectives.broadcast(lambda: state, 0)
             for name, part in parts.items():
                 part.load_state_dict(state.get(name))
 
@@ -163,10 +159,14 @@ class Watch:
         return {name: part for name, part in parts.items() if part is not None}
 
 
-def _read(folder: str | None) -> dict[str, Any]:
-    """The state in a checkpoint's folder; empty if there is none."""
+def read_state(folder: str | None) -> dict[str, Any]:
+    """What `Watch.save` wrote to a checkpoint's folder, on rank 0; empty without a file, and on the other ranks.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
     path = os.path.join(folder, STATE_FILE) if folder else ""
-    if not os.path.isfile(path):
+    if collectives.rank() or not os.path.isfile(path):
         return {}
     try:
         return torch.load(path, weights_only=True)

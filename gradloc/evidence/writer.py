@@ -42,7 +42,8 @@ _ATTEMPTS = 10
 # The files at their limit of which a warning has been logged: one is enough for many steps.
 _full: set[str] = set()
 
-_TEXTS: tuple[str, ...] = ("prompt", "response", "response_tokens", "response_suspicion", "response_kl")
+# The fields of a culprit that only its largest ones keep.
+LONG_TEXTS: tuple[str, ...] = ("prompt", "response", "response_tokens", "response_suspicion", "response_kl")
 
 
 def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
@@ -83,7 +84,7 @@ def _event_lines(event: Mapping[str, Any]) -> list[bytes]:
         line = _line(_without_texts(event, CULPRITS_WITH_TEXT))
         if len(line) > LINE_BYTES:
             bare = len(culprits)
-            line = _line(_without_texts(event, 0, (*_TEXTS, "context", "ground_truth")))
+            line = _line(_without_texts(event, 0, (*LONG_TEXTS, "context", "ground_truth")))
         if len(line) > LINE_BYTES:
             raise ValueError(f"its line would take {len(line):,} bytes, and {LINE_BYTES:,} are the limit")
     except Exception as error:  # whatever a ground truth is, training goes on
@@ -253,7 +254,7 @@ def _note(kind: str, step: Any, count: int, message: str) -> bytes:
     return _line(note)
 
 
-def _without_texts(event: Mapping[str, Any], but: int, texts: Sequence[str] = _TEXTS) -> Mapping[str, Any]:
+def _without_texts(event: Mapping[str, Any], but: int, texts: Sequence[str] = LONG_TEXTS) -> Mapping[str, Any]:
     """The event with long texts only for its first (largest) culprits."""
     culprits = event.get("culprits", ())
     if len(culprits) <= but:

@@ -170,7 +170,7 @@ class LayerClip:
         return self._reduced_norms.squared_norms()
 
     def clip(self, squared_norms: Tensor | None = None) -> Tensor:
-        """Clips the gradient and updates the statistics with its norms. A collective call.
+        """Clips the gradient and updates the statistics with its norms. A collective call if these are not given.
 
         For a step that is skipped, use `preview` instead.
 
@@ -256,8 +256,8 @@ class LayerClip:
         """
         if state is None:
             logger.warning(
-                "No LayerClip statistics are loaded (the checkpoint or checkpoint.load_contents is without them, "
-                "which are part of 'extra'); the warm-up starts over."
+                "No LayerClip statistics are loaded (there is no gradloc_state.pt beside the checkpoint, or "
+                "checkpoint.load_contents is without 'extra'); the warm-up starts over."
             )
             self._statistics = {layer: LayerStatistics() for layer in self.layers}
             return

@@ -96,14 +96,12 @@ class Level:
         finite (float): The largest finite token-equivalent norm, or 0.
         root_mean_square (float | None): norm/sqrt(Σw²) of the whole mini-batch; None if no token can move.
         by_micro_batch (bool): Whether `token_norm` is the norm of a micro-batch, and not of the reduced gradient.
-        global_norm (float | None): The reduced gradient's norm; None if it was not measured.
     """
 
     token_norm: float
     finite: float
     root_mean_square: float | None
     by_micro_batch: bool
-    global_norm: float | None = None
 
 
 class Meter(Protocol):
@@ -254,7 +252,7 @@ class ReducedMeter:
             0, 0, 0, math.sqrt(square_weight), global_norm * len(norms.square_weight)
         ).token_equivalent
         finite = whole if math.isfinite(whole) else 0.0
-        return Level(whole, finite, whole if square_weight else None, by_micro_batch=False, global_norm=global_norm)
+        return Level(whole, finite, whole if square_weight else None, by_micro_batch=False)
 
     def norms(self, squares: Sequence[float]) -> tuple[float | None, dict[str, float]]:
         return None, {}

@@ -41,6 +41,7 @@ class MiniBatch:
         self.micro_batches = micro_batches
         self.scale = scale
         self.squared_norms: Tensor | None = None
+        self._global_norm: float | None = None
         self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
         self._square_weights = torch.stack([square_weight(micro_batch.tokens) for micro_batch in micro_batches])
         norms = torch.stack(_own_norms(self._squares.sum(1), self._square_weights))
@@ -52,10 +53,11 @@ class MiniBatch:
 
     def global_norm(self) -> float:
         """The reduced gradient's norm, measured on the first call, which is collective."""
-        if self.squared_norms is None:
+        if self._global_norm is None:
             self.squared_norms = self.model.reduced_squares(self.scale)
-        # On the host, where the sum of the same numbers is the same on all ranks.
-        return math.sqrt(math.fsum(self.squared_norms.tolist()))
+            # On the host, where the sum of the same numbers is the same on all ranks.
+            self._global_norm = math.sqrt(math.fsum(self.squared_norms.tolist()))
+        return self._global_norm
 
     def global_threshold(self, threshold: float) -> float:
         """The reduced gradient's threshold for this τ: the mean over the ranks gives each token 1/W of its weight."""

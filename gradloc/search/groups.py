@@ -36,7 +36,7 @@ class GroupTokens(NamedTuple):
 
 
 class Groups:
-    """The groups over their threshold. All ranks have the same, as far as they were obtained.
+    """The groups over their threshold, the same on all ranks.
 
     Args:
         mini_batch (MiniBatch): The current gradient.

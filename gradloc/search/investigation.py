@@ -26,12 +26,13 @@ class Investigation:
     Args:
         mini_batch (MiniBatch): The current gradient.
         threshold (float): τ.
-        config (GradLocConfig): When to end.
+        config (GradLocConfig): How to search, and how many passes it may take.
         ordinary (float | None): The root mean square of ordinary tokens' gradient norms in an earlier mini-batch.
         reserve (bool): Whether to leave budget for recomputing every micro-batch.
 
     Attributes:
-        config (GradLocConfig): As given.
+        mini_batch (MiniBatch), threshold (float), config (GradLocConfig): As given.
+        search (Search): Decides what to measure.
         error (str | None): The error that stopped it.
         passes (Passes): Runs its passes, and counts them.
         figures (dict[MicroBatchName, MicroBatchFigures]): Of the micro-batches of all ranks, with the norms measured

@@ -347,3 +347,18 @@ def update_of_the_worker(case: Case, action: str) -> tuple[str, list[float], lis
         ours, theirs = ([local(p) for p in one.actor_module_fsdp.parameters()] for one in (worker, stock))
         same.append(all(map(torch.equal, ours, theirs)))
     return json.dumps(events), rates, steps, same
+
+
+def evidence_with_odd_truths(folder: str, count: int) -> None:
+    """Writes an event whose culprits, all of rank 0, have a ground truth that cannot be pickled, and long texts."""
+    from types import SimpleNamespace
+
+    from verl.utils.gradloc.adapters.update_evidence import Sample, UpdateEvidence
+
+    culprits: list[dict[str, Any]] = [{"rank": 0, "row": row, "position": 0} for row in range(count)]
+    events = [{"global_step": 1, "mini_batch": 0, "world_size": 2, "culprits": culprits}]
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
+    evidence = UpdateEvidence(folder, tokenizer, 1)
+    truth = {"ground_truth": lambda: None}
+    evidence.add(events, lambda event, culprit: Sample([1, 2], [3, 4], 1.0, {"reward_model": truth}))
+    evidence.write(1, {})

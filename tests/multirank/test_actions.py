@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import action_cases
 import pytest
@@ -143,3 +144,13 @@ def test_schedule_and_counters_go_on_in_the_worker(launch: Launch, action: str) 
         assert rates == [LEARNING_RATE / 2, LEARNING_RATE / 3]
         assert steps == ([0, 1] if action == "skip" else [1, 2])
         assert same == [True, True]
+
+
+@pytest.mark.every_target
+def test_what_cannot_be_sent_to_other_ranks_is_written_as_text(launch: Launch, tmp_path: Path) -> None:
+    """And only the largest culprits have long texts, which all ranks would get."""
+    launch(2, action_cases.evidence_with_odd_truths, str(tmp_path), 20)
+    (line,) = (tmp_path / "spikes.jsonl").read_text().splitlines()[:1]
+    culprits = json.loads(line)["culprits"]
+    assert all("lambda" in culprit["ground_truth"] and culprit["token"] == "3" for culprit in culprits)
+    assert [culprit["prompt"] for culprit in culprits] == ["1 2"] * 16 + [None] * 4

@@ -754,8 +754,8 @@ def test_resuming_from_a_checkpoint_is_like_never_stopping(launch: Launch, tmp_p
 
 
 NOT_LOADED = (
-    "No LayerClip statistics are loaded (the checkpoint or checkpoint.load_contents is without them, which are part of "
-    "'extra'); the warm-up starts over."
+    "No LayerClip statistics are loaded (there is no gradloc_state.pt beside the checkpoint, or "
+    "checkpoint.load_contents is without 'extra'); the warm-up starts over."
 )
 
 

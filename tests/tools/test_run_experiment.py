@@ -271,7 +271,7 @@ def test_an_empty_variable_of_the_environment_counts_as_none(recorder: Path) -> 
 def test_help_tells_of_auto_and_of_resuming() -> None:
     rows = {line.split()[0]: line for line in launch("--help").stdout.splitlines() if line.startswith("  ")}
     assert "auto" in rows["GRAD_NORM_THRESHOLD"]
-    assert "outputs/MODEL-grpo " in rows["OUTPUT_DIR"] and "resumed" in rows["OUTPUT_DIR"]
+    assert "outputs/MODEL-grpo " in rows["OUTPUT_DIR"] and "resumes" in rows["OUTPUT_DIR"]
 
 
 def test_runs_of_another_model_or_with_the_remedy_have_a_directory_of_their_own(recorder: Path) -> None:
@@ -358,7 +358,7 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["--target"], "--target needs a version of verl after it"),
         (["--target", "0.6.0"], "there is no patch for verl 0.6.0: give --target 0.7.0, 0.7.1 or"),
         (["--embedded", "--target", "0.7.1"], "--embedded installs verl 0.7.0 or 0.9.1 only: give one of them with"),
-        (["NNODES=two"], "NNODES is 'two': give a whole number"),
+        (["NNODES=two"], "NNODES is 'two': give an integer"),
         (["--dry-run", "GPUS_PER_NODE=99999999999999999999"], "give an integer from 1 to 999"),
         (["--dry-run", "LR=abc"], "LR is 'abc': give a number of at least 0"),
         (["--dry-run", "LR=amount"], "LR is 'amount': give a number of at least 0"),
@@ -366,7 +366,7 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["--dry-run", "SPIKE_ACTION=stay"], "SPIKE_ACTION is 'stay': give log, skip, drop or stop"),
         (["--dry-run", "GRAD_NORM_THRESHOLD=0"], "give a number over 0 or auto"),
         (["--dry-run", "TOTAL_STEPS=1.5"], "TOTAL_STEPS is '1.5': give an integer of at least 1 or null"),
-        (["--dry-run", "TOTAL_STEPS=1e3"], "TOTAL_STEPS is '1e3': give a whole number"),
+        (["--dry-run", "TOTAL_STEPS=1e3"], "TOTAL_STEPS is '1e3': give an integer"),
         (["--dry-run", "MODEL_PATH=/m/${x}"], "MODEL_PATH is '/m/${x}': verl would resolve the ${ in it"),
         (["--dry-run", "GRAD_CLIP=0.0"], "GRAD_CLIP is '0.0': give a number over 0"),
         (["--dry-run", "LOGGER=???"], "LOGGER is '???': ??? means a missing value"),
@@ -448,7 +448,7 @@ def test_a_verl_that_is_patched_in_another_way_is_refused(tmp_path: Path, name: 
     file.write_text(file.read_text() + "# gradloc\n")
     refused = launch("--cluster", "--python", sys.executable, *files_that_exist(tmp_path), PYTHONPATH=str(tmp_path))
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert "is not as this patch makes it" in refused.stderr and name in refused.stderr
+    assert "differs from what this patch writes" in refused.stderr and name in refused.stderr
 
 
 def test_the_evidence_is_named_where_there_is_some(tmp_path: Path) -> None:

@@ -99,5 +99,3 @@ def test_the_margin_is_the_largest_of_the_update_and_missing_in_a_warm_up() -> N
     assert found.metrics() == {f"{PREFIX}spike_margin": 1.5}
     found.take_in_margin(math.inf, 300.0)
     assert found.metrics() == {f"{PREFIX}spike_margin": math.inf}
-    found.start_update()
-    assert found.metrics() == {}
