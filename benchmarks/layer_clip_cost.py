@@ -93,34 +93,32 @@ def measure(rank: int, folder: str, rounds: int, sizes: dict[str, Any]) -> None:
         ppo_micro_batch_size_per_gpu=MICRO_BATCH,
         use_torch_compile=False,
         fsdp_config=FSDPEngineConfig(dtype="float32"),
+        layer_clip=LayerClipConfig(enable=True),
     )
     with contextlib.redirect_stdout(io.StringIO()):
         actor = DataParallelPPOActor(config, model, torch.optim.AdamW(model.parameters(), lr=1e-6))
     clips = {name: None if config is None else LayerClip(model, config) for name, config in KINDS.items()}
     spent = {"wall": 0.0, "cpu": 0.0}
 
-    def timed(clip: LayerClip) -> None:
-        original = clip.clip
+    watch: Any = actor.watch
+    before_step = watch.before_step
 
-        def call(squared_norms: torch.Tensor | None = None) -> torch.Tensor:
-            dist.barrier()  # waiting for a slower rank is not part of the clipping
-            started = clocks()
-            norm = original(squared_norms)
-            spent.update(since(started))
-            return norm
+    def timed(*arguments: int) -> tuple[bool, float | None]:
+        dist.barrier()  # waiting for a slower rank is not part of the clipping
+        started = clocks()
+        found = before_step(*arguments)
+        spent.update(since(started))
+        return found
 
-        clip.clip = call  # type: ignore[method-assign]  # what is measured
-
-    for layer_clip in filter(None, clips.values()):
-        timed(layer_clip)
+    watch.before_step = timed
     batch = build_batch(rank)
-    actor.layer_clip = None
+    actor.watch = None
     actor.update_policy(batch)  # creates the optimizer's state
     found = []
     for i in range(rounds):
         figures = {}
         for name, clip in clips.items():
-            actor.layer_clip = clip
+            watch.layer_clip, actor.watch = clip, None if clip is None else watch
             spent.update(wall=0.0, cpu=0.0)
             dist.barrier()
             started = clocks()
