@@ -8,7 +8,7 @@ import pytest
 import test_actions
 import test_actor
 import test_drill
-from actor_cases import Case
+from actors import Case
 from gpu_search import ONE, THREE, cases
 from test_actor import Launch
 from test_configurations import HALF_PRECISION

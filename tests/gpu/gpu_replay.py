@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import test_replay_ranks
-from actor_cases import Case
+from actors import Case
 from gpu_search import ONE, THREE, cases
 from test_actor import Launch
 

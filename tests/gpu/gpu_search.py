@@ -6,11 +6,12 @@ import dataclasses
 from typing import Any
 
 import actor_cases
+import actors
 import pytest
 import test_actions
 import test_actor
 import test_drill
-from actor_cases import Case
+from actors import Case
 from test_actor import Launch
 
 ONE = ((0, 3, 5),)
@@ -42,7 +43,7 @@ def test_planted_tokens_are_found(launch: Launch, case: Case) -> None:
 
 
 def unpatched_twice(case: Case) -> dict[str, bool]:
-    runs = [actor_cases.train(case, actor_cases.stock_dp_actor(), calls=2) for _ in range(2)]
+    runs = [actor_cases.train(case, actors.stock_dp_actor(), calls=2) for _ in range(2)]
     return actor_cases.compare_runs(*runs)
 
 

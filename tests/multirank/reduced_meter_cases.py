@@ -15,19 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import (
-    ENGINE,
-    IDENTITY_THRESHOLD,
-    PROMPT,
-    Case,
-    Unit,
-    brute_force,
-    build_actor,
-    build_batch,
-    build_model,
-    events_of,
-    local,
-)
+from actors import ENGINE, IDENTITY_THRESHOLD, PROMPT, Case, build_actor, build_model, events_of, local
+from batches import build_batch
+from oracle import Unit, brute_force
 from verl.models.transformers import monkey_patch
 from verl.utils import ulysses
 

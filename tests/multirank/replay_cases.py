@@ -8,17 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from actor_cases import (
-    IDENTITY_THRESHOLD,
-    Case,
-    Run,
-    Unit,
-    build_model,
-    compare_runs,
-    search,
-    stock_dp_actor,
-    train,
-)
+from actor_cases import Run, compare_runs, search, train
+from actors import IDENTITY_THRESHOLD, Case, build_model, stock_dp_actor
+from oracle import Unit
 from verl.utils.gradloc.bundles import bundle_writer
 
 

@@ -6,7 +6,7 @@ import json
 
 import action_cases
 import pytest
-from actor_cases import LEARNING_RATE, Case
+from actors import LEARNING_RATE, Case
 from test_actor import ONE, THREE, WRAPS, Launch, as_list, cases, launch, same_events
 from test_configurations import HALF_PRECISION
 from valid_events import valid_events

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import actor_cases
+import actors
 import pytest
-from actor_cases import Case, Run, Unit
+from actor_cases import Run
+from actors import Case
 from cluster import Cluster
+from oracle import Unit
 from valid_events import valid_events
 from verl import DataProto
 from verl.utils.metric import reduce_metrics
@@ -315,7 +318,7 @@ def test_a_failure_on_one_rank_ends_the_search_on_all(launch: Launch, wrap: str,
 @pytest.mark.parametrize("detection", [False, True])
 @pytest.mark.parametrize("rejected", [(2, 0), (0, 8), (8, 8)])
 def test_metrics_of_rejected_answers_are_averaged(launch: Launch, rejected: tuple[int, int], detection: bool) -> None:
-    if actor_cases.ENGINE and rejected == (8, 8):
+    if actors.ENGINE and rejected == (8, 8):
         pytest.skip("verl 0.9 divides by the number of tokens of the whole mini-batch, and logs NaN without any")
     case = Case(rollout=True, mini_batch=4, kl=True, entropy=True)
     ordinary = launch(2, actor_cases.metrics_with_rejected_rows, (0, 0), case)

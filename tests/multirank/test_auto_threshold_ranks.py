@@ -8,7 +8,7 @@ from pathlib import Path
 
 import auto_threshold_cases
 import pytest
-from actor_cases import Case
+from actors import Case
 from cluster import Cluster
 from test_actor import Launch, launch
 from valid_events import valid_events

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from actor_cases import ENGINE, Case
+from actors import ENGINE, Case
 from test_actor import ONE, THREE, WRAPS, Launch, cases, check_planted_tokens, launch
 
 __all__ = ["launch"]

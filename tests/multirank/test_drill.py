@@ -6,7 +6,8 @@ from typing import Any
 
 import drill_cases
 import pytest
-from actor_cases import ENGINE, Case, Run
+from actor_cases import Run
+from actors import ENGINE, Case
 from test_actor import ONE, THREE, WRAPS, Launch, launch, same_events
 from test_configurations import skip_what_verl_cannot_train
 from valid_events import valid_events

@@ -6,7 +6,7 @@ import math
 
 import fault_cases
 import pytest
-from actor_cases import ENGINE, Case
+from actors import ENGINE, Case
 from cluster import Cluster, RankFailed
 from fault_cases import draw
 from test_actor import ONE, THREE, Launch, cases, launch, same_events

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import actor_cases
+import actors
 import layer_clip_cases
 import pytest
 import torch
-from actor_cases import ENGINE
+from actors import ENGINE
 from cluster import RankFailed
 from layer_clip_cases import Case, Comparison
 from test_actor import WRAPS, Launch, launch
@@ -599,7 +599,7 @@ if ENGINE:
 @pytest.mark.parametrize(
     ("size", "case", "with_gradloc"),
     [
-        pytest.param(*row, id="-".join([str(row[0]), actor_cases.Case(**row[1]).id, *["with_gradloc"] * row[2]]))
+        pytest.param(*row, id="-".join([str(row[0]), actors.Case(**row[1]).id, *["with_gradloc"] * row[2]]))
         for row in CONFIGURATIONS
     ],
 )

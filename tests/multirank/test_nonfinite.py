@@ -7,7 +7,7 @@ from typing import Any
 import action_cases
 import pytest
 from action_cases import POISONS
-from actor_cases import VOCABULARY, Case
+from actors import VOCABULARY, Case
 from test_actor import MODES, WRAPS, Launch, cases, launch, same_events
 
 __all__ = ["launch"]

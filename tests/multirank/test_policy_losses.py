@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from actor_cases import TOKEN_REJECTION, BypassLossConfig, Case
+from actors import TOKEN_REJECTION, BypassLossConfig, Case
 from test_actor import MODES, Launch, cases, check_planted_tokens, launch
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import reduced_meter_cases
-from actor_cases import Case
+from actors import Case
 from test_actor import ONE, THREE, WRAPS, Launch, check_unit, launch, near
 from valid_events import valid_events
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import replay_cases
-from actor_cases import ENGINE, Case
+from actors import ENGINE, Case
 from test_actor import ONE, THREE, Launch, launch, same_events
 
 from gradloc.bundles.opening import open_bundle

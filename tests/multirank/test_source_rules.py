@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import source_cases
-from actor_cases import KL_COEF, Case
+from actors import KL_COEF, Case
 from cluster import Cluster
 from valid_events import valid_events
 

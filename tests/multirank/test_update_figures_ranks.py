@@ -6,7 +6,8 @@ import math
 
 import actor_cases
 import pytest
-from actor_cases import Case, Unit
+from actors import Case
+from oracle import Unit
 from test_actor import WRAPS, Launch, cases, launch
 
 __all__ = ["launch"]
