@@ -177,11 +177,16 @@ def _serve(rank: int, world_size: int, store: str, stacks: str, pipe: Connection
         world_size=world_size,
         timeout=datetime.timedelta(seconds=GLOO_SECONDS),
     )
+    whole = dist.group.WORLD
     while True:
         try:
             message = pipe.recv_bytes()
         except EOFError:
             return
+        # All ranks are through with the last function by now. Each group that it has left has threads of its own, which
+        # wake up a hundred times a second.
+        for group in [group for group in dist.distributed_c10d._world.pg_map if group is not whole]:
+            dist.destroy_process_group(group)
         try:
             function, arguments = pickle.loads(message)
             reply = pickle.dumps((True, function(*arguments)))
