@@ -73,7 +73,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl import DataProto
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
-from verl.utils.gradloc.auto_threshold import WARMUP, AutoThreshold
+from verl.utils.gradloc.threshold import WARMUP, AutoThreshold
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
 

@@ -194,7 +194,7 @@ def _name_the_fault_in_events() -> None:
             event["fault"] = NAME
         add(evidence, events, sample_of)
 
-    UpdateEvidence.add = adding  # type: ignore[method-assign]  # on purpose
+    UpdateEvidence.add = adding  # type: ignore[method-assign,assignment]  # on purpose
 
 
 RolloutReplicaRegistry.register("hf", lambda: FaultyReplica)

@@ -5,11 +5,10 @@
 The parts of the package. A file imports from its own part and from those above it:
 
 - version, checks: the version, and checks of values
-- config: the settings
+- config, threshold: the settings; τ, and when a norm is over its threshold
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
 - measure: the mini-batch's gradient, extra passes, and the norms of what they compute
-- threshold: τ, fixed or from the run's own norms
 - search: what to measure next
 - evidence: what was found, as events in a file
 - bundles: an event's loud micro-batches in a folder that can be taken elsewhere

@@ -16,29 +16,27 @@ from .search.investigation import Investigation
 logger = logging.getLogger(__name__)
 
 
-def act(action: str, investigation: Investigation, budget: int) -> tuple[bool, Tensor | None]:
-    """Applies the action to the current gradient. A collective call.
+def act(investigation: Investigation) -> tuple[bool, Tensor | None]:
+    """Applies `spike_action` to the current gradient. A collective call.
 
     Args:
-        action (str): `spike_action`.
         investigation (Investigation): The search, after its end.
-        budget (int): The maximum number of passes for an event, the search included.
 
     Returns:
         tuple[bool, Tensor | None]: Whether it was applied, the same on every rank, and the squared norms by layer of
             the gradient that is left.
     """
-    mini_batch = investigation.mini_batch
+    mini_batch, action = investigation.mini_batch, investigation.config.spike_action
     if action == "skip":
         # After an overflow the gradient scaler skips the step itself, and must see the overflow to lower its scale.
         return mini_batch.scale == 1 or math.isfinite(mini_batch.global_norm()), mini_batch.squared_norms
     if action == "drop":
-        left = drop(investigation, budget)
+        left = drop(investigation)
         return left is not None, mini_batch.squared_norms if left is None else left
     return True, mini_batch.squared_norms
 
 
-def drop(investigation: Investigation, budget: int) -> Tensor | None:
+def drop(investigation: Investigation) -> Tensor | None:
     """Recomputes the mini-batch's gradient without the culprits. A collective call.
 
     Subtracting the culprits' gradient would take fewer passes, but in half precision the rounding errors of the spike
@@ -46,7 +44,6 @@ def drop(investigation: Investigation, budget: int) -> Tensor | None:
 
     Args:
         investigation (Investigation): The search, after its end.
-        budget (int): The maximum number of passes for an event, the search included.
 
     Returns:
         Tensor | None: The squared norms by layer of the gradient without the culprits, which has replaced the current
@@ -56,6 +53,7 @@ def drop(investigation: Investigation, budget: int) -> Tensor | None:
     if not culprits or investigation.error is not None:
         return None
     mini_batch, passes = investigation.mini_batch, investigation.passes
+    budget = investigation.config.bisect_budget_steps
     count = 1 + max(index for _, index in investigation.figures)
     if passes.count + count > budget:
         logger.warning(

@@ -11,47 +11,56 @@ ACTIONS = ("log", "skip", "drop", "stop")
 UNTIL = ("explained", "exhaustive")
 
 
-@dataclass(frozen=True)
+@dataclass
 class GradLocConfig:
     """When a gradient norm counts as a spike, and what to do about it.
 
     Args:
-        threshold (float | str): τ, the gradient norm of one token (of its term of the loss, divided by its weight)
-            above which the token is a culprit; "auto": 5 × the 90th percentile of the last 256 mini-batches.
-        budget (int): Maximum number of extra forward/backward passes per spike.
-        trigger (str): What starts a search. "unit": any micro-batch of any rank is over its threshold; "global": the
-            reduced gradient is.
-        until (str): When a search ends. "explained": a few tokens over τ explain the spike: without them, every
+        grad_norm_threshold (float | str): τ, the gradient norm of one token (its share of the gradient divided by its
+            weight in the loss) that counts as a spike; "auto": 5 × the 90th percentile of the last 256 mini-batches.
+        bisect_budget_steps (int): Maximum number of extra forward/backward passes per spike.
+        spike_trigger (str): What starts a search. "unit": any micro-batch of any rank is over its threshold; "global":
+            the reduced gradient is.
+        bisect_until (str): When a search ends. "explained": a few tokens over τ explain the spike: without them, every
             micro-batch is measured under its threshold; "exhaustive": every token over τ is found.
-        action (str): What happens to the optimizer step. "log": step as usual; "skip": skip it; "drop": step without
-            the culprits' gradient; "stop": step as usual, and end the run after repeated spikes.
-        stop_after (int): For "stop": end the run after N spikes within N steps.
-        drill_step (int, optional): Step in whose first mini-batch a spike is planted in a copy, to test the search.
+        spike_action (str): What happens to the optimizer step. "log": step as usual; "skip": skip it; "drop": step
+            without the culprits' gradient; "stop": step as usual, and end the run after repeated spikes.
+        spike_stop_after (int): For "stop": save a checkpoint and end the run after N spikes within N steps.
+        spike_drill_step (int, optional): Step in whose first mini-batch a spike is planted in a copy, to test the
+            search.
 
     Raises:
         ValueError: A value is out of range; the message names the configuration key to fix.
     """
 
-    threshold: float | str = 640.0
-    budget: int = 128
-    trigger: str = "unit"
-    until: str = "explained"
-    action: str = "log"
-    stop_after: int = 5
-    drill_step: int | None = None
+    grad_norm_threshold: float | str = 640.0
+    bisect_budget_steps: int = 128
+    spike_trigger: str = "unit"
+    bisect_until: str = "explained"
+    spike_action: str = "log"
+    spike_stop_after: int = 5
+    spike_drill_step: int | None = None
 
     def __post_init__(self) -> None:
-        if self.threshold != "auto" and not (is_finite_number(self.threshold) and self.threshold > 0):
-            raise ValueError(f"grad_norm_threshold must be a positive finite number or auto, got {self.threshold!r}.")
-        if not is_positive_integer(self.budget):
-            raise ValueError(f"bisect_budget_steps must be an integer of at least 1, got {self.budget!r}.")
-        if self.trigger not in TRIGGERS:
-            raise ValueError(f"spike_trigger must be one of {list(TRIGGERS)}, got {self.trigger!r}.")
-        if self.until not in UNTIL:
-            raise ValueError(f"bisect_until must be one of {list(UNTIL)}, got {self.until!r}.")
-        if self.action not in ACTIONS:
-            raise ValueError(f"spike_action must be one of {list(ACTIONS)}, got {self.action!r}.")
-        if not is_positive_integer(self.stop_after):
-            raise ValueError(f"spike_stop_after must be an integer of at least 1, got {self.stop_after!r}.")
-        if self.drill_step is not None and not is_positive_integer(self.drill_step):
-            raise ValueError(f"spike_drill_step must be null or a step, from 1 on, got {self.drill_step!r}.")
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError for a value out of range; the message names the key."""
+        if self.grad_norm_threshold != "auto" and not (
+            is_finite_number(self.grad_norm_threshold) and self.grad_norm_threshold > 0
+        ):
+            raise ValueError(
+                f"grad_norm_threshold must be a positive finite number or auto, got {self.grad_norm_threshold!r}."
+            )
+        if not is_positive_integer(self.bisect_budget_steps):
+            raise ValueError(f"bisect_budget_steps must be an integer of at least 1, got {self.bisect_budget_steps!r}.")
+        if self.spike_trigger not in TRIGGERS:
+            raise ValueError(f"spike_trigger must be one of {list(TRIGGERS)}, got {self.spike_trigger!r}.")
+        if self.bisect_until not in UNTIL:
+            raise ValueError(f"bisect_until must be one of {list(UNTIL)}, got {self.bisect_until!r}.")
+        if self.spike_action not in ACTIONS:
+            raise ValueError(f"spike_action must be one of {list(ACTIONS)}, got {self.spike_action!r}.")
+        if not is_positive_integer(self.spike_stop_after):
+            raise ValueError(f"spike_stop_after must be an integer of at least 1, got {self.spike_stop_after!r}.")
+        if self.spike_drill_step is not None and not is_positive_integer(self.spike_drill_step):
+            raise ValueError(f"spike_drill_step must be null or a step, from 1 on, got {self.spike_drill_step!r}.")

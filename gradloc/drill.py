@@ -86,7 +86,7 @@ def hold(
         dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place.
     """
     started = time.perf_counter()
-    model, threshold = mini_batch.model, tau.of(mini_batch.level)
+    model, threshold = mini_batch.model, tau.of(mini_batch.level.finite)
     planted: Planted | None = None
     if mini_batch.trigger == "global":
         mini_batch.global_norm()  # now: it is set aside below
@@ -96,18 +96,18 @@ def hold(
             passes = model.passes(mini_batch.micro_batches, mini_batch.scale)
             passes.rehearse()
             planted = choose(figures, model.meter, passes, mini_batch.micro_batches, where["global_step"])
-            threshold = tau.of(mini_batch.level, planted.norm)
+            threshold = tau.of(mini_batch.level.finite, planted.norm)
             copy = _with_spike(mini_batch, planted, figures, threshold)
             if not copy.is_over(threshold):
                 raise DrillFailedError("the planted token did not put its micro-batch over the threshold")
-            investigation = Investigation(copy, threshold, config.until, config.budget, ordinary.token_norm)
+            investigation = Investigation(copy, threshold, config, ordinary.token_norm)
             clear_gradients(model.module)  # the drill's own, which is measured by now
             investigation.run()
     except (DrillFailedError, collectives.RankFailedError) as error:
-        investigation = Investigation(mini_batch, threshold, config.until, config.budget, ordinary.token_norm)
+        investigation = Investigation(mini_batch, threshold, config, ordinary.token_norm)
         investigation.error = str(error)
-    event = build_event(investigation, ordinary, where, config.budget, "log", True, started)
-    place = planted and planted.place()
+    event = build_event(investigation, ordinary, where, "log", True, started)
+    place = None if planted is None else planted.place()
     found = place is not None and any(place == {name: culprit[name] for name in place} for culprit in event["culprits"])
     if not found and collectives.rank() == 0:
         logger.warning(
@@ -117,7 +117,7 @@ def hold(
             event["diagnosis"],
             event["error"],
             event["passes"],
-            config.budget,
+            config.bisect_budget_steps,
         )
     event["drill"] = {"planted": place, "found": found, "passes": event["passes"]}
     event["summary"] = summary(event)
@@ -146,8 +146,8 @@ def _with_spike(mini_batch: MiniBatch, planted: Planted, figures: AllFigures, th
     )
     passes = model.passes(micro_batches, new_scale)
     rerun(micro_batches, model.meter, passes, figures, reduced=mini_batch.trigger == "global")
-    figures = torch.zeros(0, dtype=torch.float64, device=model.device)
-    return MiniBatch(model, micro_batches, new_scale, mini_batch.trigger, figures)
+    no_figures = torch.zeros(0, dtype=torch.float64, device=model.device)
+    return MiniBatch(model, micro_batches, new_scale, mini_batch.trigger, no_figures)
 
 
 def _known(norm: float | None) -> float:

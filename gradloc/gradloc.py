@@ -24,7 +24,7 @@ from .measure.passes import Forward
 from .measure.watched_model import WatchedModel
 from .metrics import UpdateMetrics, own_figures
 from .search.investigation import Investigation
-from .threshold import Threshold
+from .threshold import Threshold, is_over
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class GradLoc:
         )
         self._loss_scale = loss_scale
         self._bundle_writer = bundle_writer
-        self._threshold = Threshold(config.threshold)
+        self._threshold = Threshold(config.grad_norm_threshold)
         self._ordinary = OrdinaryGradient()
         self._metrics = UpdateMetrics()
         self._global_step: int | None = None
@@ -125,7 +125,7 @@ class GradLoc:
         log_prob: Tensor,
         entropy: Tensor | None,
         weight: Tensor,
-        sources: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None,
+        loss_inputs: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None,
         **tokens: Tensor,
     ) -> None:
         """Records the tokens of the current pass, and their coefficients ∂L/∂log p during its backward.
@@ -136,7 +136,7 @@ class GradLoc:
             log_prob (Tensor): The log-probs that the loss is computed from.
             entropy (Tensor, optional): The entropies that the loss is computed from.
             weight (Tensor): The weight w of each token in the loss, gradient accumulation included.
-            sources (dict, optional): If the loss is computed from other tensors than those given: for "coefficient"
+            loss_inputs (dict, optional): If the loss is computed from other tensors than those given: for "coefficient"
                 (of log-probs) and "entropy_coefficient" the tensor, and a function that brings its gradient into the
                 shape (rows, response length).
             tokens (Tensor): The tensors that `token_evidence` reports; at least `response_mask` and `token_id`.
@@ -151,12 +151,12 @@ class GradLoc:
         if len(set(shapes.values())) > 1:
             raise ValueError(f"all token tensors must be of one shape (rows, response length), got {shapes}.")
         current.tokens = {name: _with_a_column(tensor.detach()) for name, tensor in noted.items()}
-        if sources is None:
+        if loss_inputs is None:
             given = {"coefficient": log_prob, "entropy_coefficient": entropy}
-            sources = {name: (tensor, _unchanged) for name, tensor in given.items() if tensor is not None}
-        for name, (source, reshape) in sources.items():
-            if source.requires_grad:
-                source.register_hook(_catch(current.tokens, name, reshape))
+            loss_inputs = {name: (tensor, _unchanged) for name, tensor in given.items() if tensor is not None}
+        for name, (tensor, reshape) in loss_inputs.items():
+            if tensor.requires_grad:
+                tensor.register_hook(_catch(current.tokens, name, reshape))
 
     def end_pass(self) -> None:
         """Stops recording a training pass; called after its backward."""
@@ -217,39 +217,34 @@ class GradLoc:
     def _locate(self, where: dict[str, Any]) -> Located:
         started = time.perf_counter()
         gradient = self._measure()
-        if self._global_step is not None and tuple(where.values()) == (self.config.drill_step, 0, 0):
+        if self._global_step is not None and tuple(where.values()) == (self.config.spike_drill_step, 0, 0):
             self._hold_drill(gradient, where)
             started = time.perf_counter()
-        threshold = self._threshold.next(gradient.level)
+        threshold = self._threshold.next(gradient.level.token_norm, gradient.level.finite)
         self._metrics.take_in_level(gradient.level, self._threshold.last)
         if not gradient.is_over(threshold):
-            if gradient.level.token_norm <= threshold:
+            if not is_over(gradient.level.token_norm, threshold):
                 self._ordinary.take_in(gradient)
             return Located(True, gradient.squared_norms)
 
-        config, model = self.config, self._model
+        model, action = self._model, self.config.spike_action
         investigation = Investigation(
-            gradient,
-            threshold,
-            config.until,
-            config.budget,
-            self._ordinary.token_norm,
-            reserve=config.action == "drop",
+            gradient, threshold, self.config, self._ordinary.token_norm, reserve=action == "drop"
         )
         with undisturbed(model.module, model.device):
             with SetAside(model.module):
                 investigation.run()
-            applied, squared_norms = act(config.action, investigation, config.budget)
-        event = build_event(investigation, self._ordinary, where, config.budget, config.action, applied, started)
+            applied, squared_norms = act(investigation)
+        event = build_event(investigation, self._ordinary, where, action, applied, started)
         event["replay"] = self._keep_bundle(event, investigation)
         self._add(event)
-        return Located(not (config.action == "skip" and applied), squared_norms, event)
+        return Located(not (action == "skip" and applied), squared_norms, event)
 
     def _measure(self) -> MiniBatch:
         """The gradient of the passes since the last call. A collective call."""
         micro_batches, self._micro_batches = self._micro_batches, []
         figures = own_figures(micro_batches)
-        gradient = MiniBatch(self._model, micro_batches, self._loss_scale(), self.config.trigger, figures)
+        gradient = MiniBatch(self._model, micro_batches, self._loss_scale(), self.config.spike_trigger, figures)
         self._metrics.take_in(gradient.update_figures)
         return gradient
 

@@ -8,9 +8,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .measure.meter import Level
-
 logger = logging.getLogger(__name__)
+
+
+def is_over(norm: float, threshold: float) -> bool:
+    """Whether a norm is over its threshold; NaN is. The one place where this is decided."""
+    return not norm <= threshold
+
 
 # The number of mini-batches before there is a threshold, and the number of recent mini-batches it is computed from.
 WARMUP = 20
@@ -76,23 +80,28 @@ class Threshold:
         # With a fixed threshold, too, so that a resumed run can switch to an automatic one.
         self._automatic = AutoThreshold()
 
-    def of(self, level: Level, other_norm: float = 0.0) -> float:
+    def of(self, finite_norm: float, other_norm: float = 0.0) -> float:
         """τ for a mini-batch.
 
         Args:
-            level (Level): The mini-batch's.
+            finite_norm (float): Its largest finite token-equivalent norm, or 0.
             other_norm (float): What τ is taken from during the warm-up if all norms so far are 0.
         """
         if self._fixed is not None:
             return self._fixed
-        largest = max([level.finite, *self._automatic.norms()]) or other_norm
+        largest = max([finite_norm, *self._automatic.norms()]) or other_norm
         return self._automatic.value or _WARMUP_MARGIN * largest or _UNREACHED
 
-    def next(self, level: Level) -> float:
-        """τ for a mini-batch, whose norm an automatic threshold then takes in."""
-        threshold = self.of(level)
+    def next(self, token_norm: float, finite_norm: float) -> float:
+        """τ for a mini-batch, whose norm an automatic threshold then takes in.
+
+        Args:
+            token_norm (float): Its largest token-equivalent norm; NaN counts as infinite.
+            finite_norm (float): The largest finite one, or 0.
+        """
+        threshold = self.of(finite_norm)
         self.last = self._automatic.value if self._fixed is None else threshold
-        self._automatic.take_in(level.token_norm)
+        self._automatic.take_in(token_norm)
         return threshold
 
     def state_dict(self) -> dict[str, Any]:

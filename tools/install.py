@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Installs packages into a virtual environment, with uv or, where that is not to be had, with pip.
+"""Installs packages into a virtual environment, with uv, or with pip where that is configured.
 
 python tools/install.py VENV/bin/python -r requirements.txt     # what follows the Python is as for `pip install`
 """

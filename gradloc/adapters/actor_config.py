@@ -20,25 +20,14 @@ class LayerClipConfig(BaseConfig, layer_clip.LayerClipConfig):
 
 
 @dataclass
-class SpikeConfig(BaseConfig):
+class SpikeConfig(BaseConfig, GradLocConfig):
     """A base of the actor's configuration. Its `__post_init__` is to call `check_spike_keys`.
+
+    The other fields, and their validation, are those of verl.utils.gradloc.GradLocConfig.
 
     Args:
         spike_detection (bool): Whether to find the tokens behind spikes of the gradient norm (GradLoc).
-        grad_norm_threshold (float | str): τ, the gradient norm of a single token (its share of the gradient divided by
-            its weight in the loss) that counts as a spike. 'auto': 5 × the 90th percentile of the last 256
-            mini-batches.
-        bisect_budget_steps (int): Maximum number of extra forward/backward passes per spike.
         bisect_dump_dir (str): Directory of the evidence, spikes.jsonl and steps.jsonl.
-        spike_trigger (str): What starts a search. Options: 'unit' (any micro-batch of any rank is over its threshold),
-            'global' (the reduced gradient is).
-        bisect_until (str): When a search ends. Options: 'explained' (a few tokens explain the spike: without them,
-            every micro-batch is measured under its threshold), 'exhaustive' (every token over τ is found).
-        spike_action (str): What happens to the optimizer step. Options: 'log' (step as usual), 'skip' (skip it),
-            'drop' (step without the culprits' gradient), 'stop' (step as usual; the run ends after repeated spikes).
-        spike_stop_after (int): For 'stop': save a checkpoint and end the run after N spikes within N steps.
-        spike_drill_step (int, optional): Step in which a spike is planted in a copy of a mini-batch, to test the
-            search.
         spike_log (bool | str, optional): Whether the trackers of `trainer.logger` get the figures, sources and tokens
             of spikes. None: if there is one besides 'console', 'file' and 'rl_insight'. 'texts': as True, with the
             prompts, responses and ground truths of culprits.
@@ -48,21 +37,14 @@ class SpikeConfig(BaseConfig):
     """
 
     spike_detection: bool = False
-    grad_norm_threshold: float | str = 640.0
-    bisect_budget_steps: int = 128
     bisect_dump_dir: str = "checkpoints/bisect_dump"
-    spike_trigger: str = "unit"
-    bisect_until: str = "explained"
-    spike_action: str = "log"
-    spike_stop_after: int = 5
-    spike_drill_step: int | None = None
     spike_log: bool | str | None = None
     spike_replay: int = 16
     layer_clip: LayerClipConfig = field(default_factory=LayerClipConfig)
 
     def check_spike_keys(self) -> None:
         """Raises ValueError for a value out of range; the message names the key."""
-        self.gradloc_config()
+        self.check()
         if not isinstance(self.spike_detection, bool):
             raise ValueError(f"[actor] spike_detection must be True or False, got {self.spike_detection!r}.")
         if self.spike_log not in (None, True, False, "texts"):
@@ -75,15 +57,3 @@ class SpikeConfig(BaseConfig):
             raise ValueError(
                 f"[actor] spike_replay must be a number of bundles, 0 for none, got {self.spike_replay!r}."
             )
-
-    def gradloc_config(self) -> GradLocConfig:
-        """The GradLoc settings, validated."""
-        return GradLocConfig(
-            threshold=self.grad_norm_threshold,
-            budget=self.bisect_budget_steps,
-            trigger=self.spike_trigger,
-            until=self.bisect_until,
-            action=self.spike_action,
-            stop_after=self.spike_stop_after,
-            drill_step=self.spike_drill_step,
-        )

@@ -89,7 +89,7 @@ def begin_pass(
         temperature (float): The rollout's, which the forward divides the logits by.
         rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
     """
-    if actor.gradloc is not None:
+    if actor.watch is not None and actor.gradloc is not None:
         actor.gradloc.begin_pass({**forward_inputs(model_inputs), "temperature": temperature}, rows)
         actor.watch.aggregation.start()
 
@@ -112,7 +112,7 @@ def observe(
         old_log_prob (Tensor): What the loss compares it with.
         loss_scale_factor (float): The micro-batch's part in the mini-batch's loss.
     """
-    if actor.gradloc is not None:
+    if actor.watch is not None and actor.gradloc is not None:
         facts = {name: model_inputs[key] for name, key in _EVIDENCE_KEYS.items() if key in model_inputs}
         facts["old_log_prob"] = old_log_prob
         actor.watch.observe(log_prob, entropy, facts, loss_scale_factor)
@@ -159,7 +159,7 @@ def write_evidence(
         tokenizer (PreTrainedTokenizer): The actor's.
         metrics (Mapping): What `update_policy` returned.
     """
-    if actor.gradloc is None:
+    if actor.watch is None or actor.gradloc is None:
         return
 
     def sample_of(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> Sample:

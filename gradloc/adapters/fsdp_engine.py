@@ -21,6 +21,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from ..fsdp import collectives
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
+from .actor_config import SpikeConfig
 from .replay_bundles import ragged_rows
 from .update_evidence import Sample, UpdateEvidence
 from .watch import Watch
@@ -213,20 +214,20 @@ class WatchedEngine:
         facts = {name: _padded(data[key]) for name, key in _EVIDENCE_KEYS.items() if key in data.keys()}
         as_response = _response_cutter(inputs, facts["response_mask"])
         padded = {name: as_response(values.detach()) for name, values in flat.items()}
-        sources = {
+        loss_inputs = {
             name: (flat[key], as_response)
             for name, key in (("coefficient", "log_probs"), ("entropy_coefficient", "entropy"))
             if key in flat
         }
         options = self._settings.global_batch_info
-        self.watch.observe(padded["log_probs"], padded.get("entropy"), facts, sources=sources, **options)
+        self.watch.observe(padded["log_probs"], padded.get("entropy"), facts, loss_inputs=loss_inputs, **options)
         return loss
 
 
 def _actor_config(loss_function: Callable[..., Any]) -> Any:
     """The actor's configuration that the loss is bound to; None for another loss."""
     config = getattr(loss_function, "keywords", {}).get("config")
-    return config if hasattr(config, "gradloc_config") else None
+    return config if isinstance(config, SpikeConfig) else None
 
 
 def _metric(value: float | list[float]) -> Metric:

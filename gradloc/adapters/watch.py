@@ -70,7 +70,7 @@ class Watch:
             tiled_mlp = any(getattr(child, "is_tiled_mlp", False) for child in module.modules())
             self.gradloc = GradLoc(
                 module,
-                config.gradloc_config(),
+                config,
                 forward=forward,
                 device=device,
                 loss_scale=loss_scale,
@@ -87,7 +87,7 @@ class Watch:
         entropy: Tensor | None,
         facts: Mapping[str, Tensor],
         factor: float = 1.0,
-        sources: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None,
+        loss_inputs: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None,
         **options: Any,
     ) -> None:
         """Notes the tokens of a micro-batch; called between its loss and its backward, with GradLoc on.
@@ -98,7 +98,7 @@ class Watch:
             facts (Mapping): What else is known of the tokens, by the evidence's names, each of that shape; with a KL
                 loss, `ref_log_prob`.
             factor (float): The micro-batch's part in the mini-batch's loss.
-            sources (Mapping, optional): See `GradLoc.observe`.
+            loss_inputs (Mapping, optional): See `GradLoc.observe`.
             options (Any): More arguments with which verl aggregates the terms of KL and entropy.
         """
         assert self.gradloc is not None
@@ -110,7 +110,7 @@ class Watch:
         if self._eos_tokens:
             facts["after_eos"] = find_after_eos(facts["token_id"], mask, self._eos_tokens)
         weight = self.aggregation.weights(self._config, mask, **options) * factor
-        self.gradloc.observe(log_prob, entropy, weight, sources, **facts)
+        self.gradloc.observe(log_prob, entropy, weight, loss_inputs, **facts)
 
     def before_step(self, epoch: int, mini_batch: int) -> tuple[bool, float | None]:
         """Looks for a spike, and clips the layers of a gradient that the optimizer gets. A collective call.

@@ -125,6 +125,8 @@ def from_tensors(tensors: Mapping[str, Tensor], rows: int) -> SavedMicroBatch:
     Raises:
         ValueError: Names, shapes, dtypes or values do not fit together; the message says which.
     """
+    # The name of a column in bundles of earlier releases.
+    tensors = {name.replace("tokens.behind_end", "tokens.after_eos"): tensor for name, tensor in tensors.items()}
     flat = _checked(tensors, "input_ids", torch.int64, None)
     length = len(flat)
     positions = _checked(tensors, "position_ids", torch.int64, (length,))

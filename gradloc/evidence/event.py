@@ -28,7 +28,6 @@ def build_event(
     investigation: Investigation,
     ordinary: OrdinaryGradient,
     where: Mapping[str, Any],
-    budget: int,
     action: str,
     applied: bool,
     started: float,
@@ -39,7 +38,6 @@ def build_event(
         investigation (Investigation): The search, after its end.
         ordinary (OrdinaryGradient): What an earlier mini-batch says of ordinary tokens.
         where (Mapping): `global_step`, `epoch` and `mini_batch`.
-        budget (int): `bisect_budget_steps`.
         action (str): `spike_action`.
         applied (bool): Whether it was applied.
         started (float): What `time.perf_counter` gave when the search began.
@@ -62,7 +60,7 @@ def build_event(
             "global_norm": mini_batch.global_norm(),
             "global_threshold": mini_batch.global_threshold(investigation.threshold),
             **_findings(investigation, medians, ordinary_before),
-            "budget": budget,
+            "budget": investigation.config.bisect_budget_steps,
             "seconds": max(seconds for seconds, _ in clocks),
             "search": mini_batch.model.meter.kind,
             "world_size": mini_batch.model.data_parallel_size,
@@ -78,6 +76,7 @@ def build_event(
 def _trigger(investigation: Investigation) -> dict[str, Any]:
     """What started the search."""
     mini_batch, threshold = investigation.mini_batch, investigation.threshold
+    norm: float | None
     if mini_batch.trigger == "global":
         norm, limit = mini_batch.global_norm(), mini_batch.global_threshold(threshold)
     else:
@@ -97,7 +96,7 @@ def _findings(
         ordinary_before (Mapping, optional): Each layer's norm for one ordinary token in an earlier mini-batch.
     """
     return {
-        "until": investigation.until,
+        "until": investigation.config.bisect_until,
         "diagnosis": investigation.diagnosis,
         "explained": investigation.explained,
         "more_tokens": investigation.search.more_over(),

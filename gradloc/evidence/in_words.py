@@ -58,7 +58,7 @@ def describe(event: Event) -> str:
     """An event in one sentence, from its other fields alone.
 
     Args:
-        event (Mapping): An event of schema version 3; texts and rewards of its culprits are used if they are there.
+        event (Mapping): An event; texts and rewards of its culprits are used if they are there.
     """
     if event.get("drill"):
         return _drill(event["drill"])

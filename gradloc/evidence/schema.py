@@ -9,8 +9,8 @@ from typing import Any
 
 from .sources import SOURCES
 
-# The version of all lines; lines of another version are not read.
-SCHEMA = 3
+# The version of all lines. Lines of version 3 are still read: see `current`.
+SCHEMA = 4
 
 # JSON has no NaN and no infinities, so they are strings.
 NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
@@ -86,7 +86,7 @@ _CULPRIT = object_with(
         "share": NUMBER_OR_NULL,
         "advantage": NUMBER_OR_NULL,
         "kl_coefficient": NUMBER_OR_NULL,
-        "behind_end": {"type": ["boolean", "null"]},
+        "after_eos": {"type": ["boolean", "null"]},
         "log_prob": NUMBER,
         "old_log_prob": NUMBER_OR_NULL,
         "ratio": NUMBER_OR_NULL,
@@ -219,6 +219,23 @@ STEP = {
         }
     ),
 }
+
+
+def current(line: Any) -> Any:
+    """A line of version 3 in the form of this one, where a culprit's `behind_end` is `after_eos`; others as given."""
+    if not (isinstance(line, dict) and line.get("schema") == SCHEMA - 1):
+        return line
+    culprits = line.get("culprits")
+    if isinstance(culprits, list):
+        line = {**line, "culprits": [_renamed(culprit) for culprit in culprits]}
+    return {**line, "schema": SCHEMA}
+
+
+def _renamed(culprit: Any) -> Any:
+    if not isinstance(culprit, dict):
+        return culprit
+    return {"after_eos" if name == "behind_end" else name: value for name, value in culprit.items()}
+
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,

@@ -63,10 +63,10 @@ def _is_misaligned(culprit: Culprit, _: Medians) -> bool:
 def _is_unsampled(culprit: Culprit, _: Medians) -> bool:
     rollout = culprit["rollout_log_prob"]
     if rollout is None:
-        return bool(culprit["behind_end"])
+        return bool(culprit["after_eos"])
     if rollout != 0:  # a finite log-prob shows that the rollout sampled it, even after an end token
         return not math.isfinite(rollout)
-    return bool(culprit["behind_end"]) or culprit["log_prob"] < math.log(UNSAMPLED)
+    return bool(culprit["after_eos"]) or culprit["log_prob"] < math.log(UNSAMPLED)
 
 
 def _has_large_advantage(culprit: Culprit, medians: Medians) -> bool:

@@ -22,7 +22,7 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
     Args:
         tokens (Mapping[str, Tensor]): Tensors of shape (rows, response length): `response_mask`, `token_id`, `weight`,
             `coefficient`, `log_prob`, and if available `advantage`, `old_log_prob`, `ref_log_prob`, `entropy`,
-            `rollout_log_prob`, `kl_coefficient` (the KL loss's part of `coefficient`) and `behind_end`.
+            `rollout_log_prob`, `kl_coefficient` (the KL loss's part of `coefficient`) and `after_eos`.
         row (int): The row in them.
         position (int): The index in the response.
 
@@ -43,7 +43,7 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
 
     old, rollout = difference("old_log_prob"), difference("rollout_log_prob")
     reference = rollout if rollout is not None else old
-    behind_end = value("behind_end")
+    after_eos = value("after_eos")
     names = ("advantage", "log_prob", "old_log_prob", "ref_log_prob", "entropy", "rollout_log_prob")
     return {
         "token_id": int(tokens["token_id"][row, position]),
@@ -51,7 +51,7 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
         "coefficient": value("coefficient"),
         **{name: value(name) for name in names},
         "kl_coefficient": value("kl_coefficient"),
-        "behind_end": None if behind_end is None else bool(behind_end),
+        "after_eos": None if after_eos is None else bool(after_eos),
         "ratio": _ratio(value("log_prob"), value("old_log_prob")),
         "rollout_ratio": _ratio(value("log_prob"), value("rollout_log_prob")),
         "sequence_ratio": None if reference is None else _exp(float(reference.mean())),

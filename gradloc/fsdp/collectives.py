@@ -89,21 +89,21 @@ def exchange(make: Callable[[], Any]) -> list[Any]:
     return [value for value, _ in results]
 
 
-def broadcast(make: Callable[[], Any], source: int) -> Any:
-    """Calls `make()` on rank `source` and returns the result on every rank.
+def broadcast(make: Callable[[], Any], sender: int) -> Any:
+    """Calls `make()` on rank `sender` and returns the result on every rank.
 
     Raises:
-        RankFailedError: `make()` raised on the source.
+        RankFailedError: `make()` raised on the sender.
     """
     box: list[Any] = [None]
-    if rank() == source:
+    if rank() == sender:
         try:
             box = [(make(), None)]
         except Exception as error:  # sent to the other ranks, which wait for this broadcast
             box = [(None, f"{type(error).__name__}: {error}")]
     if world_size() > 1:
-        dist.broadcast_object_list(box, src=source)
+        dist.broadcast_object_list(box, src=sender)
     value, failure = box[0]
     if failure is not None:
-        raise RankFailedError(f"rank {source}: {failure}")
+        raise RankFailedError(f"rank {sender}: {failure}")
     return value

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..fsdp import collectives
 from ..layers.reduced_norms import ReducedNorms
+from ..threshold import is_over
 from .local_norms import LocalNorms
 from .micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from .passes import Passes
@@ -57,7 +58,7 @@ class MicroBatchFigures:
 
     def is_over(self, threshold: float) -> bool:
         """Whether its norm is known and over its threshold for this τ."""
-        return self.norm is not None and not self.token_equivalent <= threshold
+        return self.norm is not None and is_over(self.token_equivalent, threshold)
 
 
 # Of the micro-batches of all ranks.

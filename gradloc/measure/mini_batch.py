@@ -3,12 +3,12 @@
 """The gradient of a mini-batch before its optimizer step: its norms, its weights and its thresholds."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..fsdp import collectives
+from ..threshold import is_over
 from .meter import Level, MicroBatchFigures, RankNorms
 from .micro_batch import MicroBatch, MicroBatchName
 from .token_weights import square_weight, usable_tokens
@@ -64,8 +64,8 @@ class MiniBatch:
     def is_over(self, threshold: float) -> bool:
         """Whether it is a spike for this τ. A collective call."""
         if self.trigger == "unit":
-            return not self.level.token_norm <= threshold
-        return not self.global_norm() <= self.global_threshold(threshold)
+            return is_over(self.level.token_norm, threshold)
+        return is_over(self.global_norm(), self.global_threshold(threshold))
 
     def gather_figures(self) -> dict[MicroBatchName, MicroBatchFigures]:
         """The micro-batches of all ranks. A collective call."""
@@ -128,7 +128,7 @@ class OrdinaryGradient:
         return {layer: math.sqrt(square / total) for layer, square in layers}
 
 
-def _own_norms(squares: Tensor, square_weights: Tensor) -> Sequence[Tensor]:
+def _own_norms(squares: Tensor, square_weights: Tensor) -> RankNorms:
     """A rank's `RankNorms`, each of shape (). No host sync.
 
     Args:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..threshold import is_over
+
 # How far a norm may be from the recorded one to count as the same. In half precision some thirty roundings in a row of
 # 2^-9 (bfloat16) or 2^-12 (float16) stand between them, and a spike may magnify them.
 _SAME = {"float32": 1e-3, "float64": 1e-3, "float16": 0.02, "bfloat16": 0.1}
@@ -30,11 +32,6 @@ def same_norm(replayed: float, recorded: float, *dtypes: str) -> bool:
     if not (math.isfinite(replayed) and math.isfinite(recorded)):
         return math.isfinite(replayed) == math.isfinite(recorded)
     return abs(replayed - recorded) <= _tolerance(_SAME, dtypes) * max(abs(recorded), 1e-12)
-
-
-def is_over(norm: float, threshold: float) -> bool:
-    """Whether a norm is over its threshold; NaN and Inf are."""
-    return not norm <= threshold
 
 
 def _comes_back(unit: Mapping[str, Any], *dtypes: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..bundles.results import read_results
 from ..evidence.foreign_json import LINE_BYTES, parse
-from ..evidence.schema import EVENT, NOTE, SCHEMA, STEP, conforms
+from ..evidence.schema import EVENT, NOTE, SCHEMA, STEP, conforms, current
 from ..evidence.texts import without_texts
 from ..evidence.writer import STEP_FIGURES, evidence_files
 from .condensed import clipped, condensed_event, culprit_details, culprit_row
@@ -202,7 +202,7 @@ def _entries(found: Evidence, files: Sequence[str]) -> Iterator[Any]:
     """What the lines hold; lines that are malformed are counted as skipped."""
     for line, finished in _lines(files):
         try:
-            yield parse(line)
+            yield current(parse(line))
         except ValueError:
             found.skipped += finished
 

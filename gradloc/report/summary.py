@@ -107,8 +107,8 @@ def token_name(culprit: Mapping[str, Any]) -> str:
 def other_versions(evidence: Evidence) -> list[str]:
     """For each other version of which there are lines, a sentence with what to do."""
     return [
-        f"{count(lines, 'line')} of evidence version {version} left out, as this release of GradLoc reads only version "
-        f"{SCHEMA}: use the release that wrote the file."
+        f"{count(lines, 'line')} of evidence version {version} left out, as this release of GradLoc reads versions "
+        f"{SCHEMA - 1} and {SCHEMA}: use the release that wrote the file."
         for version, lines in sorted(evidence.other_versions.items())
     ]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from ..threshold import is_over
 from .codes import GroupKey, TokenSet
 
 # The fraction of the expected energy that is proportional to suspicion. The rest is proportional to w_t², so that at
@@ -72,7 +73,7 @@ class Candidates:
 
     def is_over(self, candidates: Iterable[int], norm: float) -> bool:
         """Whether a measured norm is over the threshold of these candidates; NaN and Inf are."""
-        return not norm <= self.threshold(candidates)
+        return is_over(norm, self.threshold(candidates))
 
     @property
     def over(self) -> list[int]:

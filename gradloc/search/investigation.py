@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..config import GradLocConfig
 from ..fsdp import collectives
 from ..measure.meter import GroupName, suspects
 from ..measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
@@ -32,12 +33,12 @@ class Investigation:
     Args:
         mini_batch (MiniBatch): The current gradient.
         threshold (float): τ.
-        until (str): See `Search`.
-        budget (int): The maximum number of passes.
+        config (GradLocConfig): When to end.
         ordinary (float | None): The root mean square of ordinary tokens' gradient norms in an earlier mini-batch.
         reserve (bool): Whether to leave budget for recomputing every micro-batch.
 
     Attributes:
+        config (GradLocConfig): As given.
         error (str | None): The error that stopped it.
         passes (Passes): Runs its passes, and counts them.
         figures (dict[MicroBatchName, MicroBatchFigures]): Of the micro-batches of all ranks, with the norms measured
@@ -52,8 +53,7 @@ class Investigation:
         self,
         mini_batch: MiniBatch,
         threshold: float,
-        until: str,
-        budget: int,
+        config: GradLocConfig,
         ordinary: float | None,
         reserve: bool = False,
     ) -> None:
@@ -62,19 +62,20 @@ class Investigation:
         self.figures = figures = mini_batch.gather_figures()
         self.micro_batches: dict[MicroBatchName, MicroBatch] = {}
         self.measured: dict[Token, list[float]] = {}
-        self.until = until
+        self.config = config
         self.threshold = threshold
         self._meter = mini_batch.model.meter
         self.layers = self._meter.layers
         self.passes = mini_batch.model.passes(mini_batch.micro_batches, mini_batch.scale)
         recomputed = 1 + max(index for _, index in figures) if reserve else 0
+        budget = config.bisect_budget_steps
         self._budget = budget - recomputed if recomputed < budget else budget
         self._own = mini_batch.micro_batches
         self._scale = mini_batch.scale
         self._global_norm = mini_batch.global_norm()
         # The other micro-batches give a better estimate for ordinary tokens than an earlier mini-batch.
         levels = [each.token_equivalent for each in figures.values() if each.norm and not each.is_over(threshold)]
-        self.search = Search(threshold, until, statistics.median(levels) if levels else ordinary)
+        self.search = Search(threshold, config.bisect_until, statistics.median(levels) if levels else ordinary)
         # The tokens that can be culprits, (rank, row, position) each, int64 of shape (n, 3).
         self._candidates: dict[GroupName, Tensor] = {}
         self.groups = self._meter.groups(figures, threshold)
@@ -153,14 +154,14 @@ class Investigation:
     @property
     def _left(self) -> bool:
         """Whether a group is diffuse; in an exhaustive search, whether a token set was given up."""
-        return bool(self.search.diffuse if self.until == "explained" else self.search.given_up)
+        return bool(self.search.diffuse if self.config.bisect_until == "explained" else self.search.given_up)
 
     @property
     def diagnosis(self) -> str:
         """The event's diagnosis; docs/evidence.md gives the rules."""
         if self.everything_broken:
             return "nonfinite"
-        if self.culprits and self.until == "explained":
+        if self.culprits and self.config.bisect_until == "explained":
             return "incomplete" if not self.ended else "diffuse" if self._left else "tokens"
         if self.culprits:
             return "tokens"

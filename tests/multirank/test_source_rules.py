@@ -71,7 +71,7 @@ def test_each_rule_holds_for_the_tokens_that_were_planted_for_it(launch: Launch)
         assert classify(numbers, event) == culprit["sources"]
         assert culprit["source"] == culprit["sources"][0]
         ended = (culprit["rank"], culprit["row"]) == source_cases.ENDED_ROW
-        assert culprit["behind_end"] == (ended and culprit["position"] > source_cases.END_POSITION)
+        assert culprit["after_eos"] == (ended and culprit["position"] > source_cases.END_POSITION)
 
 
 def test_the_kl_part_of_a_coefficient_is_what_the_kl_loss_adds(launch: Launch) -> None:

@@ -69,7 +69,7 @@ def culprit(position: int, tokens: list[str], norm: float, random: random.Random
         "weight": weight,
         "coefficient": -weight * advantage * ratio,
         "kl_coefficient": None,
-        "behind_end": False,
+        "after_eos": False,
         "advantage": advantage,
         "log_prob": log_prob,
         "old_log_prob": old_log_prob,

@@ -112,7 +112,7 @@ def test_samples_and_real_events_have_the_same_form(real_events: list[dict[str, 
     [
         (["schema"], 1),
         (["schema"], 2),
-        (["schema"], 4),
+        (["schema"], 5),
         (["drill"], {"found": True, "passes": 1}),
         (["drill"], {"planted": {"rank": 0, "row": 1, "position": -1}, "found": True, "passes": 1}),
         (["fault"], 7),
@@ -505,11 +505,24 @@ def test_what_is_shown_of_a_culprit_is_bounded(tmp_path: Path) -> None:
 
 
 def test_malformed_lines_are_counted_in_one_warning(tmp_path: Path, run: Any) -> None:
-    odd = b"".join(b'{"schema": %s}\n' % version for version in (b"3", b"true", b"0", b"1.5", b"[1]"))
+    odd = b"".join(b'{"schema": %s}\n' % version for version in (b"4", b"true", b"0", b"1.5", b"[1]"))
     (tmp_path / "spikes.jsonl").write_bytes(b"not json\n3\n\xff\xfe\n" + b"[" * 100_000 + b"\n" + odd)
     out = run(events=[spike(8)])
     assert "1 gradient spike in step 8" in out
     assert out.count("skipped") == 1 and "9 lines skipped: malformed." in out
+
+
+def test_lines_of_version_3_are_shown_as_those_of_today(tmp_path: Path, run: Any) -> None:
+    of_today = writer.jsonable(spike(8))
+    culprits = [
+        {"behind_end" if name == "after_eos" else name: value for name, value in culprit.items()}
+        for culprit in of_today["culprits"]
+    ]
+    shown = []
+    for line in (of_today, {**of_today, "schema": 3, "culprits": culprits}):
+        (tmp_path / "spikes.jsonl").write_text(json.dumps(line) + "\n")
+        shown.append(run("--json"))
+    assert shown[0] == shown[1] and json.loads(shown[1])["other_versions"] == []
 
 
 def test_lines_of_other_versions_are_left_out_with_a_sentence_for_each(tmp_path: Path, run: Any) -> None:
@@ -518,7 +531,7 @@ def test_lines_of_other_versions_are_left_out_with_a_sentence_for_each(tmp_path:
     older = [{**sample, "schema": 1}, {**sample, "schema": 2}, {**note, "schema": 2}]
     (tmp_path / "spikes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
     want = [
-        f"{lines} of evidence version {version} left out, as this release of GradLoc reads only version 3: use the "
+        f"{lines} of evidence version {version} left out, as this release of GradLoc reads versions 3 and 4: use the "
         "release that wrote the file."
         for version, lines in ((1, "1 line"), (2, "2 lines"))
     ]

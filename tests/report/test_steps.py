@@ -116,7 +116,7 @@ def test_the_last_line_of_a_step_counts_after_a_resume(tmp_path: Path) -> None:
     for step, norm in ((2, 21.0), (3, math.nan)):
         record_step(str(tmp_path), step, {"token_norm_max": norm})
     with open(file, "a") as torn:
-        torn.write('{"schema": 3, "glo')
+        torn.write('{"schema": 4, "glo')
     found = report.read(str(tmp_path))
     assert found.skipped == 1
     assert [figures["token_norm_max"] for figures in found.steps.values()][:2] == [10.0, 21.0]

@@ -327,7 +327,7 @@ def test_events_are_read_once_also_where_the_file_is_renamed(tmp_path: Path) -> 
     log = SpikeLog({"file": kept}, str(tmp_path))
     record_events(str(tmp_path), [spike(2)])
     with (tmp_path / "spikes.jsonl").open("a") as file:
-        file.write('{"schema": 3, "culprits": [')  # what a killed process leaves
+        file.write('{"schema": 4, "culprits": [')  # what a killed process leaves
     log.log({"actor/gradloc/triggered": 1.0}, 2)
     record_events(str(tmp_path), [drill(3, False, random.Random(1))])
     log.log({"actor/gradloc/triggered": 0.0, "actor/gradloc/drill_found": 0.0}, 3)

@@ -101,7 +101,3 @@ def test_its_table_has_each_target() -> None:
     assert rows.keys() == {pin.parent.name for pin in ROOT.glob("patches/*/PIN")}
     target, image = re.findall(r"--build-arg TARGET=(\S+) --build-arg BASE_IMAGE=(\S+)", DOCKERFILE)[0]
     assert rows[target] == image
-
-
-def test_its_base_image_and_target_have_no_default() -> None:
-    assert arguments_of("ARG") == ["BASE_IMAGE", "TARGET"] and arguments_of("FROM") == ["${BASE_IMAGE}"]

@@ -80,6 +80,7 @@ def test_a_failed_part_fails_the_run(
 
 @pytest.mark.target(version="0.9.1")
 @pytest.mark.skipif(trees.TARGET != "0.9.1", reason="one release is enough, and its requirements are those of this one")
+@pytest.mark.timeout(7200)  # it ran into 1800 seconds at a load of 30 on 4 cores
 def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     """With the wheel of verl alone, since everything else is in the environment, and without Ray, which is hidden."""
     place = tmp_path / "wheels"

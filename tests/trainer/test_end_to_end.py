@@ -57,7 +57,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         f"GRAD_NORM_THRESHOLD={THRESHOLD}",
         "SPIKE_DRILL_STEP=1",
         "algorithm.adv_estimator=planted_spike",
-        f"ROLLOUT_N={SAMPLES}",
+        f"actor_rollout_ref.rollout.n={SAMPLES}",
         f"TOTAL_STEPS={STEPS}",
         "LOGGER=console,tensorboard",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",

@@ -15,8 +15,9 @@ TRAINERS = {"V1": [], "V0": ["trainer.use_v1=False"]} if verl.__version__ == "0.
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_repeated_spikes_end_a_run_with_a_checkpoint(trainer: str, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    arguments = ["GRAD_NORM_THRESHOLD=0.1", "TOTAL_STEPS=3", "SPIKE_DRILL_STEP=null", "BISECT_BUDGET_STEPS=1"]
-    arguments += ["SPIKE_ACTION=stop", "SPIKE_STOP_AFTER=1", "SAVE_FREQ=-1", *TRAINERS[trainer]]
+    actor = "actor_rollout_ref.actor"
+    arguments = ["GRAD_NORM_THRESHOLD=0.1", "TOTAL_STEPS=3", "SPIKE_DRILL_STEP=null", "SPIKE_ACTION=stop"]
+    arguments += [f"{actor}.bisect_budget_steps=1", f"{actor}.spike_stop_after=1", *TRAINERS[trainer]]
     rewards = f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"
     with started(output, *arguments, rewards) as script:
         printed, _ = script.communicate()

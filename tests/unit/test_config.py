@@ -86,9 +86,9 @@ def test_keys_are_overridden_without_a_plus() -> None:
         "bisect_dump_dir=/elsewhere",
     )
     assert config.spike_detection is True and config.bisect_dump_dir == "/elsewhere"
-    gradloc = config.gradloc_config()
-    assert (gradloc.threshold, gradloc.budget, gradloc.trigger, gradloc.action) == (80, 9, "global", "log")
-    assert actor_config("grad_norm_threshold=auto").gradloc_config().threshold == "auto"
+    assert (config.grad_norm_threshold, config.bisect_budget_steps) == (80, 9)
+    assert (config.spike_trigger, config.spike_action) == ("global", "log")
+    assert actor_config("grad_norm_threshold=auto").grad_norm_threshold == "auto"
     assert [actor_config(f"spike_log={value}").spike_log for value in ("True", "texts")] == [True, "texts"]
 
 

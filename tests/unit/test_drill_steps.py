@@ -31,7 +31,7 @@ def drilled_event(step: int, rows: int = 4) -> dict[str, Any]:
         of = inputs["ids"][kept, :length]
         return None, torch.log_softmax(model(of), -1).gather(-1, of[..., None])[..., 0]
 
-    gradloc = GradLoc(model, GradLocConfig(threshold=1e3, drill_step=step), forward)
+    gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=1e3, spike_drill_step=step), forward)
     gradloc.start_update(step)
     for row in range(rows):
         inputs = {"ids": ids[row : row + 1]}

@@ -19,18 +19,18 @@ from gradloc.measure.local_norms import LocalNorms
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"threshold": -1.0}, "grad_norm_threshold must be a positive finite number or auto, got -1.0."),
-        ({"threshold": 0}, "grad_norm_threshold"),
-        ({"threshold": math.nan}, "grad_norm_threshold"),
-        ({"threshold": math.inf}, "grad_norm_threshold"),
-        ({"threshold": "640"}, "grad_norm_threshold"),
-        ({"threshold": True}, "grad_norm_threshold"),
-        ({"budget": 0}, "bisect_budget_steps must be an integer of at least 1, got 0."),
-        ({"budget": 2.5}, "bisect_budget_steps"),
-        ({"until": "dawn"}, "bisect_until must be one of ['explained', 'exhaustive'], got 'dawn'."),
-        ({"trigger": "rank"}, "spike_trigger must be one of ['unit', 'global'], got 'rank'."),
-        ({"action": "explode"}, "spike_action must be one of ['log', 'skip', 'drop', 'stop'], got 'explode'."),
-        ({"stop_after": 0}, "spike_stop_after must be an integer of at least 1, got 0."),
+        ({"grad_norm_threshold": -1.0}, "grad_norm_threshold must be a positive finite number or auto, got -1.0."),
+        ({"grad_norm_threshold": 0}, "grad_norm_threshold"),
+        ({"grad_norm_threshold": math.nan}, "grad_norm_threshold"),
+        ({"grad_norm_threshold": math.inf}, "grad_norm_threshold"),
+        ({"grad_norm_threshold": "640"}, "grad_norm_threshold"),
+        ({"grad_norm_threshold": True}, "grad_norm_threshold"),
+        ({"bisect_budget_steps": 0}, "bisect_budget_steps must be an integer of at least 1, got 0."),
+        ({"bisect_budget_steps": 2.5}, "bisect_budget_steps"),
+        ({"bisect_until": "dawn"}, "bisect_until must be one of ['explained', 'exhaustive'], got 'dawn'."),
+        ({"spike_trigger": "rank"}, "spike_trigger must be one of ['unit', 'global'], got 'rank'."),
+        ({"spike_action": "explode"}, "spike_action must be one of ['log', 'skip', 'drop', 'stop'], got 'explode'."),
+        ({"spike_stop_after": 0}, "spike_stop_after must be an integer of at least 1, got 0."),
     ],
 )
 def test_bad_settings_are_refused_with_the_key_to_mend(values: dict, message: str) -> None:
@@ -174,7 +174,7 @@ def test_a_gradient_that_is_broken_where_there_is_no_token(meter: str, scale: fl
     def forward(inputs: dict, rows: list[int], length: int) -> tuple[None, torch.Tensor]:
         return None, model(inputs["x"][rows])[:, :length, 0]
 
-    config = GradLocConfig(threshold=1.0, trigger="global")
+    config = GradLocConfig(grad_norm_threshold=1.0, spike_trigger="global")
     gradloc = GradLoc(model, config, forward, loss_scale=lambda: scale, meter=meter)
     gradloc.start_update(1)
     for rows in ([0, 1], [2, 3]):

@@ -81,7 +81,7 @@ class Plain(nn.Module):
 
 def test_buffers_are_what_they_were() -> None:
     models = []
-    for config in (None, GradLocConfig(threshold=20.0)):
+    for config in (None, GradLocConfig(grad_norm_threshold=20.0)):
         torch.manual_seed(0)
         models.append(Plain())
         gradloc = train_pass(models[-1], Forward(models[-1]), config)
@@ -103,7 +103,7 @@ def test_a_model_that_drops_by_a_function_is_probed_with_the_same_masks() -> Non
     expected = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None]).norm()
     model.zero_grad()
     torch.manual_seed(5)
-    _, culprit = found(train_pass(model, forward, GradLocConfig(threshold=float(expected) / 8)))
+    _, culprit = found(train_pass(model, forward, GradLocConfig(grad_norm_threshold=float(expected) / 8)))
     assert culprit["grad_norm"] == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -120,7 +120,7 @@ def test_a_model_whose_positions_depend_on_the_length_is_probed_whole(rope: str)
     (log_prob[CULPRIT] * SPIKE).backward()
     expected = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None]).norm()
     model.zero_grad()
-    _, culprit = found(train_pass(model, forward, GradLocConfig(threshold=float(expected) / 8)))
+    _, culprit = found(train_pass(model, forward, GradLocConfig(grad_norm_threshold=float(expected) / 8)))
     assert culprit["grad_norm"] == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -128,7 +128,7 @@ def test_the_norm_of_a_large_gradient_is_exact() -> None:
     """A single float32 accumulator is off by 6e-4 at this size."""
     torch.manual_seed(0)
     model = Plain(size=2**16)
-    gradloc = train_pass(model, Forward(model), GradLocConfig(threshold=1.0, trigger="global"))
+    gradloc = train_pass(model, Forward(model), GradLocConfig(grad_norm_threshold=1.0, spike_trigger="global"))
     (event,) = gradloc.events
     expected = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()
     assert event["global_norm"] == pytest.approx(float(expected), rel=1e-6)
@@ -136,9 +136,9 @@ def test_the_norm_of_a_large_gradient_is_exact() -> None:
 
 def test_norms_are_taken_in_with_a_given_threshold_too(caplog: pytest.LogCaptureFixture) -> None:
     model = Plain()
-    state = train_pass(model, Forward(model), GradLocConfig(threshold=1e9)).state_dict()
+    state = train_pass(model, Forward(model), GradLocConfig(grad_norm_threshold=1e9)).state_dict()
     assert len(json.loads(json.dumps(state))["token_norms"]) == 1
-    resumed = GradLoc(model, GradLocConfig(threshold="auto"), Forward(model))
+    resumed = GradLoc(model, GradLocConfig(grad_norm_threshold="auto"), Forward(model))
     resumed.load_state_dict(state)
     assert "warm-up" not in caplog.text
     for nothing in (None, {"token_norms": []}):

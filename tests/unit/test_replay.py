@@ -75,7 +75,7 @@ def spikes(directory: Path, count: int = 1, rows: Callable[[Any], list[Row]] = r
     """The events of steps whose spike is kept."""
     model = small_model()
     keeping = BundleWriter(str(directory), most, rows, lambda: context(model))
-    config = GradLocConfig(threshold=THRESHOLD)
+    config = GradLocConfig(grad_norm_threshold=THRESHOLD)
 
     def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
         return forward(model, inputs, rows, length)

@@ -54,10 +54,10 @@ SAME = [-1.0, -2.0, -0.5, 0.0]
         ({"rollout_log_prob": [-1.0, -3.1, -0.5, 0.0]}, ["token", "sequence"]),
         ({"rollout_log_prob": [math.nan, math.nan, -0.5, 0.0]}, ["misaligned", "unsampled", "token", "sequence"]),
         # Behind the end of the turn.
-        ({"behind_end": here(1.0)}, ["unsampled"]),
-        ({"behind_end": here(1.0), "rollout_log_prob": here(0.0, -1.0)}, ["unsampled", "token", "sequence"]),
+        ({"after_eos": here(1.0)}, ["unsampled"]),
+        ({"after_eos": here(1.0), "rollout_log_prob": here(0.0, -1.0)}, ["unsampled", "token", "sequence"]),
         # A rollout that goes on behind an end token, and says with which probability, has sampled the token.
-        ({"behind_end": here(1.0), "rollout_log_prob": SAME}, ["other"]),
+        ({"after_eos": here(1.0), "rollout_log_prob": SAME}, ["other"]),
         # Not sampled: no log-prob, or 0 where the token is all but impossible.
         ({"rollout_log_prob": [-1.0, math.nan, -0.5, 0.0]}, ["unsampled", "token", "sequence"]),
         ({"rollout_log_prob": [-1.0, -math.inf, -0.5, 0.0]}, ["unsampled", "token", "sequence"]),
@@ -95,7 +95,7 @@ def test_the_rules_on_facts_from_tensors(changes: dict[str, list[float]], source
         ({"layer_norms": {"a": 1.0, "b": 3.0, "c": 1.0}}, ["layer"]),
         ({"layer_norms": {"a": 1.0}}, ["other"]),
         ({"ratio": math.nan}, ["token"]),
-        ({"advantage": None, "kl_coefficient": None, "behind_end": None}, ["other"]),
+        ({"advantage": None, "kl_coefficient": None, "after_eos": None}, ["other"]),
         ({"advantage": math.nan}, ["other"]),
     ],
 )

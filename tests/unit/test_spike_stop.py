@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from ray.exceptions import RayTaskError
 from verl.utils.gradloc.adapters.spike_stop import EXIT_CODE, RepeatedSpikes, SpikeStop, exit_at_repeated_spikes
 
-from tools.launcher import main as launcher
+from tools.launcher import embedded as launcher
 
 ACTOR = {"spike_detection": True, "spike_action": "stop", "spike_stop_after": 3, "bisect_dump_dir": "/run/bisect_dump"}
 

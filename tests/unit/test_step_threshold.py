@@ -31,7 +31,7 @@ class Thresholds:
 @pytest.mark.parametrize(("sizes", "largest"), [((3.0, 1.0), 0), ((1.0, 3.0), 1)])
 def test_norm_and_threshold_are_of_one_mini_batch(sizes: tuple[float, float], largest: int) -> None:
     model, given = nn.Embedding(5, 5), (2e6, 1e6)
-    gradloc = GradLoc(model, GradLocConfig(threshold="auto"), forward=lambda *_: (None, torch.zeros(1, 2)))
+    gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold="auto"), forward=lambda *_: (None, torch.zeros(1, 2)))
     automatic: Any = Thresholds(*given)
     gradloc._threshold._automatic = automatic
     gradloc.start_update(1)

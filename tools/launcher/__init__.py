@@ -4,7 +4,10 @@
 
 | module | what it does |
 |---|---|
-| `settings.py` | the table of settings, and the values of a run |
+| `settings.py` | the table of settings |
+| `profiles.py` | what else a profile gives to verl |
+| `old_names.py` | what to write instead of a name that was a setting |
+| `resolve.py`, `drill.py` | the values of a run, and the step of its drill |
 | `values.py` | what a value may be |
 | `options.py` | the command line |
 | `usage.py` | `--help`, and the settings in docs/launching.md |
@@ -18,5 +21,7 @@
 | `outcome.py` | what the embedded profile says at the end of a run |
 | `processes.py` | signals, and the end of every process of a run |
 | `log.py`, `errors.py` | progress, and errors that are one sentence |
-| `main.py` | a run from its start to its end |
+| `run.py` | a run that is about to start |
+| `cluster.py`, `embedded.py` | a run in each profile, from its start to its end |
+| `main.py` | the program: command line, errors, exit codes |
 """

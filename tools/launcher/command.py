@@ -8,9 +8,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from . import faults
-from .hydra import quoted, quoted_list
-from .settings import ACTOR, ROLLOUT, SETTINGS, Setting
+from . import faults, profiles
+from .hydra import by_key, quoted, quoted_list
+from .resolve import run_name
+from .settings import ACTOR, OFF, ROLLOUT, SETTINGS, Setting
 from .targets import number, translated
 from .values import Text
 
@@ -26,102 +27,62 @@ def for_hydra(setting: Setting, value: str) -> str:
 
 
 def overrides(
-    profile: str, values: Mapping[str, str], ray_directory: str, root: Path, target: str, fault: str | None = None
+    profile: str,
+    values: Mapping[str, str],
+    ray_directory: str,
+    root: Path,
+    target: str,
+    *,
+    tiny: bool = False,
+    fault: str | None = None,
+    given: Sequence[str] = (),
 ) -> list[str]:
-    """The Hydra overrides of a run with verl `target`, without those that the user gives."""
-    named_as_first = _overrides(profile, values, ray_directory, root, target, fault)
-    return [translated(override, target) for override in named_as_first]
-
-
-def _overrides(
-    profile: str, values: Mapping[str, str], ray_directory: str, root: Path, target: str, fault: str | None
-) -> list[str]:
-    """The overrides with the names that verl 0.7.0 has for them."""
+    """The Hydra overrides of a run with verl `target`; those that the user has given come last, so that they win."""
     output = values["OUTPUT_DIR"]
-    result = [
+    own = [
         f"hydra.run.dir={quoted(f'{output}/hydra')}",
         f"+ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR={quoted(f'{output}/tensorboard')}",
-        "algorithm.adv_estimator=grpo",
-        "data.filter_overlong_prompts=True",
-        "data.truncation=error",
-        # The evidence shows where training's probabilities differ from the rollout's.
-        f"{ROLLOUT}.calculate_log_probs=True",
+        *profiles.ALL,
     ]
-    for setting in SETTINGS:
-        if setting.name not in values:
-            continue
-        value = values[setting.name]
-        if setting.is_off(value):
-            result += setting.off_arguments
-        else:
-            result += setting.on_arguments
-            result += [f"{key}={for_hydra(setting, value)}" for key in setting.keys]
     if profile == "cluster":
-        return result + _for_cluster()
-    planted = faults.find(fault).overrides if fault else ()
-    result += _for_embedded(values, ray_directory, root, target) + list(planted)
-    return result + (_for_v1_trainer() if number(target) >= number("0.9") else [])
+        own += [*profiles.CLUSTER, f"trainer.experiment_name={quoted(run_name(values))}"]
+    else:
+        own += [*profiles.EMBEDDED, *(profiles.TINY if tiny else ())]
+        own += profiles.V1_TRAINER if number(target) >= number("0.9") else ()
+        own += _for_embedded(values, ray_directory, root)
+    for setting in SETTINGS:
+        value = values[setting.name]
+        if setting.turned_on_by is not None:
+            if value == OFF:
+                continue
+            own.append(setting.turned_on_by)
+        own.append(f"{setting.key}={for_hydra(setting, value)}")
+    own += faults.find(fault).overrides if fault else ()
+    if profile == "embedded":
+        rows = _log_prob_rows(by_key([*own, *given]), target)
+        own += [f"{model}.log_prob_micro_batch_size_per_gpu={rows}" for model in (ROLLOUT, "actor_rollout_ref.ref")]
+    return [*(translated(override, target) for override in own), *given]
 
 
-def _for_cluster() -> list[str]:
+def _for_embedded(values: Mapping[str, str], ray_directory: str, root: Path) -> list[str]:
+    workers = int(values["GPUS_PER_NODE"])
     return [
-        "actor_rollout_ref.model.use_remove_padding=True",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
-        f"{ACTOR}.use_dynamic_bsz=True",
-        f"{ROLLOUT}.name=vllm",
-        "trainer.max_actor_ckpt_to_keep=3",
+        f"+ray_kwargs.ray_init._temp_dir={ray_directory}",
+        # The numbers of CPUs and GPUs tell Ray how much may run at once; nothing is reserved.
+        f"ray_kwargs.ray_init.num_cpus={3 * workers + 6}",
+        f"+ray_kwargs.ray_init.num_gpus={workers}",
+        f"+ray_kwargs.ray_init.resources.cpu={workers}",
+        f"{ROLLOUT}.agent.agent_loop_config_path={quoted(str(root / 'embedded/agent_loop.yaml'))}",
     ]
 
 
 def _log_prob_rows(values: Mapping[str, str], target: str) -> int:
     """The responses in a micro-batch of log-probs, which have to divide a rank's responses evenly for verl 0.9."""
-    mini_batch = int(values["MINI_BATCH_SIZE"]) * int(values["ROLLOUT_N"]) // int(values["GPUS_PER_NODE"])
-    return max(rows for rows in range(1, 9) if number(target) < number("0.9") or mini_batch % rows == 0)
-
-
-def _for_embedded(values: Mapping[str, str], ray_directory: str, root: Path, target: str) -> list[str]:
-    workers = int(values["GPUS_PER_NODE"])
-    rows = _log_prob_rows(values, target)
-    return [
-        "trainer.device=cpu",
-        "+ray_kwargs.ray_init.address=local",
-        f"+ray_kwargs.ray_init._temp_dir={ray_directory}",
-        "+ray_kwargs.ray_init.include_dashboard=False",
-        # The numbers of CPUs and GPUs tell Ray how much may run at once; nothing is reserved.
-        f"ray_kwargs.ray_init.num_cpus={3 * workers + 6}",
-        f"+ray_kwargs.ray_init.num_gpus={workers}",
-        f"+ray_kwargs.ray_init.resources.cpu={workers}",
-        "actor_rollout_ref.model.use_remove_padding=False",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-        f"{ACTOR}.fsdp_config.dtype=float32",
-        # Every gathering of the weights takes a second, and there is memory for all of them.
-        f"{ACTOR}.fsdp_config.reshard_after_forward=False",
-        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={rows}",
-        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={rows}",
-        f"{ACTOR}.use_torch_compile=False",
-        "actor_rollout_ref.ref.use_torch_compile=False",
-        f"{ROLLOUT}.name=hf",
-        f"{ROLLOUT}.load_format=safetensors",
-        f"{ROLLOUT}.agent.num_workers=1",
-        f"{ROLLOUT}.agent.agent_loop_config_path={quoted(str(root / 'embedded/agent_loop.yaml'))}",
-        f"{ROLLOUT}.agent.default_agent_loop=whole_batch",
-        "reward_model.num_workers=1",
-        "data.dataloader_num_workers=0",
-        "trainer.val_before_train=False",
-        "trainer.resume_mode=disable",
-    ]
-
-
-def _for_v1_trainer() -> list[str]:
-    """The trainer that verl 0.9 has by default; without effect with trainer.use_v1=False."""
-    sampler = "trainer.v1.sampler.custom_sampler"
-    return [
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-        f"+{ROLLOUT}.agent.agent_loop_manager_class=embedded.v1_trainer.OrderedAgentLoopManager",
-        f"{sampler}.path=pkg://embedded.v1_trainer",
-        f"{sampler}.name=OrderedReplayBuffer",
-    ]
+    keys = (f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", "trainer.n_gpus_per_node")
+    numbers = [int(values[key]) for key in keys if re.fullmatch("[1-9][0-9]*", values[key])]
+    # One divides them also where an override is no plain number.
+    of_a_rank = numbers[0] * numbers[1] // numbers[2] if len(numbers) == len(keys) else 1
+    return max(rows for rows in range(1, 9) if number(target) < number("0.9") or of_a_rank % rows == 0)
 
 
 def added_environment(

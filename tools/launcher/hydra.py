@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Texts and lists as values of Hydra overrides."""
+"""Hydra overrides: texts and lists as values, and which key has which value."""
 
 import re
+from collections.abc import Iterable
 
 
 def quoted(text: str) -> str:
@@ -18,3 +19,8 @@ def split_list(text: str) -> list[str]:
 def quoted_list(text: str) -> str:
     """`a,b` as a list of quoted values of Hydra."""
     return "[" + ",".join(map(quoted, split_list(text))) + "]"
+
+
+def by_key(overrides: Iterable[str]) -> dict[str, str]:
+    """The value that overrides give to each key, as it is written; the last one wins."""
+    return {key.lstrip("+~"): value for key, _, value in (override.partition("=") for override in overrides)}

@@ -56,18 +56,13 @@ def parse(arguments: Sequence[str]) -> Options:
             case "--drill":
                 options.drill = True
             case "--fault":
-                if not rest or not rest[0] or rest[0].startswith("-"):
-                    raise Refused(f"--fault needs the name of a fault after it: {', '.join(faults.FAULTS)}")
-                options.fault = rest.pop(0)
+                names = ", ".join(faults.FAULTS)
+                options.fault = _next(rest, f"--fault needs the name of a fault after it: {names}")
                 faults.find(options.fault)
             case "--target":
-                if not rest or not rest[0] or rest[0].startswith("-"):
-                    raise Refused("--target needs a version of verl after it")
-                options.target = rest.pop(0)
+                options.target = _next(rest, "--target needs a version of verl after it")
             case "--python":
-                if not rest or not rest[0] or rest[0].startswith("-"):
-                    raise Refused("--python needs the path of a Python interpreter after it")
-                options.python = rest.pop(0)
+                options.python = _next(rest, "--python needs the path of a Python interpreter after it")
             case "--dry-run":
                 options.dry_run = True
             case "--help" | "-h":
@@ -78,6 +73,13 @@ def parse(arguments: Sequence[str]) -> Options:
             case _:
                 _add_value(options, argument)
     return options
+
+
+def _next(rest: list[str], otherwise: str) -> str:
+    """Takes the value of an option; raises Refused with the sentence if there is none."""
+    if not rest or not rest[0] or rest[0].startswith("-"):
+        raise Refused(otherwise)
+    return rest.pop(0)
 
 
 def _add_value(options: Options, argument: str) -> None:

@@ -30,8 +30,9 @@ FAULTS  --target VERSION the verl to launch (default: the one that PYTHON has; w
   --help           print this
   --               pass everything after it to verl unchanged
 
-Hydra overrides (key=value, +key=value, ~key) come last in the command, so they win.
-Give settings as arguments NAME=value or as environment variables (-: no effect in that profile):
+Hydra overrides (key=value, +key=value, ~key) come last in the command, so they win; --dry-run shows what
+the command sets already.
+Give settings as arguments NAME=value or as environment variables:
 
 """
 _ROW = "  {:<24} {:<22} {:<24} {}\n"
@@ -48,18 +49,15 @@ def help_text(remedy: bool, environment: Mapping[str, str]) -> str:
     text = usage + _ROW.format("NAME", "CLUSTER DEFAULT", "EMBEDDED DEFAULT", "MEANING")
     for setting in SETTINGS:
         defaults = (
-            _shown(setting, profile, remedy, nodes=nodes, run=run, now="TIME") or "-"
-            for profile in ("cluster", "embedded")
+            _shown(setting, profile, remedy, nodes=nodes, run=run, now="TIME") for profile in ("cluster", "embedded")
         )
         text += _ROW.format(setting.name, *defaults, _meaning(setting))
     return text
 
 
-def _shown(setting: Setting, profile: str, remedy: bool = False, **places: str) -> str | None:
+def _shown(setting: Setting, profile: str, remedy: bool = False, **places: str) -> str:
     default = setting.default(profile, remedy=remedy)
-    if default is None or default.startswith("{prepared}"):
-        return default and "(prepared)"
-    return default.format(**places)
+    return "(prepared)" if default.startswith("{prepared}") else default.format(**places)
 
 
 def _meaning(setting: Setting) -> str:
@@ -68,16 +66,16 @@ def _meaning(setting: Setting) -> str:
 
 def markdown() -> str:
     """The settings as a table for the documentation."""
-    rows = ["| setting | cluster | embedded | values | meaning | verl's keys |", "|---|---|---|---|---|---|"]
+    rows = ["| setting | cluster | embedded | values | meaning | verl's key |", "|---|---|---|---|---|---|"]
     for setting in SETTINGS:
         defaults = [
             _shown(setting, profile, nodes="1", run="MODEL-grpo", now="TIME") for profile in ("cluster", "embedded")
         ]
-        cells = [_code(setting.name), *(_code(default) if default else "–" for default in defaults)]
+        cells = [_code(setting.name), *map(_code, defaults)]
         if setting.tiny:
             cells[2] += f" (`--tiny`: {_code(setting.tiny)})"
         kind = description(setting.allowed) if isinstance(setting.allowed, Text) else _choices(setting)
-        rows.append(f"| {' | '.join([*cells, kind, _meaning(setting), ', '.join(map(_code, setting.keys))])} |")
+        rows.append(f"| {' | '.join([*cells, kind, _meaning(setting), _code(setting.key)])} |")
     return "\n".join(rows) + "\n"
 
 

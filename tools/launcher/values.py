@@ -27,12 +27,9 @@ _AMOUNT = r"((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)" + _EXPONENT
 
 COUNT = Pattern(r"[1-9][0-9]{0,8}", "a whole number of at least 1")
 FEW = Pattern(r"[1-9][0-9]{0,2}", "a whole number from 1 to 999")
-NUMBER = Pattern(f"-?{_AMOUNT}", "a number")
 AMOUNT = Pattern(_AMOUNT, "a number of at least 0")
 POSITIVE = Pattern(r"([1-9][0-9]*(\.[0-9]*)?|0?\.[0-9]*[1-9][0-9]*)" + _EXPONENT, "a number over 0")
-SHARE = Pattern(r"0?\.[0-9]*[1-9][0-9]*|1(\.0*)?", "a number over 0 and at most 1")
 OVER_1 = Pattern(r"([2-9]|[1-9][0-9]+)(\.[0-9]*)?|1\.0*[1-9][0-9]*", "a number over 1")
-SWITCH = Pattern(r"[Tt]rue|TRUE|[Ff]alse|FALSE", "True or False")
 
 
 class Text(enum.Enum):
