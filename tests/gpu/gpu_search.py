@@ -65,8 +65,8 @@ def test_training_is_bit_identical_after_a_search(launch: Launch, case: Case) ->
 
 
 @cases(*[Case(wrap, planted=ONE, nan=((0, 2, 7),)) for wrap in WRAPS])
-def test_tokens_that_produce_nan(launch: Launch, case: Case) -> None:
-    test_actor.test_tokens_that_produce_nan(launch, 1, case)
+def test_tokens_with_a_nan_gradient_are_culprits(launch: Launch, case: Case) -> None:
+    test_actor.test_tokens_with_a_nan_gradient_are_culprits(launch, 1, case)
 
 
 @cases(*[Case(wrap, planted=ONE) for wrap in WRAPS])
@@ -89,4 +89,4 @@ def test_skip_leaves_the_step_out(launch: Launch, case: Case) -> None:
     ids=lambda value: getattr(value, "id", None) or str(value),
 )
 def test_a_drill_finds_its_token(launch: Launch, case: Case, options: dict[str, Any]) -> None:
-    test_drill.test_the_planted_token_is_found(launch, 1, case, options)
+    test_drill.test_a_drill_finds_its_token_and_leaves_training_bit_identical(launch, 1, case, options)

@@ -259,8 +259,11 @@ def train_only_parts(model: torch.nn.Module, kind: str, wrapping: str) -> torch.
     if kind == "lora":
         from peft import LoraConfig, get_peft_model
 
-        # Without zeros in them: they would leave half of the adapters without a gradient.
-        options = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        # Without zeros in them: they would leave half of the adapters without a gradient. FSDP1 shards each on its own,
+        # so that adapters in all layers would take thousands of collective calls.
+        options = LoraConfig(
+            r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         model = get_peft_model(model, options)
     return model
 

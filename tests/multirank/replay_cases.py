@@ -38,7 +38,7 @@ def events_of(run: Run) -> list[dict[str, Any]]:
 
 
 def identical(directory: str) -> tuple[dict[str, bool], dict[str, bool], dict[str, list[str | None]]]:
-    """Runs of two events, one with room for one bundle and one that can write none, against the unpatched actor."""
+    """Runs of two events, one with space for one bundle and one that can write none, against the unpatched actor."""
     case = Case(mini_batch=4, optimizer="adamw", planted=((0, 0, 4), (1, 3, 0), (1, 6, 9)))
     options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD}
     stock = train(case, stock_dp_actor())

@@ -10,10 +10,9 @@ import auto_threshold_cases
 import pytest
 from actors import Case
 from cluster import Cluster
-from test_actor import Launch, launch
+from test_actor import Launch
 from valid_events import valid_events
 
-__all__ = ["launch"]
 ROOT = Path(__file__).parents[2]
 
 

@@ -9,13 +9,11 @@ from typing import Any
 import actors
 import pytest
 from actors import Case
-from test_actor import ONE, THREE, WRAPS, Launch, cases, check_bit_identity, check_planted_tokens, launch, near
+from test_actor import ONE, THREE, WRAPS, Launch, cases, check_bit_identity, check_planted_tokens, near
 from valid_events import valid_events
 
-__all__ = ["launch"]
-
 pytestmark = [
-    pytest.mark.every_target,
+    pytest.mark.target(version="0.9.1"),
     pytest.mark.skipif(not actors.ENGINE, reason="this verl trains with its legacy actor"),
 ]
 

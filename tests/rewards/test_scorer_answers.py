@@ -215,7 +215,7 @@ def peak(pid: int, what: str = "VmHWM") -> int:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One answer, with room and without: what does not fit is unparsable, and no burden to later answers."""
+    """One answer, with enough memory and without: what does not fit is unparsable, and no burden to later answers."""
     hog = "$$" + "a" * (3 * MEBIBYTE)
     new_pool(monkeypatch, workers=1, timeout=60, memory_mb=2048)
     assert in_pool([(hog, "7")]) == [0.0]
