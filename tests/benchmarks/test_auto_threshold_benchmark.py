@@ -36,6 +36,8 @@ from auto_threshold import (  # noqa: E402
 MAIN = """
 import json, sys
 import auto_threshold
+
+pytestmark = pytest.mark.slow
 auto_threshold.reward = lambda answer, truth: float(sum(map(ord, answer)) % 2)
 for arguments in json.loads(sys.argv[1]):
     sys.argv[1:] = arguments

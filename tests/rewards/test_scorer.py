@@ -618,6 +618,8 @@ def test_no_worker_is_left_behind_with_a_forked_child_of_a_killed_process(tmp_pa
     text = """
 import time
 from multiprocessing import active_children
+
+pytestmark = pytest.mark.slow
 scorer.compute_score("1", "1", workers=2)
 child = os.fork()
 if child == 0:

@@ -17,6 +17,8 @@ import pytest
 import trees
 from trees import ACTOR, ALGOS, DELETED, NEW, Project, refused, snapshot
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = "verl/utils/gradloc"
 
 

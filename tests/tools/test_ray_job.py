@@ -36,6 +36,8 @@ PROBE = """import json, sys
 import ray
 from verl.utils import gradloc
 
+pytestmark = pytest.mark.slow
+
 @ray.remote
 def package():
     from verl.utils import gradloc

@@ -141,6 +141,8 @@ def test_which_tests_run_against_which_target(project: Path) -> None:
 QUICK = """import pytest
 from types import SimpleNamespace
 
+pytestmark = pytest.mark.slow
+
 @pytest.fixture
 def launch():
     pass
@@ -168,7 +170,10 @@ def test_quick_leaves_out_slow_tests_and_all_but_one_case_with_ranks(project: Pa
     add_target(project, "0.7.1")
     shutil.rmtree(project / "build/venv-trackers")
     shutil.rmtree(project / "tests/report")
-    write(project / "pyproject.toml", '[tool.pytest.ini_options]\nmarkers = ["slow"]\npythonpath = ["tests/support"]\naddopts = "-s -q"\n')
+    write(
+        project / "pyproject.toml",
+        '[tool.pytest.ini_options]\nmarkers = ["slow"]\npythonpath = ["tests/support"]\naddopts = "-s -q"\n',
+    )
     (project / "tests/test_other.py").unlink()
     for name in ("conftest.py", "support/trees.py"):
         write(project / "tests" / name, (ROOT / "tests" / name).read_text())

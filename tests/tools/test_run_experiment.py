@@ -556,6 +556,8 @@ def test_a_checkpoint_that_will_be_resumed_is_told(tmp_path: Path, arguments: li
 # Ray's workers lead process groups of their own, and may not heed SIGTERM.
 STUBBORN = """
 import os, signal, subprocess, sys, time
+
+pytestmark = pytest.mark.slow
 child = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print("up", flush=True); time.sleep(600)'
 options = {"stdout": subprocess.PIPE, "preexec_fn": os.setpgrp}
 children = [subprocess.Popen([sys.executable, "-c", child], **options) for _ in range(2)]

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gradloc.replay.__main__ import main as replay
 
-pytestmark = pytest.mark.target(version="0.9.1")
+pytestmark = [pytest.mark.slow, pytest.mark.target(version="0.9.1")]
 
 ROOT = Path(__file__).parents[2]
 PREPARED = ROOT / ".embedded" / verl.__version__ / "tiny"
