@@ -26,8 +26,8 @@ every file is put back, after a kill -9 by the next run. A second run at the sam
 folders take owner and permissions from the folder they are in, whatever the umask; byte code of the changed files is
 removed.
 
-To go from one version of the patch to another: --reverse with the project that the old one came from, then apply the
-new one. Do it before verl is reinstalled, too: pip leaves the files behind that only a patched verl has.
+To upgrade: run --reverse with the version of this project that applied the patch, then apply the new one. Also run
+--reverse before reinstalling verl: pip leaves the files that only a patched verl has.
 
 exit codes:
    0  done, or nothing to do (already applied; with --reverse: not applied); with --check: applicable
@@ -129,13 +129,13 @@ class FilePatch:
             for hunk in hunks:
                 start = hunk.old_start - 1 if hunk.old else hunk.old_start
                 if start < at or lines[start : start + len(hunk.old)] != hunk.old:
-                    raise Stop(f"the patch contradicts itself: a hunk of {self.path} does not fit the file it names")
+                    raise Stop(f"the patch is inconsistent: a hunk of {self.path} does not fit that file")
                 done += lines[at:start] + hunk.new
                 at = start + len(hunk.old)
             data = b"".join(done + lines[at:])
         result = None if self.new is None and not data else data
         if blob_hash(result) != self.new:
-            raise Stop(f"the patch contradicts itself: its hunks do not give the {self.path} it promises")
+            raise Stop(f"the patch is inconsistent: its hunks do not produce the {self.path} that its hash says")
         return result
 
 
@@ -194,7 +194,7 @@ def parse_patch(data: bytes) -> list[FilePatch]:
         raise Stop("the patch is empty; get it again, or write it with make_patch.sh")
     lines = data.split(b"\n")
     if lines[0].endswith(b"\r"):
-        raise Stop("the patch has CRLF line ends, so something converted it; get it again as a binary file")
+        raise Stop("the patch has CRLF line endings, so something converted it; download it again as a binary file")
     if not data.startswith(b"diff --git "):
         raise Stop("the patch does not start with 'diff --git' (it is no git diff, or has text or a BOM before it)")
     if lines.pop():
@@ -290,7 +290,7 @@ def parse_hunk(lines: list[bytes], at: int, path: str) -> tuple[Hunk, int]:
             raise damaged(at, f"unexpected line in a hunk of {path}")
         at += 1
     if left != [0, 0]:
-        raise damaged(at, f"a hunk of {path} has not the number of lines it announces")
+        raise damaged(at, f"a hunk of {path} does not have the number of lines that its header says")
     return Hunk(int(match[1]), old, new, int(match[3])), at
 
 
@@ -320,7 +320,7 @@ class SafeRedirect(urllib.request.HTTPRedirectHandler):
 
 def download(url: str) -> bytes:
     def too_slow(*_: object) -> None:
-        raise TimeoutError(f"no complete answer within {TIME_LIMIT} seconds")
+        raise TimeoutError(f"no complete response within {TIME_LIMIT} seconds")
 
     # One alarm covers connecting, headers, redirects and body, however slowly the bytes drip in. It repeats because
     # the library takes a first one for a failed address and tries the next.
@@ -335,7 +335,7 @@ def download(url: str) -> bytes:
         if len(data) > SIZE_LIMIT:
             raise Stop(f"{url} is larger than {SIZE_LIMIT} bytes, so it is not the patch; check the URL")
         if announced is not None and announced.strip() != str(len(data)):
-            raise Stop(f"{url} could not be downloaded: the answer is cut off; try again")
+            raise Stop(f"{url} could not be downloaded: the response is truncated; try again")
         return data
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise Stop(f"{url} could not be downloaded ({one_line(error)}); check the URL and the network") from None
@@ -397,7 +397,7 @@ def load_given(args: argparse.Namespace) -> list[FilePatch]:
 def prove(data: bytes, wanted: str, what: str) -> None:
     actual = hashlib.sha256(data).hexdigest()
     if actual != wanted:
-        raise Stop(f"{what} has SHA-256 {actual}, not the required {wanted}; get both again from a trusted place")
+        raise Stop(f"{what} has SHA-256 {actual}, not the required {wanted}; download it again from a trusted place")
 
 
 def load_target(target: Target) -> list[FilePatch]:
@@ -506,7 +506,7 @@ def read_target(tree: Path, path: str) -> bytes | None:
                 raise Stop(f"{place} is a symbolic link; the patch needs real files below {tree}")
             wanted, fits = ("a file", place.is_file()) if place == tree / path else ("a folder", place.is_dir())
             if place.exists() and not fits:
-                raise Stop(f"{place} is in the way: it is not {wanted}; move it away")
+                raise Stop(f"{place} exists and is not {wanted}; move it away")
         return place.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -699,7 +699,7 @@ def check_head(tree: Path, commit: str | None) -> bool:
         raise Stop(f"{tree} is a git checkout but git is not on PATH; install git, or pass --force to skip this check")
     top, _, head = git(tree, "rev-parse", "--show-toplevel", "HEAD^{commit}").strip().rpartition("\n")
     if Path(top).resolve() != tree:
-        raise Stop(f"{tree}/.git is not a repository of its own (git answers for {top}); repair or remove it")
+        raise Stop(f"{tree}/.git is not a repository of its own (git finds {top} instead); repair or remove it")
     tagged = git(tree, "for-each-ref", "--format=%(objectname)%(*objectname)", "refs/tags/gradloc-base").strip()
     if commit is not None and head not in (commit, tagged[-40:]):
         raise Stop(f"HEAD of {tree} is {head}, not the base commit {commit}; check that out, or --force", WRONG_BASE)
@@ -750,7 +750,9 @@ def take_lock(tree: Path, state: Path) -> int:
         except FileNotFoundError:
             continue  # the run that held it has just removed the folder
         except OSError as error:
-            raise Stop(f"{tree}/verl cannot be written ({error.strerror}); use an account that may") from None
+            raise Stop(
+                f"{tree}/verl cannot be written ({error.strerror}); use an account with write permission"
+            ) from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(handle).st_ino == lock.stat().st_ino:
@@ -760,7 +762,7 @@ def take_lock(tree: Path, state: Path) -> int:
         except OSError as error:
             os.close(handle)
             if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise Stop(f"another run is at work on {tree}; wait until it has ended") from None
+                raise Stop(f"another run is patching {tree}; wait until it is done") from None
             raise Stop(f"{lock} cannot be locked ({error.strerror})") from None
         os.close(handle)
     raise Stop(f"{lock} could not be taken; is {tree} being removed?")
@@ -830,7 +832,9 @@ def replace_files(tree: Path, state: Path, patches: list[FilePatch]) -> None:
             needed.append(place)
         for target in needed:
             if not os.access(target, os.W_OK | os.X_OK if target.is_dir() else os.W_OK):
-                raise Stop(f"{target} cannot be written; use an account that may, or change its permissions")
+                raise Stop(
+                    f"{target} cannot be written; use an account with write permission, or change its permissions"
+                )
     contents = [(old := read_target(tree, patch.path), patch.result(old)) for patch in patches]
     try:
         for number, (patch, (old, new)) in enumerate(zip(patches, contents, strict=True)):
@@ -980,8 +984,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--sha256-file", metavar="FILE|URL", type=expanded, help="where it is written; default: PATCH.sha256"
     )
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", action="store_true", help="only say how the tree stands; write nothing")
-    action.add_argument("--reverse", action="store_true", help="take the patch out again")
+    action.add_argument("--check", action="store_true", help="only report the state of the tree; write nothing")
+    action.add_argument("--reverse", action="store_true", help="remove the patch")
     parser.add_argument("--force", action="store_true", help="skip the check of git HEAD and clean tree (only that)")
     args = parser.parse_args(arguments)
     if args.patch_url and not (args.patch_sha256 or args.sha256_file):

@@ -24,7 +24,7 @@ done < <(env -0)
 # shellcheck disable=SC2016 # for the inner bash to expand
 find_any_python='source "$1"; find_python || first_python "sys.version_info >= (3, 10) or sys.exit(1)" python3 "${@:2}"'
 python=$(env "${unneeded[@]}" bash -p -c "$find_any_python" bash "$root/embedded/find_python.sh" "${named[@]}") || {
-    echo "run_experiment.sh: no Python 3.10 or later was found: install one, or name one with --python" >&2
+    echo "run_experiment.sh: no Python 3.10 or later was found: install one, or give one with --python" >&2
     exit 2
 }
 exec "$python" -E -s -X utf8 "$root/tools/run_experiment.py" "$@"

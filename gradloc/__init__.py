@@ -4,18 +4,18 @@
 
 The parts of the package. A file imports from its own part and from those above it:
 
-- version, checks: the version, and checks of values
+- version, checks, limits: the version, checks of values, and the limits of bundles
 - config, threshold: the settings; τ, and when a norm is over its threshold
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
 - measure: the mini-batch's gradient, extra passes, and the norms of what they compute
 - search: what to measure next
 - evidence: what was found, as events in a file
-- bundles: an event's loud micro-batches in a folder that can be taken elsewhere
+- bundles: an event's largest micro-batches in a folder that can be taken elsewhere
 - update_figures, metrics: an update's metrics
 - report: the reader of the evidence
 - replay: computes a bundle again in one process
-- actions: what becomes of the gradient after a spike
+- actions: what happens to the gradient after a spike
 - drill: a spike planted on purpose, to see that it is found
 - gradloc: watches the training passes; measures, searches, acts and writes the event
 - adapters: the only part that knows verl

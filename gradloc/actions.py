@@ -49,7 +49,7 @@ def drop(investigation: Investigation) -> Tensor | None:
         Tensor | None: The squared norms by layer of the gradient without the culprits, which has replaced the current
             one; None if that is unchanged.
     """
-    culprits = investigation.subsets_by_micro_batch(investigation.culprits)
+    culprits = investigation.groups.subsets_by_micro_batch(investigation.culprits)
     if not culprits or investigation.error is not None:
         return None
     mini_batch, passes = investigation.mini_batch, investigation.passes
@@ -57,11 +57,11 @@ def drop(investigation: Investigation) -> Tensor | None:
     count = 1 + max(index for _, index in investigation.figures)
     if passes.count + count > budget:
         logger.warning(
-            "The culprits' gradient is not dropped: that takes %d passes, and of bisect_budget_steps=%d the search "
-            "has used %d.",
+            "spike_action=drop was not applied: it takes %d passes, and the search has used %d of "
+            "bisect_budget_steps=%d.",
             count,
-            budget,
             passes.count,
+            budget,
         )
         return None
 

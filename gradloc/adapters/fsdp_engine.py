@@ -178,7 +178,7 @@ class WatchedEngine:
         assert self.gradloc is not None
         if self._where == (0, 0):
             if training_step is None and collectives.rank() == 0:
-                logger.warning("the trainer does not say which step this is: the evidence has global_step null")
+                logger.warning("the trainer passes no step number: global_step is null in the evidence")
             self.gradloc.start_update(training_step)
         else:
             self.gradloc.start_mini_batch()

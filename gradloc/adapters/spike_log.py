@@ -126,7 +126,7 @@ class SpikeLog:
     def _warn(self, about: str, message: str) -> None:
         if about not in self._warned:
             self._warned.add(about)
-            logger.warning("spike_log, said once: %s", message)
+            logger.warning("spike_log (this warning appears once): %s", message)
 
 
 def _without_secrets(error: Exception) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from .. import limits
 from ..evidence.writer import jsonable
 from ..fsdp import collectives
 from ..measure.meter import AllFigures, suspects
@@ -115,9 +116,9 @@ class BundleWriter:
         with collectives.same_on_all_ranks():
             names = worth_keeping(event, investigation.figures, investigation.threshold)
         micro_batches = {}
-        for name in names[: layout.MICRO_BATCHES]:
-            if event["search"] == "local" and name in investigation.micro_batches:
-                micro_batches[name] = investigation.micro_batches[name]
+        for name in names[: limits.MICRO_BATCHES]:
+            if event["search"] == "local" and name in investigation.groups.micro_batches:
+                micro_batches[name] = investigation.groups.micro_batches[name]
             else:
                 owner = name[0] * mini_batch.model.sequence_parallel_size
                 micro_batches[name] = collectives.broadcast(partial(_sent, mini_batch, name), owner)
@@ -162,14 +163,14 @@ class BundleWriter:
             except futures.TimeoutError:
                 if result.done():
                     raise
-        raise TimeoutError(f"{self._directory} does not answer within {PATIENCE:g} seconds")
+        raise TimeoutError(f"{self._directory} does not respond within {PATIENCE:g} seconds")
 
     def _has_room(self) -> bool:
         try:
             bundles, used = self._in_time(lambda: (self._bundles(), _size(self._directory)))
         except OSError:
             return True  # the write will say what is wrong
-        if len(bundles) < self._most and used < layout.TOTAL_BYTES:
+        if len(bundles) < self._most and used < limits.TOTAL_BYTES:
             return True
         if not self._said_full:
             self._said_full = True
@@ -192,10 +193,10 @@ class BundleWriter:
     def _files(self, kept: _Kept) -> dict[str, bytes]:
         """The bundle's files; none if there is nothing to keep."""
         rows = max((len(micro_batch.rows) for micro_batch in kept.micro_batches.values()), default=0)
-        if len(kept.investigation.layers) > layout.LAYERS or rows > layout.ROWS:
+        if len(kept.investigation.layers) > limits.LAYERS or rows > limits.ROWS:
             raise NotReplayableError(
                 f"it has {len(kept.investigation.layers):,} layers and up to {rows:,} rows in a micro-batch, and "
-                f"{layout.LAYERS:,} and {layout.ROWS:,} are the limits"
+                f"{limits.LAYERS:,} and {limits.ROWS:,} are the limits"
             )
         tensors = {
             layout.tensor_file(*name): layout.to_tensors(
@@ -206,14 +207,14 @@ class BundleWriter:
         if not tensors:
             return {}
         size = sum(tensor.nbytes for of_file in tensors.values() for tensor in of_file.values())
-        if size > layout.BUNDLE_BYTES:
-            raise NotReplayableError(f"it would take {size:,} bytes, and {layout.BUNDLE_BYTES:,} are the limit")
+        if size > limits.BUNDLE_BYTES:
+            raise NotReplayableError(f"it would take {size:,} bytes, and {limits.BUNDLE_BYTES:,} are the limit")
         from safetensors.torch import save
 
         files = {file: save(of_file) for file, of_file in tensors.items()}
         sums = {file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for file, data in files.items()}
         text = json.dumps(jsonable(self._manifest(kept, sums)), allow_nan=False, indent=1).encode()
-        if len(text) > layout.MANIFEST_BYTES:
+        if len(text) > limits.MANIFEST_BYTES:
             raise NotReplayableError(f"its manifest would take {len(text):,} bytes")
         digest = hashlib.sha256(text).hexdigest()
         return {**files, layout.MANIFEST: text, layout.CHECKSUM: f"{digest}  {layout.MANIFEST}\n".encode()}
@@ -287,7 +288,7 @@ def measured_tokens(investigation: Investigation, among: Mapping[MicroBatchName,
     found: list[dict[str, Any]] = []
     for (name, row, position), norms in investigation.measured.items():
         if name in among:
-            micro_batch = investigation.micro_batches[name]
+            micro_batch = investigation.groups.micro_batches[name]
             weight = abs(float(micro_batch.tokens["weight"][row, position]))
             norms = [norm / weight for norm in norms]
             found.append(
@@ -302,7 +303,7 @@ def measured_tokens(investigation: Investigation, among: Mapping[MicroBatchName,
             )
     # NaN is larger than any number.
     found.sort(key=lambda token: -token["grad_norm"] if token["grad_norm"] == token["grad_norm"] else -math.inf)
-    return found[: layout.MEASURED_TOKENS]
+    return found[: limits.MEASURED_TOKENS]
 
 
 def _sent(mini_batch: MiniBatch, name: MicroBatchName) -> MicroBatch:

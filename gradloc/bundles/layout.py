@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a bundle consists of, and its limits.
+"""What a bundle consists of.
 
 A bundle is a folder: `manifest.json`, its checksum, and a safetensors file for each micro-batch. Nothing in it is
 pickled, so opening one runs no code.
@@ -22,16 +22,6 @@ CHECKSUM = "manifest.json.sha256"
 FOLDER = "replay"
 # What a replay writes beside the bundle of this name.
 RESULT_SUFFIX = ".result.json"
-
-MICRO_BATCHES = 8
-# So many of the tokens that the search measured alone.
-MEASURED_TOKENS = 2048
-# So many layers of the model, and so many rows of a micro-batch.
-LAYERS = 4096
-ROWS = 65_536
-MANIFEST_BYTES = 64 * 2**20
-BUNDLE_BYTES = 2**28
-TOTAL_BYTES = 2 * 2**30
 
 # The names that the values of tokens have in a file begin with this.
 _TOKENS = "tokens."

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .. import limits
 from ..evidence.foreign_json import parse
 from ..evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, current, list_of, object_with
 from ..measure.micro_batch import MicroBatchName
@@ -116,9 +117,9 @@ def open_bundle(path: str | Path) -> Bundle:
         raise BundleError(f"{folder} is not a replay bundle: it has no {layout.MANIFEST}.")
     manifest = _manifest(folder)
     files = manifest["micro_batches"]
-    if sum(entry["bytes"] for entry in files) > layout.BUNDLE_BYTES * 2:
+    if sum(entry["bytes"] for entry in files) > limits.BUNDLE_BYTES * 2:
         raise BundleError(
-            f"The bundle's manifest names more than {layout.BUNDLE_BYTES * 2:,} bytes, which is too much."
+            f"The bundle's manifest names more than {limits.BUNDLE_BYTES * 2:,} bytes, which is too much."
         )
     found = {(entry["rank"], entry["micro_batch"]): _micro_batch(folder, entry) for entry in files}
     bundle = Bundle(folder, manifest, found)
@@ -127,7 +128,7 @@ def open_bundle(path: str | Path) -> Bundle:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    text = _read(folder / layout.MANIFEST, layout.MANIFEST_BYTES)
+    text = _read(folder / layout.MANIFEST, limits.MANIFEST_BYTES)
     digest = _read(folder / layout.CHECKSUM, 1024).split()
     if digest[:1] != [hashlib.sha256(text).hexdigest().encode()]:
         raise BundleError(f"{layout.MANIFEST} does not match its checksum: it was changed or cut off.")
@@ -157,10 +158,10 @@ def _problem(manifest: Mapping[str, Any]) -> str | None:
         return f"its loss_scale is {manifest['event']['loss_scale']:g}, which no gradient scaler has"
     layers, files = manifest["layers"], manifest["micro_batches"]
     for what, listed, most in (
-        ("layers", layers, layout.LAYERS),
-        ("micro-batches", files, layout.MICRO_BATCHES),
-        ("measured tokens", manifest["measured"], layout.MEASURED_TOKENS),
-        ("rows in a micro-batch", max((entry["rows"] for entry in files), key=len, default=()), layout.ROWS),
+        ("layers", layers, limits.LAYERS),
+        ("micro-batches", files, limits.MICRO_BATCHES),
+        ("measured tokens", manifest["measured"], limits.MEASURED_TOKENS),
+        ("rows in a micro-batch", max((entry["rows"] for entry in files), key=len, default=()), limits.ROWS),
     ):
         if len(listed) > most:
             return f"it has {len(listed):,} {what}, and {most:,} are the limit"

@@ -12,7 +12,8 @@ from typing import Any
 from ..fsdp import collectives
 from ..measure.micro_batch import MicroBatchName
 from ..measure.mini_batch import OrdinaryGradient
-from ..search.investigation import Investigation, Token
+from ..search.groups import Token
+from ..search.investigation import Investigation
 from ..version import __version__
 from .in_words import summary
 from .medians import token_medians
@@ -157,8 +158,8 @@ def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
     """The smallest token sets with a spike that no small set of tokens explains, with the largest tokens measured."""
     found = []
     for token_set, norm in investigation.search.diffuse:
-        names = set(investigation.groups[token_set.group])
-        here = investigation.tokens_of(token_set)
+        names = set(investigation.groups.members[token_set.group])
+        here = investigation.groups.tokens_of(token_set)
         ranks = {name[0] for name, _, _ in here}
         # Of the whole micro-batch, because this set may be the micro-batch without its largest tokens.
         tokens = sorted(
@@ -168,13 +169,13 @@ def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
             {
                 "rank": ranks.pop() if len(ranks) == 1 else None,
                 "micro_batch": token_set.group[1],
-                "rows": sorted({investigation.micro_batches[name].rows[row] for name, row, _ in here}),
+                "rows": sorted({investigation.groups.micro_batches[name].rows[row] for name, row, _ in here}),
                 "tokens": len(token_set.candidates),
                 "norm": norm,
                 "threshold": investigation.search.threshold(token_set),
                 "largest_tokens": [
                     {
-                        "row": investigation.micro_batches[token[0]].rows[token[1]],
+                        "row": investigation.groups.micro_batches[token[0]].rows[token[1]],
                         "position": token[2],
                         "grad_norm": _grad_norm(investigation, token),
                         "share": _share(investigation, token),
@@ -197,9 +198,9 @@ def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
     waiting = [
         (
             group,
-            sum(units[name].tokens for name in investigation.groups[group]),
+            sum(units[name].tokens for name in investigation.groups.members[group]),
             investigation.threshold
-            * math.hypot(*(units[name].root_square_weight for name in investigation.groups[group])),
+            * math.hypot(*(units[name].root_square_weight for name in investigation.groups.members[group])),
         )
         for group in investigation.waiting
     ]
@@ -211,7 +212,7 @@ def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
 
 def _culprit(investigation: Investigation, token: Token, medians: Medians) -> dict[str, Any]:
     name, row, position = token
-    micro_batch = investigation.micro_batches[name]
+    micro_batch = investigation.groups.micro_batches[name]
     tokens = micro_batch.tokens
     suspicion = tokens["suspicion"][row]
     layer_norms = [math.nan] * len(investigation.layers)
@@ -237,7 +238,7 @@ def _culprit(investigation: Investigation, token: Token, medians: Medians) -> di
 
 def _weight(investigation: Investigation, token: Token) -> float:
     name, row, position = token
-    return abs(float(investigation.micro_batches[name].tokens["weight"][row, position]))
+    return abs(float(investigation.groups.micro_batches[name].tokens["weight"][row, position]))
 
 
 def _grad_norm(investigation: Investigation, token: Token) -> float:

@@ -46,8 +46,8 @@ def layers_by_parameter(parameter_names: Iterable[str]) -> dict[str, str]:
         return {name: layer_name(name) for name in names}
     layers = {name: _plain_name(name).partition(".")[0] for name in names}
     logger.warning(
-        "No parameter of this model lies in a numbered block (such as layers.0), so its top-level modules are taken "
-        "for the layers: %s.",
+        "No parameter of this model lies in a numbered block (such as layers.0), so its top-level modules are used as "
+        "layers: %s.",
         ", ".join(dict.fromkeys(layers.values())),
     )
     return layers

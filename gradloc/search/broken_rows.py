@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Narrows a row whose forward or backward gives NaN or Inf down to the token that causes it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..measure.micro_batch import MicroBatchName
+from .groups import Token, broken, nonfinite_coefficients
 
 
 @dataclass
@@ -32,10 +34,10 @@ class BrokenRow:
     high: int
 
     @classmethod
-    def of(cls, micro_batch: MicroBatchName, row: int, mask: Tensor, broken: Tensor) -> "BrokenRow":
+    def of(cls, micro_batch: MicroBatchName, row: int, mask: Tensor, bad: Tensor) -> "BrokenRow":
         """Makes one from the masks of the row's response tokens and broken ones, each of shape (response length,)."""
         positions = mask.nonzero().flatten().tolist()
-        first = int(broken[mask].nonzero()[0])
+        first = int(bad[mask].nonzero()[0])
         # If the log-probs before it are finite, no NaN has reached earlier positions.
         return cls(micro_batch, row, positions, first, first if first else len(positions) - 1)
 
@@ -52,9 +54,49 @@ class BrokenRow:
         width = self.high - self.low
         return sorted({self.low + (i + 1) * width // (count + 1) for i in range(count)})
 
-    def record(self, index: int, broken: bool) -> None:
+    def record(self, index: int, is_broken: bool) -> None:
         """Records whether the prefix that ends at `positions[index]` is broken."""
-        if broken:
+        if is_broken:
             self.high = min(self.high, index)
         else:
             self.low = max(self.low, index + 1)
+
+
+class BrokenRows:
+    """The rows and tokens of the groups that give NaN or Inf.
+
+    Attributes:
+        tokens (list[Token]): Tokens with a non-finite coefficient, known without a measurement.
+        rows (list[BrokenRow]): The rows to narrow down.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[Token] = []
+        self.rows: list[BrokenRow] = []
+
+    @property
+    def unsettled(self) -> list[BrokenRow]:
+        return [row for row in self.rows if not row.settled]
+
+    @property
+    def culprits(self) -> list[Token]:
+        """The tokens found."""
+        return self.tokens + [(row.micro_batch, row.row, row.positions[row.low]) for row in self.rows if row.found]
+
+    def look_into(self, name: MicroBatchName, tokens: Mapping[str, Tensor]) -> None:
+        """Adds a micro-batch's rows with non-finite log-probs, and its tokens with non-finite coefficients."""
+        mask, bad = tokens["response_mask"].bool(), broken(tokens)
+        for row in bad.any(1).nonzero().flatten().tolist():
+            self.rows.append(BrokenRow.of(name, row, mask[row], bad[row]))
+        nonfinite = nonfinite_coefficients(tokens) & tokens["broken"]
+        # Padding is named only if nothing else is wrong with the row: aggregations that multiply padding by zero keep
+        # its NaN.
+        named = nonfinite & (mask | ~(nonfinite & mask).any(1, keepdim=True)) & ~bad.any(1, keepdim=True)
+        self.tokens += [(name, row, position) for row, position in named.nonzero().tolist()]
+
+    def suspect(self, name: MicroBatchName, tokens: Mapping[str, Tensor]) -> None:
+        """Adds all rows of a micro-batch: its gradient is broken although none of its tokens is."""
+        mask = tokens["response_mask"].bool()
+        for row in mask.any(1).nonzero().flatten().tolist():
+            positions = mask[row].nonzero().flatten().tolist()
+            self.rows.append(BrokenRow(name, row, positions, 0, len(positions)))

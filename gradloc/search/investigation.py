@@ -4,25 +4,18 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-
-import torch
-from torch import Tensor
 
 from ..config import GradLocConfig
 from ..fsdp import collectives
 from ..measure.meter import GroupName, suspects
-from ..measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
+from ..measure.micro_batch import MicroBatchName
 from ..measure.mini_batch import MiniBatch
-from ..measure.token_weights import movable
-from .broken_rows import BrokenRow
-from .codes import Probe, is_single
+from .broken_rows import BrokenRow, BrokenRows
+from .codes import is_single
+from .groups import Groups, Token
 from .search import Search
-
-# (micro-batch, row in it, position in the response).
-Token = tuple[MicroBatchName, int, int]
 
 
 class Investigation:
@@ -43,8 +36,7 @@ class Investigation:
         passes (Passes): Runs its passes, and counts them.
         figures (dict[MicroBatchName, MicroBatchFigures]): Of the micro-batches of all ranks, with the norms measured
             during the search.
-        micro_batches (dict[MicroBatchName, MicroBatch]): The micro-batches that were searched.
-        groups (dict[GroupName, list[MicroBatchName]]): The groups to search, each with its micro-batches.
+        groups (Groups): The groups to search.
         layers (list[str]): The layers, in the order of the norms.
         measured (dict[Token, list[float]]): The norms of the weighted gradient of each token measured alone, by layer.
     """
@@ -60,7 +52,6 @@ class Investigation:
         self.error: str | None = None
         self.mini_batch = mini_batch
         self.figures = figures = mini_batch.gather_figures()
-        self.micro_batches: dict[MicroBatchName, MicroBatch] = {}
         self.measured: dict[Token, list[float]] = {}
         self.config = config
         self.threshold = threshold
@@ -70,19 +61,14 @@ class Investigation:
         recomputed = 1 + max(index for _, index in figures) if reserve else 0
         budget = config.bisect_budget_steps
         self._budget = budget - recomputed if recomputed < budget else budget
-        self._own = mini_batch.micro_batches
         self._scale = mini_batch.scale
         self._global_norm = mini_batch.global_norm()
         # The other micro-batches give a better estimate for ordinary tokens than an earlier mini-batch.
         levels = [each.token_equivalent for each in figures.values() if each.norm and not each.is_over(threshold)]
         self.search = Search(threshold, config.bisect_until, statistics.median(levels) if levels else ordinary)
-        # The tokens that can be culprits, (rank, row, position) each, int64 of shape (n, 3).
-        self._candidates: dict[GroupName, Tensor] = {}
-        self.groups = self._meter.groups(figures, threshold)
-        self._waiting = list(self.groups)
-        # Tokens with a non-finite coefficient, and rows with a non-finite log-prob: known without a measurement.
-        self._unmeasurable: list[Token] = []
-        self._broken_rows: list[BrokenRow] = []
+        self.groups = Groups(mini_batch, figures, threshold)
+        self._waiting = list(self.groups.members)
+        self._broken = BrokenRows()
         # Groups whose gradient is non-finite even without any token, found before they were searched.
         self._broken_groups: list[GroupName] = []
 
@@ -124,7 +110,7 @@ class Investigation:
     @property
     def ended(self) -> bool:
         """Whether the search ended by itself, not by an error or the budget."""
-        settled = all(row.settled for row in self._broken_rows)
+        settled = not self._broken.unsettled
         return self.error is None and settled and not self._waiting and not self.search.open_sets
 
     @property
@@ -136,10 +122,10 @@ class Investigation:
         """
         if not (self.culprits and self.ended):
             return False
-        broken = {row.micro_batch for row in self._broken_rows}
+        broken, members = {row.micro_batch for row in self._broken.rows}, self.groups.members
         rests = [
-            self.search.rest(group) if self.search.knows(group) and not broken & set(self.groups[group]) else None
-            for group in self._candidates
+            self.search.rest(group) if self.search.knows(group) and not broken & set(members[group]) else None
+            for group in self.groups.candidates
             if self.search.knows(group) or self._broken_tokens_of(group)
         ]
         if any(rest is not None and self.search.is_over(*rest) for rest in rests):
@@ -174,12 +160,11 @@ class Investigation:
     @property
     def culprits(self) -> list[Token]:
         """The tokens found."""
-        rows = [(row.micro_batch, row.row, row.positions[row.low]) for row in self._broken_rows if row.found]
         found = []
         for culprit in self.search.culprits:
-            rank, row, position = self._candidates[culprit.group][culprit.candidate].tolist()
+            rank, row, position = self.groups.candidates[culprit.group][culprit.candidate].tolist()
             found.append(((rank, culprit.group[1]), row, position))
-        return self._unmeasurable + rows + found
+        return self._broken.culprits + found
 
     def run(self) -> None:
         """Measures until every suspect group is settled, the budget is spent, or a pass fails. A collective call."""
@@ -197,31 +182,12 @@ class Investigation:
         except collectives.RankFailedError as error:
             self.error = str(error)
 
-    def tokens_of(self, probe: Probe) -> list[Token]:
-        places = self._candidates[probe.group][list(probe.candidates)].tolist()
-        return [((rank, probe.group[1]), row, position) for rank, row, position in places]
-
-    def subsets_by_micro_batch(
-        self, tokens: Sequence[Token], factors: Sequence[float] | None = None
-    ) -> dict[MicroBatchName, TokenSubset]:
-        """Groups tokens by micro-batch, each with a factor for its gradient (1 by default)."""
-        places: dict[MicroBatchName, list[tuple[int, int, float]]] = {}
-        for (name, row, position), factor in zip(tokens, factors or [1.0] * len(tokens), strict=True):
-            places.setdefault(name, []).append((row, position, factor))
-        subsets = {}
-        for name, found in places.items():
-            rows, positions, values = zip(*found, strict=True)
-            keep = torch.zeros_like(self.micro_batches[name].tokens["response_mask"], dtype=torch.float32)
-            keep[list(rows), list(positions)] = torch.tensor(values)
-            subsets[name] = TokenSubset(self.micro_batches[name], keep.bool() if factors is None else keep)
-        return subsets
-
     def _search_tokens(self) -> None:
         width = self._meter.width
         while self.passes.count < self._budget:
             while self._waiting and self.search.has_room(width, self._budget - self.passes.count):
                 self._open()
-            rows = [row for row in self._broken_rows if not row.settled][:width]
+            rows = self._broken.unsettled[:width]
             if rows:
                 self._narrow(rows)
                 continue
@@ -232,10 +198,10 @@ class Investigation:
                     return
                 self._open()
                 continue
-            squares = self._meter.measure(self.passes, [partial(self._subsets_of, probe) for probe in probes])
+            squares = self._meter.measure(self.passes, [partial(self.groups.subsets_of, probe) for probe in probes])
             for probe, norms in zip(probes, squares.sqrt().tolist(), strict=True):
                 if is_single(probe):
-                    self.measured[self.tokens_of(probe)[0]] = norms
+                    self.measured[self.groups.tokens_of(probe)[0]] = norms
             known = set(self.search.broken)
             with collectives.same_on_all_ranks():
                 self.search.add_measurements(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
@@ -244,7 +210,7 @@ class Investigation:
                         self._suspect_rows(group)
 
     def _broken_tokens_of(self, group: GroupName) -> int:
-        return sum(self.figures[name].broken_tokens for name in self.groups[group])
+        return sum(self.figures[name].broken_tokens for name in self.groups.members[group])
 
     def _is_broken_without_tokens(self) -> bool:
         """Whether the gradients are broken even without any token, if all gradients are broken but no token is.
@@ -254,89 +220,57 @@ class Investigation:
         wholes = self._meter.wholes(self.figures, self._global_norm)
         if not wholes or self._scale != 1 or any(math.isfinite(norm) or broken for norm, broken in wholes):
             return False
-        begun = [group for group in self._waiting if any(self.figures[name].tokens for name in self.groups[group])]
+        begun = [
+            group for group in self._waiting if any(self.figures[name].tokens for name in self.groups.members[group])
+        ]
         sample = begun[: self._meter.width]
         if not sample:
             return False
         for group in sample:
-            self._obtain(group)
-        probes = [partial(self._empty_subsets_of, group) for group in sample]
+            self.groups.obtain(group)
+        probes = [partial(self.groups.empty_subsets, group) for group in sample]
         broken = not self._meter.measure(self.passes, probes).sum(1).isfinite().any()
         self._broken_groups += sample if broken else []
         return broken
 
-    def _obtain(self, group: GroupName) -> None:
-        """Sends the tokens of a group, and the data needed to measure them, to every rank. A collective call."""
-        if any(name not in self.micro_batches for name in self.groups[group]):
-            self.micro_batches |= self._meter.obtain(self.groups[group], self._own, self._scale)
-
     def _open(self) -> None:
         """Adds the next group to the search, or all groups if their norms are unknown. A collective call."""
         groups = self._waiting[:1]
-        known = all(self.figures[name].norm is not None for name in self.groups[groups[0]])
+        known = all(self.figures[name].norm is not None for name in self.groups.members[groups[0]])
         if not known:
             groups = self._waiting
         for group in groups:
-            self._obtain(group)
+            self.groups.obtain(group)
         with collectives.same_on_all_ranks():
-            for group in groups if known else sorted(groups, key=self._suspicion, reverse=True):
-                for name in self.groups[group]:
-                    self._look_into(name)
+            for group in groups if known else sorted(groups, key=self.groups.suspicion, reverse=True):
+                for name, tokens in zip(self.groups.members[group], self.groups.tokens(group), strict=True):
+                    self._broken.look_into(name, tokens)
                 self._add_to_search(group, known)
         self._waiting = self._waiting[len(groups) :]
 
-    def _look_into(self, name: MicroBatchName) -> None:
-        """Records the micro-batch's rows with non-finite log-probs and its tokens with non-finite coefficients."""
-        tokens = self.micro_batches[name].tokens
-        mask, broken = tokens["response_mask"].bool(), _broken(tokens)
-        for row in broken.any(1).nonzero().flatten().tolist():
-            self._broken_rows.append(BrokenRow.of(name, row, mask[row], broken[row]))
-        nonfinite = _nonfinite_coefficients(tokens) & tokens["broken"]
-        # Padding is named only if nothing else is wrong with the row: aggregations that multiply padding by zero keep
-        # its NaN.
-        named = nonfinite & (mask | ~(nonfinite & mask).any(1, keepdim=True)) & ~broken.any(1, keepdim=True)
-        self._unmeasurable += [(name, row, position) for row, position in named.nonzero().tolist()]
-
     def _add_to_search(self, group: GroupName, known: bool) -> None:
-        candidates, suspicion, weights, healthy = [], [], [], True
-        for name in self.groups[group]:
-            tokens = self.micro_batches[name].tokens
-            involved = _involved(tokens)
-            places = involved.nonzero()
-            candidates.append(torch.cat([torch.full((len(places), 1), name[0]), places], 1))
-            suspicion.append(tokens["suspicion"][involved])
-            weights.append(tokens["weight"][involved])
-            healthy &= not _broken(tokens).any()
-            # With broken tokens, the micro-batch's norm says nothing about its other tokens.
-            known &= not self.figures[name].broken_tokens and not _nonfinite_coefficients(tokens).any()
-        self._candidates[group] = torch.cat(candidates)
-        norm = self.figures[self.groups[group][0]].norm if known else None
+        found = self.groups.list_candidates(group)
+        # With broken tokens, the group's norm says nothing about its other tokens.
+        known &= not self._broken_tokens_of(group) and found.all_measurable
+        norm = self.figures[self.groups.members[group][0]].norm if known else None
         # An overflow caused by the loss scale would look like broken tokens.
         if self._scale != 1 and norm is not None and not math.isfinite(norm):
             return
-        if len(self._candidates[group]):
-            self.search.add_group(group, norm, torch.cat(suspicion), torch.cat(weights), probe_empty=healthy)
+        if len(found.weights):
+            self.search.add_group(group, norm, found.suspicion, found.weights, probe_empty=found.healthy)
         elif norm is not None and not math.isfinite(norm):
             self._broken_groups.append(group)
             self._suspect_rows(group)
 
-    def _suspicion(self, group: GroupName) -> float:
-        """The energy (squared norm) that suspicion predicts for a group."""
-        tokens = [self.micro_batches[name].tokens for name in self.groups[group]]
-        return math.fsum(e for t in tokens for e in t["suspicion"][_involved(t)].double().square().tolist())
-
     def _suspect_rows(self, group: GroupName) -> None:
         """Queues all rows of a group for `_narrow`: its gradient is broken although none of its tokens is."""
-        for name in self.groups[group]:
-            mask = self.micro_batches[name].tokens["response_mask"].bool()
-            for row in mask.any(1).nonzero().flatten().tolist():
-                positions = mask[row].nonzero().flatten().tolist()
-                self._broken_rows.append(BrokenRow(name, row, positions, 0, len(positions)))
+        for name, tokens in zip(self.groups.members[group], self.groups.tokens(group), strict=True):
+            self._broken.suspect(name, tokens)
 
     def _narrow(self, rows: list[BrokenRow]) -> None:
         """Runs one pass that narrows down the first bad token in some rows. A collective call."""
         cuts = [(row, index) for row in rows for index in row.cuts(self._meter.width // len(rows))]
-        probes = [partial(self._subsets, [(row.micro_batch, row.row, row.positions[i])]) for row, i in cuts]
+        probes = [partial(self.groups.subsets, [(row.micro_batch, row.row, row.positions[i])]) for row, i in cuts]
         squares = self._meter.measure(self.passes, probes)
         for (row, index), broken in zip(cuts, ~squares.sum(1).isfinite(), strict=True):
             row.record(index, bool(broken))
@@ -346,41 +280,6 @@ class Investigation:
         for name in sorted({name for name, _, _ in self.culprits if self.figures[name].norm is None}):
             if self.passes.count >= self._budget:
                 return
-            (squares,) = self._meter.measure(self.passes, [partial(self._whole, name)])
+            (squares,) = self._meter.measure(self.passes, [partial(self.groups.whole, name)])
             layer_norms = dict(zip(self._meter.layers, squares.sqrt().tolist(), strict=True))
             self.figures[name] = replace(self.figures[name], norm=float(squares.sum().sqrt()), layer_norms=layer_norms)
-
-    def _whole(self, name: MicroBatchName) -> dict[int, TokenSubset]:
-        micro_batch = self.micro_batches[name]
-        return {name[0]: TokenSubset(micro_batch, micro_batch.tokens["response_mask"].bool())}
-
-    def _subsets_of(self, probe: Probe) -> dict[int, TokenSubset]:
-        """The token subsets that the ranks compute for a probe."""
-        if not probe.candidates:
-            return self._empty_subsets_of(probe.group)
-        return self._subsets(self.tokens_of(probe), probe.factors)
-
-    def _empty_subsets_of(self, group: GroupName) -> dict[int, TokenSubset]:
-        """The whole micro-batches of a group, without any token."""
-        found = {name: self.micro_batches[name] for name in self.groups[group]}
-        return {
-            name[0]: TokenSubset(micro_batch, torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool))
-            for name, micro_batch in found.items()
-        }
-
-    def _subsets(self, tokens: Sequence[Token], factors: Sequence[float] | None = None) -> dict[int, TokenSubset]:
-        """Tokens of one group, by the rank that owns them."""
-        return {name[0]: subset for name, subset in self.subsets_by_micro_batch(tokens, factors).items()}
-
-
-def _broken(tokens: Mapping[str, Tensor]) -> Tensor:
-    return ~tokens["log_prob"].isfinite() & tokens["response_mask"].bool()
-
-
-def _nonfinite_coefficients(tokens: Mapping[str, Tensor]) -> Tensor:
-    return ~(tokens["coefficient"].isfinite() & tokens["entropy_coefficient"].isfinite())
-
-
-def _involved(tokens: Mapping[str, Tensor]) -> Tensor:
-    """The tokens that can move and can be measured, bool of shape (rows, response length)."""
-    return movable(tokens) & ~_nonfinite_coefficients(tokens) & ~_broken(tokens).any(1, keepdim=True)

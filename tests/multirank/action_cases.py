@@ -303,6 +303,7 @@ def update_of_the_worker(case: Case, action: str) -> tuple[str, list[float], lis
     def build(module: Any, **options: Any) -> SimpleNamespace:
         actor = build_actor(case, module, **options)
         actor.gradloc = getattr(actor, "gradloc", None)  # the unpatched actor has none
+        actor.watch = getattr(actor, "watch", None)
         return SimpleNamespace(
             _is_actor=True,
             _is_offload_param=True,

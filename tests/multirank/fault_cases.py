@@ -20,7 +20,7 @@ from actors import ENGINE, PROMPT, Case, stock_dp_actor, with_hook_on_log_probs
 from batches import build_batch, response_length
 from oracle import brute_force
 from verl import DataProto
-from verl.utils.gradloc.measure import passes
+from verl.utils.gradloc.measure import micro_batch
 
 PLACES = ["before the forward", "in a layer", "after the forward", "in the backward", "in a layer's backward"]
 
@@ -143,12 +143,12 @@ def dropping_without_an_expert(case: Case) -> tuple[list[int], list[int], str]:
 
 def with_other_arithmetic(case: Case) -> Run:
     """A search on ranks of which each one makes something else of suspicion, as other processors might."""
-    suspicion = passes.suspicion
-    passes.suspicion = lambda tokens: suspicion(tokens) * (1 + dist.get_rank() * torch.rand_like(tokens["weight"]))
+    suspicion = micro_batch.suspicion
+    micro_batch.suspicion = lambda tokens: suspicion(tokens) * (1 + dist.get_rank() * torch.rand_like(tokens["weight"]))
     try:
         return train(case, **DETECTION)
     finally:
-        passes.suspicion = suspicion
+        micro_batch.suspicion = suspicion
 
 
 def with_other_sums(case: Case) -> tuple[float, float, Run]:

@@ -509,7 +509,7 @@ def test_parts_that_do_not_belong_together(project: Project, tree: Path, small_p
     refused(project.apply("--repo", tree), 3, "do not belong together", ACTOR)
     trees.write_patch(project.fixes, small_patch.fixes)
     trees.write_patch(project.hooks, hooks)
-    refused(project.apply("--repo", tree), 3, "contradicts itself", ACTOR)
+    refused(project.apply("--repo", tree), 3, "is inconsistent", ACTOR)
     assert snapshot(tree) == before
 
 

@@ -151,7 +151,7 @@ DETECTION_OFF = {"actor_rollout_ref.actor.spike_detection": "False"}
     [
         ({"FAST": "1"}, {}, "unknown setting FAST: see --help for the settings"),
         ({"SPIKE_ACTION": "stay"}, {}, "SPIKE_ACTION is 'stay': give log, skip, drop or stop"),
-        ({"TOTAL_STEPS": "x"}, {}, "TOTAL_STEPS is 'x': give a whole number of at least 1 or null"),
+        ({"TOTAL_STEPS": "x"}, {}, "TOTAL_STEPS is 'x': give an integer of at least 1 or null"),
         (
             {"SPIKE_DRILL_STEP": "9"},
             {"profile": "embedded"},
@@ -159,7 +159,7 @@ DETECTION_OFF = {"actor_rollout_ref.actor.spike_detection": "False"}
         ),
         ({"SPIKE_DRILL_STEP": "1"}, {"overrides": DETECTION_OFF}, "SPIKE_DRILL_STEP is 1, and a drill needs GradLoc"),
         ({}, {"drill": True, "overrides": DETECTION_OFF}, "--drill is given, and a drill needs GradLoc"),
-        ({"SPIKE_DRILL_STEP": "null"}, {"drill": True}, "SPIKE_DRILL_STEP is null, which means no drill, and --drill"),
+        ({"SPIKE_DRILL_STEP": "null"}, {"drill": True}, "SPIKE_DRILL_STEP=null (no drill) contradicts --drill"),
         (
             {},
             {"profile": "embedded", "fault": "fire"},

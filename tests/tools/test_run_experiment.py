@@ -359,13 +359,13 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["--target", "0.6.0"], "there is no patch for verl 0.6.0: give --target 0.7.0, 0.7.1 or"),
         (["--embedded", "--target", "0.7.1"], "--embedded installs verl 0.7.0 or 0.9.1 only: give one of them with"),
         (["NNODES=two"], "NNODES is 'two': give a whole number"),
-        (["--dry-run", "GPUS_PER_NODE=99999999999999999999"], "give a whole number from 1 to 999"),
+        (["--dry-run", "GPUS_PER_NODE=99999999999999999999"], "give an integer from 1 to 999"),
         (["--dry-run", "LR=abc"], "LR is 'abc': give a number of at least 0"),
         (["--dry-run", "LR=amount"], "LR is 'amount': give a number of at least 0"),
         (["--dry-run", "LR=00.5"], "LR is '00.5': give a number"),
         (["--dry-run", "SPIKE_ACTION=stay"], "SPIKE_ACTION is 'stay': give log, skip, drop or stop"),
         (["--dry-run", "GRAD_NORM_THRESHOLD=0"], "give a number over 0 or auto"),
-        (["--dry-run", "TOTAL_STEPS=1.5"], "TOTAL_STEPS is '1.5': give a whole number of at least 1 or null"),
+        (["--dry-run", "TOTAL_STEPS=1.5"], "TOTAL_STEPS is '1.5': give an integer of at least 1 or null"),
         (["--dry-run", "TOTAL_STEPS=1e3"], "TOTAL_STEPS is '1e3': give a whole number"),
         (["--dry-run", "MODEL_PATH=/m/${x}"], "MODEL_PATH is '/m/${x}': verl would resolve the ${ in it"),
         (["--dry-run", "GRAD_CLIP=0.0"], "GRAD_CLIP is '0.0': give a number over 0"),
@@ -545,9 +545,7 @@ def test_a_checkpoint_that_will_be_resumed_is_told(tmp_path: Path, arguments: li
     Path(get_checkpoint_tracker_filename(str(output))).write_text("40")
     assert find_latest_ckpt_path(str(output))
     lines = launch(*command).stdout.splitlines()
-    no_drill = any(
-        "There will be no drill: its step 2 is past (for one: SPIKE_DRILL_STEP=41)" in line for line in lines
-    )
+    no_drill = any("No drill: step 2 is already done (for a drill: SPIKE_DRILL_STEP=41)" in line for line in lines)
     assert no_drill == ("--drill" in arguments)
     assert lines.index("training") == told + no_drill
     assert ("Resuming from step 40" in lines[0] and str(output) in lines[0]) == told

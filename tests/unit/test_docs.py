@@ -24,6 +24,7 @@ SPEAKING = [
     ROOT / "gradloc/config.py",
     ROOT / "gradloc/layers/layer_clip.py",
     *(ROOT / "gradloc").glob("*/actor_config.py"),
+    *(ROOT / "tools/launcher" / name for name in ("settings.py", "usage.py", "values.py", "faults.py")),
 ]
 # Words that readers stumbled over, and what to write instead.
 BANNED = {
@@ -151,6 +152,12 @@ def test_pages_are_in_plain_words(page: Path) -> None:
 @pytest.mark.parametrize("module", SPEAKING, ids=lambda module: module.name)
 def test_what_the_code_says_is_in_plain_words(module: Path) -> None:
     assert banned(strings(module), BANNED | RESPONSE) == []
+
+
+@pytest.mark.parametrize("patch", sorted(ROOT.glob("patches/*/hooks.patch")), ids=lambda patch: patch.parent.name)
+def test_the_hooks_are_in_plain_words(patch: Path) -> None:
+    added = [line[1:] for line in patch.read_text().splitlines() if line.startswith("+")]
+    assert added and banned("\n".join(added), BANNED | RESPONSE) == []
 
 
 def test_the_page_of_the_report_is_in_plain_words() -> None:

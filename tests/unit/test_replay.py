@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gradloc import GradLoc, GradLocConfig, record_events
+from gradloc import GradLoc, GradLocConfig, limits, record_events
 from gradloc.bundles import bundle_writer, layout, opening
 from gradloc.bundles.bundle_writer import BundleWriter
 from gradloc.bundles.layout import NotReplayableError, Row
@@ -209,7 +209,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "cannot be parsed: it has over 1,000,000 lists and objects.",
     ),
     "many layers": (
-        lambda b: resign(b, lambda m: m.update(layers=[str(i) for i in range(layout.LAYERS + 1)])),
+        lambda b: resign(b, lambda m: m.update(layers=[str(i) for i in range(limits.LAYERS + 1)])),
         "it has 4,097 layers, and 4,096 are the limit.",
     ),
     "many micro-batches": (
@@ -221,7 +221,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "it has 2,049 measured tokens, and 2,048 are the limit.",
     ),
     "many rows": (
-        lambda b: resign(b, lambda m: m["micro_batches"][0].update(rows=[0] * (layout.ROWS + 1))),
+        lambda b: resign(b, lambda m: m["micro_batches"][0].update(rows=[0] * (limits.ROWS + 1))),
         "it has 65,537 rows in a micro-batch, and 65,536 are the limit.",
     ),
     "tiny loss scale": (
@@ -344,7 +344,7 @@ def test_what_a_manifest_names_is_not_a_reason_to_fail(
 def test_a_bundle_over_the_limits_of_opening_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    monkeypatch.setattr(layout, name, 1)
+    monkeypatch.setattr(limits, name, 1)
     assert [event["replay"] for event in spikes(tmp_path)] == [None]
     assert "are the limits" in caplog.text and list(tmp_path.rglob("*.safetensors")) == []
 
@@ -659,7 +659,7 @@ def test_a_resumed_run_keeps_both_bundles_of_a_step_and_no_more_than_allowed(tmp
 def test_a_bundle_that_is_too_large_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(layout, "BUNDLE_BYTES", 1000)
+    monkeypatch.setattr(limits, "BUNDLE_BYTES", 1000)
     assert [event["replay"] for event in spikes(tmp_path, count=2)] == [None, None]
     assert len([record for record in caplog.records if "no replay bundle is kept" in record.message]) == 1
     assert "1,000 are the limit" in caplog.text and list(tmp_path.rglob("*.safetensors")) == []
@@ -668,7 +668,7 @@ def test_a_bundle_that_is_too_large_is_left_out(
 def test_no_bundle_is_added_to_a_full_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(layout, "TOTAL_BYTES", 1000)
+    monkeypatch.setattr(limits, "TOTAL_BYTES", 1000)
     assert [event["replay"] is None for event in spikes(tmp_path, count=3)] == [False, True, True]
     assert caplog.text.count("no more replay bundles are kept") == 1
 
@@ -697,7 +697,7 @@ def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: pytest.M
     micro_batch = SimpleNamespace(tokens={"weight": torch.tensor([[0.5, 0.5, 0.5, 0.25]])}, rows=[7])
     norms = {(name, 0, position): [norm] for position, norm in enumerate([3.0, math.nan, 4.0, 2.0])}
     search: Any = SimpleNamespace(measured=norms, micro_batches={name: micro_batch}, layers=["a"])
-    monkeypatch.setattr(layout, "MEASURED_TOKENS", 3)
+    monkeypatch.setattr(limits, "MEASURED_TOKENS", 3)
     found = bundle_writer.measured_tokens(search, search.micro_batches)
     assert [token["position"] for token in found] == [1, 2, 3]
     assert [token["grad_norm"] for token in found[1:]] == [8.0, 8.0] and found[1]["row"] == 7
@@ -706,7 +706,7 @@ def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: pytest.M
 def test_a_manifest_that_could_not_be_opened_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(layout, "MANIFEST_BYTES", 100)
+    monkeypatch.setattr(limits, "MANIFEST_BYTES", 100)
     assert [event["replay"] for event in spikes(tmp_path)] == [None]
     assert "its manifest would take" in caplog.text and not (tmp_path / "replay").exists()
 

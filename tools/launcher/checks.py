@@ -49,7 +49,7 @@ def missing_paths(values: Mapping[str, str], prepared: Path | None) -> list[str]
 def check_verl(python: str, root: Path, environment: Mapping[str, str], target: str | None) -> None:
     """Raises Refused if the verl of this Python is not as the patch makes it, or not the target that is asked for."""
     if shutil.which(python, path=environment.get("PATH")) is None:
-        raise Refused(f"there is no Python at {python}: name one with --python")
+        raise Refused(f"there is no Python at {python}: give one with --python")
     found = find_verl(python, environment)
     if found is None:
         raise Refused(f"{python} does not run")
@@ -76,8 +76,8 @@ def check_verl(python: str, root: Path, environment: Mapping[str, str], target: 
     if checked.returncode != _APPLIED:
         said = os.fsdecode(checked.stdout).rstrip("\n").removeprefix("apply_patch: ")
         raise Refused(
-            f"the verl in {found} is not as this patch makes it ({said}); "
-            "to launch with it all the same, run what --dry-run prints"
+            f"the verl in {found} differs from what this patch writes ({said}); "
+            "to launch it anyway, run what --dry-run prints"
         )
 
 

@@ -24,7 +24,7 @@ def train(run: Run) -> int:
             "(to start from scratch: another OUTPUT_DIR, or trainer.resume_mode=disable)"
         )
         if step.isdecimal() and drill_step != "null" and int(drill_step) <= int(step):
-            say(f"There will be no drill: its step {drill_step} is past (for one: SPIKE_DRILL_STEP={int(step) + 1})")
+            say(f"No drill: step {drill_step} is already done (for a drill: SPIKE_DRILL_STEP={int(step) + 1})")
             drill_step = "null"
     before = sizes(run.evidence)
     with session(run.command, run.environment) as training:
@@ -39,9 +39,9 @@ def _name_evidence(run: Run) -> None:
     """Says where a run's evidence is, and how to look at it."""
     spikes, steps = (run.evidence / f"{name}.jsonl" for name in ("spikes", "steps"))
     if spikes.is_file():
-        say(f"The evidence of spikes is in {spikes}. To look at it:")
+        say(f"The evidence is in {spikes}. To read it:")
     elif steps.is_file():
-        say(f"No spike was recorded. The figures of each step are in {steps}. To look at them:")
+        say(f"No spike was recorded. The figures of each step are in {steps}. To read them:")
     else:
         say(f"There is no spikes.jsonl in {run.evidence}: no spike was recorded, or it was written on another node")
         return

@@ -28,7 +28,7 @@ def step(
         overrides: The user's Hydra overrides by their keys.
     """
     if drill and asked == "null":
-        raise Refused("SPIKE_DRILL_STEP is null, which means no drill, and --drill is given: leave one of them out")
+        raise Refused("SPIKE_DRILL_STEP=null (no drill) contradicts --drill: leave one of them out")
     steps = int(values["TOTAL_STEPS"]) if values["TOTAL_STEPS"] != "null" else None
     explicit = asked not in (None, "null")
     if overrides.get(_DETECTION, "").lower() == "false" and (explicit or drill):

@@ -25,20 +25,20 @@ class Fault:
 
 FAULTS = {
     "unsampled": Fault(
-        "the rollout appends an end token to answers that were cut, and training does not mask it",
+        "the rollout appends an EOS token to truncated responses, and training does not mask it",
         {"TOTAL_STEPS": "2", "GRAD_NORM_THRESHOLD": "120.0"},
     ),
     "advantage": Fault(
-        "in step 2 one answer is rewarded with 100 instead of 1, and advantages are not divided by their spread",
+        "in step 2 one response gets a reward of 100 instead of 1, and advantages are not divided by their deviation",
         {"TOTAL_STEPS": "2"},
         ("algorithm.adv_estimator=planted_reward", "algorithm.norm_adv_by_std_in_grpo=False"),
     ),
     "bitflip": Fault(
-        "in step 2 one bit of one weight of the training model flips, in the exponent",
+        "in step 2 one exponent bit of one weight of the training model flips",
         {"TOTAL_STEPS": "2"},
     ),
     "stale": Fault(
-        "the rollout keeps the weights of three steps ago",
+        "the rollout uses the weights of three steps ago",
         {"TOTAL_STEPS": "5", "LR": "1e-4"},
     ),
     "nan": Fault(

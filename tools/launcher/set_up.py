@@ -117,7 +117,7 @@ def _find_python(script: Path, environment: Mapping[str, str]) -> str:
     )
     if found.returncode:
         raise Refused(
-            "no Python 3.10, 3.11 or 3.12 with the venv module was found: install one, or name one with --python"
+            "no Python 3.10, 3.11 or 3.12 with the venv module was found: install one, or give one with --python"
         )
     return found.stdout.rstrip("\n")
 

@@ -25,8 +25,8 @@ class Pattern:
 _EXPONENT = r"([eE][+-]?[0-9]+)?"
 _AMOUNT = r"((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)" + _EXPONENT
 
-COUNT = Pattern(r"[1-9][0-9]{0,8}", "a whole number of at least 1")
-FEW = Pattern(r"[1-9][0-9]{0,2}", "a whole number from 1 to 999")
+COUNT = Pattern(r"[1-9][0-9]{0,8}", "an integer of at least 1")
+FEW = Pattern(r"[1-9][0-9]{0,2}", "an integer from 1 to 999")
 AMOUNT = Pattern(_AMOUNT, "a number of at least 0")
 POSITIVE = Pattern(r"([1-9][0-9]*(\.[0-9]*)?|0?\.[0-9]*[1-9][0-9]*)" + _EXPONENT, "a number over 0")
 OVER_1 = Pattern(r"([2-9]|[1-9][0-9]+)(\.[0-9]*)?|1\.0*[1-9][0-9]*", "a number over 1")
@@ -35,8 +35,8 @@ OVER_1 = Pattern(r"([2-9]|[1-9][0-9]+)(\.[0-9]*)?|1\.0*[1-9][0-9]*", "a number o
 class Text(enum.Enum):
     """Values that reach verl character by character."""
 
-    ONE = "a text"
-    LIST = "texts, separated by commas"
+    ONE = "text"
+    LIST = "comma-separated list"
     DIRECTORY = "a directory"
 
 

@@ -120,7 +120,7 @@ def locked(file: Path, place: Path) -> Iterator[None]:
     try:
         descriptor = os.open(file, os.O_RDWR)
     except PermissionError:
-        raise Refused(f"{place} cannot be written; use an account that may") from None
+        raise Refused(f"{place} cannot be written; use an account with write permission") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
