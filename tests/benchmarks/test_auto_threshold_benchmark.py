@@ -32,12 +32,12 @@ from auto_threshold import (  # noqa: E402
     upper_bound,
 )
 
+pytestmark = pytest.mark.slow
+
 # A random model is never right: here its characters decide. One process, as imports take longest.
 MAIN = """
 import json, sys
 import auto_threshold
-
-pytestmark = pytest.mark.slow
 auto_threshold.reward = lambda answer, truth: float(sum(map(ord, answer)) % 2)
 for arguments in json.loads(sys.argv[1]):
     sys.argv[1:] = arguments

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +16,21 @@ if trees.TARGET and not trees.TARGET.startswith("0.7."):
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "embedded")
 
 
-@pytest.fixture(scope="session")
-def launch() -> Iterator[Callable[..., list[Any]]]:
-    """Runs a function in so many ranks, which are kept for the next test."""
-    clusters: dict[int, Cluster] = {}
+CLUSTERS: dict[int, Cluster] = {}
+
+
+@pytest.fixture
+def launch() -> Callable[..., list[Any]]:
+    """Runs a function in so many ranks, which are kept for the next test of this folder."""
 
     def run(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        return clusters.setdefault(world_size, Cluster(world_size)).run(function, *arguments)
+        return CLUSTERS.setdefault(world_size, Cluster(world_size)).run(function, *arguments)
 
-    yield run
-    for cluster in clusters.values():
-        cluster.stop()
+    return run
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends the ranks with the last test of this folder: other tests look at the processes that are there."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        for cluster in CLUSTERS.values():
+            cluster.stop()

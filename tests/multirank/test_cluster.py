@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from cluster import Cluster, RankFailed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:

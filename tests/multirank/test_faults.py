@@ -121,12 +121,14 @@ def test_out_of_memory_between_passes_ends_the_search_on_all_ranks(
 
 
 @pytest.mark.target(version="0.9.1")
+@pytest.mark.slow
 def test_an_error_that_the_other_ranks_cannot_know_of_ends_the_run_instead_of_hanging_it() -> None:
     with pytest.raises(RankFailed, match="rank 1: (.|\n)*RankLostError: .* failed on this rank"):
         Cluster(2).run(fault_cases.failing_alone, Case(planted=THREE))
 
 
 @pytest.mark.target(version="0.9.1")
+@pytest.mark.slow
 def test_a_failing_pass_over_shared_sequences_ends_the_run_instead_of_hanging_it() -> None:
     """With sequence parallelism, no other pass's collective calls can be made in place of the rest of this one's."""
     case = Case(packed=True, planted=((0, 0, 4),))
@@ -136,6 +138,7 @@ def test_a_failing_pass_over_shared_sequences_ends_the_run_instead_of_hanging_it
 
 @pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize(("wrap", "stock"), [("fsdp1", False), ("fsdp2", False), ("fsdp2", True)])
+@pytest.mark.slow
 def test_the_rank_left_by_a_killed_one_fails_by_itself(wrap: str, stock: bool) -> None:
     """The rank that is left fails by itself, in a search as in the training of the unpatched actor."""
     cluster = Cluster(2)

@@ -19,6 +19,8 @@ from verl.utils.reward_score import default_compute_score, guarded_math_verify
 
 import trees
 
+pytestmark = pytest.mark.slow
+
 # Sympy computes this tower digit by digit, in C.
 HANGING = "The answer is \\boxed{9^{9^{9^{9}}}}."
 LIMIT = 2
@@ -618,8 +620,6 @@ def test_no_worker_is_left_behind_with_a_forked_child_of_a_killed_process(tmp_pa
     text = """
 import time
 from multiprocessing import active_children
-
-pytestmark = pytest.mark.slow
 scorer.compute_score("1", "1", workers=2)
 child = os.fork()
 if child == 0:

@@ -21,6 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 import trees
 from tools.launcher import targets
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "run_experiment.sh"
 
@@ -554,8 +556,6 @@ def test_a_checkpoint_that_will_be_resumed_is_told(tmp_path: Path, arguments: li
 # Ray's workers lead process groups of their own, and may not heed SIGTERM.
 STUBBORN = """
 import os, signal, subprocess, sys, time
-
-pytestmark = pytest.mark.slow
 child = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print("up", flush=True); time.sleep(600)'
 options = {"stdout": subprocess.PIPE, "preexec_fn": os.setpgrp}
 children = [subprocess.Popen([sys.executable, "-c", child], **options) for _ in range(2)]
