@@ -74,7 +74,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl import DataProto
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 from verl.utils.gradloc.threshold import WARMUP, AutoThreshold
-from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
 
 # The highest exponent bit of a float32: 0 in every weight under 2, and flipping it multiplies the weight by 2^128.
@@ -335,6 +334,8 @@ class Run:
         self._model: nn.Module = model
         self._stale: nn.Module | None = None
         self._data = pandas.read_parquet(prepared / "train.parquet")
+        from verl.workers.actor.dp_actor import DataParallelPPOActor  # verl 0.9 has none
+
         config = FSDPActorConfig(
             rollout_n=1,
             ppo_mini_batch_size=settings.mini_batch,

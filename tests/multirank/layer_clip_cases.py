@@ -420,6 +420,8 @@ def reads_of_a_step(actor: Any) -> list[str]:
         else:
             watched = getattr(actor, "watch", None) is not None
             norm = actors.adapter.optimizer_step(actor, 0, 0) if watched else actor._optimizer_step()
+            if watched:
+                on_host.append(norm)
             norm.detach().item()
     return reads
 

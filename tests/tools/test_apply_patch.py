@@ -233,14 +233,14 @@ def test_symbolic_links_are_not_followed(project: Project, tree: Path, tmp_path:
 
 def test_directory_in_the_way(project: Project, tree: Path) -> None:
     (tree / NEW).mkdir(parents=True)
-    refused(project.apply("--repo", tree), 3, "in the way")
+    refused(project.apply("--repo", tree), 3, "exists and is not a file")
 
 
 def test_file_in_the_way(project: Project, tree: Path) -> None:
     package = (tree / NEW).parent
     package.write_text("mine")
     for arguments in ([], ["--check"]):
-        refused(project.apply("--repo", tree, *arguments), 3, f"{package} is in the way: it is not a folder")
+        refused(project.apply("--repo", tree, *arguments), 3, f"{package} exists and is not a folder")
     assert package.read_text() == "mine"
 
 
@@ -609,8 +609,8 @@ OUTSIDE = [
         pytest.param(replaced("index ", "index 1"), "damaged", id="index line"),
         pytest.param(replaced("@@ -", "@@ -x"), "damaged", id="hunk header"),
         pytest.param(replaced("@@ -1,", "@@ -" + "9" * 5000 + ","), "damaged", id="huge number"),
-        pytest.param(replaced("@@ -1,", "@@ -2,"), "contradicts", id="moved hunk"),
-        pytest.param(replaced("+# first", "+# other"), "contradicts", id="other content"),
+        pytest.param(replaced("@@ -1,", "@@ -2,"), "is inconsistent", id="moved hunk"),
+        pytest.param(replaced("+# first", "+# other"), "is inconsistent", id="other content"),
         pytest.param(replaced("+# first", "+# first\n+# more"), "damaged", id="more lines"),
         pytest.param(replaced("new file mode 100644", "new file mode 120000"), "damaged", id="symbolic link"),
         pytest.param(replaced("new file mode 100644\n", ""), "damaged", id="no mode"),

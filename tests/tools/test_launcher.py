@@ -33,10 +33,10 @@ from tools.launcher import (
     options,
     outcome,
     processes,
+    renamed_keys,
     run,
     set_up,
     settings,
-    targets,
     usage,
     values,
 )
@@ -80,7 +80,7 @@ def test_every_key_is_one_of_verls() -> None:
     with initialize_config_dir(config_dir=str(directory), version_base=None):
         config = compose("ppo_trainer")
     for key in [*(setting.key for setting in settings.SETTINGS), *(key for keys in OLD_KEYS for key in keys)]:
-        parent, _, name = targets.translated(key, trees.TARGET).rpartition(".")
+        parent, _, name = renamed_keys.translated(key, trees.TARGET).rpartition(".")
         assert name in OmegaConf.select(config, parent), key
 
 
@@ -285,9 +285,9 @@ def test_the_evidence_may_be_given_as_a_directory_in_that_of_the_output() -> Non
     ],
 )
 def test_the_names_of_a_later_verl(override: str, newest: str) -> None:
-    assert targets.translated(override, "0.7.0") == override
-    assert targets.translated(override, "0.9.1") == newest
-    assert targets.translated(newest, "0.9.1") == newest
+    assert renamed_keys.translated(override, "0.7.0") == override
+    assert renamed_keys.translated(override, "0.9.1") == newest
+    assert renamed_keys.translated(newest, "0.9.1") == newest
 
 
 def overrides_of(given: list[str], target: str, values: dict[str, str]) -> list[str]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 import trees
-from tools.launcher import targets
+from tools.launcher import renamed_keys
 
 pytestmark = pytest.mark.slow
 
@@ -231,7 +231,7 @@ def test_renamed_keys_are_keys_of_this_verl(recorder: Path) -> None:
         assert config.reward.custom_reward_function.path == "/rewards.py"
         assert config.critic.optim.clip_grad == 0.25
     assert {override.partition("=")[0].strip("+") for override in overrides[-len(given) :]} == {
-        targets.translated(f"{key}=", trees.TARGET).strip("+=") for key in given
+        renamed_keys.translated(f"{key}=", trees.TARGET).strip("+=") for key in given
     }
 
 
@@ -243,7 +243,7 @@ def test_a_rejection_has_the_same_limits_under_its_new_name(level: str) -> None:
 
     log_ratio = torch.randn(200, 7, generator=torch.Generator().manual_seed(1)) * 0.3
     mask = (torch.arange(7) < torch.arange(200).unsqueeze(1) % 7 + 1).float()
-    name = targets.translated(f"algorithm.rollout_correction.rollout_rs={level}", trees.TARGET).partition("=")[2]
+    name = renamed_keys.translated(f"algorithm.rollout_correction.rollout_rs={level}", trees.TARGET).partition("=")[2]
     kept, _ = compute_rollout_rejection_mask(log_ratio, mask, rollout_rs=name, rollout_rs_threshold=1.2)
     of_sequence = (log_ratio * mask).sum(1, keepdim=True) / (mask.sum(1, keepdim=True) if level == "geometric" else 1)
     measured = (log_ratio if level == "token" else of_sequence).exp()

@@ -11,7 +11,8 @@
 | `values.py` | what a value may be |
 | `options.py` | the command line |
 | `usage.py` | `--help`, and the settings in docs/launching.md |
-| `targets.py` | which verl a run is for, and what it calls its keys |
+| `renamed_keys.py` | what later releases of verl call the keys of 0.7.0 |
+| `targets.py` | which verl a run is for |
 | `command.py` | the command that trains: Hydra overrides and environment |
 | `hydra.py` | quoting for Hydra |
 | `checks.py` | missing paths; whether verl is patched |

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from . import faults, profiles
 from .hydra import by_key, quoted, quoted_list
+from .renamed_keys import translated
 from .resolve import run_name
 from .settings import ACTOR, OFF, ROLLOUT, SETTINGS, Setting
-from .targets import number, translated
+from .targets import number
 from .values import Text
 
 # A shell takes each of these for itself, and a backslash before it takes that away.

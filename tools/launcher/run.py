@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import command, targets
+from . import command, renamed_keys, targets
 from .errors import Refused
 from .hydra import by_key
 from .options import Options
@@ -103,7 +103,7 @@ def plan(asked: Options, profile: str) -> Run:
     """Everything about the run; raises Refused for what cannot be run."""
     target = _choose_target(asked, profile)
     prepared = STATE / target / ("tiny" if asked.tiny else "smollm2")
-    overrides = [targets.translated(override, target) for override in asked.overrides]
+    overrides = [renamed_keys.translated(override, target) for override in asked.overrides]
     for override, used in zip(asked.overrides, overrides, strict=True):
         if override != used:
             print(f"run_experiment.sh: for verl {target}, {override} is {used}", file=sys.stderr)

@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What later releases of verl call the keys of verl 0.7.0: one table."""
+
+import re
+from dataclasses import dataclass
+
+from .targets import number
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Keys or values of verl 0.7.0 that a later verl has under another name.
+
+    Args:
+        since: The first release that has the new name.
+        old: The start of an override: a key, a part of keys that ends in a dot, or a key with its value.
+        new: What takes its place.
+    """
+
+    since: str
+    old: str
+    new: str
+
+
+QUOTES = "'\""
+_REJECTION = "algorithm.rollout_correction.rollout_rs"
+RENAMED = (
+    Renamed("0.7.1", f"{_REJECTION}=token", f"{_REJECTION}=token_k1"),
+    Renamed("0.7.1", f"{_REJECTION}=sequence", f"{_REJECTION}=seq_sum_k1"),
+    Renamed("0.7.1", f"{_REJECTION}=geometric", f"{_REJECTION}=seq_mean_k1"),
+    # 0.7.1 takes the old names, too. 0.9.1 has them in its configuration, and does not read them.
+    Renamed("0.7.1", "custom_reward_function.", "reward.custom_reward_function."),
+    Renamed("0.7.1", "reward_model.num_workers", "reward.num_workers"),
+    Renamed("0.7.1", "reward_model.reward_manager", "reward.reward_manager.name"),
+    Renamed("0.7.1", "reward_model.sandbox_fusion.", "reward.sandbox_fusion."),
+    Renamed("0.7.1", "reward_model.enable", "reward.reward_model.enable"),
+    Renamed("0.7.1", "reward_model.enable_resource_pool", "reward.reward_model.enable_resource_pool"),
+    Renamed("0.7.1", "reward_model.n_gpus_per_node", "reward.reward_model.n_gpus_per_node"),
+    Renamed("0.7.1", "reward_model.nnodes", "reward.reward_model.nnodes"),
+    Renamed("0.7.1", "reward_model.model.path", "reward.reward_model.model_path"),
+    Renamed("0.7.1", "reward_model.rollout.", "reward.reward_model.rollout."),
+    Renamed("0.7.1", "reward_manager.", "reward.reward_manager."),
+    Renamed(
+        "0.7.1",
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
+    ),
+    Renamed("0.9.1", "critic.model.fsdp_config.", "critic.fsdp."),
+    # These are still in 0.9.1's configuration, and its engine does not read them.
+    *(
+        Renamed("0.9.1", f"{model}.{old}", new.format(f"{model}.fsdp_config"))
+        for model in ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
+        for old, new in (
+            ("fsdp_config.dtype", "++{}.mixed_precision.param_dtype"),
+            ("use_torch_compile", "{}.use_torch_compile"),
+        )
+    ),
+    Renamed("0.9.1", "actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
+    Renamed("0.9.1", "critic.grad_clip", "critic.optim.clip_grad"),
+)
+
+
+def translated(override: str, version: str) -> str:
+    """An override as this verl takes it, given one for any of the supported ones."""
+    prefix = re.match(r"[+~]*", override)
+    assert prefix is not None
+    rest = override[prefix.end() :]
+    for entry in RENAMED:
+        if number(version) >= number(entry.since) and (end := _matches(rest, entry.old)):
+            new = entry.new + rest[end:]
+            return new if new.startswith("+") else prefix[0] + new
+    return override
+
+
+def _matches(override: str, old: str) -> int:
+    """The length of what the old name stands for at the start of the override; 0 if it does not."""
+    key, _, value = override.partition("=")
+    if "=" in old:
+        return len(override) if f"{key}={value.strip(QUOTES)}" == old else 0
+    return len(old) if key == old or (old.endswith(".") and key.startswith(old)) else 0
