@@ -391,15 +391,15 @@ def host_reads(wrap_as: str) -> tuple[list[str], list[str]]:
     case = actors.Case(wrap=wrap_as)
     # All layers are clipped, so that scaling them is counted, too.
     options = VerlLayerClipConfig(enable=True, rule="fixed", max_norm=1e-3)
-    actors = [
+    both = [
         actors.build_actor(case, actors.stock_dp_actor()),
         actors.build_actor(case, layer_clip=options),
     ]
-    for actor in actors:
+    for actor in both:
         actor.update_policy(batches.build_batch(case, dist.get_rank()))  # what is done only once
         backward(actor.actor_module, dist.get_rank())
-    stock, ours = map(reads_of_a_step, actors)
-    assert {layer["factor"] < 1 for layer in actors[1].layer_clip.last_step.values()} == {True}
+    stock, ours = map(reads_of_a_step, both)
+    assert {layer["factor"] < 1 for layer in both[1].layer_clip.last_step.values()} == {True}
     return stock, ours
 
 

@@ -447,7 +447,7 @@ def test_a_router_is_a_group_of_its_own(parameter: str, layer: str) -> None:
 def test_top_level_modules_are_the_layers_where_no_name_fits(caplog: pytest.LogCaptureFixture) -> None:
     names = ["model.trunk.first.weight", "model.trunk.second.bias", "head.weight", "scale"]
     assert layers_by_parameter(names) == dict(zip(names, ["trunk", "trunk", "head", "scale"], strict=True))
-    assert "top-level modules are taken for the layers: trunk, head, scale." in caplog.text
+    assert "top-level modules are used as layers: trunk, head, scale." in caplog.text
     assert caplog.records[0].levelno == logging.WARNING
     caplog.clear()
     assert layers_by_parameter(["trunk.0.weight", "head.inner.weight"]) == {
