@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TOOLS = "basename bash cat cp cut dirname flock ln mkdir mv rm sed sha256sum".split()
 
@@ -140,8 +142,6 @@ def test_which_tests_run_against_which_target(project: Path) -> None:
 
 QUICK = """import pytest
 from types import SimpleNamespace
-
-pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def launch():
