@@ -10,6 +10,41 @@ import pytest
 
 import trees
 
+# Tensors are tiny here. Threads that share them out spend 20 times the processor time on waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="no slow tests; one case with ranks of each file")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --quick, leaves out tests marked slow, and of tests that run ranks all but one of each file."""
+    if not config.getoption("--quick"):
+        return
+    files_with_ranks = set()
+
+    def is_quick(item: pytest.Item) -> bool:
+        if item.get_closest_marker("slow") is not None:
+            return False
+        if "launch" not in getattr(item, "fixturenames", ()):
+            return True
+        if item.path in files_with_ranks or not is_small(item):
+            return False
+        files_with_ranks.add(item.path)
+        return True
+
+    chosen = [item for item in items if is_quick(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
+def is_small(item: pytest.Item) -> bool:
+    """Whether a test on several ranks takes two, with FSDP2, or does not say how many it takes."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    case = parameters.get("case")
+    return parameters.get("world", parameters.get("size", 2)) == 2 and getattr(case, "wrap", "fsdp2") == "fsdp2"
+
 
 def pytest_configure() -> None:
     # A shell starts its background jobs with SIGINT and SIGQUIT ignored, nohup with SIGHUP, and whatever they start

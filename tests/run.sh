@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Sets up build/ on first use and runs every check of the project: ruff, deno, the patches against their sources, mypy, pytest.
-# Usage: bash tests/run.sh [--target VERSION] [pytest arguments]
+# Usage: bash tests/run.sh [--quick] [--target VERSION] [pytest arguments]
 #        bash tests/run.sh --gpu [options of tests/gpu/run.py]     nothing of the above: what a GPU shows, on one
 # The tests run against the verl of patches/DEFAULT; without arguments, those that are marked every_target also run
 # against each other verl that there is a patch for, and those marked target against the one that they name. --target
-# takes one verl, for everything.
+# takes one verl, for everything. --quick is for each commit, and takes 4 minutes at most: against one verl, without the
+# tests that are marked slow, and of each file in tests/multirank one case with ranks.
 # Exit code: 0 if everything passes, the failing step's own code otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -123,26 +124,31 @@ default=$(<patches/DEFAULT)
 targets=()
 for pin in patches/*/PIN; do targets+=("$(basename "$(dirname "$pin")")"); done
 target=$default
-if [[ ${1-} == --target ]]; then
+others=()
+quick=
+if ((!$#)); then
+    for version in "${targets[@]}"; do [[ $version == "$default" ]] || others+=("$version"); done
+fi
+while [[ ${1-} == --quick || ${1-} == --target ]]; do
+    if [[ $1 == --quick ]]; then
+        quick=--quick
+        shift
+        continue
+    fi
     target=${2-}
     if [[ ! -f patches/$target/PIN ]]; then
         say "--target takes one of: ${targets[*]}" >&2
         exit 2
     fi
     shift 2
-    others=()
-elif (($#)); then
-    others=()
-else
-    others=()
-    for version in "${targets[@]}"; do [[ $version == "$default" ]] || others+=("$version"); done
-fi
+done
 
 mkdir -p "$build"
 exec 9>"$build/lock"
 flock 9 # two runs side by side must not set up the same files
 venv=$(venv_of "$target")
-for version in "$target" "${others[@]}" trackers; do set_up_venv "$version"; done
+for version in "$target" "${others[@]}"; do set_up_venv "$version"; done
+[[ $quick ]] || set_up_venv trackers
 for version in "${targets[@]}"; do set_up_base "$version"; done
 
 say "ruff"
@@ -160,7 +166,7 @@ if [[ $venv == "$build/venv" ]]; then # types are those of verl 0.7
     say "mypy"
     (unset PYTHONPATH && "$venv/bin/mypy") # which would take what is on it for installed
 fi
-set_up_browser "$@"
+[[ $quick ]] || set_up_browser "$@"
 exec 9>&-
 
 # The others run beside the default one: neither keeps two cores busy all the time.
@@ -183,7 +189,7 @@ if ((${#others[@]})); then
     trap 'kill -- "-$beside" 2>/dev/null || true' EXIT
 fi
 say "pytest, verl $target"
-"$venv/bin/python" -m pytest "$@" || code=$?
+"$venv/bin/python" -m pytest ${quick:+"$quick"} "$@" || code=$?
 if ((${#others[@]})); then
     wait "$beside" || code=$?
     cat "$build/others.log"

@@ -32,6 +32,8 @@ from auto_threshold import (  # noqa: E402
     upper_bound,
 )
 
+pytestmark = pytest.mark.slow
+
 # A random model is never right: here its characters decide. One process, as imports take longest.
 MAIN = """
 import json, sys

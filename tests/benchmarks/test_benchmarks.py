@@ -17,6 +17,8 @@ sys.path.insert(0, str(BENCHMARKS))
 import localization_simulation  # noqa: E402
 from published_schedule import Part, localize  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 # What searches in the events of `test_natural_events_of_a_real_actor` took and named with verl 0.7.0: passes, then each
 # token by (rank, micro-batch, index) with its gradient norm in τ. Two verl releases need two environments, so no test
 # can run both: each release is held against this table instead. The weights and batches of the events come from seeds,

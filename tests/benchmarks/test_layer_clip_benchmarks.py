@@ -15,6 +15,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from rival_clips import AdaGC, ZClip  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def run(name: str, *arguments: str) -> list[list[str]]:
     """The rows of the tables that a benchmark prints."""

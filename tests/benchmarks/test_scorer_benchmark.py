@@ -9,6 +9,8 @@ import pytest
 
 import trees
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scoring.py"
 POOL = ["pool, as a batch", "pool, one by one from 16 threads"]
 FRESH = ["a fresh process, spawned", "a fresh process, forked"]

@@ -29,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multirank"))
 
 import single_process  # noqa: E402
-from actor_cases import DEVICE, ENGINE, Case, build_config, dp_actor, events_of, stock_dp_actor, wrap  # noqa: E402
+from actors import DEVICE, ENGINE, Case, build_config, dp_actor, events_of, stock_dp_actor, wrap  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from verl import DataProto  # noqa: E402
 from verl.utils import torch_functional  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import actor_cases
+import actors
 import layer_clip_cases
 import pytest
 import test_layer_clip
@@ -25,7 +25,7 @@ CONFIGURATIONS: list[tuple[dict[str, Any], bool]] = [
 @pytest.mark.parametrize(
     ("case", "with_gradloc"),
     CONFIGURATIONS,
-    ids=["-".join([actor_cases.Case(**case).id, *["with_gradloc"] * both]) for case, both in CONFIGURATIONS],
+    ids=["-".join([actors.Case(**case).id, *["with_gradloc"] * both]) for case, both in CONFIGURATIONS],
 )
 def test_layers_are_clipped_in_every_configuration(launch: Launch, case: dict[str, Any], with_gradloc: bool) -> None:
     test_layer_clip.test_layers_are_clipped_in_every_configuration(launch, 1, case, with_gradloc)

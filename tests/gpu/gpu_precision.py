@@ -8,7 +8,7 @@ import pytest
 import test_actions
 import test_actor
 import test_drill
-from actor_cases import Case
+from actors import Case
 from gpu_search import ONE, THREE, cases
 from test_actor import Launch
 from test_configurations import HALF_PRECISION
@@ -48,7 +48,7 @@ def test_drop_takes_the_culprits_out(launch: Launch, case: Case) -> None:
 
 @cases(Case("fsdp1", precision="float16", loss_scale=2.0**14), Case(precision="bfloat16"))
 def test_a_drill_finds_its_token(launch: Launch, case: Case) -> None:
-    test_drill.test_the_planted_token_is_found(launch, 1, case, {})
+    test_drill.test_a_drill_finds_its_token_and_leaves_training_bit_identical(launch, 1, case, {})
 
 
 @needs_flash_attention

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import test_replay_ranks
-from actor_cases import Case
+from actors import Case
 from gpu_search import ONE, THREE, cases
 from test_actor import Launch
 
@@ -21,7 +21,7 @@ def test_a_spike_replays(launch: Launch, tmp_path: Path, capsys: pytest.CaptureF
     test_replay_ranks.test_a_sharded_spike_replays_in_one_process(launch, tmp_path, capsys, 1, case)
 
 
-def test_half_precision_comes_back_within_its_rounding(
+def test_a_half_precision_spike_replays_within_its_rounding(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = Case(precision="bfloat16", planted=ONE)

@@ -6,11 +6,12 @@ import dataclasses
 from typing import Any
 
 import actor_cases
+import actors
 import pytest
 import test_actions
 import test_actor
 import test_drill
-from actor_cases import Case
+from actors import Case
 from test_actor import Launch
 
 ONE = ((0, 3, 5),)
@@ -42,7 +43,7 @@ def test_planted_tokens_are_found(launch: Launch, case: Case) -> None:
 
 
 def unpatched_twice(case: Case) -> dict[str, bool]:
-    runs = [actor_cases.train(case, actor_cases.stock_dp_actor(), calls=2) for _ in range(2)]
+    runs = [actor_cases.train(case, actors.stock_dp_actor(), calls=2) for _ in range(2)]
     return actor_cases.compare_runs(*runs)
 
 
@@ -64,8 +65,8 @@ def test_training_is_bit_identical_after_a_search(launch: Launch, case: Case) ->
 
 
 @cases(*[Case(wrap, planted=ONE, nan=((0, 2, 7),)) for wrap in WRAPS])
-def test_tokens_that_produce_nan(launch: Launch, case: Case) -> None:
-    test_actor.test_tokens_that_produce_nan(launch, 1, case)
+def test_tokens_with_a_nan_gradient_are_culprits(launch: Launch, case: Case) -> None:
+    test_actor.test_tokens_with_a_nan_gradient_are_culprits(launch, 1, case)
 
 
 @cases(*[Case(wrap, planted=ONE) for wrap in WRAPS])
@@ -88,4 +89,4 @@ def test_skip_leaves_the_step_out(launch: Launch, case: Case) -> None:
     ids=lambda value: getattr(value, "id", None) or str(value),
 )
 def test_a_drill_finds_its_token(launch: Launch, case: Case, options: dict[str, Any]) -> None:
-    test_drill.test_the_planted_token_is_found(launch, 1, case, options)
+    test_drill.test_a_drill_finds_its_token_and_leaves_training_bit_identical(launch, 1, case, options)

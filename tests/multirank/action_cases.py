@@ -12,23 +12,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import (
+from actor_cases import Run, compare_runs, train
+from actors import (
     ENGINE,
     FIRST_RELEASE,
     IDENTITY_THRESHOLD,
     PROMPT,
     Case,
-    Run,
-    brute_force,
     build_actor,
-    build_batch,
-    compare_runs,
     dp_actor,
     local,
     parts,
     stock_dp_actor,
-    train,
 )
+from batches import build_batch
+from oracle import brute_force
 from verl import DataProto
 
 DETECTION = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import Case, Run, build_actor, build_batch, checkpoints, dp_actor, events_of, train
+from actor_cases import Run, train
+from actors import Case, build_actor, checkpoints, dp_actor, events_of
+from batches import build_batch
 from verl import DataProto
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 

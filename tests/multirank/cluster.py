@@ -48,8 +48,20 @@ class RankFailed(Exception):
     """At least one rank raised, died or waited for ever."""
 
 
+def end_after_this_call() -> None:
+    """For functions that run in the ranks: nothing else can be run in these processes, whose modules are changed."""
+    global _changed
+    _changed = True
+
+
+_changed = False
+
+
 class Cluster:
-    """Starts its processes on first use, keeps them for the next, and starts new ones after a failure."""
+    """Starts its processes on first use and keeps them for the next call.
+
+    It starts new ones after a failure, and after a function that called `end_after_this_call`.
+    """
 
     def __init__(self, world_size: int):
         self.world_size = world_size
@@ -71,6 +83,7 @@ class Cluster:
             pipe.send_bytes(pickle.dumps((function, arguments)))
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
+        changed = False
         try:
             while waiting := [rank for rank in range(self.world_size) if rank not in results and rank not in failures]:
                 idle_seconds = IDLE_SECONDS_AFTER_FAILURE if failures else IDLE_SECONDS
@@ -81,7 +94,8 @@ class Cluster:
                 for pipe in ready:
                     rank = self.pipes.index(pipe)
                     try:
-                        succeeded, value = pickle.loads(pipe.recv_bytes())
+                        succeeded, value, of_rank = pickle.loads(pipe.recv_bytes())
+                        changed |= of_rank
                     except (EOFError, ConnectionResetError):
                         self.processes[rank].join()
                         succeeded, value = False, f"died with exit code {self.processes[rank].exitcode}\n"
@@ -94,6 +108,8 @@ class Cluster:
         if failures:
             self.stop()
             raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+        if changed:
+            self.stop()
         return [results[rank] for rank in range(self.world_size)]
 
     def stop(self) -> None:
@@ -177,14 +193,19 @@ def _serve(rank: int, world_size: int, store: str, stacks: str, pipe: Connection
         world_size=world_size,
         timeout=datetime.timedelta(seconds=GLOO_SECONDS),
     )
+    whole = dist.group.WORLD
     while True:
         try:
             message = pipe.recv_bytes()
         except EOFError:
             return
+        # All ranks are through with the last function by now. Each group that it has left has threads of its own, which
+        # wake up a hundred times a second.
+        for group in [group for group in dist.distributed_c10d._world.pg_map if group is not whole]:
+            dist.destroy_process_group(group)
         try:
             function, arguments = pickle.loads(message)
-            reply = pickle.dumps((True, function(*arguments)))
+            reply = pickle.dumps((True, function(*arguments), _changed))
         except BaseException:
-            reply = pickle.dumps((False, traceback.format_exc()))
+            reply = pickle.dumps((False, traceback.format_exc(), _changed))
         pipe.send_bytes(reply)

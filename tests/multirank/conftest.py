@@ -1,8 +1,36 @@
-"""verl 0.9 takes a CPU for one of its devices if the embedded profile's module says so, in the ranks as well."""
+"""The ranks of all tests here, and what they need before verl is imported."""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cluster import Cluster
 
 import trees
 
+# verl 0.9 takes a CPU for one of its devices if the embedded profile's module says so, in the ranks as well.
 if trees.TARGET and not trees.TARGET.startswith("0.7."):
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "embedded")
+
+
+CLUSTERS: dict[int, Cluster] = {}
+
+
+@pytest.fixture
+def launch() -> Callable[..., list[Any]]:
+    """Runs a function in so many ranks, which are kept for the next test of this folder."""
+
+    def run(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return CLUSTERS.setdefault(world_size, Cluster(world_size)).run(function, *arguments)
+
+    return run
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends the ranks with the last test of this folder: other tests look at the processes that are there."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        for cluster in CLUSTERS.values():
+            cluster.stop()

@@ -9,7 +9,10 @@ from typing import Any
 import reduced_meter_cases
 import torch
 import torch.distributed as dist
-from actor_cases import IDENTITY_THRESHOLD, Case, Run, Unit, brute_force, build_batch, compare_runs, train
+from actor_cases import Run, compare_runs, train
+from actors import IDENTITY_THRESHOLD, Case
+from batches import build_batch
+from oracle import Unit, brute_force
 from verl.workers.config import LayerClipConfig
 
 # That of the first call's batch.

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from actor_cases import Case, build_actor, build_batch, build_model, response_length
+from actors import Case, build_actor, build_model
+from batches import build_batch, response_length
 from reduced_meter_cases import share_sequences, stand_in_for_a_gpu
 from verl import DataProto
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig

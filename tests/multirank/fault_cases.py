@@ -15,19 +15,10 @@ import reduced_meter_cases
 import torch
 import torch.distributed as dist
 from action_cases import DETECTION
-from actor_cases import (
-    ENGINE,
-    PROMPT,
-    Case,
-    Run,
-    brute_force,
-    build_batch,
-    compare_runs,
-    response_length,
-    stock_dp_actor,
-    train,
-    with_hook_on_log_probs,
-)
+from actor_cases import Run, compare_runs, train
+from actors import ENGINE, PROMPT, Case, stock_dp_actor, with_hook_on_log_probs
+from batches import build_batch, response_length
+from oracle import brute_force
 from verl import DataProto
 from verl.utils.gradloc.measure import micro_batch
 

@@ -86,9 +86,9 @@ def build_model(case: Case) -> nn.Module:
         )
         return Qwen2MoeForCausalLM(config)
     model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=case.model == "tied", attention_bias=True))
-    import actor_cases
+    import actors
 
-    return actor_cases.train_only_parts(model, case.model, case.wrap)
+    return actors.train_only_parts(model, case.model, case.wrap)
 
 
 def wrap(case: Case, model: nn.Module) -> nn.Module:
@@ -242,18 +242,18 @@ def gradient_steps(
         saved_to (str, optional): Where verl's checkpoint manager puts a checkpoint in the end.
         loaded_from (str, optional): Where it finds the extra state, to begin with.
     """
-    import actor_cases
+    import actors
     from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
     case = Case(wrap_as)
     model = wrap(case, build_model(case))
-    config = actor_cases.build_config(
-        actor_cases.Case(wrap_as), layer_clip=VerlLayerClipConfig(enable=True, rule="zscore", warmup_steps=3)
+    config = actors.build_config(
+        actors.Case(wrap_as), layer_clip=VerlLayerClipConfig(enable=True, rule="zscore", warmup_steps=3)
     )
-    actor = actor_cases.dp_actor.DataParallelPPOActor(config, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    actor = actors.dp_actor.DataParallelPPOActor(config, model, torch.optim.SGD(model.parameters(), lr=0.0))
     clip = actor.layer_clip
     if loaded_from is not None or saved_to is not None:
-        manager = actor_cases.checkpoints(actor, checkpoint_config={"load_contents": ["extra"]})
+        manager = actors.checkpoints(actor, checkpoint_config={"load_contents": ["extra"]})
     if loaded_from is not None:
         manager.load_checkpoint(loaded_from)
     found = []
@@ -274,11 +274,13 @@ def run_actor(
     """Runs the actor with LayerClip; returns metrics, events, statistics and what the optimizer has seen.
 
     Args:
-        case (dict): Of `actor_cases.Case`.
+        case (dict): Of `actors.Case`.
         options (dict): `layer_clip` as a dict, and whatever else the actor's configuration takes.
         scale (float, optional): The loss scale, for fp16.
     """
     import actor_cases
+    import actors
+    import oracle
     from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
     options = {**options, "layer_clip": VerlLayerClipConfig(enable=True, **options.get("layer_clip", {}))}
@@ -287,7 +289,7 @@ def run_actor(
     def prepare(actor: Any) -> None:
         found["actor"] = actor
         if scale is not None:
-            actor.scaler = actor_cases.grad_scaler(scale)
+            actor.scaler = actors.grad_scaler(scale)
         original = actor.layer_clip._reduced_norms.squared_norms
 
         def counted() -> Tensor:
@@ -296,18 +298,18 @@ def run_actor(
 
         actor.layer_clip._reduced_norms.squared_norms = counted
 
-    run = actor_cases.train(actor_cases.Case(**case), calls=calls, prepare=prepare, **options)
+    run = actor_cases.train(actors.Case(**case), calls=calls, prepare=prepare, **options)
     actor = found.pop("actor")
-    of_case = actor_cases.Case(**case)
+    of_case = actors.Case(**case)
     replicas = 2 if of_case.hsdp else 1
-    shards = torch.zeros((), dtype=torch.float64, device=actor_cases.DEVICE)
+    shards = torch.zeros((), dtype=torch.float64, device=actors.DEVICE)
     for gradient in run.gradients[-1] if run.gradients else []:
         shards += gradient.double().square().sum() / replicas
     dist.all_reduce(shards)
     seen = []
     # FSDP1's optimizer sees flat parameters, which are no layers.
     for gradients in run.gradients if of_case.wrap in ("fsdp2", "none") else []:
-        names = [actor_cases.layer_of(name) for name, p in actor.actor_module.named_parameters() if p.requires_grad]
+        names = [oracle.layer_of(name) for name, p in actor.actor_module.named_parameters() if p.requires_grad]
         squares = dict.fromkeys(names, 0.0)
         for name, gradient in zip(names, gradients, strict=True):
             squares[name] += gradient.double().square().sum().item() / replicas
@@ -334,14 +336,15 @@ def off_and_stock(wrap_as: str, rollout: bool) -> dict[str, bool]:
         rollout (bool): Whether the batch holds the rollout's log-probs.
     """
     import actor_cases
+    import actors
     from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
-    case = actor_cases.Case(wrap=wrap_as, mini_batch=4, rollout=rollout)
+    case = actors.Case(wrap=wrap_as, mini_batch=4, rollout=rollout)
     helper = "verl.trainer.ppo.rollout_corr_helper"
     runs, collectives, reads = [], [], []
     for module, modules, options in (
-        (actor_cases.stock_dp_actor(), {helper: actor_cases.stock_module(helper.replace(".", "/") + ".py")}, {}),
-        (actor_cases.dp_actor, {}, {"layer_clip": VerlLayerClipConfig()}),
+        (actors.stock_dp_actor(), {helper: actors.stock_module(helper.replace(".", "/") + ".py")}, {}),
+        (actors.dp_actor, {}, {"layer_clip": VerlLayerClipConfig()}),
     ):
         reads.append([])
         with pytest.MonkeyPatch.context() as patch:
@@ -355,7 +358,7 @@ def off_and_stock(wrap_as: str, rollout: bool) -> dict[str, bool]:
     return {
         "metrics": stock.metrics == off.metrics,
         # Those of verl 0.9 are computed elsewhere.
-        "rollout metrics": (rollout and not actor_cases.ENGINE)
+        "rollout metrics": (rollout and not actors.ENGINE)
         == any(name.startswith("rollout_corr/") for name in stock.metrics[0]),
         "parameters": all(torch.equal(a, b) for a, b in zip(stock.parameters, off.parameters, strict=True)),
         "random state": torch.equal(stock.rng, off.rng),
@@ -381,27 +384,28 @@ def watch_reads(patch: pytest.MonkeyPatch, reads: list[str], on_host: Sequence[T
 
 def host_reads(wrap_as: str) -> tuple[list[str], list[str]]:
     """Where the host waits for the device to step and to log the norm: in the stock actor, and with LayerClip."""
-    import actor_cases
+    import actors
+    import batches
     from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
-    case = actor_cases.Case(wrap=wrap_as)
+    case = actors.Case(wrap=wrap_as)
     # All layers are clipped, so that scaling them is counted, too.
     options = VerlLayerClipConfig(enable=True, rule="fixed", max_norm=1e-3)
-    actors = [
-        actor_cases.build_actor(case, actor_cases.stock_dp_actor()),
-        actor_cases.build_actor(case, layer_clip=options),
+    both = [
+        actors.build_actor(case, actors.stock_dp_actor()),
+        actors.build_actor(case, layer_clip=options),
     ]
-    for actor in actors:
-        actor.update_policy(actor_cases.build_batch(case, dist.get_rank()))  # what is done only once
+    for actor in both:
+        actor.update_policy(batches.build_batch(case, dist.get_rank()))  # what is done only once
         backward(actor.actor_module, dist.get_rank())
-    stock, ours = map(reads_of_a_step, actors)
-    assert {layer["factor"] < 1 for layer in actors[1].layer_clip.last_step.values()} == {True}
+    stock, ours = map(reads_of_a_step, both)
+    assert {layer["factor"] < 1 for layer in both[1].layer_clip.last_step.values()} == {True}
     return stock, ours
 
 
 def reads_of_a_step(actor: Any) -> list[str]:
     """How the host reads tensors, but for the norm that LayerClip returns, which is on the host already."""
-    import actor_cases
+    import actors
 
     reads: list[str] = []
     on_host: list[Tensor] = []
@@ -410,12 +414,12 @@ def reads_of_a_step(actor: Any) -> list[str]:
         if getattr(actor, "layer_clip", None) is not None:
             clip = actor.layer_clip.clip
             patch.setattr(actor.layer_clip, "clip", lambda *arguments: on_host.append(clip(*arguments)) or on_host[0])
-        if actor_cases.ENGINE:
+        if actors.ENGINE:
             actor.engine._watching = True  # as within `train_batch`
             actor.engine.optimizer_step()
         else:
             watched = getattr(actor, "watch", None) is not None
-            norm = actor_cases.adapter.optimizer_step(actor, 0, 0) if watched else actor._optimizer_step()
+            norm = actors.adapter.optimizer_step(actor, 0, 0) if watched else actor._optimizer_step()
             if watched:
                 on_host.append(norm)
             norm.detach().item()
@@ -425,8 +429,9 @@ def reads_of_a_step(actor: Any) -> list[str]:
 def stock_norms(case: dict[str, Any]) -> list[float]:
     """`actor/grad_norm` of the stock actor, for each mini-batch."""
     import actor_cases
+    import actors
 
-    return actor_cases.train(actor_cases.Case(**case), actor_cases.stock_dp_actor()).metrics[0]["actor/grad_norm"]
+    return actor_cases.train(actors.Case(**case), actors.stock_dp_actor()).metrics[0]["actor/grad_norm"]
 
 
 def clip_to_parts(case: dict[str, Any], options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
@@ -449,22 +454,23 @@ def resume(
     Returns:
         tuple: Both lists of `LayerClip.last_step`, and what the loading has warned of.
     """
-    import actor_cases
+    import actors
+    import batches
     from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
-    case = actor_cases.Case(wrap=wrap_as, rows=4, mini_batch=2)
+    case = actors.Case(wrap=wrap_as, rows=4, mini_batch=2)
     checkpoint_config = options.pop("checkpoint_config", None)
 
     def start() -> tuple[Any, Any]:
         layer_clip = VerlLayerClipConfig(enable=True, warmup_steps=3, rule="ratio", ratio=1.05)
-        actor = actor_cases.build_actor(case, layer_clip=layer_clip, **options)
+        actor = actors.build_actor(case, layer_clip=layer_clip, **options)
         scheduler = torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0)
-        return actor, actor_cases.checkpoints(actor, scheduler, checkpoint_config)
+        return actor, actors.checkpoints(actor, scheduler, checkpoint_config)
 
     def update(actor: Any, seeds: range) -> list[Any]:
         steps = []
         for seed in seeds:
-            actor.update_policy(actor_cases.build_batch(case, dist.get_rank(), seed))
+            actor.update_policy(batches.build_batch(case, dist.get_rank(), seed))
             steps.append(actor.layer_clip.last_step)
         return steps
 

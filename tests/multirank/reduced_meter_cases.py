@@ -13,21 +13,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import cluster
 import torch
 import torch.distributed as dist
-from actor_cases import (
-    ENGINE,
-    IDENTITY_THRESHOLD,
-    PROMPT,
-    Case,
-    Unit,
-    brute_force,
-    build_actor,
-    build_batch,
-    build_model,
-    events_of,
-    local,
-)
+from actors import ENGINE, IDENTITY_THRESHOLD, PROMPT, Case, build_actor, build_model, events_of, local
+from batches import build_batch
+from oracle import Unit, brute_force
 from verl.models.transformers import monkey_patch
 from verl.utils import ulysses
 
@@ -84,7 +75,11 @@ def train(
 
 
 def stand_in_for_a_gpu(case: Case, size: int) -> None:
-    """Has verl patch attention for groups of `size` ranks, and replaces what a CPU or gloo lacks."""
+    """Has verl patch attention for groups of `size` ranks, and replaces what a CPU or gloo lacks.
+
+    Both change whole modules, so other tests get other processes.
+    """
+    cluster.end_after_this_call()
     monkey_patch.apply_monkey_patch(build_model(case), ulysses_sp_size=size, use_remove_padding=True)
     monkey_patch._flash_attention_forward = packed_attention
     dist.all_to_all = all_to_all

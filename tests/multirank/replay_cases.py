@@ -8,17 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from actor_cases import (
-    IDENTITY_THRESHOLD,
-    Case,
-    Run,
-    Unit,
-    build_model,
-    compare_runs,
-    search,
-    stock_dp_actor,
-    train,
-)
+from actor_cases import Run, compare_runs, search, train
+from actors import IDENTITY_THRESHOLD, Case, build_model, stock_dp_actor
+from oracle import Unit
 from verl.utils.gradloc.bundles import bundle_writer
 
 
@@ -46,7 +38,7 @@ def events_of(run: Run) -> list[dict[str, Any]]:
 
 
 def identical(directory: str) -> tuple[dict[str, bool], dict[str, bool], dict[str, list[str | None]]]:
-    """Runs of two events, one with room for one bundle and one that can write none, against the unpatched actor."""
+    """Runs of two events, one with space for one bundle and one that can write none, against the unpatched actor."""
     case = Case(mini_batch=4, optimizer="adamw", planted=((0, 0, 4), (1, 3, 0), (1, 6, 9)))
     options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD}
     stock = train(case, stock_dp_actor())

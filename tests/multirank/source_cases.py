@@ -7,16 +7,11 @@ import math
 import reduced_meter_cases
 import torch
 import torch.distributed as dist
-from actor_cases import (
-    PROMPT,
-    Case,
-    build_batch,
-    build_model,
-    log_probs_and_entropy,
-    response_length,
-    token_weights,
-    train,
-)
+from actor_cases import train
+from actors import PROMPT, Case, build_model
+from batches import build_batch, response_length
+from mini_batches import token_weights
+from oracle import log_probs_and_entropy
 from verl import DataProto
 
 # What LlamaConfig has as its eos_token_id.

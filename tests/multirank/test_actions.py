@@ -7,12 +7,10 @@ from pathlib import Path
 
 import action_cases
 import pytest
-from actor_cases import LEARNING_RATE, Case
-from test_actor import ONE, THREE, WRAPS, Launch, as_list, cases, launch, same_events
+from actors import LEARNING_RATE, Case
+from test_actor import ONE, THREE, WRAPS, Launch, as_list, cases, same_events
 from test_configurations import HALF_PRECISION
 from valid_events import valid_events
-
-__all__ = ["launch"]
 
 
 @pytest.mark.target(version="0.9.1")
@@ -64,7 +62,7 @@ def test_drop_without_the_passes_for_it_leaves_the_gradient_as_it_was(launch: La
 
 
 @cases(*[(2, Case(wrap)) for wrap in WRAPS])
-def test_broken_weights_are_not_blamed_on_tokens(launch: Launch, world: int, case: Case) -> None:
+def test_nan_weights_have_no_culprit(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, action_cases.broken_weights, case)
     ((event,),) = same_events([run for _, run in results])
     assert event["diagnosis"] == "nonfinite" and event["culprits"] == [] and event["passes"] == 0 and event["complete"]
@@ -88,7 +86,7 @@ def test_a_nan_in_the_forward_is_traced_to_where_it_begins(launch: Launch, world
 
 
 @pytest.mark.parametrize("shift", [2.0, 0.0])
-def test_log_probs_off_the_rollouts_are_a_bug_and_not_a_spike(launch: Launch, shift: float) -> None:
+def test_log_probs_unlike_the_rollouts_are_called_misaligned(launch: Launch, shift: float) -> None:
     results = launch(2, action_cases.misaligned, Case(rollout=True, planted=ONE), shift)
     for share, sources, _ in results:
         assert share == (1.0 if shift else 0.0)
@@ -126,7 +124,7 @@ def test_a_diffuse_spike_is_narrowed_down_to_where_it_is(launch: Launch, scope: 
     assert event["passes"] <= min(tokens, 16 * len(event["units"]))
 
 
-def test_a_diffuse_spike_that_spends_the_budget(launch: Launch) -> None:
+def test_a_diffuse_spike_that_spends_the_budget_is_incomplete(launch: Launch) -> None:
     results = launch(2, action_cases.diffuse, Case(loss_agg_mode="seq-mean-token-sum"), "all", 3)
     (event,) = valid_events(results[0][2])
     assert event["diagnosis"] == "incomplete" and event["passes"] == 3
@@ -134,7 +132,7 @@ def test_a_diffuse_spike_that_spends_the_budget(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("action", ["log", "skip"])
-def test_schedule_and_counters_go_on_in_the_worker(launch: Launch, action: str) -> None:
+def test_the_worker_advances_schedule_and_optimizer_after_a_spike(launch: Launch, action: str) -> None:
     """Also with parameters and optimizer offloaded between updates (verl cannot do that with FSDP1 on a CPU)."""
     case = Case("fsdp2", optimizer="adamw", planted=ONE)
     results = launch(2, action_cases.update_of_the_worker, case, action)

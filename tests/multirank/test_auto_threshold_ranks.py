@@ -8,12 +8,11 @@ from pathlib import Path
 
 import auto_threshold_cases
 import pytest
-from actor_cases import Case
+from actors import Case
 from cluster import Cluster
-from test_actor import Launch, launch
+from test_actor import Launch
 from valid_events import valid_events
 
-__all__ = ["launch"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -58,6 +57,7 @@ def test_without_any_finite_norm_only_nan_is_a_culprit(launch: Launch, world: in
         assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == {(0, 2, 7)}
 
 
+@pytest.mark.slow
 def test_on_the_embedded_model_clean_updates_are_silent_and_a_planted_token_is_found(tmp_path: Path) -> None:
     prepare = [sys.executable, str(ROOT / "embedded/prepare.py"), str(tmp_path)]
     subprocess.run(prepare, check=True, capture_output=True)

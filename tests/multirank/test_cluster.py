@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from cluster import Cluster, RankFailed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
@@ -60,7 +62,7 @@ def test_a_hang_ends_with_the_stacks(two: Cluster) -> None:
     assert two.run(work_while_the_other_waits, 0.0) == [0, 1]  # in new processes
 
 
-def test_slowness_is_no_hang(two: Cluster) -> None:
+def test_a_slow_rank_is_not_taken_for_a_hang(two: Cluster) -> None:
     assert two.run(work_while_the_other_waits, 8.0) == [0, 1]
 
 

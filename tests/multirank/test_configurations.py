@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from actor_cases import ENGINE, Case
-from test_actor import ONE, THREE, WRAPS, Launch, cases, check_planted_tokens, launch
-
-__all__ = ["launch"]
+from actors import ENGINE, Case
+from test_actor import ONE, THREE, WRAPS, Launch, cases, check_planted_tokens
 
 # On each replica of the model, and on both shards of one.
 REPLICAS = ((0, 0, 4), (2, 4, 2), (3, 7, 0))
@@ -43,6 +41,6 @@ def skip_what_verl_cannot_train(case: Case) -> None:
     (2, Case("fsdp1-orig", fused=True, planted=THREE)),
     (2, Case("fsdp2", packed=True, fused=True, entropy=True, planted=THREE)),
 )
-def test_planted_tokens(launch: Launch, world: int, case: Case) -> None:
+def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> None:
     skip_what_verl_cannot_train(case)
     check_planted_tokens(launch, world, case)

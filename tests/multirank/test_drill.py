@@ -6,12 +6,11 @@ from typing import Any
 
 import drill_cases
 import pytest
-from actor_cases import ENGINE, Case, Run
-from test_actor import ONE, THREE, WRAPS, Launch, launch, same_events
+from actor_cases import Run
+from actors import ENGINE, Case
+from test_actor import ONE, THREE, WRAPS, Launch, same_events
 from test_configurations import skip_what_verl_cannot_train
 from valid_events import valid_events
-
-__all__ = ["launch"]
 
 REPLICAS = ((0, 0, 4), (2, 4, 2), (3, 7, 0))
 EVERY_ROW = tuple((rank, row) for rank in range(2) for row in range(8))
@@ -53,7 +52,9 @@ def check_drill(event: dict[str, Any], metrics: dict[str, Any]) -> None:
     ],
     ids=lambda value: getattr(value, "id", None) or str(value),
 )
-def test_the_planted_token_is_found(launch: Launch, world: int, case: Case, options: dict[str, Any]) -> None:
+def test_a_drill_finds_its_token_and_leaves_training_bit_identical(
+    launch: Launch, world: int, case: Case, options: dict[str, Any]
+) -> None:
     skip_what_verl_cannot_train(case)
     results = launch(world, drill_cases.both, case, options)
     runs: list[Run] = [drilled for _, _, drilled, _ in results]
@@ -71,7 +72,7 @@ def test_the_planted_token_is_found(launch: Launch, world: int, case: Case, opti
 
 
 @pytest.mark.parametrize("case", [Case("fsdp2", mini_batch=4), Case("fsdp1", dynamic=True, kl=True)])
-def test_its_gradient_is_that_of_the_token(launch: Launch, case: Case) -> None:
+def test_the_norm_of_the_planted_token_is_that_of_the_oracle(launch: Launch, case: Case) -> None:
     """Against brute force: the culprit's norm over its raised coefficient is the norm of ∇log p."""
     units = launch(2, drill_cases.sensitivities, case)[0]
     _, _, drilled, _ = launch(2, drill_cases.both, case, {})[0]
@@ -91,7 +92,7 @@ def test_its_gradient_is_that_of_the_token(launch: Launch, case: Case) -> None:
     ("world", "size"),
     [pytest.param(world, 2, marks=pytest.mark.target(version="0.9.1")) for world in (2, 4)] + [(2, 1)],
 )
-def test_shared_sequences(launch: Launch, world: int, size: int) -> None:
+def test_a_drill_finds_its_token_in_shared_sequences(launch: Launch, world: int, size: int) -> None:
     """With sequence parallelism, and with the reduced meter on unshared data."""
     results = launch(world, drill_cases.with_shared_sequences, Case("fsdp2", packed=size > 1), size)
     for same, events, metrics in results:
@@ -113,7 +114,7 @@ def failed_drill(results: list[tuple[dict[str, bool], Run]]) -> dict[str, Any]:
     return first[0]
 
 
-def test_without_a_response_token_it_fails_and_says_so(launch: Launch) -> None:
+def test_a_drill_without_a_response_token_fails_with_a_reason(launch: Launch) -> None:
     event = failed_drill(launch(2, drill_cases.without_weights, Case("fsdp2", mini_batch=4)))
     assert event["drill"]["planted"] is None and "no response token" in event["error"]
 
@@ -121,7 +122,7 @@ def test_without_a_response_token_it_fails_and_says_so(launch: Launch) -> None:
 @pytest.mark.parametrize(
     ("wrap", "options"), [("fsdp1", {}), ("fsdp2", {}), ("fsdp2", {"spike_action": "skip", "clip_layers": True})]
 )
-def test_with_broken_weights_it_fails_and_says_so(launch: Launch, wrap: str, options: dict[str, Any]) -> None:
+def test_a_drill_with_nan_weights_fails_with_a_reason(launch: Launch, wrap: str, options: dict[str, Any]) -> None:
     event = failed_drill(launch(2, drill_cases.with_broken_weights, Case(wrap), options))
     assert event["diagnosis"] == "nonfinite" and event["drill"]["planted"] is None
 
@@ -134,7 +135,7 @@ def test_with_broken_weights_it_fails_and_says_so(launch: Launch, wrap: str, opt
         *[(Case("fsdp2", model="moe", micro_batch=8), number) for number in (0, 1)],
     ],
 )
-def test_a_failing_pass_fails_it_on_all_ranks(launch: Launch, case: Case, number: int) -> None:
+def test_a_failing_pass_fails_the_drill_on_all_ranks(launch: Launch, case: Case, number: int) -> None:
     """The pass that measures the token, one of the mini-batch's four, and one of the search."""
     event = failed_drill(launch(2, drill_cases.with_a_failing_pass, case, 1, number))
     assert "disturbed" in event["error"] and event["diagnosis"] == "incomplete"

@@ -6,20 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-import actor_cases
+import actors
 import pytest
-from actor_cases import Case
-from test_actor import ONE, THREE, WRAPS, Launch, cases, check_bit_identity, check_planted_tokens, launch, near
+from actors import Case
+from test_actor import ONE, THREE, WRAPS, Launch, cases, check_bit_identity, check_planted_tokens, near
 from valid_events import valid_events
 
-__all__ = ["launch"]
-
 pytestmark = [
-    pytest.mark.every_target,
-    pytest.mark.skipif(not actor_cases.ENGINE, reason="this verl trains with its legacy actor"),
+    pytest.mark.target(version="0.9.1"),
+    pytest.mark.skipif(not actors.ENGINE, reason="this verl trains with its legacy actor"),
 ]
 
-if actor_cases.ENGINE:
+if actors.ENGINE:
     import engine_cases
 
 

@@ -6,13 +6,11 @@ import math
 
 import fault_cases
 import pytest
-from actor_cases import ENGINE, Case
+from actors import ENGINE, Case
 from cluster import Cluster, RankFailed
 from fault_cases import draw
-from test_actor import ONE, THREE, Launch, cases, launch, same_events
+from test_actor import ONE, THREE, Launch, cases, same_events
 from valid_events import valid_events
-
-__all__ = ["launch"]
 
 
 @pytest.mark.target(version="0.9.1")
@@ -26,7 +24,9 @@ __all__ = ["launch"]
     (4, Case("fsdp2", hsdp=True, planted=THREE)),
 )
 @pytest.mark.parametrize("where", ["in a layer", "in the backward", "in a layer's backward"])
-def test_out_of_memory(launch: Launch, world: int, case: Case, where: str) -> None:
+def test_out_of_memory_in_a_pass_ends_the_search_on_all_ranks(
+    launch: Launch, world: int, case: Case, where: str
+) -> None:
     results = launch(
         world, fault_cases.failing_search, case, where, {1: [0], 2: [1], 4: [1, 2]}[world], 1 if world == 1 else 2
     )
@@ -45,7 +45,9 @@ if ENGINE:
 @cases(*[(2, case) for case in AFTER_EVALUATION])
 @pytest.mark.parametrize("where", ["in a layer", "in a layer's backward"])
 @pytest.mark.parametrize("when", [1, 2])
-def test_out_of_memory_after_an_evaluation(launch: Launch, world: int, case: Case, where: str, when: int) -> None:
+def test_out_of_memory_after_an_evaluation_ends_the_search_on_all_ranks(
+    launch: Launch, world: int, case: Case, where: str, when: int
+) -> None:
     """A forward without gradients may leave parameters unsharded, so that the training passes make fewer calls.
 
     The first extra pass is the rehearsal, the second the first probe.
@@ -58,7 +60,7 @@ def test_out_of_memory_after_an_evaluation(launch: Launch, world: int, case: Cas
         assert all(same.values()), same
 
 
-def test_out_of_memory_where_an_expert_is_idle(launch: Launch) -> None:
+def test_out_of_memory_where_an_expert_is_idle_ends_the_search_on_all_ranks(launch: Launch) -> None:
     """Probes make larger collective calls than training does there, also the first of them."""
     case = Case("fsdp2", model="moe", micro_batch=8, planted=((0, 0, 4), (0, 6, 1), (1, 6, 9)))
     results = launch(2, fault_cases.failing_without_an_expert, case)
@@ -103,7 +105,9 @@ def test_ranks_whose_gradients_are_not_averaged_decide_alike(launch: Launch, tri
 @pytest.mark.target(version="0.9.1")
 @cases((2, Case("fsdp1", planted=THREE)), (2, Case("fsdp2", planted=THREE)))
 @pytest.mark.parametrize("what", ["the units", "a norm"])
-def test_out_of_memory_beside_the_passes(launch: Launch, world: int, case: Case, what: str) -> None:
+def test_out_of_memory_between_passes_ends_the_search_on_all_ranks(
+    launch: Launch, world: int, case: Case, what: str
+) -> None:
     results = launch(world, fault_cases.failing_beside_the_passes, case, what)
     first, second = same_events([run for _, run in results])
     assert second == []
@@ -117,12 +121,14 @@ def test_out_of_memory_beside_the_passes(launch: Launch, world: int, case: Case,
 
 
 @pytest.mark.target(version="0.9.1")
+@pytest.mark.slow
 def test_an_error_that_the_other_ranks_cannot_know_of_ends_the_run_instead_of_hanging_it() -> None:
     with pytest.raises(RankFailed, match="rank 1: (.|\n)*RankLostError: .* failed on this rank"):
         Cluster(2).run(fault_cases.failing_alone, Case(planted=THREE))
 
 
 @pytest.mark.target(version="0.9.1")
+@pytest.mark.slow
 def test_a_failing_pass_over_shared_sequences_ends_the_run_instead_of_hanging_it() -> None:
     """With sequence parallelism, no other pass's collective calls can be made in place of the rest of this one's."""
     case = Case(packed=True, planted=((0, 0, 4),))
@@ -132,7 +138,8 @@ def test_a_failing_pass_over_shared_sequences_ends_the_run_instead_of_hanging_it
 
 @pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize(("wrap", "stock"), [("fsdp1", False), ("fsdp2", False), ("fsdp2", True)])
-def test_a_killed_process(wrap: str, stock: bool) -> None:
+@pytest.mark.slow
+def test_the_rank_left_by_a_killed_one_fails_by_itself(wrap: str, stock: bool) -> None:
     """The rank that is left fails by itself, in a search as in the training of the unpatched actor."""
     cluster = Cluster(2)
     with pytest.raises(RankFailed, match="rank 1: died with exit code -9") as failure:
@@ -143,7 +150,7 @@ def test_a_killed_process(wrap: str, stock: bool) -> None:
 
 @pytest.mark.target(version="0.9.1")
 @cases((2, Case("fsdp1", dynamic=True, planted=ONE)), (2, Case("fsdp2", dynamic=True, planted=ONE)))
-def test_unequal_lengths_under_dynamic_batch_sizes(launch: Launch, world: int, case: Case) -> None:
+def test_ranks_with_unequal_lengths_make_the_same_number_of_passes(launch: Launch, world: int, case: Case) -> None:
     """verl gives every rank as many micro-batches as the one that needs the most."""
     results = launch(world, fault_cases.unequal_lengths, case)
     ((event,),) = same_events([run for _, run in results])
@@ -158,7 +165,7 @@ DRAWS = {2: range(30 if ENGINE else 170), 3: range(1000, 1006 if ENGINE else 103
 
 @pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("world", DRAWS)
-def test_random_configurations(launch: Launch, world: int) -> None:
+def test_random_configurations_find_spikes_and_leave_training_as_it_is(launch: Launch, world: int) -> None:
     for seed in DRAWS[world]:
         try:
             results = launch(world, fault_cases.try_draw, seed)

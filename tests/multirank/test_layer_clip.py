@@ -11,22 +11,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import actor_cases
+import actors
 import layer_clip_cases
 import pytest
 import torch
-from actor_cases import ENGINE
+from actors import ENGINE
 from cluster import RankFailed
 from layer_clip_cases import Case, Comparison
-from test_actor import WRAPS, Launch, launch
+from test_actor import WRAPS, Launch
 from valid_events import valid_events
 
 from gradloc import LayerClip, LayerClipConfig
 from gradloc.layers.layer_clip import LayerStatistics
 from gradloc.layers.layer_names import layer_name, layers_by_parameter
 from gradloc.layers.reduced_norms import ReducedNorms
-
-__all__ = ["launch"]
 
 # Gradients of a few thousand float32 numbers each, summed in another order.
 EXACT = 1e-6
@@ -496,7 +494,7 @@ def test_norms_and_clipped_gradients_are_those_of_one_process(launch: Launch, si
         assert all(result.norms == results[0].norms for result in results)  # bit for bit: no rank decides otherwise
 
 
-@pytest.mark.every_target
+@pytest.mark.target(version="0.9.1")
 def test_statistics_do_not_depend_on_the_number_of_ranks(launch: Launch, tmp_path: Path) -> None:
     """verl names a checkpoint's files by the number of ranks; for another one they are copied to its names."""
     steps = layer_clip_cases.gradient_steps
@@ -522,12 +520,12 @@ def test_statistics_do_not_depend_on_the_number_of_ranks(launch: Launch, tmp_pat
 
 @pytest.mark.parametrize("rollout", [pytest.param(False, marks=pytest.mark.every_target), True])
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_off_is_stock(launch: Launch, wrap: str, rollout: bool) -> None:
+def test_layer_clip_off_is_the_unpatched_actor(launch: Launch, wrap: str, rollout: bool) -> None:
     for result in launch(2, layer_clip_cases.off_and_stock, wrap, rollout):
         assert all(result.values()), result
 
 
-@pytest.mark.every_target
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_the_host_waits_for_the_device_as_often_as_without(launch: Launch, wrap: str) -> None:
     for stock, ours in launch(2, layer_clip_cases.host_reads, wrap):
@@ -563,7 +561,7 @@ def check_seen(result: dict[str, Any]) -> None:
     assert result["seen"][-1] == pytest.approx({name: scale * norm for name, norm in clipped.items()}, rel=EXACT)
 
 
-@pytest.mark.every_target
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_the_global_clip_sees_the_clipped_gradient_and_grad_norm_the_unclipped(launch: Launch, wrap: str) -> None:
     stock = launch(2, layer_clip_cases.stock_norms, {"wrap": wrap})[0]
@@ -595,11 +593,11 @@ if ENGINE:
     CONFIGURATIONS += [(2, {"wrap": wrap, "deferred": True, **HALF}, True) for wrap in ("fsdp1", "fsdp2")]
 
 
-@pytest.mark.every_target
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize(
     ("size", "case", "with_gradloc"),
     [
-        pytest.param(*row, id="-".join([str(row[0]), actor_cases.Case(**row[1]).id, *["with_gradloc"] * row[2]]))
+        pytest.param(*row, id="-".join([str(row[0]), actors.Case(**row[1]).id, *["with_gradloc"] * row[2]]))
         for row in CONFIGURATIONS
     ],
 )
@@ -625,7 +623,7 @@ def test_layers_are_clipped_in_every_configuration(
         check_seen(result)
 
 
-@pytest.mark.every_target
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("detection", [False, True])
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_fp16_norms_are_those_without_the_loss_scale(launch: Launch, wrap: str, detection: bool) -> None:
@@ -644,7 +642,7 @@ def test_fp16_norms_are_those_without_the_loss_scale(launch: Launch, wrap: str, 
     assert scaled["seen_norm"] == pytest.approx(plain["seen_norm"], rel=EXACT)
 
 
-@pytest.mark.every_target
+@pytest.mark.target(version="0.9.1")
 def test_an_overflow_under_fp16_updates_nothing(launch: Launch) -> None:
     # A scale at which float32 gradients overflow.
     result = run_actor(launch, {}, {"layer_clip": {"rule": "ratio", "warmup_steps": 1}}, 3e38)
@@ -656,7 +654,7 @@ SPIKE = {"planted": ((1, 3, 6),)}
 DETECT = {"spike_detection": True, "grad_norm_threshold": 100.0}
 
 
-@pytest.mark.every_target
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("trigger", ["unit", "global"])
 def test_events_hold_the_bounds_and_the_gradient_is_measured_once(launch: Launch, trigger: str) -> None:
     options = {**DETECT, "spike_trigger": trigger, "layer_clip": {"rule": "ratio", "warmup_steps": 2}}
@@ -708,7 +706,7 @@ def test_metrics_have_their_names_in_the_log(launch: Launch, tmp_path: Path, mon
         assert (point.step, point.value) == (3, pytest.approx(metrics[name], rel=1e-6))
 
 
-@pytest.mark.every_target
+@pytest.mark.target(version="0.9.1")
 def test_a_skipped_step_updates_no_statistics(launch: Launch) -> None:
     options = {**DETECT, "spike_action": "skip", "layer_clip": {"rule": "ratio", "warmup_steps": 1}}
     result = run_actor(launch, SPIKE, options)
@@ -731,7 +729,7 @@ def test_a_skipped_step_updates_no_statistics(launch: Launch) -> None:
     check_seen(result)
 
 
-@pytest.mark.every_target
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("trigger", ["unit", "global"])
 def test_a_dropped_gradient_is_not_in_the_statistics(launch: Launch, trigger: str) -> None:
     options = {**DETECT, "spike_trigger": trigger, "layer_clip": {"rule": "ratio", "warmup_steps": 5}}
@@ -759,7 +757,7 @@ NOT_LOADED = (
 )
 
 
-@pytest.mark.every_target
+@pytest.mark.target(version="0.9.1")
 def test_a_checkpoint_without_statistics_loads_with_a_warning(launch: Launch, tmp_path: Path) -> None:
     change = layer_clip_cases.without_statistics
     for _, resumed, warnings in launch(2, layer_clip_cases.resume, str(tmp_path), "fsdp2", change):
@@ -767,14 +765,14 @@ def test_a_checkpoint_without_statistics_loads_with_a_warning(launch: Launch, tm
         assert {layer["bound"] for layer in resumed[0].values()} == {None}
 
 
-@pytest.mark.every_target
+@pytest.mark.target(version="0.9.1")
 def test_a_checkpoint_whose_extra_state_is_not_loaded_gives_a_warning(launch: Launch, tmp_path: Path) -> None:
     for warnings in launch(2, layer_clip_cases.resume_without_extra, str(tmp_path)):
         first, second = sorted(warnings)
         assert first == NOT_LOADED and second.startswith("No norms are loaded for grad_norm_threshold=auto")
 
 
-@pytest.mark.every_target
+@pytest.mark.target(version="0.9.1")
 def test_a_checkpoint_of_another_model_is_refused(launch: Launch, tmp_path: Path) -> None:
     other = r"layers only in the checkpoint: \['layers.7'\]; layers only in this model: \['layers.2'\]"
     with pytest.raises(RankFailed, match=f"ValueError: The checkpoint's LayerClip statistics .*{other}"):

@@ -7,10 +7,8 @@ from typing import Any
 import action_cases
 import pytest
 from action_cases import POISONS
-from actor_cases import VOCABULARY, Case
-from test_actor import MODES, WRAPS, Launch, cases, launch, same_events
-
-__all__ = ["launch"]
+from actors import VOCABULARY, Case
+from test_actor import MODES, WRAPS, Launch, cases, same_events
 
 PLACE = (1, 3, 4)
 
@@ -20,7 +18,7 @@ def places(event: dict[str, Any]) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("poison", POISONS)
-def test_one_poisoned_token(launch: Launch, poison: str) -> None:
+def test_a_token_with_a_non_finite_input_is_the_culprit(launch: Launch, poison: str) -> None:
     case = Case(mini_batch=4, kl=True, rollout_weights=True)
     results = launch(2, action_cases.poisoned, case, poison, [PLACE])
     ((event,),) = same_events([run for _, run in results])
@@ -33,7 +31,7 @@ def test_one_poisoned_token(launch: Launch, poison: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_poisoned_padding(launch: Launch, mode: str) -> None:
+def test_a_nan_in_the_padding_is_found(launch: Launch, mode: str) -> None:
     """The masks multiply it by zero, which NaN survives. Row 1 of rank 0 has no token at all."""
     poisoned = [(0, 1, 3), (1, 3, 9)]
     results = launch(2, action_cases.poisoned, Case(loss_agg_mode=mode), "advantage is NaN", poisoned)
@@ -43,7 +41,7 @@ def test_poisoned_padding(launch: Launch, mode: str) -> None:
         assert all(same.values()), same
 
 
-def test_every_token_poisoned(launch: Launch) -> None:
+def test_no_token_is_blamed_where_every_one_is_nan(launch: Launch) -> None:
     case = Case("fsdp1")
     everywhere = [(rank, row, position) for rank in (0, 1) for row in range(8) for position in range(10)]
     results = launch(2, action_cases.poisoned, case, "advantage is NaN", everywhere)
@@ -53,7 +51,7 @@ def test_every_token_poisoned(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_rank_without_response_tokens(launch: Launch, mode: str) -> None:
+def test_a_rank_without_response_tokens_does_not_stop_the_search(launch: Launch, mode: str) -> None:
     case = Case(loss_agg_mode=mode, planted=((0, 0, 4),))
     results = launch(2, action_cases.empty_mask, case)
     ((event,),) = same_events([run for _, run in results])
@@ -74,14 +72,14 @@ WEIGHTS = [
 
 
 @pytest.mark.parametrize(("value", "name", "index"), WEIGHTS)
-def test_one_broken_weight_breaks_all_tokens(launch: Launch, value: str, name: str, index: int) -> None:
+def test_no_token_is_blamed_for_a_non_finite_weight(launch: Launch, value: str, name: str, index: int) -> None:
     runs = launch(2, action_cases.broken_weight, Case("fsdp1"), float(value), name, index)
     ((event,),) = same_events(runs)
     assert (event["diagnosis"], event["passes"], event["culprits"]) == ("nonfinite", 0, [])
     assert event["complete"] and len(event["units"]) == 8
 
 
-def test_a_broken_embedding_is_traced_to_its_token(launch: Launch) -> None:
+def test_a_nan_in_an_embedding_is_traced_to_its_token(launch: Launch) -> None:
     runs = launch(2, action_cases.broken_weight, Case(), float("nan"), "model.embed_tokens.weight", TOKEN * 32)
     ((event,),) = same_events(runs)
     assert event["culprits"] and event["complete"] and TOKEN < VOCABULARY
@@ -92,7 +90,7 @@ def test_a_broken_embedding_is_traced_to_its_token(launch: Launch) -> None:
 
 # The second: where no token of its micro-batch can move.
 @cases(*[(2, Case(wrap)) for wrap in WRAPS], (2, Case(still=((1, 2), (1, 3)))))
-def test_a_backward_that_breaks_for_one_token(launch: Launch, world: int, case: Case) -> None:
+def test_a_nan_in_the_backward_of_one_token_is_traced_to_it(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, action_cases.broken_backward, case, PLACE)
     ((event,),) = same_events([run for _, run in results])
     assert places(event) == [PLACE] and event["culprits"][0]["source"] == "nonfinite" and event["complete"]
@@ -102,7 +100,7 @@ def test_a_backward_that_breaks_for_one_token(launch: Launch, world: int, case: 
 
 
 @cases((2, Case("fsdp1", micro_batch=1)), (2, Case("fsdp2", micro_batch=1)))
-def test_a_backward_that_breaks_for_all_tokens(launch: Launch, world: int, case: Case) -> None:
+def test_no_token_is_blamed_for_a_nan_in_the_backward_of_all(launch: Launch, world: int, case: Case) -> None:
     """One pass after the rehearsal tells, however many units there are."""
     results = launch(world, action_cases.broken_backward, case, None)
     ((event,),) = same_events([run for _, run in results])
@@ -117,7 +115,7 @@ TOO_LARGE, SMALL = 2.0**40, 8.0
 
 
 @cases(*[(2, Case(wrap, precision="float16", loss_scale=TOO_LARGE)) for wrap in ("fsdp1", "fsdp2")])
-def test_an_overflow_is_no_token(launch: Launch, world: int, case: Case) -> None:
+def test_no_token_is_blamed_for_an_overflow_of_the_loss_scale(launch: Launch, world: int, case: Case) -> None:
     """The scaler leaves the step out and lowers its scale, as it does without GradLoc."""
     results = launch(world, action_cases.overflow, case, [])
     ((event,),) = same_events([run for _, _, run in results])
@@ -129,7 +127,7 @@ def test_an_overflow_is_no_token(launch: Launch, world: int, case: Case) -> None
 
 
 @cases(*[(2, Case("fsdp2", precision="float16", loss_scale=scale)) for scale in (SMALL, TOO_LARGE)])
-def test_a_poisoned_token_is_no_overflow(launch: Launch, world: int, case: Case) -> None:
+def test_a_nan_token_is_not_called_an_overflow(launch: Launch, world: int, case: Case) -> None:
     """Not even where there is an overflow, too."""
     results = launch(world, action_cases.overflow, case, [PLACE])
     ((event,),) = same_events([run for _, _, run in results])

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from actor_cases import TOKEN_REJECTION, BypassLossConfig, Case
-from test_actor import MODES, Launch, cases, check_planted_tokens, launch
+from actors import TOKEN_REJECTION, BypassLossConfig, Case
+from test_actor import MODES, Launch, cases, check_planted_tokens
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.utils.gradloc.adapters.loss_weights import RecordedAggregation
 from verl.workers.config import FSDPActorConfig
-
-__all__ = ["launch"]
 
 AGG_LOSS = core_algos.agg_loss
 # The last row has no tokens.
@@ -67,7 +65,7 @@ def test_weights_are_those_of_the_loss_itself(mode: str, agg_mode: str, info: di
 
 
 @pytest.mark.parametrize("agg_mode", MODES)
-def test_tokens_that_bypass_mode_rejects(agg_mode: str) -> None:
+def test_tokens_that_bypass_mode_rejects_have_no_weight(agg_mode: str) -> None:
     config = build_config("bypass_mode", agg_mode)
     log_prob = torch.zeros(MASK.shape, requires_grad=True)
     rejected = MASK.bool() & (torch.arange(35).reshape(5, 7) % 3 == 0)
@@ -108,5 +106,5 @@ FIRST = ((0, 0, 4), (1, 3, 0))
     (2, Case("fsdp1", loss_mode="cispo", mini_batch=4, planted=FIRST)),
     (2, Case(loss_mode="bypass_mode", mini_batch=4, kl=True, planted=FIRST)),
 )
-def test_planted_tokens(launch: Launch, world: int, case: Case) -> None:
+def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> None:
     check_planted_tokens(launch, world, case)

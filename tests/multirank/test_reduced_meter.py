@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import reduced_meter_cases
-from actor_cases import Case
-from test_actor import ONE, THREE, WRAPS, Launch, check_unit, launch, near
+from actors import Case
+from test_actor import ONE, THREE, WRAPS, Launch, check_unit, near
 from valid_events import valid_events
 
 from gradloc.replay.__main__ import main as replay
-
-__all__ = ["launch"]
 
 # A world size, how many ranks share their data, and the case. Those that share it run against verl 0.9.1 as well.
 Row = tuple[int, int, Case]
@@ -93,7 +91,7 @@ def test_a_spike_of_shared_sequences_replays_in_one_process(
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_tokens_that_produce_nan(launch: Launch, wrap: str) -> None:
+def test_tokens_with_a_nan_gradient_are_culprits(launch: Launch, wrap: str) -> None:
     case = Case(wrap, planted=ONE, nan=((0, 2, 7),))
     results = launch(2, reduced_meter_cases.train, case, 1)
     assert len({run.events for run in results}) == 1
@@ -103,7 +101,7 @@ def test_tokens_that_produce_nan(launch: Launch, wrap: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_a_broken_row_of_a_rank_that_has_nothing_to_measure_spoils_no_probe(launch: Launch, wrap: str) -> None:
+def test_a_nan_row_of_a_rank_with_nothing_to_measure_changes_no_norm(launch: Launch, wrap: str) -> None:
     """What is measured together is averaged: zero times NaN would reach the other rank's tokens."""
     case = Case(wrap, planted=((0, 4, 2),))
     found = {}

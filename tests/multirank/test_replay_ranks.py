@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import replay_cases
-from actor_cases import ENGINE, Case
-from test_actor import ONE, THREE, Launch, launch, same_events
+from actors import ENGINE, Case
+from test_actor import ONE, THREE, Launch, same_events
 
 from gradloc.bundles.opening import open_bundle
 from gradloc.replay.__main__ import main
-
-__all__ = ["launch"]
 
 pytestmark = pytest.mark.target(version="0.9.1")
 
@@ -83,7 +81,7 @@ def test_a_sharded_spike_replays_in_one_process(
     assert json.loads((bundle.parent / f"{bundle.name}.result.json").read_text()) == result
 
 
-def test_half_precision_comes_back_within_its_rounding(
+def test_a_half_precision_spike_replays_within_its_rounding(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check_half_precision(launch, tmp_path, capsys, 2, Case("fsdp2", precision="bfloat16", planted=ONE))
@@ -130,7 +128,7 @@ def test_a_bundle_has_what_was_recorded(launch: Launch, tmp_path: Path) -> None:
     assert len(saved.rng_state[0]) > 0
 
 
-def test_training_is_bit_identical_and_a_full_or_broken_disk_ends_nothing(launch: Launch, tmp_path: Path) -> None:
+def test_training_is_bit_identical_also_with_a_full_or_broken_disk(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder can be made here")
     for kept, broken, events in launch(2, replay_cases.identical, str(tmp_path)):
         assert all(kept.values()), kept
@@ -141,7 +139,7 @@ def test_training_is_bit_identical_and_a_full_or_broken_disk_ends_nothing(launch
     assert found == ["step7-epoch0-mini_batch0"]
 
 
-def test_a_disk_that_does_not_answer_ends_nothing(launch: Launch, tmp_path: Path) -> None:
+def test_training_goes_on_if_the_disk_does_not_answer(launch: Launch, tmp_path: Path) -> None:
     """The other ranks would wait for rank 0 in a collective call, whose timeout ends the run."""
     for same, replays in launch(2, replay_cases.stalled, str(tmp_path)):
         assert all(same.values()), same

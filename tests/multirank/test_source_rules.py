@@ -5,30 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import source_cases
-from actor_cases import KL_COEF, Case
-from cluster import Cluster
+from actors import KL_COEF, Case
 from valid_events import valid_events
 
 from gradloc.evidence.sources import UNLIKELY, UNSAMPLED, classify
 
 Launch = Callable[..., list[Any]]
-
-
-@pytest.fixture(scope="module")
-def launch() -> Iterator[Launch]:
-    clusters: dict[int, Cluster] = {}
-
-    def run(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        return clusters.setdefault(world_size, Cluster(world_size)).run(function, *arguments)
-
-    yield run
-    for cluster in clusters.values():
-        cluster.stop()
 
 
 def culprits_by_place(results: list[Any]) -> tuple[dict[str, Any], dict[source_cases.Place, dict[str, Any]]]:

@@ -6,10 +6,9 @@ import math
 
 import actor_cases
 import pytest
-from actor_cases import Case, Unit
-from test_actor import WRAPS, Launch, cases, launch
-
-__all__ = ["launch"]
+from actors import Case
+from oracle import Unit
+from test_actor import WRAPS, Launch, cases
 
 THRESHOLD = 1e-6  # of `units_and_run`
 
@@ -39,7 +38,7 @@ def expected(case: Case, units: list[Unit]) -> dict[str, float]:
     (1, Case("none", mini_batch=2, rollout=True)),
     (4, Case("fsdp2", mini_batch=4, clipped=((3, 5, 1),), rollout=True)),
 )
-def test_the_figures_of_an_update(launch: Launch, world: int, case: Case) -> None:
+def test_figures_of_an_update_are_those_of_the_oracle(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, actor_cases.units_and_run, case)
     units = results[0][0]
     want = expected(case, units)

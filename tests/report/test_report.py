@@ -262,7 +262,7 @@ def test_the_disk_cannot_be_filled(
     (note,) = (line for line in lines(tmp_path) if "note" in line)
     jsonschema.validate(note, NOTE)
     assert note["note"] == "size_limit" and found.notes == {note["message"]: {len(found.events)}}
-    # Room made, the evidence goes on.
+    # With a file moved away, the evidence goes on.
     (tmp_path / "spikes.1.jsonl").unlink()
     record_events(str(tmp_path), [spike(77)])
     assert report.read(str(tmp_path)).events[-1]["global_step"] == 77

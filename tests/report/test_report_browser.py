@@ -32,6 +32,8 @@ from gradloc import record_events, report
 from gradloc.evidence.writer import record_step
 from gradloc.report import meanings
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "<b>x</b></script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u202e"
 
 

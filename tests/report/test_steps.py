@@ -86,7 +86,7 @@ def test_full_files_rotate_and_stay_within_their_limit(
     assert (note["note"], note["global_step"], note["count"]) == ("size_limit", len(found.steps), 1)
     assert f"the figures of step {len(found.steps)} left out" in caplog.text
     assert note["message"].startswith("steps are not written from here on")
-    # Events have a limit of their own, and steps that were moved away make room.
+    # Events have a limit of their own, and steps that were moved away leave space for more.
     record_events(str(tmp_path), samples(1))
     (tmp_path / "steps.1.jsonl").unlink()
     record_step(str(tmp_path), 77, FIGURES)

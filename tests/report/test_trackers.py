@@ -24,6 +24,8 @@ from gradloc.adapters import spike_log, trackers
 from gradloc.adapters.spike_log import SpikeLog, add_spike_log
 from marked_texts import WORDS, marked
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 # Libraries that cannot be installed beside verl are here.
 TRACKERS_PYTHON = ROOT / "build/venv-trackers/bin/python"

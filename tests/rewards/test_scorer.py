@@ -19,6 +19,8 @@ from verl.utils.reward_score import default_compute_score, guarded_math_verify
 
 import trees
 
+pytestmark = pytest.mark.slow
+
 # Sympy computes this tower digit by digit, in C.
 HANGING = "The answer is \\boxed{9^{9^{9^{9}}}}."
 LIMIT = 2
@@ -454,8 +456,8 @@ for _ in range(2):
     assert result.stdout == "1.0\n1.0\n", result.stderr
 
 
-@pytest.mark.parametrize("room", [0, 8, 13])
-def test_no_file_descriptors_for_a_while(room: int) -> None:
+@pytest.mark.parametrize("free", [0, 8, 13])
+def test_no_file_descriptors_for_a_while(free: int) -> None:
     """Neither for the pool nor for its workers, at the start and when a worker is replaced."""
     result = run_script(f"""
 import resource, threading
@@ -468,7 +470,7 @@ def score_without_descriptors(answer):
             held.append(os.dup(0))
     except OSError:
         pass
-    for _ in range({room}):
+    for _ in range({free}):
         os.close(held.pop())
     threading.Timer(2, lambda: [os.close(fd) for fd in held]).start()
     return scorer.compute_score(answer, "7", workers=2, timeout=1)

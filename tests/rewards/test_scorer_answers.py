@@ -84,6 +84,7 @@ def test_quirks_of_math_verify(ordinary_pool: None) -> None:
     assert all(deserved != says and reason for _, _, deserved, says, reason in QUIRKS)
 
 
+@pytest.mark.slow
 def test_the_pool_scores_as_math_verify_does_in_process(ordinary_pool: None) -> None:
     pairs = [entry[:2] for form in FORMS.values() for entry in form] + [entry[:2] for entry in QUIRKS]
     expected = [in_process(*pair) for pair in pairs]
@@ -143,6 +144,7 @@ def watched_memory() -> Iterator[dict[int, int]]:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.slow
 def test_every_hostile_answer_returns_within_its_limit_and_memory(hostile_pool: None) -> None:
     """Each is a call of its own, as in verl's reward loop."""
     hostile = hostile_answers()
@@ -163,6 +165,7 @@ def test_every_hostile_answer_returns_within_its_limit_and_memory(hostile_pool: 
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.slow
 def test_hostile_answers(hostile_pool: None) -> None:
     """Without limits, hardly any of the powers alone would end within the test's time."""
     hostile = hostile_answers()
@@ -215,7 +218,7 @@ def peak(pid: int, what: str = "VmHWM") -> int:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One answer, with room and without: what does not fit is unparsable, and no burden to later answers."""
+    """One answer, with enough memory and without: what does not fit is unparsable, and no burden to later answers."""
     hog = "$$" + "a" * (3 * MEBIBYTE)
     new_pool(monkeypatch, workers=1, timeout=60, memory_mb=2048)
     assert in_pool([(hog, "7")]) == [0.0]

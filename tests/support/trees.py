@@ -1,4 +1,4 @@
-"""Real verl trees, copies of the project and odd web servers for the tests of the tools."""
+"""Real verl trees, copies of the project and misbehaving web servers for the tests of the tools."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ import pytest
 
 import trees
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "examples/Dockerfile").read_text()
 INSTRUCTIONS = [

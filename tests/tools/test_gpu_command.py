@@ -14,6 +14,8 @@ import pytest
 import trees
 from tools import wheels
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PARTS = ["search", "precision", "layer_clip", "replay", "costs"]
 

@@ -17,6 +17,8 @@ import pytest
 import trees
 from trees import ACTOR, ALGOS, DELETED, NEW, Project, refused, snapshot
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = "verl/utils/gradloc"
 
 
@@ -296,7 +298,7 @@ def test_folders_of_the_package(made: tuple[Project, Path], source: Path, tmp_pa
         folder.mkdir(parents=True)
         (folder / module).write_text("x = 1\n")
         (folder / "README.md").write_text("What is here.  \n")
-    (ours / "README.md").write_text("The rooms.\n")
+    (ours / "README.md").write_text("The subpackages.\n")
     assert project.make("--repo", checkout).returncode == 0
     modules = ["__init__.py", "measure/deep/probe.py", "search/__init__.py"]
     assert files(ours) == sorted([*modules, "README.md", "search/README.md"])

@@ -18,6 +18,8 @@ import pytest
 
 import trees
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/ray_job.sh"
 # Keeps what it is given, because the script removes it.

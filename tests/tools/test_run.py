@@ -1,4 +1,4 @@
-"""tests/run.sh: what it does about a browser that is missing. Everything it sets up is there already."""
+"""tests/run.sh: which tests it runs, and what it does without a browser. What it sets up is there already."""
 
 import hashlib
 import os
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TOOLS = "basename bash cat cp cut dirname flock ln mkdir mv rm sed sha256sum".split()
@@ -136,6 +138,54 @@ def test_which_tests_run_against_which_target(project: Path) -> None:
     assert ran(project, "--target", "0.9.1") == ["MARKED 0.9.1", "NAMED 0.9.1", "OTHER 0.9.1"]
     assert (project / "build/base").resolve() == project / "build/0.7.0/base"
     assert (project / "build/verl").resolve() == project / "build/0.7.0/verl"
+
+
+QUICK = """import pytest
+from types import SimpleNamespace
+
+@pytest.fixture
+def launch():
+    pass
+
+@pytest.mark.slow
+def test_slow():
+    print("RAN slow")
+
+def test_without_ranks():
+    print("RAN without_ranks")
+
+CASES = [(4, "fsdp2"), (2, "fsdp1"), (2, "fsdp2"), (1, "none")]
+
+@pytest.mark.parametrize(("world", "case"), [(world, SimpleNamespace(wrap=wrap)) for world, wrap in CASES])
+def test_with_ranks(launch, world, case):
+    print("RAN with", world, case.wrap)
+
+def test_on_two_ranks(launch):
+    print("RAN on_two_ranks")
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--quick"], ["--target", "0.7.1", "--quick"], ["--quick", "--target", "0.7.1"]])
+def test_quick_leaves_out_slow_tests_and_all_but_one_case_with_ranks(project: Path, arguments: list[str]) -> None:
+    add_target(project, "0.7.1")
+    shutil.rmtree(project / "build/venv-trackers")
+    shutil.rmtree(project / "tests/report")
+    write(
+        project / "pyproject.toml",
+        '[tool.pytest.ini_options]\nmarkers = ["slow"]\npythonpath = ["tests/support"]\naddopts = "-s -q"\n',
+    )
+    (project / "tests/test_other.py").unlink()
+    for name in ("conftest.py", "support/trees.py"):
+        write(project / "tests" / name, (ROOT / "tests" / name).read_text())
+    write(project / "tests/one/test_first.py", QUICK)
+    write(project / "tests/two/test_second.py", QUICK)
+    environment = os.environ | {"PATH": str(project / "bin"), "PYTHONPATH": str(project / "tests/support")}
+    command = [project / "bin/bash", project / "tests/run.sh", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.partition("RAN ")[2] for line in done.stdout.splitlines() if "RAN " in line]
+    assert lines == ["without_ranks", "with 2 fsdp2"] * 2
+    assert ("pytest, verl 0.7.1" in done.stdout) == ("--target" in arguments)
 
 
 def test_an_unknown_target(project: Path) -> None:

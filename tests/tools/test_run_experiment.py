@@ -21,6 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 import trees
 from tools.launcher import renamed_keys
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "run_experiment.sh"
 

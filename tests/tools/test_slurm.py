@@ -13,6 +13,8 @@ import pytest
 
 import trees
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/slurm.sh"
 NODES = ["n1", "n2", "n3"]

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gradloc.replay.__main__ import main as replay
 
-pytestmark = pytest.mark.target(version="0.9.1")
+pytestmark = [pytest.mark.slow, pytest.mark.target(version="0.9.1")]
 
 ROOT = Path(__file__).parents[2]
 PREPARED = ROOT / ".embedded" / verl.__version__ / "tiny"
@@ -86,6 +86,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     }
 
 
+@pytest.mark.every_target
 def test_the_planted_token_is_the_only_culprit(run: dict) -> None:
     planted = run["planted"]
     (event,) = run["events"]
@@ -110,6 +111,7 @@ def test_the_drill_finds_its_token_and_is_no_spike(run: dict) -> None:
     assert re.search(r"Drill in step 1: the planted token was found \(\d+ extra pass(es)?, \d+ s\)", run["output"])
 
 
+@pytest.mark.every_target
 def test_the_evidence_describes_the_token(run: dict) -> None:
     (event,) = run["events"]
     (culprit,) = event["culprits"]
@@ -151,6 +153,7 @@ def test_the_spike_replays_in_one_process(run: dict, capsys: pytest.CaptureFixtu
     assert result["sentences"][0].startswith("The spike comes back")
 
 
+@pytest.mark.every_target
 def test_metrics_are_logged_in_every_step(run: dict) -> None:
     logged = re.findall(r"step:(\d+) - .*?actor/gradloc/triggered:(?:np\.float64\()?([\d.]+)", run["log"])
     triggered = {int(step): float(value) for step, value in logged}

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tools.launcher.faults import FAULTS
 
+pytestmark = pytest.mark.slow
+
 ENGINE = verl.__version__ == "0.9.1"
 REWARDS = [f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"]
 # A random model finds all tokens equally unlikely, so that their norms are alike: up to 13, with verl 0.9.1 up to 10.

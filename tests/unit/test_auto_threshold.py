@@ -68,7 +68,7 @@ def test_a_warm_up_comes_first_and_takes_no_zeros_or_infinities() -> None:
     assert auto.value == 10.0
 
 
-def test_it_is_five_times_the_norm_that_a_tenth_exceeds() -> None:
+def test_the_threshold_is_five_times_the_90th_percentile() -> None:
     auto = AutoThreshold()
     norms = [float(norm) for norm in range(1, 101)]
     random.Random(4).shuffle(norms)
@@ -78,7 +78,7 @@ def test_it_is_five_times_the_norm_that_a_tenth_exceeds() -> None:
 
 
 @pytest.mark.parametrize("count", [WARMUP, 100, WINDOW, 2 * WINDOW])
-def test_it_hardly_moves_while_fewer_than_a_tenth_spike(count: int) -> None:
+def test_the_threshold_hardly_moves_while_fewer_than_a_tenth_spike(count: int) -> None:
     source = random.Random(2)
     auto, spiked = AutoThreshold(), AutoThreshold()
     for step in range(count):
@@ -106,7 +106,7 @@ def test_a_lasting_shift_is_followed() -> None:
     assert take_in(9 * WINDOW // 10 + 2, 1.0) < 10 * low
 
 
-def test_what_it_has_learned_can_be_taken_along() -> None:
+def test_the_window_is_saved_and_loaded() -> None:
     auto, other = AutoThreshold(), AutoThreshold()
     for step in range(2 * WINDOW):
         auto.take_in(1.0 + step % 7)

@@ -147,15 +147,15 @@ def test_the_rest_of_a_unit_that_is_not_a_number_is_measured(bad: float, width: 
 
 
 def test_a_unit_whose_norm_is_not_known_is_measured_first() -> None:
-    loud, quiet = Natural(64, 1.2, 0), Natural(64, 0.8, 1)
+    over, under = Natural(64, 1.2, 0), Natural(64, 0.8, 1)
     search = Search(THRESHOLD, "explained", 1.0)
-    for name, unit in {"loud": loud, "quiet": quiet}.items():
+    for name, unit in {"over": over, "under": under}.items():
         search.add_group(name, None, unit.suspicion(True), unit.weights)
     first = search.next_probes(2)
-    assert [(probe.group, len(probe.candidates)) for probe in first] == [("loud", 64), ("quiet", 64)]
-    run(search, {"loud": loud, "quiet": quiet}, 2, most=20)
-    assert search.explained("loud") and search.explained("quiet")
-    assert {culprit.group for culprit in search.culprits} == {"loud"}
+    assert [(probe.group, len(probe.candidates)) for probe in first] == [("over", 64), ("under", 64)]
+    run(search, {"over": over, "under": under}, 2, most=20)
+    assert search.explained("over") and search.explained("under")
+    assert {culprit.group for culprit in search.culprits} == {"over"}
 
 
 def test_the_same_measurements_give_the_same_probes() -> None:
@@ -173,7 +173,7 @@ def test_the_same_measurements_give_the_same_probes() -> None:
     assert probes() == probes()
 
 
-def test_a_segment_of_no_token_is_no_rest() -> None:
+def test_an_empty_set_is_not_measured() -> None:
     search = Search(THRESHOLD, "explained")
     search.add_group("a", 1e9, torch.zeros(0), torch.zeros(0))
     assert search.next_probes(4) == [] and not search.knows("a") and search.more_over() is None
@@ -215,7 +215,7 @@ def test_no_probe_of_a_pass_is_measured_twice() -> None:
                 search.add_measurements([(probe, tokens["a"].measure(probe)) for probe in probes])
 
 
-def test_units_that_are_explained_leave_their_probes_to_the_others() -> None:
+def test_explained_micro_batches_leave_their_probes_to_the_others() -> None:
     tokens = {"hard": Natural(128, 1.5, seed=2), "easy": Tokens(64, {3: 100 * THRESHOLD})}
     search = Search(THRESHOLD, "explained", 1.0)
     for name, unit in tokens.items():
@@ -234,15 +234,15 @@ def many(n: int, count: int, seed: int = 0) -> Tokens:
     return Tokens(n, {place: 8 * THRESHOLD for place in range(count)}, seed)
 
 
-@pytest.mark.parametrize("loud", [2, 3])
-def test_one_rank_soon_calls_an_event_of_several_loud_units_diffuse(loud: int) -> None:
+@pytest.mark.parametrize("count", [2, 3])
+def test_one_rank_soon_calls_an_event_of_several_micro_batches_diffuse(count: int) -> None:
     passes, clear = [], []
     for seed in range(20):
-        tokens: dict[str, Tokens] = {f"{i}": Natural(128, 3.0, 100 * seed + i) for i in range(loud)}
-        search, count = explain(tokens, 1, ordinary=THRESHOLD / 2)
+        tokens: dict[str, Tokens] = {f"{i}": Natural(128, 3.0, 100 * seed + i) for i in range(count)}
+        search, needed = explain(tokens, 1, ordinary=THRESHOLD / 2)
         check(search, tokens)
         assert search.diffuse
-        passes.append(count)
+        passes.append(needed)
         tokens["clear"] = Tokens(128, {5: 300 * THRESHOLD})
         search, _ = explain(tokens, 1, ordinary=THRESHOLD / 2)
         clear.append([culprit.candidate for culprit in search.culprits if culprit.group == "clear"])
@@ -278,7 +278,7 @@ def test_a_clear_token_beside_a_diffuse_unit_is_found(helpful: bool, width: int)
         assert [culprit.candidate for culprit in search.culprits if culprit.group == "clear"] == [77]
 
 
-def test_units_are_looked_at_ahead_only_as_far_as_the_budget_allows_to_name_their_tokens() -> None:
+def test_micro_batches_are_measured_ahead_only_within_the_budget() -> None:
     """Each of ten units is explained by eleven tokens, in 12 passes; the budget is 40."""
     tokens = {i: many(128, 12, seed=i) for i in range(10)}
     search, waiting, passes = Search(THRESHOLD, "explained", THRESHOLD / 5), list(tokens), 0

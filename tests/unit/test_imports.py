@@ -1,4 +1,4 @@
-"""The order of the package's rooms: who may import whom."""
+"""The order of the package's subpackages: which may import which."""
 
 import ast
 import re
@@ -24,24 +24,24 @@ IMPORTED_LATE = {"report.terminal": {"rich"}, "replay.terminal": {"rich"}}
 GENERATED = {"report.page_files"}
 
 
-def rooms() -> list[str]:
-    """The rooms in the order that the package's docstring gives."""
+def subpackages() -> list[str]:
+    """The subpackages in the order that the package's docstring gives."""
     docstring = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text()))
     return [name for line in re.findall(r"^- (.+?):", docstring, re.M) for name in line.split(", ")]
 
 
-def room_of(module: str) -> str:
+def subpackage_of(module: str) -> str:
     return module.split(".")[0]
 
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """The package's files by module name; a room's own `__init__` goes by the room's name."""
+    """The package's files by module name; a subpackage's own `__init__` goes by its name."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         found[".".join(part for part in parts if part != "__init__")] = ast.parse(path.read_text())
-    del found[""]  # the package itself stands above all rooms
+    del found[""]  # the package itself comes after all of them
     return found
 
 
@@ -61,12 +61,12 @@ def imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, boo
 def own_imports(name: str, tree: ast.Module) -> set[str]:
     """The package's modules that a file imports."""
     known = modules()
-    is_room = (PACKAGE / name.replace(".", "/")).is_dir()
+    is_folder = (PACKAGE / name.replace(".", "/")).is_dir()
     found = set()
     for node, _ in imports(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             parts = name.split(".")
-            base = parts[: len(parts) - node.level + is_room]
+            base = parts[: len(parts) - node.level + is_folder]
             base += node.module.split(".") if node.module else []
             for alias in node.names:
                 module = ".".join([*base, alias.name])
@@ -74,17 +74,17 @@ def own_imports(name: str, tree: ast.Module) -> set[str]:
     return found
 
 
-def test_every_file_stands_in_a_room_of_the_list() -> None:
-    assert {room_of(name) for name in modules()} == set(rooms())
+def test_every_file_is_in_a_subpackage_of_the_list() -> None:
+    assert {subpackage_of(name) for name in modules()} == set(subpackages())
 
 
 @pytest.mark.parametrize("name", modules())
-def test_a_file_imports_only_from_rooms_above_its_own(name: str) -> None:
-    order = rooms()
+def test_a_file_imports_only_from_subpackages_before_its_own(name: str) -> None:
+    order = subpackages()
     imported = own_imports(name, modules()[name]) - GENERATED
     assert imported <= set(modules()), "an import of what is not there, or of the package as a whole"
-    place = order.index(room_of(name))
-    assert {other for other in imported if order.index(room_of(other)) > place} == set()
+    place = order.index(subpackage_of(name))
+    assert {other for other in imported if order.index(subpackage_of(other)) > place} == set()
 
 
 def test_no_files_import_each_other() -> None:
@@ -97,7 +97,7 @@ def test_no_files_import_each_other() -> None:
 
 @pytest.mark.parametrize("name", modules())
 def test_a_file_needs_only_torch_and_the_standard_library(name: str) -> None:
-    room = room_of(name)
+    subpackage = subpackage_of(name)
     for node, at_once in imports(modules()[name]):
         if isinstance(node, ast.ImportFrom) and node.level:
             continue
@@ -105,15 +105,15 @@ def test_a_file_needs_only_torch_and_the_standard_library(name: str) -> None:
         for module in names:
             top = module.split(".")[0]
             allowed = {"torch", *sys.stdlib_module_names, *IMPORTED_LATE.get(name, set())}
-            if room == "adapters":
+            if subpackage == "adapters":
                 allowed |= {"tensordict", "verl"}  # verl's data are TensorDicts
             if not at_once:
-                allowed |= LAZY.get(room, set())
+                allowed |= LAZY.get(subpackage, set())
             assert top in allowed, f"line {node.lineno} imports {module}"
             assert not module.startswith("verl.utils.gradloc"), f"line {node.lineno}: the package's own are relative"
 
 
-def test_what_needs_more_is_imported_late() -> None:
+def test_other_packages_are_imported_inside_functions() -> None:
     for name, tree in modules().items():
         for node, at_once in imports(tree):
             names = {node.module, *(alias.name for alias in node.names)} if isinstance(node, ast.ImportFrom) else set()

@@ -409,7 +409,7 @@ def test_buffers_keep_their_precision(kept: Path, dtype: str) -> None:
         (("int4", "sdpa"), (None, None), "cpu", "float32, sdpa", ["float32, eager"]),
     ],
 )
-def test_ways_of_computing(
+def test_a_replay_computes_in_the_asked_way(
     bundle: Path,
     recorded: tuple[str, str],
     asked: tuple[str | None, str | None],
@@ -496,7 +496,7 @@ command.main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--dtype", "b
     ]
 
 
-def test_what_cannot_fit_is_not_begun(
+def test_a_replay_that_needs_more_memory_than_is_free_is_refused(
     bundle: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def loaded(*arguments: Any) -> Any:
@@ -626,7 +626,7 @@ def test_the_terminal_and_the_report_show_a_replay(
     assert result["bundle"] == "step1-epoch0-mini_batch0"
     assert report([str(folder)]) == 0
     assert "Replays" in capsys.readouterr().out
-    # Without the evidence around it, as a stranger gets it.
+    # Without the evidence around it, as somebody else gets it.
     (folder / "spikes.jsonl").unlink()
     page.unlink()
     assert main(command) == 0 and "The spike comes back: rank 0" in page.read_text()
@@ -763,7 +763,7 @@ def result(**changes: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_the_figures_say(changes: dict[str, Any], part: str) -> None:
+def test_sentences_of_a_replay_follow_its_figures(changes: dict[str, Any], part: str) -> None:
     assert any(part in sentence for sentence in sentences(result(**changes)))
 
 

@@ -85,7 +85,7 @@ def test_finds_exactly_the_planted_tokens(
         assert search.open_sets == []
 
 
-def test_tokens_that_hide_under_the_threshold_of_their_segment_are_found() -> None:
+def test_tokens_whose_set_is_under_its_threshold_are_found() -> None:
     """One token takes the unit over its threshold; others, over τ but not over τ·sqrt(n), can hide among the rest."""
     n = 500
     hidden = {7: 10 * THRESHOLD, 123: 5 * THRESHOLD, 321: 4 * THRESHOLD}
@@ -101,17 +101,17 @@ def test_tokens_that_hide_under_the_threshold_of_their_segment_are_found() -> No
     assert plain < 40  # it is the ordinary level that finds them all
 
 
-def test_loud_segments_without_a_culprit_are_soon_left_alone() -> None:
+def test_sets_over_the_threshold_without_a_culprit_are_given_up_soon() -> None:
     tokens = {"a": Tokens(500, {250: 1000 * THRESHOLD})}
     passes, _ = run(start(tokens), tokens, 4)
-    search = start(tokens, ordinary=0.01)  # every segment is far louder than that
-    loud_passes, _ = run(search, tokens, 4)
+    search = start(tokens, ordinary=0.01)  # every set is far over that
+    wasted_passes, _ = run(search, tokens, 4)
     assert [c.candidate for c in search.culprits] == [250]
-    assert passes <= loud_passes <= passes + 4
+    assert passes <= wasted_passes <= passes + 4
 
 
 @pytest.mark.parametrize("n", [64, 1024])
-def test_a_helpful_prior_needs_two_probes_and_a_misleading_one_stays_logarithmic(n: int) -> None:
+def test_right_suspicion_needs_two_probes_and_wrong_suspicion_logarithmically_many(n: int) -> None:
     for seed in range(5):
         tokens = {"a": Tokens(n, {n // 3: 1000 * THRESHOLD}, seed)}
         passes, probes = run(start(tokens), tokens, 2)
@@ -123,7 +123,7 @@ def test_a_helpful_prior_needs_two_probes_and_a_misleading_one_stays_logarithmic
 
 @pytest.mark.parametrize("n", [64, 512, 4096])
 @pytest.mark.parametrize(("probes_a_pass", "most"), [(1, 4), (2, 2), (4, 2), (64, 2)])
-def test_the_number_of_a_culprit_that_the_prior_hides_is_read(probes_a_pass: int, most: int, n: int) -> None:
+def test_codes_find_a_culprit_that_suspicion_misses(probes_a_pass: int, most: int, n: int) -> None:
     """Passes for two digits, one for the token alone and (in the same where two probes fit) for all beside it."""
     for seed in range(10):
         place = (311 * seed) % n
@@ -134,14 +134,14 @@ def test_the_number_of_a_culprit_that_the_prior_hides_is_read(probes_a_pass: int
         assert passes <= most
 
 
-def test_no_number_is_begun_that_the_budget_does_not_let_be_used() -> None:
+def test_code_is_not_started_beyond_the_budget() -> None:
     tokens = {"a": Tokens(1000, {311: 1000 * THRESHOLD})}
     for left in range(1, 5):
         (probe,) = start(tokens, helpful=False, ordinary=1.0).next_probes(1, passes_left=left)
         assert isinstance(probe, TokenSet) == (left < 3)
 
 
-def test_a_number_that_fits_no_single_token_is_not_read() -> None:
+def test_a_code_that_fits_no_single_token_names_none() -> None:
     def read(norm: float, candidates: int = 5) -> int | None:
         code = Code(TokenSet("a", tuple(range(7, 7 + candidates))), 1.0, base=5, digits=1)
         code.norms[0] = norm
@@ -154,7 +154,7 @@ def test_a_number_that_fits_no_single_token_is_not_read() -> None:
     assert read(1.0, candidates=3) is None  # no token has this number
 
 
-def test_numbers_that_tell_nothing_are_soon_given_up() -> None:
+def test_codes_that_name_no_token_are_given_up_soon() -> None:
     """Tokens that spike together, each of no more than its share: no single one has a number to read."""
     n = 512
     tokens = {"a": Tokens(n, {})}
@@ -167,7 +167,7 @@ def test_numbers_that_tell_nothing_are_soon_given_up() -> None:
     assert 0 < digits <= 3 * 5  # three for each set, which has shrunk by a third since the last reading
 
 
-def test_what_a_sibling_cannot_account_for_is_split_without_a_probe() -> None:
+def test_a_set_whose_norm_its_sibling_cannot_explain_is_split_without_a_probe() -> None:
     tokens = {"a": Tokens(8, {5: 1000 * THRESHOLD})}
     search = Search(THRESHOLD, "exhaustive")
     search.add_group("a", tokens["a"].norm(list(range(8))), torch.ones(8), tokens["a"].weights)
@@ -177,7 +177,7 @@ def test_what_a_sibling_cannot_account_for_is_split_without_a_probe() -> None:
     assert all(len(segment.candidates) < 8 - len(first.candidates) for segment in search.open_sets)
 
 
-def test_what_is_open_beside_a_culprit_is_measured_as_one() -> None:
+def test_open_sets_beside_a_culprit_are_measured_together() -> None:
     tokens = {"a": Tokens(512, {100: 1e4 * THRESHOLD})}
     search = start(tokens, helpful=False, ordinary=1.0)
     while not search.culprits:
@@ -204,7 +204,7 @@ class Coherent(Tokens):
 
 @pytest.mark.parametrize("cosine", [0.2, 0.5, 0.9])
 @pytest.mark.parametrize("n", [64, 1000])
-def test_tokens_that_pull_the_same_way_are_left_after_a_few_passes(n: int, cosine: float) -> None:
+def test_a_diffuse_micro_batch_is_given_up_after_a_few_passes(n: int, cosine: float) -> None:
     tokens = {"a": Coherent(n, cosine, {}, seed=n)}
     search = start(tokens)
     passes, _ = run(search, tokens, 2)
@@ -239,7 +239,7 @@ def test_many_tokens_over_the_threshold_that_pull_the_same_way_are_all_found() -
 
 @pytest.mark.parametrize("probes_a_pass", [1, 4])
 @pytest.mark.parametrize("cosine", [0.3, 0.8])
-def test_culprits_that_sit_evenly_and_pull_the_same_way_are_found(cosine: float, probes_a_pass: int) -> None:
+def test_evenly_spaced_parallel_culprits_are_found(cosine: float, probes_a_pass: int) -> None:
     """The last tokens of 24 responses: until a segment holds only one of them, none stands out more than the whole."""
     n = 24 * 160
     places = list(range(159, n, 160))
@@ -274,7 +274,7 @@ class Aligned(Tokens):
 
 
 @pytest.mark.parametrize("probes_a_pass", [8, 64, 128])
-def test_wide_passes_leave_diffuse_units_as_soon_as_narrow_ones(probes_a_pass: int) -> None:
+def test_wide_passes_give_up_diffuse_micro_batches_as_soon_as_narrow_ones(probes_a_pass: int) -> None:
     """In a wide pass something always stands out by chance, and readings of numbers join what is followed."""
     tokens = {seed: Aligned(32768, seed) for seed in range(4)}
     search = start(tokens)
@@ -293,7 +293,7 @@ def test_of_very_many_culprits_one_is_found_soon(units: int) -> None:
     assert search.culprits and all(culprit.candidate % 64 == 13 for culprit in search.culprits)
 
 
-def test_what_a_diffuse_unit_leaves_unmeasured_is_told() -> None:
+def test_sets_that_a_diffuse_micro_batch_leaves_unmeasured_are_listed() -> None:
     tokens = {"a": Coherent(1000, 0.5, {}, seed=0)}
     search = start(tokens, helpful=None)
     measured = set()
@@ -352,7 +352,7 @@ def test_a_unit_without_candidates_has_nothing_to_measure() -> None:
     assert search.next_probes(4) == []
 
 
-def test_a_wide_pass_does_not_leave_a_unit_in_which_it_sees_a_way() -> None:
+def test_a_wide_pass_does_not_give_up_a_micro_batch_with_a_promising_probe() -> None:
     """Most of its probes point at no token, as most tokens pull the same way; one of them holds what is broken."""
     tokens = Coherent(500, 0.9, {}, seed=3)
     search = Search(THRESHOLD, "exhaustive")
@@ -363,8 +363,8 @@ def test_a_wide_pass_does_not_leave_a_unit_in_which_it_sees_a_way() -> None:
 
 
 @pytest.mark.parametrize("seed", [94, 144])
-def test_loud_parts_are_searched_as_long_as_others(seed: int) -> None:
-    """Tokens that only loud parts hold: they are found late, after probes that point at nothing."""
+def test_parts_over_the_threshold_are_searched_as_long_as_others(seed: int) -> None:
+    """Tokens that are only in parts over their threshold: they are found late, after probes that point at nothing."""
     choice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     n, width = choice.choice([20, 40, 64, 128]), choice.choice([1, 2, 4, 8])
     unit = Tokens(n, {})

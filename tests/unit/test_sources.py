@@ -142,7 +142,9 @@ END = 9
     ],
 )
 @pytest.mark.parametrize("ends", [{END}, [8, END]])
-def test_what_is_behind_the_end_of_a_turn(token_id: list[int], mask: list[int], behind: list[int], ends: Any) -> None:
+def test_tokens_after_eos_are_those_behind_the_end_of_a_turn(
+    token_id: list[int], mask: list[int], behind: list[int], ends: Any
+) -> None:
     # Below a row without an end: each row is for itself.
     found = find_after_eos(torch.tensor([[1] * 5, token_id]), torch.tensor([[1.0] * 5, mask]), ends)
     assert found.tolist() == [[False] * 5, [bool(value) for value in behind]]

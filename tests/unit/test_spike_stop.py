@@ -44,7 +44,7 @@ def step_of_the_end(stop: SpikeStop, spikes: list[int]) -> int | None:
         ([0] * 50, None),
     ],
 )
-def test_so_many_spikes_in_as_many_steps_end_a_run(spikes: list[int], end: int | None) -> None:
+def test_a_run_ends_after_the_given_spikes_within_the_given_steps(spikes: list[int], end: int | None) -> None:
     assert step_of_the_end(spike_stop(), spikes) == end
 
 
@@ -53,7 +53,7 @@ def test_one_spike_is_enough_where_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"spike_action": "log"}, {"spike_detection": False}])
-def test_a_run_that_is_not_to_be_stopped(changes: dict[str, Any]) -> None:
+def test_a_run_without_detection_or_the_action_is_not_stopped(changes: dict[str, Any]) -> None:
     assert step_of_the_end(spike_stop(**changes), [9] * 9) is None
 
 

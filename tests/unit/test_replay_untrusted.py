@@ -1,4 +1,4 @@
-"""Bundles and model folders from strangers: nothing in them runs, and no hub is asked. The attacks are real ones."""
+"""Bundles and model folders of unknown origin: nothing in them runs, no hub is asked. The attacks are real ones."""
 
 import json
 import os
@@ -119,8 +119,8 @@ def unknown_type(model: Path, marker: Path) -> None:
 
 
 def code_on_the_hub(model: Path, marker: Path) -> None:
-    code = {"AutoConfig": "stranger/code--a.EvilConfig", "AutoModelForCausalLM": "stranger/code--a.EvilModel"}
-    change_json(model / "config.json", auto_map=code, _name_or_path="stranger/code")
+    code = {"AutoConfig": "attacker/code--a.EvilConfig", "AutoModelForCausalLM": "attacker/code--a.EvilModel"}
+    change_json(model / "config.json", auto_map=code, _name_or_path="attacker/code")
 
 
 def tokenizer(model: Path, marker: Path) -> None:
@@ -136,7 +136,7 @@ def python_files(model: Path, marker: Path) -> None:
 def generation_elsewhere(model: Path, marker: Path) -> None:
     elsewhere = model.parent / "elsewhere"
     write_code(elsewhere / "custom_generate" / "generate.py", marker)
-    for place in (str(elsewhere), "../elsewhere", "stranger/generation"):
+    for place in (str(elsewhere), "../elsewhere", "attacker/generation"):
         change_json(model / "generation_config.json", custom_generate=place, _name_or_path=place)
     (model / "custom_generate").symlink_to(elsewhere / "custom_generate")
 
@@ -168,12 +168,12 @@ def index_that_leads_out(model: Path, marker: Path) -> None:
 def named_weights(model: Path, marker: Path) -> None:
     write_pickle(model.parent / "evil.bin", marker)
     change_json(model / "config.json", transformers_weights="../evil.bin", configuration_files=["config.4.0.0.json"])
-    change_json(model / "config.4.0.0.json", auto_map={"AutoConfig": "stranger/code--a.EvilConfig"})
+    change_json(model / "config.4.0.0.json", auto_map={"AutoConfig": "attacker/code--a.EvilConfig"})
 
 
 def kernels(model: Path, marker: Path) -> None:
     for name in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
-        change_json(model / "config.json", **{name: "stranger/kernel", f"{name}_internal": "stranger/kernel"})
+        change_json(model / "config.json", **{name: "attacker/kernel", f"{name}_internal": "attacker/kernel"})
 
 
 def quantized(model: Path, marker: Path) -> None:
@@ -181,7 +181,7 @@ def quantized(model: Path, marker: Path) -> None:
 
 
 def adapter(model: Path, marker: Path) -> None:
-    change_json(model / "adapter_config.json", peft_type="LORA", base_model_name_or_path="stranger/model")
+    change_json(model / "adapter_config.json", peft_type="LORA", base_model_name_or_path="attacker/model")
 
 
 def adapter_of_another_folder(model: Path, marker: Path) -> None:
@@ -270,7 +270,7 @@ def test_files_that_are_not_read_are_named(
     assert note == "Not read in the model's folder: adapter_config.json, modeling_evil.py."
 
 
-def test_the_attacks_work_where_a_folder_is_trusted(
+def test_the_attacks_succeed_where_a_folder_is_trusted(
     bundle: Path, model: Path, marker: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without this, the tests above could pass because an attack does nothing."""
@@ -279,7 +279,7 @@ def test_the_attacks_work_where_a_folder_is_trusted(
     assert marker.exists() and asked == []
     adapter(model, marker)
     # transformers 5 takes the weights beside such a file.
-    for name in [model] if transformers.__version__.startswith("4.") else ["stranger/model"]:
+    for name in [model] if transformers.__version__.startswith("4.") else ["attacker/model"]:
         with pytest.raises((RuntimeError, OSError)):
             AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
         assert asked
@@ -320,7 +320,7 @@ PATHS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "relative": (relative, "a relative path"),
     "here": (lambda b, m: os.chdir(m) or ".", "a relative path"),
     "home": (lambda b, m: "~/model", "no folder of this machine"),
-    "on the hub": (lambda b, m: "stranger/model", "no folder of this machine"),
+    "on the hub": (lambda b, m: "attacker/model", "no folder of this machine"),
     "a null byte": (lambda b, m: f"{m}\0", "no folder of this machine"),
     "too long": (lambda b, m: "/a" * 5000, "no folder of this machine"),
     "no text": (lambda b, m: {"a": 1}, "no folder of this machine"),
@@ -365,7 +365,7 @@ def test_a_relative_path_is_recorded_as_an_absolute_one(
 ) -> None:
     monkeypatch.chdir(model.parent)
     trained = small_model()
-    for name, path in (("model", str(model)), ("stranger/model", "stranger/model"), ("", None)):
+    for name, path in (("model", str(model)), ("attacker/model", "attacker/model"), ("", None)):
         trained.config.name_or_path = name
         assert _model_facts(trained)["path"] == path
 
@@ -421,7 +421,7 @@ def test_an_adapter_asks_no_hub(
     expected = json.loads(capsys.readouterr().out)["units"]
     change_json(
         lora / "adapter_config.json",
-        base_model_name_or_path="stranger/model",
+        base_model_name_or_path="attacker/model",
         auto_mapping={"base_model_class": "Evil", "parent_library": "evil"},
         megatron_core="megatron.evil",
     )
@@ -439,7 +439,7 @@ def pickle_weights(lora: Path, marker: Path) -> None:
 
 
 def adapters_of_an_adapter(lora: Path, marker: Path) -> None:
-    change_json(lora / "adapter_config.json", peft_type="XLORA", adapters={"0": "stranger/adapter"})
+    change_json(lora / "adapter_config.json", peft_type="XLORA", adapters={"0": "attacker/adapter"})
 
 
 @pytest.mark.parametrize(
