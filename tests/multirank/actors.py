@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cluster
 import torch
 import torch.distributed as dist
 import verl
@@ -272,6 +273,8 @@ def wrap(case: Case, model: torch.nn.Module) -> torch.nn.Module:
     """Shards a model the way verl's worker does; the weights are the same on each rank from the start."""
     if case.wrap == "none":
         return model
+    if case.hsdp:
+        cluster.end_after_this_call()  # torch keeps meshes of this shape, whose groups are destroyed
     shape = (2, dist.get_world_size() // 2) if case.hsdp else (dist.get_world_size(),)
     mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=["ddp", "fsdp"] if case.hsdp else ["fsdp"])
     if case.wrap == "fsdp2":

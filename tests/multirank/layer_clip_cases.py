@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import cluster
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +93,8 @@ def build_model(case: Case) -> nn.Module:
 
 
 def wrap(case: Case, model: nn.Module) -> nn.Module:
+    if case.hsdp:
+        cluster.end_after_this_call()  # torch keeps meshes of this shape, whose groups are destroyed
     shape = (2, dist.get_world_size() // 2) if case.hsdp else (dist.get_world_size(),)
     names = ("ddp", "fsdp") if case.hsdp else ("fsdp",)
     if case.wrap == "none":
