@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ..fsdp import collectives
+from ..measure.meter import suspects
 from ..measure.micro_batch import MicroBatchName
 from ..measure.mini_batch import OrdinaryGradient
 from ..search.groups import Token
@@ -98,12 +99,12 @@ def _findings(
     """
     return {
         "until": investigation.config.bisect_until,
-        "diagnosis": investigation.diagnosis,
+        "diagnosis": _diagnosis(investigation),
         "explained": investigation.explained,
         "more_tokens": investigation.search.more_over(),
         # Where all answers to a prompt got the same reward, there is none.
         "micro_batches": sum(unit.tokens > 0 and unit.norm != 0 for unit in investigation.figures.values()),
-        "units": [_unit(investigation, name) for name in investigation.suspects],
+        "units": [_unit(investigation, name) for name in suspects(investigation.figures, investigation.threshold)],
         "culprits": sorted(
             (_culprit(investigation, token, medians) for token in investigation.culprits),
             key=lambda culprit: -_finite(culprit["grad_norm"]),
@@ -115,6 +116,21 @@ def _findings(
         "error": investigation.error,
         **medians,
     }
+
+
+def _diagnosis(investigation: Investigation) -> str:
+    """What the search has shown; docs/evidence.md gives the rules."""
+    if investigation.everything_broken:
+        return "nonfinite"
+    if investigation.culprits and investigation.config.bisect_until == "explained":
+        return "incomplete" if not investigation.ended else "diffuse" if investigation.left else "tokens"
+    if investigation.culprits:
+        return "tokens"
+    if investigation.overflow:
+        return "overflow"
+    if investigation.broken:
+        return "nonfinite"
+    return "diffuse" if investigation.ended else "incomplete"
 
 
 def _unit(investigation: Investigation, name: MicroBatchName) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def build_result(
         values = bundle.micro_batches[name].tokens
         replayed = measured[main].tokens[place]
         known = culprits.get(key) or recorded.get(key)
-        loudest = max(replayed.layers, key=lambda layer: severity(replayed.layers[layer]), default=None)
+        largest = max(replayed.layers, key=lambda layer: severity(replayed.layers[layer]), default=None)
         result["tokens"].append(
             {
                 **dict(zip(("rank", "micro_batch", "row", "position"), key, strict=True)),
@@ -105,9 +105,9 @@ def build_result(
                 "others": [measured[variant].tokens[place].norm for variant in others],
                 "log_prob": float(values["log_prob"][row, position]),
                 "replayed_log_prob": float(measured[main].log_probs[name][row, position]),
-                "layer": loudest,
-                "layer_norm": None if known is None or loudest is None else known["layer_norms"].get(loudest),
-                "replayed_layer_norm": None if loudest is None else replayed.layers[loudest],
+                "layer": largest,
+                "layer_norm": None if known is None or largest is None else known["layer_norms"].get(largest),
+                "replayed_layer_norm": None if largest is None else replayed.layers[largest],
             }
         )
     first = manifest["micro_batches"][0]

@@ -35,14 +35,14 @@ def _table(title: str, *columns: str) -> Table:
     table = titled(title)
     for column in columns:
         table.add_column(
-            visible(column), justify="right" if column not in ("layer", "loudest layer", "meaning") else "left"
+            visible(column), justify="right" if column not in ("layer", "largest layer", "meaning") else "left"
         )
     return table
 
 
 def _tokens(result: Mapping[str, Any]) -> Table:
     names = ("rank", "row", "position", "token id", "in training", "replayed", *result["variants"])
-    table = _table("Gradient norms of tokens", *names, "log p", "replayed", "loudest layer", "in training", "replayed")
+    table = _table("Gradient norms of tokens", *names, "log p", "replayed", "largest layer", "in training", "replayed")
     for token in result["tokens"]:
         style = "bold" if token["culprit"] else "dim"
         values = [

@@ -105,10 +105,10 @@ def _layers(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     replayed, before = shares("replayed"), shares("norm")
     if not replayed:
         return []
-    loudest = max(replayed, key=lambda layer: replayed[layer])
-    text = f"{loudest} carries {replayed[loudest]:.0%} of the squared norm"
+    largest = max(replayed, key=lambda layer: replayed[layer])
+    text = f"{largest} carries {replayed[largest]:.0%} of the squared norm"
     if before:
-        text += f", and {before[loudest]:.0%} in training"
+        text += f", and {before[largest]:.0%} in training"
     return [text + "."]
 
 

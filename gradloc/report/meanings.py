@@ -8,7 +8,7 @@ from ..evidence import sources
 SOURCES = {name: rule.meaning for name, rule in sources.SOURCES.items()}
 ADVICE = {name: rule.advice for name, rule in sources.SOURCES.items()}
 
-# By `Investigation.diagnosis`: what it means, and what to look at.
+# By an event's `diagnosis`: what it means, and what to look at.
 DIAGNOSES = {
     "tokens": "Single tokens are over the threshold: look at what is wrong with each of them.",
     "diffuse": "No small set of tokens explains the spike, which is the sum of many: "

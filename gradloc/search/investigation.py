@@ -9,8 +9,7 @@ from functools import partial
 
 from ..config import GradLocConfig
 from ..fsdp import collectives
-from ..measure.meter import GroupName, suspects
-from ..measure.micro_batch import MicroBatchName
+from ..measure.meter import GroupName
 from ..measure.mini_batch import MiniBatch
 from .broken_rows import BrokenRow, BrokenRows
 from .codes import is_single
@@ -74,11 +73,6 @@ class Investigation:
         self._broken_groups: list[GroupName] = []
 
     @property
-    def suspects(self) -> list[MicroBatchName]:
-        """The micro-batches known to be over their threshold, largest first."""
-        return suspects(self.figures, self.threshold)
-
-    @property
     def waiting(self) -> list[GroupName]:
         """The groups whose search has not started."""
         return list(self._waiting)
@@ -136,27 +130,12 @@ class Investigation:
     @property
     def complete(self) -> bool:
         """Whether the search ended by itself without a diffuse group; if exhaustive, without an unmeasured token."""
-        return self.ended and not self._left
+        return self.ended and not self.left
 
     @property
-    def _left(self) -> bool:
+    def left(self) -> bool:
         """Whether a group is diffuse; in an exhaustive search, whether a token set was given up."""
         return bool(self.search.diffuse if self.config.bisect_until == "explained" else self.search.given_up)
-
-    @property
-    def diagnosis(self) -> str:
-        """The event's diagnosis; docs/evidence.md gives the rules."""
-        if self.everything_broken:
-            return "nonfinite"
-        if self.culprits and self.config.bisect_until == "explained":
-            return "incomplete" if not self.ended else "diffuse" if self._left else "tokens"
-        if self.culprits:
-            return "tokens"
-        if self.overflow:
-            return "overflow"
-        if self.broken:
-            return "nonfinite"
-        return "diffuse" if self.ended else "incomplete"
 
     @property
     def culprits(self) -> list[Token]:
