@@ -696,9 +696,11 @@ def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: pytest.M
     name = (0, 0)
     micro_batch = SimpleNamespace(tokens={"weight": torch.tensor([[0.5, 0.5, 0.5, 0.25]])}, rows=[7])
     norms = {(name, 0, position): [norm] for position, norm in enumerate([3.0, math.nan, 4.0, 2.0])}
-    search: Any = SimpleNamespace(measured=norms, groups=SimpleNamespace(micro_batches={name: micro_batch}), layers=["a"])
+    search: Any = SimpleNamespace(
+        measured=norms, groups=SimpleNamespace(micro_batches={name: micro_batch}), layers=["a"]
+    )
     monkeypatch.setattr(limits, "MEASURED_TOKENS", 3)
-    found = bundle_writer.measured_tokens(search, search.micro_batches)
+    found = bundle_writer.measured_tokens(search, search.groups.micro_batches)
     assert [token["position"] for token in found] == [1, 2, 3]
     assert [token["grad_norm"] for token in found[1:]] == [8.0, 8.0] and found[1]["row"] == 7
 
