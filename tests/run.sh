@@ -105,7 +105,7 @@ set_up_browser() {
     if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then return 0; fi
     local chosen
     chosen=$("$venv/bin/python" -m pytest --collect-only -q "$@" 2>&1) || true # the run itself tells what is wrong
-    [[ $chosen == *test_report_browser.py* ]] || return 0
+    [[ $chosen == *test_report_browser.py::* || $chosen == *"test_report_browser.py: "* ]] || return 0
     if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
         say "installing Chromium for the tests of the report"
         if apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
