@@ -425,6 +425,13 @@ class WorkerCheckpoints:
         adapter.load_state(self.actor, self.manager, folder)
 
 
+def make_unreadable(folder: str) -> None:
+    """Replaces what a checkpoint holds of GradLoc and LayerClip."""
+    if dist.get_rank() == 0:
+        Path(folder, "gradloc_state.pt").write_bytes(b"not a state")
+    dist.barrier()
+
+
 def grad_scaler(scale: float) -> ShardedGradScaler:
     # Its default group is the one of its module's import, which other tests have destroyed.
     return ShardedGradScaler(device=DEVICE.type, init_scale=scale, process_group=dist.group.WORLD)
