@@ -421,8 +421,10 @@ def reads_of_a_step(actor: Any) -> list[str]:
             actor.engine._watching = True  # as within `train_batch`
             actor.engine.optimizer_step()
         else:
+            from verl.utils.gradloc.adapters import dp_actor as adapter
+
             watched = getattr(actor, "watch", None) is not None
-            norm = actors.adapter.optimizer_step(actor, 0, 0) if watched else actor._optimizer_step()
+            norm = adapter.optimizer_step(actor, 0, 0) if watched else actor._optimizer_step()
             if watched:
                 on_host.append(norm)
             norm.detach().item()
