@@ -179,7 +179,7 @@ def save_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", 
 def load_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str | None) -> None:
     """Called after a checkpoint was loaded. A collective call."""
     if actor.watch is not None:
-        actor.watch.load(read_state(folder if manager.should_load_extra else None))
+        actor.watch.load(lambda: read_state(folder if manager.should_load_extra else None))
 
 
 def _sample(row: Any) -> Sample:

@@ -57,8 +57,8 @@ class WatchedEngine:
 
     watch: Watch | None = None
     _settings: Any = None
-    # The state of a checkpoint that was loaded before there was a watch.
-    _loaded_state: dict[str, Any] | None = None
+    # Reads the state of a checkpoint that was loaded before there was a watch.
+    _read_state: Callable[[], dict[str, Any]] | None = None
     _watching = False
     _pass_open = False
     _mini_batches = 0
@@ -141,9 +141,11 @@ class WatchedEngine:
     def load_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         super().load_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
         extra = getattr(self.checkpoint_manager, "should_load_extra", True)
-        self._loaded_state = read_state(local_path if extra else None)
+        read = partial(read_state, local_path if extra else None)
         if self.watch is not None:
-            self.watch.load(self._loaded_state)
+            self.watch.load(read)
+        else:  # read in the first update, if that turns anything on: no collective call without it
+            self._read_state = read
 
     def _build(self, config: Any) -> None:
         self._settings = config
@@ -162,8 +164,8 @@ class WatchedEngine:
         )
         tokenizer = getattr(self.model_config, "tokenizer", None)
         self._evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, group_size)
-        if self._loaded_state is not None:
-            self.watch.load(self._loaded_state)
+        if self._read_state is not None:
+            self.watch.load(self._read_state)
 
     def _place(self, epoch_and_mini_batch: Sequence[int], update: int) -> None:
         """Sets the mini-batch's place in its step, from that in its update."""

@@ -146,11 +146,15 @@ class Watch:
         if collectives.rank() == 0 and (parts := self._parts()):
             torch.save({name: part.state_dict() for name, part in parts.items()}, os.path.join(folder, STATE_FILE))
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restores rank 0's state, which `read_state` gave; if it is empty, the parts start over. A collective call."""
+    def load(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        """Restores a state, which `read` gives on rank 0; if it is empty, the parts start over. A collective call.
+
+        Raises:
+            RankFailedError: `read` raised.
+        """
         if parts := self._parts():
             # Rank 0 wrote it, perhaps to a folder that the other nodes do not share.
-            state = collectives.broadcast(lambda: state, 0)
+            state = collectives.broadcast(read, 0)
             for name, part in parts.items():
                 part.load_state_dict(state.get(name))
 
@@ -160,13 +164,13 @@ class Watch:
 
 
 def read_state(folder: str | None) -> dict[str, Any]:
-    """What `Watch.save` wrote to a checkpoint's folder, on rank 0; empty without a file, and on the other ranks.
+    """What `Watch.save` wrote to a checkpoint's folder; empty without a file.
 
     Raises:
         ValueError: The file cannot be read.
     """
     path = os.path.join(folder, STATE_FILE) if folder else ""
-    if collectives.rank() or not os.path.isfile(path):
+    if not os.path.isfile(path):
         return {}
     try:
         return torch.load(path, weights_only=True)
