@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from verl.utils.device import get_device_id
 
+from ..fsdp import collectives
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
+from ..token_clip.positions import Positions
 from .replay_bundles import padded_rows
 from .rows import forward_inputs, select_rows
 from .update_evidence import Sample, UpdateEvidence
@@ -36,9 +38,10 @@ _EVIDENCE_KEYS = {
 
 
 def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, LayerClip | None]:
-    """What watches an actor that is trained with `spike_detection` or `layer_clip.enable`; None for what is off."""
+    """What watches an actor that is trained, if its configuration turns any of it on; None for what is off."""
     config = actor.config
-    on = config.get("spike_detection", False) or config.get("layer_clip", {}).get("enable", False)
+    clips = [config.get(name, {}).get("enable", False) for name in ("layer_clip", "token_clip")]
+    on = config.get("spike_detection", False) or any(clips)
     if actor.actor_optimizer is None or not on:
         return None, None, None
     watch = Watch(
@@ -74,8 +77,8 @@ def reports_ref_log_prob(actor: "DataParallelPPOActor", data: "DataProto") -> bo
 
 
 def start_update(actor: "DataParallelPPOActor", data: "DataProto") -> None:
-    if actor.gradloc is not None:
-        actor.gradloc.start_update(data.meta_info.get("global_steps"))
+    if actor.watch is not None:
+        actor.watch.start_update(data.meta_info.get("global_steps"))
 
 
 def begin_pass(
@@ -89,8 +92,9 @@ def begin_pass(
         temperature (float): The rollout's, which the forward divides the logits by.
         rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
     """
-    if actor.watch is not None and actor.gradloc is not None:
-        actor.gradloc.begin_pass({**forward_inputs(model_inputs), "temperature": temperature}, rows)
+    if actor.watch is not None and actor.watch.watches_passes:
+        inputs = {**forward_inputs(model_inputs), "temperature": temperature}
+        actor.watch.begin_pass(inputs, rows, partial(_positions, actor, model_inputs))
         actor.watch.aggregation.start()
 
 
@@ -112,7 +116,7 @@ def observe(
         old_log_prob (Tensor): What the loss compares it with.
         loss_scale_factor (float): The micro-batch's part in the mini-batch's loss.
     """
-    if actor.watch is not None and actor.gradloc is not None:
+    if actor.watch is not None and actor.watch.watches_passes:
         facts = {name: model_inputs[key] for name, key in _EVIDENCE_KEYS.items() if key in model_inputs}
         facts["old_log_prob"] = old_log_prob
         actor.watch.observe(log_prob, entropy, facts, loss_scale_factor)
@@ -120,8 +124,8 @@ def observe(
 
 def end_pass(actor: "DataParallelPPOActor") -> None:
     """Called after a micro-batch's backward."""
-    if actor.gradloc is not None:
-        actor.gradloc.end_pass()
+    if actor.watch is not None:
+        actor.watch.end_pass()
 
 
 def optimizer_step(actor: "DataParallelPPOActor", epoch: int, mini_batch: int) -> Tensor:
@@ -159,14 +163,14 @@ def write_evidence(
         tokenizer (PreTrainedTokenizer): The actor's.
         metrics (Mapping): What `update_policy` returned.
     """
-    if actor.watch is None or actor.gradloc is None:
+    if actor.watch is None or not actor.watch.watches_passes:
         return
 
     def sample_of(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> Sample:
         return _sample(data[event["mini_batch"] * actor.config.ppo_mini_batch_size + culprit["row"]])
 
     evidence = UpdateEvidence(actor.config.bisect_dump_dir, tokenizer, actor.watch.sequence_parallel_size)
-    evidence.add(actor.gradloc.events, sample_of)
+    evidence.add(actor.watch.lines(), sample_of)
     evidence.write(data.meta_info.get("global_steps"), metrics)
 
 
@@ -180,6 +184,12 @@ def load_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", 
     """Called after a checkpoint was loaded. A collective call."""
     if actor.watch is not None:
         actor.watch.load(lambda: read_state(folder if manager.should_load_extra else None))
+
+
+def _positions(actor: "DataParallelPPOActor", model_inputs: Mapping[str, Any]) -> Positions:
+    mask, size = model_inputs["attention_mask"].bool(), actor.ulysses_sequence_parallel_size
+    start = mask.shape[1] - model_inputs["responses"].shape[1]
+    return Positions(mask, [start] * len(mask), collectives.rank() % size, size)
 
 
 def _sample(row: Any) -> Sample:

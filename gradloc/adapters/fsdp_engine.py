@@ -21,6 +21,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from ..fsdp import collectives
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
+from ..token_clip.positions import Positions
 from .actor_config import SpikeConfig
 from .replay_bundles import ragged_rows
 from .update_evidence import Sample, UpdateEvidence
@@ -52,7 +53,7 @@ class WatchedEngine:
     metrics are in the output, and rank 0 writes its evidence.
 
     Attributes:
-        watch (Watch | None): GradLoc and LayerClip; None before the first `train_batch`.
+        watch (Watch | None): GradLoc, LayerClip and TokenClip; None before the first `train_batch`.
     """
 
     watch: Watch | None = None
@@ -87,7 +88,7 @@ class WatchedEngine:
         self._place(tu.get(data, "epoch_and_mini_batch", (0, 0)), update)
         last = tu.get(data, "update_lr_scheduler", True) and update == updates - 1
         step = tu.get(data, "training_step")
-        if self.gradloc is not None:
+        if self.watch.watches_passes:
             self._start(step)
             data[_ROW] = torch.arange(len(data))
         self._watching = True
@@ -98,8 +99,8 @@ class WatchedEngine:
             self.watch.aggregation.stop()
             data.pop(_ROW, None)
         metrics = self.watch.metrics() if last else {}
-        if self.gradloc is not None:
-            self._evidence.add(self.gradloc.events, lambda _, culprit: _sample(data, culprit["row"]))
+        if self.watch.watches_passes:
+            self._evidence.add(self.watch.lines(), lambda _, culprit: _sample(data, culprit["row"]))
             if last:
                 self._evidence.write(step, metrics)
         if self.is_mp_src_rank_with_outputs():
@@ -109,13 +110,13 @@ class WatchedEngine:
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
     ) -> Any:
-        gradloc = self.gradloc
-        if gradloc is None or not self._watching or forward_only:
+        watch = self.watch
+        if watch is None or not watch.watches_passes or not self._watching or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         self._end_pass()
         # Before the engine moves it to the device, where reading lengths would wait for the device.
         inputs = _inputs(micro_batch)
-        gradloc.begin_pass(inputs, micro_batch[_ROW].tolist())
+        watch.begin_pass(inputs, micro_batch[_ROW].tolist(), partial(self._positions, inputs))
         self._pass_open = True
         return super().forward_step(  # type: ignore[misc]
             micro_batch, partial(self._observed, loss_function, inputs), forward_only
@@ -149,7 +150,7 @@ class WatchedEngine:
 
     def _build(self, config: Any) -> None:
         self._settings = config
-        if not (config.spike_detection or config.layer_clip.enable):
+        if not (config.spike_detection or config.layer_clip.enable or config.token_clip.enable):
             return
         group_size: int = self.ulysses_sequence_parallel_size
         self.watch = Watch(
@@ -177,13 +178,13 @@ class WatchedEngine:
 
     def _start(self, training_step: int | None) -> None:
         """Begins a mini-batch; the first one begins a step."""
-        assert self.gradloc is not None
+        assert self.watch is not None
         if self._where == (0, 0):
             if training_step is None and collectives.rank() == 0:
                 logger.warning("the trainer passes no step number: global_step is null in the evidence")
-            self.gradloc.start_update(training_step)
+            self.watch.start_update(training_step)
         else:
-            self.gradloc.start_mini_batch()
+            self.watch.start_mini_batch()
 
     def _loss_scale(self) -> float:
         scaler = getattr(self, "scaler", None)
@@ -191,9 +192,16 @@ class WatchedEngine:
 
     def _end_pass(self) -> None:
         if self._pass_open:
-            assert self.gradloc is not None
-            self.gradloc.end_pass()
+            assert self.watch is not None
+            self.watch.end_pass()
             self._pass_open = False
+
+    def _positions(self, inputs: Mapping[str, Any]) -> Positions:
+        size: int = self.ulysses_sequence_parallel_size
+        lengths = torch.tensor([len(row) for row in inputs["input_ids"]])
+        mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+        starts = (lengths - torch.tensor(inputs["response_lengths"])).tolist()
+        return Positions(mask.to(get_device_id(), non_blocking=True), starts, collectives.rank() % size, size)
 
     def _observed(
         self,

@@ -7,12 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..evidence.clips import describe as describe_clips
 from ..evidence.in_words import describe
 from ..evidence.token_facts import text_evidence
 from ..evidence.writer import CULPRITS_WITH_TEXT, LONG_TEXTS, STEP_FIGURES, jsonable, record_events, record_step
 from ..fsdp import collectives
 
 logger = logging.getLogger(__name__)
+
+# What is written of a token in a clip line; of one in the prompt, no text.
+_CLIPPED_TOKEN_FACTS = ("token", "context", "reward", "data_source", "uid")
 
 # How many events of an update are logged one by one.
 _LOGGED_EVENTS = 3
@@ -53,14 +57,15 @@ class UpdateEvidence:
     def add(
         self, events: Sequence[dict[str, Any]], sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample]
     ) -> None:
-        """Adds events, and to their culprits what the data say of them. A collective call.
+        """Adds events and clip lines, and to their tokens what the data say of them. A collective call.
 
         Args:
             events (Sequence[dict]): The same on every rank; they are changed.
-            sample_of (Callable): The sample of an event's culprit, both given, on the rank that has it; may raise.
+            sample_of (Callable): The sample of an event's culprit, or of a clip line's token, both given, on the rank
+                that has it; may raise.
         """
         self._events += events
-        culprits = [(event, culprit) for event in events for culprit in event["culprits"]]
+        culprits = [(event, culprit) for event in events for culprit in _tokens(event)]
         if not culprits:
             return
         own = [
@@ -74,7 +79,7 @@ class UpdateEvidence:
                 culprits[index][1].update(found)
         for event in events:
             try:
-                event["summary"] = describe(event)
+                event["summary"] = describe_clips(event) if "token_clip" in event else describe(event)
             except Exception:
                 logger.warning("a gradient spike is written without its texts in its summary", exc_info=True)
 
@@ -98,6 +103,9 @@ class UpdateEvidence:
         """
         try:
             facts = _facts(sample_of(event, culprit), culprit["position"], self._tokenizer)
+            if "token_clip" in event:
+                kept = _CLIPPED_TOKEN_FACTS if culprit["position"] >= 0 else _CLIPPED_TOKEN_FACTS[2:]
+                return [jsonable({name: facts[name] for name in kept if name in facts})]
             if any(culprit is largest for largest in event["culprits"][:CULPRITS_WITH_TEXT]):
                 return [jsonable(facts)]
             return [jsonable({name: None if name in LONG_TEXTS else value for name, value in facts.items()})]
@@ -121,11 +129,17 @@ def write_update(
         record_step(directory, global_step, figures)
     for event in events[:_LOGGED_EVENTS]:
         what = "Gradient spike" if event.get("drill") is None else "Spike drill"
+        what = "Outlying tokens" if "token_clip" in event else what
         logger.warning("%s in step %s: %s", what, event["global_step"], event.get("summary", ""))
     if len(events) > _LOGGED_EVENTS:
         more = len(events) - _LOGGED_EVENTS
         logger.warning("%d more gradient spikes in step %s: see the report on %s", more, global_step, directory)
     record_events(directory, events)
+
+
+def _tokens(line: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """The tokens that a line names."""
+    return line["token_clip"]["tokens"] if "token_clip" in line else line["culprits"]
 
 
 def _facts(sample: Sample, position: int, tokenizer: Any) -> dict[str, Any]:
