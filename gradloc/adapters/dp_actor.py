@@ -135,12 +135,10 @@ def optimizer_step(actor: "DataParallelPPOActor", epoch: int, mini_batch: int) -
     Returns:
         Tensor: The norm of the gradient before any clipping, shape ().
     """
-    take_step, norm = (True, None) if actor.watch is None else actor.watch.before_step(epoch, mini_batch)
-    clipped_norm = actor._optimizer_step() if take_step else None
-    if norm is None:
-        assert clipped_norm is not None  # a step that is left out has a norm
-        return clipped_norm
-    return torch.tensor(norm, dtype=torch.float64)
+    if actor.watch is None:
+        return actor._optimizer_step()
+    norm = actor.watch.step(epoch, mini_batch, actor._optimizer_step)
+    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float64)
 
 
 def metrics(actor: "DataParallelPPOActor") -> dict[str, Any]:

@@ -126,12 +126,7 @@ class WatchedEngine:
             return super().optimizer_step()  # type: ignore[misc]
         assert self.watch is not None
         self._end_pass()
-        take_step, norm = self.watch.before_step(*self._where)
-        clipped_norm = super().optimizer_step() if take_step else None  # type: ignore[misc]
-        if norm is None:
-            assert clipped_norm is not None  # a step that is left out has a norm
-            return clipped_norm
-        return norm
+        return self.watch.step(*self._where, super().optimizer_step)  # type: ignore[misc]
 
     def save_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         super().save_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
