@@ -18,21 +18,12 @@ from ..layers.layer_clip import LayerClip
 from .replay_bundles import padded_rows
 from .rows import forward_inputs, select_rows
 from .update_evidence import Sample, UpdateEvidence
-from .watch import Watch, read_state
+from .watch import EVIDENCE_KEYS, Watch, read_state
 
 if TYPE_CHECKING:
     from verl import DataProto
     from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
     from verl.workers.actor.dp_actor import DataParallelPPOActor
-
-# The evidence's names for what is known of a token, and where a micro-batch holds it.
-_EVIDENCE_KEYS = {
-    "token_id": "responses",
-    "response_mask": "response_mask",
-    "advantage": "advantages",
-    "ref_log_prob": "ref_log_prob",
-    "rollout_log_prob": "rollout_log_probs",
-}
 
 
 def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, LayerClip | None]:
@@ -113,8 +104,8 @@ def observe(
         loss_scale_factor (float): The micro-batch's part in the mini-batch's loss.
     """
     if actor.watch is not None and actor.gradloc is not None:
-        facts = {name: model_inputs[key] for name, key in _EVIDENCE_KEYS.items() if key in model_inputs}
-        facts["old_log_prob"] = old_log_prob
+        facts = {name: model_inputs[key] for name, key in EVIDENCE_KEYS.items() if key in model_inputs}
+        facts["old_log_prob"] = old_log_prob  # may be the forward's own instead of the data's
         actor.watch.observe(log_prob, entropy, facts, loss_scale_factor)
 
 

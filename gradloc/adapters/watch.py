@@ -20,6 +20,16 @@ from .eos_tokens import eos_tokens
 from .loss_weights import RecordedAggregation, kl_coefficients
 from .replay_bundles import build_bundle_writer
 
+# The evidence's names for what is known of a token, and where a micro-batch holds it.
+EVIDENCE_KEYS = {
+    "token_id": "responses",
+    "response_mask": "response_mask",
+    "advantage": "advantages",
+    "old_log_prob": "old_log_probs",
+    "ref_log_prob": "ref_log_prob",
+    "rollout_log_prob": "rollout_log_probs",
+}
+
 # What an actor's optimizer step gives for its gradient's norm: a tensor or a number.
 Norm = TypeVar("Norm")
 
