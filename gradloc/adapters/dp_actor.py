@@ -20,21 +20,12 @@ from ..token_clip.positions import Positions
 from .replay_bundles import padded_rows
 from .rows import forward_inputs, select_rows
 from .update_evidence import Sample, UpdateEvidence
-from .watch import Watch, read_state
+from .watch import EVIDENCE_KEYS, Watch, read_state
 
 if TYPE_CHECKING:
     from verl import DataProto
     from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
     from verl.workers.actor.dp_actor import DataParallelPPOActor
-
-# The evidence's names for what is known of a token, and where a micro-batch holds it.
-_EVIDENCE_KEYS = {
-    "token_id": "responses",
-    "response_mask": "response_mask",
-    "advantage": "advantages",
-    "ref_log_prob": "ref_log_prob",
-    "rollout_log_prob": "rollout_log_probs",
-}
 
 
 def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, LayerClip | None]:
@@ -117,8 +108,8 @@ def observe(
         loss_scale_factor (float): The micro-batch's part in the mini-batch's loss.
     """
     if actor.watch is not None and actor.watch.watches_passes:
-        facts = {name: model_inputs[key] for name, key in _EVIDENCE_KEYS.items() if key in model_inputs}
-        facts["old_log_prob"] = old_log_prob
+        facts = {name: model_inputs[key] for name, key in EVIDENCE_KEYS.items() if key in model_inputs}
+        facts["old_log_prob"] = old_log_prob  # may be the forward's own instead of the data's
         actor.watch.observe(log_prob, entropy, facts, loss_scale_factor)
 
 
@@ -139,12 +130,10 @@ def optimizer_step(actor: "DataParallelPPOActor", epoch: int, mini_batch: int) -
     Returns:
         Tensor: The norm of the gradient before any clipping, shape ().
     """
-    take_step, norm = (True, None) if actor.watch is None else actor.watch.before_step(epoch, mini_batch)
-    clipped_norm = actor._optimizer_step() if take_step else None
-    if norm is None:
-        assert clipped_norm is not None  # a step that is left out has a norm
-        return clipped_norm
-    return torch.tensor(norm, dtype=torch.float64)
+    if actor.watch is None:
+        return actor._optimizer_step()
+    norm = actor.watch.step(epoch, mini_batch, actor._optimizer_step)
+    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float64)
 
 
 def metrics(actor: "DataParallelPPOActor") -> dict[str, Any]:

@@ -25,22 +25,12 @@ from ..token_clip.positions import Positions
 from .actor_config import SpikeConfig
 from .replay_bundles import ragged_rows
 from .update_evidence import Sample, UpdateEvidence
-from .watch import Watch, read_state
+from .watch import EVIDENCE_KEYS, Watch, read_state
 
 logger = logging.getLogger(__name__)
 
 # The column that `train_batch` adds: each row's index in the data that it was given.
 _ROW = "gradloc_row"
-
-# The evidence's names for what is known of a token, and where a micro-batch holds it.
-_EVIDENCE_KEYS = {
-    "token_id": "responses",
-    "response_mask": "response_mask",
-    "advantage": "advantages",
-    "old_log_prob": "old_log_probs",
-    "ref_log_prob": "ref_log_prob",
-    "rollout_log_prob": "rollout_log_probs",
-}
 
 
 class WatchedEngine:
@@ -127,12 +117,7 @@ class WatchedEngine:
             return super().optimizer_step()  # type: ignore[misc]
         assert self.watch is not None
         self._end_pass()
-        take_step, norm = self.watch.before_step(*self._where)
-        clipped_norm = super().optimizer_step() if take_step else None  # type: ignore[misc]
-        if norm is None:
-            assert clipped_norm is not None  # a step that is left out has a norm
-            return clipped_norm
-        return norm
+        return self.watch.step(*self._where, super().optimizer_step)  # type: ignore[misc]
 
     def save_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         super().save_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
@@ -221,7 +206,7 @@ class WatchedEngine:
             loss = loss_function(model_output={**model_output, **flat}, data=data, dp_group=dp_group)
         finally:
             self.watch.aggregation.stop()
-        facts = {name: _padded(data[key]) for name, key in _EVIDENCE_KEYS.items() if key in data.keys()}
+        facts = {name: _padded(data[key]) for name, key in EVIDENCE_KEYS.items() if key in data.keys()}
         as_response = _response_cutter(inputs, facts["response_mask"])
         padded = {name: as_response(values.detach()) for name, values in flat.items()}
         loss_inputs = {

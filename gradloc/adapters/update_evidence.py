@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..evidence.clips import describe as describe_clips
-from ..evidence.in_words import describe
+from ..evidence import clips
+from ..evidence.in_words import summary
 from ..evidence.token_facts import text_evidence
-from ..evidence.writer import CULPRITS_WITH_TEXT, LONG_TEXTS, STEP_FIGURES, jsonable, record_events, record_step
+from ..evidence.writer import STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 
 logger = logging.getLogger(__name__)
@@ -65,23 +65,20 @@ class UpdateEvidence:
                 that has it; may raise.
         """
         self._events += events
-        culprits = [(event, culprit) for event in events for culprit in _tokens(event)]
+        culprits = [(event, i, culprit) for event in events for i, culprit in enumerate(_tokens(event))]
         if not culprits:
             return
         own = [
-            (index, found)
-            for index, (event, culprit) in enumerate(culprits)
+            (number, found)
+            for number, (event, i, culprit) in enumerate(culprits)
             if not self._duplicate and culprit["rank"] == self._own_rank
-            for found in self._facts(event, culprit, sample_of)
+            for found in self._facts(event, i, sample_of)
         ]
         for of_rank in collectives.gather_objects(own):
-            for index, found in of_rank:
-                culprits[index][1].update(found)
+            for number, found in of_rank:
+                culprits[number][2].update(found)
         for event in events:
-            try:
-                event["summary"] = describe_clips(event) if "token_clip" in event else describe(event)
-            except Exception:
-                logger.warning("a gradient spike is written without its texts in its summary", exc_info=True)
+            event["summary"] = clips.summary(event) if "token_clip" in event else summary(event)
 
     def write(self, global_step: int | None, metrics: Mapping[str, Any]) -> None:
         """Ends an update: rank 0 writes its events and, from its metrics, the step's figures."""
@@ -94,21 +91,20 @@ class UpdateEvidence:
     def _facts(
         self,
         event: Mapping[str, Any],
-        culprit: Mapping[str, Any],
+        index: int,
         sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample],
     ) -> list[dict[str, Any]]:
         """The text around a culprit, and what its sample was rewarded for; nothing if that fails.
 
         It is sent to all ranks: plain values, whatever a ground truth is, and no long texts that are not written.
         """
+        culprit = _tokens(event)[index]
         try:
             facts = _facts(sample_of(event, culprit), culprit["position"], self._tokenizer)
             if "token_clip" in event:
                 kept = _CLIPPED_TOKEN_FACTS if culprit["position"] >= 0 else _CLIPPED_TOKEN_FACTS[2:]
                 return [jsonable({name: facts[name] for name in kept if name in facts})]
-            if any(culprit is largest for largest in event["culprits"][:CULPRITS_WITH_TEXT]):
-                return [jsonable(facts)]
-            return [jsonable({name: None if name in LONG_TEXTS else value for name, value in facts.items()})]
+            return [jsonable(limit_texts(facts, index))]
         except Exception:
             logger.warning("a culprit of a gradient spike is written without its text", exc_info=True)
             return []

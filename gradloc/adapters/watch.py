@@ -4,7 +4,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,19 @@ from ..token_clip.token_clip import TokenClip
 from .eos_tokens import eos_tokens
 from .loss_weights import RecordedAggregation, kl_coefficients
 from .replay_bundles import build_bundle_writer
+
+# The evidence's names for what is known of a token, and where a micro-batch holds it.
+EVIDENCE_KEYS = {
+    "token_id": "responses",
+    "response_mask": "response_mask",
+    "advantage": "advantages",
+    "old_log_prob": "old_log_probs",
+    "ref_log_prob": "ref_log_prob",
+    "rollout_log_prob": "rollout_log_probs",
+}
+
+# What an actor's optimizer step gives for its gradient's norm: a tensor or a number.
+Norm = TypeVar("Norm")
 
 # Beside an actor's checkpoint.
 STATE_FILE = "gradloc_state.pt"
@@ -167,6 +180,24 @@ class Watch:
         if self._eos_tokens:
             facts["after_eos"] = find_after_eos(facts["token_id"], mask, self._eos_tokens)
         self.gradloc.observe(log_prob, entropy, weight, loss_inputs, **facts)
+
+    def step(self, epoch: int, mini_batch: int, optimizer_step: Callable[[], Norm]) -> Norm | float:
+        """Takes the optimizer step, unless `spike_action` leaves it out. A collective call.
+
+        Args:
+            epoch (int): The PPO epoch.
+            mini_batch (int): The mini-batch's index in the update.
+            optimizer_step (Callable): Takes the step, and returns the norm of its gradient.
+
+        Returns:
+            Norm | float: The norm of the gradient before any clipping.
+        """
+        take_step, norm = self.before_step(epoch, mini_batch)
+        clipped_norm = optimizer_step() if take_step else None
+        if norm is None:
+            assert clipped_norm is not None  # a step that is left out has a norm
+            return clipped_norm
+        return norm
 
     def before_step(self, epoch: int, mini_batch: int) -> tuple[bool, float | None]:
         """Looks for a spike, and clips the layers of a gradient that the optimizer gets. A collective call.

@@ -34,10 +34,11 @@ def hook_boundaries(module: nn.Module, seen: Seen) -> list[str]:
         ValueError: The model has no list of decoder layers.
     """
     boundaries: dict[str, nn.Module] = {}
-    names = {child: name for name, child in module.named_modules()}
-    embedding = module.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
-    if embedding in names:
-        boundaries[layer_name(f"{names[embedding]}.weight")] = embedding
+    find_embedding: Callable[[], nn.Module | None] | None = getattr(module, "get_input_embeddings", None)
+    embedding = None if find_embedding is None else find_embedding()
+    for name, child in module.named_modules():
+        if child is embedding:
+            boundaries[layer_name(f"{name}.weight")] = child
     for name, layer in _decoder_layers(module):
         boundaries[layer_name(f"{name}.weight")] = layer
     for name, child in boundaries.items():

@@ -262,7 +262,7 @@ class TokenClip:
         for counts in (over, cut):
             for part in range(1, self._sequence_parallel_size):
                 counts[part :: self._sequence_parallel_size, -1] = 0
-        step = {
+        step: dict[str, Any] = {
             "over": self._by_boundary(over.sum(0).long()),
             "cut": self._by_boundary(cut.sum(0).long()),
             "refused": [name for name, count in self._by_boundary(refused.sum(0)).items() if count],
