@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from verl.utils.device import get_device_id
 
-from ..fsdp import collectives
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
-from ..token_clip.positions import Positions
 from .replay_bundles import padded_rows
 from .rows import forward_inputs, select_rows
 from .update_evidence import Sample, UpdateEvidence
@@ -85,7 +83,7 @@ def begin_pass(
     """
     if actor.watch is not None and actor.watch.watches_passes:
         inputs = {**forward_inputs(model_inputs), "temperature": temperature}
-        actor.watch.begin_pass(inputs, rows, partial(_positions, actor, model_inputs))
+        actor.watch.begin_pass(inputs, rows, partial(_sequences, model_inputs))
         actor.watch.aggregation.start()
 
 
@@ -175,10 +173,10 @@ def load_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", 
         actor.watch.load(lambda: read_state(folder if manager.should_load_extra else None))
 
 
-def _positions(actor: "DataParallelPPOActor", model_inputs: Mapping[str, Any]) -> Positions:
-    mask, size = model_inputs["attention_mask"].bool(), actor.ulysses_sequence_parallel_size
-    start = mask.shape[1] - model_inputs["responses"].shape[1]
-    return Positions(mask, [start] * len(mask), collectives.rank() % size, size)
+def _sequences(model_inputs: Mapping[str, Any]) -> tuple[Tensor, list[int]]:
+    """Where a micro-batch has tokens, and the column of each response's first one."""
+    mask = model_inputs["attention_mask"].bool()
+    return mask, [mask.shape[1] - model_inputs["responses"].shape[1]] * len(mask)
 
 
 def _sample(row: Any) -> Sample:

@@ -21,7 +21,6 @@ from verl.workers.utils.padding import no_padding_2_padding
 from ..fsdp import collectives
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
-from ..token_clip.positions import Positions
 from .actor_config import SpikeConfig
 from .replay_bundles import ragged_rows
 from .update_evidence import Sample, UpdateEvidence
@@ -106,7 +105,7 @@ class WatchedEngine:
         self._end_pass()
         # Before the engine moves it to the device, where reading lengths would wait for the device.
         inputs = _inputs(micro_batch)
-        watch.begin_pass(inputs, micro_batch[_ROW].tolist(), partial(self._positions, inputs))
+        watch.begin_pass(inputs, micro_batch[_ROW].tolist(), partial(_sequences, inputs))
         self._pass_open = True
         return super().forward_step(  # type: ignore[misc]
             micro_batch, partial(self._observed, loss_function, inputs), forward_only
@@ -180,13 +179,6 @@ class WatchedEngine:
             assert self.watch is not None
             self.watch.end_pass()
             self._pass_open = False
-
-    def _positions(self, inputs: Mapping[str, Any]) -> Positions:
-        size: int = self.ulysses_sequence_parallel_size
-        lengths = torch.tensor([len(row) for row in inputs["input_ids"]])
-        mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
-        starts = (lengths - torch.tensor(inputs["response_lengths"])).tolist()
-        return Positions(mask.to(get_device_id(), non_blocking=True), starts, collectives.rank() % size, size)
 
     def _observed(
         self,
@@ -283,6 +275,14 @@ def _inputs(micro_batch: TensorDict) -> dict[str, Any]:
         "response_lengths": lengths.tolist(),
         "settings": {key: tu.get(micro_batch, key) for key in _FORWARD_SETTINGS if key in micro_batch.keys()},
     }
+
+
+def _sequences(inputs: Mapping[str, Any]) -> tuple[Tensor, list[int]]:
+    """Where a micro-batch has tokens, padded on the right, and the column of each response's first one."""
+    lengths = torch.tensor([len(row) for row in inputs["input_ids"]])
+    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    starts = (lengths - torch.tensor(inputs["response_lengths"])).tolist()
+    return mask.to(get_device_id(), non_blocking=True), starts
 
 
 def _forward_rows(

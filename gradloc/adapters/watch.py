@@ -124,18 +124,22 @@ class Watch:
         if self.gradloc is not None:
             self.gradloc.start_mini_batch()
 
-    def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int], positions: Callable[[], Positions]) -> None:
+    def begin_pass(
+        self, inputs: dict[str, Any], rows: Sequence[int], sequences: Callable[[], tuple[Tensor, Sequence[int]]]
+    ) -> None:
         """Called before a micro-batch's forward.
 
         Args:
             inputs (dict): The inputs of `forward`; see `GradLoc.begin_pass`.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
-            positions (Callable): Returns where its tokens are in the hidden states.
+            sequences (Callable): Returns where its padded sequences have a token, bool of shape (rows, length), and the
+                column of each response's first token.
         """
         if self.gradloc is not None:
             self.gradloc.begin_pass(inputs, rows)
         if self.token_clip is not None:
-            self.token_clip.begin_pass(positions(), rows)
+            size = self.sequence_parallel_size
+            self.token_clip.begin_pass(Positions(*sequences(), collectives.rank() % size, size), rows)
 
     def end_pass(self) -> None:
         """Called after a micro-batch's backward."""

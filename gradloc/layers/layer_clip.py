@@ -18,6 +18,7 @@ from .reduced_norms import ReducedNorms
 logger = logging.getLogger(__name__)
 
 RULES = ("zscore", "ratio", "fixed")
+TARGETS = ("reciprocal", "bound")
 
 # The mean never falls below _MEAN_FLOOR times an average that is _FLOOR_SLOWNESS times slower. So a short phase of
 # small norms does not bring the bound close to zero, but a lasting decrease of the norms is followed.
@@ -42,6 +43,9 @@ class LayerClipConfig:
         rule (str): The bound of a layer's norm. Options: 'zscore' (mean + z * standard deviation of its recent norms),
             'ratio' (ratio * mean of its recent norms), 'fixed' (max_norm * square root of the layer's share of the
             trainable parameters).
+        target (str): For 'zscore': the norm that a layer over its bound is scaled to. Options: 'reciprocal' (mean +
+            z**2 / deviations * standard deviation, deviations being how many of them the norm is over the mean: the
+            larger the norm, the nearer to the mean; but at least min_bound), 'bound' (its bound).
         z (float): For 'zscore': maximum number of standard deviations above the mean.
         ratio (float): For 'ratio': maximum multiple of the mean.
         beta (float): Decay of the moving averages per optimizer step.
@@ -56,6 +60,7 @@ class LayerClipConfig:
 
     enable: bool = False
     rule: str = "zscore"
+    target: str = "reciprocal"
     z: float = 5.0
     ratio: float = 3.0
     beta: float = 0.98
@@ -68,6 +73,7 @@ class LayerClipConfig:
         for name in ("enable", "log_layers"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         self._check("rule", self.rule in RULES, f"one of {list(RULES)}")
+        self._check("target", self.target in TARGETS, f"one of {list(TARGETS)}")
         for name in ("z", "max_norm"):
             self._check(name, is_finite_number(getattr(self, name)) and getattr(self, name) > 0, "a positive number")
         self._check("ratio", is_finite_number(self.ratio) and self.ratio > 1, "a number over 1")
@@ -82,7 +88,7 @@ class LayerClipConfig:
 
 @dataclass
 class LayerStatistics:
-    """The moving mean and deviation of one layer's clipped norms.
+    """The moving mean and deviation of one layer's norms, those over the bound cut at it.
 
     They start from the median and the median absolute deviation of the first norms, which are robust to a spike among
     these norms. After that, the t-th norm has the weight (1 - beta) / (1 - beta^t), as in a bias-corrected moving
@@ -104,7 +110,7 @@ class LayerStatistics:
     floor: float = 0.0
 
     def take_in(self, norm: float, config: LayerClipConfig) -> None:
-        """Adds one step's norm, as clipped by the caller. Exact zeros and non-finite norms are ignored."""
+        """Adds one step's norm, cut at the bound by the caller. Exact zeros and non-finite norms are ignored."""
         if norm == 0 or not math.isfinite(norm):
             return
         self.count += 1
@@ -128,6 +134,19 @@ class LayerStatistics:
             return max(config.ratio * self.mean, config.min_bound)
         return max(self.mean + config.z * self.deviation, config.min_bound)
 
+    def target(self, norm: float, bound: float, config: LayerClipConfig) -> float:
+        """What a norm over the bound is scaled to: the bound, or ZClip's reciprocal (arXiv 2504.02507) for one layer.
+
+        Args:
+            norm (float): The layer's norm, over its bound.
+            bound (float): What `bound` gives under the same settings.
+            config (LayerClipConfig): The settings.
+        """
+        if config.rule != "zscore" or config.target == "bound":
+            return bound
+        deviations = (norm - self.mean) / self.deviation
+        return max(self.mean + config.z**2 / deviations * self.deviation, config.min_bound)
+
     def _start(self) -> None:
         self.mean = median(self.warmup)
         deviation = _PER_MEDIAN_DEVIATION * median(abs(norm - self.mean) for norm in self.warmup)
@@ -145,7 +164,7 @@ class LayerStep(TypedDict):
 
 
 class LayerClip:
-    """Scales every layer's gradient by min(1, bound / norm) before the optimizer step, and updates the bounds.
+    """Scales the gradient of every layer over its bound before the optimizer step, and updates the bounds.
 
     Args:
         module (nn.Module): The model; see `ReducedNorms`.
@@ -189,7 +208,9 @@ class LayerClip:
         self._reduced_norms.scale_({i: layer["factor"] for i, layer in enumerate(figures) if layer["factor"] < 1})
         if self._config.rule != "fixed" and all(math.isfinite(layer["norm"]) for layer in figures):
             for name, layer in step.items():
-                self._statistics[name].take_in(layer["norm"] * layer["factor"], self._config)
+                # Cut at the bound under both targets: the reciprocal one would never follow a lasting rise.
+                norm, bound = layer["norm"], layer["bound"]
+                self._statistics[name].take_in(norm if bound is None else min(norm, bound), self._config)
         self.last_step = step
         self._steps.append(self.last_step)
         return torch.tensor(math.sqrt(sum(layer["norm"] ** 2 for layer in figures)))
@@ -203,7 +224,7 @@ class LayerClip:
             layer: {
                 "norm": norm,
                 "bound": bound,
-                "factor": bound / norm if finite and bound is not None and norm > bound else 1.0,
+                "factor": self._factor(layer, norm, bound) if finite else 1.0,
             }
             for layer, norm, bound in zip(self.layers, norms, self._bounds(), strict=True)
         }
@@ -269,6 +290,11 @@ class LayerClip:
                 f"actor_rollout_ref.actor.layer_clip.enable=False."
             )
         self._statistics = {layer: LayerStatistics(**state[layer]) for layer in self.layers}
+
+    def _factor(self, layer: str, norm: float, bound: float | None) -> float:
+        if bound is None or norm <= bound:
+            return 1.0
+        return self._statistics[layer].target(norm, bound, self._config) / norm
 
     def _bounds(self) -> list[float | None]:
         if self._config.rule != "fixed":

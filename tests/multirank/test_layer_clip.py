@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
 import random
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from test_actor import WRAPS, Launch
 from valid_events import valid_events
 
 from gradloc import LayerClip, LayerClipConfig
-from gradloc.layers.layer_clip import LayerStatistics
+from gradloc.layers.layer_clip import TARGETS, LayerStatistics
 from gradloc.layers.layer_names import layer_name, layers_by_parameter
 from gradloc.layers.reduced_norms import ReducedNorms
 
@@ -192,11 +192,79 @@ def test_bounds_have_a_minimum(config: LayerClipConfig) -> None:
     assert statistics_of(start, with_minimum).bound(with_minimum) == 7.0
 
 
+def test_the_reciprocal_target_is_nearer_to_the_mean_the_larger_the_norm() -> None:
+    # Median 3, median absolute deviation 1; z = 2, so that the bound is 3 + 2 * 1.4826 = 5.9652.
+    config = LayerClipConfig(z=2.0, warmup_steps=5)
+    statistics = statistics_of([1.0, 2.0, 3.0, 4.0, 5.0], config)
+    bound = statistics.bound(config)
+    assert bound == pytest.approx(5.9652)
+    # z² / deviations * deviation = 4 * 1.4826² / (norm - 3)
+    for norm, expected in ((5.9652, 5.9652), (7.0, 3 + 8.79241 / 4), (103.0, 3.0879241), (3e12, 3.0)):
+        assert statistics.target(norm, bound, config) == pytest.approx(expected, rel=1e-6)
+        assert statistics.target(norm, bound, dataclasses.replace(config, target="bound")) == bound
+    # A lower limit of the bound is one of the target, too.
+    for limit, norm, expected in ((4.0, 103.0, 4.0), (4.0, 7.0, 3 + 8.79241 / 4), (9.0, 103.0, 9.0)):
+        limited = dataclasses.replace(config, min_bound=limit)
+        limit_or_bound = statistics.bound(limited)
+        assert statistics.target(norm, limit_or_bound, limited) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_layer_is_scaled_to_its_target(target: str) -> None:
+    model = small_model()
+    clip = LayerClip(model, LayerClipConfig(target=target, z=2.0, warmup_steps=5))
+    for norm in (1.0, 2.0, 3.0, 4.0, 5.0):
+        set_gradients(model, (norm, 1.0))
+        clip.clip()
+    set_gradients(model, (103.0, 1.0))
+    clip.clip()
+    expected = {"reciprocal": 3.0879241, "bound": 5.9652}[target]
+    assert clip.last_step["0"] == {
+        "norm": pytest.approx(103),
+        "bound": pytest.approx(5.9652),
+        "factor": pytest.approx(expected / 103),
+    }
+    assert math.sqrt(sum(p.grad.square().sum().item() for p in model[0].parameters())) == pytest.approx(expected)
+    assert clip.last_step["2"]["factor"] == 1.0
+    found = clip.metrics()
+    assert found["actor/layer_clip/norm_max_ratio"] == pytest.approx(103 / 5.9652)
+    assert found["actor/layer_clip/min_factor"] == pytest.approx(expected / 103)
+
+
+@pytest.mark.parametrize("rule", ["ratio", "fixed"])
+def test_the_target_is_one_of_zscore_only(rule: str) -> None:
+    steps = []
+    for target in TARGETS:
+        model = small_model()
+        clip = LayerClip(model, LayerClipConfig(rule=rule, target=target, warmup_steps=1))
+        for norm in (1.0, 103.0):
+            set_gradients(model, (norm, 1.0))
+            clip.clip()
+        steps.append(clip.last_step)
+    assert steps[0] == steps[1]
+    assert steps[0]["0"]["factor"] * 103 == pytest.approx(steps[0]["0"]["bound"])
+
+
+def test_statistics_do_not_depend_on_the_target() -> None:
+    # So a checkpoint goes on under the other one, and a lasting hundredfold rise is followed under both.
+    states = []
+    for target in TARGETS:
+        model = small_model()
+        clip = LayerClip(model, LayerClipConfig(target=target))
+        for norm in [*log_normal(100), *(100 * norm for norm in log_normal(300, seed=1))]:
+            set_gradients(model, (norm, 1.0))
+            clip.clip()
+        states.append(clip.state_dict())
+        assert clip.last_step["0"]["bound"] > 150
+    assert states[0] == states[1]
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"enable": 1}, "layer_clip.enable must be True or False, got 1."),
         ({"rule": "median"}, "layer_clip.rule must be one of ['zscore', 'ratio', 'fixed'], got 'median'."),
+        ({"target": "mean"}, "layer_clip.target must be one of ['reciprocal', 'bound'], got 'mean'."),
         ({"z": 0}, "layer_clip.z must be a positive number, got 0."),
         ({"z": math.nan}, "layer_clip.z"),
         ({"ratio": 1.0}, "layer_clip.ratio must be a number over 1, got 1.0."),
@@ -811,7 +879,8 @@ def test_yaml_and_dataclass_have_the_same_keys_and_defaults() -> None:
     assert isinstance(composed, VerlLayerClipConfig)
     default = dict(VerlLayerClipConfig())
     assert dict(composed) == default
-    assert {key: default[key] for key in asdict(LayerClipConfig())} == asdict(LayerClipConfig())
+    own = dataclasses.asdict(LayerClipConfig())
+    assert {key: default[key] for key in own} == own
     assert FSDPActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1).layer_clip.enable is False
     import verl
 

@@ -152,7 +152,7 @@ def test_smooth_leaves_a_part_of_what_is_a_little_over(launch: Launch, world: in
 @pytest.mark.target(version="0.9.1")
 @cases((2, Case(planted=TWO)), (2, Case("fsdp1", packed=True, micro_batch=1, planted=(*TWO, (1, 6, 9)))))
 def test_more_than_the_largest_share_are_left(launch: Launch, world: int, case: Case) -> None:
-    """Two tokens of a micro-batch are over the bound, and one of some forty may be cut: none is, in that micro-batch."""
+    """Two tokens of a micro-batch are over the bound, and one of some forty may be cut: there, none is."""
     outcomes = launch(world, partial(token_clip_cases.run, case, max_share=0.02))
     check(outcomes, case)
     (line,) = outcomes[0][SPIKED].clips

@@ -1,0 +1,405 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO on sums with verl's patched actor, spikes that can be injected into it, and what can be done against them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import math
+from statistics import mean, median
+from typing import Any
+
+import numpy
+import torch
+from rival_clips import AGGC, SPAM, AdaGC, ZClip
+from sums_task import PAD, PROMPT, RESPONSE, all_pairs, answer_mask, new_model, prompts_and_answers, reward_of, sample
+from torch import Tensor, nn
+from verl import DataProto
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+from verl.workers.actor.dp_actor import DataParallelPPOActor
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, LayerClipConfig
+
+RIVALS = ("adagc", "zclip", "spam", "aggc", "aggc limited")
+LOOSE, TIGHT = 5.0, 0.5  # grad_clip in usual norms
+TOKEN_THRESHOLD = 3.0  # GradLoc's, in usual token norms
+SPIKED_LAYER, ABOVE, SPIKE, FLOOR = 1, 2, 1000.0, 1.1
+NO_RATIO_CLIP = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The size of a run, and how it is trained.
+
+    Args:
+        steps (int): GRPO steps.
+        events (tuple): In which of them spikes come: first and last step of each event.
+        calibration (int): Steps from which the usual norms are taken.
+        skill (float): The reward at which learning from examples stops.
+        prompts (int): Sums in a step.
+        answers (int): Answers to each.
+        learning_rate (float): Of AdamW; beyond that, what verl takes by default.
+        epochs (int): PPO epochs over the two mini-batches of a step.
+        false_positives (float): The share of the wrong answers that the verifier takes for right.
+        warmup (int): Optimizer steps before AdaGC clips (its paper: 100) and after a reset before SPAM does.
+        reset (int): Optimizer steps from one reset of SPAM's moments to the next (its paper: 500).
+    """
+
+    steps: int = 60
+    events: tuple[tuple[int, int], ...] = ((20, 20), (35, 37))
+    calibration: int = 10
+    skill: float = 0.35
+    prompts: int = 12
+    answers: int = 8
+    learning_rate: float = 1e-4
+    epochs: int = 1
+    false_positives: float = 0.0
+    warmup: int = 20
+    reset: int = 40
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return 2 * self.epochs * self.steps
+
+    def spikes_in(self, step: int) -> bool:
+        return any(first <= step <= last for first, last in self.events)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What is done against spikes.
+
+    Args:
+        name (str): As in the tables.
+        rule (str): "none" for no clip at all, "global" for grad_clip alone, or what comes before it: "zscore", or one
+            of RIVALS.
+        target (str): LayerClip's target, under "zscore".
+        token_clip (bool): Whether TokenClip drops tokens.
+        action (str): GradLoc's spike_action; "" without GradLoc.
+        clip (float): grad_clip in usual norms.
+        ratio_clip (bool): Whether the loss has PPO's ratio clip.
+        other_samples (bool): Whether to draw other sums and answers.
+    """
+
+    name: str
+    rule: str = "global"
+    target: str = "reciprocal"
+    token_clip: bool = False
+    action: str = ""
+    clip: float = LOOSE
+    ratio_clip: bool = True
+    other_samples: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Usual:
+    """Medians over the steps of a run without spikes: of the gradient's norm, and of GradLoc's token norm."""
+
+    norm: float
+    token_norm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """What one step trains on.
+
+    Args:
+        prompts (Tensor): Shape (rows, PROMPT).
+        responses (Tensor): Shape (rows, RESPONSE).
+        log_probs (Tensor): The sampler's, shape (rows, RESPONSE).
+        right (Tensor): Whether the response is right, shape (rows,).
+        rewards (Tensor): The verifier's, shape (rows,).
+    """
+
+    prompts: Tensor
+    responses: Tensor
+    log_probs: Tensor
+    right: Tensor
+    rewards: Tensor
+
+
+def has_token_clip() -> bool:
+    """Whether the actor's configuration has TokenClip."""
+    return any(field.name == "token_clip" for field in dataclasses.fields(FSDPActorConfig))
+
+
+def token_clip_settings() -> dict[str, Any]:
+    """The actor's settings with TokenClip.
+
+    Raises:
+        ValueError: The patched verl has no TokenClip.
+    """
+    for field in dataclasses.fields(FSDPActorConfig):
+        if field.name == "token_clip" and callable(field.default_factory):
+            return {"token_clip": type(field.default_factory())(enable=True, action="drop", factor=4.0)}
+    raise ValueError("This row needs a verl whose actor has the key token_clip; the one on PYTHONPATH has not.")
+
+
+class Run:
+    """One GRPO run.
+
+    Args:
+        settings (Settings): Its size.
+        weights (dict): What the model starts from.
+        variant (Variant): What is tried.
+        seed (int): Of the sums and the sampling.
+        usual (Usual): The scale of the thresholds; None to measure it.
+
+    Attributes:
+        rewards (list[float]): Before the first step, and after each that was not replayed.
+        moved (list[float]): Of every optimizer step: how far it went; 0 for one that was left out.
+        clipped (list[float]): In every optimizer step, the share of what the rule looks at (layers, tensors, groups,
+            elements, or the step) that it has cut.
+        samples (list[Samples]): What every step trained on.
+    """
+
+    def __init__(
+        self, settings: Settings, weights: dict[str, Tensor], variant: Variant, seed: int, usual: Usual | None
+    ) -> None:
+        self.settings = settings
+        self.train, self.test = all_pairs(seed)
+        self.random = torch.Generator().manual_seed(1000 + seed + 500 * variant.other_samples)
+        self.verifier = torch.Generator().manual_seed(2000 + seed)
+        self.model = new_model(seed)
+        self.model.load_state_dict(weights)
+        self.spike = Spike(self.model)
+        rows = settings.prompts * settings.answers
+        grad_clip = math.inf if variant.rule == "none" or usual is None else variant.clip * usual.norm
+        ratio_clip = (0.2, 3.0) if variant.ratio_clip else (NO_RATIO_CLIP, NO_RATIO_CLIP)
+        config = FSDPActorConfig(
+            strategy="fsdp",
+            rollout_n=1,
+            ppo_mini_batch_size=rows // 2,
+            ppo_micro_batch_size_per_gpu=rows // 2,
+            ppo_epochs=settings.epochs,
+            clip_ratio=ratio_clip[0],
+            clip_ratio_low=ratio_clip[0],
+            clip_ratio_high=ratio_clip[0],
+            clip_ratio_c=ratio_clip[1],
+            use_torch_compile=False,
+            fsdp_config=FSDPEngineConfig(dtype="float32"),
+            grad_clip=grad_clip,
+            layer_clip=LayerClipConfig(enable=variant.rule == "zscore", target=variant.target),
+            spike_detection=bool(variant.action) or usual is None,
+            spike_action=variant.action or "log",
+            bisect_budget_steps=64,
+            spike_replay=0,
+            grad_norm_threshold=1e9 if usual is None else TOKEN_THRESHOLD * usual.token_norm,
+            **(token_clip_settings() if variant.token_clip else {}),
+        )
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.actor = DataParallelPPOActor(config, self.model, optimizer)
+        self.rewards = [reward_of(self.model, self.test)]
+        self.moved: list[float] = []
+        self.clipped: list[float] = []
+        self.samples: list[Samples] = []
+        self.metrics: list[dict[str, Any]] = []
+        self._watch(optimizer)
+        if variant.rule in RIVALS:
+            self._clip_before_the_actor(self._rival(variant.rule, optimizer, grad_clip))
+
+    def _rival(self, rule: str, optimizer: torch.optim.Optimizer, grad_clip: float) -> AdaGC | ZClip | SPAM | AGGC:
+        settings = self.settings
+        if rule == "adagc":
+            return AdaGC(grad_clip, settings.warmup)
+        if rule == "zclip":
+            return ZClip()
+        if rule == "spam":
+            return SPAM(optimizer, reset_interval=settings.reset, clip_after=settings.warmup)
+        kinds = [name.split(".")[-2] for name, _ in self.model.named_parameters()]
+        limits = (0.9, 1.1) if rule == "aggc limited" else (0.0, math.inf)
+        return AGGC(kinds, settings.updates, limits=limits)
+
+    def _clip_before_the_actor(self, rival: AdaGC | ZClip | SPAM | AGGC) -> None:
+        step = self.actor._optimizer_step
+
+        def clip_and_step() -> Tensor:
+            gradients: list[Any] = [parameter.grad for parameter in self.model.parameters()]
+            self.clipped.append(rival.clip(gradients))
+            return step()
+
+        self.actor._optimizer_step = clip_and_step  # type: ignore[method-assign]  # the rival's hook
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        before: list[Tensor] = []
+
+        def remember(*_: Any) -> None:
+            before[:] = [parameter.detach().clone() for parameter in self.model.parameters()]
+
+        def measure(*_: Any) -> None:
+            moved = torch._foreach_sub([parameter.detach() for parameter in self.model.parameters()], before)
+            end_of_mini_batch(torch.stack(torch._foreach_norm(moved)).norm().item())
+
+        def end_of_mini_batch(moved: float) -> None:
+            self.moved.append(moved)
+            self.spike.clear()  # it is in the first mini-batch only
+            if self.actor.layer_clip is not None:
+                factors = [layer["factor"] for layer in self.actor.layer_clip.last_step.values()]
+                self.clipped.append(mean(factor < 1 for factor in factors))
+
+        optimizer.register_step_pre_hook(remember)
+        optimizer.register_step_post_hook(measure)
+        watch = self.actor.watch
+        if watch is not None:
+            before_step = watch.before_step
+
+            def before_step_or_none(epoch: int, mini_batch: int) -> Any:
+                decision = before_step(epoch, mini_batch)
+                if not decision[0]:
+                    end_of_mini_batch(0.0)
+                return decision
+
+            watch.before_step = before_step_or_none  # type: ignore[method-assign]  # steps left out have no other hook
+
+    def draw(self) -> Samples:
+        """Sums and sampled answers to them."""
+        count = self.settings.prompts * self.settings.answers
+        pairs = self.train[torch.randint(len(self.train), (self.settings.prompts,), generator=self.random)]
+        prompts, right_responses = prompts_and_answers(pairs.repeat_interleave(self.settings.answers, 0))
+        self.model.eval()
+        responses, log_probs = sample(self.model, prompts, torch.rand(count, RESPONSE, generator=self.random))
+        right = (responses == right_responses).all(1)
+        mistaken = torch.rand(count, generator=self.verifier) < self.settings.false_positives
+        return Samples(prompts, responses, log_probs, right, (right | mistaken).float())
+
+    def step(self, kind: str, replayed: Samples | None = None) -> None:
+        """One GRPO step, with a spike of a kind.
+
+        Args:
+            kind (str): One of `Spike.KINDS`.
+            replayed (Samples, optional): What to train on; None to draw it. With samples no reward is measured.
+        """
+        samples = self.draw() if replayed is None else replayed
+        count = len(samples.prompts)
+        mask = answer_mask(samples.responses)
+        scores = torch.zeros(count, RESPONSE)
+        scores[:, 0] = samples.rewards
+        groups = numpy.arange(count) // self.settings.answers
+        advantages, _ = compute_grpo_outcome_advantage(scores, mask.float(), groups)
+        tokens = torch.cat([samples.prompts, samples.responses], 1)
+        attention_mask = torch.cat([torch.ones_like(samples.prompts), mask], 1)
+        batch = DataProto.from_dict(
+            {
+                "input_ids": tokens,
+                "attention_mask": attention_mask,
+                "position_ids": attention_mask.cumsum(1) - 1,
+                "responses": samples.responses,
+                "response_mask": mask.float(),
+                "old_log_probs": self._log_probs(tokens, samples.responses),
+                "advantages": advantages,
+            },
+            meta_info={"temperature": 1.0},
+        )
+        if kind != "no":
+            self.spike.plant(kind, tokens[: count // 2], advantages, samples)
+        self.metrics.append(self.actor.update_policy(batch))
+        self.samples.append(samples)
+        if replayed is None:
+            self.rewards.append(reward_of(self.model, self.test))
+
+    @torch.no_grad()
+    def _log_probs(self, tokens: Tensor, responses: Tensor) -> Tensor:
+        # Anew by the policy that is trained, as verl does, so that a replayed step is on-policy, too.
+        logits = self.model(input_ids=tokens).logits[:, PROMPT - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, responses.unsqueeze(-1)).squeeze(-1)
+
+    def parameters(self) -> Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+
+    def logged(self, name: str) -> list[Any]:
+        """A metric in each step, zero where it is not logged."""
+        return [metrics.get(name, 0.0) for metrics in self.metrics]
+
+
+class Spike:
+    """Spikes of one optimizer step, until `clear`.
+
+    - layer: the gradient of layers.1 times 1000; floor: times 1.1;
+    - token: the advantage 1000 (ordinary ones are about 1) for the least likely token of the wrong answers;
+    - sequence: the same for every token of the wrong answer that holds it;
+    - blow: the least likely token of wrong answers that have an advantage; its backward signal is multiplied by 1000
+      where it enters layers.1 from above, so that layers.1, layers.0 and the embedding get huge gradients, with a
+      normal ratio and advantage.
+
+    Args:
+        model (nn.Module): The model. Its hooks come before all others, so that every rule sees the spike as if the
+            model had made it.
+    """
+
+    KINDS = ("no", "layer", "token", "sequence", "blow", "floor")
+
+    def __init__(self, model: nn.Module) -> None:
+        self.factor = 1.0
+        self.blown: tuple[Tensor, int] | None = None  # the row's tokens, and the position
+        self._tokens = torch.empty(0)
+        for name, parameter in model.named_parameters():
+            if name.startswith(f"model.layers.{SPIKED_LAYER}."):
+                parameter.register_hook(lambda gradient: gradient * self.factor)
+        model.register_forward_pre_hook(self._remember, with_kwargs=True)
+        model.get_submodule(f"model.layers.{ABOVE}").register_forward_pre_hook(self._blow)
+
+    def clear(self) -> None:
+        self.factor, self.blown = 1.0, None
+
+    def plant(self, kind: str, tokens: Tensor, advantages: Tensor, samples: Samples) -> None:
+        """Plants a spike in the first mini-batch.
+
+        Args:
+            kind (str): One of KINDS, not "no".
+            tokens (Tensor): The mini-batch's, (rows, PROMPT + RESPONSE).
+            advantages (Tensor): The whole batch's, (more rows, RESPONSE); changed in place.
+            samples (Samples): The whole batch.
+        """
+        if kind in ("layer", "floor"):
+            self.factor = SPIKE if kind == "layer" else FLOOR
+            return
+        rows = len(tokens)
+        mask = answer_mask(samples.responses[:rows]).bool()
+        wrong = mask & ~samples.right[:rows, None]
+        eligible = [wrong, mask]
+        if kind == "blow":
+            # Of a row that is there once, so that also passes over some of the rows find it.
+            _, place, times = tokens.unique(dim=0, return_inverse=True, return_counts=True)
+            alone = (times[place] == 1)[:, None] & (advantages[:rows] != 0)
+            eligible = [wrong & alone, mask & alone, *eligible]
+        chosen = next(where for where in eligible if where.any())
+        least = int(samples.log_probs[:rows].masked_fill(~chosen, math.inf).argmin())
+        row, position = divmod(least, RESPONSE)
+        if kind == "blow":
+            self.blown = tokens[row], PROMPT - 1 + position
+        elif kind == "token":
+            advantages[row, position] = SPIKE
+        else:
+            advantages[row] = SPIKE * mask[row]
+
+    def _remember(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+
+    def _blow(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        hidden = args[0]
+        if self.blown is None or not hidden.requires_grad:
+            return None
+        tokens, position = self.blown
+        width = self._tokens.shape[1]  # less in passes that leave out columns of padding
+        rows = (self._tokens == tokens[:width]).all(1) & bool((tokens[width:] == PAD).all())
+        if position >= width or not rows.any():
+            return None
+        weights = torch.ones(*hidden.shape[:2], 1)
+        weights[rows, position] = SPIKE
+        hidden = hidden.view_as(hidden)
+        hidden.register_hook(lambda gradient: gradient * weights)
+        return (hidden, *args[1:])
+
+
+def measure_usual(settings: Settings, weights: dict[str, Tensor], seed: int) -> Usual:
+    """The usual norms, from the first steps of a run without spikes and without clips, with one epoch a step."""
+    settings = dataclasses.replace(settings, epochs=1)
+    run = Run(settings, weights, Variant("usual", "none"), seed, None)
+    for _ in range(settings.calibration):
+        run.step("no")
+    norms = [norm for step in run.logged("actor/grad_norm") for norm in step]
+    # Zeros are steps in which all answers to each sum were right, or all were wrong.
+    return Usual(*(median(filter(None, values)) for values in (norms, run.logged("actor/gradloc/token_norm_max"))))
