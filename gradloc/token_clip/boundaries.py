@@ -41,8 +41,8 @@ def hook_boundaries(module: nn.Module, seen: Seen) -> list[str]:
             boundaries[layer_name(f"{name}.weight")] = owner
     for name, layer in _decoder_layers(module):
         boundaries[layer_name(f"{name}.weight")] = layer
-    for name, child in boundaries.items():
-        child.register_forward_hook(_forward_hook(name, seen))
+    for boundary, owner in boundaries.items():
+        owner.register_forward_hook(_forward_hook(boundary, seen))
     return list(boundaries)
 
 
