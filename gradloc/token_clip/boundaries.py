@@ -37,7 +37,7 @@ def hook_boundaries(module: nn.Module, seen: Seen) -> list[str]:
     find_embedding: Callable[[], nn.Module | None] | None = getattr(module, "get_input_embeddings", None)
     embedding = None if find_embedding is None else find_embedding()
     for name, owner in module.named_modules():
-        if owner is embedding:
+        if embedding is not None and owner is embedding:
             boundaries[layer_name(f"{name}.weight")] = owner
     for name, layer in _decoder_layers(module):
         boundaries[layer_name(f"{name}.weight")] = layer
