@@ -372,7 +372,8 @@ class TokenClip:
         bound = self._bounds[i]
         over = ~(signal <= bound)
         count = over.sum()
-        refused = current.refused[boundary] = self._figures.cut[i] + count > self._limit
+        so_far = self._figures.cut[i] if current.recorded else 0
+        refused = current.refused[boundary] = so_far + count > self._limit
         if current.recorded:
             self._figures.cut[i] += torch.where(refused, 0, count)
         over &= ~refused
