@@ -247,6 +247,33 @@ class TokenClip:
         finally:
             self._current = None
 
+    def outliers(self, index: int) -> Tensor:
+        """How far the tokens of a micro-batch that were left uncut are over their bounds.
+
+        Only at the first boundary on the way back from the loss at which any is over: below it, an outlier's signal
+        spreads to earlier positions through attention.
+
+        Args:
+            index (int): The micro-batch's index on this rank.
+
+        Returns:
+            Tensor: The multiple of the usual largest signal, 0 where a token is not over its bound; on the CPU, of the
+                shape (rows, response length) of the weights.
+        """
+        each = self._passes[index]
+        multiples = torch.zeros(each.tokens["weight"].shape)
+        for over in each.over:
+            first, values = over.first.flatten().cpu(), over.multiple.flatten().cpu()
+            if not (first >= 0).any():
+                continue
+            boundary = int(first[first >= 0].min())
+            if bool(each.refused.get(over.boundaries[boundary], True)):
+                rows, positions = each.positions.tokens_of(over.first.shape, over.boundaries == [LOG_PROBS])
+                found = (first == boundary) & (positions >= 0) & (positions < multiples.shape[1])
+                multiples[rows[found], positions[found]] = self._config.factor * values[found]
+            break
+        return multiples
+
     def end_mini_batch(self) -> dict[str, Any] | None:
         """Updates the bounds, and tells what was over them. A collective call.
 

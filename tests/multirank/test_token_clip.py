@@ -229,3 +229,15 @@ def test_the_passes_of_drop_are_cut_as_training_was(launch: Launch, world: int, 
         assert event["applied"] and len(event["culprits"]) == 2
         assert [token["cut"] for token in outcome.clips[0]["token_clip"]["tokens"] if token["rank"] == 1] == [True]
         assert outcome.error < EXACT
+
+
+@pytest.mark.target(version="0.9.1")
+@cases((2, Case(rows=64, mini_batch=64, micro_batch=32)), (2, Case("fsdp1", rows=64, mini_batch=64, micro_batch=32)))
+def test_the_search_starts_at_a_token_whose_signal_stands_out(launch: Launch, world: int, case: Case) -> None:
+    """The token's log-prob and coefficient are ordinary, so that suspicion alone does not expect it."""
+    run = partial(token_clip_cases.search, case, blown_layer=1, threshold=300.0)
+    (alone, *_), (known, *_) = launch(world, run), launch(world, partial(run, clip=True))
+    rank, row, position = BLOWN
+    for event in (alone, known):
+        assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [(rank, row, position + 1)]
+    assert known["passes"] < alone["passes"]

@@ -390,3 +390,15 @@ def written(case: Case, folder: str) -> None:
 def of_the_stock_actor(case: Case, calls: Sequence[int]) -> Any:
     """What `gradients_and_clips` returns for the actor as released."""
     return gradients_and_clips(case, stock_dp_actor(), calls)
+
+
+def search(case: Case, blown_layer: int, threshold: float, clip: bool = False) -> dict[str, Any]:
+    """The event of the spiked update, with TokenClip's signals or without them."""
+    options = {"spike_detection": True, "grad_norm_threshold": threshold, "bisect_budget_steps": 100}
+    if clip:
+        options["token_clip"] = token_clip_config(enable=True, action="log", warmup_steps=WARMUP)
+    actor = build_actor(case, change_model=amplify(case, blown_layer), grad_clip=1e9, **options)
+    for seed in CALLS[: SPIKED + 1]:
+        actor.update_policy(build_batch(case, dist.get_rank(), seed))
+    (event,) = actor.gradloc.events
+    return event
