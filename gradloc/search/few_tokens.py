@@ -172,7 +172,7 @@ class FewTokens:
         return [*([self._without(guess)] if wanted else []), *(self.tokens.token_set([t]) for t in alone)]
 
     def _probe_beyond(self, count: int, passes_left: float) -> list[Probe]:
-        """Probes for rests that test whether suspicion is right, and the tree's probes; none for a diffuse spike."""
+        """Probes for rests that test whether suspicion is right, and the bisection's; none for a diffuse spike."""
         likeliest = list(dict.fromkeys([*self.tokens.over, *self._likeliest]))[: self._few]
         # Large tokens that suspicion already points at would only add noise to the search for the others.
         over = (r for r in self._rests if r not in self._enough and r < set(likeliest))
