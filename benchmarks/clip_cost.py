@@ -4,9 +4,9 @@ A random Llama of SmolLM2-135M's size (float32, AdamW) is trained by two ranks w
 and lengths of the embedded profile: an optimizer step has 6 responses a rank, in micro-batches of 2, 80 tokens each.
 Each round has one update with the stock clipping alone, one with LayerClip that finds nothing to scale, one in which
 every layer is scaled, and one with TokenClip. Printed are medians over the rounds, of the slower rank, with the
-smallest and the largest value: the update's seconds by the clock and in CPU time, its CPU time over that of the stock update of
-its round, and what is done between the backward and the optimizer step, as a share of the update. TokenClip's work is
-spread over the backward, so that only the ratio shows it; use an idle machine.
+smallest and the largest value: the update's seconds by the clock and in CPU time, its CPU time over that of the stock
+update of its round, and what is done between the backward and the optimizer step, as a share of the update. TokenClip's
+work is spread over the backward, so that only the ratio shows it; use an idle machine.
 
 The patched verl must be importable; after `bash tests/run.sh`:
 

@@ -102,13 +102,11 @@ class _Over(NamedTuple):
         boundaries (list[str]): In the order of the backward.
         first (Tensor): The index of the first of them at which a position is over its bound, -1 for none; int16.
         multiple (Tensor): The signal there as a multiple of the bound; same shape.
-        largest (Tensor): The largest of the position's multiples at all of them; same shape.
     """
 
     boundaries: list[str]
     first: Tensor
     multiple: Tensor
-    largest: Tensor
 
 
 class _Figures:
@@ -439,7 +437,6 @@ class TokenClip:
                     names,
                     torch.where(over.any(0), first[0], -1).to(torch.int16).view(shape),
                     multiples.gather(0, first)[0].view(shape),
-                    multiples.nan_to_num(nan=math.inf).amax(0).view(shape),
                 )
             )
 
