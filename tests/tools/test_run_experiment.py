@@ -161,11 +161,11 @@ def test_other_shells_options_and_links_do_not_matter(recorder: Path, tmp_path: 
     assert executed(done.stdout) == wanted, done.stderr
 
 
-CLIPS = {"TIS": "3", "SEQUENCE_MASK": "1.05", "LAYER_CLIP": "ratio"}
+CLIPS = {"TIS": "3", "SEQUENCE_MASK": "1.05", "TOKEN_CLIP_ACTION": "smooth", "LAYER_CLIP": "ratio"}
 
 
 def clips(recorder: Path, *arguments: str) -> tuple:
-    """The thresholds of the token and the sequence clip and the rule of the layer clip; None where one is off."""
+    """The thresholds of both corrections, TokenClip's action and LayerClip's rule; None where one is off."""
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     config = composed(overrides_of(recorder, *arguments))
@@ -174,24 +174,26 @@ def clips(recorder: Path, *arguments: str) -> tuple:
     rejection = "geometric" if trees.TARGET == "0.7.0" else "seq_mean_k1"
     assert correction.rollout_is in (None, "token") and correction.rollout_rs in (None, rejection)
     assert not correction.bypass_mode and config.actor_rollout_ref.rollout.calculate_log_probs
-    layer_clip = omega_conf_to_dataclass(config.actor_rollout_ref.actor).layer_clip
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     return (
         correction.rollout_is and correction.rollout_is_threshold,
         correction.rollout_rs and correction.rollout_rs_threshold,
-        layer_clip.rule if layer_clip.enable else None,
+        actor.token_clip.action if actor.token_clip.enable else None,
+        actor.layer_clip.rule if actor.layer_clip.enable else None,
     )
 
 
 @pytest.mark.every_target
 @pytest.mark.parametrize("profile", ["--cluster", "--embedded"])
 def test_one_switch_turns_all_clips_on_and_each_can_be_left_out(recorder: Path, profile: str) -> None:
-    assert clips(recorder, profile) == (None, None, None)
+    assert clips(recorder, profile) == (None, None, None, None)
     remedy = clips(recorder, profile, "--remedy")
-    assert remedy == (2.0, 1.2, "zscore")
+    assert remedy == (2.0, 1.2, "drop", "zscore")
     for i, name in enumerate(CLIPS):
         expected = [*remedy[:i], None, *remedy[i + 1 :]]
         assert list(clips(recorder, profile, "--remedy", f"{name}=off")) == expected
-    assert clips(recorder, profile, *(f"{name}={value}" for name, value in CLIPS.items())) == (3.0, 1.05, "ratio")
+    given = clips(recorder, profile, *(f"{name}={value}" for name, value in CLIPS.items()))
+    assert given == (3.0, 1.05, "smooth", "ratio")
 
 
 @pytest.mark.every_target
@@ -292,11 +294,11 @@ def test_runs_with_other_clips_have_a_directory_of_their_own(recorder: Path) -> 
         return composed(overrides_of(recorder, "--cluster", *arguments)).trainer.default_local_dir
 
     plain, remedy = directory(), directory("--remedy")
-    assert directory("TIS=2.0", "SEQUENCE_MASK=1.2", "LAYER_CLIP=zscore") == remedy
+    assert directory("TIS=2.0", "SEQUENCE_MASK=1.2", "TOKEN_CLIP_ACTION=drop", "LAYER_CLIP=zscore") == remedy
     assert directory("--remedy", *(f"{name}=off" for name in CLIPS)) == plain
     one_on = [directory(f"{name}={value}") for name, value in CLIPS.items()]
     one_off = [directory("--remedy", f"{name}=off") for name in CLIPS]
-    assert len({plain, remedy, *one_on, *one_off}) == 8
+    assert len({plain, remedy, *one_on, *one_off}) == 10
 
 
 @pytest.mark.every_target

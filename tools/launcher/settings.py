@@ -175,6 +175,15 @@ SETTINGS = (
         turned_on_by=f"{CORRECTION}.rollout_rs=geometric",
     ),
     Setting(
+        "TOKEN_CLIP_ACTION",
+        f"{ACTOR}.token_clip.action",
+        ("drop", "smooth", "log", OFF),
+        "off, or what TokenClip does with an outlying token in the backward pass: drop, smooth or log",
+        cluster=OFF,
+        remedy="drop",
+        turned_on_by=f"{ACTOR}.token_clip.enable=True",
+    ),
+    Setting(
         "LAYER_CLIP",
         f"{ACTOR}.layer_clip.rule",
         ("zscore", "ratio", "fixed", OFF),
