@@ -53,7 +53,7 @@ class TokenClipConfig:
     factor: float = 4.0
     beta: float = 0.98
     warmup_steps: int = 20
-    max_share: float = 0.01
+    max_share: float = 0.1
 
     def __post_init__(self) -> None:
         self._check("enable", isinstance(self.enable, bool), "True or False")
