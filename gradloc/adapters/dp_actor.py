@@ -32,6 +32,7 @@ _EVIDENCE_KEYS = {
     "advantage": "advantages",
     "ref_log_prob": "ref_log_prob",
     "rollout_log_prob": "rollout_log_probs",
+    "rollout_is_weight": "rollout_is_weights",
 }
 
 

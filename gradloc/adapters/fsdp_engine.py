@@ -39,6 +39,7 @@ _EVIDENCE_KEYS = {
     "old_log_prob": "old_log_probs",
     "ref_log_prob": "ref_log_prob",
     "rollout_log_prob": "rollout_log_probs",
+    "rollout_is_weight": "rollout_is_weights",
 }
 
 
