@@ -381,7 +381,7 @@ def _corrections(loss: _Loss, notes: list[str]) -> Iterator[LossRemedy]:
         note = None
         if rejected and count is not None and loss.settings["loss_agg_mode"] == "token-mean":
             note = (
-                f"The mean stays over the mini-batch's {count:,} tokens: how many the mask would reject in the "
+                f"The mean stays over the mini-batch's {count:,.0f} tokens: how many the mask would reject in the "
                 "micro-batches that the bundle does not have is not known."
             )
         yield loss.remedy(name, override, _meaning(settings), mask=mask, is_weight=is_weight, note=note)
@@ -393,7 +393,8 @@ def _presets() -> Iterator[tuple[str, RolloutCorrectionConfig]]:
             yield name, build()
     # verl has no preset for the mask of single tokens. Releases after 0.7.0 have the bounds in one text.
     by_text = hasattr(rollout_corr_helper, "SUPPORTED_ROLLOUT_RS_OPTIONS")
-    kind, bounds = ("token_k1", "0.5_2.0") if by_text else ("token", 2.0)
+    of_tokens: Any = ("token_k1", "0.5_2.0") if by_text else ("token", 2.0)
+    kind, bounds = of_tokens
     yield "token mask", RolloutCorrectionConfig(rollout_is=None, rollout_rs=kind, rollout_rs_threshold=bounds)
 
 

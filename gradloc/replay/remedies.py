@@ -190,9 +190,8 @@ def _of_verl(bundle: Bundle, model: Model, spike: _Spike, notes: list[str]) -> l
             differences = [
                 torch.where(spike.ordinary, new - old, 0.0) for new, old in zip(values, recorded, strict=True)
             ]
-            measured[key] = tuple(
-                gradient_norms(model, bundle, spike.saved, *pair).norm for pair in (values, differences)
-            )
+            whole, moved_by = (gradient_norms(model, bundle, spike.saved, *pair).norm for pair in (values, differences))
+            measured[key] = whole, moved_by
         norm, moved = measured[key]
         masked = had & ~movable(
             {"weight": tokens["weight"], "coefficient": values[0], "entropy_coefficient": values[1]}

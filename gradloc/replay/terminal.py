@@ -110,4 +110,6 @@ def _measured_remedies(result: Mapping[str, Any]) -> Table:
 
 
 def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.3%}" if 0 < share < 0.01 else f"{share:.1%}"
+    if share is None:
+        return "–"
+    return f"{share:.2%}" if 0.0001 <= share < 0.01 else "under 0.01%" if 0 < share < 0.01 else f"{share:.1%}"

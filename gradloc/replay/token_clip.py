@@ -9,6 +9,7 @@ at every decoder layer's output; at the log-probs it is |∂L/∂log p|. Where i
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -73,8 +74,8 @@ def clip_tokens(model: Model, bundle: Bundle, saved: SavedMicroBatch, ordinary: 
         return None
     rows = range(len(saved.rows))
     largest: dict[str, float] = {}
-    with _hooked(modules, lambda name, signal: _raise(largest, name, float(signal.max()))):
-        for index in rows:
+    for index in rows:
+        with _hooked(modules, partial(_raise, largest, _culprits(saved, index, ordinary))):
             add_row(model, bundle, saved, index, alone[0][index], alone[1][index])
     model.module.zero_grad(set_to_none=True)
     bounds = {name: FACTOR * value for name, value in largest.items()}
@@ -84,7 +85,7 @@ def clip_tokens(model: Model, bundle: Bundle, saved: SavedMicroBatch, ordinary: 
     kept = torch.where(over, 0.0, coefficient)
     cuts: dict[tuple[int, str], Tensor] = {}
     for index in rows:
-        with _hooked(modules, lambda name, signal, row=index: _over(bounds, cuts, row, name, signal)):
+        with _hooked(modules, partial(_over, bounds, cuts, index)):
             add_row(model, bundle, saved, index, kept[index], entropy[index])
     gradient = take_norms(model, bundle)
 
@@ -92,7 +93,7 @@ def clip_tokens(model: Model, bundle: Bundle, saved: SavedMicroBatch, ordinary: 
         left = torch.where(over[index], 0.0, alone[0][index])
         mine = {name: cut for (row, name), cut in cuts.items() if row == index}
         if mine or bool((over[index] & (alone[0][index] != 0)).any()):
-            with _hooked(modules, lambda name, signal, mine=mine: _again(mine, name, len(signal))):
+            with _hooked(modules, partial(_again, mine)):
                 add_row(model, bundle, saved, index, left, alone[1][index])
             add_row(model, bundle, saved, index, -alone[0][index], -alone[1][index])
     moved = take_norms(model, bundle)
@@ -108,8 +109,16 @@ def clip_tokens(model: Model, bundle: Bundle, saved: SavedMicroBatch, ordinary: 
     return Cut(gradient, moved, positions, prompt, next((name for name in order if name in where), None))
 
 
-def _raise(largest: dict[str, float], name: str, value: float) -> None:
-    largest[name] = max(largest.get(name, 0.0), value)
+def _culprits(saved: SavedMicroBatch, row: int, ordinary: Tensor) -> Tensor:
+    """The positions of a row's hidden states whose next token is a culprit: what amplifies it is there."""
+    return torch.nonzero(~ordinary[row]).flatten() + saved.rows[row].prompt_length - 1
+
+
+def _raise(largest: dict[str, float], without: Tensor, name: str, signal: Tensor) -> None:
+    """Notes a boundary's largest signal, some positions left out."""
+    signal = signal.clone()
+    signal[without[(0 <= without) & (without < len(signal))].to(signal.device)] = 0.0
+    largest[name] = max(largest.get(name, 0.0), float(signal.max()))
 
 
 def _over(
@@ -123,9 +132,9 @@ def _over(
     return over
 
 
-def _again(cuts: dict[str, Tensor], name: str, length: int) -> Tensor | None:
+def _again(cuts: dict[str, Tensor], name: str, signal: Tensor) -> Tensor | None:
     """The cut of another pass, which may have gone on further in the row."""
-    return cuts[name][:length] if name in cuts else None
+    return cuts[name][: len(signal)] if name in cuts else None
 
 
 @contextmanager
