@@ -126,3 +126,34 @@ def test_what_acts_on_the_step_leaves_what_the_optimizer_gets(
 
 def _step_norm(case: Case, settings: dict[str, Any]) -> float:
     return remedy_cases.step_norm(case, **settings)
+
+
+@pytest.mark.every_target
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.id)
+        for case in (
+            Case("fsdp2", planted=SPIKE, kl=True, rollout_weights=True),
+            Case("fsdp2", mini_batch=4, planted=SPIKE, loss_mode="bypass_mode", kl=True),
+            Case("fsdp1", dynamic=True, tied=True, planted=SPIKE, entropy=True, loss_agg_mode="seq-mean-token-sum"),
+            Case("fsdp2", mini_batch=4, planted=SPIKE, precision="bfloat16", loss_mode="gspo"),
+            Case("fsdp2", mini_batch=4, planted=SPIKE, loss_mode="cispo", rollout_weights=True),
+            Case("fsdp2", planted=SPIKE, loss_mode="sapo", loss_agg_mode="seq-mean-token-sum-norm"),
+            *([Case("fsdp2", nested=True, planted=SPIKE, rollout_weights=True)] if ENGINE else []),
+        )
+    ],
+)
+def test_the_recorded_coefficients_come_from_verls_loss(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case
+) -> None:
+    """Otherwise other losses would not be comparable with them."""
+    results = launch(2, remedy_cases.recorded, case, str(tmp_path))
+    event = same_events([run for *_, run in results])[0][0]
+    bundle = tmp_path / "dump" / event["replay"]
+    assert "rollout_is_weight" not in event["culprits"][0]
+    result = replayed(bundle, tmp_path / "model", capsys, "--remedies", "--only")
+    rows = {row["name"]: row for row in result["remedies"]}
+    assert "as recorded" in rows, result["remedy_notes"]
+    assert rows["as recorded"]["left"] == pytest.approx(1, rel=case.tolerance)
+    assert ("token TIS" in rows) and ("GSPO" in rows) == (case.loss_mode not in ("gspo", "bypass_mode"))
