@@ -79,7 +79,9 @@ def test_a_remedy_leaves_what_a_run_with_it_has(
     assert {"GSPO", "CISPO", "SAPO", "GMPO", "token TIS", "sequence TIS", "token mask", "geometric mask"} <= checked
     assert ("DPPO (TV)" in checked) == ("dppo_tv" in POLICY_LOSS_REGISTRY)
     assert ("IcePop" in checked) == ENGINE
-    assert any(name.startswith("clip_ratio 0.1") for name in checked) and "dual clip 1.5" in checked
+    assert {"clip_ratio 0.1, 0.1", "dual clip 1.5"} <= checked
+    for name in ("clip_ratio 0.1, 0.1", "dual clip 1.5", "CISPO", "GSPO"):
+        assert rows[name]["ordinary_moved"] > 1e-3, name
     # The rollout gave the culprit seven times the probability, so the mask takes it out, with every third token.
     mask = rows["token mask"]
     assert mask["under"] and mask["masked"]["culprits"] == 1 < mask["masked"]["tokens"]
