@@ -112,4 +112,6 @@ def _measured_remedies(result: Mapping[str, Any]) -> Table:
 def _percent(share: float | None) -> str:
     if share is None:
         return "–"
+    if share >= 10:
+        return f"{share:,.0f} times"
     return f"{share:.2%}" if 0.0001 <= share < 0.01 else "under 0.01%" if 0 < share < 0.01 else f"{share:.1%}"
