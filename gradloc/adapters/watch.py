@@ -31,6 +31,7 @@ EVIDENCE_KEYS = {
     "old_log_prob": "old_log_probs",
     "ref_log_prob": "ref_log_prob",
     "rollout_log_prob": "rollout_log_probs",
+    "rollout_is_weight": "rollout_is_weights",
 }
 
 # What an actor's optimizer step gives for its gradient's norm: a tensor or a number.

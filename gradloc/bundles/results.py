@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the results of replays, which lie beside their bundles."""
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +81,24 @@ RESULT = object_with(
         "layers": list_of(
             object_with({"layer": TEXT, "norm": NUMBER_OR_NULL, "replayed": NUMBER, "others": list_of(NUMBER)})
         ),
-        "remedies": list_of(object_with({"name": TEXT, "norm": NUMBER, "meaning": TEXT})),
-    }
+        "remedies": list_of(
+            object_with(
+                {"name": TEXT, "norm": NUMBER, "meaning": TEXT},
+                # Of those that were measured.
+                left=NUMBER_OR_NULL,
+                under={"type": "boolean"},
+                ordinary_moved=NUMBER_OR_NULL,
+                masked=object_with({"tokens": INDEX, "culprits": INDEX}),
+                override=TEXT_OR_NULL,
+                note=TEXT_OR_NULL,
+            )
+        ),
+    },
+    remedy_notes=list_of(TEXT),
 )
+# Overrides are to be copied into a shell: nothing but keys and plain values.
+_OVERRIDES = re.compile(r"[a-z_.]+=[\w.-]+( [a-z_.]+=[\w.-]+)*", re.ASCII)
+_MEASURED = ("left", "under", "ordinary_moved", "masked", "override", "note")
 
 
 def read_results(directory: str) -> list[dict[str, Any]]:
@@ -101,6 +118,16 @@ def read_results(directory: str) -> list[dict[str, Any]]:
             result = parse(data)
         except (OSError, ValueError):
             continue  # being written, or no result
-        if isinstance(result, dict) and conforms(result, RESULT):
+        if isinstance(result, dict) and conforms(result, RESULT) and _has_good_remedies(result):
             found.append(result)
     return sorted(found, key=lambda result: (result["global_step"] or 0, result["epoch"], result["mini_batch"]))
+
+
+def _has_good_remedies(result: Mapping[str, Any]) -> bool:
+    """Whether remedies have all that measured ones have, or nothing of it, and overrides that are safe to copy."""
+    measured = "remedy_notes" in result
+    return all(
+        all((name in row) == measured for name in _MEASURED)
+        and (row.get("override") is None or _OVERRIDES.fullmatch(row["override"]) is not None)
+        for row in result["remedies"]
+    )

@@ -29,6 +29,7 @@ from .model import (
     model_path,
     other_variants,
 )
+from .remedies import Row, measure_remedies
 from .result import build_result, write_result
 
 TOKENS = 16
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attention", choices=ATTENTIONS, help="its implementation (default: as in training)")
     parser.add_argument("--only", action="store_true", help="no comparison with float32 and another attention")
     parser.add_argument("--tokens", metavar="K", type=int, default=TOKENS, help=f"measure K tokens alone ({TOKENS})")
+    parser.add_argument("--remedies", action="store_true", help="measure what each remedy leaves of the spike")
     parser.add_argument("--html", metavar="FILE", help="write a report with the replay to FILE")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's folder run its own code")
@@ -111,6 +113,7 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
     sizes: dict[Variant, int] = {}
     measured: dict[Variant, Measured] = {}
     notes: list[str] = []
+    remedies: tuple[list[Row], list[str]] | None = None
     if (left_out := bundle.manifest["left_out"]) > 0:
         notes.append(f"{left_out} more micro-batches were over their threshold; the bundle does not have them.")
     for variant in [main_variant, *others]:
@@ -123,6 +126,8 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
                 _check_memory(_size(bundle, model, variant), device)
                 sizes = {other: _size(bundle, model, other, loaded=False) for other in others}
             found = measure(bundle, model, tokens, culprits, rests=variant == main_variant)
+            if options.remedies and variant == main_variant:
+                remedies = measure_remedies(bundle, model, found)
             notes += [note for note in model.notes if note not in notes]
         except (WrongModelError, MemoryError, OSError, RuntimeError) as error:
             reason = first_line(error)
@@ -139,7 +144,7 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
             measured[variant] = found
         open_ones = others[others.index(variant) + 1 :] if variant in others else others
         ended = [f"Not compared with {other}: the replay ended before." for other in open_ones]
-        yield build_result(bundle, path, device, main_variant, measured, tokens, [*notes, *ended])
+        yield build_result(bundle, path, device, main_variant, measured, tokens, [*notes, *ended], remedies)
 
 
 def _size(bundle: Bundle, model: Model, variant: Variant, loaded: bool = True) -> int:

@@ -71,14 +71,14 @@ def measure(bundle: Bundle, model: Model, tokens: list[Place], culprits: list[Pl
     for name, saved in bundle.micro_batches.items():
         everything = saved.tokens["coefficient"], saved.tokens["entropy_coefficient"]
         found.log_probs[name] = torch.zeros_like(saved.tokens["weight"], dtype=torch.float64)
-        found.units[name] = _gradient(model, bundle, saved, *everything, into=found.log_probs[name])
+        found.units[name] = gradient_norms(model, bundle, saved, *everything, into=found.log_probs[name])
         here = [(row, position) for unit, row, position in culprits if unit == name]
         if rests and here:
             without = [coefficient.clone() for coefficient in everything]
             for coefficient in without:
                 for row, position in here:
                     coefficient[row, position] = 0.0
-            found.rests[name] = _gradient(model, bundle, saved, *without)
+            found.rests[name] = gradient_norms(model, bundle, saved, *without)
     for place in tokens:
         found.tokens[place] = _token(model, bundle, place)
     return found
@@ -93,12 +93,12 @@ def _token(model: Model, bundle: Bundle, place: Place) -> Norms:
         coefficient = torch.zeros_like(saved.tokens[key])
         coefficient[row, position] = saved.tokens[key][row, position]
         alone.append(coefficient)
-    found = _gradient(model, bundle, saved, alone[0], alone[1])
+    found = gradient_norms(model, bundle, saved, alone[0], alone[1])
     weight = abs(float(saved.tokens["weight"][row, position])) or math.nan
     return Norms(found.norm / weight, {layer: norm / weight for layer, norm in found.layers.items()})
 
 
-def _gradient(
+def gradient_norms(
     model: Model,
     bundle: Bundle,
     saved: SavedMicroBatch,
@@ -117,27 +117,56 @@ def _gradient(
         into (Tensor, optional): Where the log-probs of every row are put, same shape. Without it, rows without a
             coefficient, and what follows the last one, are not computed.
     """
-    # Half precision would lose small gradients without the scale that training had.
-    scale = float(bundle.event["loss_scale"]) if model.dtype == torch.float16 else 1.0
     model.module.zero_grad(set_to_none=True)
-    for index, row in enumerate(saved.rows):
-        moved = ((coefficient[index] != 0) | (entropy_coefficient[index] != 0))[: row.response_length].nonzero()
-        if into is not None and row.response_length:
-            stop = row.response_length
-        elif len(moved):
-            stop = int(moved[-1]) + 1
-        else:
-            continue
-        with torch.set_grad_enabled(len(moved) > 0):
-            log_prob, entropy = _forward(model, row, stop, bool((entropy_coefficient[index] != 0).any()))
-        if into is not None:
-            into[index, :stop] = log_prob.detach().double().cpu()
-        if len(moved):
-            outputs, gradients = [log_prob], [coefficient[index, :stop]]
-            if entropy is not None:
-                outputs.append(entropy)
-                gradients.append(entropy_coefficient[index, :stop])
-            torch.autograd.backward(outputs, [(g * scale).to(o) for g, o in zip(gradients, outputs, strict=True)])
+    for index in range(len(saved.rows)):
+        add_row(model, bundle, saved, index, coefficient[index], entropy_coefficient[index], into)
+    return take_norms(model, bundle)
+
+
+def add_row(
+    model: Model,
+    bundle: Bundle,
+    saved: SavedMicroBatch,
+    index: int,
+    coefficient: Tensor,
+    entropy_coefficient: Tensor,
+    into: Tensor | None = None,
+) -> None:
+    """Adds the gradient of a row to the parameters' gradients; the arguments are those of `gradient_norms`.
+
+    Args:
+        model (Model): The model.
+        bundle (Bundle): The bundle.
+        saved (SavedMicroBatch): The micro-batch.
+        index (int): The row in it.
+        coefficient (Tensor): Of this row, shape (response length,).
+        entropy_coefficient (Tensor): The same.
+        into (Tensor, optional): Of all rows.
+    """
+    row = saved.rows[index]
+    moved = ((coefficient != 0) | (entropy_coefficient != 0))[: row.response_length].nonzero()
+    if into is not None and row.response_length:
+        stop = row.response_length
+    elif len(moved):
+        stop = int(moved[-1]) + 1
+    else:
+        return
+    with torch.set_grad_enabled(len(moved) > 0):
+        log_prob, entropy = _forward(model, row, stop, bool((entropy_coefficient != 0).any()))
+    if into is not None:
+        into[index, :stop] = log_prob.detach().double().cpu()
+    if len(moved):
+        outputs, gradients = [log_prob], [coefficient[:stop]]
+        if entropy is not None:
+            outputs.append(entropy)
+            gradients.append(entropy_coefficient[:stop])
+        scale = loss_scale(model, bundle)
+        torch.autograd.backward(outputs, [(g * scale).to(o) for g, o in zip(gradients, outputs, strict=True)])
+
+
+def take_norms(model: Model, bundle: Bundle) -> Norms:
+    """The norms of the parameters' gradients, which are cleared."""
+    scale = loss_scale(model, bundle)
     norms: dict[str, list[float]] = {layer: [] for layer in model.layer_of.values()}
     for parameter, layer in model.layer_of.items():
         if parameter.grad is not None:
@@ -146,6 +175,11 @@ def _gradient(
     model.module.zero_grad(set_to_none=True)
     layers = {layer: math.hypot(*norms_of_parameters) for layer, norms_of_parameters in norms.items()}
     return Norms(math.hypot(*layers.values()), layers)
+
+
+def loss_scale(model: Model, bundle: Bundle) -> float:
+    """What a backward's gradients are multiplied by: half precision would lose small ones without training's scale."""
+    return float(bundle.event["loss_scale"]) if model.dtype == torch.float16 else 1.0
 
 
 def _forward(model: Model, row: Row, response: int, entropy: bool) -> tuple[Tensor, Tensor | None]:

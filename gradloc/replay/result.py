@@ -3,7 +3,6 @@
 """A replay's figures beside the recorded ones, as `<bundle>.result.json` has them."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,17 +13,13 @@ import torch
 from ..bundles import layout
 from ..bundles.opening import Bundle
 from ..evidence.writer import jsonable
-from ..measure.token_weights import square_weight
 from ..report.figures import severity
 from ..report.page import write_whole
 from ..version import __version__
 from .measuring import Measured, Norms, Place
 from .model import Variant
+from .remedies import DROP, ORDINARY_MULTIPLE, Row, global_clip_factor, layer_clip_factors, scaled
 from .verdict import sentences
-
-# A layer whose bound is not known is taken to be clipped at this multiple of an ordinary token's norm: LayerClip's
-# own default for its rule 'ratio'.
-_ORDINARY_MULTIPLE = 3.0
 
 
 def build_result(
@@ -35,6 +30,7 @@ def build_result(
     measured: Mapping[Variant, Measured],
     tokens: Sequence[Place],
     notes: Sequence[str],
+    remedies: tuple[list[Row], list[str]] | None = None,
 ) -> dict[str, Any]:
     """The result of a replay, ready for `jsonable`; norms that were not recorded are None.
 
@@ -46,6 +42,7 @@ def build_result(
         measured (Mapping): What each way of computing gave.
         tokens (Sequence[Place]): The tokens that were measured alone.
         notes (Sequence[str]): What could not be repeated.
+        remedies (tuple, optional): What `measure_remedies` gave; None if it was not asked for.
     """
     manifest, event = bundle.manifest, bundle.event
     others = [variant for variant in measured if variant != main]
@@ -121,7 +118,10 @@ def build_result(
         }
         for layer in manifest["layers"]
     ]
-    result["remedies"] = _remedies(bundle, measured[main].units[name], measured[main].rests.get(name))
+    if remedies is None:
+        result["remedies"] = _remedies(bundle, measured[main].units[name], measured[main].rests.get(name))
+    else:
+        result["remedies"], result["remedy_notes"] = remedies
     result["sentences"] = sentences(result)
     return result
 
@@ -156,13 +156,11 @@ def _distance(bundle: Bundle, measured: Measured) -> dict[str, Any]:
 
 
 def _remedies(bundle: Bundle, unit: Norms, rest: Norms | None) -> list[dict[str, Any]]:
-    """What would have been left of the first micro-batch's gradient."""
-    event, entry = bundle.event, bundle.manifest["micro_batches"][0]
+    """What would have been left of the first micro-batch's gradient, as far as no further pass is needed."""
     found = []
-    clip, norm = bundle.manifest["grad_clip"], float(event["global_norm"])
+    clip = bundle.manifest["grad_clip"]
     if clip is not None:
-        # A gradient that is not finite is not clipped: the optimizer step is left out.
-        factor = 0.0 if not math.isfinite(norm) else min(1.0, float(clip) / norm) if norm else 1.0
+        factor = global_clip_factor(bundle, float(clip))
         found.append(
             {
                 "name": f"global clip ({float(clip):g})",
@@ -174,20 +172,16 @@ def _remedies(bundle: Bundle, unit: Norms, rest: Norms | None) -> list[dict[str,
         )
     if rest is not None:
         meaning = "the step without the culprits' gradient, the other tokens' unchanged"
-        found.append({"name": "spike_action=drop", "norm": rest.norm, "meaning": meaning})
-    clipped = event["layer_clip"]
-    if clipped and any(layer["bound"] is not None for layer in clipped.values()):
-        left = [severity(unit.layers.get(layer, 0.0)) * float(step["factor"]) for layer, step in clipped.items()]
-        tightest = min(clipped, key=lambda layer: float(clipped[layer]["factor"]))
-        meaning = f"each layer by its own factor of that step, {tightest} by {float(clipped[tightest]['factor']):.3g}"
-        found.append({"name": "LayerClip, as it was set", "norm": math.hypot(*left), "meaning": meaning})
-    elif event["ordinary_layer_norms"]:
-        tokens = bundle.micro_batches[entry["rank"], entry["micro_batch"]].tokens
-        root = math.sqrt(float(square_weight(tokens)))
-        bounds = {
-            layer: _ORDINARY_MULTIPLE * float(value) * root for layer, value in event["ordinary_layer_norms"].items()
-        }
-        left = [min(severity(value), bounds.get(layer, math.inf)) for layer, value in unit.layers.items()]
-        meaning = f"an estimate: each layer at most {_ORDINARY_MULTIPLE:g} times what ordinary tokens give it"
-        found.append({"name": "LayerClip, estimated", "norm": math.hypot(*left), "meaning": meaning})
+        found.append({"name": DROP, "norm": rest.norm, "meaning": meaning})
+    factors, as_set = layer_clip_factors(bundle, unit)
+    if factors:
+        norm = scaled(unit, lambda layer: factors.get(layer, 1.0))
+        tightest = min(factors, key=lambda layer: factors[layer])
+        if as_set:
+            name = "LayerClip, as it was set"
+            meaning = f"each layer by its own factor of that step, {tightest} by {factors[tightest]:.3g}"
+        else:
+            name = "LayerClip, estimated"
+            meaning = f"an estimate: each layer at most {ORDINARY_MULTIPLE:g} times what ordinary tokens give it"
+        found.append({"name": name, "norm": norm, "meaning": meaning})
     return found

@@ -24,10 +24,20 @@ def print_result(result: Mapping[str, Any]) -> None:
         console.print(Text(visible(sentence)))
     for note in result["notes"]:
         console.print(Text(visible(note), style="yellow"))
-    for table in (_tokens(result), _units(result), _layers(result), _remedies(result)):
+    measured = "remedy_notes" in result
+    remedies = _measured_remedies(result) if measured else _remedies(result)
+    for table in (_tokens(result), _units(result), _layers(result), remedies):
         if table.row_count:
             console.print()
             console.print(table)
+    if measured:
+        console.print()
+        for row in result["remedies"]:
+            if row["override"] is not None:
+                console.print(Text(visible(f"{row['name']}: {row['override']}"), style="dim"), soft_wrap=True)
+        notes = [f"{row['name']}: {row['note']}" for row in result["remedies"] if row["note"] is not None]
+        for note in [*notes, *result["remedy_notes"]]:
+            console.print(Text(visible(note), style="yellow"))
     console.print()
 
 
@@ -35,7 +45,8 @@ def _table(title: str, *columns: str) -> Table:
     table = titled(title)
     for column in columns:
         table.add_column(
-            visible(column), justify="right" if column not in ("layer", "largest layer", "meaning") else "left"
+            visible(column),
+            justify="right" if column not in ("layer", "largest layer", "by", "remedy", "meaning") else "left",
         )
     return table
 
@@ -78,3 +89,29 @@ def _remedies(result: Mapping[str, Any]) -> Table:
     for remedy in result["remedies"]:
         table.add_row(remedy["name"], short(remedy["norm"]), Text(visible(remedy["meaning"]), style="dim"))
     return table
+
+
+def _measured_remedies(result: Mapping[str, Any]) -> Table:
+    names = ("norm", "left", "under its threshold", "ordinary moved", "masked", "culprits")
+    table = _table("Which remedy fits: the first micro-batch's gradient", "remedy", *names, "meaning")
+    for row in result["remedies"]:
+        masked = row["masked"]
+        values = (
+            short(row["norm"]),
+            _percent(row["left"]),
+            "yes" if row["under"] else "no",
+            _percent(row["ordinary_moved"]),
+            *(str(masked[name]) if masked["tokens"] else "" for name in ("tokens", "culprits")),
+        )
+        style = "bold" if row["under"] else "dim"
+        meaning = Text(visible(row["meaning"]), style="dim")
+        table.add_row(*(Text(visible(value), style=style) for value in (row["name"], *values)), meaning)
+    return table
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "–"
+    if share >= 10:
+        return f"{share:,.0f} times"
+    return f"{share:.2%}" if 0.0001 <= share < 0.01 else "under 0.01%" if 0 < share < 0.01 else f"{share:.1%}"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..report.remedies import best, remedy_in_words
 from ..threshold import is_over
 
 # How far a norm may be from the recorded one to count as the same. In half precision some thirty roundings in a row of
@@ -24,6 +25,8 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     found.append(_weights(result))
     found += _others(unit, result)
     found += _layers(result["layers"])
+    if "remedy_notes" in result:
+        found.append(_remedy(unit, result["remedies"]))
     return found
 
 
@@ -110,6 +113,16 @@ def _layers(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     if before:
         text += f", and {before[largest]:.0%} in training"
     return [text + "."]
+
+
+def _remedy(unit: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Which remedy fits, of those that were measured."""
+    if not is_over(unit["replayed"], float(unit["threshold"])):
+        return "Without a spike there is nothing to remedy."
+    first = best(rows)
+    if first is None:
+        return "No remedy that could be computed brings it under its threshold."
+    return f"{remedy_in_words(first)}: {first['override']}"
 
 
 def _tolerance(of: Mapping[str, float], dtypes: Sequence[str]) -> float:

@@ -408,17 +408,37 @@ function makeReplay(replay) {
       ["Layer", ...before],
       replay.layers.map((layer) => [layer.layer, ...[layer.norm, layer.replayed, ...layer.others].map(short)]),
     ),
-    makeReplayTable(
-      "What would be left of the first micro-batch's gradient",
-      ["By", "Norm", "Meaning"],
-      replay.remedies.map(({ name, norm, meaning }) => [name, short(norm), meaning]),
-    ),
+    replay.remedy_notes ? makeRemedies(replay) : makeEstimates(replay),
   );
+}
+
+// What needs no further pass.
+function makeEstimates({ remedies }) {
+  return makeReplayTable(
+    "What would be left of the first micro-batch's gradient",
+    ["By", "Norm", "Meaning"],
+    remedies.map(({ name, norm, meaning }) => [name, short(norm), meaning]),
+  );
+}
+
+// The remedies that a replay measured, best first, with the overrides to copy.
+function makeRemedies({ remedies, remedy_notes }) {
+  const rows = remedies.map((row) => [
+    ...[row.name, short(row.norm), row.left === null ? "–" : percent(row.left), row.under ? "yes" : "no"],
+    row.ordinary_moved === null ? "–" : percent(row.ordinary_moved),
+    ...[row.masked.tokens, row.masked.culprits].map(String),
+    ...[row.override ?? "", [row.meaning, row.note].filter((text) => text).join(". ")],
+  ]);
+  const heads = ["By", "Norm", "Left", "Under its threshold", "Ordinary moved", "Masked", "Of them culprits"];
+  return [
+    makeReplayTable("Which remedy fits", [...heads, "Override", "Meaning"], rows),
+    ...remedy_notes.map((text) => make("p", { class: "hint" }, visible(text))),
+  ];
 }
 
 function makeReplayTable(title, heads, rows) {
   if (!rows.length) return null;
-  const isText = (head) => ["Layer", "By", "Meaning"].includes(head);
+  const isText = (head) => ["Layer", "By", "Override", "Meaning"].includes(head);
   const cells = (tag, texts, more = {}) =>
     texts.map((text, i) => make(tag, { ...more, class: isText(heads[i]) ? null : "num" }, visible(text)));
   return make(

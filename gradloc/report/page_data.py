@@ -12,7 +12,8 @@ from .before_spike import steps_before
 from .condensed import NOT_SHOWN
 from .figures import rounded
 from .level import level
-from .meanings import ADVICE, APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, SOURCES
+from .meanings import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, SOURCES
+from .remedies import advice_by_source
 from .summary import summarize
 
 _TOTALS = ("events", "culprits", "first_step", "last_step", "sources", "incomplete_events", "passes", "seconds")
@@ -41,7 +42,7 @@ def page_data(evidence: reading.Evidence) -> dict[str, Any]:
         "top": evidence.top,
         "texts": evidence.texts,
         "source_rules": SOURCES,
-        "source_advice": ADVICE,
+        "source_advice": advice_by_source(evidence.replays),
         "figure_names": FIGURES,
         "faults": evidence.faults,
         "drills": summary["drills"],

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from .comparison_table import remarks, tables
 from .figures import count, number, percent, short, threshold_factor, visible
-from .meanings import ADVICE, DIAGNOSES, NOT_APPLIED, SOURCES
+from .meanings import DIAGNOSES, NOT_APPLIED, SOURCES
+from .remedies import advice_by_source
 from .summary import token_name
 
 Summary = Mapping[str, Any]
@@ -173,8 +174,9 @@ def _sources(summary: Summary) -> Table:
     table.add_column("culprits", justify="right")
     table.add_column("share", justify="right")
     table.add_column("rule, and what to do", style="dim")
+    advice = advice_by_source(summary["replays"])
     for source, culprits in summary["sources"].items():
-        rule = f"{SOURCES[source]}\n{ADVICE[source]}"
+        rule = f"{SOURCES[source]}\n{visible(advice[source])}"
         table.add_row(source, str(culprits), f"{culprits / summary['culprits']:.0%}", rule)
     return table
 

@@ -643,3 +643,38 @@ def test_replays_are_shown(page: Page, tmp_path: Path) -> None:
     assert len(second.find_elements(By.CSS_SELECTOR, "details")) == 2 and "Step" not in second.text.split(":")[0]
     page.open(build(tmp_path / "none", samples(2)))
     assert not page.one("#replays").is_displayed()
+
+
+def test_the_remedies_of_a_replay_are_shown_with_their_overrides(page: Page, tmp_path: Path) -> None:
+    override = "actor_rollout_ref.actor.token_clip.enable=True"
+    first = {
+        "name": "TokenClip",
+        "norm": 3.0,
+        "left": 0.0009,
+        "under": True,
+        "ordinary_moved": 0.02,
+        "masked": {"tokens": 2, "culprits": 1},
+        "override": override,
+        "meaning": "signals are cut",
+        "note": HOSTILE,
+    }
+    second = {**first, "left": None, "under": False, "ordinary_moved": None, "override": None, "note": None}
+    notes = ["What cannot be computed is said.", HOSTILE]
+    write_replay(tmp_path, replay_result(3, remedies=[first, second], remedy_notes=notes))
+    page.open(build(tmp_path, samples(3)))
+    (table,) = [
+        details
+        for details in page.all("#replay-list details")
+        if "Which remedy fits" in details.find_element(By.TAG_NAME, "summary").text
+    ]
+    table.find_element(By.TAG_NAME, "summary").click()
+    rows = [
+        [cell.text for cell in row.find_elements(By.CSS_SELECTOR, "td")]
+        for row in table.find_elements(By.CSS_SELECTOR, "tbody tr")
+    ]
+    assert rows[0][:8] == ["TokenClip", "3", "under 1 %", "yes", "2 %", "2", "1", override]
+    assert rows[0][8].startswith("signals are cut. ") and "<script>" in rows[0][8] and page.driver.title != "owned"
+    assert rows[1][2:5] == ["–", "no", "–"] and rows[1][7:] == ["", "signals are cut"]
+    assert notes[0] in page.one("#replay-list").text
+    advice = page.driver.execute_script("return document.getElementById('help').textContent")
+    assert "In the replay of step 3, TokenClip fits best" in advice and override in advice

@@ -1,0 +1,165 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What TokenClip would have left of a micro-batch's gradient.
+
+A position's backward signal is the norm of the gradient with respect to its hidden state, at the embedding's output and
+at every decoder layer's output; at the log-probs it is |∂L/∂log p|. Where it is over a bound, it is multiplied by 0.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..bundles.layout import SavedMicroBatch
+from ..bundles.opening import Bundle
+from .measuring import Norms, add_row, take_norms
+from .model import Model
+
+# A signal is cut if it is over so many times the largest one of ordinary tokens: TokenClip's own default.
+FACTOR = 4.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left, and what it costs.
+
+    Args:
+        gradient (Norms): The gradient with the signals cut.
+        moved (Norms): How far the ordinary tokens' gradient moves.
+        positions (Tensor): The response positions with a signal that was cut, bool of shape (rows, response length).
+        prompt_positions (int): How many positions of prompts there are besides.
+        boundary (str | None): The first boundary, in the order of the backward pass, where one was cut.
+    """
+
+    gradient: Norms
+    moved: Norms
+    positions: Tensor
+    prompt_positions: int
+    boundary: str | None
+
+
+def boundaries(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose outputs are hidden states: the embedding and the decoder layers; empty if it has none."""
+    config: Any = getattr(module, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    count = getattr(config, "num_hidden_layers", None)
+    lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) == count]
+    if not lists:
+        return {}
+    embedding = cast(Any, module).get_input_embeddings()
+    return {"embed_tokens": embedding, **{f"layers.{index}": layer for index, layer in enumerate(lists[0])}}
+
+
+def clip_tokens(model: Model, bundle: Bundle, saved: SavedMicroBatch, ordinary: Tensor) -> Cut | None:
+    """The gradient with each signal cut that is over `FACTOR` times the largest one of ordinary tokens.
+
+    Args:
+        model (Model): The model.
+        bundle (Bundle): The bundle.
+        saved (SavedMicroBatch): The micro-batch.
+        ordinary (Tensor): Which tokens are ordinary, bool of shape (rows, response length).
+
+    Returns:
+        Cut | None: None if the model's decoder layers are not known, or no ordinary token has a gradient.
+    """
+    modules = boundaries(model.module)
+    coefficient, entropy = saved.tokens["coefficient"], saved.tokens["entropy_coefficient"]
+    alone = [torch.where(ordinary, values, 0.0) for values in (coefficient, entropy)]
+    if not modules or not any(bool((values != 0).any()) for values in alone):
+        return None
+    rows = range(len(saved.rows))
+    largest: dict[str, float] = {}
+    for index in rows:
+        with _hooked(modules, partial(_raise, largest, _culprits(saved, index, ordinary))):
+            add_row(model, bundle, saved, index, alone[0][index], alone[1][index])
+    model.module.zero_grad(set_to_none=True)
+    bounds = {name: FACTOR * value for name, value in largest.items()}
+
+    # At the log-probs, a position's signal is its own coefficient.
+    over = ~(coefficient.abs() <= FACTOR * float(alone[0].abs().max()))
+    kept = torch.where(over, 0.0, coefficient)
+    cuts: dict[tuple[int, str], Tensor] = {}
+    for index in rows:
+        with _hooked(modules, partial(_over, bounds, cuts, index)):
+            add_row(model, bundle, saved, index, kept[index], entropy[index])
+    gradient = take_norms(model, bundle)
+
+    for index in rows:
+        left = torch.where(over[index], 0.0, alone[0][index])
+        mine = {name: cut for (row, name), cut in cuts.items() if row == index}
+        if mine or bool((over[index] & (alone[0][index] != 0)).any()):
+            with _hooked(modules, partial(_again, mine)):
+                add_row(model, bundle, saved, index, left, alone[1][index])
+            add_row(model, bundle, saved, index, -alone[0][index], -alone[1][index])
+    moved = take_norms(model, bundle)
+
+    positions, prompt = over & (coefficient != 0), 0
+    for (index, _), cut in cuts.items():
+        start = saved.rows[index].prompt_length - 1
+        places = torch.nonzero(cut).flatten() - start
+        prompt += int((places < 0).sum())
+        positions[index, places[places >= 0]] = True
+    order = ["log-probs", *reversed(modules)]
+    where = {name for _, name in cuts} | ({"log-probs"} if bool((over & (coefficient != 0)).any()) else set())
+    return Cut(gradient, moved, positions, prompt, next((name for name in order if name in where), None))
+
+
+def _culprits(saved: SavedMicroBatch, row: int, ordinary: Tensor) -> Tensor:
+    """The positions of a row's hidden states whose next token is a culprit: what amplifies it is there."""
+    return torch.nonzero(~ordinary[row]).flatten() + saved.rows[row].prompt_length - 1
+
+
+def _raise(largest: dict[str, float], without: Tensor, name: str, signal: Tensor) -> None:
+    """Notes a boundary's largest signal, some positions left out."""
+    signal = signal.clone()
+    signal[without[(0 <= without) & (without < len(signal))].to(signal.device)] = 0.0
+    largest[name] = max(largest.get(name, 0.0), float(signal.max()))
+
+
+def _over(
+    bounds: dict[str, float], cuts: dict[tuple[int, str], Tensor], row: int, name: str, signal: Tensor
+) -> Tensor | None:
+    """Which positions of a row are over the bound; None if none is. NaN counts as over."""
+    over = ~(signal <= bounds.get(name, 0.0)) & (signal != 0)
+    if not bool(over.any()):
+        return None
+    cuts[row, name] = over.cpu()
+    return over
+
+
+def _again(cuts: dict[str, Tensor], name: str, signal: Tensor) -> Tensor | None:
+    """The cut of another pass, which may have gone on further in the row."""
+    return cuts[name][: len(signal)] if name in cuts else None
+
+
+@contextmanager
+def _hooked(modules: dict[str, nn.Module], look: Any) -> Iterator[None]:
+    """Calls `look(name, signal)` for each boundary in a backward, with signals of shape (length,).
+
+    Where it returns a mask of that shape, the gradient of these positions becomes 0.
+    """
+
+    def on_forward(name: str) -> Any:
+        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(lambda gradient: on_backward(name, gradient))
+
+        return hook
+
+    def on_backward(name: str, gradient: Tensor) -> Tensor | None:
+        signal = torch.linalg.vector_norm(gradient[0].float(), dim=-1)
+        cut = look(name, signal)
+        return None if cut is None else gradient.masked_fill(cut.to(gradient.device)[None, :, None], 0.0)
+
+    handles = [module.register_forward_hook(on_forward(name)) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,510 @@
+"""The table of remedies: TokenClip against the chain rule, the order of rows, what is missing, and hostile values."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_replay import BAD, PROMPT, RESPONSE, ROWS, THRESHOLD, bundle, kept, resave, resign, small_model
+from torch import Tensor
+
+from gradloc.bundles.opening import BundleError, open_bundle
+from gradloc.bundles.results import read_results
+from gradloc.replay import remedies, token_clip
+from gradloc.replay.__main__ import main
+from gradloc.replay.measuring import gradient_norms
+from gradloc.replay.model import Model, default_variant, load
+from gradloc.replay.token_clip import clip_tokens
+from gradloc.report.__main__ import main as report
+from gradloc.report.meanings import ADVICE
+from gradloc.report.reading import read
+from gradloc.report.remedies import advice_by_source, best
+
+__all__ = ["bundle", "kept"]
+
+pytestmark = pytest.mark.target(version="0.9.1")
+
+FIELDS = {"name", "norm", "left", "under", "ordinary_moved", "masked", "override", "meaning", "note"}
+
+
+def replay(bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([str(bundle), "--model", str(kept / "model"), "--only", "--remedies", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def of_verl(bundle: Path, **settings: Any) -> None:
+    """Makes a bundle as verl's vanilla loss would have left it, with the rollout far from training at the culprit."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["tokens.old_log_prob"] = tensors["tokens.log_prob"].clone()
+        rollout = tensors["tokens.log_prob"].clone()
+        rollout[BAD] += 3.0
+        tensors["tokens.rollout_log_prob"] = rollout
+
+    resave(bundle, change)
+    resign(bundle, lambda manifest: manifest.update(actor=settings))
+
+
+def rows_by_name(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in result["remedies"]}
+
+
+def loaded(bundle: Path, kept: Path) -> tuple[Any, Model]:
+    opened = open_bundle(bundle)
+    return opened, load(opened, str(kept / "model"), default_variant(opened, None, None, "cpu"), "cpu", None, False)
+
+
+@pytest.mark.parametrize("factor", [4.0, 0.9])
+def test_token_clip_is_the_chain_rule_with_cut_signals(
+    bundle: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    """With small factors, signals of ordinary tokens are cut as well, below the log-probs too."""
+    monkeypatch.setattr(token_clip, "FACTOR", factor)
+    factors = torch.linspace(0.05, 1.0, ROWS * RESPONSE).flip(0).reshape(ROWS, RESPONSE)
+    factors[BAD] = 1.0
+    resave(bundle, lambda tensors: tensors["tokens.coefficient"].mul_(factors))
+    opened, model = loaded(bundle, kept)
+    ((name, saved),) = opened.micro_batches.items()
+    ordinary = torch.ones(ROWS, RESPONSE, dtype=torch.bool)
+    ordinary[BAD] = False
+    cut = clip_tokens(model, opened, saved, ordinary)
+    coefficient = saved.tokens["coefficient"]
+    alone = torch.where(ordinary, coefficient, 0.0)
+
+    usual: dict[int, float] = {}
+    for row in range(ROWS):
+        for place, signal in enumerate(signals(saved.rows[row].input_ids, alone[row])):
+            if row == BAD[0]:
+                signal[PROMPT - 1 + BAD[1]] = 0.0
+            usual[place] = max(usual.get(place, 0.0), float(signal.max()))
+    bounds = {place: factor * value for place, value in usual.items()}
+    over = coefficient.abs() > factor * float(alone.abs().max())
+    left = torch.where(over, 0.0, coefficient)
+    cuts = [cuts_of(saved.rows[row].input_ids, left[row], bounds) for row in range(ROWS)]
+    total = [gradient(saved.rows[row].input_ids, left[row], cuts[row]) for row in range(ROWS)]
+    assert cut.gradient.norm == pytest.approx(norm_of(total), rel=1e-4)
+    moved = []
+    for row in range(ROWS):
+        ids = saved.rows[row].input_ids
+        without = gradient(ids, alone[row], {})
+        with_cuts = gradient(ids, torch.where(over[row], 0.0, alone[row]), cuts[row])
+        moved.append({key: with_cuts[key] - without[key] for key in without})
+    assert cut.moved.norm == pytest.approx(norm_of(moved), rel=1e-4, abs=1e-6)
+    assert cut.positions[BAD] and cut.boundary == "log-probs"
+    below = sum(int(mask.sum()) for of_row in cuts for mask in of_row.values())
+    assert (below > 0) == (factor < 1) == (cut.moved.norm > 0)
+
+
+def test_a_signal_that_a_layer_amplifies_is_cut_where_it_leaves_it(bundle: Path, kept: Path) -> None:
+    opened, model = loaded(bundle, kept)
+    ((_, saved),) = opened.micro_batches.items()
+    ordinary = torch.ones(ROWS, RESPONSE, dtype=torch.bool)
+    ordinary[BAD] = False
+    coefficient, none = saved.tokens["coefficient"], torch.zeros(ROWS, RESPONSE)
+    coefficient[BAD] = -0.1  # at the log-probs, nothing is to be seen
+    whole = gradient_norms(model, opened, saved, coefficient, none).norm
+    # In the row of the culprit alone: of both, the first tokens are others.
+    first_tokens = [int(saved.rows[row].input_ids[0]) for row in range(ROWS)]
+    assert len(set(first_tokens)) == ROWS
+    seen: list[int] = []
+    model.module.model.embed_tokens.register_forward_pre_hook(lambda _, arguments: seen.append(int(arguments[0][0, 0])))
+
+    def louder(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[0, PROMPT - 1 + BAD[1]] *= 1e4
+        return gradient
+
+    def amplify(_: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden = arguments[0].clone()
+        if seen[-1] == first_tokens[BAD[0]]:
+            hidden.register_hook(louder)
+        return hidden, *arguments[1:]
+
+    model.module.model.layers[1].register_forward_pre_hook(amplify)
+    blown = gradient_norms(model, opened, saved, coefficient, none).norm
+    cut = clip_tokens(model, opened, saved, ordinary)
+    assert blown > 100 * whole
+    assert cut.boundary == "layers.0" and cut.positions.nonzero().tolist() == [list(BAD)]
+    assert cut.gradient.norm == pytest.approx(whole, rel=0.3) and cut.moved.norm > 0
+
+
+def chain(ids: Tensor, coefficient: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor | None, Tensor]]:
+    """The model's parts from the last to the first: each one's parameters and input, and what it gives.
+
+    Each part's input is a leaf, so that a gradient ends there.
+    """
+    model = small_model().eval()
+    positions = torch.arange(len(ids)).unsqueeze(0)
+    hidden = [model.model.embed_tokens(ids.unsqueeze(0))]
+    rotary = model.model.rotary_emb(hidden[0], positions)
+    mask = torch.full((len(ids), len(ids)), -math.inf).triu(1)[None, None]
+    inputs = []
+    for layer in model.model.layers:
+        inputs.append(hidden[-1].detach().requires_grad_())
+        output = layer(inputs[-1], attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+        hidden.append(output[0] if isinstance(output, tuple) else output)
+    last = hidden[-1].detach().requires_grad_()
+    logits = model.lm_head(model.model.norm(last))[0, PROMPT - 1 : -1]
+    log_prob = logits.log_softmax(-1).gather(-1, ids[PROMPT:].unsqueeze(-1)).squeeze(-1)
+    yield named(model.model.norm, "norm", model.lm_head, "lm_head"), last, (log_prob * coefficient).sum()
+    for index in reversed(range(len(model.model.layers))):
+        yield named(model.model.layers[index], f"layers.{index}"), inputs[index], hidden[index + 1]
+    yield named(model.model.embed_tokens, "embed_tokens"), None, hidden[0]
+
+
+def named(*modules: Any) -> dict[str, Tensor]:
+    pairs = zip(modules[::2], modules[1::2], strict=True)
+    return {f"{prefix}.{name}": p for module, prefix in pairs for name, p in module.named_parameters()}
+
+
+def backward(ids: Tensor, coefficient: Tensor, cut: Callable[[int, Tensor], Tensor | None]) -> dict[str, Tensor]:
+    """The gradient by the chain rule; `cut(place, signal)` says which positions of a boundary are set to 0."""
+    found, arriving = {}, None
+    for place, (parameters, entry, output) in enumerate(chain(ids, coefficient)):
+        leaves = [*parameters.values(), *([] if entry is None else [entry])]
+        gradients = torch.autograd.grad(output, leaves, arriving)
+        found.update(zip(parameters, gradients, strict=False))
+        if entry is not None:
+            arriving = gradients[-1]
+            mask = cut(place, arriving[0].norm(dim=-1))
+            if mask is not None:
+                arriving = arriving * ~mask[None, :, None]
+    return found
+
+
+def signals(ids: Tensor, coefficient: Tensor) -> list[Tensor]:
+    found: list[Tensor] = []
+    backward(ids, coefficient, lambda place, signal: found.append(signal))
+    return found
+
+
+def cuts_of(ids: Tensor, coefficient: Tensor, bounds: dict[int, float]) -> dict[int, Tensor]:
+    found: dict[int, Tensor] = {}
+
+    def cut(place: int, signal: Tensor) -> Tensor:
+        found[place] = signal > bounds[place]
+        return found[place]
+
+    backward(ids, coefficient, cut)
+    return {place: mask for place, mask in found.items() if mask.any()}
+
+
+def gradient(ids: Tensor, coefficient: Tensor, cuts: dict[int, Tensor]) -> dict[str, Tensor]:
+    return backward(ids, coefficient, lambda place, _: cuts.get(place))
+
+
+def norm_of(gradients: list[dict[str, Tensor]]) -> float:
+    return math.sqrt(sum(float(sum(g[key] for g in gradients).square().sum()) for key in gradients[0]))
+
+
+def test_a_table_has_every_field_and_says_what_is_missing(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> Any:
+        raise ImportError("none here")
+
+    monkeypatch.setattr(remedies, "_remedy_losses", missing)
+    result = replay(bundle, kept, capsys)
+    assert all(set(row) == FIELDS for row in result["remedies"])
+    rows = rows_by_name(result)
+    assert set(rows) == {"TokenClip", "spike_action=drop", "grad_clip 1, as it was set", "grad_clip 0.1"}
+    (unit,) = result["units"]
+    drop = rows["spike_action=drop"]
+    assert drop["norm"] == pytest.approx(unit["rest"]) and drop["left"] == pytest.approx(
+        unit["rest"] / unit["replayed"]
+    )
+    assert drop["ordinary_moved"] == 0 and drop["under"] and drop["masked"] == {"tokens": 1, "culprits": 1}
+    clip = rows["grad_clip 0.1"]
+    assert clip["ordinary_moved"] == pytest.approx(1 - clip["left"])
+    assert clip["override"] == "actor_rollout_ref.actor.grad_clip=0.1"
+    said = " ".join(result["remedy_notes"])
+    assert "verl cannot be imported (none here) here" in said or "verl is not installed here" in said
+    assert "LayerClip cannot be computed" in said
+    assert "algorithm.norm_adv_by_std_in_grpo=False) cannot be computed" in said
+    names = [row["name"] for row in result["remedies"]]
+    assert names[:2] == ["TokenClip", "spike_action=drop"]
+    assert result["sentences"][-1].startswith("TokenClip fits best: it leaves under 1% of the norm")
+
+
+def test_layer_clip_scales_each_layer(bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By an estimate, or by the factors of a run that had it."""
+    layers = open_bundle(bundle).manifest["layers"]
+    resign(bundle, lambda manifest: manifest["event"].update(ordinary_layer_norms=dict.fromkeys(layers, 1.0)))
+    result = replay(bundle, kept, capsys)
+    row = rows_by_name(result)["LayerClip"]
+    bound = remedies.ORDINARY_MULTIPLE * 0.1 * math.sqrt(ROWS * RESPONSE)
+    norms = [layer["replayed"] for layer in result["layers"]]
+    assert row["norm"] == pytest.approx(math.hypot(*(min(norm, bound) for norm in norms)), rel=1e-4)
+    assert row["note"].startswith("An estimate: ") and 0 < row["ordinary_moved"] < 1
+    assert row["override"] == "actor_rollout_ref.actor.layer_clip.enable=True"
+
+    steps = {layer: {"norm": 1.0, "bound": 1.0, "factor": 0.25} for layer in layers}
+    resign(bundle, lambda manifest: manifest["event"].update(layer_clip=steps))
+    row = rows_by_name(replay(bundle, kept, capsys))["LayerClip, as it was set"]
+    assert row["left"] == pytest.approx(0.25) and row["ordinary_moved"] == pytest.approx(0.75)
+    assert row["override"] is None and row["note"] is None
+
+
+def test_without_verl_its_rows_are_left_out_with_one_sentence(bundle: Path, kept: Path) -> None:
+    script = f"""
+import sys
+for name in ("verl", "ray", "tensordict"):
+    sys.modules[name] = None
+from gradloc.replay.__main__ import main
+sys.exit(main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--only", "--remedies"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sentence = "verl is not installed here, so its policy losses and rollout corrections are left out."
+    assert " ".join(done.stdout.split()).count(sentence) == 1
+    assert "TokenClip: actor_rollout_ref.actor.token_clip.enable=True" in done.stdout
+    assert "GSPO" not in done.stdout
+
+
+def test_verls_functions_give_the_rows_of_losses(bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("verl")
+    of_verl(bundle)
+    rows = rows_by_name(replay(bundle, kept, capsys))
+    assert rows["as recorded"]["left"] == pytest.approx(1, rel=1e-5)
+    mask = rows["token mask"]
+    assert mask["under"] and mask["masked"] == {"tokens": 1, "culprits": 1}
+    # The mean is over one token less.
+    assert mask["ordinary_moved"] == pytest.approx(1 / (ROWS * RESPONSE - 1), rel=1e-4)
+    assert rows["token TIS"]["left"] == pytest.approx(math.exp(-3), rel=1e-3)
+    assert rows["token TIS"]["ordinary_moved"] == 0
+
+
+def without_rollout(bundle: Path) -> None:
+    resave(bundle, lambda tensors: tensors.pop("tokens.rollout_log_prob"))
+
+
+def without_old(bundle: Path) -> None:
+    resave(bundle, lambda tensors: tensors.pop("tokens.old_log_prob"))
+
+
+def other_settings(bundle: Path) -> None:
+    resign(bundle, lambda manifest: manifest.update(actor={"entropy_coeff": 0.1}))
+
+
+def other_weights(bundle: Path) -> None:
+    resign(bundle, lambda manifest: manifest.update(actor={"policy_loss": {"loss_mode": "geo_mean"}}))
+
+
+def of_bypass(bundle: Path) -> None:
+    correction = {"rollout_rs": None, "rollout_is": None, "loss_type": "ppo_clip"}
+    settings = {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": correction}}
+    resign(bundle, lambda manifest: manifest.update(actor=settings))
+
+
+def a_number_for_is(bundle: Path) -> None:
+    resave(bundle, lambda tensors: tensors.update({"tokens.rollout_is_weight": torch.full((ROWS, RESPONSE), 0.5)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence", "present", "absent"),
+    [
+        (without_rollout, "The bundle has no log-probs of the rollout", "GSPO", "token TIS"),
+        (
+            without_old,
+            "The bundle has no old_log_prob, which verl's losses need.",
+            "TokenClip",
+            "GSPO",
+        ),
+        (other_settings, "10 of 10 tokens differ", "TokenClip", "as recorded"),
+        (other_weights, "does not have the recorded coefficients", "TokenClip", "as recorded"),
+        (a_number_for_is, "does not have the recorded coefficients", "TokenClip", "as recorded"),
+        (of_bypass, "In bypass_mode, verl takes a loss of its own", "token mask", "GSPO"),
+    ],
+)
+def test_what_cannot_be_computed_is_said(
+    bundle: Path,
+    kept: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path], None],
+    sentence: str,
+    present: str,
+    absent: str,
+) -> None:
+    pytest.importorskip("verl")
+    of_verl(bundle)
+    change(bundle)
+    result = replay(bundle, kept, capsys)
+    assert sum(sentence in note for note in result["remedy_notes"]) == 1, result["remedy_notes"]
+    rows = rows_by_name(result)
+    assert present in rows and absent not in rows
+
+
+def test_without_culprits_there_is_nothing_to_drop(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resign(bundle, lambda manifest: manifest["event"].update(culprits=[]))
+    result = replay(bundle, kept, capsys)
+    assert not {"TokenClip", "spike_action=drop"} & set(rows_by_name(result))
+    said = " ".join(result["remedy_notes"])
+    assert "TokenClip cannot be computed: without culprits" in said
+    assert "spike_action=drop cannot be computed: the micro-batch has no culprits." in said
+
+
+def test_a_nonfinite_gradient_has_no_ratio(bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resave(bundle, lambda tensors: tensors["tokens.coefficient"].__setitem__(BAD, math.nan))
+    rows = rows_by_name(replay(bundle, kept, capsys))
+    assert all(row["left"] is None for row in rows.values())
+    assert rows["TokenClip"]["under"] and rows["spike_action=drop"]["under"]
+    assert rows["TokenClip"]["norm"] == pytest.approx(rows["spike_action=drop"]["norm"])
+    assert not rows["grad_clip 1, as it was set"]["under"]
+
+
+def a_row(name: str, under: bool, moved: float | None, norm: float) -> dict[str, Any]:
+    override = "actor_rollout_ref.actor.key=1"
+    row = {"name": name, "norm": norm, "left": norm / 100, "under": under, "ordinary_moved": moved, "note": None}
+    return {**row, "masked": {"tokens": 0, "culprits": 0}, "override": override, "meaning": "what it does"}
+
+
+def test_the_best_row_is_under_the_threshold_and_costs_least() -> None:
+    rows = [
+        a_row("over_least", False, 0.0, 20),
+        a_row(remedies.DROP, True, 0.0, 1),
+        a_row("free", True, 0.004, 5),
+        a_row("strong", True, 0.9, 0.1),
+        a_row("mild", True, 0.3, 8),
+        a_row("over", False, 0.0, 90),
+        a_row("broken", False, None, math.nan),
+        a_row("unknown", True, None, 1),
+    ]
+    names = [row["name"] for row in sorted(rows, key=remedies.rank)]
+    assert names == ["free", remedies.DROP, "mild", "strong", "unknown", "over_least", "over", "broken"]
+    ordered = sorted(rows, key=remedies.rank)
+    assert best(ordered)["name"] == "free"
+    assert best([{**ordered[0], "override": None}, *ordered[1:]])["name"] == remedies.DROP
+    assert best([{"name": "estimated", "norm": 1.0, "meaning": ""}]) is None
+
+
+HOSTILE: dict[str, Any] = {
+    "no numbers": {"clip_ratio": "0.2", "policy_loss": []},
+    "huge numbers": {"clip_ratio": 1e300, "clip_ratio_c": -1e20},
+    "code as a loss": {"policy_loss": {"loss_mode": "__import__('os').system('true')", "_target_": "os.system"}},
+    "a path as a mean": {"loss_agg_mode": "/etc/passwd"},
+    "odd corrections": {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": {"rollout_rs": "a,b"}}},
+    "deep corrections": {
+        "policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": {"rollout_is": {"_target_": "os.system"}}}
+    },
+    "odd sizes": {"global_batch_info": {"batch_num_tokens": "many"}},
+    "a dual clip under 1": {"clip_ratio_c": 0.5},
+    "another kl": {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 1.0},
+    "a kl without a reference": {"use_kl_loss": True},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_settings_are_no_reason_to_fail(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    pytest.importorskip("verl")
+    of_verl(bundle, **HOSTILE[name])
+    result = replay(bundle, kept, capsys)
+    assert {"TokenClip", "spike_action=drop"} <= set(rows_by_name(result))
+    if name != "deep corrections":  # of which nothing is left
+        assert "as recorded" not in rows_by_name(result)
+        assert any("rollout corrections are left out." in note for note in result["remedy_notes"])
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.ones(ROWS, RESPONSE + 1), torch.ones(ROWS, RESPONSE, dtype=torch.int64), torch.ones(1)]
+)
+def test_weights_of_importance_sampling_that_do_not_fit_are_refused(bundle: Path, weight: Tensor) -> None:
+    resave(bundle, lambda tensors: tensors.update({"tokens.rollout_is_weight": weight}))
+    with pytest.raises(BundleError, match="rollout_is_weight must be"):
+        open_bundle(bundle)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e38])
+def test_weights_of_importance_sampling_may_have_any_value(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], value: float
+) -> None:
+    of_verl(bundle)
+    weight = torch.full((ROWS, RESPONSE), value)
+    resave(bundle, lambda tensors: tensors.update({"tokens.rollout_is_weight": weight}))
+    assert "as recorded" not in rows_by_name(replay(bundle, kept, capsys))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"override": "a.b=1; rm -rf ~"},
+        {"override": "a.b=$(id)"},
+        {"override": "a.b=1\nc.d=2"},
+        {"override": ""},
+        {"left": "much"},
+        {"masked": {"tokens": -1, "culprits": 0}},
+        {"under": None},
+    ],
+)
+def test_a_result_with_other_remedies_is_left_out(kept: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    assert (
+        main([str(kept / "replay/step1-epoch0-mini_batch0"), "--model", str(kept / "model"), "--only", "--remedies"])
+        == 0
+    )
+    folder = tmp_path / "replay"
+    folder.mkdir()
+    path = folder / "step1-epoch0-mini_batch0.result.json"
+    shutil.move(kept / "replay" / path.name, path)
+    assert len(read_results(str(tmp_path))) == 1
+    result = json.loads(path.read_text())
+    result["remedies"][0] |= change
+    path.write_text(json.dumps(result))
+    assert read_results(str(tmp_path)) == []
+    # Rows of both kinds do not go together.
+    del result["remedies"][0]["left"]
+    path.write_text(json.dumps(result))
+    assert read_results(str(tmp_path)) == []
+
+
+def test_the_advice_for_a_source_is_the_best_remedy(
+    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly")
+    folder = tmp_path / "evidence"
+    shutil.copytree(kept, folder)
+    page = tmp_path / "page.html"
+    bundle = str(folder / "replay/step1-epoch0-mini_batch0")
+    assert main([bundle, "--model", str(folder / "model"), "--only", "--remedies", "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "Which remedy fits" in out and "under its threshold" in out
+    evidence = read(str(folder))
+    (result,) = evidence.replays
+    (source,) = {token["source"] for token in result["tokens"] if token["culprit"]}
+    advice = advice_by_source(evidence.replays)
+    override = result["remedies"][0]["override"]
+    assert advice[source].startswith("In the replay of step 1, TokenClip fits best: ") and override in advice[source]
+    assert {name: text for name, text in advice.items() if name != source} == {
+        name: text for name, text in ADVICE.items() if name != source
+    }
+    assert override in page.read_text() and "remedy_notes" in page.read_text()
+    assert report([str(folder)]) == 0
+    assert "TokenClip fits best" in " ".join(capsys.readouterr().out.split())
+
+    # What is a bug stays one; and a spike that does not come back has no remedy.
+    culprit = next(token for token in result["tokens"] if token["culprit"])
+    culprit["source"] = "unsampled"
+    assert advice_by_source([result])["unsampled"].startswith(f"{ADVICE['unsampled']} In the replay")
+    result["units"][0]["replayed"] = THRESHOLD * 1e-9
+    assert advice_by_source([result]) == ADVICE
+
+
+def test_measuring_remedies_leaves_the_rest_of_a_result_as_it_was(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_remedies = replay(bundle, kept, capsys)
+    assert main([str(bundle), "--model", str(kept / "model"), "--only", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    for name in set(plain) - {"time", "remedies", "sentences"}:
+        assert plain[name] == with_remedies[name], name
+    assert plain["sentences"] == with_remedies["sentences"][:-1]
+    assert all(set(row) == {"name", "norm", "meaning"} for row in plain["remedies"])
