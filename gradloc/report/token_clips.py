@@ -161,6 +161,11 @@ def done_to(row: Mapping[str, Any]) -> str:
     return _DONE[row["action"]] if row["cut"] and row["action"] in _DONE else "left"
 
 
+def left_some(line: Mapping[str, Any]) -> bool:
+    """Whether a clip line has signals over their bounds that were not cut."""
+    return bool(sum(line["token_clip"]["cut"].values()) < sum(line["token_clip"]["over"].values()))
+
+
 def clipped_token_name(row: Mapping[str, Any]) -> str:
     """The token's text, or its id where that is not known; of the prompt's tokens, neither is."""
     if row["token"] is not None:
