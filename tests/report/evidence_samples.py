@@ -264,13 +264,13 @@ def clip(step: int | None, tokens: list[dict[str, Any]], action: str = "drop", *
 
     `refused` and `mini_batch` are among the changes; others are of the whole line.
     """
-    boundaries = ["embed_tokens", "layers.0", "layers.1", "log_probs"]
+    boundaries = dict.fromkeys(["embed_tokens", "layers.0", *(token["boundary"] for token in tokens), "log_probs"])
     tokens = sorted(tokens, key=lambda token: -token["multiple"] if math.isfinite(token["multiple"]) else -math.inf)
     tokens = [{**token, "cut": token["cut"] and action != "log"} for token in tokens]
     over = {name: sum(token["boundary"] == name for token in tokens) for name in boundaries}
     cut = {name: sum(token["boundary"] == name and token["cut"] for token in tokens) for name in boundaries}
     figures = {"action": action, "factor": 4.0, "over": over, "cut": cut, "refused": changes.pop("refused", [])}
-    figures |= {"largest": dict.fromkeys(boundaries, 9.0), "usual": {name: 1.5 for name in boundaries}}
+    figures |= {"largest": dict.fromkeys(boundaries, 9.0), "usual": dict.fromkeys(boundaries, 1.5)}
     where = {"global_step": step, "epoch": 0, "mini_batch": changes.pop("mini_batch", 0)}
     return {**clip_line(where, {**figures, "tokens": tokens}), **changes}
 
