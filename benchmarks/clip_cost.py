@@ -101,7 +101,7 @@ def measure(rank: int, folder: str, rounds: int, sizes: dict[str, Any]) -> None:
         actor = DataParallelPPOActor(config, model, torch.optim.AdamW(model.parameters(), lr=1e-6))
     clips: dict[str, Any] = {}
     for name, settings in KINDS.items():
-        clip_class = TokenClip if isinstance(settings, TokenClipConfig) else LayerClip
+        clip_class: Any = TokenClip if isinstance(settings, TokenClipConfig) else LayerClip
         clips[name] = None if settings is None else clip_class(model, settings)
     spent = {"wall": 0.0, "cpu": 0.0}
 

@@ -62,6 +62,9 @@ def step_line(step: int, metrics: dict[str, float]) -> str:
     if metrics.get("actor/gradloc/triggered"):
         culprits, passes = (metrics.get(f"actor/gradloc/{key}", 0) for key in ("culprits", "passes"))
         parts.append(f"SPIKE: {plural(int(culprits), 'culprit')} in {plural(int(passes), 'pass', 'es')}")
+    if metrics.get("actor/token_clip/over"):
+        over, cut = (int(metrics.get(f"actor/token_clip/{key}", 0)) for key in ("over", "cut"))
+        parts.append(f"TokenClip: {cut} of {plural(over, 'outlying signal')} cut")
     if "actor/gradloc/drill_found" in metrics:
         parts.append(f"DRILL: {'found' if metrics['actor/gradloc/drill_found'] else 'NOT found'}")
     if "timing_s/step" in metrics:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sends the spikes of a run to the loggers of verl's `Tracking`, from the process that has them: the driver.
+"""Sends the spikes of a run, and what TokenClip found, to the loggers of verl's `Tracking`, from the driver.
 
 The evidence may be written by another process, so it is read back from the disk.
 """
@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,19 @@ from ..evidence.texts import without_texts
 from ..evidence.writer import evidence_files
 from ..report.page import write_page
 from ..report.reading import read
-from .trackers import COLUMNS, COLUMNS_WITH_TEXTS, TABLE_ROWS, TAKE_PAGE, TRACKERS, StepSpikes, table_rows
+from .trackers import (
+    CLIP_COLUMNS,
+    CLIP_COLUMNS_WITH_TEXTS,
+    COLUMNS,
+    COLUMNS_WITH_TEXTS,
+    TABLE_ROWS,
+    TAKE_PAGE,
+    TRACKERS,
+    StepSpikes,
+    Table,
+    clip_rows,
+    table_rows,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +43,14 @@ _PAGE_BYTES = 64 * 2**20
 
 
 def add_spike_log(loggers: dict[str, Any], config: Mapping[str, Any] | None) -> None:
-    """Adds a logger "gradloc" to those of a `Tracking`, if its run looks for spikes and is to send them on.
+    """Adds a logger "gradloc" to those of a `Tracking`, if its run is to send its spikes or clipped tokens on.
 
     Args:
         loggers (dict): verl's loggers by name.
         config (Mapping, optional): verl's whole configuration.
     """
     actor = ((config or {}).get("actor_rollout_ref") or {}).get("actor") or {}
-    if not actor.get("spike_detection", False):
+    if not (actor.get("spike_detection", False) or (actor.get("token_clip") or {}).get("enable", False)):
         return
     wanted = actor.get("spike_log")
     if wanted is None:
@@ -61,9 +73,9 @@ class SpikeLog:
         self._loggers = loggers
         self._directory = directory
         self._texts = texts
-        self._columns = COLUMNS_WITH_TEXTS if texts else COLUMNS
+        self._culprits = Table(COLUMNS_WITH_TEXTS if texts else COLUMNS)
+        self._clipped = Table(CLIP_COLUMNS_WITH_TEXTS if texts else CLIP_COLUMNS)
         self._appended = AppendedEvents(directory)
-        self._rows: list[list[Any]] = []
         self._steps = 0
         self._warned: set[str] = set()
 
@@ -74,37 +86,51 @@ class SpikeLog:
             data (Mapping): The step's metrics.
             step (int): The trainer's step.
         """
-        if data.get("actor/gradloc/triggered", 0) > 0 or "actor/gradloc/drill_found" in data:
+        counts = ("actor/gradloc/triggered", "actor/token_clip/over")
+        if any(data.get(name, 0) > 0 for name in counts) or "actor/gradloc/drill_found" in data:
             self._guarded("the evidence", partial(self._send, step))
 
     def _send(self, step: int) -> None:
         try:
-            events = self._appended.read()
+            lines = self._appended.read()
         except FileNotFoundError:
-            events = []
-        if not events:
+            lines = []
+        if not lines:
             self._warn(
                 "no events",
-                f"step {step} has a spike, but {self._appended.path} has no new event: is bisect_dump_dir a directory "
-                "that the driver and the actor's rank 0 share, with space left? Trackers get the metrics only.",
+                f"step {step} has a spike or outlying tokens, but {self._appended.path} has no new line: is "
+                "bisect_dump_dir a directory that the driver and the actor's rank 0 share, with space left? Trackers "
+                "get the metrics only.",
             )
             return
         if not self._texts:
-            events = [without_texts(event) for event in events]
+            lines = [without_texts(line) for line in lines]
         self._steps += 1
-        room = TABLE_ROWS - len(self._rows)
-        new_rows = [row for event in events for row in table_rows(event, self._columns)][:room]
-        self._rows += new_rows
-        if room and len(self._rows) == TABLE_ROWS:
-            self._warn("full", f"the trackers' table of culprits has {TABLE_ROWS} rows, and gets no more.")
+        self._culprits = self._grown(self._culprits, "culprits", lines, table_rows)
+        self._clipped = self._grown(self._clipped, "clipped tokens", lines, clip_rows)
         with tempfile.TemporaryDirectory(prefix="gradloc-") as folder:
             page = self._page(Path(folder, "report.html"))
-            spikes = StepSpikes(step, events, self._columns, new_rows, list(self._rows), page)
+            spikes = StepSpikes(step, lines, self._culprits, self._clipped, page)
             for name, tracker in self._loggers.items():
                 if send := TRACKERS.get(name):
                     self._guarded(name, partial(send, tracker, spikes))
                 elif name not in _NO_TRACKERS:
                     self._warn(name, f"the logger {name} gets no spikes: it is not one of {', '.join(TRACKERS)}.")
+
+    def _grown(
+        self,
+        table: Table,
+        name: str,
+        lines: Sequence[Mapping[str, Any]],
+        rows_of: Callable[[Mapping[str, Any], Sequence[str]], list[list[Any]]],
+    ) -> Table:
+        """A table with a step's rows, as far as there is room."""
+        room = TABLE_ROWS - len(table.rows)
+        new_rows = [row for line in lines for row in rows_of(line, table.columns)][:room]
+        rows = [*table.rows, *new_rows]
+        if room and len(rows) == TABLE_ROWS:
+            self._warn(f"full {name}", f"the trackers' table of {name} has {TABLE_ROWS} rows, and gets no more.")
+        return Table(table.columns, new_rows, rows)
 
     def _page(self, path: Path) -> Path | None:
         """The report: after each of the first ten steps with spikes, then after the 20th, 30th, … 100th, 200th, …"""

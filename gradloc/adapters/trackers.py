@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""How each of verl's loggers shows the spikes of a step: one function for each, with the calls of its library.
+"""How each of verl's loggers shows the spikes of a step, and what TokenClip found: one function for each.
 
 A function takes what verl's `Tracking` holds for the logger, and a `StepSpikes`. It raises what the library raises.
 """
@@ -9,65 +9,102 @@ import html
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..report.figures import threshold_factor
+from ..report.token_clips import left_some
 
-# Rows of the table of culprits, which some trackers get anew with each spike.
+# Rows of a table, which some trackers get anew with each step.
 TABLE_ROWS = 1000
-# Of one event, so many of its largest culprits are in the table.
+# Of one event or clip line, so many of its largest tokens are in the table.
 EVENT_ROWS = 20
 # So many events of a step are told one by one.
 _SENTENCES = 3
 # Seconds between two alerts by e-mail or chat.
 _ALERT_SECONDS = 600
 
-# The columns of the table. Those after the first three are fields of a culprit; the last ones are sent only with texts.
+# The columns of the tables: fields of a line, and of a culprit or of a token in a clip line. The last ones are sent
+# only with texts.
 _NUMBERS = ("grad_norm", "threshold", "share", "advantage", "ratio", "log_prob", "reward")
+_CLIP_NUMBERS = ("multiple", "advantage", "log_prob", "old_log_prob", "rollout_log_prob", "reward")
+_TEXTS = ("context", "uid")
 COLUMNS = (
     *("step", "diagnosis", "action", "source", "token"),
     *_NUMBERS,
     *("rank", "micro_batch", "row", "position", "token_id"),
 )
-COLUMNS_WITH_TEXTS = (*COLUMNS, "context", "uid")
+COLUMNS_WITH_TEXTS = (*COLUMNS, *_TEXTS)
+CLIP_COLUMNS = (
+    *("step", "action", "boundary", "cut", "token"),
+    *_CLIP_NUMBERS,
+    *("rank", "micro_batch", "row", "position", "token_id"),
+)
+CLIP_COLUMNS_WITH_TEXTS = (*CLIP_COLUMNS, *_TEXTS)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that grows with the run.
+
+    Args:
+        columns (Sequence[str]): The names of its columns.
+        new_rows (Sequence[Sequence]): The rows of one step.
+        rows (Sequence[Sequence]): All rows of the run up to this step.
+    """
+
+    columns: Sequence[str]
+    new_rows: Sequence[Sequence[Any]] = ()
+    rows: Sequence[Sequence[Any]] = ()
 
 
 @dataclass(frozen=True)
 class StepSpikes:
-    """The spikes and drills of one step, in the forms that trackers take.
+    """The spikes and drills of one step, and what TokenClip found in it, in the forms that trackers take.
 
     Args:
         step (int): The trainer's step.
-        events (Sequence[Mapping]): The events, as they are in the evidence.
-        columns (Sequence[str]): The names of the table's columns.
-        new_rows (Sequence[Sequence]): Their rows of the table.
-        rows (Sequence[Sequence]): All rows of the run up to this step.
-        page (Path, optional): The report as one HTML file. Only after some of the steps with spikes.
+        lines (Sequence[Mapping]): The events and clip lines, as they are in the evidence.
+        culprits (Table): The culprits.
+        clipped (Table): The tokens over TokenClip's bounds.
+        page (Path, optional): The report as one HTML file. Only after some of the steps with such lines.
     """
 
     step: int
-    events: Sequence[Mapping[str, Any]]
-    columns: Sequence[str]
-    new_rows: Sequence[Sequence[Any]]
-    rows: Sequence[Sequence[Any]]
+    lines: Sequence[Mapping[str, Any]]
+    culprits: Table
+    clipped: Table
     page: Path | None
 
     @property
     def spikes(self) -> list[Mapping[str, Any]]:
         """The events that are no drills."""
-        return [event for event in self.events if event.get("drill") is None]
+        return [line for line in self.lines if "token_clip" not in line and line.get("drill") is None]
+
+    @property
+    def clips(self) -> list[Mapping[str, Any]]:
+        """The clip lines."""
+        return [line for line in self.lines if "token_clip" in line]
+
+    @property
+    def alerting(self) -> "StepSpikes | None":
+        """What to alert of: all but the clip lines of which everything was cut; None if nothing is left."""
+        lines = [line for line in self.lines if "token_clip" not in line or left_some(line)]
+        return replace(self, lines=lines) if lines else None
 
     @property
     def title(self) -> str:
-        return "Gradient spike" if self.spikes else "Spike drill"
+        if self.spikes:
+            return "Gradient spike"
+        return "Spike drill" if len(self.clips) < len(self.lines) else "Outlying tokens"
 
     @property
     def sentences(self) -> list[str]:
-        """The summaries of the first events, and how many more there are."""
-        told = [str(event.get("summary", "")) for event in self.events[:_SENTENCES]]
-        more = len(self.events) - len(told)
+        """The summaries of the first events, or of clip lines where there are fewer, and how many more there are."""
+        lines = sorted(self.lines, key=lambda line: "token_clip" in line)
+        told = [str(line.get("summary", "")) for line in lines[:_SENTENCES]]
+        more = len(lines) - len(told)
         return told + [f"And {more} more: see the report."] * (more > 0)
 
     @property
@@ -80,56 +117,91 @@ class StepSpikes:
         factors = (threshold_factor(event["trigger"]) for event in self.spikes)
         return max(filter(math.isfinite, factors), default=None)
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """By name: `threshold_factor` where there is one; with clip lines, how many tokens they name and were cut."""
+        found: dict[str, float] = {}
+        if self.threshold_factor is not None:
+            found["gradloc/threshold_factor"] = self.threshold_factor
+        return found | self.clip_counts
+
+    @property
+    def clip_counts(self) -> dict[str, float]:
+        """By name, how many tokens the clip lines name, and how many of these were cut; empty without such lines."""
+        tokens = [token for line in self.clips for token in line["token_clip"]["tokens"]]
+        cut = sum(token["cut"] for token in tokens)
+        return {"gradloc/tokens_over": len(tokens), "gradloc/tokens_cut": cut} if self.clips else {}
+
 
 def table_rows(event: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any]]:
-    """The rows of an event's largest culprits with these columns; none for a drill."""
-    if event.get("drill") is not None:
+    """The rows of an event's largest culprits with these columns; none for a drill or a clip line."""
+    if "token_clip" in event or event.get("drill") is not None:
         return []
     of_event = {"step": event["global_step"], "diagnosis": event["diagnosis"], "action": event["action"]}
+    return _rows(event["culprits"], of_event, columns)
+
+
+def clip_rows(line: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any]]:
+    """The rows of a clip line's tokens furthest over their bounds with these columns; none for an event."""
+    if "token_clip" not in line:
+        return []
+    of_line = {"step": line["global_step"], "action": line["token_clip"]["action"]}
+    return _rows(line["token_clip"]["tokens"], of_line, columns)
+
+
+def _rows(tokens: Sequence[Mapping[str, Any]], of_line: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any]]:
     return [
-        [_cell(name, (of_event if name in of_event else culprit).get(name)) for name in columns]
-        for culprit in event["culprits"][:EVENT_ROWS]
+        [_cell(name, (of_line if name in of_line else token).get(name)) for name in columns]
+        for token in tokens[:EVENT_ROWS]
     ]
 
 
 def _cell(name: str, value: Any) -> Any:
     """A value as its column's type: in the evidence, NaN and infinities are strings."""
-    return float(value) if name in _NUMBERS and value is not None else value
+    return float(value) if name in (*_NUMBERS, *_CLIP_NUMBERS) and value is not None else value
 
 
 def to_wandb(wandb: Any, spikes: StepSpikes) -> None:
-    logged: dict[str, Any] = {}
-    if spikes.new_rows:
+    logged: dict[str, Any] = dict(spikes.clip_counts)
+    for name, table in _tables(spikes):
         # A table that was logged cannot grow: https://github.com/wandb/wandb/issues/2981
-        logged["gradloc/culprits"] = wandb.Table(columns=list(spikes.columns), data=[list(row) for row in spikes.rows])
+        logged[name] = wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
     if spikes.page is not None:
         logged["gradloc/report"] = wandb.Html(io.StringIO(spikes.page.read_text(encoding="utf-8")), inject=False)
     if logged:
         wandb.log(logged, step=spikes.step)
-    level = "WARN" if spikes.spikes else "INFO"
-    wandb.alert(title=spikes.title, text=spikes.text, level=level, wait_duration=_ALERT_SECONDS)
+    alert = spikes.alerting
+    if alert is not None:
+        level = "INFO" if alert.title == "Spike drill" else "WARN"
+        wandb.alert(title=alert.title, text=alert.text, level=level, wait_duration=_ALERT_SECONDS)
+
+
+def _tables(spikes: StepSpikes) -> list[tuple[str, Table]]:
+    """The tables that have new rows, with their names."""
+    tables = [("gradloc/culprits", spikes.culprits), ("gradloc/clipped_tokens", spikes.clipped)]
+    return [(name, table) for name, table in tables if table.new_rows]
 
 
 def to_mlflow(_adapter: Any, spikes: StepSpikes) -> None:
     import mlflow
 
-    if spikes.new_rows:
-        columns = zip(spikes.columns, zip(*spikes.new_rows, strict=True), strict=True)
+    for name, table in _tables(spikes):
+        columns = zip(table.columns, zip(*table.new_rows, strict=True), strict=True)
         # This appends to the artifact.
-        mlflow.log_table({name: list(values) for name, values in columns}, "gradloc/culprits.json")
+        mlflow.log_table({column: list(values) for column, values in columns}, f"{name}.json")
+    if spikes.clip_counts:
+        mlflow.log_metrics(spikes.clip_counts, step=spikes.step)
     mlflow.log_text(spikes.text, f"gradloc/step_{spikes.step}.txt")
     if spikes.page is not None:
         mlflow.log_artifact(str(spikes.page), "gradloc")
 
 
 def to_swanlab(swanlab: Any, spikes: StepSpikes) -> None:
-    logged: dict[str, Any] = {"gradloc/spikes": swanlab.Text(spikes.text)}
-    if spikes.new_rows:
-        table = swanlab.echarts.Table()
-        table.add(headers=list(spikes.columns), rows=[list(row) for row in spikes.rows])
-        logged["gradloc/table"] = table
-    if spikes.threshold_factor is not None:
-        logged["gradloc/threshold_factor"] = spikes.threshold_factor
+    logged: dict[str, Any] = {"gradloc/spikes": swanlab.Text(spikes.text), **spikes.figures}
+    for name, table in _tables(spikes):
+        shown = swanlab.echarts.Table()
+        shown.add(headers=list(table.columns), rows=[list(row) for row in table.rows])
+        logged["gradloc/table" if table is spikes.culprits else name] = shown
     if spikes.page is not None and hasattr(swanlab, "Html"):  # since 0.8
         logged["gradloc/report"] = swanlab.Html(spikes.page)
     swanlab.log(logged, step=spikes.step)
@@ -137,14 +209,14 @@ def to_swanlab(swanlab: Any, spikes: StepSpikes) -> None:
 
 def to_tensorboard(adapter: Any, spikes: StepSpikes) -> None:
     writer = adapter.writer
-    lines = [html.escape(sentence, quote=False) for sentence in spikes.sentences]
-    if spikes.new_rows:
-        cells = [[_markdown(value) for value in row] for row in (spikes.columns, *spikes.new_rows)]
+    parts = [html.escape(sentence, quote=False) for sentence in spikes.sentences]
+    for _, table in _tables(spikes):
+        cells = [[_markdown(value) for value in row] for row in (table.columns, *table.new_rows)]
         rows = [f"| {' | '.join(row)} |" for row in cells]
-        lines.append("\n".join([rows[0], "|---" * len(spikes.columns) + "|", *rows[1:]]))
-    writer.add_text("gradloc/spikes", "\n\n".join(lines), spikes.step)
-    if spikes.threshold_factor is not None:
-        writer.add_scalar("gradloc/threshold_factor", spikes.threshold_factor, spikes.step)
+        parts.append("\n".join([rows[0], "|---" * len(table.columns) + "|", *rows[1:]]))
+    writer.add_text("gradloc/spikes", "\n\n".join(parts), spikes.step)
+    for name, figure in spikes.figures.items():
+        writer.add_scalar(name, figure, spikes.step)
     writer.flush()
 
 
@@ -155,17 +227,19 @@ def _markdown(value: Any) -> str:
 
 
 def to_clearml(adapter: Any, spikes: StepSpikes) -> None:
-    if spikes.new_rows:
+    if spikes.clip_counts:
+        adapter.log(spikes.clip_counts, spikes.step)
+    for name, table in _tables(spikes):
         import pandas
 
-        adapter.log({"gradloc/culprits": pandas.DataFrame(spikes.rows, columns=list(spikes.columns))}, spikes.step)
+        adapter.log({name: pandas.DataFrame(table.rows, columns=list(table.columns))}, spikes.step)
     adapter._get_logger().report_text(spikes.text)
     if spikes.page is not None:
         adapter._task.upload_artifact("gradloc_report", spikes.page, wait_on_upload=True)
 
 
 def to_file(adapter: Any, spikes: StepSpikes) -> None:
-    adapter.log({"gradloc/spikes": spikes.text}, spikes.step)
+    adapter.log({"gradloc/spikes": spikes.text, **spikes.clip_counts}, spikes.step)
 
 
 # By verl's names for the loggers.

@@ -1,15 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the events that are appended to spikes.jsonl while a run goes on."""
+"""Reads the events and clip lines that are appended to spikes.jsonl while a run goes on."""
 
 import os
 from typing import Any
 
 from .foreign_json import parse
 
+# A field of each kind of line that is read.
+_KINDS = ("culprits", "token_clip")
+
 
 class AppendedEvents:
-    """The events of `<directory>/spikes.jsonl` that were appended since the last call of `read`.
+    """The events and clip lines of `<directory>/spikes.jsonl` that were appended since the last call of `read`.
 
     What is in the file at the start, as an earlier run has left it, is not read.
     """
@@ -19,7 +22,7 @@ class AppendedEvents:
         self._end = os.path.getsize(self.path) if os.path.isfile(self.path) else 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The new events, oldest first. A line that is still being written is left for the next call.
+        """The new events and clip lines, oldest first. A line that is still being written is left for the next call.
 
         Raises:
             OSError: There is no such file, or it cannot be read.
@@ -32,7 +35,7 @@ class AppendedEvents:
         finished = data[: data.rfind(b"\n") + 1]
         self._end += len(finished)
         entries = map(_parsed, finished.splitlines())
-        return [entry for entry in entries if isinstance(entry, dict) and "culprits" in entry]
+        return [entry for entry in entries if isinstance(entry, dict) and not entry.keys().isdisjoint(_KINDS)]
 
 
 def _parsed(line: bytes) -> Any:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON Schemas of lines: an event of spikes.jsonl, a step of steps.jsonl, or a note about what was left out."""
+"""The JSON Schemas of lines: an event or a clip line of spikes.jsonl, a step of steps.jsonl, or a note."""
 
 import math
 import sys
@@ -225,6 +225,8 @@ _CLIPPED_TOKEN = object_with(
     data_source=TEXT_OR_NULL,
     uid=TEXT_OR_NULL,
 )
+# As CULPRIT_FIELDS, of a token in a clip line.
+CLIPPED_TOKEN_FIELDS: tuple[str, ...] = tuple(_CLIPPED_TOKEN["required"])
 _COUNTS_BY_BOUNDARY = {"type": "object", "additionalProperties": INDEX}
 
 CLIP = {

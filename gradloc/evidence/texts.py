@@ -1,23 +1,30 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Events without the texts of samples, for those who are to see figures only."""
+"""Events and clip lines without the texts of samples, for those who are to see figures only."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .schema import CULPRIT_FIELDS, EVENT
+from .schema import CLIP, CLIPPED_TOKEN_FIELDS, CULPRIT_FIELDS, EVENT
 
-# Of what the trainer adds to a culprit, what is no text; and the token alone.
+# Of what the trainer adds to a token, what is no text; and the token alone.
 _ADDED = ("token", "response_tokens_start", "reward")
 
 
-def without_texts(event: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of an event whose culprits have the actor's figures, their tokens and rewards alone.
+def without_texts(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of an event or a clip line with the actor's figures, and of texts the named tokens' own alone.
 
-    Prompts, responses, contexts, ground truths, data sources, uids and fields that the schema does not know are left
-    out.
+    Rewards are kept. Prompts, responses, contexts, ground truths, data sources, uids, and fields that the schema does
+    not know, are left out.
     """
-    culprits = [
-        {name: culprit[name] for name in (*CULPRIT_FIELDS, *_ADDED) if name in culprit} for culprit in event["culprits"]
-    ]
-    return {name: event[name] for name in EVENT["properties"] if name in event} | {"culprits": culprits}
+    if "culprits" in line:
+        culprits = [_named(culprit, (*CULPRIT_FIELDS, *_ADDED)) for culprit in line["culprits"]]
+        return _named(line, EVENT["properties"]) | {"culprits": culprits}
+    found = line["token_clip"]
+    tokens = [_named(token, (*CLIPPED_TOKEN_FIELDS, *_ADDED)) for token in found["tokens"]]
+    known = _named(found, CLIP["properties"]["token_clip"]["properties"]) | {"tokens": tokens}
+    return _named(line, CLIP["properties"]) | {"token_clip": known}
+
+
+def _named(of: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: of[name] for name in names if name in of}

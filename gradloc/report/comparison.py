@@ -40,7 +40,7 @@ def _figures(evidence: Evidence) -> dict[str, Any]:
     steps = [step for step in evidence.steps if since is None or step >= since]
     found = (evidence.steps[step]["spike_margin"] for step in steps)
     margins = sorted(severity(margin) for margin in found if margin is not None)
-    totals = evidence.totals
+    totals, clips = evidence.totals, evidence.clips
     return {
         "path": evidence.path,
         "faults": evidence.faults,
@@ -53,12 +53,15 @@ def _figures(evidence: Evidence) -> dict[str, Any]:
         "spikes_per_hundred_steps": 100 * totals.events / len(steps) if steps else None,
         "steps_with_spikes": len(totals.by_step),
         "culprits": evidence.sources.total(),
+        "clipped_mini_batches": len(clips.mini_batches),
+        "stopped_mini_batches": len(clips.stopped(totals.mini_batches)),
         "margin_median": statistics.median(margins) if margins else None,
         "margin_p90": margins[math.ceil(0.9 * len(margins)) - 1] if margins else None,
         "margin_max": margins[-1] if margins else None,
         "passes_per_spike": totals.passes / totals.events if totals.events else None,
         "diagnoses": dict(totals.diagnoses.most_common()),
         "sources": dict(evidence.sources.most_common()),
+        "boundaries": dict(clips.boundaries.most_common()),
     }
 
 

@@ -27,21 +27,29 @@ _FIGURES = {
     "spikes_per_hundred_steps": "spikes per hundred steps",
     "steps_with_spikes": "steps with spikes",
     "culprits": "culprits",
+    "clipped_mini_batches": "mini-batches with tokens over TokenClip's bounds",
+    "stopped_mini_batches": "of these, stopped by TokenClip",
     "passes_per_spike": "extra passes per spike",
     "margin_median": "largest token norm ÷ τ, median step",
     "margin_p90": "largest token norm ÷ τ, 90th percentile of steps",
     "margin_max": "largest token norm ÷ τ, maximum",
 }
 
+# Those that are shown only if a run has some.
+_OF_TOKEN_CLIP = ("clipped_mini_batches", "stopped_mini_batches")
+
 
 def tables(comparison: Mapping[str, Any]) -> list[TextTable]:
     """The tables of what `compare` returns; texts of the evidence are as they are there."""
     runs = comparison["runs"]
-    figures = [[name, *(short(run[key]) for run in runs)] for key, name in _FIGURES.items()]
+    clipped = any(run["clipped_mini_batches"] for run in runs)
+    shown = {key: name for key, name in _FIGURES.items() if clipped or key not in _OF_TOKEN_CLIP}
+    figures = [[name, *(short(run[key]) for run in runs)] for key, name in shown.items()]
     found = [TextTable("The runs", ("", "A", "B"), figures)]
     for key, column, title in (
         ("diagnoses", "diagnosis", "What was found"),
         ("sources", "source", "What looks wrong with the culprits"),
+        ("boundaries", "boundary", "Where tokens were first over TokenClip's bounds"),
     ):
         totals = Counter[str]()
         for run in runs:

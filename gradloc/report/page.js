@@ -5,7 +5,7 @@
 // becomes markup. Plotly is in the page before it.
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const { events, culprits, strips, totals } = data;
+const { events, culprits, strips, totals, clips } = data;
 linkCulpritsToEvents();
 
 const haveSteps = events.every((event) => event.global_step !== null);
@@ -33,9 +33,10 @@ function start() {
   showTotals();
   showDrills();
   showReplays();
+  showClips();
   drawLevel();
   if (!events.length) {
-    hide(document.querySelectorAll("section:not(#run, #replays)"));
+    hide(document.querySelectorAll("section:not(#run, #clips, #replays)"));
     addChartListeners();
     return;
   }
@@ -74,6 +75,7 @@ function addPageListeners() {
 
 function drawCharts() {
   drawLevel();
+  drawClips();
   if (events.length) drawTimeline();
   if (current) showLayers();
 }
@@ -83,7 +85,12 @@ function setPrinted(on) {
   document.documentElement.classList.toggle("print", on);
   drawCharts();
   const size = on ? { width: 640 } : { width: null, autosize: true };
-  const charts = [data.level && "level", events.length && "timeline", current && !get("layers").hidden && "layers"];
+  const charts = [
+    data.level && "level",
+    clipsWithStep.length && "clips-chart",
+    events.length && "timeline",
+    current && !get("layers").hidden && "layers",
+  ];
   for (const chart of charts.filter(Boolean)) Plotly.relayout(chart, size);
 }
 
@@ -301,7 +308,8 @@ function title() {
 function lead() {
   if (!events.length) {
     const where = data.level ? `in ${count(data.level.steps_in_all, "step")}` : "in this evidence";
-    return [`No spike is ${where}: no micro-batch was over its threshold.`];
+    const noSpike = `No spike is ${where}: no micro-batch was over its threshold.`;
+    return [clips ? `${noSpike} ${clips.sentences[0]}` : noSpike];
   }
   if (!culprits.length) return ["No single token was found to be over the threshold."];
   const worst = culprits[0];
@@ -327,8 +335,14 @@ function figures() {
     ["Culprit tokens", whole(totals.culprits)],
     ["Largest token gradient", [largest, small(`threshold ${thresholds}`)]],
     ["Searches complete", [whole(totals.events - totals.incomplete_events), small(`of ${whole(totals.events)}`)]],
+    ...(clips ? [clipsFigure()] : []),
     ["Extra passes", [whole(totals.passes), small(`${whole(Math.round(number(totals.seconds)))} s in all`)]],
   ];
+}
+
+function clipsFigure() {
+  const more = make("small", {}, `of ${count(clips.mini_batches, "mini-batch", "mini-batches")} with outlying tokens`);
+  return ["Stopped by TokenClip", [whole(clips.stopped), more]];
 }
 
 function notes() {
@@ -458,6 +472,158 @@ function makeReplayTable(title, heads, rows) {
   );
 }
 
+// What TokenClip found: tokens whose backward signals were over its bounds.
+
+const clipsWithStep = (clips?.rows ?? []).filter(hasStep);
+let clipRows = 100;
+
+function showClips() {
+  get("clips").hidden = !clips;
+  if (!clips) return;
+  get("h-clips").textContent = clips.title;
+  get("clips-hint").textContent = visible(clips.sentences.join(" "));
+  get("clips-how").textContent = clips.explanation;
+  get("clips-table").hidden = get("clips-how").hidden = !clips.rows.length;
+  get("clips-more").addEventListener("click", showMoreClips);
+  showClipRows();
+  drawClips();
+}
+
+function showClipRows() {
+  get("clips-rows").replaceChildren(...clips.rows.slice(0, clipRows).map(makeClipRow));
+  const more = clips.rows.length - clipRows;
+  get("clips-more").hidden = more <= 0;
+  get("clips-more").textContent = `Show ${Math.min(200, more)} more of ${whole(more)}`;
+}
+
+function showMoreClips() {
+  clipRows += 200;
+  showClipRows();
+  // A button that is hidden loses the focus.
+  if (get("clips-more").hidden) get("clips-table").focus();
+}
+
+function makeClipRow(row) {
+  const words = [
+    make("span", { class: "tok" }, clippedName(row)),
+    make("span", { class: "tok around" }, contextAround(row)),
+  ];
+  const cells = [
+    [String(row.global_step ?? "–"), "num"],
+    [words, "words"],
+    [visible(row.boundary)],
+    [short(row.multiple), "num"],
+    [row.done],
+    [String(row.rank), "num"],
+    [String(row.row), "num"],
+    [row.position < 0 ? "prompt" : String(row.position), "num"],
+    [short(row.log_prob), "num"],
+    [short(row.reward), "num"],
+    [visible(row.data_source ?? "–")],
+    [clipSpike(row)],
+  ];
+  return make("tr", {}, cells.map(([content, kind]) => make("td", { class: kind ?? null }, ...[content].flat())));
+}
+
+function clippedName(row) {
+  return row.token === null ? row.name : tokenName(row);
+}
+
+// What leads to the spike of the same mini-batch.
+function clipSpike({ spike, event }) {
+  if (event === null) return spike ? "yes" : "–";
+  const label = `Spike of ${placeInWords(events[event])}`;
+  return make(
+    "button",
+    { type: "button", "aria-label": label, onclick: () => scrollToEvent(events[event]) },
+    "see below",
+  );
+}
+
+function scrollToEvent(event) {
+  selectEvent(event);
+  get("detail").scrollIntoView({ block: "start" });
+  get("spike").focus({ preventScroll: true });
+}
+
+// Every token by how far it was over what is usual.
+function drawClips() {
+  get("clips-chart").hidden = !clipsWithStep.length;
+  if (!clipsWithStep.length) return;
+  const scale = clipsScale();
+  get("clips-chart").setAttribute("aria-label", clipsLabel());
+  const traces = Object.entries(clipMarks).map(([done, mark]) => clipsTrace(done, mark, scale));
+  const shown = traces.filter(({ x }) => x.length);
+  Plotly.react("clips-chart", shown, clipsLayout(scale), chartOptions).then(keepStepsWhole);
+}
+
+const clipMarks = {
+  dropped: { symbol: "triangle-up", color: "advantage" },
+  reduced: { symbol: "triangle-down", color: "misaligned" },
+  left: { symbol: "triangle-up-open", color: "sequence" },
+};
+
+// Multiples that are not finite get a place above the others.
+function clipsScale() {
+  const multiples = clipsWithStep.map(({ multiple }) => number(multiple));
+  const finite = multiples.filter((multiple) => Number.isFinite(multiple) && multiple > 0);
+  const all = finite.length ? finite : [1];
+  const [low, top] = [Math.min(...all) / 1.4, Math.max(...all) * 1.4];
+  const endless = multiples.some((multiple) => !Number.isFinite(multiple));
+  const height = (multiple) => Number.isFinite(multiple) ? (multiple > 0 ? multiple : null) : top * 1.4;
+  return { low, top, ceiling: endless ? top * 1.4 : null, end: endless ? top * 2 : top, height };
+}
+
+function clipsTrace(done, { symbol, color }, { height }) {
+  const mine = clipsWithStep.filter((row) => row.done === done);
+  return {
+    type: "scatter",
+    mode: "markers",
+    name: done,
+    x: mine.map(({ global_step }) => global_step),
+    y: mine.map(({ multiple }) => height(number(multiple))),
+    text: mine.map(clipHover),
+    hovertemplate: "%{text}<extra></extra>",
+    marker: { symbol, size: markSize(), color: styleOf(color), line: { width: symbol.endsWith("open") ? 2 : 1 } },
+  };
+}
+
+function clipHover(row) {
+  return `<b>${withoutMarkup(clippedName(row).slice(0, 40))}</b>   ${row.done}` +
+    `<br>${short(row.multiple)} times the usual at ${withoutMarkup(visible(row.boundary).slice(0, 40))}` +
+    `<br>step ${row.global_step}, rank ${row.rank}`;
+}
+
+function clipsLabel() {
+  return `Chart: ${count(clipsWithStep.length, "token")} over TokenClip's bounds, by step and by how many times the ` +
+    "usual signal. The table has the same tokens.";
+}
+
+function clipsLayout({ low, top, ceiling, end }) {
+  const ticks = logTicks(low, top);
+  if (ceiling !== null) {
+    ticks.tickvals.push(ceiling);
+    ticks.ticktext.push("NaN, ∞");
+  }
+  const steps = clipsWithStep.map(({ global_step }) => global_step);
+  const [first, last] = [Math.min(...steps), Math.max(...steps)];
+  const margin = Math.max((last - first) * 0.03, 1);
+  return chartLayout({
+    xaxis: {
+      title: { text: "step", standoff: 8 },
+      range: [first - margin, last + margin],
+      showgrid: false,
+      ...stepAxis(first - margin, last + margin),
+    },
+    yaxis: {
+      range: [Math.log10(low), Math.log10(end)],
+      title: { text: "times the usual signal", standoff: 8 },
+      ...ticks,
+    },
+    legend: { font: { size: 13, color: styleOf("ink") } },
+  });
+}
+
 // The level: the token norm of every step against its threshold.
 
 function drawLevel() {
@@ -466,7 +632,7 @@ function drawLevel() {
   const scale = levelScale();
   get("level-hint").textContent = levelHint();
   get("level").setAttribute("aria-label", levelLabel());
-  const traces = [levelTrace(scale), levelThresholdTrace(), ...levelMarks(scale)];
+  const traces = [levelTrace(scale), levelThresholdTrace(), ...levelMarks(scale), ...levelClips(scale)];
   Plotly.react("level", traces, levelLayout(scale), chartOptions).then((chart) => {
     chart.removeAllListeners("plotly_click");
     chart.on("plotly_click", ({ points }) => selectPoint(points[0]));
@@ -480,13 +646,14 @@ function levelHint() {
     ? ` Of ${whole(steps_in_all)} steps, the lowest and the highest of every few are drawn.`
     : "";
   return "The largest token-equivalent norm of each step: the norm that a single token would need for it." + thinned +
-    (events.length ? " Select a spike to see it below." : "");
+    (events.length ? " Select a spike to see it below." : "") + levelClipsHint();
 }
 
 function levelLabel() {
   const { steps, steps_in_all } = data.level;
   return `Chart: the token norm of ${count(steps_in_all, "step")}, ${steps[0]} to ${steps.at(-1)}, ` +
-    `with ${count(events.length, "spike")} and ${count(data.drills.length, "drill")}.`;
+    `with ${count(events.length, "spike")} and ${count(data.drills.length, "drill")}` +
+    (clips ? `, and marks at ${count(clips.marks.length, "step")} in which TokenClip found tokens.` : ".");
 }
 
 // As in the timeline, norms that are not finite get a place above the others.
@@ -564,6 +731,40 @@ function levelMarks({ height }) {
       hovertemplate: "%{text}<extra></extra>",
       marker: { symbol, size: 10, color: styleOf(color), line: { width: symbol.endsWith("open") ? 2 : 1 } },
     }));
+}
+
+// The steps in which TokenClip found tokens, along the chart's lower edge.
+function levelClips({ low, end }) {
+  const kinds = [
+    { name: "stopped by TokenClip", wanted: true, symbol: "triangle-up", color: "advantage" },
+    { name: "found by TokenClip", wanted: false, symbol: "triangle-up-open", color: "sequence" },
+  ];
+  return kinds
+    .map((kind) => ({ ...kind, marks: (clips?.marks ?? []).filter(({ stopped }) => stopped === kind.wanted) }))
+    .filter(({ marks }) => marks.length)
+    .map(({ name, marks, symbol, color }) => ({
+      type: "scatter",
+      mode: "markers",
+      name,
+      x: marks.map(({ global_step }) => global_step),
+      y: marks.map(() => low * (end / low) ** 0.03),
+      customdata: marks.map(() => ({ clips: true })),
+      text: marks.map(levelClipHover),
+      hovertemplate: "%{text}<extra></extra>",
+      marker: { symbol, size: 10, color: styleOf(color), line: { width: symbol.endsWith("open") ? 2 : 1 } },
+    }));
+}
+
+function levelClipHover({ global_step, over, cut, stopped }) {
+  return `<b>${stopped ? "stopped" : "found"} by TokenClip</b> in step ${global_step}` +
+    `<br>${count(over, "backward signal")} over the bounds, ${whole(cut)} cut`;
+}
+
+function levelClipsHint() {
+  if (!clips?.marks.length) return "";
+  const { marks, steps_in_all } = clips;
+  const which = marks.length < steps_in_all ? `, the ${whole(marks.length)} with most of them` : "";
+  return ` Triangles are steps in which TokenClip found tokens${which}; filled where it cut all and no spike was recorded.`;
 }
 
 // The texts and places of the marks by step; of several spikes in a step, those of the largest.
@@ -767,8 +968,14 @@ function markSelection() {
 }
 
 function selectPoint({ customdata }) {
-  if (customdata?.culprit !== undefined) select(culprits[customdata.culprit]);
+  if (customdata?.clips) scrollToClips();
+  else if (customdata?.culprit !== undefined) select(culprits[customdata.culprit]);
   else if (customdata) selectEvent(events[customdata.event]);
+}
+
+function scrollToClips() {
+  get("clips").scrollIntoView({ block: "start" });
+  get("h-clips").focus({ preventScroll: true });
 }
 
 function timelineLabel() {
@@ -898,6 +1105,8 @@ function showSpike() {
   get("summary").hidden = !event.summary;
   get("summary").textContent = visible(event.summary ?? "");
   get("story").textContent = story(event);
+  get("clipped").hidden = !event.token_clip;
+  get("clipped").textContent = event.token_clip ?? "";
   const diagnosis = make("b", {}, `Diagnosis: ${event.diagnosis}.`);
   get("diagnosis").replaceChildren(diagnosis, " " + data.diagnoses[event.diagnosis]);
   get("explanation").hidden = !event.explanation;

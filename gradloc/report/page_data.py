@@ -10,11 +10,13 @@ from ..evidence.token_facts import window_start
 from . import reading
 from .before_spike import steps_before
 from .condensed import NOT_SHOWN
+from .drills import mini_batch_of
 from .figures import rounded
 from .level import level
 from .meanings import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, SOURCES
 from .remedies import advice_by_source
 from .summary import summarize
+from .token_clips import EXPLANATION, clipped_token_name, done_to
 
 _TOTALS = ("events", "culprits", "first_step", "last_step", "sources", "incomplete_events", "passes", "seconds")
 # A response of which some tokens are shown: its event's index, rank and row, and the first token's position.
@@ -50,9 +52,10 @@ def page_data(evidence: reading.Evidence) -> dict[str, Any]:
         "diagnoses": DIAGNOSES,
         "applied": APPLIED,
         "not_applied": NOT_APPLIED,
-        "events": _with_steps_before(evidence, kept_events),
+        "events": _events(evidence, kept_events),
         "culprits": rows,
         "strips": strips.found,
+        "clips": _clips(evidence, summary["token_clip"], kept_events),
         "totals": {name: summary[name] for name in _TOTALS} | {"thresholds": [*thresholds[:1], *thresholds[-1:]]},
         "tokens": [
             {"token": token, "token_id": token_id, "count": count}
@@ -62,6 +65,32 @@ def page_data(evidence: reading.Evidence) -> dict[str, Any]:
         "notes": summary["notes"],
         "other_versions": summary["other_versions"],
         "skipped": evidence.skipped,
+    }
+
+
+def _clips(
+    evidence: reading.Evidence, summary: Mapping[str, Any] | None, kept: Mapping[int, int]
+) -> dict[str, Any] | None:
+    """What TokenClip found: its tokens, each with its spike's index on the page, and the steps that have most."""
+    if summary is None:
+        return None
+    spikes = {mini_batch_of(evidence.kept[index]): on_page for index, on_page in kept.items()}
+    steps = summary["by_step"]
+    marked = heapq.nlargest(reading.PAGE_ROWS, steps, key=lambda step: steps[step]["over"])
+    return {
+        **{name: summary[name] for name in ("title", "sentences", "over", "cut", "stopped", "mini_batches", "tokens")},
+        "explanation": EXPLANATION,
+        "rows": [
+            {
+                **row,
+                "name": clipped_token_name(row),
+                "done": done_to(row),
+                "event": spikes.get(mini_batch_of(row)) if row["spike"] else None,
+            }
+            for row in evidence.clips.largest(reading.PAGE_ROWS, evidence.totals.mini_batches)
+        ],
+        "marks": [{"global_step": step, **steps[step]} for step in sorted(marked)],
+        "steps_in_all": len(steps),
     }
 
 
@@ -84,8 +113,8 @@ def _kept(evidence: reading.Evidence) -> tuple[dict[int, int], list[reading.Rank
     return events, sorted([ranked for ranked in culprits if ranked[2] in events][: reading.PAGE_ROWS], reverse=True)
 
 
-def _with_steps_before(evidence: reading.Evidence, kept: Mapping[int, int]) -> list[dict[str, Any]]:
-    """The events that the page shows; the largest of them with the steps before them, as `before`."""
+def _events(evidence: reading.Evidence, kept: Mapping[int, int]) -> list[dict[str, Any]]:
+    """The events that the page shows, with `token_clip`; the largest with the steps before them, as `before`."""
     events = [evidence.kept[index] for index in kept]
     largest = heapq.nlargest(evidence.top, range(len(events)), key=lambda index: events[index]["size"])
     for index in largest if evidence.steps else ():
@@ -93,7 +122,7 @@ def _with_steps_before(evidence: reading.Evidence, kept: Mapping[int, int]) -> l
         before = None if step is None else steps_before(evidence.steps, step)
         if before is not None:
             events[index] = {**events[index], "before": before}
-    return events
+    return [{**event, "token_clip": evidence.clips.beside(event)} for event in events]
 
 
 class _Strips:

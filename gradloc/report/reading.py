@@ -16,13 +16,14 @@ from typing import Any
 
 from ..bundles.results import read_results
 from ..evidence.foreign_json import LINE_BYTES, parse
-from ..evidence.schema import EVENT, NOTE, SCHEMA, STEP, conforms, current
+from ..evidence.schema import CLIP, EVENT, NOTE, SCHEMA, STEP, conforms, current
 from ..evidence.texts import without_texts
 from ..evidence.writer import STEP_FIGURES, evidence_files
 from .condensed import clipped, condensed_event, culprit_details, culprit_row
 from .drills import condensed_drill
 from .figures import number, severity
 from .step_figures import StepFigures
+from .token_clips import TokenClips
 from .totals import Totals, count_bounded
 
 # How many culprits keep their details by default.
@@ -51,6 +52,7 @@ class Evidence:
         kept (dict[int, dict]): The spikes with the largest norms, condensed, by their place in the order in which they
             were written; as many as the page may show.
         drills (list[dict]): Likewise.
+        clips (TokenClips): What TokenClip found; that is no spike.
         faults (list[str]): The names of faults that were planted in the run on purpose.
         steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
         notes (dict[str, set]): What was left out of the files, and in which steps.
@@ -70,6 +72,7 @@ class Evidence:
     totals: Totals = field(default_factory=Totals)
     kept: dict[int, dict[str, Any]] = field(default_factory=dict)
     drills: list[dict[str, Any]] = field(default_factory=list)
+    clips: TokenClips = field(default_factory=TokenClips)
     faults: list[str] = field(default_factory=list)
     steps: StepFigures = field(default_factory=StepFigures)
     notes: dict[str, set[int]] = field(default_factory=dict)
@@ -127,6 +130,11 @@ class Evidence:
             if smallest in self.largest:
                 self._add_other(self.largest.pop(smallest))
 
+    def add_clip(self, line: dict[str, Any]) -> None:
+        """Adds a clip line."""
+        for step in self.clips.add(line if self.texts else without_texts(line), PAGE_ROWS):
+            self.add_note(f"of the tokens that TokenClip found, all but the {PAGE_ROWS:,} largest are left out", step)
+
     @property
     def _most(self) -> int:
         return max(PAGE_ROWS, self.top)
@@ -181,11 +189,16 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
     found = Evidence(path, top, since, texts)
     events, steps = _files(path)
     for entry in _entries(found, events):
-        is_event = conforms(entry, EVENT)
-        if not is_event and not conforms(entry, NOTE):
+        form = next((form for form in (EVENT, CLIP, NOTE) if conforms(entry, form)), None)
+        if form is None:
             found.skip(entry)
         elif since is None or (entry["global_step"] is not None and entry["global_step"] >= since):
-            found.add(entry) if is_event else found.add_note(entry["message"], entry["global_step"])
+            if form is EVENT:
+                found.add(entry)
+            elif form is CLIP:
+                found.add_clip(entry)
+            else:
+                found.add_note(entry["message"], entry["global_step"])
     for entry in _entries(found, steps):
         if conforms(entry, STEP):
             found.add_step(entry)

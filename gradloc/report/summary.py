@@ -11,6 +11,7 @@ from .condensed import NOT_SHOWN
 from .drills import drill_report
 from .figures import count, number, ranges, rounded, severity
 from .reading import Evidence
+from .token_clips import summarize_clips
 
 _EVENT_FIELDS = (
     "global_step",
@@ -30,7 +31,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
 
     Args:
         evidence (Evidence): What was read.
-        top (int): How many of the largest events, culprits and parts are listed.
+        top (int): How many of the largest events, culprits, parts and clipped tokens are listed.
     """
     ranked = evidence.culprits()
     totals = evidence.totals
@@ -66,6 +67,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "largest_culprits": [
             rounded({name: row[name] for name in row if name not in NOT_SHOWN}) for *_, row in ranked[:top]
         ],
+        "token_clip": summarize_clips(evidence.clips, totals.mini_batches, top),
         "replays": evidence.replays,
         "notes": messages(evidence.notes),
         "other_versions": other_versions(evidence),

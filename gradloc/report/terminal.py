@@ -17,6 +17,7 @@ from .figures import count, number, percent, short, threshold_factor, visible
 from .meanings import DIAGNOSES, NOT_APPLIED, SOURCES
 from .remedies import advice_by_source
 from .summary import token_name
+from .token_clips import EXPLANATION, clipped_token_name, done_to
 
 Summary = Mapping[str, Any]
 
@@ -48,6 +49,8 @@ def print_summary(summary: Summary) -> None:
         if summary["culprits"] and summary["tokens"][0]["culprits"] > 1:
             counts = [f"{quoted(entry['token'][:40])} ({entry['culprits']})" for entry in summary["tokens"]]
             console.print(Text.assemble("\n", ("Most frequent culprits  ", "bold"), "   ".join(counts)))
+    if summary["token_clip"] is not None:
+        _print_clips(console, summary["token_clip"])
     if summary["replays"]:
         console.print()
         console.print(_sentences("Replays", ((replay, " ".join(replay["sentences"])) for replay in summary["replays"])))
@@ -206,6 +209,49 @@ def _culprits(summary: Summary, width: int) -> Table:
             short(threshold_factor({"norm": row["grad_norm"], "threshold": row["threshold"]})),
             *(short(row[name]) for name in figures),
             row["source"],
+        )
+    return table
+
+
+def _print_clips(console: Console, clips: Summary) -> None:
+    console.print(Text.assemble("\n", (clips["title"], "bold")))
+    console.print(Text(visible(" ".join(clips["sentences"]))))
+    if clips["largest_tokens"]:
+        console.print(Text(EXPLANATION, style="dim"))
+        console.print(_clipped_tokens(clips["largest_tokens"], console.width))
+
+
+def _clipped_tokens(rows: Sequence[Summary], width: int) -> Table:
+    """The tokens furthest over TokenClip's bounds, with as many columns as the terminal is wide enough for."""
+    with_place, with_context = width >= 80, width >= 120
+    table = titled("")
+    table.title = None
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("token in its context" if with_context else "token", no_wrap=True)
+    table.add_column("first over at", no_wrap=True)
+    table.add_column("× usual", justify="right", no_wrap=True)
+    table.add_column("signal", no_wrap=True)
+    for name in ("rank", "row", "position", "reward") if with_place else ():
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("data source", "spike") if with_context else ():
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        words = Text.assemble(
+            (quoted(clipped_token_name(row)), "bold red"), visible(f"  {_context_around(row)}") if with_context else ""
+        )
+        words.truncate(width - 100 if with_context else 20 if with_place else 14, overflow="ellipsis")
+        boundary, source = Text(visible(row["boundary"])), Text(visible(row["data_source"] or "–"))
+        boundary.truncate(18, overflow="ellipsis")
+        source.truncate(14, overflow="ellipsis")
+        place = (str(row["rank"]), str(row["row"]), str(row["position"]), short(row["reward"]))
+        table.add_row(
+            _step(row),
+            words,
+            boundary,
+            short(row["multiple"]),
+            done_to(row),
+            *(place if with_place else ()),
+            *((source, "yes" if row["spike"] else "") if with_context else ()),
         )
     return table
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradloc import record_events
+from gradloc.evidence.clips import clip_line
 from gradloc.evidence.in_words import describe
 from gradloc.evidence.schema import SCHEMA
 from gradloc.evidence.sources import classify
@@ -244,6 +245,34 @@ def drill(step: int, found: bool, random: random.Random, **changes: Any) -> dict
     planted = {"planted": place, "found": found, "passes": 1}
     made |= {"seconds": 4.0, "drill": planted, **changes}
     return {**made, "summary": describe(made)}
+
+
+def clipped_token(position: int, tokens: list[str], multiple: float, **changes: Any) -> dict[str, Any]:
+    """A token over one of TokenClip's bounds."""
+    found = {"rank": 0, "micro_batch": 0, "row": 0, "position": position, "boundary": "log_probs", "multiple": multiple}
+    found |= {"cut": True, "token_id": None, "weight": None, "advantage": None, "log_prob": None}
+    found |= {"old_log_prob": None, "rollout_log_prob": None, "reward": 1.0, "data_source": "math_verify", "uid": "u1"}
+    if position >= 0:
+        context = f"{''.join(tokens[:position])}«{tokens[position]}»{''.join(tokens[position + 1 :])}"
+        found |= {"token_id": 7, "weight": 1 / TOKENS, "advantage": -1.0, "log_prob": -3.0, "old_log_prob": -3.0}
+        found |= {"token": tokens[position], "context": context}
+    return {**found, **changes}
+
+
+def clip(step: int | None, tokens: list[dict[str, Any]], action: str = "drop", **changes: Any) -> dict[str, Any]:
+    """A clip line of tokens that are each over one bound; each is cut unless the action is log.
+
+    `refused` and `mini_batch` are among the changes; others are of the whole line.
+    """
+    boundaries = dict.fromkeys(["embed_tokens", "layers.0", *(token["boundary"] for token in tokens), "log_probs"])
+    tokens = sorted(tokens, key=lambda token: -token["multiple"] if math.isfinite(token["multiple"]) else -math.inf)
+    tokens = [{**token, "cut": token["cut"] and action != "log"} for token in tokens]
+    over = {name: sum(token["boundary"] == name for token in tokens) for name in boundaries}
+    cut = {name: sum(token["boundary"] == name and token["cut"] for token in tokens) for name in boundaries}
+    figures = {"action": action, "factor": 4.0, "over": over, "cut": cut, "refused": changes.pop("refused", [])}
+    figures |= {"largest": dict.fromkeys(boundaries, 9.0), "usual": dict.fromkeys(boundaries, 1.5)}
+    where = {"global_step": step, "epoch": 0, "mini_batch": changes.pop("mini_batch", 0)}
+    return {**clip_line(where, {**figures, "tokens": tokens}), **changes}
 
 
 def step_figures(events: list[dict[str, Any]], last: int, seed: int = 1) -> dict[int, dict[str, float | None]]:

@@ -19,6 +19,13 @@ def marked(event: dict[str, Any]) -> dict[str, Any]:
     return {**event, "extra_info": WORDS["extra_info"], "culprits": [_marked(found) for found in event["culprits"]]}
 
 
+def marked_clip(line: dict[str, Any]) -> dict[str, Any]:
+    """The same for a clip line."""
+    texts = {name: f"The {WORDS[name]} of a sample" for name in ("context", "data_source", "uid", "extra_info")}
+    found = line["token_clip"]
+    return {**line, "token_clip": {**found, "tokens": [token | texts for token in found["tokens"]]}}
+
+
 def _marked(culprit: dict[str, Any]) -> dict[str, Any]:
     tokens = [f" {WORDS['response_tokens']}"] * len(culprit["response_tokens"])
     tokens[culprit["position"]] = culprit["token"]

@@ -19,6 +19,8 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import browser
 from evidence_samples import (
+    clip,
+    clipped_token,
     culprit,
     drill,
     event,
@@ -31,6 +33,7 @@ from evidence_samples import (
 from gradloc import record_events, report
 from gradloc.evidence.writer import record_step
 from gradloc.report import meanings
+from gradloc.report.token_clips import EXPLANATION
 
 pytestmark = pytest.mark.slow
 
@@ -678,3 +681,106 @@ def test_the_remedies_of_a_replay_are_shown_with_their_overrides(page: Page, tmp
     assert notes[0] in page.one("#replay-list").text
     advice = page.driver.execute_script("return document.getElementById('help').textContent")
     assert "In the replay of step 3, TokenClip fits best" in advice and override in advice
+
+
+@pytest.fixture(scope="module")
+def clipped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with one spike in step 8. TokenClip found tokens in steps 3, 5 and 8, and stopped a spike in step 3."""
+    directory = tmp_path_factory.mktemp("clipped")
+    generator = random.Random(1)
+    tokens = ["a", HOSTILE, " c"]
+    spike = event(8, [small(1, 9000.0, generator)], generator, mini_batch=2)
+    for step, figures in step_figures([spike], 12).items():
+        record_step(str(directory), step, figures)
+    lines = [
+        clip(3, [clipped_token(1, tokens, 33.0, data_source=HOSTILE), clipped_token(-4, tokens, math.nan)]),
+        clip(5, [clipped_token(0, tokens, 6.0, boundary=HOSTILE)], "log"),
+        clip(8, [clipped_token(2, tokens, 5.0)], "smooth", mini_batch=2),
+        clip(None, [clipped_token(2, tokens, 4.5)]),
+    ]
+    return build(directory, [*lines, spike])
+
+
+def test_what_token_clip_found_is_shown(page: Page, clipped_run: Path) -> None:
+    page.open(clipped_run)
+    assert (
+        page.one("h1").text == "1 gradient spike in step 8" and page.one("#h-clips").text == "Tokens that TokenClip cut"
+    )
+    hint = page.one("#clips-hint").text
+    assert hint.startswith("In 4 mini-batches of steps 3 to 8, 5 backward signals were over their bounds: 4 were cut.")
+    assert page.one("#clips-how").text == EXPLANATION
+    assert "Stopped by TokenClip" in page.one("#figures").text
+    rows = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")] for row in page.all("#clips-rows tr")]
+    shown = HOSTILE.replace("\u202e", "\\u202e")
+    assert [row[0] for row in rows] == ["3", "3", "5", "8", "–"]
+    assert [row[3:5] for row in rows] == [
+        ["NaN", "dropped"],
+        ["33", "dropped"],
+        ["6", "left"],
+        ["5", "reduced"],
+        ["4.5", "dropped"],
+    ]
+    assert (rows[0][1], rows[0][7]) == ("(prompt)", "prompt") and shown in rows[1][1]
+    assert (rows[1][10], rows[2][2]) == (shown, shown) and page.driver.title != "owned" and page.all("img") == []
+    assert [row[-1] for row in rows] == ["–", "–", "–", "see below", "–"]
+    # The link leads to the spike, which says so as well.
+    assert page.one("#clipped").text.startswith("TokenClip found 1 backward signal over its bound in this mini-batch")
+    page.one("#clips-rows button").click()
+    assert page.focused().get_attribute("id") == "spike"
+
+
+def test_steps_that_token_clip_stopped_are_marked(page: Page, clipped_run: Path) -> None:
+    page.open(clipped_run)
+    script = "return document.getElementById(arguments[0]).data.map(({name, x, marker}) => [name, x, marker?.symbol])"
+    level = {name: (x, symbol) for name, x, symbol in page.driver.execute_script(script, "level")}
+    assert list(level) == ["token norm", "threshold", "spike", "stopped by TokenClip", "found by TokenClip"]
+    # A spike was left in step 8.
+    assert level["stopped by TokenClip"][0] == [3] and level["found by TokenClip"][0] == [5, 8]
+    assert len({symbol for _, symbol in level.values() if symbol}) == 3
+    label = page.one("#level").get_attribute("aria-label")
+    assert label.endswith("with 1 spike and 0 drills, and marks at 3 steps in which TokenClip found tokens.")
+    chart = {name: x for name, x, _ in page.driver.execute_script(script, "clips-chart")}
+    assert chart == {"dropped": [3, 3], "reduced": [8], "left": [5]}
+    assert page.one("#clips-chart").get_attribute("aria-label").startswith("Chart: 4 tokens over TokenClip's bounds")
+    page.hover(page.all("#clips-chart .scatterlayer .trace:first-child path.point")[1])
+    text = page.wait(lambda: page.all("#clips-chart .hoverlayer .hovertext"))[0].text
+    assert "<b>x</b>" in text or "(prompt)" in text
+    page.hover(page.one("#level .scatterlayer .trace:nth-child(4) path.point"))
+    text = page.wait(lambda: page.all("#level .hoverlayer .hovertext"))[0].text
+    assert "stopped by TokenClip" in text and "2 cut" in text
+    ActionChains(page.driver).click().perform()
+    page.wait(lambda: page.focused().get_attribute("id") == "h-clips")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_marks_of_token_clip_can_be_told_from_the_paper(page: Page, clipped_run: Path, scheme: str) -> None:
+    page.scheme(scheme)
+    page.open(clipped_run)
+    style = "return getComputedStyle(document.documentElement).getPropertyValue('--' + arguments[0]).trim()"
+    paper = luminance(page.driver.execute_script(style, "paper"))
+    for trace in page.driver.execute_script("return document.getElementById('clips-chart').data"):
+        own = luminance(trace["marker"]["color"])
+        assert (max(own, paper) + 0.05) / (min(own, paper) + 0.05) >= 3, trace["name"]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_many_clipped_tokens_without_a_spike(page: Page, tmp_path: Path, width: int) -> None:
+    tokens = [clipped_token(1, ["a", " b", " c"], 5.0 + i, boundary=f"layers.{i % 30}") for i in range(64)]
+    page.width(width)
+    page.open(build(tmp_path, [clip(step, tokens) for step in (1, 2)]))
+    assert page.one("h1").text == "No gradient spike" and "128 backward signals" in page.one("#lead").text
+    shown = [section.get_attribute("id") for section in page.all("section") if section.is_displayed()]
+    assert shown == ["clips"] and page.one("#clips-chart").size["height"] > 50
+    wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    page.wait(lambda: page.driver.execute_script(wide) == 0)
+    assert len(page.all("#clips-rows tr")) == 100 and page.one("#clips-more").text == "Show 28 more of 28"
+    page.one("#clips-more").send_keys(Keys.ENTER)
+    assert len(page.all("#clips-rows tr")) == 128 and not page.one("#clips-more").is_displayed()
+    assert page.focused().get_attribute("id") == "clips-table"
+    page.scheme("dark")
+    page.wait(lambda: page.driver.execute_script("return document.getElementById('clips-chart').data.length") == 1)
+
+
+def test_a_page_without_clip_lines_has_no_such_section(page: Page, forty: Path) -> None:
+    page.open(forty)
+    assert not page.one("#clips").is_displayed() and "TokenClip" not in page.one("main").text

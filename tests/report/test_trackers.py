@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from evidence_samples import culprit, drill, event
+from evidence_samples import clip, clipped_token, culprit, drill, event
 from gradloc import record_events
 from gradloc.adapters import spike_log, trackers
 from gradloc.adapters.spike_log import SpikeLog, add_spike_log
-from marked_texts import WORDS, marked
+from marked_texts import WORDS, marked, marked_clip
 
 pytestmark = pytest.mark.slow
 
@@ -57,10 +57,10 @@ def only(paths: Any) -> Path:
     return path
 
 
-def rows(text: str) -> list[dict[str, Any]]:
+def rows(text: str, columns: tuple[str, ...] = trackers.COLUMNS) -> list[dict[str, Any]]:
     """The rows of a table in JSON."""
     table = json.loads(text)
-    assert table["columns"] == list(trackers.COLUMNS)
+    assert table["columns"] == list(columns)
     return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
 
 
@@ -154,12 +154,14 @@ def test_wandb_gets_a_growing_table_the_page_and_alerts(local: Path) -> None:
     assert [row["token"] for row in first] == [" <think>", " a|b\n"]
     assert second[:2] == first and second[2]["rank"] == 1 and second[2]["source"] == "nonfinite"
     assert first[0]["grad_norm"] == 9000.0 and first[1]["reward"] is None and first[0]["step"] == 2
-    assert [is_page(file.read_text()) for file in files.glob("html/gradloc/report_*.html")] == [True, True]
+    assert [is_page(file.read_text()) for file in files.glob("html/gradloc/report_*.html")] == [True] * 4
     records = wandb_records(only(local.glob("wandb/latest-run/*.wandb")))
     alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
     assert [(alert.title, alert.text[:22]) for alert in alerts] == [
         ("Gradient spike", "Step 2: Both culprits "),
         ("Gradient spike", "Step 3: A drill: the p"),
+        # What was stopped in step 4 is no reason for an alert.
+        ("Outlying tokens", "Step 5: TokenClip foun"),
     ]
     # W&B sends one of these in ten minutes.
     assert {alert.wait_duration for alert in alerts} == {600_000}
@@ -168,13 +170,20 @@ def test_wandb_gets_a_growing_table_the_page_and_alerts(local: Path) -> None:
         items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         logged |= {items["_step"]: items} if items else {}
     assert [step for step, items in logged.items() if any("culprits" in name for name in items)] == [2, 3]
+    counts = {step: [items.get(f"gradloc/tokens_{name}") for name in ("over", "cut")] for step, items in logged.items()}
+    assert counts == {0: [None] * 2, 1: [None] * 2, 2: [None] * 2, 3: [None] * 2, 4: [1, 1], 5: [1, 0]}
+    tables = (file.read_text() for file in sorted(files.glob("table/gradloc/clipped_tokens_*.json")))
+    first, second = (rows(text, trackers.CLIP_COLUMNS) for text in tables)
+    assert second[:1] == first and [row["cut"] for row in second] == [True, False]
+    assert (first[0]["token"], first[0]["boundary"], first[0]["multiple"]) == (" <think>", "log_probs", 33.0)
 
 
 @pytest.mark.parametrize(("norms", "factor"), [([3.0, math.nan, 4.0], 2.0), ([math.inf], None), ([], None)])
 def test_the_figure_of_a_step_is_its_largest_finite_one(norms: list[float], factor: float | None) -> None:
     triggers = [{"kind": "unit", "norm": norm, "threshold": 2.0} for norm in norms]
     events = [event(1, [], random.Random(1)) | {"trigger": trigger} for trigger in triggers]
-    assert trackers.StepSpikes(1, events, trackers.COLUMNS, [], [], None).threshold_factor == factor
+    tables = trackers.Table(trackers.COLUMNS), trackers.Table(trackers.CLIP_COLUMNS)
+    assert trackers.StepSpikes(1, events, *tables, None).threshold_factor == factor
 
 
 @pytest.mark.every_target
@@ -188,7 +197,9 @@ def test_tensorboard_gets_text_and_a_figure(local: Path) -> None:
     texts = {
         text.step: text.tensor_proto.string_val[0].decode() for text in events.Tensors("gradloc/spikes/text_summary")
     }
-    assert set(texts) == {2, 3}
+    assert set(texts) == {2, 3, 4, 5}
+    assert [point.value for point in events.Scalars("gradloc/tokens_cut")] == [1, 0]
+    assert texts[4].startswith("TokenClip found 1 backward signal") and "| step | action | boundary |" in texts[4]
     lines = texts[2].splitlines()
     assert lines[0].startswith("Both culprits are ") and "&lt;think&gt;" in texts[2] and "a&#124;b⏎" in texts[2]
     widths = {line.count("|") for line in lines if line.startswith("|")}
@@ -200,13 +211,19 @@ def test_tensorboard_gets_text_and_a_figure(local: Path) -> None:
 def test_the_file_gets_the_summaries(local: Path) -> None:
     lines = [json.loads(line) for line in (local / "file.jsonl").read_text().splitlines()]
     told = {line["step"]: line["data"]["gradloc/spikes"] for line in lines if "gradloc/spikes" in line["data"]}
-    assert list(told) == [2, 3] and told[2].startswith("Step 2: Both culprits are ")
+    assert list(told) == [2, 3, 4, 5] and told[2].startswith("Step 2: Both culprits are ")
+    counts = [[line["data"].get(f"gradloc/tokens_{name}") for name in ("over", "cut")] for line in lines]
+    assert [count for count in counts if count[0] is not None] == [[1, 1], [1, 0]]
 
 
 def test_mlflow_gets_the_table_and_the_page_as_artifacts(elsewhere: Path) -> None:
     artifacts = only(elsewhere.glob("mlruns/*/*/artifacts/gradloc"))
     found = rows((artifacts / "culprits.json").read_text())
     assert [row["step"] for row in found] == [2, 2, 3] and found[0]["token"] == " <think>"
+    clipped = rows((artifacts / "clipped_tokens.json").read_text(), trackers.CLIP_COLUMNS)
+    assert [(row["step"], row["cut"]) for row in clipped] == [(4, True), (5, False)]
+    cut = only(elsewhere.glob("mlruns/*/*/metrics/gradloc/tokens_cut")).read_text().splitlines()
+    assert [line.split()[1:] for line in cut] == [["1.0", "4"], ["0.0", "5"]]
     assert is_page((artifacts / "report.html").read_text())
     assert (artifacts / "step_2.txt").read_text().startswith("Step 2: Both culprits are ")
     assert "A drill: the planted token was found" in (artifacts / "step_3.txt").read_text()
@@ -215,10 +232,14 @@ def test_mlflow_gets_the_table_and_the_page_as_artifacts(elsewhere: Path) -> Non
 def test_swanlab_gets_text_table_and_page(elsewhere: Path) -> None:
     media = only(elsewhere.glob("swanlog/run-*/media"))
     texts = sorted(file.read_text() for file in media.glob("text/*"))
-    assert [text[:7] for text in texts] == ["Step 2:", "Step 3:"]
-    tables = sorted((json.loads(file.read_text()) for file in media.glob("echarts/*")), key=lambda t: len(t["rowData"]))
-    assert [len(table["rowData"]) for table in tables] == [2, 3]
-    assert [column["field"] for column in tables[0]["colDefs"]] == list(trackers.COLUMNS)
+    assert [text[:7] for text in texts] == ["Step 2:", "Step 3:", "Step 4:", "Step 5:"]
+    found = sorted((json.loads(file.read_text()) for file in media.glob("echarts/*")), key=lambda t: len(t["rowData"]))
+    by_columns = [
+        [table for table in found if [column["field"] for column in table["colDefs"]] == list(columns)]
+        for columns in (trackers.COLUMNS, trackers.CLIP_COLUMNS)
+    ]
+    assert [[len(table["rowData"]) for table in tables] for tables in by_columns] == [[2, 3], [1, 2]]
+    tables = by_columns[0]
     assert tables[0]["rowData"][0]["token"] == " <think>"
     assert all(is_page(file.read_text()) for file in media.glob("html/*")) and any(media.glob("html/*"))
 
@@ -227,6 +248,7 @@ def test_clearml_gets_text_table_and_page(elsewhere: Path) -> None:
     session = only(path for path in elsewhere.glob("clearml/offline/*") if path.is_dir())
     reported = (session / "metrics.jsonl").read_text()
     assert "gradloc" in reported and "think" in reported
+    assert "tokens_cut" in reported and "clipped_tokens" in reported
     assert "Both culprits are " in (session / "log.jsonl").read_text()
     assert is_page(only(session.rglob("*report.html")).read_text())
 
@@ -268,9 +290,9 @@ def test_what_trackers_are_given_has_texts_only_if_asked_for(
 
     monkeypatch.setitem(trackers.TRACKERS, "wandb", keep)
     log = SpikeLog({"wandb": None}, str(tmp_path), texts)
-    record_events(str(tmp_path), [marked(spike(1, 30))])
+    record_events(str(tmp_path), [marked(spike(1, 30)), marked_clip(clip(1, [clipped_token(1, ["a", " b"], 9.0)]))])
     log.log({"actor/gradloc/triggered": 1.0}, 1)
-    assert len(given) == 2
+    assert len(given) == 2 and all("log_probs" in content for content in given)
     assert any(word in content for content in given for word in WORDS.values()) is texts
 
 
@@ -351,8 +373,41 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
         record_events(str(tmp_path), [spike(step, 30 if step == 1 else 2)])
         log.log({"actor/gradloc/triggered": 1.0}, step)
     assert [spikes.step for spikes in sent if spikes.page] == [*range(1, 11), 20, 30]
-    assert [len(spikes.new_rows) for spikes in sent] == [20, *[2] * 25, *[0] * 5]
-    assert len(sent[-1].rows) == 70
+    assert [len(spikes.culprits.new_rows) for spikes in sent] == [20, *[2] * 25, *[0] * 5]
+    assert len(sent[-1].culprits.rows) == 70
+
+
+def test_clipped_tokens_have_a_bounded_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[trackers.StepSpikes] = []
+    monkeypatch.setitem(trackers.TRACKERS, "file", lambda _, spikes: sent.append(spikes))  # type: ignore[arg-type]
+    monkeypatch.setattr(spike_log, "TABLE_ROWS", 25)
+    log = SpikeLog({"file": None}, str(tmp_path))
+    for step in range(1, 5):
+        record_events(str(tmp_path), [clip(step, [clipped_token(1, ["a", " b"], math.nan)] * (30 if step == 1 else 2))])
+        log.log({"actor/token_clip/over": 2.0}, step)
+    assert [len(spikes.clipped.new_rows) for spikes in sent] == [20, 2, 2, 1]
+    assert sent[0].clip_counts == {"gradloc/tokens_over": 30, "gradloc/tokens_cut": 30}
+    assert math.isnan(sent[-1].clipped.rows[-1][list(trackers.CLIP_COLUMNS).index("multiple")])
+    assert not sent[-1].culprits.rows and sent[-1].spikes == [] and sent[-1].threshold_factor is None
+
+
+def test_only_what_was_left_is_alerted() -> None:
+    found = [clipped_token(1, ["a", " b"], 9.0), clipped_token(0, ["a", " b"], 8.0, cut=False)]
+    stopped, partly, logged = clip(1, found[:1]), clip(1, found), clip(1, found[:1], "log")
+    tables = trackers.Table(trackers.COLUMNS), trackers.Table(trackers.CLIP_COLUMNS)
+
+    def alert(*lines: dict[str, Any]) -> tuple[str, list[str]] | None:
+        alerting = trackers.StepSpikes(1, lines, *tables, None).alerting
+        return None if alerting is None else (alerting.title, alerting.sentences)
+
+    assert alert(stopped, stopped) is None
+    assert alert(stopped, partly) == ("Outlying tokens", [partly["summary"]])
+    assert alert(logged) == ("Outlying tokens", [logged["summary"]])
+    of_spike = spike(1)
+    # A spike comes before what was found in clip lines.
+    assert alert(stopped, logged, of_spike) == ("Gradient spike", [of_spike["summary"], logged["summary"]])
+    of_drill = drill(1, True, random.Random(1))
+    assert alert(stopped, of_drill) == ("Spike drill", [of_drill["summary"]])
 
 
 @pytest.mark.parametrize(
@@ -365,6 +420,10 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
         (["wandb"], {"spike_detection": False, "spike_log": "texts"}, False),
         (["wandb"], {"spike_log": False}, False),
         (["wandb"], {"spike_detection": False, "spike_log": True}, False),
+        (["wandb"], {"spike_detection": False, "token_clip": {"enable": True}}, True),
+        (["wandb"], {"spike_detection": False, "token_clip": {"enable": True}, "spike_log": False}, False),
+        (["wandb"], {"spike_detection": False, "token_clip": {"enable": False}}, False),
+        (["wandb"], {"spike_detection": False, "token_clip": None}, False),
     ],
 )
 def test_who_gets_spikes(loggers: list[str], changes: dict[str, Any], added: bool) -> None:

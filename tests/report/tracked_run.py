@@ -1,4 +1,6 @@
-"""Logs three steps to verl's loggers, with a spike in the second, a spike and a drill in the third, as a run would.
+"""Logs five steps to verl's loggers, with a spike in the second, a spike and a drill in the third, as a run would.
+
+In the fourth, TokenClip stops a spike; in the fifth, it only finds a token.
 
 python tracked_run.py FOLDER LOGGERS SPIKE_LOG [SITE_PACKAGES]
 
@@ -15,8 +17,8 @@ sys.path += sys.argv[4:]
 from verl.utils.gradloc import record_events
 from verl.utils.tracking import Tracking
 
-from evidence_samples import culprit, drill, event
-from marked_texts import marked
+from evidence_samples import clip, clipped_token, culprit, drill, event
+from marked_texts import marked, marked_clip
 
 
 def main(folder: str, loggers: list[str], spike_log: bool | str | None) -> None:
@@ -36,6 +38,9 @@ def main(folder: str, loggers: list[str], spike_log: bool | str | None) -> None:
     tracking.log({"actor/gradloc/triggered": 1.0}, 2)
     record_events(dump, [marked(drill(3, True, made)), marked(second)])
     tracking.log({"actor/gradloc/triggered": 1.0, "actor/gradloc/drill_found": 1.0}, 3)
+    for step, action in ((4, "drop"), (5, "log")):
+        record_events(dump, [marked_clip(clip(step, [clipped_token(1, tokens, 33.0)], action))])
+        tracking.log({"actor/token_clip/over": 1.0}, step)
     # Here, because a thread of a library may hold the last reference to it, and SwanLab ends in the main thread only.
     tracking.__del__()
     tracking.logger.clear()

@@ -77,3 +77,9 @@ def test_where_nothing_is_known_no_time_is_told(unknown: Any) -> None:
 )
 def test_the_sentence_at_the_end(metrics: dict[int, dict[str, float]], sentence: str) -> None:
     assert follow.summary(metrics).startswith(sentence)
+
+
+def test_a_step_in_which_token_clip_found_tokens() -> None:
+    metrics = {"critic/score/mean": 0.5, "actor/token_clip/over": 3.0, "actor/token_clip/cut": 2.0}
+    assert follow.step_line(7, metrics) == "step 7  reward 0.5  TokenClip: 2 of 3 outlying signals cut"
+    assert "TokenClip" not in follow.step_line(7, {"actor/token_clip/over": 0.0, "actor/token_clip/cut": 0.0})

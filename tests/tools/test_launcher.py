@@ -720,6 +720,14 @@ def test_the_usual_seconds_are_told_of_the_default_run_only(arguments: list[str]
     assert run.plan(options.parse(["--embedded", *arguments]), "embedded").usual == usual
 
 
+def test_what_token_clip_found_is_evidence_but_no_spike(tmp_path: Path) -> None:
+    (tmp_path / "spikes.jsonl").write_text(json.dumps({"global_step": 2, "token_clip": {"tokens": []}}) + "\n")
+    found = outcome.Outcome.of(tmp_path)
+    assert (found.spikes, found.clips, found.drills, found.has_evidence) == (0, 1, [], True)
+    last_words = " ".join(found.last_words("null", "unsampled"))
+    assert "It did not raise any gradient over the threshold." in last_words
+
+
 def test_the_verdict_is_that_of_this_run(tmp_path: Path) -> None:
     def line(step: int, found: bool) -> str:
         return json.dumps({"global_step": step, "seconds": 1.0, "drill": {"found": found, "passes": 1}}) + "\n"

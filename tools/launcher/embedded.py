@@ -59,10 +59,11 @@ def train(run: Run) -> int:
         if outcome.has_evidence:
             report = [run.interpreter, "-m", "gradloc.report", str(run.evidence)]
             page = run.output / "report.html"
-            # Without a spike there is no table to show, and the drill has a line of its own.
-            stdout = None if outcome.spikes else subprocess.DEVNULL
+            # Without a spike or a clipped token there is no table to show, and the drill has a line of its own.
+            tables = outcome.spikes or outcome.clips
+            stdout = None if tables else subprocess.DEVNULL
             subprocess.run([*report, "--html", str(page)], env=environment, stdout=stdout)
-            if not outcome.spikes and page.is_file():
+            if not tables and page.is_file():
                 print(f"The report: {page}", flush=True)
         if status:
             _print_why(status, log)

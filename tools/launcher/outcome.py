@@ -36,11 +36,13 @@ class Outcome:
 
     Args:
         spikes: The number of spikes.
+        clips: The number of lines about what TokenClip found.
         drills: The events of drills.
         steps: Whether there are figures of steps.
     """
 
     spikes: int
+    clips: int
     drills: list[dict[str, Any]]
     steps: bool
 
@@ -53,20 +55,22 @@ class Outcome:
             before: Its `sizes` before the run; None for an empty one.
         """
         start = before or {SPIKES: 0, STEPS: 0}
-        spikes, drills = 0, []
+        spikes, clips, drills = 0, 0, []
         try:
             for event in _parsed(_lines(evidence, SPIKES, start[SPIKES])):
                 if event.get("drill"):
                     drills.append(event)
+                elif "token_clip" in event:
+                    clips += 1
                 elif "note" not in event:
                     spikes += 1
         except OSError as error:
             say(f"The evidence cannot be read: {error}")
-        return cls(spikes, drills, steps=sizes(evidence)[STEPS] > start[STEPS])
+        return cls(spikes, clips, drills, steps=sizes(evidence)[STEPS] > start[STEPS])
 
     @property
     def has_evidence(self) -> bool:
-        return bool(self.spikes or self.drills or self.steps)
+        return bool(self.spikes or self.clips or self.drills or self.steps)
 
     def verdict(self, drill_step: str) -> str:
         """One line on the drill that was to be in a step."""
