@@ -93,6 +93,20 @@ class _Pass:
     signals: dict[str, Tensor] = field(default_factory=dict)
     refused: dict[str, Tensor] = field(default_factory=dict)
     over: "list[_Over]" = field(default_factory=list)
+    _scaling_of: dict[tuple[bool, torch.Size], Tensor | None] = field(default_factory=dict)
+
+    def scaling_of(self, shape: torch.Size, at_log_probs: bool) -> Tensor | None:
+        """`scaling` of each position; None for hidden states that are not the text's.
+
+        The backward comes to the decoder layers before it comes to anything of another shape.
+        """
+        assert self.scaling is not None
+        key = at_log_probs, shape
+        if key not in self._scaling_of:
+            known = any(found is not None for (of_log_probs, _), found in self._scaling_of.items() if not of_log_probs)
+            rows = None if known and not at_log_probs else self.positions.rows_of(shape, whole=at_log_probs)
+            self._scaling_of[key] = None if rows is None else self.scaling[rows]
+        return self._scaling_of[key]
 
 
 class _Over(NamedTuple):
@@ -386,11 +400,10 @@ class TokenClip:
             return None
         at_log_probs = boundary == LOG_PROBS
         signal = gradient.abs().float() if at_log_probs else _norms(gradient)
-        hidden = [of_layer for name, of_layer in current.signals.items() if name != LOG_PROBS]
-        rows = current.positions.rows_of(signal.shape, whole=at_log_probs)
-        if rows is None or (not at_log_probs and hidden and hidden[0].shape != signal.shape):
+        scaling = current.scaling_of(signal.shape, at_log_probs)
+        if scaling is None:
             return None  # these are not the text's hidden states, or not in this form
-        signal = current.signals[boundary] = signal * current.scaling[rows]
+        signal = current.signals[boundary] = signal * scaling
         if self._usual[boundary].value == 0 or self._config.action == "log":
             return None
         i = self.boundaries.index(boundary)
@@ -415,30 +428,25 @@ class TokenClip:
         signals, current.signals = current.signals, {}
         if current.tokens:
             self._figures.tokens += (current.tokens["weight"] != 0).sum()
-        for names in ([n for n in signals if n == LOG_PROBS], [n for n in signals if n != LOG_PROBS]):
-            if not names or not signals[names[0]].numel():
+        last = len(self.boundaries) - 1
+        for here in (slice(last, None), slice(0, last)):
+            names = self.boundaries[here]
+            seen = next((signals[name] for name in names if name in signals), None)
+            if seen is None or not seen.numel():
                 continue
-            by_boundary = torch.stack([signals[name] for name in names])
-            shape, by_boundary = by_boundary.shape[1:], by_boundary.flatten(1)
-            index = [self.boundaries.index(name) for name in names]
-            bounds = torch.stack([self._bounds[i] for i in index]).unsqueeze(1)
+            none, no = torch.zeros_like(seen), torch.zeros((), dtype=torch.bool, device=seen.device)
+            by_boundary = torch.stack([signals.get(name, none) for name in names]).flatten(1)
+            bounds = self._bounds[here].unsqueeze(1)
             over = ~(by_boundary <= bounds)
-            counts = over.sum(1).double().unbind()
-            largest = torch.where(by_boundary.isfinite(), by_boundary, 0.0).amax(1).double().unbind()
-            for i, name, count, value in zip(index, names, counts, largest, strict=True):
-                self._figures.over[i] += count
-                self._figures.largest[i] = torch.maximum(self._figures.largest[i], value)
-                if name in current.refused:
-                    self._figures.refused[i] += current.refused[name]
-            multiples = by_boundary / bounds
-            first = over.to(torch.uint8).argmax(0, keepdim=True)
-            current.over.append(
-                _Over(
-                    names,
-                    torch.where(over.any(0), first[0], -1).to(torch.int16).view(shape),
-                    multiples.gather(0, first)[0].view(shape),
-                )
-            )
+            self._figures.over[here] += over.sum(1)
+            largest = torch.where(by_boundary.isfinite(), by_boundary, 0.0).amax(1)
+            self._figures.largest[here] = torch.maximum(self._figures.largest[here], largest)
+            self._figures.refused[here] += torch.stack([current.refused.get(name, no) for name in names])
+            # The first on the way back from the loss is the last in the order of the forward.
+            first = over.flip(0).to(torch.uint8).argmax(0, keepdim=True)
+            multiple = (by_boundary / bounds).flip(0).gather(0, first)[0]
+            first = torch.where(over.any(0), first[0], -1).to(torch.int16)
+            current.over.append(_Over(names[::-1], first.view(seen.shape), multiple.view(seen.shape)))
 
     def _gather_tokens(self, passes: Sequence[_Pass]) -> list[dict[str, Any]]:
         """The tokens of all ranks that are over a bound, largest multiple first; none if that fails. A collective call.

@@ -1,4 +1,4 @@
-"""What GradLoc and LayerClip cost in an update of the actor, on models of Qwen2.5's sizes with random weights.
+"""What GradLoc, LayerClip and TokenClip cost in an update, on models of Qwen2.5's sizes with random weights.
 
 python tests/gpu/gpu_costs.py --output FILE         # what run.py starts, with its environment
 
@@ -33,7 +33,7 @@ from actors import DEVICE, ENGINE, Case, build_config, dp_actor, events_of, stoc
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from verl import DataProto  # noqa: E402
 from verl.utils import torch_functional  # noqa: E402
-from verl.workers.config import LayerClipConfig  # noqa: E402
+from verl.workers.config import LayerClipConfig, TokenClipConfig  # noqa: E402
 
 MICRO_BATCHES, ROWS = 4, 4
 TEMPERATURE = 1.0
@@ -70,10 +70,12 @@ TIMED: dict[str, dict[str, Any]] = {
     "off": {},
     "GradLoc": {"spike_detection": True, "grad_norm_threshold": NEVER},
     "LayerClip": {"layer_clip": LayerClipConfig(enable=True, warmup_steps=1)},
-    "both": {
+    "TokenClip": {"token_clip": TokenClipConfig(enable=True, warmup_steps=1)},
+    "all": {
         "spike_detection": True,
         "grad_norm_threshold": NEVER,
         "layer_clip": LayerClipConfig(enable=True, warmup_steps=1),
+        "token_clip": TokenClipConfig(enable=True, warmup_steps=1),
     },
 }
 

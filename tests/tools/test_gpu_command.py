@@ -97,7 +97,7 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
         assert results["parts"][name]["tests"]["passed"] > 0 and not results["parts"][name]["tests"]["failed"]
     record, other = results["parts"]["costs"]["records"]
     assert (record["wrap"], other["wrap"]) == ("fsdp2", "fsdp1")
-    assert set(record["seconds"]) == {"unpatched", "off", "GradLoc", "LayerClip", "both"}
+    assert set(record["seconds"]) == {"unpatched", "off", "GradLoc", "LayerClip", "TokenClip", "all"}
     assert all(search["found"] and search["passes"] > 0 for search in record["search"]["searches"])
     assert "| tiny, fsdp2 | GradLoc |" in done.stdout
     tree = tmp_path / "0.9.1"
