@@ -45,5 +45,5 @@ def finished(output: Path, *arguments: str, **environment: str) -> tuple[str, li
 def events_in(output: Path) -> list[dict[str, Any]]:
     evidence = output / "bisect_dump/spikes.jsonl"
     lines = evidence.read_text().splitlines() if evidence.exists() else []
-    lines = [line for line in lines if "note" not in json.loads(line)]
+    lines = [line for line in lines if json.loads(line).keys().isdisjoint({"note", "token_clip"})]
     return valid_events(f"[{','.join(lines)}]")

@@ -103,6 +103,15 @@ def test_each_part_of_the_evidence_has_its_fields_explained(section: str, names:
     assert names <= rows | in_backticks(re.sub(r"^\|.*", "", text, flags=re.M))
 
 
+def test_each_field_of_a_clip_line_is_explained_and_no_other() -> None:
+    text = (ROOT / "docs/clip-lines.md").read_text()
+    first, second = text.split("Each of `tokens`:")
+    clip, token = schema.CLIP["properties"], schema.CLIP["properties"]["token_clip"]["properties"]
+    of_token = set(token["tokens"]["items"]["properties"])
+    for part, names in ((first, {*clip, *token}), (second, of_token)):
+        assert in_backticks(" ".join(re.findall(r"^\| (.*?) \|", part, re.M))) == names
+
+
 @pytest.mark.parametrize("form", [schema.EVENT, schema.NOTE], ids=["event", "note"])
 def test_every_field_of_the_evidence_is_named(form: dict[str, Any]) -> None:
     assert fields(form) <= in_backticks(EVIDENCE)
