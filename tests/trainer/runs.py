@@ -11,6 +11,8 @@ from typing import Any
 
 from valid_events import valid_events
 
+from gradloc.evidence.schema import CLIP, conforms
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -43,7 +45,17 @@ def finished(output: Path, *arguments: str, **environment: str) -> tuple[str, li
 
 
 def events_in(output: Path) -> list[dict[str, Any]]:
-    evidence = output / "bisect_dump/spikes.jsonl"
-    lines = evidence.read_text().splitlines() if evidence.exists() else []
-    lines = [line for line in lines if json.loads(line).keys().isdisjoint({"note", "token_clip"})]
+    lines = [line for line in _lines(output) if json.loads(line).keys().isdisjoint({"note", "token_clip"})]
     return valid_events(f"[{','.join(lines)}]")
+
+
+def clips_in(output: Path) -> list[dict[str, Any]]:
+    """What TokenClip found."""
+    clips = [line for line in map(json.loads, _lines(output)) if "token_clip" in line]
+    assert all(conforms(line, CLIP) for line in clips)
+    return clips
+
+
+def _lines(output: Path) -> list[str]:
+    evidence = output / "bisect_dump/spikes.jsonl"
+    return evidence.read_text().splitlines() if evidence.exists() else []

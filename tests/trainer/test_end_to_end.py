@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas
 import pytest
 import verl
-from runs import events_in, started
+from runs import clips_in, events_in, started
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gradloc.replay.__main__ import main as replay
@@ -63,6 +63,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=120",
         "--remedy",
+        "TOKEN_CLIP_ACTION=log",
+        "actor_rollout_ref.actor.token_clip.warmup_steps=1",
         *TRAINERS[request.param],
     ]
     environment = {
@@ -79,6 +81,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "planted": json.loads((directory / "planted.json").read_text()),
         "events": [event for event in events if not event["drill"]],
         "drills": [event for event in events if event["drill"]],
+        "clips": clips_in(directory / "out"),
         "evidence": directory / "out/bisect_dump",
         "ray": f"/tmp/gradloc-{script.pid}",
         "async": request.param == "V1_async",
@@ -154,6 +157,17 @@ def test_the_spike_replays_in_one_process(run: dict, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.every_target
+def test_token_clip_saw_the_token_in_the_training_pass(run: dict) -> None:
+    (event,) = run["events"]
+    (line,) = [line for line in run["clips"] if line["global_step"] == event["global_step"]]
+    (culprit,), token = event["culprits"], line["token_clip"]["tokens"][0]
+    for name in ("rank", "micro_batch", "row", "position", "token_id", "advantage", "token", "uid", "reward"):
+        assert token[name] == culprit[name], name
+    assert token["boundary"] == "log_probs" and token["multiple"] > 100 and not token["cut"]
+    assert line["summary"].startswith("TokenClip found")
+
+
+@pytest.mark.every_target
 def test_metrics_are_logged_in_every_step(run: dict) -> None:
     logged = re.findall(r"step:(\d+) - .*?actor/gradloc/triggered:(?:np\.float64\()?([\d.]+)", run["log"])
     triggered = {int(step): float(value) for step, value in logged}
@@ -161,7 +175,12 @@ def test_metrics_are_logged_in_every_step(run: dict) -> None:
     for name in ("token_norm_max", "culprits", "passes", "seconds"):
         assert len(re.findall(rf"actor/gradloc/{name}:", run["log"])) == STEPS
     rejection = "rollout_rs_mean" if verl.__version__ == "0.7.0" else "rollout_rs_seq_mean_k1_mean"
-    for name in ("actor/layer_clip/fraction", "rollout_corr/rollout_is_mean", f"rollout_corr/{rejection}"):
+    for name in (
+        "actor/layer_clip/fraction",
+        "actor/token_clip/over",
+        "rollout_corr/rollout_is_mean",
+        f"rollout_corr/{rejection}",
+    ):
         assert len(re.findall(rf"{name}:", run["log"])) == STEPS
 
 
