@@ -345,7 +345,7 @@ def _losses(loss: _Loss, notes: list[str]) -> Iterator[LossRemedy]:
         return
     missing = [mode for _, mode, _ in _LOSSES if mode not in core_algos.POLICY_LOSS_REGISTRY]
     if missing:
-        notes.append(f"verl {verl.__version__} does not have {', '.join(missing)}.")
+        notes.append(f"verl {verl.__version__} does not have these policy losses: {', '.join(missing)}.")
     for name, mode, settings in _LOSSES:
         if mode != loss.mode and mode not in missing:
             override = _overrides(_ACTOR, {"policy_loss.loss_mode": mode, **settings})
@@ -361,6 +361,8 @@ def _corrections(loss: _Loss, notes: list[str]) -> Iterator[LossRemedy]:
             "actor_rollout_ref.rollout.calculate_log_probs=True records them."
         )
         return
+    if missing := [name for name, preset in _PRESETS if not hasattr(RolloutCorrectionConfig, preset)]:
+        notes.append(f"verl {verl.__version__} does not have these rollout corrections: {', '.join(missing)}.")
     for name, config in _presets():
         settings = {key: getattr(config, key) for key in _CORRECTIONS}
         override = _overrides(_CORRECTION, _changed(settings))

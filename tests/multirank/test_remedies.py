@@ -141,6 +141,8 @@ def _step_norm(case: Case, settings: dict[str, Any]) -> float:
             Case("fsdp1", dynamic=True, tied=True, planted=SPIKE, entropy=True, loss_agg_mode="seq-mean-token-sum"),
             Case("fsdp2", mini_batch=4, planted=SPIKE, precision="bfloat16", loss_mode="gspo"),
             Case("fsdp2", mini_batch=4, planted=SPIKE, loss_mode="cispo", rollout_weights=True),
+            Case("fsdp2", mini_batch=4, planted=SPIKE, model="lora"),
+            Case("fsdp2", micro_batch=8, planted=SPIKE, model="moe"),
             Case("fsdp2", planted=SPIKE, loss_mode="sapo", loss_agg_mode="seq-mean-token-sum-norm"),
             *([Case("fsdp2", nested=True, planted=SPIKE, rollout_weights=True)] if ENGINE else []),
         )
@@ -154,8 +156,10 @@ def test_the_recorded_coefficients_come_from_verls_loss(
     event = same_events([run for *_, run in results])[0][0]
     bundle = tmp_path / "dump" / event["replay"]
     assert "rollout_is_weight" not in event["culprits"][0]
-    result = replayed(bundle, tmp_path / "model", capsys, "--remedies", "--only")
+    adapter = ["--adapter", str(tmp_path / "adapter")] if case.model == "lora" else []
+    result = replayed(bundle, tmp_path / "model", capsys, "--remedies", "--only", *adapter)
     rows = {row["name"]: row for row in result["remedies"]}
+    assert rows["TokenClip"]["norm"] == pytest.approx(rows["spike_action=drop"]["norm"], rel=0.1)
     assert "as recorded" in rows, result["remedy_notes"]
     assert rows["as recorded"]["left"] == pytest.approx(1, rel=case.tolerance)
     assert ("token TIS" in rows) and ("GSPO" in rows) == (case.loss_mode not in ("gspo", "bypass_mode"))

@@ -281,6 +281,19 @@ def test_verls_functions_give_the_rows_of_losses(bundle: Path, kept: Path, capsy
     assert rows["token TIS"]["ordinary_moved"] == 0
 
 
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_a_token_that_the_rollout_gave_no_log_prob_is_no_reason_to_fail(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], value: float
+) -> None:
+    pytest.importorskip("verl")
+    of_verl(bundle)
+    resave(bundle, lambda tensors: tensors["tokens.rollout_log_prob"].__setitem__(BAD, value))
+    rows = rows_by_name(replay(bundle, kept, capsys))
+    mask = rows["token mask"]
+    assert (mask["under"] and mask["masked"]["culprits"] == 1) or value != value
+    assert {"token TIS", "sequence TIS", "geometric mask"} <= set(rows)
+
+
 def without_rollout(bundle: Path) -> None:
     resave(bundle, lambda tensors: tensors.pop("tokens.rollout_log_prob"))
 
