@@ -123,13 +123,17 @@ def write_update(
     """
     if figures:
         record_step(directory, global_step, figures)
-    for event in events[:_LOGGED_EVENTS]:
-        what = "Gradient spike" if event.get("drill") is None else "Spike drill"
-        what = "Outlying tokens" if "token_clip" in event else what
-        logger.warning("%s in step %s: %s", what, event["global_step"], event.get("summary", ""))
-    if len(events) > _LOGGED_EVENTS:
-        more = len(events) - _LOGGED_EVENTS
-        logger.warning("%d more gradient spikes in step %s: see the report on %s", more, global_step, directory)
+    for what, lines in (
+        ("gradient spikes", [event for event in events if "token_clip" not in event]),
+        ("mini-batches with outlying tokens", [event for event in events if "token_clip" in event]),
+    ):
+        for line in lines[:_LOGGED_EVENTS]:
+            start = (
+                "Spike drill" if line.get("drill") else "Outlying tokens" if "token_clip" in line else "Gradient spike"
+            )
+            logger.warning("%s in step %s: %s", start, line["global_step"], line.get("summary", ""))
+        if (more := len(lines) - _LOGGED_EVENTS) > 0:
+            logger.warning("%d more %s in step %s: see the report on %s", more, what, global_step, directory)
     record_events(directory, events)
 
 

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -50,14 +51,14 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
     """Appends each event as one line to `<directory>/spikes.jsonl`. A disk error is logged as a warning, not raised.
 
     The limits keep a run that has collapsed, with a spike in every mini-batch, from filling the disk. Only the first 16
-    events of a step are written, because the cause comes before its consequences. Only the 16 largest culprits of an
-    event keep their long texts, and none if its line would exceed 16 MiB. A file that would exceed 64 MiB is renamed to
-    spikes.1.jsonl, spikes.2.jsonl and so on. When all files together would exceed 1 GiB, no more events are written. If
-    something is left out, a `note` line in the file says so.
+    events and the first 16 clip lines of a step are written, because the cause comes before its consequences. Only the
+    16 largest culprits of an event keep their long texts, and none if its line would exceed 16 MiB. A file that would
+    exceed 64 MiB is renamed to spikes.1.jsonl, spikes.2.jsonl and so on. When all files together would exceed 1 GiB, no
+    more events are written. If something is left out, a `note` line in the file says so.
 
     Args:
         directory (str): Created if it does not exist. Files of an earlier run are continued.
-        events (Sequence[Mapping]): All events of one step or of several steps, in order.
+        events (Sequence[Mapping]): All events and clip lines of one step or of several steps, in order.
     """
     if not events:
         return
@@ -66,11 +67,16 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
         by_step.setdefault(event.get("global_step"), []).append(event)
     lines = []
     for step, of_step in by_step.items():
-        for event in of_step[:EVENTS_PER_STEP]:
-            lines += _event_lines(event)
-        if (dropped := len(of_step) - EVENTS_PER_STEP) > 0:
-            message = f"{dropped} more spikes are not written: {EVENTS_PER_STEP} in a step are the limit"
-            lines.append(_note("rate_limit", step, dropped, message))
+        counts: Counter[str] = Counter()
+        for event in of_step:
+            kind = "lines of TokenClip" if "token_clip" in event else "spikes"
+            counts[kind] += 1
+            if counts[kind] <= EVENTS_PER_STEP:
+                lines += _event_lines(event)
+        for kind, count in counts.items():
+            if (dropped := count - EVENTS_PER_STEP) > 0:
+                message = f"{dropped} more {kind} are not written: {EVENTS_PER_STEP} in a step are the limit"
+                lines.append(_note("rate_limit", step, dropped, message))
     first_step = events[0].get("global_step")
     series = _Series(directory, "spikes", FILE_BYTES, TOTAL_BYTES)
     series.append(b"".join(lines), f"{len(events)} gradient spike(s)", "events", first_step, len(events))

@@ -211,6 +211,16 @@ def test_of_a_step_only_the_first_events_are_written(tmp_path: Path) -> None:
     assert found.index(note) == 16
 
 
+def test_clip_lines_do_not_take_the_place_of_spikes(tmp_path: Path) -> None:
+    clips = [{"global_step": 1, "token_clip": {"tokens": []}}] * 20
+    record_events(str(tmp_path), [*clips, *[spike(1)] * 3])
+    found = lines(tmp_path)
+    assert sum("token_clip" in line for line in found) == 16 and sum("culprits" in line for line in found) == 3
+    assert [line["message"] for line in found if "note" in line] == [
+        "4 more lines of TokenClip are not written: 16 in a step are the limit"
+    ]
+
+
 def test_of_an_event_only_the_largest_culprits_keep_their_texts(tmp_path: Path) -> None:
     generator = random.Random(1)
     culprits = [culprit(1, ["a", "b"], 1000.0 + i, generator) for i in range(20)]

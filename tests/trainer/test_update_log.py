@@ -23,3 +23,16 @@ def test_few_lines_are_logged_of_an_update(
     assert said[:2] == ["Spike drill in step 3: sum 0.", "Gradient spike in step 3: sum 1."][:count]
     if count > 3:
         assert said[3] == f"{count - 3} more gradient spikes in step 3: see the report on {tmp_path}"
+
+
+def test_what_token_clip_found_is_logged_beside_the_spikes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from verl.utils.gradloc.adapters.update_evidence import write_update
+
+    clips = [{"global_step": 3, "summary": "cut.", "token_clip": {"tokens": []}}] * 5
+    write_update(str(tmp_path), 3, [*clips, {"global_step": 3, "summary": "sum.", "drill": None}], {})
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "Gradient spike in step 3: sum.",
+        *["Outlying tokens in step 3: cut."] * 3,
+        f"2 more mini-batches with outlying tokens in step 3: see the report on {tmp_path}",
+    ]
