@@ -171,18 +171,20 @@ def print_tables(settings: Settings, results: Results, seeds: list[int], variant
         pairs = zip(of_seeds, reference, strict=True)
         return f"{mean(mean(run['no']['moved']) / mean(base['no']['moved']) for run, base in pairs):.0%}"
 
+    def both_figures(of_seeds: list[dict[str, Any]], kind: str) -> str:
+        costs = [lost(settings, run, kind) for run in of_seeds]
+        deviation = f"±{stdev(costs):.3f}" if len(costs) > 1 else ""
+        return f"{mean(run[kind]['distance'] for run in of_seeds):.2f} · {round(mean(costs), 3) + 0.0:+.3f}{deviation}"
+
+    table(
+        ["distance · lost", "step length", *KINDS],
+        lambda of_seeds: [step_length(of_seeds), *(both_figures(of_seeds, kind) for kind in KINDS)],
+    )
     table(
         ["distance", "step length", *KINDS],
         lambda of_seeds: [
             step_length(of_seeds),
             *(spread([run[kind]["distance"] for run in of_seeds], 2) for kind in KINDS),
-        ],
-    )
-    table(
-        ["lost reward", "step length", *KINDS],
-        lambda of_seeds: [
-            step_length(of_seeds),
-            *(spread([lost(settings, run, kind) for run in of_seeds], 4) for kind in KINDS),
         ],
     )
     table(

@@ -75,7 +75,7 @@ def test_stability(tmp_path: Path) -> None:
     assert tables["distance"]["drop"][2] == f"{runs['drop']['token']['distance']:.2f}"
     assert tables["end"]["global"][4] == f"{runs['global']['sequence']['rewards'][-1]:.3f}"
     lost = mean(runs["zscore"]["no"]["rewards"][11:]) - mean(runs["zscore"]["layer"]["rewards"][11:])
-    assert float(tables["lost reward"]["zscore"][1]) == pytest.approx(lost, abs=6e-5)
+    assert tables["distance · lost"]["zscore"][1] == f"{runs['zscore']['layer']['distance']:.2f} · {round(lost, 3) + 0.0:+.3f}"
 
 
 def test_collapse(tmp_path: Path) -> None:
