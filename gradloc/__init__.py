@@ -8,6 +8,7 @@ The parts of the package. A file imports from its own part and from those above 
 - config, threshold: the settings; τ, and when a norm is over its threshold
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
+- token_clip: TokenClip, which acts in the backward pass
 - measure: the mini-batch's gradient, extra passes, and the norms of what they compute
 - search: what to measure next
 - evidence: what was found, as events in a file
@@ -28,6 +29,7 @@ from .fsdp.recorded_collectives import RankLostError
 from .gradloc import GradLoc, Located
 from .layers.layer_clip import LayerClip, LayerClipConfig
 from .measure.token_weights import token_weights
+from .token_clip.token_clip import TokenClip, TokenClipConfig
 from .version import __version__
 
 __all__ = [
@@ -37,6 +39,8 @@ __all__ = [
     "LayerClipConfig",
     "Located",
     "RankLostError",
+    "TokenClip",
+    "TokenClipConfig",
     "__version__",
     "record_events",
     "text_evidence",

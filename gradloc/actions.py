@@ -76,7 +76,7 @@ def drop(investigation: Investigation) -> Tensor | None:
     try:
         with SetAside(mini_batch.model.module) as gradient:
             for index in range(count):
-                passes.accumulate(partial(without_culprits, index=index), lambda: None)
+                passes.accumulate(partial(without_culprits, index=index), lambda: None, own=index)
             squared_norms = mini_batch.model.reduced_squares(mini_batch.scale)
             if not math.isfinite(math.fsum(squared_norms.tolist())):
                 return None

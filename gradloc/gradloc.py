@@ -20,7 +20,7 @@ from .fsdp.recorded_collectives import RankLostError
 from .fsdp.state import SetAside, get_rng_state, undisturbed
 from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
-from .measure.passes import Forward
+from .measure.passes import Cut, Forward
 from .measure.watched_model import WatchedModel
 from .metrics import UpdateMetrics, own_figures
 from .search.investigation import Investigation
@@ -65,6 +65,7 @@ class GradLoc:
             the gradient after FSDP's mean, in the passes of the search.
         recover (Callable, optional): Called on a rank where an error interrupted a pass, to reset state outside of the
             model and FSDP.
+        cut (Cut, optional): `TokenClip.repeated` if TokenClip is on as well, for the passes of the action "drop".
         bundle_writer (BundleWriter, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
 
     Attributes:
@@ -83,12 +84,13 @@ class GradLoc:
         sequence_parallel_size: int = 1,
         meter: str = "local",
         recover: Callable[[], None] | None = None,
+        cut: Cut | None = None,
         bundle_writer: BundleWriter | None = None,
     ) -> None:
         self.config = config
         self.events: list[dict[str, Any]] = []
         self._model = WatchedModel(
-            module, forward, torch.device(device), squared_norms, sequence_parallel_size, meter, recover
+            module, forward, torch.device(device), squared_norms, sequence_parallel_size, meter, recover, cut
         )
         self._loss_scale = loss_scale
         self._bundle_writer = bundle_writer

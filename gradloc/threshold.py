@@ -89,8 +89,10 @@ class Threshold:
         """
         if self._fixed is not None:
             return self._fixed
+        if (automatic := self._automatic.value) is not None:
+            return automatic
         largest = max([finite_norm, *self._automatic.norms()]) or other_norm
-        return self._automatic.value or _WARMUP_MARGIN * largest or _UNREACHED
+        return _WARMUP_MARGIN * largest or _UNREACHED
 
     def next(self, token_norm: float, finite_norm: float) -> float:
         """τ for a mini-batch, whose norm an automatic threshold then takes in.

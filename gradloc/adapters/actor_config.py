@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of verl's actor configuration that turn GradLoc and LayerClip on."""
+"""The keys of verl's actor configuration that turn GradLoc, LayerClip and TokenClip on."""
 
 from dataclasses import dataclass, field
 
@@ -9,6 +9,7 @@ from verl.base_config import BaseConfig
 from ..checks import is_positive_integer
 from ..config import GradLocConfig
 from ..layers import layer_clip
+from ..token_clip import token_clip
 
 
 @dataclass
@@ -16,6 +17,14 @@ class LayerClipConfig(BaseConfig, layer_clip.LayerClipConfig):
     """Configuration for clipping every layer's gradient against a bound of its own.
 
     Fields and their validation are those of verl.utils.gradloc.LayerClipConfig.
+    """
+
+
+@dataclass
+class TokenClipConfig(BaseConfig, token_clip.TokenClipConfig):
+    """Configuration for cutting single tokens' outlying signals in the backward pass.
+
+    Fields and their validation are those of verl.utils.gradloc.TokenClipConfig.
     """
 
 
@@ -34,6 +43,7 @@ class SpikeConfig(BaseConfig, GradLocConfig):
         spike_replay (int): Maximum number of bundles in bisect_dump_dir/replay, each of which lets one spike be
             computed again on one machine. 0: none.
         layer_clip (LayerClipConfig): Configuration for LayerClip.
+        token_clip (TokenClipConfig): Configuration for TokenClip.
     """
 
     spike_detection: bool = False
@@ -41,6 +51,7 @@ class SpikeConfig(BaseConfig, GradLocConfig):
     spike_log: bool | str | None = None
     spike_replay: int = 16
     layer_clip: LayerClipConfig = field(default_factory=LayerClipConfig)
+    token_clip: TokenClipConfig = field(default_factory=TokenClipConfig)
 
     def check_spike_keys(self) -> None:
         """Raises ValueError for a value out of range; the message names the key."""

@@ -18,27 +18,19 @@ from ..layers.layer_clip import LayerClip
 from .replay_bundles import padded_rows
 from .rows import forward_inputs, select_rows
 from .update_evidence import Sample, UpdateEvidence
-from .watch import Watch, read_state
+from .watch import EVIDENCE_KEYS, Watch, read_state
 
 if TYPE_CHECKING:
     from verl import DataProto
     from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
     from verl.workers.actor.dp_actor import DataParallelPPOActor
 
-# The evidence's names for what is known of a token, and where a micro-batch holds it.
-_EVIDENCE_KEYS = {
-    "token_id": "responses",
-    "response_mask": "response_mask",
-    "advantage": "advantages",
-    "ref_log_prob": "ref_log_prob",
-    "rollout_log_prob": "rollout_log_probs",
-}
-
 
 def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, LayerClip | None]:
-    """What watches an actor that is trained with `spike_detection` or `layer_clip.enable`; None for what is off."""
+    """What watches an actor that is trained, if its configuration turns any of it on; None for what is off."""
     config = actor.config
-    on = config.get("spike_detection", False) or config.get("layer_clip", {}).get("enable", False)
+    clips = [config.get(name, {}).get("enable", False) for name in ("layer_clip", "token_clip")]
+    on = config.get("spike_detection", False) or any(clips)
     if actor.actor_optimizer is None or not on:
         return None, None, None
     watch = Watch(
@@ -74,8 +66,8 @@ def reports_ref_log_prob(actor: "DataParallelPPOActor", data: "DataProto") -> bo
 
 
 def start_update(actor: "DataParallelPPOActor", data: "DataProto") -> None:
-    if actor.gradloc is not None:
-        actor.gradloc.start_update(data.meta_info.get("global_steps"))
+    if actor.watch is not None:
+        actor.watch.start_update(data.meta_info.get("global_steps"))
 
 
 def begin_pass(
@@ -89,8 +81,9 @@ def begin_pass(
         temperature (float): The rollout's, which the forward divides the logits by.
         rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
     """
-    if actor.watch is not None and actor.gradloc is not None:
-        actor.gradloc.begin_pass({**forward_inputs(model_inputs), "temperature": temperature}, rows)
+    if actor.watch is not None and actor.watch.watches_passes:
+        inputs = {**forward_inputs(model_inputs), "temperature": temperature}
+        actor.watch.begin_pass(inputs, rows, partial(_sequences, model_inputs))
         actor.watch.aggregation.start()
 
 
@@ -112,16 +105,16 @@ def observe(
         old_log_prob (Tensor): What the loss compares it with.
         loss_scale_factor (float): The micro-batch's part in the mini-batch's loss.
     """
-    if actor.watch is not None and actor.gradloc is not None:
-        facts = {name: model_inputs[key] for name, key in _EVIDENCE_KEYS.items() if key in model_inputs}
-        facts["old_log_prob"] = old_log_prob
+    if actor.watch is not None and actor.watch.watches_passes:
+        facts = {name: model_inputs[key] for name, key in EVIDENCE_KEYS.items() if key in model_inputs}
+        facts["old_log_prob"] = old_log_prob  # may be the forward's own instead of the data's
         actor.watch.observe(log_prob, entropy, facts, loss_scale_factor)
 
 
 def end_pass(actor: "DataParallelPPOActor") -> None:
     """Called after a micro-batch's backward."""
-    if actor.gradloc is not None:
-        actor.gradloc.end_pass()
+    if actor.watch is not None:
+        actor.watch.end_pass()
 
 
 def optimizer_step(actor: "DataParallelPPOActor", epoch: int, mini_batch: int) -> Tensor:
@@ -135,12 +128,10 @@ def optimizer_step(actor: "DataParallelPPOActor", epoch: int, mini_batch: int) -
     Returns:
         Tensor: The norm of the gradient before any clipping, shape ().
     """
-    take_step, norm = (True, None) if actor.watch is None else actor.watch.before_step(epoch, mini_batch)
-    clipped_norm = actor._optimizer_step() if take_step else None
-    if norm is None:
-        assert clipped_norm is not None  # a step that is left out has a norm
-        return clipped_norm
-    return torch.tensor(norm, dtype=torch.float64)
+    if actor.watch is None:
+        return actor._optimizer_step()
+    norm = actor.watch.step(epoch, mini_batch, actor._optimizer_step)
+    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float64)
 
 
 def metrics(actor: "DataParallelPPOActor") -> dict[str, Any]:
@@ -159,14 +150,14 @@ def write_evidence(
         tokenizer (PreTrainedTokenizer): The actor's.
         metrics (Mapping): What `update_policy` returned.
     """
-    if actor.watch is None or actor.gradloc is None:
+    if actor.watch is None or not actor.watch.watches_passes:
         return
 
     def sample_of(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> Sample:
         return _sample(data[event["mini_batch"] * actor.config.ppo_mini_batch_size + culprit["row"]])
 
     evidence = UpdateEvidence(actor.config.bisect_dump_dir, tokenizer, actor.watch.sequence_parallel_size)
-    evidence.add(actor.gradloc.events, sample_of)
+    evidence.add(actor.watch.lines(), sample_of)
     evidence.write(data.meta_info.get("global_steps"), metrics)
 
 
@@ -179,7 +170,13 @@ def save_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", 
 def load_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str | None) -> None:
     """Called after a checkpoint was loaded. A collective call."""
     if actor.watch is not None:
-        actor.watch.load(read_state(folder if manager.should_load_extra else None))
+        actor.watch.load(lambda: read_state(folder if manager.should_load_extra else None))
+
+
+def _sequences(model_inputs: Mapping[str, Any]) -> tuple[Tensor, list[int]]:
+    """Where a micro-batch has tokens, and the column of each response's first one."""
+    mask = model_inputs["attention_mask"].bool()
+    return mask, [mask.shape[1] - model_inputs["responses"].shape[1]] * len(mask)
 
 
 def _sample(row: Any) -> Sample:

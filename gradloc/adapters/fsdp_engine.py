@@ -24,22 +24,12 @@ from ..layers.layer_clip import LayerClip
 from .actor_config import SpikeConfig
 from .replay_bundles import ragged_rows
 from .update_evidence import Sample, UpdateEvidence
-from .watch import Watch, read_state
+from .watch import EVIDENCE_KEYS, Watch, read_state
 
 logger = logging.getLogger(__name__)
 
 # The column that `train_batch` adds: each row's index in the data that it was given.
 _ROW = "gradloc_row"
-
-# The evidence's names for what is known of a token, and where a micro-batch holds it.
-_EVIDENCE_KEYS = {
-    "token_id": "responses",
-    "response_mask": "response_mask",
-    "advantage": "advantages",
-    "old_log_prob": "old_log_probs",
-    "ref_log_prob": "ref_log_prob",
-    "rollout_log_prob": "rollout_log_probs",
-}
 
 
 class WatchedEngine:
@@ -52,13 +42,13 @@ class WatchedEngine:
     metrics are in the output, and rank 0 writes its evidence.
 
     Attributes:
-        watch (Watch | None): GradLoc and LayerClip; None before the first `train_batch`.
+        watch (Watch | None): GradLoc, LayerClip and TokenClip; None before the first `train_batch`.
     """
 
     watch: Watch | None = None
     _settings: Any = None
-    # The state of a checkpoint that was loaded before there was a watch.
-    _loaded_state: dict[str, Any] | None = None
+    # Reads the state of a checkpoint that was loaded before there was a watch.
+    _read_state: Callable[[], dict[str, Any]] | None = None
     _watching = False
     _pass_open = False
     _mini_batches = 0
@@ -87,7 +77,7 @@ class WatchedEngine:
         self._place(tu.get(data, "epoch_and_mini_batch", (0, 0)), update)
         last = tu.get(data, "update_lr_scheduler", True) and update == updates - 1
         step = tu.get(data, "training_step")
-        if self.gradloc is not None:
+        if self.watch.watches_passes:
             self._start(step)
             data[_ROW] = torch.arange(len(data))
         self._watching = True
@@ -98,8 +88,8 @@ class WatchedEngine:
             self.watch.aggregation.stop()
             data.pop(_ROW, None)
         metrics = self.watch.metrics() if last else {}
-        if self.gradloc is not None:
-            self._evidence.add(self.gradloc.events, lambda _, culprit: _sample(data, culprit["row"]))
+        if self.watch.watches_passes:
+            self._evidence.add(self.watch.lines(), lambda _, culprit: _sample(data, culprit["row"]))
             if last:
                 self._evidence.write(step, metrics)
         if self.is_mp_src_rank_with_outputs():
@@ -109,13 +99,13 @@ class WatchedEngine:
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
     ) -> Any:
-        gradloc = self.gradloc
-        if gradloc is None or not self._watching or forward_only:
+        watch = self.watch
+        if watch is None or not watch.watches_passes or not self._watching or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         self._end_pass()
         # Before the engine moves it to the device, where reading lengths would wait for the device.
         inputs = _inputs(micro_batch)
-        gradloc.begin_pass(inputs, micro_batch[_ROW].tolist())
+        watch.begin_pass(inputs, micro_batch[_ROW].tolist(), partial(_sequences, inputs))
         self._pass_open = True
         return super().forward_step(  # type: ignore[misc]
             micro_batch, partial(self._observed, loss_function, inputs), forward_only
@@ -126,12 +116,7 @@ class WatchedEngine:
             return super().optimizer_step()  # type: ignore[misc]
         assert self.watch is not None
         self._end_pass()
-        take_step, norm = self.watch.before_step(*self._where)
-        clipped_norm = super().optimizer_step() if take_step else None  # type: ignore[misc]
-        if norm is None:
-            assert clipped_norm is not None  # a step that is left out has a norm
-            return clipped_norm
-        return norm
+        return self.watch.step(*self._where, super().optimizer_step)  # type: ignore[misc]
 
     def save_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         super().save_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
@@ -141,13 +126,15 @@ class WatchedEngine:
     def load_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         super().load_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
         extra = getattr(self.checkpoint_manager, "should_load_extra", True)
-        self._loaded_state = read_state(local_path if extra else None)
+        read = partial(read_state, local_path if extra else None)
         if self.watch is not None:
-            self.watch.load(self._loaded_state)
+            self.watch.load(read)
+        else:  # read in the first update, if that turns anything on: no collective call without it
+            self._read_state = read
 
     def _build(self, config: Any) -> None:
         self._settings = config
-        if not (config.spike_detection or config.layer_clip.enable):
+        if not (config.spike_detection or config.layer_clip.enable or config.token_clip.enable):
             return
         group_size: int = self.ulysses_sequence_parallel_size
         self.watch = Watch(
@@ -162,8 +149,8 @@ class WatchedEngine:
         )
         tokenizer = getattr(self.model_config, "tokenizer", None)
         self._evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, group_size)
-        if self._loaded_state is not None:
-            self.watch.load(self._loaded_state)
+        if self._read_state is not None:
+            self.watch.load(self._read_state)
 
     def _place(self, epoch_and_mini_batch: Sequence[int], update: int) -> None:
         """Sets the mini-batch's place in its step, from that in its update."""
@@ -175,13 +162,13 @@ class WatchedEngine:
 
     def _start(self, training_step: int | None) -> None:
         """Begins a mini-batch; the first one begins a step."""
-        assert self.gradloc is not None
+        assert self.watch is not None
         if self._where == (0, 0):
             if training_step is None and collectives.rank() == 0:
                 logger.warning("the trainer passes no step number: global_step is null in the evidence")
-            self.gradloc.start_update(training_step)
+            self.watch.start_update(training_step)
         else:
-            self.gradloc.start_mini_batch()
+            self.watch.start_mini_batch()
 
     def _loss_scale(self) -> float:
         scaler = getattr(self, "scaler", None)
@@ -189,8 +176,8 @@ class WatchedEngine:
 
     def _end_pass(self) -> None:
         if self._pass_open:
-            assert self.gradloc is not None
-            self.gradloc.end_pass()
+            assert self.watch is not None
+            self.watch.end_pass()
             self._pass_open = False
 
     def _observed(
@@ -211,7 +198,7 @@ class WatchedEngine:
             loss = loss_function(model_output={**model_output, **flat}, data=data, dp_group=dp_group)
         finally:
             self.watch.aggregation.stop()
-        facts = {name: _padded(data[key]) for name, key in _EVIDENCE_KEYS.items() if key in data.keys()}
+        facts = {name: _padded(data[key]) for name, key in EVIDENCE_KEYS.items() if key in data.keys()}
         as_response = _response_cutter(inputs, facts["response_mask"])
         padded = {name: as_response(values.detach()) for name, values in flat.items()}
         loss_inputs = {
@@ -288,6 +275,14 @@ def _inputs(micro_batch: TensorDict) -> dict[str, Any]:
         "response_lengths": lengths.tolist(),
         "settings": {key: tu.get(micro_batch, key) for key in _FORWARD_SETTINGS if key in micro_batch.keys()},
     }
+
+
+def _sequences(inputs: Mapping[str, Any]) -> tuple[Tensor, list[int]]:
+    """Where a micro-batch has tokens, padded on the right, and the column of each response's first one."""
+    lengths = torch.tensor([len(row) for row in inputs["input_ids"]])
+    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    starts = (lengths - torch.tensor(inputs["response_lengths"])).tolist()
+    return mask.to(get_device_id(), non_blocking=True), starts
 
 
 def _forward_rows(

@@ -7,12 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..evidence.in_words import describe
+from ..evidence import clips
+from ..evidence.in_words import summary
 from ..evidence.token_facts import text_evidence
-from ..evidence.writer import CULPRITS_WITH_TEXT, LONG_TEXTS, STEP_FIGURES, jsonable, record_events, record_step
+from ..evidence.writer import STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 
 logger = logging.getLogger(__name__)
+
+# What is written of a token in a clip line; of one in the prompt, no text.
+_CLIPPED_TOKEN_FACTS = ("token", "context", "reward", "data_source", "uid")
 
 # How many events of an update are logged one by one.
 _LOGGED_EVENTS = 3
@@ -53,30 +57,28 @@ class UpdateEvidence:
     def add(
         self, events: Sequence[dict[str, Any]], sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample]
     ) -> None:
-        """Adds events, and to their culprits what the data say of them. A collective call.
+        """Adds events and clip lines, and to their tokens what the data say of them. A collective call.
 
         Args:
             events (Sequence[dict]): The same on every rank; they are changed.
-            sample_of (Callable): The sample of an event's culprit, both given, on the rank that has it; may raise.
+            sample_of (Callable): The sample of an event's culprit, or of a clip line's token, both given, on the rank
+                that has it; may raise.
         """
         self._events += events
-        culprits = [(event, culprit) for event in events for culprit in event["culprits"]]
+        culprits = [(event, i, culprit) for event in events for i, culprit in enumerate(_tokens(event))]
         if not culprits:
             return
         own = [
-            (index, found)
-            for index, (event, culprit) in enumerate(culprits)
+            (number, found)
+            for number, (event, i, culprit) in enumerate(culprits)
             if not self._duplicate and culprit["rank"] == self._own_rank
-            for found in self._facts(event, culprit, sample_of)
+            for found in self._facts(event, i, sample_of)
         ]
         for of_rank in collectives.gather_objects(own):
-            for index, found in of_rank:
-                culprits[index][1].update(found)
+            for number, found in of_rank:
+                culprits[number][2].update(found)
         for event in events:
-            try:
-                event["summary"] = describe(event)
-            except Exception:
-                logger.warning("a gradient spike is written without its texts in its summary", exc_info=True)
+            event["summary"] = clips.summary(event) if "token_clip" in event else summary(event)
 
     def write(self, global_step: int | None, metrics: Mapping[str, Any]) -> None:
         """Ends an update: rank 0 writes its events and, from its metrics, the step's figures."""
@@ -89,18 +91,20 @@ class UpdateEvidence:
     def _facts(
         self,
         event: Mapping[str, Any],
-        culprit: Mapping[str, Any],
+        index: int,
         sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample],
     ) -> list[dict[str, Any]]:
         """The text around a culprit, and what its sample was rewarded for; nothing if that fails.
 
         It is sent to all ranks: plain values, whatever a ground truth is, and no long texts that are not written.
         """
+        culprit = _tokens(event)[index]
         try:
             facts = _facts(sample_of(event, culprit), culprit["position"], self._tokenizer)
-            if any(culprit is largest for largest in event["culprits"][:CULPRITS_WITH_TEXT]):
-                return [jsonable(facts)]
-            return [jsonable({name: None if name in LONG_TEXTS else value for name, value in facts.items()})]
+            if "token_clip" in event:
+                kept = _CLIPPED_TOKEN_FACTS if culprit["position"] >= 0 else _CLIPPED_TOKEN_FACTS[2:]
+                return [jsonable({name: facts[name] for name in kept if name in facts})]
+            return [jsonable(limit_texts(facts, index))]
         except Exception:
             logger.warning("a culprit of a gradient spike is written without its text", exc_info=True)
             return []
@@ -121,11 +125,17 @@ def write_update(
         record_step(directory, global_step, figures)
     for event in events[:_LOGGED_EVENTS]:
         what = "Gradient spike" if event.get("drill") is None else "Spike drill"
+        what = "Outlying tokens" if "token_clip" in event else what
         logger.warning("%s in step %s: %s", what, event["global_step"], event.get("summary", ""))
     if len(events) > _LOGGED_EVENTS:
         more = len(events) - _LOGGED_EVENTS
         logger.warning("%d more gradient spikes in step %s: see the report on %s", more, global_step, directory)
     record_events(directory, events)
+
+
+def _tokens(line: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """The tokens that a line names."""
+    return line["token_clip"]["tokens"] if "token_clip" in line else line["culprits"]
 
 
 def _facts(sample: Sample, position: int, tokenizer: Any) -> dict[str, Any]:

@@ -1,31 +1,47 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""GradLoc and LayerClip of an actor: what the adapters of all verl versions share."""
+"""GradLoc, LayerClip and TokenClip of an actor: what the adapters of all verl versions share."""
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from verl.utils.device import get_device_name
 
 from ..bundles.layout import Row
+from ..evidence.clips import clip_line
 from ..evidence.token_facts import find_after_eos
 from ..fsdp import collectives
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from ..measure.passes import Forward
+from ..token_clip.positions import Positions
+from ..token_clip.token_clip import TokenClip
 from .eos_tokens import eos_tokens
 from .loss_weights import RecordedAggregation, kl_coefficients
 from .replay_bundles import build_bundle_writer
+
+# The evidence's names for what is known of a token, and where a micro-batch holds it.
+EVIDENCE_KEYS = {
+    "token_id": "responses",
+    "response_mask": "response_mask",
+    "advantage": "advantages",
+    "old_log_prob": "old_log_probs",
+    "ref_log_prob": "ref_log_prob",
+    "rollout_log_prob": "rollout_log_probs",
+}
+
+# What an actor's optimizer step gives for its gradient's norm: a tensor or a number.
+Norm = TypeVar("Norm")
 
 # Beside an actor's checkpoint.
 STATE_FILE = "gradloc_state.pt"
 
 
 class Watch:
-    """GradLoc and LayerClip of an actor that is trained, each of which may be off.
+    """GradLoc, LayerClip and TokenClip of an actor that is trained, each of which may be off.
 
     Args:
         module (nn.Module): The model, sharded or not.
@@ -40,6 +56,9 @@ class Watch:
     Attributes:
         gradloc (GradLoc | None): None where it is off.
         layer_clip (LayerClip | None): The same.
+        token_clip (TokenClip | None): The same.
+        clips (list[dict]): What TokenClip found since `start_update` or `start_mini_batch`, as lines of the evidence;
+            the same on every rank.
         aggregation (RecordedAggregation): How the loss that is being computed weighs its tokens.
         sequence_parallel_size (int): As given.
     """
@@ -57,12 +76,18 @@ class Watch:
     ) -> None:
         self.gradloc: GradLoc | None = None
         self.layer_clip: LayerClip | None = None
+        self.token_clip: TokenClip | None = None
+        self.clips: list[dict[str, Any]] = []
         self.aggregation = RecordedAggregation()
         self.sequence_parallel_size = sequence_parallel_size
         self._config = config
         self._loss_scale = loss_scale
+        self._scale: float | None = None
+        self._global_step: int | None = None
         self._eos_tokens = eos_tokens(module)
         device = get_device_name()
+        if config.token_clip.enable:
+            self.token_clip = TokenClip(module, config.token_clip, device, sequence_parallel_size)
         if config.layer_clip.enable:
             self.layer_clip = LayerClip(module, config.layer_clip, device=device)
         if config.spike_detection:
@@ -78,8 +103,50 @@ class Watch:
                 sequence_parallel_size=sequence_parallel_size,
                 meter="reduced" if tiled_mlp else "local",
                 recover=getattr(module, "reset_activation_offloading", None),
+                cut=None if self.token_clip is None else self.token_clip.repeated,
                 bundle_writer=build_bundle_writer(module, config, rows_of, dtype, grad_clip, self.layer_clip),
             )
+
+    @property
+    def watches_passes(self) -> bool:
+        """Whether the training passes are watched, for which `begin_pass`, `observe` and `end_pass` are called."""
+        return self.gradloc is not None or self.token_clip is not None
+
+    def start_update(self, global_step: int | None) -> None:
+        """Begins an update, and its first mini-batch."""
+        self.clips, self._global_step = [], global_step
+        if self.gradloc is not None:
+            self.gradloc.start_update(global_step)
+
+    def start_mini_batch(self) -> None:
+        """Begins another mini-batch, whose events are to be told apart."""
+        self.clips = []
+        if self.gradloc is not None:
+            self.gradloc.start_mini_batch()
+
+    def begin_pass(
+        self, inputs: dict[str, Any], rows: Sequence[int], sequences: Callable[[], tuple[Tensor, Sequence[int]]]
+    ) -> None:
+        """Called before a micro-batch's forward.
+
+        Args:
+            inputs (dict): The inputs of `forward`; see `GradLoc.begin_pass`.
+            rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
+            sequences (Callable): Returns where its padded sequences have a token, bool of shape (rows, length), and the
+                column of each response's first token.
+        """
+        if self.gradloc is not None:
+            self.gradloc.begin_pass(inputs, rows)
+        if self.token_clip is not None:
+            size = self.sequence_parallel_size
+            self.token_clip.begin_pass(Positions(*sequences(), collectives.rank() % size, size), rows)
+
+    def end_pass(self) -> None:
+        """Called after a micro-batch's backward."""
+        if self.gradloc is not None:
+            self.gradloc.end_pass()
+        if self.token_clip is not None:
+            self.token_clip.end_pass()
 
     def observe(
         self,
@@ -90,7 +157,7 @@ class Watch:
         loss_inputs: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None,
         **options: Any,
     ) -> None:
-        """Notes the tokens of a micro-batch; called between its loss and its backward, with GradLoc on.
+        """Notes the tokens of a micro-batch; called between its loss and its backward.
 
         Args:
             log_prob (Tensor): The log-probs that the loss is computed from, shape (rows, response length).
@@ -101,16 +168,40 @@ class Watch:
             loss_inputs (Mapping, optional): See `GradLoc.observe`.
             options (Any): More arguments with which verl aggregates the terms of KL and entropy.
         """
-        assert self.gradloc is not None
         self.aggregation.stop()  # what follows is not the loss
         facts, mask = dict(facts), facts["response_mask"]
+        weight = self.aggregation.weights(self._config, mask, **options) * factor
+        if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
+            if self._scale is None:
+                self._scale = self._loss_scale()
+            of_loss = log_prob if loss_inputs is None else loss_inputs["coefficient"][0]
+            self.token_clip.observe(of_loss, weight, self._scale, {"log_prob": log_prob, **facts})
+        if self.gradloc is None:
+            return
         if self._config.use_kl_loss:
             kl = kl_coefficients(self._config, mask, log_prob, facts["ref_log_prob"], **options)
             facts["kl_coefficient"] = kl * factor
         if self._eos_tokens:
             facts["after_eos"] = find_after_eos(facts["token_id"], mask, self._eos_tokens)
-        weight = self.aggregation.weights(self._config, mask, **options) * factor
         self.gradloc.observe(log_prob, entropy, weight, loss_inputs, **facts)
+
+    def step(self, epoch: int, mini_batch: int, optimizer_step: Callable[[], Norm]) -> Norm | float:
+        """Takes the optimizer step, unless `spike_action` leaves it out. A collective call.
+
+        Args:
+            epoch (int): The PPO epoch.
+            mini_batch (int): The mini-batch's index in the update.
+            optimizer_step (Callable): Takes the step, and returns the norm of its gradient.
+
+        Returns:
+            Norm | float: The norm of the gradient before any clipping.
+        """
+        take_step, norm = self.before_step(epoch, mini_batch)
+        clipped_norm = optimizer_step() if take_step else None
+        if norm is None:
+            assert clipped_norm is not None  # a step that is left out has a norm
+            return clipped_norm
+        return norm
 
     def before_step(self, epoch: int, mini_batch: int) -> tuple[bool, float | None]:
         """Looks for a spike, and clips the layers of a gradient that the optimizer gets. A collective call.
@@ -135,42 +226,56 @@ class Watch:
                 norm = float(self.layer_clip.clip(squared_norms))
             if event is not None:
                 event["layer_clip"] = self.layer_clip.last_step if take_step else self.layer_clip.preview(squared_norms)
+        if self.token_clip is not None:
+            self._scale = None
+            if found := self.token_clip.end_mini_batch():
+                where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
+                self.clips.append(clip_line(where, found))
         return take_step, norm
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The events of GradLoc and the clip lines since `start_update` or `start_mini_batch`, in their order."""
+        events = [] if self.gradloc is None else self.gradloc.events
+        return sorted([*events, *self.clips], key=lambda line: (line["epoch"], line["mini_batch"]))
 
     def metrics(self) -> dict[str, Any]:
         """The update's metrics for the training log."""
         return {name: value for part in self._parts().values() for name, value in part.metrics().items()}
 
     def save(self, folder: str) -> None:
-        """Writes what GradLoc and LayerClip have learned of the run to a checkpoint's folder, on rank 0."""
+        """Writes what has been learned of the run to a checkpoint's folder, on rank 0."""
         if collectives.rank() == 0 and (parts := self._parts()):
             torch.save({name: part.state_dict() for name, part in parts.items()}, os.path.join(folder, STATE_FILE))
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restores rank 0's state, which `read_state` gave; if it is empty, the parts start over. A collective call."""
+    def load(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        """Restores a state, which `read` gives on rank 0; if it is empty, the parts start over. A collective call.
+
+        Raises:
+            RankFailedError: `read` raised.
+        """
         if parts := self._parts():
             # Rank 0 wrote it, perhaps to a folder that the other nodes do not share.
-            state = collectives.broadcast(lambda: state, 0)
+            state = collectives.broadcast(read, 0)
             for name, part in parts.items():
                 part.load_state_dict(state.get(name))
 
-    def _parts(self) -> dict[str, GradLoc | LayerClip]:
-        parts = {"gradloc": self.gradloc, "layer_clip": self.layer_clip}
+    def _parts(self) -> dict[str, GradLoc | LayerClip | TokenClip]:
+        parts = {"gradloc": self.gradloc, "layer_clip": self.layer_clip, "token_clip": self.token_clip}
         return {name: part for name, part in parts.items() if part is not None}
 
 
 def read_state(folder: str | None) -> dict[str, Any]:
-    """What `Watch.save` wrote to a checkpoint's folder, on rank 0; empty without a file, and on the other ranks.
+    """What `Watch.save` wrote to a checkpoint's folder; empty without a file.
 
     Raises:
         ValueError: The file cannot be read.
     """
     path = os.path.join(folder, STATE_FILE) if folder else ""
-    if collectives.rank() or not os.path.isfile(path):
+    if not os.path.isfile(path):
         return {}
     try:
         return torch.load(path, weights_only=True)
     except Exception as error:
         raise ValueError(
-            f"{path} cannot be read ({error}); restore it, or remove it to let GradLoc and LayerClip start over"
+            f"{path} cannot be read ({error}); restore it, or remove it to let what it is for start over"
         ) from error

@@ -82,7 +82,7 @@ def _trigger(investigation: Investigation) -> dict[str, Any]:
     if mini_batch.trigger == "global":
         norm, limit = mini_batch.global_norm(), mini_batch.global_threshold(threshold)
     else:
-        worst = max(investigation.figures.values(), key=lambda unit: unit.token_equivalent)
+        worst = max(investigation.figures.values(), key=lambda each: each.token_equivalent)
         norm, limit = worst.norm, threshold * worst.root_square_weight
     return {"kind": mini_batch.trigger, "norm": norm, "threshold": limit}
 
@@ -102,9 +102,11 @@ def _findings(
         "diagnosis": _diagnosis(investigation),
         "explained": investigation.explained,
         "more_tokens": investigation.search.more_over(),
-        # Where all answers to a prompt got the same reward, there is none.
-        "micro_batches": sum(unit.tokens > 0 and unit.norm != 0 for unit in investigation.figures.values()),
-        "units": [_unit(investigation, name) for name in suspects(investigation.figures, investigation.threshold)],
+        # Where all responses to a prompt got the same reward, there is none.
+        "micro_batches": sum(each.tokens > 0 and each.norm != 0 for each in investigation.figures.values()),
+        "units": [
+            _micro_batch(investigation, name) for name in suspects(investigation.figures, investigation.threshold)
+        ],
         "culprits": sorted(
             (_culprit(investigation, token, medians) for token in investigation.culprits),
             key=lambda culprit: -_finite(culprit["grad_norm"]),
@@ -133,39 +135,40 @@ def _diagnosis(investigation: Investigation) -> str:
     return "diffuse" if investigation.ended else "incomplete"
 
 
-def _unit(investigation: Investigation, name: MicroBatchName) -> dict[str, Any]:
-    unit, search = investigation.figures[name], investigation.search
+def _micro_batch(investigation: Investigation, name: MicroBatchName) -> dict[str, Any]:
+    """A micro-batch over its threshold."""
+    micro_batch, search = investigation.figures[name], investigation.search
     rest = search.rest(name) if search.knows(name) else None
     return {
         "rank": name[0],
         "micro_batch": name[1],
-        "rows": unit.rows,
-        "tokens": unit.tokens,
-        "broken_tokens": unit.broken_tokens,
-        "norm": unit.norm,
-        "threshold": investigation.threshold * unit.root_square_weight,
-        "token_equivalent": unit.token_equivalent,
-        "layer_norms": unit.layer_norms,
+        "rows": micro_batch.rows,
+        "tokens": micro_batch.tokens,
+        "broken_tokens": micro_batch.broken_tokens,
+        "norm": micro_batch.norm,
+        "threshold": investigation.threshold * micro_batch.root_square_weight,
+        "token_equivalent": micro_batch.token_equivalent,
+        "layer_norms": micro_batch.layer_norms,
         "rest": rest and {"tokens": len(rest[0].candidates), "norm": rest[1], "threshold": search.threshold(rest[0])},
     }
 
 
 def _ordinary_layer_norms(investigation: Investigation) -> dict[str, float] | None:
-    """Each layer's norm for one ordinary token: the median of norm/sqrt(Σw²) over the units under their thresholds.
+    """Each layer's norm for one ordinary token: the median norm/sqrt(Σw²) of micro-batches under their thresholds.
 
-    A suspect's norm minus its culprits' norms is not used. If a culprit outweighs its unit, that difference is smaller
-    than the rounding error and the effect of the correlation between the two.
+    A suspect's norm minus its culprits' norms is not used. If a culprit outweighs its micro-batch, that difference is
+    smaller than the rounding error and the effect of the correlation between the two.
 
     Returns:
-        dict: By layer; None if no unit under its threshold has a known, nonzero norm.
+        dict: By layer; None if no micro-batch under its threshold has a known, nonzero norm.
     """
     ordinary = [
-        unit for unit in investigation.figures.values() if unit.norm and not unit.is_over(investigation.threshold)
+        each for each in investigation.figures.values() if each.norm and not each.is_over(investigation.threshold)
     ]
     if not ordinary:
         return None
     return {
-        layer: statistics.median(unit.layer_norms[layer] / unit.root_square_weight for unit in ordinary)
+        layer: statistics.median(each.layer_norms[layer] / each.root_square_weight for each in ordinary)
         for layer in ordinary[0].layer_norms
     }
 
@@ -205,7 +208,7 @@ def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
 
 def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
     """The token sets that the search left open, best first; a group not yet searched is one of all its tokens."""
-    search, units = investigation.search, investigation.figures
+    search, figures = investigation.search, investigation.figures
     begun = [
         (token_set.group, len(token_set.candidates), search.threshold(token_set))
         for token_set in (*search.open_sets, *search.given_up)
@@ -214,9 +217,9 @@ def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
     waiting = [
         (
             group,
-            sum(units[name].tokens for name in investigation.groups.members[group]),
+            sum(figures[name].tokens for name in investigation.groups.members[group]),
             investigation.threshold
-            * math.hypot(*(units[name].root_square_weight for name in investigation.groups.members[group])),
+            * math.hypot(*(figures[name].root_square_weight for name in investigation.groups.members[group])),
         )
         for group in investigation.waiting
     ]
@@ -265,9 +268,9 @@ def _grad_norm(investigation: Investigation, token: Token) -> float:
 
 
 def _share(investigation: Investigation, token: Token) -> float | None:
-    """A token's share of its unit's norm; None if that norm is zero or unknown."""
-    unit = investigation.figures[token[0]]
-    return _grad_norm(investigation, token) * _weight(investigation, token) / unit.norm if unit.norm else None
+    """A token's share of its micro-batch's norm; None if that norm is zero or unknown."""
+    norm = investigation.figures[token[0]].norm
+    return _grad_norm(investigation, token) * _weight(investigation, token) / norm if norm else None
 
 
 def _finite(norm: float) -> float:

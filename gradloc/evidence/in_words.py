@@ -46,12 +46,12 @@ _KINDS = {
 
 
 def summary(event: Event) -> str:
-    """What `describe` gives; wording must not cost the event."""
+    """What `describe` gives; if that fails, the summary that the event has: wording must not cost the event."""
     try:
         return describe(event)
     except Exception:
-        logger.warning("an event is written without its summary", exc_info=True)
-        return ""
+        logger.warning("the summary of an event could not be made", exc_info=True)
+        return event.get("summary", "")
 
 
 def describe(event: Event) -> str:

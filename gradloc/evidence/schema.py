@@ -201,6 +201,59 @@ NOTE = {
     ),
 }
 
+_CLIPPED_TOKEN = object_with(
+    {
+        "rank": INDEX,
+        "micro_batch": INDEX,
+        "row": INDEX,
+        # Negative in the prompt.
+        "position": {"type": "integer"},
+        "boundary": TEXT,
+        "multiple": NUMBER,
+        "cut": {"type": "boolean"},
+        "token_id": INTEGER_OR_NULL,
+        "weight": NUMBER_OR_NULL,
+        "advantage": NUMBER_OR_NULL,
+        "log_prob": NUMBER_OR_NULL,
+        "old_log_prob": NUMBER_OR_NULL,
+        "rollout_log_prob": NUMBER_OR_NULL,
+    },
+    # The trainer adds these.
+    token=TEXT_OR_NULL,
+    context=TEXT_OR_NULL,
+    reward=NUMBER_OR_NULL,
+    data_source=TEXT_OR_NULL,
+    uid=TEXT_OR_NULL,
+)
+_COUNTS_BY_BOUNDARY = {"type": "object", "additionalProperties": INDEX}
+
+CLIP = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "The tokens whose backward signals were over TokenClip's bounds",
+    **object_with(
+        {
+            "schema": {"const": SCHEMA},
+            "time": {"type": "string"},
+            "global_step": INTEGER_OR_NULL,
+            "epoch": INDEX,
+            "mini_batch": INDEX,
+            "token_clip": object_with(
+                {
+                    "action": {"enum": ["log", "drop", "smooth"]},
+                    "factor": _POSITIVE,
+                    "over": _COUNTS_BY_BOUNDARY,
+                    "cut": _COUNTS_BY_BOUNDARY,
+                    "refused": list_of(TEXT),
+                    "largest": _NUMBERS_BY_LAYER,
+                    "usual": {"type": "object", "additionalProperties": NUMBER_OR_NULL},
+                    "tokens": list_of(_CLIPPED_TOKEN),
+                }
+            ),
+            "summary": TEXT,
+        }
+    ),
+}
+
 STEP = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "The figures of one step: a line of steps.jsonl",

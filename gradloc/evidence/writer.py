@@ -118,6 +118,20 @@ def evidence_files(directory: str, name: str = "spikes") -> list[str]:
     return [path for name in names if os.path.isfile(path := os.path.join(directory, name))]
 
 
+def limit_texts(
+    culprit: Mapping[str, Any], index: int, most: int = CULPRITS_WITH_TEXT, texts: Sequence[str] = LONG_TEXTS
+) -> dict[str, Any]:
+    """A culprit, whose texts are None unless it is among the largest.
+
+    Args:
+        culprit (Mapping): Its fields, or some of them.
+        index (int): Its index in the event's culprits, which begin with the largest.
+        most (int): How many of them keep their texts.
+        texts (Sequence[str]): The fields that the others lose.
+    """
+    return dict(culprit) if index < most else {**culprit, **dict.fromkeys(culprit.keys() & set(texts))}
+
+
 def jsonable(value: Any, inside: tuple[int, ...] = ()) -> Any:
     """Converts a value to plain JSON types; NaN and infinities become "NaN", "Infinity" and "-Infinity".
 
@@ -256,8 +270,6 @@ def _note(kind: str, step: Any, count: int, message: str) -> bytes:
 
 def _without_texts(event: Mapping[str, Any], but: int, texts: Sequence[str] = LONG_TEXTS) -> Mapping[str, Any]:
     """The event with long texts only for its first (largest) culprits."""
-    culprits = event.get("culprits", ())
-    if len(culprits) <= but:
+    if not (culprits := event.get("culprits")):
         return event
-    bare = [{**culprit, **dict.fromkeys(culprit.keys() & set(texts))} for culprit in culprits[but:]]
-    return {**event, "culprits": [*culprits[:but], *bare]}
+    return {**event, "culprits": [limit_texts(culprit, i, but, texts) for i, culprit in enumerate(culprits)]}

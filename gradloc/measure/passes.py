@@ -5,6 +5,7 @@
 import logging
 import traceback
 from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,6 +23,9 @@ _Read = TypeVar("_Read")
 
 # `forward(inputs, rows, response_length)`: see `GradLoc`.
 Forward = Callable[[dict[str, Any], list[int], int], tuple[Tensor | None, Tensor]]
+# `cut(index, rows, response_length)`: a context in which a pass of this rank's micro-batch with that index has its
+# backward signals cut as in training.
+Cut = Callable[[int, list[int], int], AbstractContextManager[None]]
 
 
 class Passes:
@@ -42,6 +46,7 @@ class Passes:
         own (list[MicroBatch]): This rank's micro-batches; one of their rows is the dummy input if it has no probe.
         sequence_parallel_size (int): How many neighbouring ranks work on the same data.
         recover (Callable, optional): Called after a pass that an error interrupted on this rank.
+        cut (Cut, optional): Where signals are cut in the backward of training.
 
     Attributes:
         count (int): The number of passes so far.
@@ -58,6 +63,7 @@ class Passes:
         own: Sequence[MicroBatch],
         sequence_parallel_size: int = 1,
         recover: Callable[[], None] | None = None,
+        cut: Cut | None = None,
     ) -> None:
         self.count = 0
         self.rank = collectives.rank() // sequence_parallel_size
@@ -68,6 +74,7 @@ class Passes:
         self._recorded = recorded
         self._own = own
         self._recover = recover
+        self._cut_as_in_training = cut
         self._dummy_input = _healthy_row(own, scaled=scale != 1)
         self._sequence_parallel_size = sequence_parallel_size
         # The ranks without a finite dummy input; None until `check_dummy_inputs` has gathered them.
@@ -114,7 +121,9 @@ class Passes:
             self._recorded.forget()
             raise
 
-    def accumulate(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read]) -> _Read:
+    def accumulate(
+        self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read], own: int | None = None
+    ) -> _Read:
         """Runs a pass that adds the gradient of every rank's subset, averaged over the ranks, to the current gradient.
 
         A collective call. If `subset_of` or `read` raises on some rank, the pass fails on all ranks.
@@ -122,6 +131,8 @@ class Passes:
         Args:
             subset_of (Callable): Returns the subset of a rank; called for this rank only.
             read (Callable): Called after the pass; its result is returned.
+            own (int, optional): The index of the micro-batch that each rank's subset is of, if it is the rank's own and
+                its signals are to be cut as in training.
 
         Raises:
             RankFailedError: The pass failed on some rank.
@@ -131,7 +142,7 @@ class Passes:
         result: _Read | None = None
         try:
             with self._recorded.recording(), all_reduced(self._module):
-                self._forward_backward(subset_of(self.rank))
+                self._forward_backward(subset_of(self.rank), own)
             result = read()
         except Exception as caught:
             try:
@@ -156,7 +167,7 @@ class Passes:
             next(f"rank {rank}: {m}" for rank, m in enumerate(messages) if m is not None)
         ) from error
 
-    def _forward_backward(self, subset: TokenSubset | None) -> None:
+    def _forward_backward(self, subset: TokenSubset | None, own: int | None = None) -> None:
         if subset is None:
             micro_batch, row = self._dummy_input or (self._own[0], 0)
             keep = torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool)
@@ -164,6 +175,13 @@ class Passes:
         else:
             micro_batch, keep, scale = subset.micro_batch, subset.keep, self.scale
             rows, length = self._extent(keep)
+        context: AbstractContextManager[None] = nullcontext()
+        if subset is not None and own is not None and self._cut_as_in_training is not None:
+            context = self._cut_as_in_training(own, rows, length)
+        with context:
+            self._run(micro_batch, keep, rows, length, scale)
+
+    def _run(self, micro_batch: MicroBatch, keep: Tensor, rows: list[int], length: int, scale: float) -> None:
         set_rng_state(micro_batch.rng_state, self._device)
         entropy, log_prob = self._forward(micro_batch.inputs, rows, length)
         keep = keep[rows, :length]

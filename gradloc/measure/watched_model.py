@@ -13,7 +13,7 @@ from ..layers.reduced_norms import ReducedNorms
 from .local_norms import LocalNorms
 from .meter import LocalMeter, Meter, ReducedMeter
 from .micro_batch import MicroBatch
-from .passes import Forward, Passes
+from .passes import Cut, Forward, Passes
 
 
 class WatchedModel:
@@ -39,6 +39,7 @@ class WatchedModel:
         sequence_parallel_size: int,
         meter: str,
         recover: Callable[[], None] | None,
+        cut: Cut | None,
     ) -> None:
         self.module = module
         self.device = device
@@ -47,6 +48,7 @@ class WatchedModel:
         self.rank = collectives.rank() // sequence_parallel_size
         self._forward = forward
         self._recover = recover
+        self._cut = cut
         self._recorded = RecordedCollectives(can_replay=sequence_parallel_size == 1)
         reduced_norms = ReducedNorms(module, device)
         self._reduced_squares = squared_norms or reduced_norms.squared_norms
@@ -73,6 +75,7 @@ class WatchedModel:
             own,
             sequence_parallel_size=self.sequence_parallel_size,
             recover=self._recover,
+            cut=self._cut,
         )
 
     def reduced_squares(self, scale: float) -> Tensor:

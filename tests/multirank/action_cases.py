@@ -360,3 +360,26 @@ def evidence_with_odd_truths(folder: str, count: int) -> None:
     truth = {"ground_truth": lambda: None}
     evidence.add(events, lambda event, culprit: Sample([1, 2], [3, 4], 1.0, {"reward_model": truth}))
     evidence.write(1, {})
+
+
+def evidence_of_shared_data(folder: str) -> tuple[list[int], list[Any]]:
+    """Evidence of a culprit of each data-parallel rank, where neighbouring ranks share their data.
+
+    Returns:
+        tuple: The rows that this rank has described, and the culprits' rewards, which are the numbers of those ranks
+            that have described them.
+    """
+    from verl.utils.gradloc.adapters.update_evidence import Sample, UpdateEvidence
+
+    size, described = 2, []
+    culprits: list[dict[str, Any]] = [
+        {"rank": rank, "row": 10 + rank, "position": 0} for rank in range(dist.get_world_size() // size)
+    ]
+
+    def sample_of(event: Any, culprit: Any) -> Sample:
+        described.append(culprit["row"])
+        return Sample([1], [2], float(dist.get_rank()), {})
+
+    evidence = UpdateEvidence(folder, None, size)
+    evidence.add([{"global_step": 1, "mini_batch": 0, "culprits": culprits}], sample_of)
+    return described, [culprit["reward"] for culprit in culprits]

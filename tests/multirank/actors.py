@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import os
 import sys
 import types
@@ -54,8 +55,8 @@ if ENGINE:
 
     dp_actor = types.SimpleNamespace(DataParallelPPOActor=EngineActor)
 else:
-    from verl.utils.gradloc.adapters import dp_actor as adapter
     from verl.workers.actor import dp_actor
+    from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
 # tests/gpu/ runs these cases on a GPU.
 DEVICE = torch.device(os.environ.get("GRADLOC_TEST_DEVICE", "cpu"))
@@ -411,18 +412,31 @@ def checkpoints(actor: Any, scheduler: Any = None, checkpoint_config: dict[str, 
 
 
 class WorkerCheckpoints:
-    """The calls around a checkpoint in verl 0.7's worker."""
+    """The checkpoints of verl 0.7's worker, by its own methods, without the rest of it."""
 
     def __init__(self, actor: Any, manager: FSDPCheckpointManager) -> None:
-        self.actor, self.manager = actor, manager
+        self.worker = types.SimpleNamespace(
+            actor=actor,
+            checkpoint_manager=manager,
+            _is_actor=True,
+            _is_rollout=False,
+            _is_lora=False,
+            _is_offload_param=False,
+            _is_offload_optimizer=False,
+        )
 
     def save_checkpoint(self, folder: str) -> None:
-        self.manager.save_checkpoint(folder)
-        adapter.save_state(self.actor, self.manager, folder)
+        inspect.unwrap(ActorRolloutRefWorker.save_checkpoint)(self.worker, folder)
 
     def load_checkpoint(self, folder: str) -> None:
-        self.manager.load_checkpoint(folder)
-        adapter.load_state(self.actor, self.manager, folder)
+        inspect.unwrap(ActorRolloutRefWorker.load_checkpoint)(self.worker, folder)
+
+
+def make_unreadable(folder: str) -> None:
+    """Replaces what a checkpoint holds of GradLoc and LayerClip."""
+    if dist.get_rank() == 0:
+        Path(folder, "gradloc_state.pt").write_bytes(b"not a state")
+    dist.barrier()
 
 
 def grad_scaler(scale: float) -> ShardedGradScaler:

@@ -41,6 +41,7 @@ PRELOADED = [
     "verl.workers.config",
     "verl.workers.actor.dp_actor",
     "verl.workers.engine_workers",
+    "verl.workers.fsdp_workers",
 ]
 
 

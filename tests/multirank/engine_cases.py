@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from actors import Case, build_actor, build_model
+from actors import Case, build_actor, build_model, make_unreadable
 from batches import build_batch, response_length
 from reduced_meter_cases import share_sequences, stand_in_for_a_gpu
 from verl import DataProto
@@ -139,10 +139,11 @@ def engine_as_the_worker_builds_it(directory: str, strategy: str, **options: Any
     return engine, actor
 
 
-def resumed(directory: str, shared: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]:
+def resumed(directory: str, shared: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str], str]:
     """States of an engine that was trained and saved, of a new one, and of one that was loaded; the files saved.
 
-    If the folder is not `shared`, rank 1 loads from its own, which lacks what rank 0 alone has written.
+    If the folder is not `shared`, rank 1 loads from its own, which lacks what rank 0 alone has written. Last, the error
+    of an engine that was loaded from an unreadable state, as each rank sees it.
     """
     from functools import partial
 
@@ -196,9 +197,16 @@ def resumed(directory: str, shared: bool) -> tuple[dict[str, Any], dict[str, Any
         folder = shutil.copytree(folder, path / "other node")
         (folder / "gradloc_state.pt").unlink()
     norms = [trained(load, 1).gradloc.state_dict()["token_norms"] for load in (None, folder)]
+    make_unreadable(str(path / "checkpoint"))
+    error = ""
+    try:
+        trained(folder, 1)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
     return (
         state(first),
         {"norms": first.gradloc.state_dict()["token_norms"]},
         {"fresh": norms[0], "loaded": norms[1]},
         saved,
+        error,
     )

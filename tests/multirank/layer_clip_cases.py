@@ -421,8 +421,10 @@ def reads_of_a_step(actor: Any) -> list[str]:
             actor.engine._watching = True  # as within `train_batch`
             actor.engine.optimizer_step()
         else:
+            from verl.utils.gradloc.adapters import dp_actor as adapter
+
             watched = getattr(actor, "watch", None) is not None
-            norm = actors.adapter.optimizer_step(actor, 0, 0) if watched else actor._optimizer_step()
+            norm = adapter.optimizer_step(actor, 0, 0) if watched else actor._optimizer_step()
             if watched:
                 on_host.append(norm)
             norm.detach().item()
@@ -459,16 +461,9 @@ def resume(
     """
     import actors
     import batches
-    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
     case = actors.Case(wrap=wrap_as, rows=4, mini_batch=2)
-    checkpoint_config = options.pop("checkpoint_config", None)
-
-    def start() -> tuple[Any, Any]:
-        layer_clip = VerlLayerClipConfig(enable=True, warmup_steps=3, rule="ratio", ratio=1.05)
-        actor = actors.build_actor(case, layer_clip=layer_clip, **options)
-        scheduler = torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0)
-        return actor, actors.checkpoints(actor, scheduler, checkpoint_config)
+    start = functools.partial(with_checkpoints, case, **options)
 
     def update(actor: Any, seeds: range) -> list[Any]:
         steps = []
@@ -491,6 +486,31 @@ def resume(
     manager.load_checkpoint(folder)
     logging.getLogger().removeHandler(handler)
     return straight, update(actor, range(3, 5)), [text for text in warnings if "warm-up" in text]
+
+
+def with_checkpoints(case: Any, checkpoint_config: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
+    """An actor with LayerClip, and what saves and loads its checkpoints."""
+    import actors
+    from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
+
+    layer_clip = VerlLayerClipConfig(enable=True, warmup_steps=3, rule="ratio", ratio=1.05)
+    actor = actors.build_actor(case, layer_clip=layer_clip, **options)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0)
+    return actor, actors.checkpoints(actor, scheduler, checkpoint_config)
+
+
+def load_unreadable(folder: str) -> str:
+    """The error of a load whose state file, which only rank 0 reads, holds something else."""
+    import actors
+
+    _, manager = with_checkpoints(actors.Case(rows=4, mini_batch=2))
+    manager.save_checkpoint(folder)
+    actors.make_unreadable(folder)
+    try:
+        manager.load_checkpoint(folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def change_saved(folder: str, change: Callable[[dict[str, Any]], None]) -> None:

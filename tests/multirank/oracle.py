@@ -124,21 +124,7 @@ def measure_unit(
     unit.log_probs = [values[counted].tolist() for values in known]
 
     def loss(log_prob: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        value, _ = get_policy_loss_fn(case.loss_mode)(
-            old_log_prob=log_prob.detach() if case.on_policy else rows["old_log_probs"],
-            log_prob=log_prob,
-            advantages=rows["advantages"],
-            response_mask=mask,
-            loss_agg_mode=case.loss_agg_mode,
-            config=config,
-            rollout_is_weights=rows.get("rollout_is_weights"),
-        )
-        if case.entropy:
-            value = value - ENTROPY_COEF * agg_loss(entropy, mask, case.loss_agg_mode, **info)
-        if case.kl:
-            penalty = kl_penalty(log_prob, rows["ref_log_prob"], config.kl_loss_type)
-            value = value + KL_COEF * agg_loss(penalty, mask, case.loss_agg_mode, **info)
-        return factor * value
+        return factor * loss_of(case, config, rows, log_prob, entropy)
 
     def only(values: torch.Tensor, row: int, position: int) -> torch.Tensor:
         kept = values.detach().clone()
@@ -174,6 +160,28 @@ def measure_unit(
     if tokens:
         gaps = [(part - g).norm() for part, g in zip(total, take_gradients(case, model), strict=True)]
         unit.residual = torch.stack(gaps).norm().item() / (unit.norm or 1.0)
+
+
+def loss_of(
+    case: Case, config: FSDPActorConfig, rows: dict[str, Any], log_prob: torch.Tensor, entropy: torch.Tensor
+) -> torch.Tensor:
+    """verl's loss of a micro-batch, before the factor for gradient accumulation."""
+    mask, info = rows["response_mask"], config.global_batch_info
+    value, _ = get_policy_loss_fn(case.loss_mode)(
+        old_log_prob=log_prob.detach() if case.on_policy else rows["old_log_probs"],
+        log_prob=log_prob,
+        advantages=rows["advantages"],
+        response_mask=mask,
+        loss_agg_mode=case.loss_agg_mode,
+        config=config,
+        rollout_is_weights=rows.get("rollout_is_weights"),
+    )
+    if case.entropy:
+        value = value - ENTROPY_COEF * agg_loss(entropy, mask, case.loss_agg_mode, **info)
+    if case.kl:
+        penalty = kl_penalty(log_prob, rows["ref_log_prob"], config.kl_loss_type)
+        value = value + KL_COEF * agg_loss(penalty, mask, case.loss_agg_mode, **info)
+    return value
 
 
 def token_facts(

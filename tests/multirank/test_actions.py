@@ -152,3 +152,10 @@ def test_what_cannot_be_sent_to_other_ranks_is_written_as_text(launch: Launch, t
     culprits = json.loads(line)["culprits"]
     assert all("lambda" in culprit["ground_truth"] and culprit["token"] == "3" for culprit in culprits)
     assert [culprit["prompt"] for culprit in culprits] == ["1 2"] * 16 + [None] * 4
+
+
+@pytest.mark.target(version="0.9.1")
+def test_one_of_the_ranks_that_share_their_data_describes_its_culprits(launch: Launch, tmp_path: Path) -> None:
+    results = launch(4, action_cases.evidence_of_shared_data, str(tmp_path))
+    assert [described for described, _ in results] == [[10], [], [11], []]
+    assert all(rewards == [0.0, 2.0] for _, rewards in results)

@@ -111,8 +111,9 @@ def test_ranks_that_share_their_data_are_counted_once(launch: Launch, tmp_path: 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_run_resumes_with_what_was_learned(launch: Launch, tmp_path: Path, shared: bool) -> None:
-    for state, norms, later, files in launch(2, engine_cases.resumed, str(tmp_path), shared):
+    for state, norms, later, files, error in launch(2, engine_cases.resumed, str(tmp_path), shared):
         assert set(state) == {"gradloc", "layer_clip"} and "gradloc_state.pt" in files
         assert len(norms["norms"]) == 1
         assert later["loaded"] == [*norms["norms"], *later["loaded"][1:]] and len(later["loaded"]) == 2
         assert len(later["fresh"]) == 1
+        assert error.startswith(f"RankFailedError: rank 0: ValueError: {tmp_path}/checkpoint/gradloc_state.pt cannot")

@@ -847,6 +847,14 @@ def test_a_checkpoint_of_another_model_is_refused(launch: Launch, tmp_path: Path
         launch(2, layer_clip_cases.resume, str(tmp_path), "fsdp2", layer_clip_cases.of_another_model)
 
 
+@pytest.mark.every_target
+def test_a_state_that_cannot_be_read_is_an_error_on_every_rank(launch: Launch, tmp_path: Path) -> None:
+    path = tmp_path / "gradloc_state.pt"
+    for error in launch(2, layer_clip_cases.load_unreadable, str(tmp_path)):
+        assert error.startswith(f"RankFailedError: rank 0: ValueError: {path} cannot be read (")
+        assert error.endswith("; restore it, or remove it to let GradLoc and LayerClip start over")
+
+
 # The configuration
 
 

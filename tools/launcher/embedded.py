@@ -64,11 +64,11 @@ def train(run: Run) -> int:
             subprocess.run([*report, "--html", str(page)], env=environment, stdout=stdout)
             if not outcome.spikes and page.is_file():
                 print(f"The report: {page}", flush=True)
-        if not status:
-            for line in outcome.last_words(run.values["SPIKE_DRILL_STEP"], run.asked.fault, run.asked.target):
-                print(line, flush=True)
         if status:
             _print_why(status, log)
+        else:
+            for line in outcome.last_words(run.values["SPIKE_DRILL_STEP"], run.asked.fault, run.asked.target):
+                print(line, flush=True)
     return status
 
 

@@ -1,0 +1,480 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""TokenClip: cuts a token's backward signal where it is far over the usual largest one."""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import is_finite_number, is_positive_integer
+from ..fsdp import collectives
+from .boundaries import hook_boundaries
+from .positions import Positions
+from .usual_signal import UsualSignal
+
+logger = logging.getLogger(__name__)
+
+ACTIONS = ("log", "drop", "smooth")
+
+# The boundary after the last layer: a position's signal there is |∂L/∂log p| of its own token.
+LOG_PROBS = "log_probs"
+
+# The maximum number of tokens that are described, those furthest over their bounds first.
+MAX_TOKENS = 64
+
+
+@dataclass
+class TokenClipConfig:
+    """When a token's backward signal is cut.
+
+    Args:
+        enable (bool): Whether to compare each token's backward signal with the usual largest one.
+        action (str): What happens to the signal of a token over the bound. Options: 'log' (nothing; it is only written
+            down), 'drop' (multiplied by 0), 'smooth' (multiplied by a factor that falls from 1 at the bound to 0 at
+            twice the bound).
+        factor (float): The bound, as a multiple of the usual largest signal.
+        beta (float): Decay of the usual largest signal, a moving average, per optimizer step.
+        warmup_steps (int): Number of optimizer steps before tokens are compared.
+        max_share (float): Maximum share of a rank's tokens of a mini-batch that are cut at a boundary. A micro-batch
+            with which there would be more of them is left as it is.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    enable: bool = False
+    action: str = "drop"
+    factor: float = 4.0
+    beta: float = 0.98
+    warmup_steps: int = 20
+    max_share: float = 0.01
+
+    def __post_init__(self) -> None:
+        self._check("enable", isinstance(self.enable, bool), "True or False")
+        self._check("action", self.action in ACTIONS, f"one of {list(ACTIONS)}")
+        self._check("factor", is_finite_number(self.factor) and self.factor > 1, "a number over 1")
+        self._check("beta", is_finite_number(self.beta) and 0 < self.beta < 1, "a number between 0 and 1")
+        self._check("warmup_steps", is_positive_integer(self.warmup_steps), "an integer over 0")
+        self._check("max_share", is_finite_number(self.max_share) and 0 < self.max_share <= 1, "over 0 and at most 1")
+
+    def _check(self, name: str, good: bool, wanted: str) -> None:
+        if not good:
+            raise ValueError(f"token_clip.{name} must be {wanted}, got {getattr(self, name)!r}.")
+
+
+@dataclass
+class _Pass:
+    """A training pass, kept until the optimizer step.
+
+    Args:
+        positions (Positions): Where its tokens are.
+        rows (list[int]): Its rows in its rank's mini-batch.
+        recorded (bool): Whether its signals count.
+        scaling (Tensor, optional): 1 / (a token's weight in the loss × loss scale) of each row, shape (rows,); None
+            until it is known.
+        tokens (Mapping): Values of its tokens, each of shape (rows, response length).
+        signals (dict): By boundary, in the order of the backward, each position's signal divided by its token's weight
+            in the loss; float32. Emptied after the pass.
+        refused (dict): By boundary, whether too many were over the bound for any to be cut; shape ().
+        over (list[_Over]): What is kept of the signals after the pass.
+    """
+
+    positions: Positions
+    rows: list[int]
+    recorded: bool = True
+    scaling: Tensor | None = None
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    signals: dict[str, Tensor] = field(default_factory=dict)
+    refused: dict[str, Tensor] = field(default_factory=dict)
+    over: "list[_Over]" = field(default_factory=list)
+
+
+class _Over(NamedTuple):
+    """Where the signals at some boundaries, which have the same positions, are over their bounds.
+
+    Args:
+        boundaries (list[str]): In the order of the backward.
+        first (Tensor): The index of the first of them at which a position is over its bound, -1 for none; int16.
+        multiple (Tensor): The signal there as a multiple of the bound; same shape.
+        largest (Tensor): The largest of the position's multiples at all of them; same shape.
+    """
+
+    boundaries: list[str]
+    first: Tensor
+    multiple: Tensor
+    largest: Tensor
+
+
+class _Figures:
+    """What is counted of a mini-batch on this rank, on the device; float64 of shape (boundaries,) where not said.
+
+    Attributes:
+        largest (Tensor): The largest finite signal.
+        over (Tensor): How many signals were over the bound.
+        cut (Tensor): How many of these were cut.
+        refused (Tensor): In how many passes none was cut because there were too many.
+        tokens (Tensor): How many tokens have a weight in the loss, shape (1,).
+    """
+
+    def __init__(self, boundaries: int, device: torch.device) -> None:
+        zeros = torch.zeros(4, boundaries, dtype=torch.float64, device=device)
+        self.largest, self.over, self.cut, self.refused = zeros.unbind()
+        self.tokens = torch.zeros(1, dtype=torch.float64, device=device)
+
+    def gather(self) -> tuple[Tensor, ...]:
+        """The five of every rank, stacked, on the CPU. A collective call."""
+        own = (self.largest, self.over, self.cut, self.refused, self.tokens)
+        gathered = torch.stack(collectives.gather(torch.cat(own)))
+        return gathered.split([len(values) for values in own], dim=1)
+
+
+class TokenClip:
+    """Watches the backward signals of a (sharded) model's tokens, and cuts those over their bounds.
+
+    A token's backward signal is the norm of the loss's gradient with respect to its hidden state, at the output of the
+    embedding and of every decoder layer, and |∂L/∂log p| at the log-probs. Divided by the token's weight in the loss,
+    it is compared with `factor` times the usual largest one of that boundary. Where it is over, or no finite number,
+    the hidden state's gradient is replaced before the layers below see it. The bounds are those of the last optimizer
+    step, so a backward communicates nothing and never waits for the device.
+
+    At the log-probs a position's signal is that of its own token. Below, the losses of later tokens reach a position
+    through attention as well.
+
+    For each micro-batch the trainer calls `begin_pass`, runs the forward, calls `observe`, runs the backward, and calls
+    `end_pass`. At the optimizer step it calls `end_mini_batch`. All ranks make the same calls. Outside of a pass
+    nothing is watched.
+
+    Args:
+        module (nn.Module): The model; ranks hold different data.
+        config (TokenClipConfig): The settings.
+        device (str | torch.device): The device that the model computes on.
+        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
+
+    Attributes:
+        boundaries (list[str]): In the order of the forward.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: TokenClipConfig,
+        device: str | torch.device = "cpu",
+        sequence_parallel_size: int = 1,
+    ) -> None:
+        self._config = config
+        self._device = torch.device(device)
+        self._sequence_parallel_size = sequence_parallel_size
+        self._rank, self._part = divmod(collectives.rank(), sequence_parallel_size)
+        self.boundaries = [*hook_boundaries(module, self._hook), LOG_PROBS]
+        self._usual = {boundary: UsualSignal() for boundary in self.boundaries}
+        # Of a mini-batch, on all ranks.
+        self._tokens = 0.0
+        self._current: _Pass | None = None
+        self._passes: list[_Pass] = []
+        self._steps: list[dict[str, Any]] = []
+        self._set_bounds()
+
+    def begin_pass(self, positions: Positions, rows: Sequence[int]) -> None:
+        """Starts watching a training pass; called before its forward.
+
+        Args:
+            positions (Positions): Where its tokens are.
+            rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
+        """
+        self._current = _Pass(positions, [int(row) for row in rows])
+
+    def observe(
+        self,
+        log_prob: Tensor,
+        weight: Tensor,
+        scale: float = 1.0,
+        tokens: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Notes the weights of the current pass's tokens; called between its loss and its backward.
+
+        Args:
+            log_prob (Tensor): The log-probs that the loss is computed from: shape (rows, response length), or flat for
+                whole sequences without padding.
+            weight (Tensor): The weight of each token in the loss, shape (rows, response length).
+            scale (float): The loss scale.
+            tokens (Mapping, optional): What to write down of tokens over the bound, each of that shape; `token_id` is
+                among them.
+        """
+        current = self._current
+        if current is None:
+            raise RuntimeError("observe() belongs between begin_pass() and end_pass().")
+        # The tokens of a row have the same weight; those that are not in the loss have none.
+        of_row = weight.detach().abs().float().amax(1) if weight.shape[1] else weight.new_zeros(len(weight)).float()
+        current.scaling = 1 / (scale * torch.where(of_row > 0, of_row, 1.0))
+        noted = {"weight": weight, "log_prob": log_prob, **(tokens or {})}
+        current.tokens = {name: tensor.detach() for name, tensor in noted.items() if tensor.shape == weight.shape}
+        if log_prob.requires_grad:
+            self._hook(LOG_PROBS, log_prob)
+
+    def end_pass(self) -> None:
+        """Stops watching a training pass; called after its backward."""
+        if self._current is None:
+            raise RuntimeError("end_pass() comes after begin_pass().")
+        self._condense(self._current)
+        self._passes.append(self._current)
+        self._current = None
+
+    @contextmanager
+    def repeated(self, index: int, rows: Sequence[int], response_length: int) -> Iterator[None]:
+        """Has an extra pass of this mini-batch cut as its training pass was, without counting its signals.
+
+        Args:
+            index (int): The micro-batch's index on this rank.
+            rows (Sequence[int]): Its rows that are computed.
+            response_length (int): How many tokens of each response are computed.
+        """
+        original = self._passes[index]
+        assert original.scaling is not None
+        self._current = _Pass(
+            original.positions.select(rows, response_length),
+            list(rows),
+            recorded=False,
+            scaling=original.scaling[list(rows)],
+        )
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def end_mini_batch(self) -> dict[str, Any] | None:
+        """Updates the bounds, and tells what was over them. A collective call.
+
+        Returns:
+            dict | None: None if nothing was over its bound; otherwise the same on every rank: `action`, `factor`; by
+                boundary `over` and `cut` (how many signals), `largest` and `usual` (the largest signal, and the usual
+                one, None during the warm-up); `refused` (the boundaries with too many signals over the bound for any
+                to be cut); `tokens`, those over a bound, largest multiple first, at most `MAX_TOKENS`.
+        """
+        passes, self._passes, self._current = self._passes, [], None
+        largest, over, cut, refused, tokens = self._figures.gather()
+        # The ranks of a group have the same log-probs.
+        for counts in (over, cut):
+            for part in range(1, self._sequence_parallel_size):
+                counts[part :: self._sequence_parallel_size, -1] = 0
+        step: dict[str, Any] = {
+            "over": self._by_boundary(over.sum(0).long()),
+            "cut": self._by_boundary(cut.sum(0).long()),
+            "refused": [name for name, count in self._by_boundary(refused.sum(0)).items() if count],
+            "largest": self._by_boundary(largest.amax(0)),
+            "usual": {name: usual.value or None for name, usual in self._usual.items()},
+        }
+        self._steps.append(step)
+        evidence = None
+        if any(step["over"].values()):
+            names = {"action": self._config.action, "factor": self._config.factor}
+            evidence = {**names, **step, "tokens": self._gather_tokens(passes)}
+        for boundary, value in step["largest"].items():
+            config = self._config
+            self._usual[boundary].take_in(value, config.factor, config.beta, config.warmup_steps)
+        self._tokens = tokens[:: self._sequence_parallel_size].sum().item()
+        self._set_bounds()
+        return evidence
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics since the last call for the training log, the same on every rank.
+
+        `over` and `cut`: how many signals (tokens × boundaries) were over their bounds, and were cut. `largest`: the
+        largest signal as a multiple of its boundary's usual one, and `boundary` the index of that boundary in the order
+        of the forward; both are missing during the warm-up.
+        """
+        steps, self._steps = self._steps, []
+        if not steps:
+            return {}
+        metrics: dict[str, float] = {
+            f"actor/token_clip/{name}": sum(sum(step[name].values()) for step in steps) for name in ("over", "cut")
+        }
+        multiples = [
+            (step["largest"][boundary] / usual, i)
+            for step in steps
+            for i, (boundary, usual) in enumerate(step["usual"].items())
+            if usual
+        ]
+        if multiples:
+            metrics["actor/token_clip/largest"], metrics["actor/token_clip/boundary"] = max(multiples)
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """The usual signals by boundary: plain numbers, the same on every rank and for any number of ranks."""
+        return {
+            "boundaries": {name: asdict(usual) for name, usual in self._usual.items()},
+            "tokens": self._tokens,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restores saved usual signals.
+
+        Args:
+            state (Mapping, optional): From `state_dict`; with None (no saved state) the warm-up starts over.
+
+        Raises:
+            ValueError: They belong to other boundaries.
+        """
+        if state is None:
+            logger.warning(
+                "No TokenClip statistics are loaded (there is no gradloc_state.pt beside the checkpoint, or "
+                "checkpoint.load_contents is without 'extra'); the warm-up starts over."
+            )
+            state = {"boundaries": {name: {} for name in self.boundaries}, "tokens": 0.0}
+        saved = set(state["boundaries"])
+        if saved != set(self.boundaries):
+            raise ValueError(
+                "The checkpoint's TokenClip statistics belong to another model (boundaries only in the checkpoint: "
+                f"{sorted(saved - set(self.boundaries))}; only in this model: {sorted(set(self.boundaries) - saved)}): "
+                "resume from a checkpoint of this model, or set actor_rollout_ref.actor.token_clip.enable=False."
+            )
+        self._usual = {name: UsualSignal(**state["boundaries"][name]) for name in self.boundaries}
+        self._tokens = state["tokens"]
+        self._set_bounds()
+
+    def _by_boundary(self, values: Tensor) -> dict[str, Any]:
+        return dict(zip(self.boundaries, values.tolist(), strict=True))
+
+    def _set_bounds(self) -> None:
+        """Sets the bounds of the next mini-batch, whose counts start at zero."""
+        groups = collectives.world_size() // self._sequence_parallel_size
+        self._limit = max(1, int(self._config.max_share * self._tokens / groups))
+        bounds = [self._config.factor * usual.value or math.inf for usual in self._usual.values()]
+        self._bounds = torch.tensor(bounds, dtype=torch.float32).to(self._device)
+        self._figures = _Figures(len(self.boundaries), self._device)
+
+    def _hook(self, boundary: str, values: Tensor) -> None:
+        """Watches the gradient of hidden states or log-probs, if they are a pass's."""
+        current = self._current
+        if current is not None:
+            values.register_hook(lambda gradient: self._see(current, boundary, gradient))
+
+    @torch.no_grad()
+    def _see(self, current: _Pass, boundary: str, gradient: Tensor) -> Tensor | None:
+        """What replaces a gradient at a boundary; None if it is to stay as it is. No host sync."""
+        if current is not self._current or current.scaling is None:
+            return None
+        at_log_probs = boundary == LOG_PROBS
+        signal = gradient.abs().float() if at_log_probs else _norms(gradient)
+        hidden = [of_layer for name, of_layer in current.signals.items() if name != LOG_PROBS]
+        rows = current.positions.rows_of(signal.shape, whole=at_log_probs)
+        if rows is None or (not at_log_probs and hidden and hidden[0].shape != signal.shape):
+            return None  # these are not the text's hidden states, or not in this form
+        signal = current.signals[boundary] = signal * current.scaling[rows]
+        if self._usual[boundary].value == 0 or self._config.action == "log":
+            return None
+        i = self.boundaries.index(boundary)
+        bound = self._bounds[i]
+        over = ~(signal <= bound)
+        count = over.sum()
+        refused = current.refused[boundary] = self._figures.cut[i] + count > self._limit
+        if current.recorded:
+            self._figures.cut[i] += torch.where(refused, 0, count)
+        over &= ~refused
+        if not at_log_probs:
+            over, signal = over.unsqueeze(-1), signal.unsqueeze(-1)
+        if self._config.action == "drop":
+            return torch.where(over, 0.0, gradient)
+        left = (2 - signal / bound).nan_to_num(nan=0.0).clamp(0, 1)
+        return torch.where(over, torch.where(left == 0, 0.0, gradient * left.to(gradient.dtype)), gradient)
+
+    @torch.no_grad()
+    def _condense(self, current: _Pass) -> None:
+        """Counts a pass's signals, and keeps of them where they are over their bounds. No host sync."""
+        signals, current.signals = current.signals, {}
+        if current.tokens:
+            self._figures.tokens += (current.tokens["weight"] != 0).sum()
+        for names in ([n for n in signals if n == LOG_PROBS], [n for n in signals if n != LOG_PROBS]):
+            if not names or not signals[names[0]].numel():
+                continue
+            by_boundary = torch.stack([signals[name] for name in names])
+            shape, by_boundary = by_boundary.shape[1:], by_boundary.flatten(1)
+            index = [self.boundaries.index(name) for name in names]
+            bounds = torch.stack([self._bounds[i] for i in index]).unsqueeze(1)
+            over = ~(by_boundary <= bounds)
+            counts = over.sum(1).double().unbind()
+            largest = torch.where(by_boundary.isfinite(), by_boundary, 0.0).amax(1).double().unbind()
+            for i, name, count, value in zip(index, names, counts, largest, strict=True):
+                self._figures.over[i] += count
+                self._figures.largest[i] = torch.maximum(self._figures.largest[i], value)
+                if name in current.refused:
+                    self._figures.refused[i] += current.refused[name]
+            multiples = by_boundary / bounds
+            first = over.to(torch.uint8).argmax(0, keepdim=True)
+            current.over.append(
+                _Over(
+                    names,
+                    torch.where(over.any(0), first[0], -1).to(torch.int16).view(shape),
+                    multiples.gather(0, first)[0].view(shape),
+                    multiples.nan_to_num(nan=math.inf).amax(0).view(shape),
+                )
+            )
+
+    def _gather_tokens(self, passes: Sequence[_Pass]) -> list[dict[str, Any]]:
+        """The tokens of all ranks that are over a bound, largest multiple first; none if that fails. A collective call.
+
+        Each has `rank`, `micro_batch`, `row` (in its rank's mini-batch), `position` (in the response; negative in the
+        prompt), `boundary` (the first over its bound on the way back from the loss), `multiple` (its signal there over
+        the usual one), `cut`, and the values that `observe` was given.
+        """
+        try:
+            of_ranks = collectives.exchange(lambda: _largest(self._own_tokens(passes)))
+        except collectives.RankFailedError:
+            logger.warning("the tokens over TokenClip's bounds are not described", exc_info=True)
+            return []
+        return _largest([token for of_rank in of_ranks for token in of_rank])
+
+    def _own_tokens(self, passes: Sequence[_Pass]) -> list[dict[str, Any]]:
+        found: dict[tuple[int, int, int], dict[str, Any]] = {}
+        for index, each in enumerate(passes):
+            refused = {name: bool(value) for name, value in each.refused.items()}
+            for over in each.over:
+                at_log_probs = over.boundaries == [LOG_PROBS]
+                if at_log_probs and self._part:
+                    continue  # the first rank of the group has the same
+                first, multiple = over.first.flatten().cpu(), over.multiple.flatten().cpu()
+                where = (first >= 0).nonzero().flatten()
+                if not len(where):
+                    continue
+                rows, positions = each.positions.tokens_of(over.first.shape, at_log_probs)
+                for i in where.tolist():
+                    boundary = over.boundaries[int(first[i])]
+                    row, position = int(rows[i]), int(positions[i])
+                    found.setdefault(
+                        (index, row, position),
+                        {
+                            "rank": self._rank,
+                            "micro_batch": index,
+                            "row": each.rows[row],
+                            "position": position,
+                            "boundary": boundary,
+                            "multiple": float(multiple[i]) * self._config.factor,
+                            "cut": not refused.get(boundary, True),
+                            **_values(each.tokens, row, position),
+                        },
+                    )
+        return list(found.values())
+
+
+def _norms(gradient: Tensor) -> Tensor:
+    """The norm of each position's gradient, in float32 whatever its type."""
+    return torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32)
+
+
+def _largest(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tokens furthest over their bounds, NaN first."""
+    finite = {id(token): token["multiple"] for token in tokens if math.isfinite(token["multiple"])}
+    return sorted(tokens, key=lambda token: -finite.get(id(token), math.inf))[:MAX_TOKENS]
+
+
+def _values(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[str, Any]:
+    """A token's values by name; None where there is no data, as in the prompt."""
+    names = ("token_id", "weight", "advantage", "log_prob", "old_log_prob", "rollout_log_prob")
+    inside = "weight" in tokens and 0 <= position < tokens["weight"].shape[1]
+    values = {name: tokens[name][row, position].item() if inside and name in tokens else None for name in names}
+    return values

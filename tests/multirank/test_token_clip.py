@@ -1,0 +1,216 @@
+"""TokenClip in the patched actor, against a plain computation on an unsharded copy."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import token_clip_cases
+import torch
+from actors import IDENTITY_THRESHOLD, SPIKE, Case
+from test_actor import MODES, ONE, WRAPS, Launch, cases
+from test_configurations import HALF_PRECISION, skip_what_verl_cannot_train
+from token_clip_cases import BLOWN, CALLS, FACTOR, LOG_PROBS, SPIKED, Outcome
+
+from gradloc.evidence.schema import CLIP, conforms
+
+# In one row, so in one micro-batch.
+TWO = ((1, 3, 0), (1, 3, 6))
+# The norm of a gradient's difference, which has rounding errors of both computations.
+EXACT = 2e-5
+
+
+def check(outcomes: list[list[Outcome]], case: Case) -> list[dict[str, Any]]:
+    """Compares every step of every rank; returns the tokens that the spiked step's line has."""
+    for of_step in zip(*outcomes, strict=True):
+        assert len({json.dumps([{**line, "time": None} for line in outcome.clips]) for outcome in of_step}) == 1
+    check_errors(outcomes, case)
+    if case.precision == "float32":
+        for outcome in outcomes[0]:
+            compare_line(outcome)
+    (line,) = outcomes[0][SPIKED].clips
+    return line["token_clip"]["tokens"]
+
+
+def check_errors(outcomes: list[list[Outcome]], case: Case) -> None:
+    assert all(outcome.error < max(EXACT, case.tolerance) for of_rank in outcomes for outcome in of_rank)
+
+
+def compare_line(outcome: Outcome) -> None:
+    """The line of an update's only mini-batch, with the tokens that the plain computation has found over a bound."""
+    if not outcome.expected:
+        assert outcome.clips == []
+        return
+    (line,) = outcome.clips
+    found = line["token_clip"]
+    counts = {name: 0 for name in found["over"]}
+    first: dict[tuple[int, int, int], Any] = {}
+    for signal in outcome.expected:
+        counts[signal.boundary] += 1
+        first.setdefault((signal.rank, signal.row, signal.position), signal)
+    assert found["over"] == counts
+    tokens = {(token["rank"], token["row"], token["position"]): token for token in found["tokens"]}
+    assert tokens.keys() == first.keys()
+    for place, token in tokens.items():
+        assert token["boundary"] == first[place].boundary
+        assert token["micro_batch"] == first[place].micro_batch
+        assert token["multiple"] == pytest.approx(first[place].multiple, rel=1e-4, nan_ok=True)
+
+
+@pytest.mark.target(version="0.9.1")
+@cases(
+    *[(2, Case(wrap, planted=ONE)) for wrap in WRAPS],
+    (1, Case("none", planted=((0, 2, 6),))),
+    *[(2, Case(wrap, checkpointing=True, tied=True, planted=ONE)) for wrap in WRAPS],
+    *[(2, Case(loss_agg_mode=mode, dynamic=True, planted=ONE)) for mode in MODES],
+    (2, Case(kl=True, entropy=True, planted=ONE)),
+    (2, Case("fsdp1", loss_mode="gspo", planted=ONE)),
+    *[(2, Case(wrap, model="lora", planted=ONE)) for wrap in WRAPS],
+    *[(2, Case(wrap, model="frozen", planted=ONE)) for wrap in WRAPS],
+    *[(2, Case(wrap, model="moe", micro_batch=8, planted=ONE)) for wrap in ("fsdp1", "fsdp2")],
+    (2, Case(model="tiled", planted=ONE)),
+    *[(2, Case(wrap, activation_offload=True, checkpointing=True, planted=ONE)) for wrap in ("fsdp1", "fsdp2")],
+    *[
+        (2, Case(wrap, precision=precision, loss_scale=scale, planted=ONE))
+        for wrap in ("fsdp1", "fsdp2")
+        for precision, scale in HALF_PRECISION
+    ],
+    *[(4, Case(wrap, hsdp=True, planted=ONE)) for wrap in ("fsdp1", "fsdp2")],
+    (2, Case("fsdp1", packed=True, planted=ONE)),
+    (2, Case("fsdp2", packed=True, dynamic=True, micro_batch=1, planted=ONE)),
+    (2, Case("fsdp1-orig", fused=True, planted=ONE)),
+    (2, Case(deferred=True, planted=ONE)),
+    (2, Case(nested=True, packed=True, planted=ONE)),
+    (2, Case(nan=ONE)),
+)
+def test_an_outlier_at_the_log_probs_leaves_the_backward_pass(launch: Launch, world: int, case: Case) -> None:
+    skip_what_verl_cannot_train(case)
+    (token,) = check(launch(world, token_clip_cases.run, case), case)
+    rank, row, position = (case.planted or case.nan)[0]
+    assert (token["rank"], token["row"], token["position"]) == (rank, row, position)
+    assert token["boundary"] == LOG_PROBS and token["cut"]
+    assert token["multiple"] > 10 * FACTOR or math.isnan(token["multiple"])
+
+
+@pytest.mark.target(version="0.9.1")
+@cases(
+    *[(2, Case(wrap, checkpointing=checkpointing)) for wrap in WRAPS for checkpointing in (False, True)],
+    (2, Case(packed=True, dynamic=True)),
+    (2, Case("fsdp1", packed=True, micro_batch=1)),
+    (2, Case(tied=True, deferred=True, nested=True)),
+    (2, Case(model="moe", micro_batch=8)),
+    (2, Case(model="tiled", micro_batch=8)),
+    (2, Case(activation_offload=True, checkpointing=True)),
+)
+def test_an_outlier_that_a_layer_makes_is_cut_where_it_leaves_the_layer(launch: Launch, world: int, case: Case) -> None:
+    tokens = check(launch(world, partial(token_clip_cases.run, case, blown_layer=1)), case)
+    (token,) = tokens
+    rank, row, position = BLOWN
+    # Its hidden state predicts the next token.
+    assert (token["rank"], token["row"], token["position"]) == (rank, row, position + 1)
+    assert token["boundary"] == "layers.0" and token["cut"]
+
+
+@cases(*[(2, Case(wrap, checkpointing=True)) for wrap in WRAPS])
+def test_reentrant_checkpointing_is_cut_once(launch: Launch, world: int, case: Case) -> None:
+    reentrant = token_clip_cases.checkpoint_reentrantly
+    check(launch(world, partial(token_clip_cases.run, case, blown_layer=1, change_model=reentrant)), case)
+
+
+@pytest.mark.target(version="0.9.1")
+@cases((2, Case(packed=True, planted=((0, 2, 6),))), (4, Case(packed=True, planted=((1, 3, 6),))))
+def test_ranks_that_share_their_sequences_cut_the_same_token(launch: Launch, world: int, case: Case) -> None:
+    (token,) = check(launch(world, partial(token_clip_cases.run, case, size=2)), case)
+    assert (token["rank"], token["row"], token["position"]) == case.planted[0]
+
+
+@pytest.mark.target(version="0.9.1")
+@cases((2, Case(planted=ONE)), (2, Case("fsdp1", packed=True)))
+def test_log_only_writes_down(launch: Launch, world: int, case: Case) -> None:
+    blown = None if case.planted else 1
+    outcomes = launch(world, partial(token_clip_cases.run, case, "log", blown))
+    tokens = check(outcomes, case)
+    assert tokens and not any(token["cut"] for token in tokens)
+    assert not any(outcomes[0][SPIKED].clips[0]["token_clip"]["cut"].values())
+
+
+@pytest.mark.target(version="0.9.1")
+@cases((2, Case()), (2, Case("fsdp1", packed=True)), (2, Case(precision="bfloat16")))
+def test_smooth_leaves_a_part_of_what_is_a_little_over(launch: Launch, world: int, case: Case) -> None:
+    """With a bound that ordinary tokens reach, many are between it and its double."""
+    outcomes = launch(world, partial(token_clip_cases.run, case, "smooth", max_share=1.0, factor=1.05))
+    check_errors(outcomes, case)
+    multiples = [signal.multiple for outcome in outcomes[0] for signal in outcome.expected]
+    assert any(1.05 < multiple < 2.1 for multiple in multiples)
+
+
+@pytest.mark.target(version="0.9.1")
+@cases((2, Case(planted=TWO)), (2, Case("fsdp1", packed=True, micro_batch=1, planted=(*TWO, (1, 6, 9)))))
+def test_more_than_the_largest_share_are_left(launch: Launch, world: int, case: Case) -> None:
+    """Two tokens of a micro-batch are over the bound, and one of some forty may be cut: there, none is."""
+    outcomes = launch(world, partial(token_clip_cases.run, case, max_share=0.02))
+    check(outcomes, case)
+    (line,) = outcomes[0][SPIKED].clips
+    found = line["token_clip"]
+    assert LOG_PROBS in found["refused"]
+    assert [(t["row"], t["position"]) for t in found["tokens"] if t["cut"]] == [p[1:] for p in case.planted[2:]]
+    assert "more than max_share" in line["summary"]
+
+
+@pytest.mark.target(version="0.9.1")
+@cases((2, Case()), (2, Case("fsdp1", packed=True, checkpointing=True)), (2, Case(precision="bfloat16", dynamic=True)))
+def test_with_nothing_over_its_bound_training_is_bit_identical(launch: Launch, world: int, case: Case) -> None:
+    clip = {"enable": True, "factor": 1e6, "warmup_steps": 1}
+    calls = (1, 2, 3)
+    run = token_clip_cases.gradients_and_clips
+    stock = launch(world, token_clip_cases.of_the_stock_actor, case, calls)
+    for name in ("drop", "smooth", "log"):
+        clipped = launch(world, partial(run, case, calls=calls, clip={**clip, "action": name}))
+        for (gradients, clips, _, parameters), expected in zip(clipped, stock, strict=True):
+            assert not any(clips)
+            for found, wanted in zip([*gradients, parameters], [*expected[0], expected[3]], strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.target(version="0.9.1")
+@cases((2, Case(planted=ONE)), (2, Case("fsdp1", planted=ONE)))
+def test_a_resumed_run_cuts_what_the_first_run_would_have_cut(
+    launch: Launch, world: int, case: Case, tmp_path: Path
+) -> None:
+    for first, second in launch(world, token_clip_cases.resumed, case, str(tmp_path)):
+        assert len(first) == 1 and json.dumps(first) == json.dumps(second)
+
+
+@pytest.mark.target(version="0.9.1")
+@cases((2, Case(planted=ONE)))
+def test_what_was_cut_is_a_line_of_the_evidence(launch: Launch, world: int, case: Case, tmp_path: Path) -> None:
+    launch(world, token_clip_cases.written, case, str(tmp_path))
+    (text,) = (tmp_path / "spikes.jsonl").read_text().splitlines()
+    line = json.loads(text)
+    jsonschema.validate(line, CLIP)
+    assert conforms(line, CLIP)
+    (token,) = line["token_clip"]["tokens"]
+    assert (token["rank"], token["row"], token["position"]) == ONE[0]
+    assert abs(token["advantage"]) == SPIKE
+    assert line["global_step"] == 7 and "dropped it" in line["summary"]
+
+
+@pytest.mark.target(version="0.9.1")
+@cases((2, Case(planted=ONE)), (2, Case("fsdp1", packed=True, planted=ONE)))
+def test_gradloc_sees_what_token_clip_leaves(launch: Launch, world: int, case: Case) -> None:
+    """With action log GradLoc finds the token; with drop there is no spike left for it."""
+    clip = {"enable": True, "factor": FACTOR, "warmup_steps": 2, "max_share": 0.2}
+    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_budget_steps": 100}
+    run = token_clip_cases.gradients_and_clips
+    for action in ("log", "drop"):
+        (_, clips, events, _), *_ = launch(world, partial(run, case, clip={**clip, "action": action}, **options))
+        assert [len(of_update) for of_update in clips] == [seed == 0 for seed in CALLS]
+        assert [len(of_update) for of_update in events] == [action == "log" and seed == 0 for seed in CALLS]
+        if action == "log":
+            (event,) = events[SPIKED]
+            assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == list(ONE)
