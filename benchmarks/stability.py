@@ -9,7 +9,7 @@ The rows differ in what is applied between the gradient and the optimizer:
   tight: at half the usual norm, so that it acts in nearly every step. All others have the loose one after theirs.
 - zscore bound, zscore: LayerClip with target=bound and with its default, reciprocal.
 - TokenClip: drop at 4 times the usual signal; both: TokenClip, then zscore. "10%": with max_share=0.1. Its default 0.01
-  is one token here, where a mini-batch has 150.
+  is one token here, where a mini-batch has about 170.
 - drop, skip: GradLoc's spike_action, at three times the usual token norm, with 64 passes at most.
 - adagc, zclip, spam, aggc: the rules of four papers (rival_clips.py). "aggc limited" has the limits to a step's factor
   that are in its authors' code and not in its formulas.
