@@ -4,20 +4,21 @@ Real part: verl's own update with GradLoc (0.7's actor, or 0.9's FSDP engine), o
 under FSDP on W processes. Each event is solved in the same run by GradLoc and by the published schedule
 (`published_schedule.py`), with the same forward and loss; passes are counted by a hook on the model. A batch is W ranks
 × M micro-batches × N response tokens. `--until` says which ends of GradLoc's search are tried: `explained` (few tokens,
-each measured alone over τ, without which every loud micro-batch is under its own threshold), `exhaustive` (every token
+each measured alone over τ, without which every micro-batch is under its own threshold), `exhaustive` (every token
 over τ).
 
 Natural events (`--parts natural`) have no planted tokens:
 
-- `natural`: advantages of either sign, log-normal with median 1 and sigma `--sigma`. The loudest `--loud` micro-batches
-  are x times over their thresholds, for each x of `--excess`; all others are at half of theirs.
+- `natural`: advantages of either sign, log-normal with median 1 and sigma `--sigma`. The `--over-threshold`
+  micro-batches with the largest norms are x times over their thresholds, for each x of `--excess`; all others are at
+  half of theirs.
 - `sparse`: the same, but half of the rows of each micro-batch, and a tenth of the other tokens, have no advantage.
 - `coherent`: every response of some micro-batches repeats one token to its end, with one advantage. The gradients of
   these tokens pull the same way, and none of them is over τ. Only for x from 1.5 on.
 - Gradients are linear in the advantages: each micro-batch's advantages are scaled to reach x, and τ is 1.
-- Truth: the gradient of every token of the loud micro-batches, on an unsharded model, and their inner products. From
-  these: `needed`, the fewest tokens, largest gradient norm first, that explain the event; whether the named ones do;
-  and `wrong`, those of them that are not over τ.
+- Truth: the gradient of every token of the micro-batches over their thresholds, on an unsharded model, and their inner
+  products. From these: `needed`, the fewest tokens, largest gradient norm first, that explain the event; whether the
+  named ones do; and `wrong`, those of them that are not over τ.
 
 Planted events (`--parts events`):
 
@@ -32,7 +33,7 @@ Planted events (`--parts events`):
   random; `mixed` one clear, two hidden in the same micro-batch of the same rank, one diluted in another (if W > 1).
 - Truth: brute force, one backward pass on an unsharded model for each token: all tokens up to N = 64, for larger N the
   planted ones, a sample of the others, and every other token that either method names. Whether an event is explained is
-  checked by a backward pass for each loud micro-batch without the named tokens.
+  checked by a backward pass for each micro-batch over its threshold, without the named tokens.
 
 Then it measures the cost of the local norms without a spike (`timings`), the time of communication in a pass
 (`reduction`), and `memory`.
@@ -91,7 +92,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--until", nargs="+", choices=UNTILS, default=UNTILS, help="default: both")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of natural events (default: all)")
     parser.add_argument("--excess", type=float, nargs="+", metavar="X", help="of natural events; default: 1.1 1.5 3")
-    parser.add_argument("--loud", type=int, nargs="+", metavar="L", help="of natural events; default: 1 2 3")
+    parser.add_argument(
+        "--over-threshold",
+        type=int,
+        nargs="+",
+        metavar="L",
+        help="micro-batches over their thresholds in natural events; default: 1 2 3",
+    )
     parser.add_argument("--gradloc-only", action="store_true", help="natural events without the published schedule")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the sizes of natural advantages (default: 1.0)")
     parser.add_argument("--level", type=float, default=18.0, help="τ in medians of the ordinary tokens (default: 18)")
@@ -113,7 +120,7 @@ def parse_arguments() -> argparse.Namespace:
     args.micro_batches = args.micro_batches or ([4] if small else [1, 4, 8])
     args.tokens = args.tokens or ([64, 512] if small else [64, 512, 4096])
     args.excess = args.excess or [1.1, 1.5, 3.0]
-    args.loud = args.loud or ([1] if small else [1, 2, 3])
+    args.over_threshold = args.over_threshold or ([1] if small else [1, 2, 3])
     args.rounds = args.rounds or (5 if small else 15)
     if any(n < 2 or n % (2 if n < 512 else 256) for n in args.tokens):
         parser.error("--tokens must be even numbers, from 512 on multiples of 256")
@@ -122,8 +129,8 @@ def parse_arguments() -> argparse.Namespace:
     if not min(args.excess) > 1 or not args.sigma >= 0:
         parser.error("--excess must be over 1, --sigma not negative")
     most = min(args.world_sizes) * min(args.natural_micro_batches)
-    if "natural" in args.parts and not (1 <= min(args.loud) and max(args.loud) <= most):
-        parser.error(f"--loud must be between 1 and W·M, which is as small as {most} here")
+    if "natural" in args.parts and not (1 <= min(args.over_threshold) and max(args.over_threshold) <= most):
+        parser.error(f"--over-threshold must be between 1 and W·M, which is as small as {most} here")
     if args.rounds < 2:
         parser.error("--rounds must be 2 or more")
     if args.base_tree and not (args.base_tree / "verl/__init__.py").is_file():
@@ -221,7 +228,7 @@ def _natural(ranks: Any, args: argparse.Namespace) -> Iterable[Record]:
         kinds=args.kinds,
         excess=args.excess,
         coherent_excess=COHERENT_EXCESS,
-        loud=args.loud,
+        over_threshold=args.over_threshold,
         sigma=args.sigma,
         events=args.natural_events,
         untils=args.until,
@@ -309,7 +316,7 @@ def print_natural(records: list[Record]) -> None:
 
 def _print_natural(records: list[Record]) -> None:
     def cell_of(record: Record) -> tuple[Any, ...]:
-        return tuple(record[name] for name in ("kind", "x", "loud", "W"))
+        return tuple(record[name] for name in ("kind", "x", "over_threshold", "W"))
 
     rows = []
     for cell in sorted({cell_of(e) for e in records}, key=lambda cell: (KINDS.index(cell[0]), *cell[1:])):
@@ -326,8 +333,8 @@ def _print_natural(records: list[Record]) -> None:
             row += [middle_and_range([result[figure] for result in theirs]) for figure in ("passes", "named")]
             row += [str(sum(result["explained_truth"] for result in theirs))]
         rows.append(row)
-    heads = ["events", "x", "loud", "W", "number", "passes", "explained", "diffuse", "neither", "explainable"]
-    heads += ["named", "needed", "named/needed", "wrong"]
+    heads = ["events", "x", "micro-batches over", "W", "number", "passes", "explained", "diffuse", "neither"]
+    heads += ["explainable", "named", "needed", "named/needed", "wrong"]
     heads += ["published: passes", "published: named", "published: explained"]
     table(heads[: len(rows[0])], rows)
     print("explainable: the needed tokens are each over τ. named/needed: median of the explained events.")

@@ -374,11 +374,12 @@ class Solver:
         """Our search, up to this end.
 
         Returns:
-            dict: `culprits`, their places and gradient norms; `rests`, the norms of the loud micro-batches without them
-                in thresholds, where measured; `passes`, without the rehearsal of the actor's first search; `seconds`;
-                whether the budget is spent (`budget_spent`); `tokens` and `units`, for comparisons: the culprits'
-                places with their norms, and the loud micro-batches with their norms in thresholds; what the event says
-                of itself: `complete`, `explained`, `diagnosis`, None where there is no event.
+            dict: `culprits`, their places and gradient norms; `rests`, the norms in thresholds, where measured, of the
+                micro-batches over their thresholds without them; `passes`, without the rehearsal of the actor's first
+                search; `seconds`; whether the budget is spent (`budget_spent`); `tokens` and `units`, for comparisons:
+                the culprits' places with their norms, and the micro-batches over their thresholds with their norms in
+                thresholds; what the event says of itself: `complete`, `explained`, `diagnosis`, None where there is no
+                event.
         """
         actor = self._actors[until]
         batch = with_old_log_probs(actor, self._shape, batch)
@@ -524,7 +525,7 @@ class Events:
         Yields:
             dict: For each end of GradLoc's search: `planted`, the names of the planted tokens; for each way the names
                 of the `missed`, how many were `found` and `wrong`, `passes`, `seconds`, and `explained_truth`, whether
-                every loud micro-batch is under its threshold without those found; what GradLoc's event says of itself.
+                every micro-batch is under its threshold without those found; what GradLoc's event says of itself.
         """
         planted = self._draw(kind)
         spiked, norms = self._plant(planted)

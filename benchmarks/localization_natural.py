@@ -34,8 +34,8 @@ Unit = tuple[int, int]
 # The gradient is linear in the advantages, as these are on-policy updates. So they are scaled, and τ stays.
 THRESHOLD = 1.0
 
-# The norm of the micro-batches that are not loud, over their thresholds.
-QUIET = 0.5
+# The norm of the other micro-batches, as a fraction of their thresholds.
+UNDER = 0.5
 
 # The share of tokens without an advantage in the other rows of sparse batches.
 CLIPPED = 0.1
@@ -50,11 +50,11 @@ class Setting:
 
     Args:
         kinds (Sequence[str]): "natural", "sparse", "coherent".
-        excess (Sequence[float]): x, the norms of the loud micro-batches over their thresholds.
+        excess (Sequence[float]): x, how many times over their thresholds micro-batches are.
         coherent_excess (float): The smallest x of coherent events.
-        loud (Sequence[int]): How many micro-batches are loud.
+        over_threshold (Sequence[int]): How many micro-batches are over their thresholds.
         sigma (float): Of the log-normal sizes of advantages.
-        events (int): Of each kind, x and number of loud micro-batches.
+        events (int): Of each kind, x and number of micro-batches over their thresholds.
         untils (Sequence[str]): The ends of GradLoc's search.
         published (bool): Whether the published schedule solves them, too.
         seed (int): Of the events.
@@ -63,7 +63,7 @@ class Setting:
     kinds: Sequence[str]
     excess: Sequence[float]
     coherent_excess: float
-    loud: Sequence[int]
+    over_threshold: Sequence[int]
     sigma: float
     events: int
     untils: Sequence[str]
@@ -73,25 +73,25 @@ class Setting:
 
 @dataclass(frozen=True)
 class Spike:
-    """A batch with loud micro-batches at their thresholds and the others at half of theirs, and the truth about it.
+    """A batch with some micro-batches at their thresholds and the others at half of theirs, and the truth about it.
 
     Args:
         batch (DataProto): This rank's rows.
-        grams (dict[Unit, Tensor]): Of each loud micro-batch ⟨g_s, g_t⟩ of all its tokens; float64, shape (N, N).
+        grams (dict[Unit, Tensor]): Of each of the former ⟨g_s, g_t⟩ of all its tokens; float64, shape (N, N).
     """
 
     batch: DataProto
     grams: Mapping[Unit, Tensor]
 
     def at(self, excess: float, own_rows: Mapping[Unit, slice]) -> Spike:
-        """The same with the loud micro-batches `excess` times over their thresholds."""
+        """The same with the micro-batches at their thresholds `excess` times over these."""
         batch = copy_batch(self.batch)
         for unit in self.grams.keys() & own_rows.keys():
             batch.batch["advantages"][own_rows[unit]] *= excess
         return Spike(batch, {unit: gram * excess**2 for unit, gram in self.grams.items()})
 
     def norms(self) -> dict[Place, float]:
-        """‖g_t‖ of every token of the loud micro-batches."""
+        """‖g_t‖ of every token of the micro-batches over their thresholds."""
         return {
             (*unit, token): norm
             for unit, gram in self.grams.items()
@@ -101,16 +101,16 @@ class Spike:
     def coherence(self) -> float:
         """The squared norm over the sum of the tokens' squared norms: 1 if they have nothing in common, N at most.
 
-        Of the loud micro-batch where it is smallest.
+        Of the micro-batch over its threshold where it is smallest.
         """
         return min(float(gram.sum() / gram.trace()) for gram in self.grams.values())
 
     def is_explained(self, tokens: Collection[Place]) -> bool:
-        """Whether without these tokens every loud micro-batch is under its threshold."""
+        """Whether without these tokens every micro-batch is under its threshold."""
         return all(self.rest(unit, tokens) <= THRESHOLD for unit in self.grams)
 
     def rest(self, unit: Unit, without: Iterable[Place]) -> float:
-        """norm/sqrt(Σ w_t²) of a loud micro-batch without these tokens."""
+        """norm/sqrt(Σ w_t²) of a micro-batch over its threshold without these tokens."""
         return _rest(self.grams[unit], [token for *place, token in without if tuple(place) == unit])
 
     def needed(self) -> list[Place]:
@@ -148,26 +148,27 @@ class NaturalEvents:
         for kind in self._setting.kinds:
             least = self._setting.coherent_excess if kind == "coherent" else 0.0
             excess = [x for x in self._setting.excess if x >= least]
-            for loud in self._setting.loud:
+            for over_threshold in self._setting.over_threshold:
                 for number in range(self._setting.events if excess else 0):
                     seed = 1_000_000 * self._setting.seed + 1000 * number
-                    spike = self._draw(kind, loud, seed, max(excess))
+                    spike = self._draw(kind, over_threshold, seed, max(excess))
                     for x in excess:
                         for record in self._solve(spike.at(x, self._own_rows)):
-                            yield {"kind": kind, "x": x, "loud": loud, "seed": seed} | record
+                            place = {"kind": kind, "x": x, "over_threshold": over_threshold, "seed": seed}
+                            yield place | record
 
-    def _draw(self, kind: str, loud: int, seed: int, excess: float) -> Spike:
+    def _draw(self, kind: str, over_threshold: int, seed: int, excess: float) -> Spike:
         """An event; a coherent one has no token over τ, even at `excess` times the threshold."""
         for attempt in range(TRIES):
-            spike = self._draw_batch(kind, loud, seed + attempt)
+            spike = self._draw_batch(kind, over_threshold, seed + attempt)
             if kind != "coherent" or max(spike.norms().values()) * excess <= THRESHOLD:
                 return spike
         raise RuntimeError(
             f"no coherent batch without a token over τ at {excess:g} times the threshold: lower --excess"
         )
 
-    def _draw_batch(self, kind: str, loud: int, seed: int) -> Spike:
-        """A batch of which `loud` micro-batches are loud: the loudest, or any that are made coherent.
+    def _draw_batch(self, kind: str, over_threshold: int, seed: int) -> Spike:
+        """A batch of which so many micro-batches are over their thresholds: the largest, or any that are made coherent.
 
         A rollout that runs into a loop repeats a token to its end, and all of it has one advantage. The contexts are
         nearly the same, and so are the gradients.
@@ -185,7 +186,7 @@ class NaturalEvents:
             batch.batch["advantages"] = torch.where(moves, advantages, 0.0)
         units = [(rank, m) for rank in range(self._ranks.world_size) for m in range(self._micro_batches)]
         chance = random.Random(seed)
-        looped = set(chance.sample(units, loud)) if kind == "coherent" else set()
+        looped = set(chance.sample(units, over_threshold)) if kind == "coherent" else set()
         for unit in sorted(looped):
             ids = torch.tensor([[chance.randrange(self._shape.vocabulary)] for _ in range(self._shape.rows)])
             if unit in self._own_rows:
@@ -195,9 +196,9 @@ class NaturalEvents:
                 batch.batch["advantages"][rows] = 1.0
         own = {unit: self._copy.token_equivalent(batch, unit[1]) for unit in self._own_rows}
         sizes = {unit: size for part in self._ranks.gather(own) for unit, size in part.items()}
-        over = looped or set(sorted(units, key=sizes.__getitem__)[-loud:])
+        over = looped or set(sorted(units, key=sizes.__getitem__)[-over_threshold:])
         for unit, rows in self._own_rows.items():
-            batch.batch["advantages"][rows] *= (1.0 if unit in over else QUIET) * THRESHOLD / sizes[unit]
+            batch.batch["advantages"][rows] *= (1.0 if unit in over else UNDER) * THRESHOLD / sizes[unit]
         own_grams = {unit: self._copy.gram_matrix(batch, unit[1]) for unit in self._own_rows.keys() & over}
         grams = {unit: gram for part in self._ranks.gather(own_grams) for unit, gram in part.items()}
         return Spike(batch, dict(sorted(grams.items())))

@@ -141,12 +141,12 @@ class Event:
             planted,
             count(gradloc),
             count(published),
-            gradloc_explains=not self._loud(gradloc),
-            published_explains=not self._loud(published),
+            gradloc_explains=not self._over_threshold(gradloc),
+            published_explains=not self._over_threshold(published),
             wrong=wrong,
         )
 
-    def _loud(self, without: Collection[tuple[Unit, int]] = ()) -> dict[Unit, float]:
+    def _over_threshold(self, without: Collection[tuple[Unit, int]] = ()) -> dict[Unit, float]:
         """The norms of the units that are over their thresholds without these tokens."""
         norms = {}
         for unit, vectors in self.vectors.items():
@@ -158,7 +158,7 @@ class Event:
         return norms
 
     def _gradloc(self, until: str) -> tuple[int, set[tuple[Unit, int]]]:
-        norms = self._loud()
+        norms = self._over_threshold()
         waiting = sorted(norms, key=lambda unit: -norms[unit])
         # What the micro-batches under their thresholds show: the root mean square of ordinary norms.
         search = Search(THRESHOLD, until=until, ordinary=self.level * math.exp(SIGMA**2))
@@ -170,8 +170,8 @@ class Event:
             probes = search.next_probes(self.world_size)
             if not probes:
                 found = {(culprit.group, culprit.candidate) for culprit in search.culprits}
-                loud = self._loud(found)
-                if until == "explained" and any(search.explained(unit) == (unit in loud) for unit in norms):
+                over = self._over_threshold(found)
+                if until == "explained" and any(search.explained(unit) == (unit in over) for unit in norms):
                     raise RuntimeError("the search is mistaken about whether an event is explained")
                 return passes, found
             passes += 1

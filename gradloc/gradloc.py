@@ -66,6 +66,8 @@ class GradLoc:
         recover (Callable, optional): Called on a rank where an error interrupted a pass, to reset state outside of the
             model and FSDP.
         cut (Cut, optional): `TokenClip.repeated` if TokenClip is on as well, for the passes of the action "drop".
+        outliers (Callable, optional): `TokenClip.outliers` if TokenClip is on as well: what it saw of this rank's
+            micro-batch with a given index.
         bundle_writer (BundleWriter, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
 
     Attributes:
@@ -85,6 +87,7 @@ class GradLoc:
         meter: str = "local",
         recover: Callable[[], None] | None = None,
         cut: Cut | None = None,
+        outliers: Callable[[int], Tensor] | None = None,
         bundle_writer: BundleWriter | None = None,
     ) -> None:
         self.config = config
@@ -93,6 +96,7 @@ class GradLoc:
             module, forward, torch.device(device), squared_norms, sequence_parallel_size, meter, recover, cut
         )
         self._loss_scale = loss_scale
+        self._outliers = outliers
         self._bundle_writer = bundle_writer
         self._threshold = Threshold(config.grad_norm_threshold)
         self._ordinary = OrdinaryGradient()
@@ -229,6 +233,9 @@ class GradLoc:
                 self._ordinary.take_in(gradient)
             return Located(True, gradient.squared_norms)
 
+        if self._outliers is not None:
+            for index, micro_batch in enumerate(gradient.micro_batches):
+                micro_batch.tokens["outlier"] = _with_a_column(self._outliers(index))
         model, action = self._model, self.config.spike_action
         investigation = Investigation(
             gradient, threshold, self.config, self._ordinary.token_norm, reserve=action == "drop"

@@ -19,8 +19,9 @@ def check_trainer(config: Any, total_training_steps: int) -> None:
     if unsupported is not None:
         if actor.get("spike_detection", False):
             raise ValueError(f"spike_detection {unsupported}, or {_ACTOR}.spike_detection=False.")
-        if actor.get("layer_clip", {}).get("enable", False):
-            raise ValueError(f"layer_clip {unsupported}, or {_ACTOR}.layer_clip.enable=False.")
+        for clip in ("layer_clip", "token_clip"):
+            if actor.get(clip, {}).get("enable", False):
+                raise ValueError(f"{clip} {unsupported}, or {_ACTOR}.{clip}.enable=False.")
     drill_step = actor.get("spike_drill_step")
     if isinstance(drill_step, int) and not trainer.get("critic_warmup", 0) <= drill_step <= total_training_steps:
         first = max(trainer.get("critic_warmup", 0), 1)
@@ -31,7 +32,7 @@ def check_trainer(config: Any, total_training_steps: int) -> None:
 
 
 def _unsupported(config: Any) -> str | None:
-    """What the run trains with that GradLoc and LayerClip cannot watch, and what to set instead; None if they can."""
+    """What the run trains with that the package cannot watch, and what to set instead; None if they can."""
     if config.trainer.get("use_legacy_worker_impl", "auto") == "disable":  # verl 0.7
         return "needs the FSDP workers: set trainer.use_legacy_worker_impl=auto"
     strategy = config.actor_rollout_ref.actor.get("strategy", "fsdp")

@@ -104,6 +104,7 @@ class Watch:
                 meter="reduced" if tiled_mlp else "local",
                 recover=getattr(module, "reset_activation_offloading", None),
                 cut=None if self.token_clip is None else self.token_clip.repeated,
+                outliers=None if self.token_clip is None else self.token_clip.outliers,
                 bundle_writer=build_bundle_writer(module, config, rows_of, dtype, grad_clip, self.layer_clip),
             )
 

@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles: what one process needs to replay the loud micro-batches of an event, in safetensors and JSON."""
+"""Bundles: what one process needs to replay the micro-batches behind an event, in safetensors and JSON."""

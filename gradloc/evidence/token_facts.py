@@ -59,29 +59,29 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
     }
 
 
-def find_after_eos(token_id: Tensor, response_mask: Tensor, end_tokens: Collection[int]) -> Tensor:
+def find_after_eos(token_id: Tensor, response_mask: Tensor, eos_tokens: Collection[int]) -> Tensor:
     """Which tokens the response mask includes although the turn has ended before them.
 
     A turn is a run of tokens with response_mask 1. Between turns, tool output has response_mask 0. The rollout stops at
-    an end token, so it has not sampled what follows one in the same run. No host sync.
+    an EOS token, so it has not sampled what follows one in the same run. No host sync.
 
     Args:
         token_id (Tensor): Shape (rows, response length).
         response_mask (Tensor): Same shape.
-        end_tokens (Collection[int]): The ids at which the rollout stops.
+        eos_tokens (Collection[int]): The ids at which the rollout stops.
 
     Returns:
         Tensor: bool, same shape.
     """
     mask = response_mask.bool()
     is_end = torch.zeros_like(mask)
-    for end_token in end_tokens:
-        is_end |= token_id == end_token
+    for eos_token in eos_tokens:
+        is_end |= token_id == eos_token
     is_end &= mask
     ends_before = is_end.cumsum(1) - is_end.long()
     starts = mask.clone()
     starts[:, 1:] &= ~mask[:, :-1]
-    # How many end tokens there were before the turn.
+    # How many EOS tokens there were before the turn.
     ends_before_turn = torch.where(starts, ends_before, 0).cummax(1).values
     return mask & (ends_before > ends_before_turn)
 

@@ -65,11 +65,16 @@ class MicroBatch:
 def suspicion(tokens: Mapping[str, Tensor]) -> Tensor:
     """s_t = |∂L/∂log p_t|·(1 − p_t), within a factor √2 of the norm of the loss's gradient w.r.t. the logits.
 
-    An entropy bonus adds its own coefficient times the entropy, a rough estimate of its gradient norm.
+    An entropy bonus adds its own coefficient times the entropy, a rough estimate of its gradient norm. A token whose
+    backward signal is known to be m times the usual largest one is taken to have m times the largest s_t/w_t.
     """
     found = tokens["coefficient"].abs() * (1 - tokens["log_prob"].exp())
     if "entropy" in tokens:
         found = found + tokens["entropy_coefficient"].abs() * tokens["entropy"].abs()
+    if "outlier" in tokens and found.numel():
+        weight = tokens["weight"].abs()
+        usual = torch.where((weight > 0) & found.isfinite(), found / weight, 0.0).max()
+        found = torch.where(tokens["outlier"] > 0, tokens["outlier"] * usual * weight, found)
     return found
 
 

@@ -67,7 +67,7 @@ def condensed_event(event: Mapping[str, Any], largest: Mapping[str, Any] | None)
         "trigger": _fields(event["trigger"], _TRIGGER_FIELDS),
         "ordinary_layer_norms": None if ordinary is None else rounded(_by_layer(ordinary)),
         "units": _units(event),
-        "open_tokens": sum(segment["tokens"] for segment in event["open_segments"]),
+        "open_tokens": sum(token_set["tokens"] for token_set in event["open_segments"]),
         "culprits_in_all": len(event["culprits"]),
         "ended_early": ended_early(event),
         "explanation": explanation(event),

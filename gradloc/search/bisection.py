@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Finds every token over τ in a part over its threshold, by best-first bisection and by codes."""
+"""Finds every token over τ in a token set over its threshold, by best-first bisection and by codes."""
 
 import math
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from .codes import Code, Digit, Probe, TokenSet, is_single
 # from: in half precision, two measurements of the same gradient can differ by this much.
 _SLACK = 1e-2
 
-# A part under its threshold is "unusual", and still searched for a token over τ, if its norm is this many times what
+# A subset under its threshold is "unusual", and still searched for a token over τ, if its norm is this many times what
 # ordinary tokens give. Sets of ordinary tokens seldom reach it, although their norms have heavy tails.
 _UNUSUAL = 1.75
 
-# After this many codes in a row without a culprit, a tree reads no more codes.
+# After this many codes in a row without a culprit, a bisection reads no more codes.
 _READINGS = 3
 
 # If the tokens that one pass can measure alone have more than this fraction of the prior, they are measured instead of
@@ -36,53 +36,53 @@ def patience(candidates: int, count: int) -> float:
 
 @dataclass(eq=False)
 class _Node:
-    """A part that is over its threshold, or unusual, with the state of its open parts.
+    """A subset that is over its threshold, or unusual, with the state of its open subsets.
 
     Args:
-        part (TokenSet): Its tokens.
+        subset (TokenSet): Its tokens.
         norm (float): Its norm.
         unusual (bool): Whether it is unusual but not over its threshold.
         code (Code | None): The code that is being read.
-        open_parts (int): How many parts are open; -1 before the part is split.
-        lower_bound (float): A lower bound on the norm of all open parts together, by the triangle inequality.
-        energy (float), prior (float): The part of the squared norm, and of the prior, that the open parts have.
-        has_part_over (bool): Whether a part of it was over its own threshold.
+        open_subsets (int): How many subsets are open; -1 before the subset is split.
+        lower_bound (float): A lower bound on the norm of all open subsets together, by the triangle inequality.
+        energy (float), prior (float): The squared norm, and the prior, of the open subsets together.
+        has_subset_over (bool): Whether a subset of it was over its own threshold.
     """
 
-    part: TokenSet
+    subset: TokenSet
     norm: float
     unusual: bool
     code: Code | None = None
-    open_parts: int = -1
+    open_subsets: int = -1
     lower_bound: float = 0.0
     energy: float = 0.0
     prior: float = 0.0
-    has_part_over: bool = False
+    has_subset_over: bool = False
 
 
 class Bisection:
-    """Finds every token over τ in a part that is over its threshold.
+    """Finds every token over τ in a token set that is over its threshold.
 
-    A part S is over its threshold if its norm exceeds τ·sqrt(Σ_{t∈S} w_t²) or is not finite. A single token over its
-    threshold is a culprit. A larger part over its threshold is read by a `Code`, or split into two halves of about
-    equal prior. A part under its threshold is dropped, unless it is unusual: then it is split too, but after all
-    others, and only as long as this finds culprits. The states of a part:
+    It measures subsets of it. A subset S is over its threshold if its norm exceeds τ·sqrt(Σ_{t∈S} w_t²) or is not
+    finite. A single token over its threshold is a culprit. A larger subset over its threshold is read by a `Code`, or
+    split into two halves of about equal prior. A subset under its threshold is dropped, unless it is unusual: then it
+    is split too, but after all others, and only as long as this finds culprits. The states of a subset:
 
-    - open: to be measured; the part with the largest expected energy per squared weight comes first
+    - open: to be measured; the subset with the largest expected energy per squared weight comes first
     - reading: over its threshold; a code of its tokens is being read
-    - split: over its threshold, or unusual; its parts are open
+    - split: over its threshold, or unusual; its subsets are open
     - settled: a measured single token, or measured under its threshold and not unusual
     - given up: still open when the search was given up, after several passes in which no probe pointed at a token
 
     Args:
         tokens (Candidates): The group.
-        root (TokenSet): The part to search.
+        root (TokenSet): The token set to search.
         norm (float): Its norm.
-        ordinary (float, optional): The root mean square of ordinary tokens' gradient norms; without it, no part is
+        ordinary (float, optional): The root mean square of ordinary tokens' gradient norms; without it, no subset is
             unusual.
 
     Attributes:
-        given_up (list[TokenSet]): The parts still unmeasured when the search was given up.
+        given_up (list[TokenSet]): The subsets still unmeasured when the search was given up.
         named (set[TokenSet]): The single tokens found by a code.
     """
 
@@ -106,7 +106,7 @@ class Bisection:
 
     @property
     def rest(self) -> tuple[TokenSet, float] | None:
-        """The root without the culprits, and the norm of that; None unless it was measured as one part."""
+        """The root without the culprits, and the norm of that; None unless it was measured in one probe."""
         rest = set(self._root.candidates).difference(self.culprits)
         return next((found for found in self._settled if rest == set(found[0].candidates)), None)
 
@@ -121,18 +121,20 @@ class Bisection:
 
     @property
     def _unsplit(self) -> list[_Node]:
-        return [node for node in self._nodes if node.open_parts < 0]
+        return [node for node in self._nodes if node.open_subsets < 0]
 
     @property
     def diffuse(self) -> list[tuple[TokenSet, float]]:
-        """The parts over their threshold that have no part over its own threshold, with their norms."""
-        return [(n.part, n.norm) for n in self._nodes if n.open_parts == 0 and not n.unusual and not n.has_part_over]
+        """The subsets over their threshold that have no subset over its own threshold, with their norms."""
+        return [
+            (n.subset, n.norm) for n in self._nodes if n.open_subsets == 0 and not n.unusual and not n.has_subset_over
+        ]
 
     @property
     def open_sets(self) -> list[TokenSet]:
-        """The unmeasured parts of parts over their threshold, best first, and the parts not yet split."""
-        ranked = [part for part in self._ranked() if not self._open[part].unusual]
-        return ranked + [node.part for node in self._unsplit]
+        """The unmeasured subsets of subsets over their threshold, best first, and the subsets not yet split."""
+        ranked = [subset for subset in self._ranked() if not self._open[subset].unusual]
+        return ranked + [node.subset for node in self._unsplit]
 
     def next_probes(self, count: int, passes_left: float) -> list[Probe]:
         """At most `count` probes to measure next, best first; none when the search is over."""
@@ -144,15 +146,17 @@ class Bisection:
         while len(self._open) + len(digits) < count and self._widen():
             pass
         ranked = self._ranked()
-        named = [part for part in ranked if part in self.named]
-        found: list[Probe] = [*named, *digits, *(part for part in ranked if part not in self.named)]
+        named = [subset for subset in ranked if subset in self.named]
+        found: list[Probe] = [*named, *digits, *(subset for subset in ranked if subset not in self.named)]
         return found[:count]
 
     def add_measurements(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
         """Records the norms of a pass of up to `count` probes; NaN and Inf count as over the threshold."""
-        measured_parts = [(probe, norm) for probe, norm in measured if probe in self._open]
-        found = any(is_single(part) and self.tokens.is_over(part.candidates, norm) for part, norm in measured_parts)
-        pointed = [self._record(part, norm) for part, norm in measured_parts]
+        measured_subsets = [(probe, norm) for probe, norm in measured if probe in self._open]
+        found = any(
+            is_single(subset) and self.tokens.is_over(subset.candidates, norm) for subset, norm in measured_subsets
+        )
+        pointed = [self._record(subset, norm) for subset, norm in measured_subsets]
         for probe, norm in measured:
             if isinstance(probe, Digit):
                 probe.code.norms[probe.digit] = norm
@@ -161,7 +165,7 @@ class Bisection:
             self._vain_readings += 1
             if candidate is not None and candidate not in self.tokens.alone:
                 self._suspect(candidate)
-            elif node.open_parts < 0:
+            elif node.open_subsets < 0:
                 self._split(node)
         self._infer()
         if found:
@@ -170,76 +174,76 @@ class Bisection:
         if self._pointless > patience(len(self._root.candidates), count):
             self._leave()
 
-    def _record(self, part: TokenSet, norm: float) -> bool:
-        """Records a part's norm; returns whether it points at a token."""
-        parent, tokens = self._open.pop(part), self.tokens
-        over = tokens.is_over(part.candidates, norm)
-        self._settled.append((part, norm))
-        parent.open_parts -= 1
-        parent.has_part_over |= over
-        parent.prior -= tokens.expected(part.candidates)
+    def _record(self, subset: TokenSet, norm: float) -> bool:
+        """Records a subset's norm; returns whether it points at a token."""
+        parent, tokens = self._open.pop(subset), self.tokens
+        over = tokens.is_over(subset.candidates, norm)
+        self._settled.append((subset, norm))
+        parent.open_subsets -= 1
+        parent.has_subset_over |= over
+        parent.prior -= tokens.expected(subset.candidates)
         if math.isfinite(norm):
             parent.lower_bound -= norm
             parent.energy = max(parent.energy - norm * norm, 0.0)
         else:
             parent.lower_bound = 0.0
-        if len(part.candidates) > 1 and (over or self._is_unusual(part, norm)):
-            self._nodes.append(_Node(part, norm, unusual=not over))
-        gains = norm * tokens.threshold(parent.part.candidates) > parent.norm * tokens.threshold(part.candidates)
+        if len(subset.candidates) > 1 and (over or self._is_unusual(subset, norm)):
+            self._nodes.append(_Node(subset, norm, unusual=not over))
+        gains = norm * tokens.threshold(parent.subset.candidates) > parent.norm * tokens.threshold(subset.candidates)
         return over and (gains or not math.isfinite(norm))
 
-    def _is_unusual(self, part: TokenSet, norm: float) -> bool:
+    def _is_unusual(self, subset: TokenSet, norm: float) -> bool:
         if self._ordinary is None:
             return False
-        squares = [self.tokens.squares[t] for t in part.candidates]
-        square = max(math.fsum(squares), self.tokens.expected(part.candidates) * math.fsum(self.tokens.squares))
+        squares = [self.tokens.squares[t] for t in subset.candidates]
+        square = max(math.fsum(squares), self.tokens.expected(subset.candidates) * math.fsum(self.tokens.squares))
         return norm > max(self.tokens.tau * math.sqrt(min(squares)), _UNUSUAL * self._ordinary * math.sqrt(square))
 
     def _code(self, node: _Node, count: int, passes_left: float) -> Code | None:
         """A code for a node's tokens; None if the budget is too small or suspicion already points at a few tokens."""
-        size = len(node.part.candidates)
+        size = len(node.subset.candidates)
         if self._vain_readings >= _READINGS or node.unusual or not math.isfinite(node.norm) or size < 2:
             return None
-        code = Code.of(node.part, node.norm, self.tokens.contrast(node.part, node.norm, self._ordinary))
+        code = Code.of(node.subset, node.norm, self.tokens.contrast(node.subset, node.norm, self._ordinary))
         fits = math.ceil(code.digits / count) + 1 <= passes_left
-        return code if fits and (code.digits < count or not self._is_concentrated(node.part, count)) else None
+        return code if fits and (code.digits < count or not self._is_concentrated(node.subset, count)) else None
 
-    def _is_concentrated(self, part: TokenSet, count: int) -> bool:
-        """Whether `count` tokens have most of a part's prior."""
-        prior = sorted((self.tokens.prior[t] for t in part.candidates), reverse=True)
+    def _is_concentrated(self, subset: TokenSet, count: int) -> bool:
+        """Whether `count` tokens have most of a subset's prior."""
+        prior = sorted((self.tokens.prior[t] for t in subset.candidates), reverse=True)
         return math.fsum(prior[:count]) > _CONCENTRATED * math.fsum(prior)
 
-    def _split(self, node: _Node, *parts: TokenSet) -> None:
-        """Opens a node's parts; by default, its two halves."""
+    def _split(self, node: _Node, *subsets: TokenSet) -> None:
+        """Opens subsets of a node; by default, its two halves."""
         node.lower_bound, node.energy = node.norm, node.norm**2 if math.isfinite(node.norm) else 1e300
-        node.prior = self.tokens.expected(node.part.candidates)
-        parts = parts or self._halves(node.part)
-        node.open_parts = len(parts)
-        self._open |= dict.fromkeys(parts, node)
+        node.prior = self.tokens.expected(node.subset.candidates)
+        subsets = subsets or self._halves(node.subset)
+        node.open_subsets = len(subsets)
+        self._open |= dict.fromkeys(subsets, node)
 
-    def _replace(self, part: TokenSet, *parts: TokenSet) -> None:
-        """Replaces an open part by parts of it."""
-        node = self._open.pop(part)
-        node.open_parts += len(parts) - 1
-        self._open |= dict.fromkeys(parts, node)
+    def _replace(self, subset: TokenSet, *subsets: TokenSet) -> None:
+        """Replaces an open subset by subsets of it."""
+        node = self._open.pop(subset)
+        node.open_subsets += len(subsets) - 1
+        self._open |= dict.fromkeys(subsets, node)
 
-    def _halves(self, part: TokenSet) -> tuple[TokenSet, ...]:
-        """Two parts with about half of the prior each, likelier tokens first; a single token is returned as it is."""
-        if len(part.candidates) == 1:
-            return (part,)
+    def _halves(self, subset: TokenSet) -> tuple[TokenSet, ...]:
+        """Two halves, with about half of the prior each, likelier tokens first; a single token is returned as it is."""
+        if len(subset.candidates) == 1:
+            return (subset,)
         tokens = self.tokens
-        ranked = sorted(part.candidates, key=tokens.likeliest)
+        ranked = sorted(subset.candidates, key=tokens.likeliest)
         sums = list(accumulate(tokens.prior[t] for t in ranked))
         cut = min(range(len(sums) - 1), key=lambda i: abs(sums[i] - sums[-1] / 2)) + 1
         return tokens.token_set(ranked[:cut]), tokens.token_set(ranked[cut:])
 
     def _suspect(self, candidate: int) -> None:
-        """Opens a token as a part of its own, and the other tokens of its open part as another."""
-        # While the code was read, parts of its part may have been measured over their threshold.
+        """Opens a token as a subset of its own, and the other tokens of its open subset as another."""
+        # While the code was read, subsets of its token set may have been measured over their thresholds.
         for node in self._unsplit:
-            if candidate in node.part.candidates:
-                self._split(node, node.part)
-        holder = next((part for part in self._open if candidate in part.candidates), None)
+            if candidate in node.subset.candidates:
+                self._split(node, node.subset)
+        holder = next((subset for subset in self._open if candidate in subset.candidates), None)
         if holder is None:
             return
         beside = set(holder.candidates) - {candidate}
@@ -248,7 +252,7 @@ class Bisection:
         self._replace(holder, alone, *([self.tokens.token_set(beside)] if beside else []))
 
     def _widen(self) -> bool:
-        """Splits the part with the most expected energy, to have more probes; returns whether there was one."""
+        """Splits the subset with the most expected energy, to have more probes; returns whether there was one."""
         reading = self._unsplit
         widest = max((s for s in self._open if len(s.candidates) > 1), key=self._expected_energy, default=None)
         if reading:
@@ -258,41 +262,41 @@ class Bisection:
         return bool(reading or widest)
 
     def _infer(self) -> None:
-        """Splits, without a measurement, each part that must be over its threshold given its siblings' norms."""
-        for part, node in list(self._open.items()):
+        """Splits, without a measurement, each subset that must be over its threshold given its siblings' norms."""
+        for subset, node in list(self._open.items()):
             slack = _SLACK * node.norm if math.isfinite(node.norm) else 0.0
             if (
-                node.open_parts == 1
-                and node.lower_bound > self.tokens.threshold(part.candidates) + slack
-                and len(part.candidates) > 1
+                node.open_subsets == 1
+                and node.lower_bound > self.tokens.threshold(subset.candidates) + slack
+                and len(subset.candidates) > 1
             ):
-                self._replace(part, *self._halves(part))
+                self._replace(subset, *self._halves(subset))
 
     def _leave(self) -> None:
-        """Gives up all open parts, except for the likeliest tokens."""
+        """Gives up all open subsets, except for the likeliest tokens."""
         sample = set(sorted(range(len(self.tokens.prior)), key=self.tokens.likeliest)[:SAMPLE])
         sample -= self.tokens.alone.keys()
         for node in self._nodes:
             node.code = None
         for node in self._unsplit:
-            self._split(node, node.part)
-        for part, node in list(self._open.items()):
-            kept = [self.tokens.token_set([t]) for t in part.candidates if t in sample and not node.unusual]
-            rest = [t for t in part.candidates if t not in sample]
+            self._split(node, node.subset)
+        for subset, node in list(self._open.items()):
+            kept = [self.tokens.token_set([t]) for t in subset.candidates if t in sample and not node.unusual]
+            rest = [t for t in subset.candidates if t not in sample]
             if rest and not node.unusual:
                 self.given_up.append(self.tokens.token_set(rest))
-            self._replace(part, *kept)
+            self._replace(subset, *kept)
         self._pointless = -math.inf
 
     def _ranked(self) -> list[TokenSet]:
         return sorted(self._open, key=self._rank)
 
-    def _rank(self, part: TokenSet) -> tuple[bool, float, int]:
-        # By density, for a depth-first search: among many culprits of similar size, the part with the most energy
+    def _rank(self, subset: TokenSet) -> tuple[bool, float, int]:
+        # By density, for a depth-first search: among many culprits of similar size, the subset with the most energy
         # would always be a wide one.
-        density = self._expected_energy(part) / self.tokens.square(part.candidates)
-        return self._open[part].unusual, -density, part.candidates[0]
+        density = self._expected_energy(subset) / self.tokens.square(subset.candidates)
+        return self._open[subset].unusual, -density, subset.candidates[0]
 
-    def _expected_energy(self, part: TokenSet) -> float:
-        node = self._open[part]
-        return node.energy * self.tokens.expected(part.candidates) / max(node.prior, 1e-300)
+    def _expected_energy(self, subset: TokenSet) -> float:
+        node = self._open[subset]
+        return node.energy * self.tokens.expected(subset.candidates) / max(node.prior, 1e-300)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..measure.micro_batch import MicroBatchName
-from .groups import Token, broken, nonfinite_coefficients
+from .groups import Token, nonfinite_coefficients, nonfinite_log_probs
 
 
 @dataclass
@@ -35,7 +35,7 @@ class BrokenRow:
 
     @classmethod
     def of(cls, micro_batch: MicroBatchName, row: int, mask: Tensor, bad: Tensor) -> "BrokenRow":
-        """Makes one from the masks of the row's response tokens and broken ones, each of shape (response length,)."""
+        """Makes one from masks of a row's response tokens and non-finite log-probs, shape (response length,) each."""
         positions = mask.nonzero().flatten().tolist()
         first = int(bad[mask].nonzero()[0])
         # If the log-probs before it are finite, no NaN has reached earlier positions.
@@ -85,7 +85,7 @@ class BrokenRows:
 
     def look_into(self, name: MicroBatchName, tokens: Mapping[str, Tensor]) -> None:
         """Adds a micro-batch's rows with non-finite log-probs, and its tokens with non-finite coefficients."""
-        mask, bad = tokens["response_mask"].bool(), broken(tokens)
+        mask, bad = tokens["response_mask"].bool(), nonfinite_log_probs(tokens)
         for row in bad.any(1).nonzero().flatten().tolist():
             self.rows.append(BrokenRow.of(name, row, mask[row], bad[row]))
         nonfinite = nonfinite_coefficients(tokens) & tokens["broken"]

@@ -91,7 +91,7 @@ class FewTokens:
 
     @property
     def open_sets(self) -> list[TokenSet]:
-        return [] if self.ended else [self._loudest()[0]]
+        return [] if self.ended else [self._smallest_rest_over()[0]]
 
     @property
     def given_up(self) -> list[TokenSet]:
@@ -100,7 +100,7 @@ class FewTokens:
 
     @property
     def diffuse(self) -> list[tuple[TokenSet, float]]:
-        return [self._loudest()] if self.ended and not self.explained else []
+        return [self._smallest_rest_over()] if self.ended and not self.explained else []
 
     @property
     def unnamed(self) -> int:
@@ -172,7 +172,7 @@ class FewTokens:
         return [*([self._without(guess)] if wanted else []), *(self.tokens.token_set([t]) for t in alone)]
 
     def _probe_beyond(self, count: int, passes_left: float) -> list[Probe]:
-        """Probes for rests that test whether suspicion is right, and the tree's probes; none for a diffuse spike."""
+        """Probes for rests that test whether suspicion is right, and the bisection's; none for a diffuse spike."""
         likeliest = list(dict.fromkeys([*self.tokens.over, *self._likeliest]))[: self._few]
         # Large tokens that suspicion already points at would only add noise to the search for the others.
         over = (r for r in self._rests if r not in self._enough and r < set(likeliest))
@@ -258,7 +258,7 @@ class FewTokens:
         over = frozenset(self.tokens.over)
         return min((removed for removed in self._enough if removed <= over), key=len, default=None)
 
-    def _loudest(self) -> tuple[TokenSet, float]:
+    def _smallest_rest_over(self) -> tuple[TokenSet, float]:
         """The smallest rest that was measured over its threshold."""
         removed = max((r for r in self._rests if r not in self._enough), key=len)
         return self._without(removed), self._rests[removed]

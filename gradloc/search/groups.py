@@ -84,7 +84,7 @@ class Groups:
         return GroupTokens(
             torch.cat(suspicion),
             torch.cat(weights),
-            healthy=not any(broken(tokens).any() for tokens in self.tokens(group)),
+            healthy=not any(nonfinite_log_probs(tokens).any() for tokens in self.tokens(group)),
             all_measurable=not any(nonfinite_coefficients(tokens).any() for tokens in self.tokens(group)),
         )
 
@@ -132,7 +132,7 @@ class Groups:
         return {name[0]: TokenSubset(micro_batch, micro_batch.tokens["response_mask"].bool())}
 
 
-def broken(tokens: Mapping[str, Tensor]) -> Tensor:
+def nonfinite_log_probs(tokens: Mapping[str, Tensor]) -> Tensor:
     """The response tokens with a non-finite log-prob, bool of shape (rows, response length)."""
     return ~tokens["log_prob"].isfinite() & tokens["response_mask"].bool()
 
@@ -144,4 +144,4 @@ def nonfinite_coefficients(tokens: Mapping[str, Tensor]) -> Tensor:
 
 def _involved(tokens: Mapping[str, Tensor]) -> Tensor:
     """The tokens that can move and can be measured, bool of shape (rows, response length)."""
-    return movable(tokens) & ~nonfinite_coefficients(tokens) & ~broken(tokens).any(1, keepdim=True)
+    return movable(tokens) & ~nonfinite_coefficients(tokens) & ~nonfinite_log_probs(tokens).any(1, keepdim=True)

@@ -213,9 +213,9 @@ class Search:
             count (int): The maximum number of probes.
             passes_left (float): How many passes the budget still allows. A code that needs more is not started.
         """
-        explanations = [search for _, search in self._searches() if isinstance(search, FewTokens)]
-        if any(search.diffuse for search in explanations):
-            for search in explanations:
+        for_few_tokens = [search for _, search in self._searches() if isinstance(search, FewTokens)]
+        if any(search.diffuse for search in for_few_tokens):
+            for search in for_few_tokens:
                 search.curtail(_LONG)
         later = self._later(count, passes_left)
         first = [group for group in self._groups.values() if not group.ended and group not in later]

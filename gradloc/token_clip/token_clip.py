@@ -102,13 +102,11 @@ class _Over(NamedTuple):
         boundaries (list[str]): In the order of the backward.
         first (Tensor): The index of the first of them at which a position is over its bound, -1 for none; int16.
         multiple (Tensor): The signal there as a multiple of the bound; same shape.
-        largest (Tensor): The largest of the position's multiples at all of them; same shape.
     """
 
     boundaries: list[str]
     first: Tensor
     multiple: Tensor
-    largest: Tensor
 
 
 class _Figures:
@@ -247,6 +245,33 @@ class TokenClip:
         finally:
             self._current = None
 
+    def outliers(self, index: int) -> Tensor:
+        """How far the tokens of a micro-batch that were left uncut are over their bounds.
+
+        Only at the first boundary on the way back from the loss at which any is over: below it, an outlier's signal
+        spreads to earlier positions through attention.
+
+        Args:
+            index (int): The micro-batch's index on this rank.
+
+        Returns:
+            Tensor: The multiple of the usual largest signal, 0 where a token is not over its bound; on the CPU, of the
+                shape (rows, response length) of the weights.
+        """
+        each = self._passes[index]
+        multiples = torch.zeros(each.tokens["weight"].shape)
+        for over in each.over:
+            first, values = over.first.flatten().cpu(), over.multiple.flatten().cpu()
+            if not (first >= 0).any():
+                continue
+            boundary = int(first[first >= 0].min())
+            if bool(each.refused.get(over.boundaries[boundary], True)):
+                rows, positions = each.positions.tokens_of(over.first.shape, over.boundaries == [LOG_PROBS])
+                found = (first == boundary) & (positions >= 0) & (positions < multiples.shape[1])
+                multiples[rows[found], positions[found]] = self._config.factor * values[found]
+            break
+        return multiples
+
     def end_mini_batch(self) -> dict[str, Any] | None:
         """Updates the bounds, and tells what was over them. A collective call.
 
@@ -372,7 +397,8 @@ class TokenClip:
         bound = self._bounds[i]
         over = ~(signal <= bound)
         count = over.sum()
-        refused = current.refused[boundary] = self._figures.cut[i] + count > self._limit
+        so_far = self._figures.cut[i] if current.recorded else 0
+        refused = current.refused[boundary] = so_far + count > self._limit
         if current.recorded:
             self._figures.cut[i] += torch.where(refused, 0, count)
         over &= ~refused
@@ -411,7 +437,6 @@ class TokenClip:
                     names,
                     torch.where(over.any(0), first[0], -1).to(torch.int16).view(shape),
                     multiples.gather(0, first)[0].view(shape),
-                    multiples.nan_to_num(nan=math.inf).amax(0).view(shape),
                 )
             )
 

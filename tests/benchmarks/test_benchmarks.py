@@ -104,10 +104,12 @@ def test_planted_events_of_a_real_actor(tmp_path: Path) -> None:
 @pytest.mark.target(version="0.9.1")
 def test_natural_events_of_a_real_actor(tmp_path: Path) -> None:
     options = ["--parts", "natural", "--until", "explained", "--tokens", "32", "--excess", "1.1", "1.5"]
-    events, printed = benchmark(tmp_path / "records", *options, "--loud", "1", "2", "--kinds", "natural", "coherent")
+    events, printed = benchmark(
+        tmp_path / "records", *options, "--over-threshold", "1", "2", "--kinds", "natural", "coherent"
+    )
     cells = [("natural", 1, 1.1), ("natural", 1, 1.5), ("natural", 2, 1.1), ("natural", 2, 1.5)]
     cells += [("coherent", 1, 1.5), ("coherent", 2, 1.5)]
-    assert [(e["kind"], e["loud"], e["x"]) for e in events] == cells
+    assert [(e["kind"], e["over_threshold"], e["x"]) for e in events] == cells
     for event in events:
         # The event's norms against brute force on an unsharded copy: float32, in another order.
         assert event["gradloc"]["norm_error"] < 1e-4
@@ -129,7 +131,7 @@ def test_natural_events_of_a_real_actor(tmp_path: Path) -> None:
 
 def test_natural_events_in_which_most_tokens_cannot_move(tmp_path: Path) -> None:
     options = ["--parts", "natural", "--until", "explained", "--tokens", "64", "--kinds", "sparse", "--excess", "1.1"]
-    events, _ = benchmark(tmp_path / "records", *options, "--loud", "1", "--events", "4", "--gradloc-only")
+    events, _ = benchmark(tmp_path / "records", *options, "--over-threshold", "1", "--events", "4", "--gradloc-only")
     assert len(events) == 4
     for event in events:
         assert event["gradloc"]["explained"] and event["gradloc"]["explained_truth"] and event["gradloc"]["wrong"] == 0

@@ -240,8 +240,8 @@ def test_spam() -> None:
     assert steps == [1, 2, 3, 4, 1, 2, 3, 4]
 
 
-def test_layer_clip_cost() -> None:
-    rows = run("layer_clip_cost.py", "--tiny", "--rounds", "1")
-    seconds = {row[0]: float(row[2].split()[0]) for row in rows[1:]}
-    assert len(seconds) == 3
+def test_clip_cost() -> None:
+    rows = run("clip_cost.py", "--tiny", "--rounds", "1")
+    seconds = {row[0]: float(row[4].split()[0]) for row in rows[1:]}
+    assert len(seconds) == 4
     assert all((value == 0) == (name == "stock") for name, value in seconds.items())

@@ -21,6 +21,7 @@ from gradloc.evidence.schema import CLIP, conforms
 
 # In one row, so in one micro-batch.
 TWO = ((1, 3, 0), (1, 3, 6))
+OTHER_RANK = ((0, 2, 0), (0, 2, 6))
 # The norm of a gradient's difference, which has rounding errors of both computations.
 EXACT = 2e-5
 
@@ -214,3 +215,29 @@ def test_gradloc_sees_what_token_clip_leaves(launch: Launch, world: int, case: C
         if action == "log":
             (event,) = events[SPIKED]
             assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == list(ONE)
+
+
+@pytest.mark.target(version="0.9.1")
+@cases((2, Case(planted=OTHER_RANK)), (2, Case("fsdp1", packed=True, checkpointing=True, planted=OTHER_RANK)))
+def test_the_passes_of_drop_are_cut_as_training_was(launch: Launch, world: int, case: Case) -> None:
+    """TokenClip cuts an outlier that a layer makes; two planted tokens are too many for it, and GradLoc drops them."""
+    run = partial(token_clip_cases.run, case, blown_layer=1, max_share=0.02, left_out=OTHER_RANK)
+    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "spike_action": "drop"}
+    for outcomes in launch(world, partial(run, **options)):
+        outcome = outcomes[SPIKED]
+        (event,) = outcome.events
+        assert event["applied"] and len(event["culprits"]) == 2
+        assert [token["cut"] for token in outcome.clips[0]["token_clip"]["tokens"] if token["rank"] == 1] == [True]
+        assert outcome.error < EXACT
+
+
+@pytest.mark.target(version="0.9.1")
+@cases((2, Case(rows=64, mini_batch=64, micro_batch=32)), (2, Case("fsdp1", rows=64, mini_batch=64, micro_batch=32)))
+def test_the_search_starts_at_a_token_whose_signal_stands_out(launch: Launch, world: int, case: Case) -> None:
+    """The token's log-prob and coefficient are ordinary, so that suspicion alone does not expect it."""
+    run = partial(token_clip_cases.search, case, blown_layer=1, threshold=300.0)
+    (alone, *_), (known, *_) = launch(world, run), launch(world, partial(run, clip=True))
+    rank, row, position = BLOWN
+    for event in (alone, known):
+        assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [(rank, row, position + 1)]
+    assert known["passes"] < alone["passes"]

@@ -103,6 +103,7 @@ class Outcome:
     clips: list[dict[str, Any]]
     metrics: dict[str, Any]
     expected: list[Signal]
+    events: list[dict[str, Any]]
     usual: dict[str, float]
 
 
@@ -115,6 +116,7 @@ def run(
     max_share: float = 0.2,
     size: int = 1,
     factor: float = FACTOR,
+    left_out: Sequence[tuple[int, int, int]] = (),
     **gradloc: Any,
 ) -> list[Outcome]:
     """Updates of the actor with TokenClip, each beside the plain computation.
@@ -128,6 +130,7 @@ def run(
         max_share (float): TokenClip's.
         size (int): How many neighbouring ranks share their sequences (Ulysses).
         factor (float): TokenClip's.
+        left_out (Sequence): Tokens of batch 0 that the plain computation leaves out: rank, row and position.
         gradloc (Any): More of the actor's configuration.
     """
 
@@ -154,15 +157,16 @@ def run(
     plain = Plain(case, change, action, max_share, size, factor)
     outcomes = []
     for seed in calls:
+        plain.left_out = [place[1:] for place in left_out if seed == 0 and place[0] == dist.get_rank()]
         batch = build_batch(case, dist.get_rank() // size, seed)
         expected = plain.update(batch)
         gradients.clear()
         metrics = actor.update_policy(batch)
         (found,) = gradients
         watch = getattr(actor, "engine", actor).watch
-        outcomes.append(
-            Outcome(error_of(case, found, plain.gradients), watch.clips, metrics, expected, dict(plain.usual))
-        )
+        events = [] if watch.gradloc is None else watch.gradloc.events
+        error = error_of(case, found, plain.gradients)
+        outcomes.append(Outcome(error, watch.clips, metrics, expected, events, dict(plain.usual)))
     return outcomes
 
 
@@ -211,6 +215,7 @@ class Plain:
         self.seen: dict[str, list[float]] = {}
         self.usual: dict[str, float] = {}
         self.tokens = 0
+        self.left_out: list[tuple[int, ...]] = []
         self.gradients: list[torch.Tensor] = []
         self.segments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
@@ -253,6 +258,9 @@ class Plain:
             (case.loss_scale * loss).backward(retain_graph=True)
             of_row = weights.amax(1)
             start = tensors["input_ids"].shape[1] - leaf.shape[1]
+            for row, position in self.left_out:
+                if row in rows:
+                    leaf.grad[rows.index(row), position] = 0
             found = self._cut(LOG_PROBS, leaf.grad, leaf.grad.abs(), of_row, 0, largest)
             over += [Signal(LOG_PROBS, dist.get_rank() // self.size, index, rows[r], p, m) for r, p, m in found]
             log_prob.backward(leaf.grad)
@@ -382,3 +390,15 @@ def written(case: Case, folder: str) -> None:
 def of_the_stock_actor(case: Case, calls: Sequence[int]) -> Any:
     """What `gradients_and_clips` returns for the actor as released."""
     return gradients_and_clips(case, stock_dp_actor(), calls)
+
+
+def search(case: Case, blown_layer: int, threshold: float, clip: bool = False) -> dict[str, Any]:
+    """The event of the spiked update, with TokenClip's signals or without them."""
+    options = {"spike_detection": True, "grad_norm_threshold": threshold, "bisect_budget_steps": 100}
+    if clip:
+        options["token_clip"] = token_clip_config(enable=True, action="log", warmup_steps=WARMUP)
+    actor = build_actor(case, change_model=amplify(case, blown_layer), grad_clip=1e9, **options)
+    for seed in CALLS[: SPIKED + 1]:
+        actor.update_policy(build_batch(case, dist.get_rank(), seed))
+    (event,) = actor.gradloc.events
+    return event

@@ -189,8 +189,8 @@ def without_culprits(step: int, diagnosis: str, random: random.Random, **changes
         part |= {"threshold": THRESHOLD * root * math.sqrt(48 / TOKENS), "largest_tokens": tokens}
         changes = {"diffuse": [part, {**part, "rank": None, "norm": norm / 3, "largest_tokens": []}]} | changes
     if diagnosis == "incomplete":
-        segment = {"rank": 1, "micro_batch": 2, "tokens": 224, "threshold": 10.6}
-        changes = {"passes": 128, "open_segments": [segment]} | changes
+        token_set = {"rank": 1, "micro_batch": 2, "tokens": 224, "threshold": 10.6}
+        changes = {"passes": 128, "open_segments": [token_set]} | changes
     found = event(step, [], random, **changes)
     return {**found, "trigger": {**found["trigger"], "norm": norm}}
 
@@ -229,8 +229,8 @@ def samples(count: int, seed: int = 1) -> list[dict[str, Any]]:
             found.append(culprit(position, tokens, norm, generator, **changes))
         changes = {}
         if generator.random() < 0.04:
-            segment = {"rank": 1, "micro_batch": 2, "tokens": 224, "threshold": 10.6}
-            changes = {"complete": False, "passes": 128, "open_segments": [segment]}
+            token_set = {"rank": 1, "micro_batch": 2, "tokens": 224, "threshold": 10.6}
+            changes = {"complete": False, "passes": 128, "open_segments": [token_set]}
             changes |= {"until": "exhaustive", "explained": None}
         events.append(event(step, found, generator, **changes))
     return events

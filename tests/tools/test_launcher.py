@@ -66,7 +66,7 @@ def test_the_program_needs_the_standard_library_only() -> None:
 
 
 def test_settings_and_their_keys_are_named_once() -> None:
-    names = Counter([*(setting.name for setting in settings.SETTINGS), *old_names.KEYS])
+    names = Counter([*(setting.name for setting in settings.SETTINGS), *old_names.KEYS, *old_names.SETTINGS])
     assert names.most_common(1)[0][1] == 1
     keys = Counter([*(setting.key for setting in settings.SETTINGS), *(key for keys in OLD_KEYS for key in keys)])
     assert keys.most_common(1)[0][1] == 1
@@ -120,7 +120,7 @@ def test_help_lists_every_setting_with_its_defaults() -> None:
     assert rows["MODEL_PATH"][1:3] == ["Qwen/Qwen3-4B", "(prepared)"]
     assert rows["SPIKE_ACTION"][1:3] == ["log", "log"]
     with_remedy = usage.help_text(remedy=True, environment={})
-    assert re.search(r"TOKEN_CLIP +2\.0 +2\.0 ", with_remedy) and "outputs/MODEL-grpo-remedy" in with_remedy
+    assert re.search(r"TIS +2\.0 +2\.0 ", with_remedy) and "outputs/MODEL-grpo-remedy" in with_remedy
 
 
 @pytest.mark.parametrize(
@@ -247,6 +247,14 @@ def test_an_old_name_gets_the_key_to_write(name: str, capsys: pytest.CaptureFixt
     assert f"the variable {name} has no effect here" in said
     assert shlex.split(said.partition(" write ")[2]) == overrides
     assert resolve({}, {name: ""}) == resolve() and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "now"), old_names.SETTINGS.items())
+def test_a_renamed_setting_gets_its_name(name: str, now: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert written_instead(name, "1.5") == [f"{now}=1.5"]
+    assert resolve({now: "1.5"})[now] == "1.5"
+    assert resolve({}, {name: "1.5"}) == resolve()
+    assert capsys.readouterr().out.endswith(f"if it is meant for this run, write {now}=1.5\n")
 
 
 def test_the_overrides_for_an_old_name_do_what_it_did() -> None:

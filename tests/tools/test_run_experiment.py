@@ -161,7 +161,7 @@ def test_other_shells_options_and_links_do_not_matter(recorder: Path, tmp_path: 
     assert executed(done.stdout) == wanted, done.stderr
 
 
-CLIPS = {"TOKEN_CLIP": "3", "SEQUENCE_CLIP": "1.05", "LAYER_CLIP": "ratio"}
+CLIPS = {"TIS": "3", "SEQUENCE_MASK": "1.05", "LAYER_CLIP": "ratio"}
 
 
 def clips(recorder: Path, *arguments: str) -> tuple:
@@ -292,7 +292,7 @@ def test_runs_with_other_clips_have_a_directory_of_their_own(recorder: Path) -> 
         return composed(overrides_of(recorder, "--cluster", *arguments)).trainer.default_local_dir
 
     plain, remedy = directory(), directory("--remedy")
-    assert directory("TOKEN_CLIP=2.0", "SEQUENCE_CLIP=1.2", "LAYER_CLIP=zscore") == remedy
+    assert directory("TIS=2.0", "SEQUENCE_MASK=1.2", "LAYER_CLIP=zscore") == remedy
     assert directory("--remedy", *(f"{name}=off" for name in CLIPS)) == plain
     one_on = [directory(f"{name}={value}") for name, value in CLIPS.items()]
     one_off = [directory("--remedy", f"{name}=off") for name in CLIPS]
@@ -374,9 +374,9 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["--dry-run", "LOGGER=???"], "LOGGER is '???': ??? means a missing value"),
         (["--dry-run", "TRAIN_FILES=a,???"], "TRAIN_FILES is 'a,???'"),
         (["--dry-run", os.fsdecode(b"MODEL_PATH=/m/\xff")], "MODEL_PATH is not valid UTF-8"),
-        (["TOKEN_CLIP=1.0"], "TOKEN_CLIP is '1.0': give a number over 1 or off"),
-        (["TOKEN_CLIP=01.5"], "TOKEN_CLIP is '01.5': give a number over 1 or off"),
-        (["--remedy", "SEQUENCE_CLIP=no"], "SEQUENCE_CLIP is 'no': give a number over 1 or off"),
+        (["TIS=1.0"], "TIS is '1.0': give a number over 1 or off"),
+        (["TIS=01.5"], "TIS is '01.5': give a number over 1 or off"),
+        (["--remedy", "SEQUENCE_MASK=no"], "SEQUENCE_MASK is 'no': give a number over 1 or off"),
         (["LAYER_CLIP=True"], "LAYER_CLIP is 'True': give zscore, ratio, fixed or off"),
         (["OUTPUT_DIR=hdfs://host/run"], "OUTPUT_DIR is 'hdfs://host/run': give a directory"),
         (["actor_rollout_ref.actor.bisect_dump_dir=/x"], "give BISECT_DUMP_DIR=/x"),
@@ -409,7 +409,7 @@ def test_the_verl_that_training_has_decides(tmp_path: Path) -> None:
         (tmp_path / "verl/version").mkdir(parents=True, exist_ok=True)
         (tmp_path / "verl/__init__.py").touch()
         (tmp_path / "verl/version/version").write_text(f"{version}\n")
-        command = ["--dry-run", "--cluster", "SEQUENCE_CLIP=1.5", "--python", sys.executable, *arguments]
+        command = ["--dry-run", "--cluster", "SEQUENCE_MASK=1.5", "--python", sys.executable, *arguments]
         return launch(*command, PYTHONPATH=str(tmp_path)).stdout
 
     assert "rollout_rs=geometric" in printed("0.7.0")

@@ -69,10 +69,11 @@ def test_the_documentation_has_every_key_and_its_default() -> None:
     gradloc = {key: "null" if actor[key] is None else str(actor[key]) for key in DEFAULTS}
     # What the yaml's resolver comes to in a run of the trainer.
     gradloc["bisect_dump_dir"] = own["bisect_dump_dir"].replace("oc.select:", "").replace(",checkpoints", "")
-    gradloc["layer_clip.enable"] = str(actor.layer_clip.enable)
+    for name in ("layer_clip", "token_clip"):
+        gradloc[f"{name}.enable"] = str(actor[name].enable)
+        settings = {key: str(value) for key, value in own[name].items() if not key.startswith("_")}
+        assert documented(f"docs/{name}.md") == settings
     assert documented("docs/configuration.md") == gradloc
-    layer_clip = {key: str(value) for key, value in own["layer_clip"].items() if not key.startswith("_")}
-    assert documented("docs/layer_clip.md") == layer_clip
     assert documented("README.md").items() <= gradloc.items()
 
 
@@ -111,6 +112,8 @@ def test_keys_are_overridden_without_a_plus() -> None:
         ("spike_replay=-1", "spike_replay must be a number of bundles, 0 for none, got -1"),
         ("spike_replay=True", "spike_replay must be a number of bundles"),
         ("spike_replay=null", "spike_replay must be a number of bundles"),
+        ("token_clip.action=zero", "token_clip.action must be one of"),
+        ("token_clip.max_share=0", "token_clip.max_share must be over 0 and at most 1, got 0"),
     ],
 )
 def test_bad_values_are_refused_at_start(override: str, message: str) -> None:
@@ -138,9 +141,11 @@ def test_yaml_follows_verls_format_rules() -> None:
 
 DETECTION = "actor_rollout_ref.actor.spike_detection=True"
 LAYER_CLIP = "actor_rollout_ref.actor.layer_clip.enable=True"
+TOKEN_CLIP = "actor_rollout_ref.actor.token_clip.enable=True"
 OF_THE_LEGACY_WORKERS = [
     (["trainer.use_legacy_worker_impl=disable", DETECTION], "spike_detection needs the FSDP workers"),
     (["trainer.use_legacy_worker_impl=disable", LAYER_CLIP], "layer_clip needs the FSDP workers"),
+    (["trainer.use_legacy_worker_impl=disable", TOKEN_CLIP], "token_clip needs the FSDP workers"),
 ]
 OF_THE_ENGINE = [
     (["actor_rollout_ref.actor.strategy=fsdp_turbo", DETECTION], "does not know strategy=fsdp_turbo"),

@@ -54,8 +54,8 @@ def check(search: Search, tokens: dict[str, Tokens]) -> None:
         rest = [i for i in range(len(unit.weights)) if i not in culprits]
         if search.explained(name):
             assert not is_over(unit, rest)
-            segment, norm = search.rest(name)
-            assert list(segment.candidates) == rest and norm == pytest.approx(unit.norm(rest))
+            token_set, norm = search.rest(name)
+            assert list(token_set.candidates) == rest and norm == pytest.approx(unit.norm(rest))
         else:
             assert any(found.group == name for found, _ in search.diffuse)
     assert search.open_sets == []

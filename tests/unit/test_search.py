@@ -74,7 +74,7 @@ def test_finds_exactly_the_planted_tokens(
 ) -> None:
     for seed in range(5):
         places = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:count].tolist()
-        # Two units; each planted token alone lifts any segment that holds it over the segment's threshold.
+        # Two units; each planted token alone lifts any token set that holds it over that set's threshold.
         planted = {place: 3 * THRESHOLD * math.sqrt(n) * (i + 1) for i, place in enumerate(places)}
         tokens = {"a": Tokens(n, planted, seed, ragged=True), "b": Tokens(n, planted, seed + 100)}
         search = start(tokens, helpful, ordinary)
@@ -174,7 +174,7 @@ def test_a_set_whose_norm_its_sibling_cannot_explain_is_split_without_a_probe() 
     (first,) = search.next_probes(1, passes_left=1)
     assert 5 not in first.candidates
     search.add_measurements([(first, tokens["a"].measure(first))])
-    assert all(len(segment.candidates) < 8 - len(first.candidates) for segment in search.open_sets)
+    assert all(len(token_set.candidates) < 8 - len(first.candidates) for token_set in search.open_sets)
 
 
 def test_open_sets_beside_a_culprit_are_measured_together() -> None:
@@ -210,7 +210,7 @@ def test_a_diffuse_micro_batch_is_given_up_after_a_few_passes(n: int, cosine: fl
     passes, _ = run(search, tokens, 2)
     assert search.culprits == [] and search.open_sets == []
     assert passes <= 30
-    assert search.diffuse and all(norm > search.threshold(segment) for segment, norm in search.diffuse)
+    assert search.diffuse and all(norm > search.threshold(token_set) for token_set, norm in search.diffuse)
 
 
 @pytest.mark.parametrize("helpful", [True, None])
@@ -240,7 +240,7 @@ def test_many_tokens_over_the_threshold_that_pull_the_same_way_are_all_found() -
 @pytest.mark.parametrize("probes_a_pass", [1, 4])
 @pytest.mark.parametrize("cosine", [0.3, 0.8])
 def test_evenly_spaced_parallel_culprits_are_found(cosine: float, probes_a_pass: int) -> None:
-    """The last tokens of 24 responses: until a segment holds only one of them, none stands out more than the whole."""
+    """The last tokens of 24 responses: until a token set has only one of them, none stands out more than the whole."""
     n = 24 * 160
     places = list(range(159, n, 160))
     tokens = {"a": Coherent(n, cosine, {}, seed=2)}
@@ -300,7 +300,7 @@ def test_sets_that_a_diffuse_micro_batch_leaves_unmeasured_are_listed() -> None:
     while probes := search.next_probes(2):
         measured.update(*(probe.candidates for probe in probes if len(probe.candidates) == 1))
         search.add_measurements([(probe, tokens["a"].measure(probe)) for probe in probes])
-    given_up = [candidate for segment in search.given_up for candidate in segment.candidates]
+    given_up = [candidate for token_set in search.given_up for candidate in token_set.candidates]
     assert search.diffuse and search.culprits == [] and search.open_sets == []
     assert len(given_up) == len(set(given_up)) > 0 and not measured & set(given_up)
 
@@ -312,25 +312,25 @@ def test_a_nonfinite_token_is_a_culprit(bad: float) -> None:
     suspicion = torch.ones(100)
     suspicion[17] = math.nan
     search.add_group("a", math.nan, suspicion, tokens.weights)
-    while segments := search.next_probes(2):
-        search.add_measurements([(s, bad if 17 in s.candidates else tokens.measure(s)) for s in segments])
+    while probes := search.next_probes(2):
+        search.add_measurements([(s, bad if 17 in s.candidates else tokens.measure(s)) for s in probes])
     assert [c.candidate for c in search.culprits] == [17] and search.broken == []
 
 
 def test_a_unit_that_is_not_finite_without_any_token_is_broken_and_costs_one_pass() -> None:
     search = Search(THRESHOLD, "exhaustive")
     search.add_group("a", math.nan, torch.ones(100), torch.full((100,), 0.01))
-    segments = search.next_probes(2)
-    assert segments[0].candidates == ()
-    search.add_measurements([(segment, math.nan) for segment in segments])
+    probes = search.next_probes(2)
+    assert probes[0].candidates == ()
+    search.add_measurements([(probe, math.nan) for probe in probes])
     assert search.broken == ["a"] and search.culprits == [] and search.next_probes(2) == []
 
 
 def test_thresholds_are_the_published_ones_for_equal_weights() -> None:
     search = Search(THRESHOLD, "exhaustive")
     search.add_group("a", 1e9, torch.ones(64), torch.full((64,), 1 / 64))
-    for segment in search.open_sets:
-        assert search.threshold(segment) == pytest.approx(THRESHOLD * math.sqrt(len(segment.candidates)) / 64)
+    for token_set in search.open_sets:
+        assert search.threshold(token_set) == pytest.approx(THRESHOLD * math.sqrt(len(token_set.candidates)) / 64)
 
 
 def test_a_spike_of_many_small_tokens_has_no_culprit_and_ends() -> None:
@@ -341,9 +341,9 @@ def test_a_spike_of_many_small_tokens_has_no_culprit_and_ends() -> None:
     run(search, {"a": tokens}, 4)
     assert search.culprits == [] and search.open_sets == []
     assert search.diffuse
-    for segment, norm in search.diffuse:  # over its threshold, and its halves are not
-        assert norm > search.threshold(segment)
-        assert len(segment.candidates) <= 2 * (THRESHOLD / 2) ** 2
+    for token_set, norm in search.diffuse:  # over its threshold, and its halves are not
+        assert norm > search.threshold(token_set)
+        assert len(token_set.candidates) <= 2 * (THRESHOLD / 2) ** 2
 
 
 def test_a_unit_without_candidates_has_nothing_to_measure() -> None:
@@ -357,8 +357,8 @@ def test_a_wide_pass_does_not_give_up_a_micro_batch_with_a_promising_probe() -> 
     tokens = Coherent(500, 0.9, {}, seed=3)
     search = Search(THRESHOLD, "exhaustive")
     search.add_group("a", math.nan, torch.ones(500), tokens.weights)
-    while segments := search.next_probes(64):
-        search.add_measurements([(s, math.nan if 17 in s.candidates else tokens.measure(s)) for s in segments])
+    while probes := search.next_probes(64):
+        search.add_measurements([(s, math.nan if 17 in s.candidates else tokens.measure(s)) for s in probes])
     assert [c.candidate for c in search.culprits] == [17]
 
 

@@ -43,10 +43,13 @@ KEYS: dict[str, tuple[str, ...]] = {
     "SPIKE_STOP_AFTER": (f"{ACTOR}.spike_stop_after",),
 }
 
+# The setting that has another name now.
+SETTINGS = {"TOKEN_CLIP": "TIS", "SEQUENCE_CLIP": "SEQUENCE_MASK"}
+
 
 def refuse(given: Mapping[str, str], environment: Mapping[str, str]) -> None:
     """Raises Refused for the first of these names among the arguments, and says so of those in the environment."""
-    for name in KEYS:
+    for name in (*KEYS, *SETTINGS):
         if name in given:
             raise Refused(f"{name} is no longer a setting: write {_written(name, given[name])}")
         if value := environment.get(name):  # it may well be meant for something else
@@ -54,7 +57,9 @@ def refuse(given: Mapping[str, str], environment: Mapping[str, str]) -> None:
 
 
 def _written(name: str, value: str) -> str:
-    """The Hydra overrides, as a shell takes them."""
+    """The setting or the Hydra overrides, as a shell takes them."""
+    if name in SETTINGS:
+        return shlex.quote(f"{SETTINGS[name]}={value}")
     right = value if re.fullmatch(r"[\w.+-]+", value, re.ASCII) else quoted(value)
     return " ".join(_for_shell(key if "=" in key else f"{key}={right}") for key in KEYS[name])
 

@@ -157,7 +157,7 @@ SETTINGS = (
     ),
     # verl's own corrections of the rollout's probabilities. They need calculate_log_probs.
     Setting(
-        "TOKEN_CLIP",
+        "TIS",
         f"{CORRECTION}.rollout_is_threshold",
         (OVER_1, OFF),
         "truncated importance sampling: off, or the maximum ratio of a token's probabilities in training and rollout",
@@ -166,7 +166,7 @@ SETTINGS = (
         turned_on_by=f"{CORRECTION}.rollout_is=token",
     ),
     Setting(
-        "SEQUENCE_CLIP",
+        "SEQUENCE_MASK",
         f"{CORRECTION}.rollout_rs_threshold",
         (OVER_1, OFF),
         "off, or x: mask responses whose geometric mean ratio is over x or under 1/x",

@@ -21,7 +21,7 @@ Usage: bash run_experiment.sh [options] [NAME=value ...] [Hydra overrides ...]
   --cluster        GRPO with FSDP and vLLM (default if nvidia-smi finds a GPU)
   --embedded       SmolLM2-135M on CPU, installed under .embedded/ (default without a GPU)
   --tiny           with --embedded: a random model of two layers, seconds per step
-  --remedy         turn on TOKEN_CLIP, SEQUENCE_CLIP and LAYER_CLIP; NAME=off turns one off
+  --remedy         turn on TIS, SEQUENCE_MASK and LAYER_CLIP; NAME=off turns one off
   --drill          in step 2, plant a spike in a copy of a mini-batch and find it (default with --embedded)
   --fault NAME     with --embedded: plant a fault on purpose, to see what it looks like:
 FAULTS  --target VERSION the verl to launch (default: the one that PYTHON has; with --embedded: DEFAULT)

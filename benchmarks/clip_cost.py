@@ -1,15 +1,16 @@
-"""What LayerClip costs: update_policy of verl's actor with and without LayerClip, interleaved in one run.
+"""What LayerClip and TokenClip cost: update_policy of verl's actor with and without them, interleaved in one run.
 
 A random Llama of SmolLM2-135M's size (float32, AdamW) is trained by two ranks with FSDP2 on gloo, with the batch sizes
-and lengths of the embedded profile: an optimizer step has 6 answers a rank, in micro-batches of 2, 80 tokens each. Each
-round has one update with the stock clipping alone, one with LayerClip that finds nothing to scale, and one in which
-every layer is scaled. Printed are medians over the rounds, of the slower rank, with the smallest and the largest value:
-the update's seconds, LayerClip's own seconds in it, and their share, by the clock and in CPU time. Use the
-shares: on a machine with other load, updates differ from each other by more than LayerClip takes.
+and lengths of the embedded profile: an optimizer step has 6 responses a rank, in micro-batches of 2, 80 tokens each.
+Each round has one update with the stock clipping alone, one with LayerClip that finds nothing to scale, one in which
+every layer is scaled, and one with TokenClip. Printed are medians over the rounds, of the slower rank, with the
+smallest and the largest value: the update's seconds by the clock and in CPU time, its CPU time over that of the stock
+update of its round, and what is done between the backward and the optimizer step, as a share of the update. TokenClip's
+work is spread over the backward, so that only the ratio shows it; use an idle machine.
 
 The patched verl must be importable; after `bash tests/run.sh`:
 
-    PYTHONPATH=build/verl:. build/venv/bin/python benchmarks/layer_clip_cost.py
+    PYTHONPATH=build/verl:. build/venv/bin/python benchmarks/clip_cost.py
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl import DataProto
 from verl.utils.fsdp_utils import apply_fsdp2
-from verl.utils.gradloc import LayerClip
+from verl.utils.gradloc import LayerClip, TokenClip
 from verl.workers.actor.dp_actor import DataParallelPPOActor
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, LayerClipConfig
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, LayerClipConfig, TokenClipConfig
 
 RANKS = 2
 PROMPT, RESPONSE, ROWS, MICRO_BATCH = 48, 32, 6, 2
@@ -58,6 +59,7 @@ KINDS = {
     "stock": None,
     "LayerClip, nothing to scale": LayerClipConfig(enable=True, warmup_steps=10**6),
     "LayerClip, all layers scaled": LayerClipConfig(enable=True, rule="fixed", max_norm=1e-6),
+    "TokenClip": TokenClipConfig(enable=True, warmup_steps=1),
 }
 
 
@@ -97,7 +99,10 @@ def measure(rank: int, folder: str, rounds: int, sizes: dict[str, Any]) -> None:
     )
     with contextlib.redirect_stdout(io.StringIO()):
         actor = DataParallelPPOActor(config, model, torch.optim.AdamW(model.parameters(), lr=1e-6))
-    clips = {name: None if config is None else LayerClip(model, config) for name, config in KINDS.items()}
+    clips: dict[str, Any] = {}
+    for name, settings in KINDS.items():
+        clip_class = TokenClip if isinstance(settings, TokenClipConfig) else LayerClip
+        clips[name] = None if settings is None else clip_class(model, settings)
     spent = {"wall": 0.0, "cpu": 0.0}
 
     watch: Any = actor.watch
@@ -118,7 +123,9 @@ def measure(rank: int, folder: str, rounds: int, sizes: dict[str, Any]) -> None:
     for i in range(rounds):
         figures = {}
         for name, clip in clips.items():
-            watch.layer_clip, actor.watch = clip, None if clip is None else watch
+            watch.layer_clip = clip if isinstance(clip, LayerClip) else None
+            watch.token_clip = clip if isinstance(clip, TokenClip) else None
+            actor.watch = None if clip is None else watch
             spent.update(wall=0.0, cpu=0.0)
             dist.barrier()
             started = clocks()
@@ -155,16 +162,19 @@ def main() -> None:
         multiprocessing.spawn(measure, (folder, arguments.rounds, sizes), nprocs=RANKS)
         rounds = range(arguments.rounds)
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
-    print("| | update, s | LayerClip in it, s | share | update, CPU s | share of CPU |\n|---|---|---|---|---|---|")
+    print("| | update, s | CPU s | CPU over stock's | before the step, s | share | share of CPU |")
+    print("|---|---|---|---|---|---|---|")
     for name in KINDS:
-        cells = []
-        for clock in ("wall", "cpu"):
-            # Of the slower rank.
-            pairs = [max((r[i][name]["clip"][clock], r[i][name]["update"][clock]) for r in ranks) for i in rounds]
-            cells.append(spread([update for _, update in pairs]))
-            if clock == "wall":
-                cells.append(spread([clip for clip, _ in pairs]))
-            cells.append(spread([100 * clip / update for clip, update in pairs], "%"))
+        # Of the slower rank.
+        update = {c: [max(rank[i][name]["update"][c] for rank in ranks) for i in rounds] for c in ("wall", "cpu")}
+        step = {c: [max(rank[i][name]["clip"][c] for rank in ranks) for i in rounds] for c in ("wall", "cpu")}
+        stock = [max(rank[i]["stock"]["update"]["cpu"] for rank in ranks) for i in rounds]
+        shares = [
+            spread([100 * part / whole for part, whole in zip(step[c], update[c], strict=True)], "%")
+            for c in ("wall", "cpu")
+        ]
+        ratio = spread([own / of_stock for own, of_stock in zip(update["cpu"], stock, strict=True)])
+        cells = [spread(update["wall"]), spread(update["cpu"]), ratio, spread(step["wall"]), *shares]
         print(f"| {name} | {' | '.join(cells)} |")
 
 

@@ -1,0 +1,241 @@
+"""TokenClip's settings, statistics and places, each on its own."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradloc import TokenClip, TokenClipConfig
+from gradloc.evidence.clips import describe
+from gradloc.token_clip.positions import Positions
+from gradloc.token_clip.usual_signal import UsualSignal
+
+HIDDEN = 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable", 1),
+        ("action", "zero"),
+        ("factor", 1.0),
+        ("factor", math.inf),
+        ("factor", "4"),
+        ("beta", 1.0),
+        ("beta", 0),
+        ("warmup_steps", 0),
+        ("warmup_steps", True),
+        ("max_share", 0.0),
+        ("max_share", 1.5),
+    ],
+)
+def test_a_bad_setting_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"token_clip\.{name} must be .*, got"):
+        TokenClipConfig(**{name: value})
+
+
+def test_the_usual_signal_is_a_bias_corrected_average_of_clipped_values() -> None:
+    usual = UsualSignal()
+    for value in (3.0, 0.0, 1.0, math.nan, math.inf, 2.0):
+        usual.take_in(value, factor=4.0, beta=0.9, warmup_steps=3)
+    assert usual.value == 2.0 and usual.count == 3
+    usual.take_in(5.0, factor=4.0, beta=0.9, warmup_steps=3)
+    first = 2.0 + (1 - 0.9) / (1 - 0.9**4) * (5.0 - 2.0)
+    assert usual.value == pytest.approx(first)
+    usual.take_in(1e9, factor=4.0, beta=0.9, warmup_steps=3)
+    assert usual.value == pytest.approx(first + (1 - 0.9) / (1 - 0.9**5) * (4 * first - first))
+
+
+def test_a_lasting_change_of_the_signals_is_followed() -> None:
+    usual = UsualSignal()
+    for value in [1.0] * 20 + [10.0] * 200:
+        usual.take_in(value, factor=4.0, beta=0.98, warmup_steps=20)
+    assert usual.value > 9.0
+
+
+# Left-padded prompts, right-padded responses of two columns; the rows have 3, 4 and 2 tokens.
+MASK = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 0], [0, 0, 1, 1, 0]]).bool()
+PLACES = Positions(MASK, [3, 3, 3])
+
+
+def test_positions_of_padded_hidden_states() -> None:
+    assert PLACES.rows_of((3, 5)).expand(3, 5).tolist() == [[0] * 5, [1] * 5, [2] * 5]
+    rows, tokens = PLACES.tokens_of((3, 5))
+    # The hidden state in column 2 predicts the response's first token, in column 3.
+    assert rows.tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    assert tokens.tolist() == [-2, -1, 0, 1, 2] * 3
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (9,)])
+def test_positions_without_padding(shape: tuple[int, ...]) -> None:
+    assert PLACES.rows_of(shape).flatten().tolist() == [0] * 3 + [1] * 4 + [2] * 2
+    rows, tokens = PLACES.tokens_of(shape)
+    assert rows.tolist() == [0] * 3 + [1] * 4 + [2] * 2
+    assert tokens.tolist() == [-1, 0, 1, -2, -1, 0, 1, 0, 1]
+
+
+def test_positions_of_a_part_of_the_sequences() -> None:
+    parts = [Positions(MASK, [3, 3, 3], part, 2) for part in (0, 1)]
+    assert parts[0].rows_of((1, 5)).tolist() == [[0, 0, 0, 1, 1]]
+    # Ten positions, of which the last belongs to no token.
+    assert parts[1].rows_of((1, 5)).flatten()[:4].tolist() == [1, 1, 2, 2]
+    assert parts[1].rows_of((9,), whole=True).tolist() == [0] * 3 + [1] * 4 + [2] * 2
+
+
+def test_positions_of_one_row_with_and_without_its_padding() -> None:
+    one = Positions(MASK[:1], [3])
+    assert one.tokens_of((1, 5))[1].tolist() == [-2, -1, 0, 1, 2]
+    assert one.tokens_of((1, 3))[1].tolist() == [-1, 0, 1]
+    assert one.tokens_of((1, 2), whole=True)[1].tolist() == [0, 1]
+
+
+def test_hidden_states_of_something_else_have_no_positions() -> None:
+    assert PLACES.rows_of((2, 5)) is None
+    assert PLACES.rows_of((3, 4, 4)) is None
+    assert PLACES.rows_of((1, 40)) is None
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return hidden + self.linear(hidden), None
+
+
+class Model(nn.Module):
+    """A model of two layers, each token on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(11, HIDDEN)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.vision_tower = nn.ModuleDict({"layers": nn.ModuleList([Layer() for _ in range(3)])})
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)[0]
+        return hidden.sum(-1)
+
+
+def train(clip: TokenClip, model: Model, coefficients: torch.Tensor) -> dict[str, Any] | None:
+    """One pass of a row of tokens, whose gradient is in the model, and the end of the mini-batch."""
+    shape = coefficients.shape
+    model.zero_grad()
+    clip.begin_pass(Positions(torch.ones(shape).bool(), [1] * shape[0]), range(shape[0]))
+    log_prob = model(torch.arange(shape[1]).expand(shape))
+    clip.observe(log_prob, torch.full(shape, 0.5), 1.0, {"token_id": torch.arange(shape[1]).expand(shape)})
+    log_prob.backward(coefficients)
+    clip.end_pass()
+    return clip.end_mini_batch()
+
+
+def test_the_boundaries_are_those_of_the_text_model() -> None:
+    clip = TokenClip(Model(), TokenClipConfig(enable=True))
+    assert clip.boundaries == ["embed_tokens", "layers.0", "layers.1", "log_probs"]
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no list of decoder layers.*token_clip.enable=False"):
+        TokenClip(nn.Linear(2, 2), TokenClipConfig(enable=True))
+
+
+def test_only_the_outlier_is_cut_and_told() -> None:
+    model = Model()
+    clip = TokenClip(model, TokenClipConfig(enable=True, warmup_steps=2))
+    ordinary = torch.tensor([[1.0, -1.0, 0.5, 1.0]])
+    assert train(clip, model, ordinary) is None and train(clip, model, ordinary) is None
+    expected = train(clip, model, torch.tensor([[1.0, -1.0, 0.0, 1.0]]))
+    assert expected is None
+    wanted = [parameter.grad.clone() for parameter in model.embed_tokens.parameters()]
+    found = train(clip, model, torch.tensor([[1.0, -1.0, 900.0, 1.0]]))
+    assert [parameter.grad.tolist() for parameter in model.embed_tokens.parameters()] == [w.tolist() for w in wanted]
+    assert found is not None
+    (token,) = found["tokens"]
+    assert (token["position"], token["token_id"], token["boundary"], token["cut"]) == (2, 2, "log_probs", True)
+    assert token["multiple"] == pytest.approx(900)
+    metrics = clip.metrics()
+    assert metrics["actor/token_clip/over"] == metrics["actor/token_clip/cut"] == 1
+    assert metrics["actor/token_clip/largest"] == pytest.approx(900)
+    assert clip.boundaries[int(metrics["actor/token_clip/boundary"])] == "log_probs"
+    assert clip.metrics() == {}
+
+
+def test_nothing_is_watched_outside_of_a_pass() -> None:
+    model = Model()
+    clip = TokenClip(model, TokenClipConfig(enable=True, warmup_steps=1))
+    train(clip, model, torch.ones(1, 3))
+    model.zero_grad()
+    model(torch.arange(3).unsqueeze(0)).backward(torch.tensor([[1.0, 1e6, 1.0]]))
+    assert model.embed_tokens.weight.grad.abs().max() > 1e5
+    assert clip.end_mini_batch() is None
+
+
+def test_a_state_of_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    clip = TokenClip(model, TokenClipConfig(enable=True, warmup_steps=1))
+    train(clip, model, torch.ones(1, 3))
+    state = clip.state_dict()
+    again = TokenClip(Model(), TokenClipConfig(enable=True, warmup_steps=1))
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    del state["boundaries"]["layers.1"]
+    with pytest.raises(ValueError, match=r"only in this model: \['layers.1'\]"):
+        again.load_state_dict(state)
+    with caplog.at_level(logging.WARNING):
+        again.load_state_dict(None)
+    assert "the warm-up starts over" in caplog.text
+    assert again.state_dict()["boundaries"]["layers.0"]["value"] == 0
+
+
+def line(**found: Any) -> dict[str, Any]:
+    token = {"rank": 1, "row": 3, "position": 5, "boundary": "layers.4", "multiple": 41.26, "token": " 7"}
+    return {
+        "token_clip": {
+            "action": "drop",
+            "factor": 4.0,
+            "over": {"layers.4": 1},
+            "cut": {"layers.4": 1},
+            "refused": [],
+            "tokens": [token],
+            **found,
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (
+            {},
+            "TokenClip found 1 backward signal over 4 times the usual largest one, and dropped it; the largest: token "
+            "' 7' of rank 1, row 3, position 5, 41.3 times the usual at layers.4.",
+        ),
+        (
+            {"action": "log", "cut": {"layers.4": 0}, "tokens": []},
+            "TokenClip found 1 backward signal over 4 times the usual largest one, and left it as it is (action log).",
+        ),
+        (
+            {"over": {"layers.4": 7}, "cut": {"layers.4": 0}, "refused": ["layers.4"], "tokens": []},
+            "TokenClip found 7 backward signals over 4 times the usual largest one; at layers.4 there were more than "
+            "max_share, so that none was cut there.",
+        ),
+        (
+            {"action": "smooth", "over": {"layers.4": 7}, "cut": {"layers.4": 2}, "tokens": []},
+            "TokenClip found 7 backward signals over 4 times the usual largest one, and reduced 2 of them.",
+        ),
+    ],
+)
+def test_a_line_is_told_in_one_sentence(found: dict[str, Any], sentence: str) -> None:
+    assert describe(line(**found)) == sentence
