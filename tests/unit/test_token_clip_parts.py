@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradloc import TokenClip, TokenClipConfig
 from gradloc.evidence.clips import describe
@@ -180,6 +181,48 @@ def test_nothing_is_watched_outside_of_a_pass() -> None:
     model(torch.arange(3).unsqueeze(0)).backward(torch.tensor([[1.0, 1e6, 1.0]]))
     assert model.embed_tokens.weight.grad.abs().max() > 1e5
     assert clip.end_mini_batch() is None
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations for which a host waits for its device."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        # A mask as an index is turned into the indices.
+        masks = name in ("index", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if name in self.NAMES or masks:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("action", ["log", "drop", "smooth"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_pass_never_waits_for_the_device(action: str, packed: bool) -> None:
+    model = Model()
+    clip = TokenClip(model, TokenClipConfig(enable=True, action=action, warmup_steps=1))
+    train(clip, model, torch.ones(2, 3))
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    ids, coefficients = torch.arange(6).view(2, 3), torch.tensor([[1.0, 99.0, 0.0], [1.0, 1.0, 1.0]])
+    if packed:
+        ids, coefficients = ids[mask].unsqueeze(0), coefficients[mask]
+    with Waits() as waits:
+        clip.begin_pass(Positions(mask, [1, 1]), [0, 1])
+        log_prob = model(ids)
+        log_prob = log_prob[0] if packed else log_prob
+        clip.observe(log_prob, torch.full((2, 3), 0.5))
+        log_prob.backward(coefficients)
+        clip.end_pass()
+        assert waits.found == []
+        coefficients.max().item()
+    assert waits.found == ["_local_scalar_dense"]
+    found = clip.end_mini_batch()
+    assert found is not None and found["over"]["log_probs"] == 1
 
 
 def test_a_state_of_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
