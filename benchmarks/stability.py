@@ -8,8 +8,8 @@ The rows differ in what is applied between the gradient and the optimizer:
 - none: nothing; global: verl's grad_clip alone, at five times the usual norm, as in runs whose norms are well under it;
   tight: at half the usual norm, so that it acts in nearly every step. All others have the loose one after theirs.
 - zscore bound, zscore: LayerClip with target=bound and with its default, reciprocal.
-- TokenClip: drop at 4 times the usual signal; both: TokenClip, then zscore. "10%": with max_share=0.1. Its default 0.01
-  is one token here, where a mini-batch has about 170.
+- TokenClip: drop at 4 times the usual signal; both: TokenClip, then zscore. "1%": with max_share=0.01 instead of the
+  default 0.1: one token here, where a mini-batch has about 170.
 - drop, skip: GradLoc's spike_action, at three times the usual token norm, with 64 passes at most.
 - adagc, zclip, spam, aggc: the rules of four papers (rival_clips.py). "aggc limited" has the limits to a step's factor
   that are in its authors' code and not in its formulas.
@@ -64,10 +64,10 @@ VARIANTS = [
     Variant("tight", clip=TIGHT),
     Variant("zscore bound", "zscore", target="bound"),
     Variant("zscore", "zscore"),
-    Variant("TokenClip", token_clip=0.01),
-    Variant("TokenClip 10%", token_clip=0.1),
-    Variant("both", "zscore", token_clip=0.01),
-    Variant("both 10%", "zscore", token_clip=0.1),
+    Variant("TokenClip", token_clip=0.1),
+    Variant("TokenClip 1%", token_clip=0.01),
+    Variant("both", "zscore", token_clip=0.1),
+    Variant("both 1%", "zscore", token_clip=0.01),
     Variant("drop", action="drop"),
     Variant("skip", action="skip"),
     *(Variant(rule, rule) for rule in RIVALS),
