@@ -65,7 +65,7 @@ def compare_line(outcome: Outcome) -> None:
 
 @pytest.mark.target(version="0.9.1")
 @cases(
-    *[(2, Case(wrap, planted=ONE)) for wrap in WRAPS],
+    *[(2, Case(wrap, planted=ONE), *[pytest.mark.every_target] * (wrap == "fsdp2")) for wrap in WRAPS],
     (1, Case("none", planted=((0, 2, 6),))),
     *[(2, Case(wrap, checkpointing=True, tied=True, planted=ONE)) for wrap in WRAPS],
     *[(2, Case(loss_agg_mode=mode, dynamic=True, planted=ONE)) for mode in MODES],
