@@ -279,5 +279,5 @@ def read_state(folder: str | None) -> dict[str, Any]:
         return torch.load(path, weights_only=True)
     except Exception as error:
         raise ValueError(
-            f"{path} cannot be read ({error}); restore it, or remove it to let what it is for start over"
+            f"{path} cannot be read ({error}); restore it, or remove it, and all warm-ups start over"
         ) from error

@@ -852,7 +852,7 @@ def test_a_state_that_cannot_be_read_is_an_error_on_every_rank(launch: Launch, t
     path = tmp_path / "gradloc_state.pt"
     for error in launch(2, layer_clip_cases.load_unreadable, str(tmp_path)):
         assert error.startswith(f"RankFailedError: rank 0: ValueError: {path} cannot be read (")
-        assert error.endswith("; restore it, or remove it to let GradLoc and LayerClip start over")
+        assert error.endswith("; restore it, or remove it, and all warm-ups start over")
 
 
 # The configuration
