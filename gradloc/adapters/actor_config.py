@@ -60,6 +60,8 @@ class SpikeConfig(BaseConfig, GradLocConfig):
             raise ValueError(f"[actor] spike_detection must be True or False, got {self.spike_detection!r}.")
         if self.spike_log not in (None, True, False, "texts"):
             raise ValueError(f"[actor] spike_log must be True, False, texts or null, got {self.spike_log!r}.")
+        if self.token_clip.enable and getattr(self, "use_prefix_grouper", False):
+            raise ValueError("[actor] token_clip does not know use_prefix_grouper: set token_clip.enable=False.")
         if self.spike_drill_step is not None and not self.spike_detection:
             raise ValueError("[actor] spike_drill_step needs spike_detection=True.")
         if not isinstance(self.bisect_dump_dir, str) or not self.bisect_dump_dir:

@@ -9,14 +9,11 @@ from typing import Any
 
 from ..evidence import clips
 from ..evidence.in_words import summary
-from ..evidence.token_facts import text_evidence
-from ..evidence.writer import STEP_FIGURES, jsonable, limit_texts, record_events, record_step
+from ..evidence.token_facts import context_evidence, text_evidence
+from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 
 logger = logging.getLogger(__name__)
-
-# What is written of a token in a clip line; of one in the prompt, no text.
-_CLIPPED_TOKEN_FACTS = ("token", "context", "reward", "data_source", "uid")
 
 # How many events of an update are logged one by one.
 _LOGGED_EVENTS = 3
@@ -65,6 +62,9 @@ class UpdateEvidence:
                 that has it; may raise.
         """
         self._events += events
+        # No more clip lines than these are written.
+        clip_lines = [id(event) for event in self._events if "token_clip" in event][:EVENTS_PER_STEP]
+        events = [event for event in events if "token_clip" not in event or id(event) in clip_lines]
         culprits = [(event, i, culprit) for event in events for i, culprit in enumerate(_tokens(event))]
         if not culprits:
             return
@@ -100,11 +100,10 @@ class UpdateEvidence:
         """
         culprit = _tokens(event)[index]
         try:
-            facts = _facts(sample_of(event, culprit), culprit["position"], self._tokenizer)
+            sample = sample_of(event, culprit)
             if "token_clip" in event:
-                kept = _CLIPPED_TOKEN_FACTS if culprit["position"] >= 0 else _CLIPPED_TOKEN_FACTS[2:]
-                return [jsonable({name: facts[name] for name in kept if name in facts})]
-            return [jsonable(limit_texts(facts, index))]
+                return [jsonable(_facts_of_clipped(sample, culprit["position"], self._tokenizer))]
+            return [jsonable(limit_texts(_facts(sample, culprit["position"], self._tokenizer), index))]
         except Exception:
             logger.warning("a culprit of a gradient spike is written without its text", exc_info=True)
             return []
@@ -128,9 +127,8 @@ def write_update(
         ("mini-batches with outlying tokens", [event for event in events if "token_clip" in event]),
     ):
         for line in lines[:_LOGGED_EVENTS]:
-            start = (
-                "Spike drill" if line.get("drill") else "Outlying tokens" if "token_clip" in line else "Gradient spike"
-            )
+            start = "Gradient spike" if line.get("drill") is None else "Spike drill"
+            start = "Outlying tokens" if "token_clip" in line else start
             logger.warning("%s in step %s: %s", start, line["global_step"], line.get("summary", ""))
         if (more := len(lines) - _LOGGED_EVENTS) > 0:
             logger.warning("%d more %s in step %s: see the report on %s", more, what, global_step, directory)
@@ -142,11 +140,26 @@ def _tokens(line: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     return line["token_clip"]["tokens"] if "token_clip" in line else line["culprits"]
 
 
+def _facts_of_clipped(sample: Sample, position: int, tokenizer: Any) -> dict[str, Any]:
+    """What is written of a token in a clip line; of one in the prompt, no text."""
+    texts = {}
+    if tokenizer is not None and position >= 0:
+        texts = context_evidence(tokenizer, sample.response, position)
+    return {**texts, **_facts_of_row(sample)}
+
+
 def _facts(sample: Sample, position: int, tokenizer: Any) -> dict[str, Any]:
-    reward_model, columns = sample.columns.get("reward_model"), sample.columns
+    reward_model = sample.columns.get("reward_model")
     return {
         **(text_evidence(tokenizer, sample.prompt, sample.response, position) if tokenizer is not None else {}),
         "ground_truth": reward_model.get("ground_truth") if isinstance(reward_model, dict) else None,
+        **_facts_of_row(sample),
+    }
+
+
+def _facts_of_row(sample: Sample) -> dict[str, Any]:
+    columns = sample.columns
+    return {
         "reward": sample.reward,
         "data_source": str(columns["data_source"]) if "data_source" in columns else None,
         "uid": str(columns["uid"]) if "uid" in columns else None,

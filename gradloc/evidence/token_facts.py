@@ -126,6 +126,18 @@ def response_kl(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[s
     return {name: response_window(values, mask, position) for name, values in estimates.items()}
 
 
+def context_evidence(tokenizer: Any, response: Sequence[int], position: int) -> dict[str, str]:
+    """A token of a response as text, and its `context`: up to 16 tokens on either side with the token in «»."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    token = decode(response[position : position + 1])
+    before = decode(response[max(position - 16, 0) : position])
+    after = decode(response[position + 1 : position + 17])
+    return {"token": token, "context": f"{before}«{token}»{after}"}
+
+
 def text_evidence(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], position: int) -> dict[str, Any]:
     """The culprit as text, with its context.
 
@@ -144,15 +156,11 @@ def text_evidence(tokenizer: Any, prompt: Sequence[int], response: Sequence[int]
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    token = decode(response[position : position + 1])
-    before = decode(response[max(position - 16, 0) : position])
-    after = decode(response[position + 1 : position + 17])
     start = window_start(position)
     window = response[start : start + WINDOW]
     pieces = {token_id: decode([token_id]) for token_id in set(window)}
     return {
-        "token": token,
-        "context": f"{before}«{token}»{after}",
+        **context_evidence(tokenizer, response, position),
         "prompt": decode(prompt),
         "response": decode(response),
         "response_tokens": [pieces[token_id] for token_id in window],

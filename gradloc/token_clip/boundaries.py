@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..layers.layer_names import layer_name
 
 # Encoders of other modalities, whose hidden states are not those of the tokens.
-_OTHER_MODALITY = re.compile(r"\b(?:visual|vision\w*|image\w*|audio\w*|\w*encoder)\b")
+_OTHER_MODALITY = re.compile(r"visual|vision|image|audio|speech")
 
 # `(boundary, hidden states) -> None`, called with hidden states that require a gradient.
 Seen = Callable[[str, Tensor], None]

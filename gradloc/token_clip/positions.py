@@ -39,7 +39,8 @@ class Positions:
 
         Args:
             shape (Sequence[int]): Of hidden states without the hidden size, or of log-probs: (rows, any length) if they
-                are padded, (1, positions) or (positions,) if the padding is removed.
+                are padded; (1, positions), or (positions,) for log-probs, if the padding is removed. More positions may
+                follow, of no token.
             whole (bool): Whether these are the positions of the whole group, not this rank's part.
 
         Returns:
@@ -78,14 +79,18 @@ class Positions:
         return len(shape) == 2 and shape[0] == rows and (rows > 1 or whole or shape[1] >= length)
 
     def _cells(self, shape: Sequence[int], whole: bool) -> Tensor | None:
-        """The flat index in `mask` of each position without padding; what is added at the end for Ulysses gets any."""
+        """The flat index in `mask` of each position without padding; positions of no token get any."""
         count = shape[-1]
-        parts, part = (1, 0) if whole else (self.parts, self.part)
-        # Each rank's part is 1/parts of the positions, rounded up.
-        if len(shape) > 2 or any(size != 1 for size in shape[:-1]) or count * parts >= self.mask.numel() + parts:
+        part = 0 if whole else self.part
+        if tuple(shape[:-1]) not in ((1,), ()) or (len(shape) == 1 and not whole):
             return None
+        # Each rank's part is as long as the others'.
         cells = self._packed[part * count : (part + 1) * count]
         return torch.nn.functional.pad(cells, (0, count - len(cells)))
+
+    def forget(self) -> None:
+        """Frees what can be computed again."""
+        self.__dict__.pop("_packed", None)
 
     @cached_property
     def _packed(self) -> Tensor:

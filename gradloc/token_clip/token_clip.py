@@ -76,6 +76,8 @@ class _Pass:
         positions (Positions): Where its tokens are.
         rows (list[int]): Its rows in its rank's mini-batch.
         recorded (bool): Whether its signals count.
+        scaled (bool): Whether its loss is scaled. If so, a signal that is no finite number is left for the gradient
+            scaler, which has to see an overflow to lower the scale.
         scaling (Tensor, optional): 1 / (a token's weight in the loss × loss scale) of each row, shape (rows,); None
             until it is known.
         tokens (Mapping): Values of its tokens, each of shape (rows, response length).
@@ -88,6 +90,7 @@ class _Pass:
     positions: Positions
     rows: list[int]
     recorded: bool = True
+    scaled: bool = False
     scaling: Tensor | None = None
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     signals: dict[str, Tensor] = field(default_factory=dict)
@@ -107,6 +110,17 @@ class _Pass:
             rows = None if known and not at_log_probs else self.positions.rows_of(shape, whole=at_log_probs)
             self._scaling_of[key] = None if rows is None else self.scaling[rows]
         return self._scaling_of[key]
+
+    def is_over(self, signal: Tensor, bound: Tensor) -> Tensor:
+        """Where a signal is over its bound, bool."""
+        over = ~(signal <= bound)
+        return over & signal.isfinite() if self.scaled else over
+
+    def forget(self) -> None:
+        """Frees what only the pass itself needs."""
+        self.signals = {}
+        self._scaling_of = {}
+        self.positions.forget()
 
 
 class _Over(NamedTuple):
@@ -185,6 +199,7 @@ class TokenClip:
         self._rank, self._part = divmod(collectives.rank(), sequence_parallel_size)
         self.boundaries = [*hook_boundaries(module, self._hook), LOG_PROBS]
         self._usual = {boundary: UsualSignal() for boundary in self.boundaries}
+        self._warned = False
         # Of a mini-batch, on all ranks.
         self._tokens = 0.0
         self._current: _Pass | None = None
@@ -224,6 +239,7 @@ class TokenClip:
         # The tokens of a row have the same weight; those that are not in the loss have none.
         of_row = weight.detach().abs().float().amax(1) if weight.shape[1] else weight.new_zeros(len(weight)).float()
         current.scaling = 1 / (scale * torch.where(of_row > 0, of_row, 1.0))
+        current.scaled = scale != 1
         noted = {"weight": weight, "log_prob": log_prob, **(tokens or {})}
         current.tokens = {name: tensor.detach() for name, tensor in noted.items() if tensor.shape == weight.shape}
         if log_prob.requires_grad:
@@ -252,7 +268,9 @@ class TokenClip:
             original.positions.select(rows, response_length),
             list(rows),
             recorded=False,
+            scaled=original.scaled,
             scaling=original.scaling[list(rows)],
+            refused=original.refused,
         )
         try:
             yield
@@ -316,7 +334,7 @@ class TokenClip:
         for boundary, value in step["largest"].items():
             config = self._config
             self._usual[boundary].take_in(value, config.factor, config.beta, config.warmup_steps)
-        self._tokens = tokens[:: self._sequence_parallel_size].sum().item()
+        self._tokens = tokens[:: self._sequence_parallel_size].sum().item() or self._tokens
         self._set_bounds()
         return evidence
 
@@ -383,6 +401,8 @@ class TokenClip:
         """Sets the bounds of the next mini-batch, whose counts start at zero."""
         groups = collectives.world_size() // self._sequence_parallel_size
         self._limit = max(1, int(self._config.max_share * self._tokens / groups))
+        # Of a group's positions, each of its ranks has a part.
+        self._limit_of_part = max(1, self._limit // self._sequence_parallel_size)
         bounds = [self._config.factor * usual.value or math.inf for usual in self._usual.values()]
         self._bounds = torch.tensor(bounds, dtype=torch.float32).to(self._device)
         self._figures = _Figures(len(self.boundaries), self._device)
@@ -399,7 +419,8 @@ class TokenClip:
         if current is not self._current or current.scaling is None:
             return None
         at_log_probs = boundary == LOG_PROBS
-        signal = gradient.abs().float() if at_log_probs else _norms(gradient)
+        # verl's gathering of a group's log-probs multiplies their gradient with the group's size.
+        signal = gradient.abs().float() if at_log_probs else _norms(gradient) / self._sequence_parallel_size
         scaling = current.scaling_of(signal.shape, at_log_probs)
         if scaling is None:
             return None  # these are not the text's hidden states, or not in this form
@@ -408,13 +429,14 @@ class TokenClip:
             return None
         i = self.boundaries.index(boundary)
         bound = self._bounds[i]
-        over = ~(signal <= bound)
-        count = over.sum()
-        so_far = self._figures.cut[i] if current.recorded else 0
-        refused = current.refused[boundary] = so_far + count > self._limit
+        over = current.is_over(signal, bound)
         if current.recorded:
-            self._figures.cut[i] += torch.where(refused, 0, count)
-        over &= ~refused
+            count, so_far = over.sum(), self._figures.cut[i]
+            current.refused[boundary] = so_far + count > (self._limit if at_log_probs else self._limit_of_part)
+            self._figures.cut[i] += torch.where(current.refused[boundary], 0, count)
+        elif boundary not in current.refused:
+            return None  # training did not see it
+        over = over & ~current.refused[boundary]
         if not at_log_probs:
             over, signal = over.unsqueeze(-1), signal.unsqueeze(-1)
         if self._config.action == "drop":
@@ -425,7 +447,11 @@ class TokenClip:
     @torch.no_grad()
     def _condense(self, current: _Pass) -> None:
         """Counts a pass's signals, and keeps of them where they are over their bounds. No host sync."""
-        signals, current.signals = current.signals, {}
+        signals = current.signals
+        current.forget()
+        if list(signals) == [LOG_PROBS] and not self._warned:
+            self._warned = True
+            logger.warning("TokenClip sees the log-probs only: the layers' hidden states are not in a form it knows.")
         if current.tokens:
             self._figures.tokens += (current.tokens["weight"] != 0).sum()
         last = len(self.boundaries) - 1
@@ -437,7 +463,7 @@ class TokenClip:
             none, no = torch.zeros_like(seen), torch.zeros((), dtype=torch.bool, device=seen.device)
             by_boundary = torch.stack([signals.get(name, none) for name in names]).flatten(1)
             bounds = self._bounds[here].unsqueeze(1)
-            over = ~(by_boundary <= bounds)
+            over = current.is_over(by_boundary, bounds)
             self._figures.over[here] += over.sum(1)
             largest = torch.where(by_boundary.isfinite(), by_boundary, 0.0).amax(1)
             self._figures.largest[here] = torch.maximum(self._figures.largest[here], largest)
@@ -465,19 +491,21 @@ class TokenClip:
     def _own_tokens(self, passes: Sequence[_Pass]) -> list[dict[str, Any]]:
         found: dict[tuple[int, int, int], dict[str, Any]] = {}
         for index, each in enumerate(passes):
-            refused = {name: bool(value) for name, value in each.refused.items()}
             for over in each.over:
                 at_log_probs = over.boundaries == [LOG_PROBS]
                 if at_log_probs and self._part:
                     continue  # the first rank of the group has the same
-                first, multiple = over.first.flatten().cpu(), over.multiple.flatten().cpu()
-                where = (first >= 0).nonzero().flatten()
-                if not len(where):
-                    continue
+                first, multiple = over.first.flatten(), over.multiple.flatten()
+                size = torch.where(first >= 0, multiple.nan_to_num(nan=math.inf, posinf=math.inf), -1.0)
+                where = size.topk(min(MAX_TOKENS, len(size))).indices
+                where = where[first[where] >= 0]
                 rows, positions = each.positions.tokens_of(over.first.shape, at_log_probs)
-                for i in where.tolist():
-                    boundary = over.boundaries[int(first[i])]
-                    row, position = int(rows[i]), int(positions[i])
+                rows, positions = rows[where.cpu()], positions[where.cpu()]
+                boundaries = [over.boundaries[i] for i in first[where].tolist()]
+                values = _values(each.tokens, rows, positions)
+                for row, position, boundary, times, of_token in zip(
+                    rows.tolist(), positions.tolist(), boundaries, multiple[where].tolist(), values, strict=True
+                ):
                     found.setdefault(
                         (index, row, position),
                         {
@@ -486,11 +514,12 @@ class TokenClip:
                             "row": each.rows[row],
                             "position": position,
                             "boundary": boundary,
-                            "multiple": float(multiple[i]) * self._config.factor,
-                            "cut": not refused.get(boundary, True),
-                            **_values(each.tokens, row, position),
+                            "multiple": times * self._config.factor,
+                            "cut": boundary in each.refused and not each.refused[boundary],
+                            **of_token,
                         },
                     )
+            each.positions.forget()
         return list(found.values())
 
 
@@ -505,9 +534,18 @@ def _largest(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(tokens, key=lambda token: -finite.get(id(token), math.inf))[:MAX_TOKENS]
 
 
-def _values(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[str, Any]:
-    """A token's values by name; None where there is no data, as in the prompt."""
+def _values(tokens: Mapping[str, Tensor], rows: Tensor, positions: Tensor) -> list[dict[str, Any]]:
+    """Each token's values by name; None where there is no data, as in the prompt."""
     names = ("token_id", "weight", "advantage", "log_prob", "old_log_prob", "rollout_log_prob")
-    inside = "weight" in tokens and 0 <= position < tokens["weight"].shape[1]
-    values = {name: tokens[name][row, position].item() if inside and name in tokens else None for name in names}
-    return values
+    length = tokens["weight"].shape[1] if "weight" in tokens else 0
+    inside = (positions >= 0) & (positions < length)
+    columns: dict[str, list[Any]] = {}
+    for name in names:
+        column: list[Any] = [None] * len(rows)
+        if name in tokens and inside.any():
+            device = tokens[name].device
+            known = tokens[name][rows[inside].to(device), positions[inside].to(device)].tolist()
+            for i, value in zip(inside.nonzero().flatten().tolist(), known, strict=True):
+                column[i] = value
+        columns[name] = column
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -6,33 +6,47 @@ import math
 from dataclasses import dataclass, field
 from statistics import median
 
+# The usual signal is at least half of the 90th percentile of the last mini-batches' largest signals. So where many of
+# them have hardly any signal, as with sparse rewards, the others are still usual.
+_FLOOR, _PERCENTILE, _WINDOW = 0.5, 0.9, 64
+
 
 @dataclass
 class UsualSignal:
-    """The moving average of the largest signal of an optimizer step, for one boundary.
+    """A moving average of the largest signal of an optimizer step, for one boundary.
 
     It starts from the median of the warm-up. After that, the t-th value has the weight (1 - beta) / (1 - beta^t), as in
     a bias-corrected moving average (Adam's), so that the start weighs as much as the values it was computed from.
 
     Attributes:
-        warmup (list[float]): The values of the warm-up; empty after it.
+        recent (list[float]): The last values, not clipped; at most 64.
         count (int): The number of values so far.
-        value (float): The usual largest signal; 0 during the warm-up.
+        average (float): The moving average of the values, clipped to the bound; 0 during the warm-up.
     """
 
-    warmup: list[float] = field(default_factory=list)
+    recent: list[float] = field(default_factory=list)
     count: int = 0
-    value: float = 0.0
+    average: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """The usual largest signal; 0 during the warm-up."""
+        if self.average == 0:
+            return 0.0
+        return max(self.average, _FLOOR * sorted(self.recent)[int(_PERCENTILE * (len(self.recent) - 1))])
 
     def take_in(self, largest: float, factor: float, beta: float, warmup_steps: int) -> None:
-        """Adds a step's largest signal, of which no more counts than the bound, factor × usual. Zero is ignored."""
+        """Adds a step's largest signal. Of it, no more than the bound, factor × usual, counts in the average.
+
+        Zeros and non-finite values are ignored.
+        """
         if largest == 0 or not math.isfinite(largest):
             return
+        clipped = min(largest, factor * self.value) if self.value else largest
         self.count += 1
-        if self.value == 0:
-            self.warmup.append(largest)
+        self.recent = [*self.recent[1 - _WINDOW :], largest] if len(self.recent) >= _WINDOW else [*self.recent, largest]
+        if self.average == 0:
             if self.count >= warmup_steps:
-                self.value, self.warmup = median(self.warmup), []
+                self.average = median(self.recent)
             return
-        weight = (1 - beta) / (1 - beta**self.count)
-        self.value += weight * (min(largest, factor * self.value) - self.value)
+        self.average += (1 - beta) / (1 - beta**self.count) * (clipped - self.average)

@@ -34,6 +34,7 @@ def check(outcomes: list[list[Outcome]], case: Case) -> list[dict[str, Any]]:
     if case.precision == "float32":
         for outcome in outcomes[0]:
             compare_line(outcome)
+            assert outcome.averages == pytest.approx(outcome.expected_averages, rel=1e-4)
     (line,) = outcomes[0][SPIKED].clips
     return line["token_clip"]["tokens"]
 

@@ -104,7 +104,9 @@ class Outcome:
     metrics: dict[str, Any]
     expected: list[Signal]
     events: list[dict[str, Any]]
-    usual: dict[str, float]
+    # By boundary, as the actor has them and as they have to be.
+    averages: dict[str, float]
+    expected_averages: dict[str, float]
 
 
 def run(
@@ -166,7 +168,9 @@ def run(
         watch = getattr(actor, "engine", actor).watch
         events = [] if watch.gradloc is None else watch.gradloc.events
         error = error_of(case, found, plain.gradients)
-        outcomes.append(Outcome(error, watch.clips, metrics, expected, events, dict(plain.usual)))
+        state = watch.token_clip.state_dict()["boundaries"]
+        averages = {name: of_boundary["average"] for name, of_boundary in state.items() if of_boundary["average"]}
+        outcomes.append(Outcome(error, watch.clips, metrics, expected, events, averages, dict(plain.average)))
     return outcomes
 
 
@@ -214,6 +218,7 @@ class Plain:
         self.masters = [parameter.detach().clone() for parameter in self.model.parameters()]
         self.seen: dict[str, list[float]] = {}
         self.usual: dict[str, float] = {}
+        self.average: dict[str, float] = {}
         self.tokens = 0
         self.left_out: list[tuple[int, ...]] = []
         self.gradients: list[torch.Tensor] = []
@@ -305,6 +310,7 @@ class Plain:
             if not values[row][column] <= self.factor * usual
         ]
         limit = max(1, int(self.max_share * self.tokens / dist.get_world_size()))
+        limit = limit if name == LOG_PROBS else max(1, limit // self.size)
         if self.cut.get(name, 0) + len(over) <= limit and self.action != "log":
             self.cut[name] = self.cut.get(name, 0) + len(over)
             for row, column, multiple in over:
@@ -323,11 +329,15 @@ class Plain:
             seen = self.seen.setdefault(name, [])
             seen.append(value)
             if len(seen) == WARMUP:
-                self.usual[name] = statistics.median(seen)
+                self.average[name] = statistics.median(seen)
             elif len(seen) > WARMUP:
                 # The bias-corrected average: the t-th value weighs (1 - beta) / (1 - beta^t).
                 weight = (1 - BETA) / (1 - BETA ** len(seen))
-                self.usual[name] += weight * (min(value, self.factor * self.usual[name]) - self.usual[name])
+                clipped = min(value, self.factor * self.usual[name])
+                self.average[name] += weight * (clipped - self.average[name])
+            if len(seen) >= WARMUP:
+                percentile = sorted(seen)[math.floor(0.9 * (len(seen) - 1))]
+                self.usual[name] = max(self.average[name], percentile / 2)
 
 
 def checkpoint_reentrantly(model: torch.nn.Module) -> None:

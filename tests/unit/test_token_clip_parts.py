@@ -40,23 +40,54 @@ def test_a_bad_setting_is_refused_by_its_name(name: str, value: Any) -> None:
         TokenClipConfig(**{name: value})
 
 
-def test_the_usual_signal_is_a_bias_corrected_average_of_clipped_values() -> None:
+def after(values: list[float], warmup_steps: int = 20, beta: float = 0.98) -> UsualSignal:
     usual = UsualSignal()
-    for value in (3.0, 0.0, 1.0, math.nan, math.inf, 2.0):
-        usual.take_in(value, factor=4.0, beta=0.9, warmup_steps=3)
-    assert usual.value == 2.0 and usual.count == 3
-    usual.take_in(5.0, factor=4.0, beta=0.9, warmup_steps=3)
+    for value in values:
+        usual.take_in(value, 4.0, beta, warmup_steps)
+    return usual
+
+
+def test_the_usual_signal_is_a_bias_corrected_average_of_clipped_values() -> None:
+    values = [3.0, 0.0, 1.0, math.nan, math.inf, 2.0]
+    assert after(values, 3, 0.9).value == 2.0 and after(values, 3, 0.9).count == 3
     first = 2.0 + (1 - 0.9) / (1 - 0.9**4) * (5.0 - 2.0)
-    assert usual.value == pytest.approx(first)
-    usual.take_in(1e9, factor=4.0, beta=0.9, warmup_steps=3)
-    assert usual.value == pytest.approx(first + (1 - 0.9) / (1 - 0.9**5) * (4 * first - first))
+    assert after([*values, 5.0], 3, 0.9).value == pytest.approx(first)
+    second = first + (1 - 0.9) / (1 - 0.9**5) * (4 * first - first)
+    assert after([*values, 5.0, 1e9], 3, 0.9).value == pytest.approx(second)
+
+
+def test_the_usual_signal_is_at_least_half_of_the_90th_percentile() -> None:
+    usual = after([1.0] * 50 + [100.0] * 8)
+    assert usual.average < 50 and usual.value == 50.0
+    assert len(after([1.0] * 200).recent) == 64
+
+
+@pytest.mark.parametrize("before", [[1e-4] * 20, [1.0] * 30 + [1e-4] * 300])
+def test_after_a_quiet_phase_ordinary_steps_are_soon_usual(before: list[float]) -> None:
+    usual, over = after(before), 0
+    for _ in range(30):
+        over += usual.value * 4 < 1.0
+        usual.take_in(1.0, 4.0, 0.98, 20)
+    assert over <= 8
+
+
+def test_with_sparse_rewards_the_steps_that_have_one_are_usual() -> None:
+    values = [1.0 if i % 5 == 0 else 1e-3 for i in range(200)]
+    usual = UsualSignal()
+    over = []
+    for i, value in enumerate(values):
+        over += [i] * (usual.value > 0 and value > 4 * usual.value)
+        usual.take_in(value, 4.0, 0.98, 20)
+    assert over == []
+
+
+def test_rare_spikes_leave_the_usual_signal_as_it_is() -> None:
+    spiked = after([1e3 if i in (5, 30, 50, 70) else 1.0 for i in range(80)])
+    assert spiked.value < 1.3
 
 
 def test_a_lasting_change_of_the_signals_is_followed() -> None:
-    usual = UsualSignal()
-    for value in [1.0] * 20 + [10.0] * 200:
-        usual.take_in(value, factor=4.0, beta=0.98, warmup_steps=20)
-    assert usual.value > 9.0
+    assert after([1.0] * 20 + [10.0] * 200).value > 9.0
 
 
 # Left-padded prompts, right-padded responses of two columns; the rows have 3, 4 and 2 tokens.
@@ -72,10 +103,10 @@ def test_positions_of_padded_hidden_states() -> None:
     assert tokens.tolist() == [-2, -1, 0, 1, 2] * 3
 
 
-@pytest.mark.parametrize("shape", [(1, 9), (9,)])
-def test_positions_without_padding(shape: tuple[int, ...]) -> None:
-    assert PLACES.rows_of(shape).flatten().tolist() == [0] * 3 + [1] * 4 + [2] * 2
-    rows, tokens = PLACES.tokens_of(shape)
+@pytest.mark.parametrize(("shape", "whole"), [((1, 9), False), ((9,), True)])
+def test_positions_without_padding(shape: tuple[int, ...], whole: bool) -> None:
+    assert PLACES.rows_of(shape, whole).flatten().tolist() == [0] * 3 + [1] * 4 + [2] * 2
+    rows, tokens = PLACES.tokens_of(shape, whole)
     assert rows.tolist() == [0] * 3 + [1] * 4 + [2] * 2
     assert tokens.tolist() == [-1, 0, 1, -2, -1, 0, 1, 0, 1]
 
@@ -98,7 +129,15 @@ def test_positions_of_one_row_with_and_without_its_padding() -> None:
 def test_hidden_states_of_something_else_have_no_positions() -> None:
     assert PLACES.rows_of((2, 5)) is None
     assert PLACES.rows_of((3, 4, 4)) is None
-    assert PLACES.rows_of((1, 40)) is None
+    assert PLACES.rows_of((9,)) is None
+
+
+def test_positions_may_be_more_than_the_tokens() -> None:
+    """verl 0.9's `pad_to_length` adds some at the end."""
+    rows, tokens = PLACES.tokens_of((1, 32))
+    assert rows[:9].tolist() == [0] * 3 + [1] * 4 + [2] * 2
+    assert tokens[:9].tolist() == [-1, 0, 1, -2, -1, 0, 1, 0, 1]
+    assert PLACES.rows_of((1, 32)).shape == (1, 32)
 
 
 class Layer(nn.Module):
@@ -183,6 +222,35 @@ def test_nothing_is_watched_outside_of_a_pass() -> None:
     assert clip.end_mini_batch() is None
 
 
+def test_an_overflow_is_left_for_the_gradient_scaler() -> None:
+    model = Model()
+    clip = TokenClip(model, TokenClipConfig(enable=True, warmup_steps=1))
+    train(clip, model, torch.ones(1, 3))
+    for scale, finite in ((1.0, True), (1024.0, False)):
+        model.zero_grad()
+        clip.begin_pass(Positions(torch.ones(1, 3).bool(), [1]), [0])
+        log_prob = model(torch.arange(3).unsqueeze(0))
+        clip.observe(log_prob, torch.full((1, 3), 0.5), scale)
+        log_prob.backward(torch.tensor([[scale, math.inf, scale]]))
+        clip.end_pass()
+        assert bool(model.embed_tokens.weight.grad.isfinite().all()) == finite
+        assert (clip.end_mini_batch() is None) != finite
+
+
+def test_of_many_tokens_over_a_bound_the_largest_are_told() -> None:
+    model = Model()
+    clip = TokenClip(model, TokenClipConfig(enable=True, action="log", warmup_steps=1))
+    train(clip, model, torch.ones(1, 3))
+    generator = torch.Generator().manual_seed(1)
+    coefficients = 10 + torch.rand(40, 11, generator=generator) * 100
+    found = train(clip, model, coefficients)
+    assert found is not None and found["over"]["log_probs"] == 440
+    of_log_probs = [token["multiple"] for token in found["tokens"]]
+    assert len(of_log_probs) == 64 and of_log_probs == sorted(of_log_probs, reverse=True)
+    largest = coefficients.flatten().topk(64).values
+    assert of_log_probs[0] >= largest[0] * 0.999
+
+
 class Waits(TorchDispatchMode):
     """Counts the operations for which a host waits for its device."""
 
@@ -239,7 +307,7 @@ def test_a_state_of_another_model_is_refused(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING):
         again.load_state_dict(None)
     assert "the warm-up starts over" in caplog.text
-    assert again.state_dict()["boundaries"]["layers.0"]["value"] == 0
+    assert again.state_dict()["boundaries"]["layers.0"]["average"] == 0
 
 
 def line(**found: Any) -> dict[str, Any]:
