@@ -42,8 +42,8 @@ VARIANTS = [
     Variant("ratio clip"),
     Variant("tight", clip=TIGHT, ratio_clip=False),
     Variant("zscore", "zscore", ratio_clip=False),
-    Variant("TokenClip", token_clip=True, ratio_clip=False),
-    Variant("both", "zscore", token_clip=True, ratio_clip=False),
+    Variant("TokenClip", token_clip=0.01, ratio_clip=False),
+    Variant("both", "zscore", token_clip=0.01, ratio_clip=False),
     *(Variant(rule, rule, ratio_clip=False) for rule in ("adagc", "zclip", "spam", "aggc")),
 ]
 FULL = Settings(steps=30, events=(), epochs=4)

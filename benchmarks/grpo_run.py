@@ -42,7 +42,8 @@ class Settings:
         learning_rate (float): Of AdamW; beyond that, what verl takes by default.
         epochs (int): PPO epochs over the two mini-batches of a step.
         false_positives (float): The share of the wrong answers that the verifier takes for right.
-        warmup (int): Optimizer steps before AdaGC clips (its paper: 100) and after a reset before SPAM does.
+        warmup (int): Optimizer steps before LayerClip, TokenClip and AdaGC (its paper: 100) clip, and after a reset
+            before SPAM does.
         reset (int): Optimizer steps from one reset of SPAM's moments to the next (its paper: 500).
     """
 
@@ -76,7 +77,7 @@ class Variant:
         rule (str): "none" for no clip at all, "global" for grad_clip alone, or what comes before it: "zscore", or one
             of RIVALS.
         target (str): LayerClip's target, under "zscore".
-        token_clip (bool): Whether TokenClip drops tokens.
+        token_clip (float): TokenClip's max_share, the largest share of the tokens that it drops; 0 without TokenClip.
         action (str): GradLoc's spike_action; "" without GradLoc.
         clip (float): grad_clip in usual norms.
         ratio_clip (bool): Whether the loss has PPO's ratio clip.
@@ -86,7 +87,7 @@ class Variant:
     name: str
     rule: str = "global"
     target: str = "reciprocal"
-    token_clip: bool = False
+    token_clip: float = 0.0
     action: str = ""
     clip: float = LOOSE
     ratio_clip: bool = True
@@ -125,15 +126,21 @@ def has_token_clip() -> bool:
     return any(field.name == "token_clip" for field in dataclasses.fields(FSDPActorConfig))
 
 
-def token_clip_settings() -> dict[str, Any]:
+def token_clip_settings(max_share: float, warmup: int) -> dict[str, Any]:
     """The actor's settings with TokenClip.
+
+    Args:
+        max_share (float): The largest share of the tokens that it drops.
+        warmup (int): Optimizer steps before it drops any.
 
     Raises:
         ValueError: The patched verl has no TokenClip.
     """
     for field in dataclasses.fields(FSDPActorConfig):
         if field.name == "token_clip" and callable(field.default_factory):
-            return {"token_clip": type(field.default_factory())(enable=True, action="drop", factor=4.0)}
+            config = type(field.default_factory())
+            values = {"action": "drop", "factor": 4.0, "max_share": max_share, "warmup_steps": warmup}
+            return {"token_clip": config(enable=True, **values)}
     raise ValueError("This row needs a verl whose actor has the key token_clip; the one on PYTHONPATH has not.")
 
 
@@ -181,13 +188,15 @@ class Run:
             use_torch_compile=False,
             fsdp_config=FSDPEngineConfig(dtype="float32"),
             grad_clip=grad_clip,
-            layer_clip=LayerClipConfig(enable=variant.rule == "zscore", target=variant.target),
+            layer_clip=LayerClipConfig(
+                enable=variant.rule == "zscore", target=variant.target, warmup_steps=settings.warmup
+            ),
             spike_detection=bool(variant.action) or usual is None,
             spike_action=variant.action or "log",
             bisect_budget_steps=64,
             spike_replay=0,
             grad_norm_threshold=1e9 if usual is None else TOKEN_THRESHOLD * usual.token_norm,
-            **(token_clip_settings() if variant.token_clip else {}),
+            **(token_clip_settings(variant.token_clip, settings.warmup) if variant.token_clip else {}),
         )
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
         with contextlib.redirect_stdout(io.StringIO()):

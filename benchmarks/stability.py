@@ -8,7 +8,8 @@ The rows differ in what is applied between the gradient and the optimizer:
 - none: nothing; global: verl's grad_clip alone, at five times the usual norm, as in runs whose norms are well under it;
   tight: at half the usual norm, so that it acts in nearly every step. All others have the loose one after theirs.
 - zscore bound, zscore: LayerClip with target=bound and with its default, reciprocal.
-- TokenClip: drop at 4 times the usual signal; both: TokenClip, then zscore.
+- TokenClip: drop at 4 times the usual signal; both: TokenClip, then zscore. "10%": with max_share=0.1. Its default 0.01
+  is one token here, where a mini-batch has about 170.
 - drop, skip: GradLoc's spike_action, at three times the usual token norm, with 64 passes at most.
 - adagc, zclip, spam, aggc: the rules of four papers (rival_clips.py). "aggc limited" has the limits to a step's factor
   that are in its authors' code and not in its formulas.
@@ -30,7 +31,8 @@ Reward is the probability of the right answer, averaged over 128 sums that are n
 - end: the reward after the last step;
 - step length: of the run without spikes, averaged over its optimizer steps, as a share of global's of the same seed;
 - cut: the share of layers (adagc: tensors; aggc: groups; spam: elements; zclip: steps) cut in the run without spikes,
-  grad_clip apart; for TokenClip, of token signals.
+  grad_clip apart; of "both", zscore's;
+- signals: how many token signals TokenClip cuts in a run without spikes, and with spikes of each kind.
 
 The patched verl must be importable; after `bash tests/run.sh`:
 
@@ -62,8 +64,10 @@ VARIANTS = [
     Variant("tight", clip=TIGHT),
     Variant("zscore bound", "zscore", target="bound"),
     Variant("zscore", "zscore"),
-    Variant("TokenClip", token_clip=True),
-    Variant("both", "zscore", token_clip=True),
+    Variant("TokenClip", token_clip=0.01),
+    Variant("TokenClip 10%", token_clip=0.1),
+    Variant("both", "zscore", token_clip=0.01),
+    Variant("both 10%", "zscore", token_clip=0.1),
     Variant("drop", action="drop"),
     Variant("skip", action="skip"),
     *(Variant(rule, rule) for rule in RIVALS),
@@ -150,6 +154,10 @@ def lost(settings: Settings, runs: dict[str, Any], kind: str) -> float:
     return mean(runs["no"]["rewards"][first:]) - mean(runs[kind]["rewards"][first:])
 
 
+def signals_cut(run: dict[str, Any]) -> float:
+    return sum(run["token_clip"].get("actor/token_clip/cut", [0]))
+
+
 def print_tables(settings: Settings, results: Results, seeds: list[int], variants: list[Variant]) -> None:
     """Prints the figures over the seeds, as tables in Markdown."""
     runs = {variant.name: [results.runs[key_of(seed, variant.name)] for seed in seeds] for variant in variants}
@@ -171,18 +179,20 @@ def print_tables(settings: Settings, results: Results, seeds: list[int], variant
         pairs = zip(of_seeds, reference, strict=True)
         return f"{mean(mean(run['no']['moved']) / mean(base['no']['moved']) for run, base in pairs):.0%}"
 
+    def both_figures(of_seeds: list[dict[str, Any]], kind: str) -> str:
+        costs = [lost(settings, run, kind) for run in of_seeds]
+        deviation = f"±{stdev(costs):.3f}" if len(costs) > 1 else ""
+        return f"{mean(run[kind]['distance'] for run in of_seeds):.2f} · {round(mean(costs), 3) + 0.0:+.3f}{deviation}"
+
+    table(
+        ["distance · lost", "step length", *KINDS],
+        lambda of_seeds: [step_length(of_seeds), *(both_figures(of_seeds, kind) for kind in KINDS)],
+    )
     table(
         ["distance", "step length", *KINDS],
         lambda of_seeds: [
             step_length(of_seeds),
             *(spread([run[kind]["distance"] for run in of_seeds], 2) for kind in KINDS),
-        ],
-    )
-    table(
-        ["lost reward", "step length", *KINDS],
-        lambda of_seeds: [
-            step_length(of_seeds),
-            *(spread([lost(settings, run, kind) for run in of_seeds], 4) for kind in KINDS),
         ],
     )
     table(
@@ -205,9 +215,18 @@ def print_tables(settings: Settings, results: Results, seeds: list[int], variant
             spread(shares, 2, percent=True) if shares else "–",
             f"{mean(sum(run['no']['events']) for run in of_seeds):.1f}",
             " · ".join(f"{mean(sum(run[kind]['passes']) for run in of_seeds):.0f}" for kind in KINDS),
+            " · ".join(f"{mean(signals_cut(run[kind]) for run in of_seeds):.1f}" for kind in ("no", *KINDS)),
         ]
 
-    columns = ["no spikes", "step length", "mean reward less global's", "cut", "GradLoc's events", "passes by kind"]
+    columns = [
+        "no spikes",
+        "step length",
+        "mean reward less global's",
+        "cut",
+        "GradLoc's events",
+        "passes by kind",
+        "signals",
+    ]
     table(columns, ordinary)
     if reference:
         before = mean(base["no"]["rewards"][settings.events[0][0] - 1] for base in reference)

@@ -45,7 +45,7 @@ def run(name: str, *arguments: str) -> list[list[str]]:
 
 def test_stability(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
-    names = ["global", "zscore", "drop", "skip", "adagc"]
+    names = ["global", "zscore", "both 10%", "drop", "skip", "adagc"]
     rows = run("stability.py", "--quick", "--seeds", "0", "--results", str(results), "--rows", *names)
     runs = {name: json.loads(results.read_text())["runs"][f"0 | {name}"] for name in names}
     for kinds in runs.values():
@@ -59,6 +59,11 @@ def test_stability(tmp_path: Path) -> None:
         assert runs["global"][kind]["rewards"] != runs["global"]["no"]["rewards"]
         # A factor of 1.1 leaves far less than the spikes do.
         assert 0 < 10 * runs["global"]["floor"]["distance"] < runs["global"][kind]["distance"]
+    # LayerClip takes in the spikes' norms, TokenClip drops the tokens.
+    assert runs["zscore"]["layer"]["distance"] < 0.5 * runs["global"]["layer"]["distance"]
+    for kind in ("token", "sequence", "blow"):
+        assert runs["both 10%"][kind]["distance"] < 0.5 * runs["zscore"][kind]["distance"]
+        assert sum(runs["both 10%"][kind]["token_clip"]["actor/token_clip/cut"]) >= 3
     # After its warm-up AdaGC cuts some tensors, and so changes the run even without a spike.
     assert runs["adagc"]["no"]["rewards"] != runs["global"]["no"]["rewards"]
     assert 0 < max(runs["adagc"]["no"]["clipped"]) <= 1
@@ -75,7 +80,10 @@ def test_stability(tmp_path: Path) -> None:
     assert tables["distance"]["drop"][2] == f"{runs['drop']['token']['distance']:.2f}"
     assert tables["end"]["global"][4] == f"{runs['global']['sequence']['rewards'][-1]:.3f}"
     lost = mean(runs["zscore"]["no"]["rewards"][11:]) - mean(runs["zscore"]["layer"]["rewards"][11:])
-    assert float(tables["lost reward"]["zscore"][1]) == pytest.approx(lost, abs=6e-5)
+    assert (
+        tables["distance · lost"]["zscore"][1]
+        == f"{runs['zscore']['layer']['distance']:.2f} · {round(lost, 3) + 0.0:+.3f}"
+    )
 
 
 def test_collapse(tmp_path: Path) -> None:
