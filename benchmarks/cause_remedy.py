@@ -15,6 +15,10 @@ parentheses the standard deviation of "left", where it is over 5 points; in brac
 not known for all spikes. * marks what is under the threshold each time; bold is the best, in the order of the replay;
 "=" changes nothing; "–" cannot be computed.
 
+"TokenClip" is the replay's estimate, whose bounds come from the mini-batch's other tokens; "TokenClip in the actor" is
+measured in runs with TokenClip on (drop, max_share=0.1), whose bounds come from the steps before: the largest norm of a
+mini-batch of that step by the one without TokenClip.
+
 Table of rewards: the reward that spikes in steps 20 and 35 to 37 cost, as in stability.py: from its results, or from
 runs of the same kind with the cause planted in these steps (two runs for each cell and seed).
 
@@ -51,7 +55,8 @@ from verl.utils.gradloc.replay.remedies import DROP, measure_remedies, rank
 # In the order of the columns; names as in the replay's table, but for the clips.
 CLIPS = ("grad_clip 5x", "grad_clip 0.5x", "LayerClip", "TokenClip", DROP)
 CORRECTIONS = ("token TIS", "sequence TIS", "sequence TIS and mask", "geometric mask", "token mask")
-LOSSES = ("clip_ratio 0.1", "dual clip 1.5", "GSPO", "CISPO", "SAPO", "GMPO")
+LOSSES = ("clip_ratio 0.1, 0.1", "dual clip 1.5", "GSPO", "CISPO", "SAPO", "GMPO")
+MAX_SHARE = 0.1  # TokenClip's; its default is one token of a mini-batch here
 # In the table of rewards: what stability.py has, and what is run here.
 OF_STABILITY = ("none", "global", "zscore", "TokenClip 10%", "both 10%", "drop", "skip", "adagc", "zclip")
 RUN_HERE = ("none", "global", "zscore", "TokenClip 10%", "drop", "token mask")
@@ -90,26 +95,41 @@ class PlantedAgain:
         self._again.blown = (row, self._place) if self._is_it(row) else None
 
 
+def with_cause(
+    settings: Settings, weights: Tensors, seed: int, usual: Usual, cause: Cause, folder: str, token_clip: float = 0.0
+) -> tuple[float, Planted]:
+    """Ordinary steps, then one with a cause.
+
+    Args:
+        folder (str): Gets the bundle of the spike, and the weights before that step.
+        token_clip (float): TokenClip's max_share; 0 without TokenClip.
+
+    Returns:
+        tuple: The largest norm of a mini-batch of that step, in thresholds, and the error of the backward pass.
+    """
+    variant = Variant("cause", "zscore", action="log", ratio_clip=cause.ratio_clip, token_clip=token_clip)
+    run = Run(settings, weights, variant, seed, usual, dump_dir=f"{folder}/dump")
+    past: list[Tensors] = []
+    for _ in range(settings.events[0][0] - 1):
+        past.append({name: value.clone() for name, value in run.model.state_dict().items()})
+        run.step("no")
+        if run.logged("actor/gradloc/triggered")[-1]:
+            raise RuntimeError(f"seed {seed} has a spike before the planted one")
+    samples = prepare(cause, run, past)
+    run.model.save_pretrained(f"{folder}/model")
+    planted = take_step(cause, run, samples)
+    return run.metrics[-1]["actor/gradloc/token_norm_max"] / (TOKEN_THRESHOLD * usual.token_norm), planted
+
+
 def measure_cause(settings: Settings, weights: Tensors, seed: int, usual: Usual, cause: Cause) -> dict[str, Any]:
     """The spike that a cause makes, and what each remedy leaves of it.
 
     Returns:
-        dict: `level` (the mini-batch's norm in thresholds), `diagnosis` (None without a spike), `sources` and number of
-            culprits; with a spike also `replayed` (the replayed norm over the recorded one), `rows` and `notes`.
+        dict: `level` (the mini-batch's norm in thresholds), `diagnosis` (None without a spike); with a spike also what
+            `measure_bundle` gives.
     """
     with tempfile.TemporaryDirectory() as folder:
-        variant = Variant("cause", "zscore", action="log", ratio_clip=cause.ratio_clip)
-        run = Run(settings, weights, variant, seed, usual, dump_dir=f"{folder}/dump")
-        past: list[Tensors] = []
-        for _ in range(settings.events[0][0] - 1):
-            past.append({name: value.clone() for name, value in run.model.state_dict().items()})
-            run.step("no")
-            if run.logged("actor/gradloc/triggered")[-1]:
-                raise RuntimeError(f"seed {seed} has a spike before the planted one")
-        samples = prepare(cause, run, past)
-        run.model.save_pretrained(f"{folder}/model")
-        planted = take_step(cause, run, samples)
-        level = run.metrics[-1]["actor/gradloc/token_norm_max"] / (TOKEN_THRESHOLD * usual.token_norm)
+        level, planted = with_cause(settings, weights, seed, usual, cause, folder)
         found: dict[str, Any] = {"level": level, "diagnosis": None}
         bundles = sorted(Path(folder).glob("dump/replay/*/manifest.json"))
         if not bundles:
@@ -118,8 +138,19 @@ def measure_cause(settings: Settings, weights: Tensors, seed: int, usual: Usual,
         return found | measure_bundle(bundle, f"{folder}/model", planted)
 
 
+def measure_token_clip(settings: Settings, weights: Tensors, seed: int, usual: Usual, cause: Cause) -> dict[str, Any]:
+    """The same with TokenClip on: what it leaves in the actor, by the bounds that it has learned itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {"level": with_cause(settings, weights, seed, usual, cause, folder, MAX_SHARE)[0]}
+
+
 def measure_bundle(bundle: Bundle, model_folder: str, planted: Planted) -> dict[str, Any]:
-    """The figures of a spike, by the replay's own functions."""
+    """The figures of a spike, by the replay's own functions.
+
+    Returns:
+        dict: Of the event: `diagnosis`, `mini_batch`, `culprits` (their number), their `sources`, the mini-batch's
+            `threshold`; `replayed` (the replayed norm over the recorded one); the table's `rows` and `notes`.
+    """
     event = bundle.event
     culprits = places(bundle, event["culprits"])
     model = load(bundle, model_folder, default_variant(bundle, None, None, "cpu"), "cpu", None, False)
@@ -147,8 +178,6 @@ def named(row: Row) -> Row:
     name = row["name"]
     if name.startswith("grad_clip"):
         name = "grad_clip 5x" if row["override"] is None else "grad_clip 0.5x"
-    elif name == "clip_ratio 0.1, 0.1":
-        name = "clip_ratio 0.1"
     elif name.startswith("LayerClip"):
         name = "LayerClip"
     kept = ("norm", "left", "under", "ordinary_moved", "masked")
@@ -249,6 +278,18 @@ def print_remedies(runs: dict[str, Any], seeds: list[int], causes: list[Cause]) 
             ]
         )
     table(["cause", "norm in thresholds", "spikes", "diagnosis", "sources of culprits"], rows)
+    learned = {}
+    for name, found in with_spike.items():
+        keys = [key_of("TokenClip", seed, name) for seed in seeds if runs[key_of(seed, name)]["diagnosis"]]
+        pairs = [(runs[key]["level"], run["level"]) for key, run in zip(keys, found, strict=True) if key in runs]
+        if pairs and all(math.isfinite(before) for _, before in pairs):
+            learned[name] = f"{percent(mean(after / before for after, before in pairs))}" + (
+                "*" if all(after <= 1 for after, _ in pairs) else ""
+            )
+        elif pairs:
+            learned[name] = "finite*" if all(after <= 1 for after, _ in pairs) else "NaN"
+    if learned:
+        table(["left", "TokenClip in the actor"], [[name, text] for name, text in learned.items()])
     for names in (CLIPS, CORRECTIONS, LOSSES):
         table(
             ["left · moved", *names],
@@ -303,6 +344,12 @@ def main() -> None:
     results = Results(arguments.results, dataclasses.asdict(settings))
     tasks = {key_of(seed, cause.name): (seed, cause) for seed in arguments.seeds for cause in causes}
     run_all(results, settings, tasks, measure_cause, arguments.jobs)
+    spiked = {
+        key_of("TokenClip", seed, cause.name): (seed, cause)
+        for seed, cause in tasks.values()
+        if results.runs[key_of(seed, cause.name)]["diagnosis"]
+    }
+    run_all(results, settings, spiked, measure_token_clip, arguments.jobs)
     if not arguments.no_rewards:
         wanted = [
             (cause, name, seed)
