@@ -26,6 +26,8 @@ The patched verl must be importable; after `bash tests/run.sh`:
 
     PYTHONPATH=build/verl:. build/venv/bin/python benchmarks/cause_remedy.py --results build/cause_remedy.json \
         --stability build/stability.json --jobs 4
+
+Finished runs are kept in the results and not repeated. All of it takes a quarter of an hour with two jobs.
 """
 
 from __future__ import annotations
@@ -313,7 +315,7 @@ def print_rewards(settings: Settings, runs: dict[str, Any], seeds: list[int], st
     def text(values: list[float]) -> str:
         if len(values) < len(seeds):
             return "–"
-        return f"{mean(values):+.3f}" + (f" ({stdev(values):.3f})" if len(values) > 1 else "")
+        return f"{round(mean(values), 3) + 0.0:+.3f}" + (f" ({stdev(values):.3f})" if len(values) > 1 else "")
 
     for kind in KINDS:
         keys = [[key_of(seed, name) for seed in seeds] for name in names]

@@ -203,7 +203,7 @@ class Run:
             spike_action=variant.action or "log",
             bisect_budget_steps=64,
             spike_replay=1 if dump_dir else 0,
-            **({"bisect_dump_dir": dump_dir} if dump_dir else {}),
+            bisect_dump_dir=dump_dir or FSDPActorConfig.bisect_dump_dir,
             grad_norm_threshold=1e9 if usual is None else TOKEN_THRESHOLD * usual.token_norm,
             **(token_clip_settings(variant.token_clip, settings.warmup) if variant.token_clip else {}),
         )
