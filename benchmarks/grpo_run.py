@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import io
 import math
+from collections.abc import Callable
 from statistics import mean, median
 from typing import Any
 
@@ -153,6 +154,7 @@ class Run:
         variant (Variant): What is tried.
         seed (int): Of the sums and the sampling.
         usual (Usual): The scale of the thresholds; None to measure it.
+        dump_dir (str): Where GradLoc keeps a bundle of its first spike; "" for none.
 
     Attributes:
         rewards (list[float]): Before the first step, and after each that was not replayed.
@@ -163,7 +165,13 @@ class Run:
     """
 
     def __init__(
-        self, settings: Settings, weights: dict[str, Tensor], variant: Variant, seed: int, usual: Usual | None
+        self,
+        settings: Settings,
+        weights: dict[str, Tensor],
+        variant: Variant,
+        seed: int,
+        usual: Usual | None,
+        dump_dir: str = "",
     ) -> None:
         self.settings = settings
         self.train, self.test = all_pairs(seed)
@@ -194,7 +202,8 @@ class Run:
             spike_detection=bool(variant.action) or usual is None,
             spike_action=variant.action or "log",
             bisect_budget_steps=64,
-            spike_replay=0,
+            spike_replay=1 if dump_dir else 0,
+            bisect_dump_dir=dump_dir or FSDPActorConfig.bisect_dump_dir,
             grad_norm_threshold=1e9 if usual is None else TOKEN_THRESHOLD * usual.token_norm,
             **(token_clip_settings(variant.token_clip, settings.warmup) if variant.token_clip else {}),
         )
@@ -274,12 +283,15 @@ class Run:
         mistaken = torch.rand(count, generator=self.verifier) < self.settings.false_positives
         return Samples(prompts, responses, log_probs, right, (right | mistaken).float())
 
-    def step(self, kind: str, replayed: Samples | None = None) -> None:
+    def step(
+        self, kind: str, replayed: Samples | None = None, change: Callable[[dict[str, Tensor]], None] | None = None
+    ) -> None:
         """One GRPO step, with a spike of a kind.
 
         Args:
             kind (str): One of `Spike.KINDS`.
             replayed (Samples, optional): What to train on; None to draw it. With samples no reward is measured.
+            change (Callable, optional): Changes the batch's tensors in place before the update.
         """
         samples = self.draw() if replayed is None else replayed
         count = len(samples.prompts)
@@ -290,20 +302,20 @@ class Run:
         advantages, _ = compute_grpo_outcome_advantage(scores, mask.float(), groups)
         tokens = torch.cat([samples.prompts, samples.responses], 1)
         attention_mask = torch.cat([torch.ones_like(samples.prompts), mask], 1)
-        batch = DataProto.from_dict(
-            {
-                "input_ids": tokens,
-                "attention_mask": attention_mask,
-                "position_ids": attention_mask.cumsum(1) - 1,
-                "responses": samples.responses,
-                "response_mask": mask.float(),
-                "old_log_probs": self._log_probs(tokens, samples.responses),
-                "advantages": advantages,
-            },
-            meta_info={"temperature": 1.0},
-        )
+        tensors = {
+            "input_ids": tokens,
+            "attention_mask": attention_mask,
+            "position_ids": attention_mask.cumsum(1) - 1,
+            "responses": samples.responses,
+            "response_mask": mask.float(),
+            "old_log_probs": self._log_probs(tokens, samples.responses),
+            "advantages": advantages,
+        }
         if kind != "no":
             self.spike.plant(kind, tokens[: count // 2], advantages, samples)
+        if change is not None:
+            change(tensors)
+        batch = DataProto.from_dict(tensors, meta_info={"temperature": 1.0})
         self.metrics.append(self.actor.update_policy(batch))
         self.samples.append(samples)
         if replayed is None:

@@ -34,7 +34,9 @@ def check(outcomes: list[list[Outcome]], case: Case) -> list[dict[str, Any]]:
     if case.precision == "float32":
         for outcome in outcomes[0]:
             compare_line(outcome)
-            assert outcome.averages == pytest.approx(outcome.expected_averages, rel=1e-4)
+            # FSDP1 gives frozen parameters a gradient, too, where they share a flat parameter with others.
+            seen = {name: outcome.averages[name] for name in outcome.expected_averages}
+            assert seen == pytest.approx(outcome.expected_averages, rel=1e-4)
     (line,) = outcomes[0][SPIKED].clips
     return line["token_clip"]["tokens"]
 
