@@ -6,8 +6,8 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,15 @@ from torch import Tensor, nn
 from ..checks import is_finite_number, is_positive_integer
 from ..fsdp import collectives
 from .boundaries import hook_boundaries
+from .counts import Counts
+from .found_tokens import largest_tokens, outliers, own_tokens
 from .positions import Positions
 from .usual_signal import UsualSignal
+from .watched_pass import LOG_PROBS, WatchedPass
 
 logger = logging.getLogger(__name__)
 
 ACTIONS = ("log", "drop", "smooth")
-
-# The boundary after the last layer: a position's signal there is |∂L/∂log p| of its own token.
-LOG_PROBS = "log_probs"
-
-# The maximum number of tokens that are described, those furthest over their bounds first.
-MAX_TOKENS = 64
 
 
 @dataclass
@@ -66,98 +63,6 @@ class TokenClipConfig:
     def _check(self, name: str, good: bool, wanted: str) -> None:
         if not good:
             raise ValueError(f"token_clip.{name} must be {wanted}, got {getattr(self, name)!r}.")
-
-
-@dataclass
-class _Pass:
-    """A training pass, kept until the optimizer step.
-
-    Args:
-        positions (Positions): Where its tokens are.
-        rows (list[int]): Its rows in its rank's mini-batch.
-        recorded (bool): Whether its signals count.
-        scaled (bool): Whether its loss is scaled. If so, a signal that is no finite number is left for the gradient
-            scaler, which has to see an overflow to lower the scale.
-        scaling (Tensor, optional): 1 / (a token's weight in the loss × loss scale) of each row, shape (rows,); None
-            until it is known.
-        tokens (Mapping): Values of its tokens, each of shape (rows, response length).
-        signals (dict): By boundary, in the order of the backward, each position's signal divided by its token's weight
-            in the loss; float32. Emptied after the pass.
-        refused (dict): By boundary, whether too many were over the bound for any to be cut; shape ().
-        over (list[_Over]): What is kept of the signals after the pass.
-    """
-
-    positions: Positions
-    rows: list[int]
-    recorded: bool = True
-    scaled: bool = False
-    scaling: Tensor | None = None
-    tokens: Mapping[str, Tensor] = field(default_factory=dict)
-    signals: dict[str, Tensor] = field(default_factory=dict)
-    refused: dict[str, Tensor] = field(default_factory=dict)
-    over: "list[_Over]" = field(default_factory=list)
-    _scaling_of: dict[tuple[bool, torch.Size], Tensor | None] = field(default_factory=dict)
-
-    def scaling_of(self, shape: torch.Size, at_log_probs: bool) -> Tensor | None:
-        """`scaling` of each position; None for hidden states that are not the text's.
-
-        The backward comes to the decoder layers before it comes to anything of another shape.
-        """
-        assert self.scaling is not None
-        key = at_log_probs, shape
-        if key not in self._scaling_of:
-            known = any(found is not None for (of_log_probs, _), found in self._scaling_of.items() if not of_log_probs)
-            rows = None if known and not at_log_probs else self.positions.rows_of(shape, whole=at_log_probs)
-            self._scaling_of[key] = None if rows is None else self.scaling[rows]
-        return self._scaling_of[key]
-
-    def is_over(self, signal: Tensor, bound: Tensor) -> Tensor:
-        """Where a signal is over its bound, bool."""
-        over = ~(signal <= bound)
-        return over & signal.isfinite() if self.scaled else over
-
-    def forget(self) -> None:
-        """Frees what only the pass itself needs."""
-        self.signals = {}
-        self._scaling_of = {}
-        self.positions.forget()
-
-
-class _Over(NamedTuple):
-    """Where the signals at some boundaries, which have the same positions, are over their bounds.
-
-    Args:
-        boundaries (list[str]): In the order of the backward.
-        first (Tensor): The index of the first of them at which a position is over its bound, -1 for none; int16.
-        multiple (Tensor): The signal there as a multiple of the bound; same shape.
-    """
-
-    boundaries: list[str]
-    first: Tensor
-    multiple: Tensor
-
-
-class _Figures:
-    """What is counted of a mini-batch on this rank, on the device; float64 of shape (boundaries,) where not said.
-
-    Attributes:
-        largest (Tensor): The largest finite signal.
-        over (Tensor): How many signals were over the bound.
-        cut (Tensor): How many of these were cut.
-        refused (Tensor): In how many passes none was cut because there were too many.
-        tokens (Tensor): How many tokens have a weight in the loss, shape (1,).
-    """
-
-    def __init__(self, boundaries: int, device: torch.device) -> None:
-        zeros = torch.zeros(4, boundaries, dtype=torch.float64, device=device)
-        self.largest, self.over, self.cut, self.refused = zeros.unbind()
-        self.tokens = torch.zeros(1, dtype=torch.float64, device=device)
-
-    def gather(self) -> tuple[Tensor, ...]:
-        """The five of every rank, stacked, on the CPU. A collective call."""
-        own = (self.largest, self.over, self.cut, self.refused, self.tokens)
-        gathered = torch.stack(collectives.gather(torch.cat(own)))
-        return gathered.split([len(values) for values in own], dim=1)
 
 
 class TokenClip:
@@ -202,8 +107,8 @@ class TokenClip:
         self._warned = False
         # Of a mini-batch, on all ranks.
         self._tokens = 0.0
-        self._current: _Pass | None = None
-        self._passes: list[_Pass] = []
+        self._current: WatchedPass | None = None
+        self._passes: list[WatchedPass] = []
         self._steps: list[dict[str, Any]] = []
         self._set_bounds()
 
@@ -214,7 +119,7 @@ class TokenClip:
             positions (Positions): Where its tokens are.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
-        self._current = _Pass(positions, [int(row) for row in rows])
+        self._current = WatchedPass(positions, [int(row) for row in rows])
 
     def observe(
         self,
@@ -249,7 +154,10 @@ class TokenClip:
         """Stops watching a training pass; called after its backward."""
         if self._current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
-        self._condense(self._current)
+        if list(self._current.signals) == [LOG_PROBS] and not self._warned:
+            self._warned = True
+            logger.warning("TokenClip sees the log-probs only: the layers' hidden states are not in a form it knows.")
+        self._counts.take_in(self._current, self.boundaries, self._bounds)
         self._passes.append(self._current)
         self._current = None
 
@@ -264,7 +172,7 @@ class TokenClip:
         """
         original = self._passes[index]
         assert original.scaling is not None
-        self._current = _Pass(
+        self._current = WatchedPass(
             original.positions.select(rows, response_length),
             list(rows),
             recorded=False,
@@ -278,31 +186,8 @@ class TokenClip:
             self._current = None
 
     def outliers(self, index: int) -> Tensor:
-        """How far the tokens of a micro-batch that were left uncut are over their bounds.
-
-        Only at the first boundary on the way back from the loss at which any is over: below it, an outlier's signal
-        spreads to earlier positions through attention.
-
-        Args:
-            index (int): The micro-batch's index on this rank.
-
-        Returns:
-            Tensor: The multiple of the usual largest signal, 0 where a token is not over its bound; on the CPU, of the
-                shape (rows, response length) of the weights.
-        """
-        each = self._passes[index]
-        multiples = torch.zeros(each.tokens["weight"].shape)
-        for over in each.over:
-            first, values = over.first.flatten().cpu(), over.multiple.flatten().cpu()
-            if not (first >= 0).any():
-                continue
-            boundary = int(first[first >= 0].min())
-            if bool(each.refused.get(over.boundaries[boundary], True)):
-                rows, positions = each.positions.tokens_of(over.first.shape, over.boundaries == [LOG_PROBS])
-                found = (first == boundary) & (positions >= 0) & (positions < multiples.shape[1])
-                multiples[rows[found], positions[found]] = self._config.factor * values[found]
-            break
-        return multiples
+        """`found_tokens.outliers` of this rank's micro-batch with that index."""
+        return outliers(self._passes[index], self._config.factor)
 
     def end_mini_batch(self) -> dict[str, Any] | None:
         """Updates the bounds, and tells what was over them. A collective call.
@@ -314,7 +199,7 @@ class TokenClip:
                 to be cut); `tokens`, those over a bound, largest multiple first, at most `MAX_TOKENS`.
         """
         passes, self._passes, self._current = self._passes, [], None
-        largest, over, cut, refused, tokens = self._figures.gather()
+        largest, over, cut, refused, tokens = self._counts.gather()
         # The ranks of a group have the same log-probs.
         for counts in (over, cut):
             for part in range(1, self._sequence_parallel_size):
@@ -405,7 +290,7 @@ class TokenClip:
         self._limit_of_part = max(1, self._limit // self._sequence_parallel_size)
         bounds = [self._config.factor * usual.value or math.inf for usual in self._usual.values()]
         self._bounds = torch.tensor(bounds, dtype=torch.float32).to(self._device)
-        self._figures = _Figures(len(self.boundaries), self._device)
+        self._counts = Counts(len(self.boundaries), self._device)
 
     def _hook(self, boundary: str, values: Tensor) -> None:
         """Watches the gradient of hidden states or log-probs, if they are a pass's."""
@@ -414,7 +299,7 @@ class TokenClip:
             values.register_hook(lambda gradient: self._see(current, boundary, gradient))
 
     @torch.no_grad()
-    def _see(self, current: _Pass, boundary: str, gradient: Tensor) -> Tensor | None:
+    def _see(self, current: WatchedPass, boundary: str, gradient: Tensor) -> Tensor | None:
         """What replaces a gradient at a boundary; None if it is to stay as it is. No host sync."""
         if current is not self._current or current.scaling is None:
             return None
@@ -431,9 +316,9 @@ class TokenClip:
         bound = self._bounds[i]
         over = current.is_over(signal, bound)
         if current.recorded:
-            count, so_far = over.sum(), self._figures.cut[i]
+            count, so_far = over.sum(), self._counts.cut[i]
             current.refused[boundary] = so_far + count > (self._limit if at_log_probs else self._limit_of_part)
-            self._figures.cut[i] += torch.where(current.refused[boundary], 0, count)
+            self._counts.cut[i] += torch.where(current.refused[boundary], 0, count)
         elif boundary not in current.refused:
             return None  # training did not see it
         over = over & ~current.refused[boundary]
@@ -444,108 +329,18 @@ class TokenClip:
         left = (2 - signal / bound).nan_to_num(nan=0.0).clamp(0, 1)
         return torch.where(over, torch.where(left == 0, 0.0, gradient * left.to(gradient.dtype)), gradient)
 
-    @torch.no_grad()
-    def _condense(self, current: _Pass) -> None:
-        """Counts a pass's signals, and keeps of them where they are over their bounds. No host sync."""
-        signals = current.signals
-        current.forget()
-        if list(signals) == [LOG_PROBS] and not self._warned:
-            self._warned = True
-            logger.warning("TokenClip sees the log-probs only: the layers' hidden states are not in a form it knows.")
-        if current.tokens:
-            self._figures.tokens += (current.tokens["weight"] != 0).sum()
-        last = len(self.boundaries) - 1
-        for here in (slice(last, None), slice(0, last)):
-            names = self.boundaries[here]
-            seen = next((signals[name] for name in names if name in signals), None)
-            if seen is None or not seen.numel():
-                continue
-            none, no = torch.zeros_like(seen), torch.zeros((), dtype=torch.bool, device=seen.device)
-            by_boundary = torch.stack([signals.get(name, none) for name in names]).flatten(1)
-            bounds = self._bounds[here].unsqueeze(1)
-            over = current.is_over(by_boundary, bounds)
-            self._figures.over[here] += over.sum(1)
-            largest = torch.where(by_boundary.isfinite(), by_boundary, 0.0).amax(1)
-            self._figures.largest[here] = torch.maximum(self._figures.largest[here], largest)
-            self._figures.refused[here] += torch.stack([current.refused.get(name, no) for name in names])
-            # The first on the way back from the loss is the last in the order of the forward.
-            first = over.flip(0).to(torch.uint8).argmax(0, keepdim=True)
-            multiple = (by_boundary / bounds).flip(0).gather(0, first)[0]
-            first = torch.where(over.any(0), first[0], -1).to(torch.int16)
-            current.over.append(_Over(names[::-1], first.view(seen.shape), multiple.view(seen.shape)))
-
-    def _gather_tokens(self, passes: Sequence[_Pass]) -> list[dict[str, Any]]:
-        """The tokens of all ranks that are over a bound, largest multiple first; none if that fails. A collective call.
-
-        Each has `rank`, `micro_batch`, `row` (in its rank's mini-batch), `position` (in the response; negative in the
-        prompt), `boundary` (the first over its bound on the way back from the loss), `multiple` (its signal there over
-        the usual one), `cut`, and the values that `observe` was given.
-        """
+    def _gather_tokens(self, passes: Sequence[WatchedPass]) -> list[dict[str, Any]]:
+        """The `own_tokens` of all ranks, largest multiple first; none if that fails. A collective call."""
         try:
-            of_ranks = collectives.exchange(lambda: _largest(self._own_tokens(passes)))
+            of_ranks = collectives.exchange(
+                lambda: largest_tokens(own_tokens(passes, self._rank, self._part, self._config.factor))
+            )
         except collectives.RankFailedError:
             logger.warning("the tokens over TokenClip's bounds are not described", exc_info=True)
             return []
-        return _largest([token for of_rank in of_ranks for token in of_rank])
-
-    def _own_tokens(self, passes: Sequence[_Pass]) -> list[dict[str, Any]]:
-        found: dict[tuple[int, int, int], dict[str, Any]] = {}
-        for index, each in enumerate(passes):
-            for over in each.over:
-                at_log_probs = over.boundaries == [LOG_PROBS]
-                if at_log_probs and self._part:
-                    continue  # the first rank of the group has the same
-                first, multiple = over.first.flatten(), over.multiple.flatten()
-                size = torch.where(first >= 0, multiple.nan_to_num(nan=math.inf, posinf=math.inf), -1.0)
-                where = size.topk(min(MAX_TOKENS, len(size))).indices
-                where = where[first[where] >= 0]
-                rows, positions = each.positions.tokens_of(over.first.shape, at_log_probs)
-                rows, positions = rows[where.cpu()], positions[where.cpu()]
-                boundaries = [over.boundaries[i] for i in first[where].tolist()]
-                values = _values(each.tokens, rows, positions)
-                for row, position, boundary, times, of_token in zip(
-                    rows.tolist(), positions.tolist(), boundaries, multiple[where].tolist(), values, strict=True
-                ):
-                    found.setdefault(
-                        (index, row, position),
-                        {
-                            "rank": self._rank,
-                            "micro_batch": index,
-                            "row": each.rows[row],
-                            "position": position,
-                            "boundary": boundary,
-                            "multiple": times * self._config.factor,
-                            "cut": boundary in each.refused and not each.refused[boundary],
-                            **of_token,
-                        },
-                    )
-            each.positions.forget()
-        return list(found.values())
+        return largest_tokens([token for of_rank in of_ranks for token in of_rank])
 
 
 def _norms(gradient: Tensor) -> Tensor:
     """The norm of each position's gradient, in float32 whatever its type."""
     return torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32)
-
-
-def _largest(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tokens furthest over their bounds, NaN first."""
-    finite = {id(token): token["multiple"] for token in tokens if math.isfinite(token["multiple"])}
-    return sorted(tokens, key=lambda token: -finite.get(id(token), math.inf))[:MAX_TOKENS]
-
-
-def _values(tokens: Mapping[str, Tensor], rows: Tensor, positions: Tensor) -> list[dict[str, Any]]:
-    """Each token's values by name; None where there is no data, as in the prompt."""
-    names = ("token_id", "weight", "advantage", "log_prob", "old_log_prob", "rollout_log_prob")
-    length = tokens["weight"].shape[1] if "weight" in tokens else 0
-    inside = (positions >= 0) & (positions < length)
-    columns: dict[str, list[Any]] = {}
-    for name in names:
-        column: list[Any] = [None] * len(rows)
-        if name in tokens and inside.any():
-            device = tokens[name].device
-            known = tokens[name][rows[inside].to(device), positions[inside].to(device)].tolist()
-            for i, value in zip(inside.nonzero().flatten().tolist(), known, strict=True):
-                column[i] = value
-        columns[name] = column
-    return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
