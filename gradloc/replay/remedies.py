@@ -225,6 +225,8 @@ def _of_token_clip(bundle: Bundle, model: Model, spike: _Spike, notes: list[str]
     row["note"] = (
         "The usual signal is the largest of this micro-batch's ordinary tokens; a run has a moving average of its own."
     )
+    if bundle.event["diagnosis"] != "tokens":
+        row["note"] += " The culprits do not explain this spike: of other outlying tokens, a run cuts more."
     if cut.prompt_positions:
         row["note"] += f" {cut.prompt_positions:,} positions of prompts are cut as well."
     return [row]

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..bundles.layout import SavedMicroBatch
 from ..bundles.opening import Bundle
+from ..token_clip.boundaries import find_boundaries
+from ..token_clip.watched_pass import LOG_PROBS
 from .measuring import Norms, add_row, take_norms
 from .model import Model
 
@@ -43,18 +45,6 @@ class Cut:
     boundary: str | None
 
 
-def boundaries(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose outputs are hidden states: the embedding and the decoder layers; empty if it has none."""
-    config: Any = getattr(module, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    count = getattr(config, "num_hidden_layers", None)
-    lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) == count]
-    if not lists:
-        return {}
-    embedding = cast(Any, module).get_input_embeddings()
-    return {"embed_tokens": embedding, **{f"layers.{index}": layer for index, layer in enumerate(lists[0])}}
-
-
 def clip_tokens(model: Model, bundle: Bundle, saved: SavedMicroBatch, ordinary: Tensor) -> Cut | None:
     """The gradient with each signal cut that is over `FACTOR` times the largest one of ordinary tokens.
 
@@ -67,7 +57,7 @@ def clip_tokens(model: Model, bundle: Bundle, saved: SavedMicroBatch, ordinary: 
     Returns:
         Cut | None: None if the model's decoder layers are not known, or no ordinary token has a gradient.
     """
-    modules = boundaries(model.module)
+    modules = find_boundaries(model.module)
     coefficient, entropy = saved.tokens["coefficient"], saved.tokens["entropy_coefficient"]
     alone = [torch.where(ordinary, values, 0.0) for values in (coefficient, entropy)]
     if not modules or not any(bool((values != 0).any()) for values in alone):
@@ -104,8 +94,8 @@ def clip_tokens(model: Model, bundle: Bundle, saved: SavedMicroBatch, ordinary: 
         places = torch.nonzero(cut).flatten() - start
         prompt += int((places < 0).sum())
         positions[index, places[places >= 0]] = True
-    order = ["log-probs", *reversed(modules)]
-    where = {name for _, name in cuts} | ({"log-probs"} if bool((over & (coefficient != 0)).any()) else set())
+    order = [LOG_PROBS, *reversed(modules)]
+    where = {name for _, name in cuts} | ({LOG_PROBS} if bool((over & (coefficient != 0)).any()) else set())
     return Cut(gradient, moved, positions, prompt, next((name for name in order if name in where), None))
 
 

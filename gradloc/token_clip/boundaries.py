@@ -33,17 +33,38 @@ def hook_boundaries(module: nn.Module, seen: Seen) -> list[str]:
     Raises:
         ValueError: The model has no list of decoder layers.
     """
+    boundaries = find_boundaries(module)
+    if not boundaries:
+        raise ValueError(
+            f"token_clip finds no list of decoder layers in this model ({type(module).__name__}): set "
+            "actor_rollout_ref.actor.token_clip.enable=False."
+        )
+    for boundary, owner in boundaries.items():
+        owner.register_forward_hook(_forward_hook(boundary, seen))
+    return list(boundaries)
+
+
+def find_boundaries(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose outputs are hidden states, the embedding and the decoder layers, in the order of the forward.
+
+    Args:
+        module (nn.Module): The model, wrapped by FSDP1, by FSDP2 or not at all.
+
+    Returns:
+        dict: By name; empty if the model has no list of decoder layers.
+    """
+    layers = _decoder_layers(module)
+    if not layers:
+        return {}
     boundaries: dict[str, nn.Module] = {}
     find_embedding: Callable[[], nn.Module | None] | None = getattr(module, "get_input_embeddings", None)
     embedding = None if find_embedding is None else find_embedding()
     for name, owner in module.named_modules():
         if embedding is not None and owner is embedding:
             boundaries[layer_name(f"{name}.weight")] = owner
-    for name, layer in _decoder_layers(module):
+    for name, layer in layers:
         boundaries[layer_name(f"{name}.weight")] = layer
-    for boundary, owner in boundaries.items():
-        owner.register_forward_hook(_forward_hook(boundary, seen))
-    return list(boundaries)
+    return boundaries
 
 
 def _decoder_layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -56,10 +77,7 @@ def _decoder_layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
         and not _OTHER_MODALITY.search(name)
     ]
     if not lists:
-        raise ValueError(
-            f"token_clip finds no list of decoder layers in this model ({type(module).__name__}): set "
-            "actor_rollout_ref.actor.token_clip.enable=False."
-        )
+        return []
     name, layers = max(lists, key=lambda found: len(found[1]))
     return [(f"{name}.{i}", layer) for i, layer in enumerate(layers)]
 

@@ -97,7 +97,7 @@ def test_token_clip_is_the_chain_rule_with_cut_signals(
         with_cuts = gradient(ids, torch.where(over[row], 0.0, alone[row]), cuts[row])
         moved.append({key: with_cuts[key] - without[key] for key in without})
     assert cut.moved.norm == pytest.approx(norm_of(moved), rel=1e-4, abs=1e-6)
-    assert cut.positions[BAD] and cut.boundary == "log-probs"
+    assert cut.positions[BAD] and cut.boundary == "log_probs"
     below = sum(int(mask.sum()) for of_row in cuts for mask in of_row.values())
     assert (below > 0) == (factor < 1) == (cut.moved.norm > 0)
 
@@ -352,6 +352,15 @@ def test_what_cannot_be_computed_is_said(
     assert sum(sentence in note for note in result["remedy_notes"]) == 1, result["remedy_notes"]
     rows = rows_by_name(result)
     assert present in rows and absent not in rows
+
+
+def test_of_a_diffuse_spike_token_clip_is_an_estimate(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for diagnosis in ("tokens", "diffuse"):
+        resign(bundle, lambda manifest, diagnosis=diagnosis: manifest["event"].update(diagnosis=diagnosis))
+        note = rows_by_name(replay(bundle, kept, capsys))["TokenClip"]["note"]
+        assert ("The culprits do not explain this spike" in note) == (diagnosis == "diffuse")
 
 
 def test_without_culprits_there_is_nothing_to_drop(
