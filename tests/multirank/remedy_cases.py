@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from actor_cases import Run, train
-from actors import Case
+from actors import IDENTITY_THRESHOLD, Case, build_actor
+from batches import build_batch
 from oracle import Unit
-from replay_cases import spiked
+from replay_cases import save_model, spiked
+from token_clip_cases import CALLS, SPIKED, WARMUP
 from verl import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.workers.config import TokenClipConfig
 
 # The culprit's probability in training over that in the rollout, as a logarithm; and those of some ordinary tokens.
 CULPRIT_LOG_RATIO, OTHER_LOG_RATIO = -2.0, 1.0
@@ -99,3 +103,28 @@ def step_norm(case: Case, **settings: Any) -> float:
 def recorded_clipped(case: Case, directory: str, clip: Any) -> tuple[list[Unit], float, Run]:
     """The same with LayerClip on."""
     return recorded(case, directory, layer_clip=clip)
+
+
+def with_and_without_token_clip(case: Case, directory: str) -> list[list[dict[str, Any]]]:
+    """The events of a spiked update: of a run that keeps a bundle, and of one with TokenClip, where all are spikes.
+
+    Ordinary updates come before it, from which TokenClip learns what is usual. The weights stay as they are.
+    """
+    if dist.get_rank() == 0:
+        save_model(case, Path(directory))
+    dist.barrier()
+    kept = {"grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_dump_dir": f"{directory}/dump", "spike_replay": 1}
+    clipped = {
+        "grad_norm_threshold": EVERY,
+        "bisect_budget_steps": 2,
+        "token_clip": TokenClipConfig(enable=True, warmup_steps=WARMUP),
+    }
+    events = []
+    for options in (kept, clipped):
+        actor = build_actor(case, spike_detection=True, **options)
+        for group in actor.actor_optimizer.param_groups:
+            group["lr"] = 0.0
+        for seed in CALLS[: SPIKED + 1]:
+            actor.update_policy(build_batch(case, dist.get_rank(), seed))
+        events.append(actor.gradloc.events)
+    return events

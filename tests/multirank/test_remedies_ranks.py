@@ -163,3 +163,18 @@ def test_the_recorded_coefficients_come_from_verls_loss(
     assert "as recorded" in rows, result["remedy_notes"]
     assert rows["as recorded"]["left"] == pytest.approx(1, rel=case.tolerance)
     assert ("token TIS" in rows) and ("GSPO" in rows) == (case.loss_mode not in ("gspo", "bypass_mode"))
+
+
+@pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])
+def test_token_clip_leaves_what_a_run_with_it_has(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrap: str
+) -> None:
+    """The run has bounds of its own, and the table those of the micro-batch: here, both cut the culprit alone."""
+    case = Case(wrap, planted=((0, 2, 4),))
+    (event,), (clipped,) = launch(2, remedy_cases.with_and_without_token_clip, case, str(tmp_path))[0]
+    result = replayed(tmp_path / "dump" / event["replay"], tmp_path / "model", capsys, "--remedies", "--only")
+    (unit,) = result["units"]
+    (row,) = [row for row in result["remedies"] if row["name"] == "TokenClip"]
+    norms = {(each["rank"], each["micro_batch"]): float(each["norm"]) for each in clipped["units"]}
+    assert row["norm"] == pytest.approx(norms[unit["rank"], unit["micro_batch"]], rel=TOLERANCE)
+    assert row["masked"] == {"tokens": 1, "culprits": 1} and row["left"] < 0.1
