@@ -120,6 +120,8 @@ def hold(
             config.bisect_budget_steps,
         )
     event["drill"] = {"planted": place, "found": found, "passes": event["passes"]}
+    # Its cause is the drill.
+    event["verdict"] = None
     event["summary"] = summary(event)
     return event
 

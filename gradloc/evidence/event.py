@@ -18,9 +18,11 @@ from ..search.investigation import Investigation
 from ..version import __version__
 from .in_words import summary
 from .medians import token_medians
+from .ordinary import ordinary_shares
 from .schema import SCHEMA
 from .sources import Medians, classify
 from .token_facts import response_kl, response_window, token_evidence
+from .verdict import verdict
 
 # How many of the largest tokens an event lists for a spike without a culprit.
 _LARGEST_TOKENS = 3
@@ -45,8 +47,16 @@ def build_event(
         started (float): What `time.perf_counter` gave when the search began.
     """
     mini_batch = investigation.mini_batch
-    medians = token_medians(mini_batch.micro_batches, mini_batch.model.sequence_parallel_size)
-    ordinary_before = ordinary.layer_norms(mini_batch.model)
+    model = mini_batch.model
+    medians = token_medians(mini_batch.micro_batches, model.sequence_parallel_size)
+    ordinary_tokens = ordinary_shares(
+        mini_batch.micro_batches,
+        {(index, row, position) for (rank, index), row, position in investigation.culprits if rank == model.rank},
+        medians,
+        mini_batch.scale,
+        model.sequence_parallel_size,
+    )
+    ordinary_before = ordinary.layer_norms(model)
     clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
     with collectives.same_on_all_ranks():
         event = {
@@ -64,13 +74,14 @@ def build_event(
             **_findings(investigation, medians, ordinary_before),
             "budget": investigation.config.bisect_budget_steps,
             "seconds": max(seconds for seconds, _ in clocks),
-            "search": mini_batch.model.meter.kind,
-            "world_size": mini_batch.model.data_parallel_size,
+            "search": model.meter.kind,
+            "world_size": model.data_parallel_size,
             "loss_scale": mini_batch.scale,
             "layer_clip": None,
             "drill": None,
             "replay": None,
         }
+        event["verdict"] = verdict(event, ordinary_tokens)
         event["summary"] = summary(event)
     return event
 

@@ -127,6 +127,18 @@ _DRILL = object_with(
     }
 )
 
+# The cause in one line.
+_VERDICT = object_with(
+    {
+        # A rule's name; newer releases may know more causes.
+        "cause": TEXT_OR_NULL,
+        "culprits": NUMBER_OR_NULL,
+        "ordinary": NUMBER_OR_NULL,
+        "sentence": TEXT,
+        "check": TEXT,
+    }
+)
+
 EVENT = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "A gradient spike and the tokens behind it",
@@ -183,6 +195,7 @@ EVENT = {
         drill={"anyOf": [_DRILL, {"type": "null"}]},
         fault=TEXT_OR_NULL,
         replay=TEXT_OR_NULL,
+        verdict={"anyOf": [_VERDICT, {"type": "null"}]},
     ),
 }
 

@@ -20,7 +20,7 @@ PAGES = [*TOP_LEVEL, *sorted((ROOT / "docs").glob("*.md"))]
 # Where a user reads what the code says: the report, the sources, and the keys.
 SPEAKING = [
     *sorted((ROOT / "gradloc/report").glob("*.py")),
-    *(ROOT / "gradloc/evidence" / name for name in ("in_words.py", "sources.py")),
+    *(ROOT / "gradloc/evidence" / name for name in ("in_words.py", "sources.py", "verdict.py")),
     ROOT / "gradloc/config.py",
     ROOT / "gradloc/layers/layer_clip.py",
     *(ROOT / "gradloc").glob("*/actor_config.py"),
@@ -110,6 +110,12 @@ def test_each_field_of_a_clip_line_is_explained_and_no_other() -> None:
     of_token = set(token["tokens"]["items"]["properties"])
     for part, names in ((first, {*clip, *token}), (second, of_token)):
         assert in_backticks(" ".join(re.findall(r"^\| (.*?) \|", part, re.M))) == names
+
+
+def test_each_field_of_a_verdict_is_explained_and_no_other() -> None:
+    names = set(schema.EVENT["properties"]["verdict"]["anyOf"][0]["properties"])
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs/verdict.md").read_text(), re.M)
+    assert in_backticks(" ".join(rows)) == names
 
 
 @pytest.mark.parametrize("form", [schema.EVENT, schema.NOTE], ids=["event", "note"])

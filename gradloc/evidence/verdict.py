@@ -1,0 +1,165 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The verdict on a spike: its cause in one line, with the evidence for it, or that no cause is known."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .sources import RULES, SOURCES, UNLIKELY
+
+# The limits of `find_cause`.
+MOST_CULPRITS = 0.5
+COMMON = 0.25
+LIFT = 4.0
+CLOSE = 0.1
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What a verdict says of a cause, beside the advice of its rule.
+
+    Args:
+        claim (str): What is wrong, the start of a sentence.
+        check (str): How to check it, in one sentence with a command.
+    """
+
+    claim: str
+    check: str
+
+
+_STALE = "`bash run_experiment.sh --embedded --fault stale` shows this with rollout weights that are too old."
+_REMEDIES = "`python -m verl.utils.gradloc.replay BUNDLE --remedies` measures what each remedy leaves of the spike."
+
+# By rule.
+CAUSES: Mapping[str, Cause] = {
+    "nonfinite": Cause(
+        "Single tokens have NaN or infinite gradients",
+        "`bash run_experiment.sh --embedded --fault nan` shows this with a NaN advantage.",
+    ),
+    "misaligned": Cause(
+        "The log-probs of whole responses are not those of the rollout",
+        "`python -m verl.utils.gradloc.replay BUNDLE` compares the recorded log-probs with those of saved weights.",
+    ),
+    "unsampled": Cause(
+        "Tokens that the policy did not produce are trained on",
+        "`bash run_experiment.sh --embedded --fault unsampled` shows this with added EOS tokens.",
+    ),
+    "token": Cause("The importance ratios of single tokens are far from 1", _STALE),
+    "sequence": Cause("The mean importance ratios of whole responses are far from 1", _STALE),
+    "advantage": Cause(
+        "Advantages are outliers",
+        "`bash run_experiment.sh --embedded --fault advantage` shows this with one outlying reward.",
+    ),
+    "weight": Cause("The tokens of a few responses have large weights in the loss", _REMEDIES),
+    "kl": Cause("The KL loss, not the policy loss, makes the gradient of these tokens", _REMEDIES),
+    "unlikely": Cause(f"Rare tokens (p < {UNLIKELY:g}) make the gradient", _REMEDIES),
+    "layer": Cause(
+        "One layer makes most of the gradient",
+        "`bash run_experiment.sh --embedded --fault bitflip` shows this with one broken weight.",
+    ),
+}
+
+# Where no cause is known.
+CHECK_UNKNOWN = (
+    "`python -m verl.utils.gradloc.replay BUNDLE` shows whether the spike comes back, and in which layers it is."
+)
+
+
+def verdict(event: Mapping[str, Any], ordinary: Mapping[str, float | None]) -> dict[str, Any]:
+    """The verdict on a spike.
+
+    Args:
+        event (Mapping): The event's other fields.
+        ordinary (Mapping): What `ordinary_shares` returned.
+
+    Returns:
+        dict: `cause`, the name of a rule, or None where no cause is known; `culprits` and `ordinary`, the shares for
+            which that rule holds (None where unknown); `sentence`, with what to do; `check`, a command that checks it.
+    """
+    count = len(event["culprits"])
+    culprits = {
+        rule.name: sum(rule.name in culprit["sources"] for culprit in event["culprits"]) / count if count else 0.0
+        for rule in RULES
+    }
+    cause = find_cause(culprits, ordinary, event["ordinary_layer_norms"])
+    if cause is None:
+        why = "no rule holds for most of the culprits and for few ordinary tokens" if count else "no token stands out"
+        sentence, check = f"No known cause: {why}.", CHECK_UNKNOWN
+        return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": check}
+    advice = SOURCES[cause].advice
+    shares = f"{_of_culprits(culprits[cause], count)}, {_of_ordinary(ordinary[cause])}"
+    return {
+        "cause": cause,
+        "culprits": culprits[cause],
+        "ordinary": ordinary[cause],
+        "sentence": f"{CAUSES[cause].claim} ({shares}): {advice[0].lower()}{advice[1:]}",
+        "check": CAUSES[cause].check,
+    }
+
+
+def find_cause(
+    culprits: Mapping[str, float],
+    ordinary: Mapping[str, float | None],
+    ordinary_layer_norms: Mapping[str, float] | None,
+) -> str | None:
+    """The rule that tells culprits from ordinary tokens; None if there is none, because a weak guess misleads.
+
+    A rule is a possible cause if
+
+    - it holds for at least `MOST_CULPRITS` of them: one that holds for fewer does not explain the spike;
+    - it holds for less than `COMMON` of ordinary tokens, and `LIFT` times as often for culprits: what ordinary tokens
+      have as well makes no spike.
+
+    Of the possible causes whose shares of culprits are within `CLOSE` of the largest, the first in the order of `RULES`
+    is taken. A bug often makes the rules after its own hold, too: a token that was not sampled has a ratio far from 1,
+    and is rare. But a rule that holds for clearly more of the culprits comes before a more specific one.
+
+    For `layer`, no share of ordinary tokens is known. It is a possible cause if it does not hold for the layer norms of
+    a typical ordinary token, and these are known.
+
+    Args:
+        culprits (Mapping): By rule, the share of culprits for which it holds; zeros without a culprit.
+        ordinary (Mapping): The same for ordinary tokens; None where unknown.
+        ordinary_layer_norms (Mapping, optional): The event's field.
+    """
+    possible = [
+        rule.name
+        for rule in RULES
+        if culprits[rule.name] >= MOST_CULPRITS
+        and (
+            _is_unusual_layer(ordinary_layer_norms)
+            if rule.name == "layer"
+            else _stands_out(culprits[rule.name], ordinary[rule.name])
+        )
+    ]
+    most = max((culprits[name] for name in possible), default=0.0)
+    return next((name for name in possible if culprits[name] >= most - CLOSE), None)
+
+
+def _stands_out(of_culprits: float, of_ordinary: float | None) -> bool:
+    return of_ordinary is not None and of_ordinary < COMMON and of_culprits >= LIFT * of_ordinary
+
+
+def _is_unusual_layer(ordinary_layer_norms: Mapping[str, float] | None) -> bool:
+    """Whether the rule `layer` does not hold for a typical ordinary token; False if that is not known."""
+    if ordinary_layer_norms is None:
+        return False
+    return not SOURCES["layer"].holds({"layer_norms": ordinary_layer_norms}, {})
+
+
+def _of_culprits(share: float, count: int) -> str:
+    if count == 1:
+        return "the only culprit"
+    return f"all {count} culprits" if share == 1 else f"{_percent(share)} of {count} culprits"
+
+
+def _of_ordinary(share: float | None) -> str:
+    return "unknown for ordinary tokens" if share is None else f"{_percent(share)} of ordinary tokens"
+
+
+def _percent(share: float) -> str:
+    """Rounded, but not to 0% or 100% where it is neither."""
+    if 0 < share < 0.01:
+        return "under 1%"
+    return "over 99%" if 0.99 < share < 1 else f"{share:.0%}"

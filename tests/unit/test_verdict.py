@@ -1,0 +1,207 @@
+"""The verdict on a spike: the shares of ordinary tokens against a plain loop, and which cause is named."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from tools.launcher.faults import FAULTS
+from torch import Tensor
+
+from gradloc.evidence.medians import token_medians
+from gradloc.evidence.ordinary import HOLDS, ordinary_shares
+from gradloc.evidence.sources import RULES, SOURCES, classify
+from gradloc.evidence.token_facts import token_evidence
+from gradloc.evidence.verdict import CAUSES, CHECK_UNKNOWN, COMMON, LIFT, MOST_CULPRITS, find_cause, verdict
+from gradloc.measure.micro_batch import MicroBatch
+
+ROWS, LENGTH = 6, 9
+OPTIONAL = ("advantage", "old_log_prob", "ref_log_prob", "rollout_log_prob", "kl_coefficient", "after_eos")
+UNUSUAL = {"advantage": 9.0, "weight": 8.0, "old_log_prob": -6.0, "rollout_log_prob": 0.0, "kl_coefficient": 3.0}
+
+
+def micro_batch(seed: int, without: tuple[str, ...]) -> MicroBatch:
+    """Tokens of which each rule holds for some, with numbers that are not finite, in the padding as well."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    shape = (ROWS, LENGTH)
+    lengths = torch.randint(0, LENGTH + 1, (ROWS, 1))
+    log_prob = -torch.rand(shape) * 2
+    tokens: dict[str, Tensor] = {
+        "response_mask": (torch.arange(LENGTH) < lengths).float(),
+        "token_id": torch.randint(0, 99, shape),
+        "weight": torch.full(shape, 0.5),
+        "coefficient": torch.randn(shape) * (torch.rand(shape) > 0.2),
+        "advantage": torch.randn(shape),
+        "log_prob": log_prob,
+        "old_log_prob": log_prob + torch.randn(shape) / 4,
+        "ref_log_prob": log_prob.clone(),
+        "rollout_log_prob": log_prob + torch.randn(shape) * torch.randint(0, 3, (ROWS, 1)) / 2,
+        "kl_coefficient": torch.randn(shape) / 5,
+        "after_eos": torch.rand(shape) < 0.1,
+    }
+    for name, value in UNUSUAL.items():
+        tokens[name][torch.rand(shape) < 0.1] = value
+    tokens["log_prob"][torch.rand(shape) < 0.1] = -8.0
+    for name in ("log_prob", "coefficient", "advantage", "rollout_log_prob", "old_log_prob"):
+        for value in (math.nan, math.inf, -math.inf):
+            tokens[name][random.randrange(ROWS), random.randrange(LENGTH)] = value
+    tokens["weight"][0, 0] = 0.0
+    kept = {name: tensor for name, tensor in tokens.items() if name not in without}
+    return MicroBatch({}, [*range(ROWS)], (torch.zeros(1), None), kept)
+
+
+def shares_of_a_loop(
+    micro_batches: list[MicroBatch], culprits: set[tuple[int, int, int]], medians: Any, scale: float
+) -> dict[str, float]:
+    """The shares, one token at a time, by the rules for culprits."""
+    found: list[list[str]] = []
+    for index, one in enumerate(micro_batches):
+        tokens = one.portable(scale, inputs=False).tokens
+        for row in range(ROWS):
+            for position in range(LENGTH):
+                coefficient = float(tokens["coefficient"][row, position])
+                moves = coefficient != 0 and tokens["weight"][row, position] != 0
+                if not (tokens["response_mask"][row, position] and moves) or (index, row, position) in culprits:
+                    continue
+                facts = token_evidence(tokens, row, position)
+                is_finite = math.isfinite(coefficient) and math.isfinite(facts["log_prob"])
+                facts |= {"grad_norm": 1.0 if is_finite else math.nan, "layer_norms": {"a": 1.0}}
+                found.append(classify(facts, medians))
+    return {rule.name: sum(rule.name in names for names in found) / len(found) for rule in RULES}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize("without", [(), *((name,) for name in OPTIONAL), ("old_log_prob", "rollout_log_prob")])
+def test_the_shares_of_ordinary_tokens_are_those_of_a_loop_over_the_tokens(
+    without: tuple[str, ...], scale: float
+) -> None:
+    micro_batches = [micro_batch(seed, without) for seed in range(12)]
+    for one in micro_batches:
+        for name in {"coefficient"} & one.tokens.keys():
+            one.tokens[name] *= scale
+    culprits = {(index, row, position) for index in (0, 3, 7) for row in range(0, ROWS, 2) for position in range(4)}
+    medians = token_medians(micro_batches)
+    found = ordinary_shares(micro_batches, culprits, medians, scale)
+    assert found.pop("layer") is None
+    expected = shares_of_a_loop(micro_batches, culprits, medians, scale)
+    del expected["layer"]
+    assert found == expected
+    needs = {
+        "misaligned": {"rollout_log_prob"},
+        "advantage": {"advantage"},
+        "kl": {"kl_coefficient"},
+        "token": {"old_log_prob", "rollout_log_prob"},
+        "sequence": {"old_log_prob", "rollout_log_prob"},
+    }
+    # The tokens are such that each rule is tested.
+    for name, share in found.items():
+        absent = name in needs and needs[name] <= set(without)
+        assert (share == 0) == absent, name
+    # Without the culprits set aside, the shares are others.
+    assert ordinary_shares(micro_batches, set(), medians, scale) != {**found, "layer": None}
+
+
+def test_a_rule_without_a_tensor_form_is_noticed() -> None:
+    assert list(HOLDS) == [rule.name for rule in RULES if rule.name != "layer"]
+
+
+def test_without_ordinary_tokens_nothing_is_known_of_them() -> None:
+    one = micro_batch(0, ())
+    one.tokens["coefficient"][:] = 0.0
+    found = ordinary_shares([one], set(), {"median_advantage": 1.0, "median_weight": 1.0})
+    assert found == dict.fromkeys([rule.name for rule in RULES])
+
+
+NONE = dict.fromkeys([rule.name for rule in RULES], 0.0)
+EVEN = {"a": 1.0, "b": 1.0, "c": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("culprits", "ordinary", "cause"),
+    [
+        ({}, {}, None),
+        ({"advantage": 1.0}, {}, "advantage"),
+        ({"advantage": MOST_CULPRITS}, {}, "advantage"),
+        ({"advantage": MOST_CULPRITS - 0.01}, {}, None),
+        # What a quarter of ordinary tokens have as well is no cause.
+        ({"unlikely": 1.0}, {"unlikely": COMMON}, None),
+        ({"unlikely": 1.0}, {"unlikely": COMMON - 0.01}, "unlikely"),
+        ({"unlikely": 0.6}, {"unlikely": 0.6 / LIFT}, "unlikely"),
+        ({"unlikely": 0.6}, {"unlikely": 0.6 / LIFT + 0.01}, None),
+        # The most specific of those that hold for about as many culprits.
+        ({"unsampled": 1.0, "token": 1.0, "unlikely": 1.0}, {}, "unsampled"),
+        ({"unsampled": 0.95, "unlikely": 1.0}, {}, "unsampled"),
+        ({"unsampled": 0.6, "unlikely": 1.0}, {}, "unlikely"),
+        ({"unsampled": 1.0, "token": 1.0}, {"unsampled": 0.3}, "token"),
+        # Nothing is known of ordinary tokens.
+        ({"advantage": 1.0}, {"advantage": None}, None),
+        ({"layer": 1.0}, {"layer": None}, "layer"),
+        ({"layer": 1.0, "unlikely": 1.0}, {"layer": None}, "unlikely"),
+    ],
+)
+def test_a_cause_tells_culprits_from_ordinary_tokens(
+    culprits: dict[str, float], ordinary: dict[str, float | None], cause: str | None
+) -> None:
+    assert find_cause({**NONE, **culprits}, {**NONE, **ordinary}, EVEN) == cause
+
+
+@pytest.mark.parametrize("norms", [None, {"a": 9.0, "b": 1.0}])
+def test_one_layer_is_no_cause_where_it_is_usual_or_nothing_is_known(norms: dict[str, float] | None) -> None:
+    assert find_cause({**NONE, "layer": 1.0}, {**NONE, "layer": None}, norms) is None
+
+
+def event(*sources: list[str]) -> dict[str, Any]:
+    return {"culprits": [{"sources": names} for names in sources], "ordinary_layer_norms": EVEN}
+
+
+def test_the_verdict_says_cause_shares_what_to_do_and_how_to_check_it() -> None:
+    found = verdict(event(["advantage", "unlikely"], ["advantage"], ["unlikely"]), {**NONE, "advantage": 0.111})
+    advice = SOURCES["advantage"].advice
+    assert found == {
+        "cause": "advantage",
+        "culprits": 2 / 3,
+        "ordinary": 0.111,
+        "sentence": f"Advantages are outliers (67% of 3 culprits, 11% of ordinary tokens): l{advice[1:]}",
+        "check": CAUSES["advantage"].check,
+    }
+
+
+@pytest.mark.parametrize(
+    ("sources", "ordinary", "shares"),
+    [
+        ([["token"]], 0.0, "(the only culprit, 0% of ordinary tokens)"),
+        ([["token"]] * 2, 1e-5, "(all 2 culprits, under 1% of ordinary tokens)"),
+        ([["token"]] * 199 + [["other"]], 0.2, "(over 99% of 200 culprits, 20% of ordinary tokens)"),
+    ],
+)
+def test_shares_are_never_rounded_to_none_or_all(sources: list[list[str]], ordinary: float, shares: str) -> None:
+    assert shares in verdict(event(*sources), {**NONE, "token": ordinary})["sentence"]
+
+
+def test_a_share_that_is_not_known_is_said_to_be_so() -> None:
+    found = verdict(event(["layer"]), {**NONE, "layer": None})
+    assert (found["cause"], found["ordinary"]) == ("layer", None)
+    assert "(the only culprit, unknown for ordinary tokens)" in found["sentence"]
+
+
+@pytest.mark.parametrize("sources", [[], [["other"]], [["token"], ["kl"], ["unlikely"]]])
+def test_without_a_cause_none_is_guessed(sources: list[list[str]]) -> None:
+    found = verdict(event(*sources), NONE)
+    assert found.pop("sentence").startswith("No known cause: ")
+    assert found == {"cause": None, "culprits": None, "ordinary": None, "check": CHECK_UNKNOWN}
+
+
+def test_every_rule_has_a_claim_and_a_check() -> None:
+    assert list(CAUSES) == [rule.name for rule in RULES]
+    for cause in CAUSES.values():
+        assert cause.claim[0].isupper() and not cause.claim.endswith(".")
+        assert cause.check.count("`") == 2 and cause.check.endswith(".")
+
+
+def test_the_checks_plant_faults_that_exist() -> None:
+    planted = [cause.check.split("--fault ")[1].split("`")[0] for cause in CAUSES.values() if "--fault" in cause.check]
+    assert planted and set(planted) <= set(FAULTS)
