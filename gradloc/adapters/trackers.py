@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..evidence.one_line import in_one_line
 from ..report.figures import threshold_factor
 from ..report.token_clips import left_some
 
@@ -101,9 +102,9 @@ class StepSpikes:
 
     @property
     def sentences(self) -> list[str]:
-        """The summaries of the first events, or of clip lines where there are fewer, and how many more there are."""
+        """The first events, or clip lines where there are fewer, each in one line, and how many more there are."""
         lines = sorted(self.lines, key=lambda line: "token_clip" in line)
-        told = [str(line.get("summary", "")) for line in lines[:_SENTENCES]]
+        told = [in_one_line(line) for line in lines[:_SENTENCES]]
         more = len(lines) - len(told)
         return told + [f"And {more} more: see the report."] * (more > 0)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..evidence import clips
 from ..evidence.in_words import summary
+from ..evidence.one_line import in_one_line
 from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
@@ -129,7 +130,7 @@ def write_update(
         for line in lines[:_LOGGED_EVENTS]:
             start = "Gradient spike" if line.get("drill") is None else "Spike drill"
             start = "Outlying tokens" if "token_clip" in line else start
-            logger.warning("%s in step %s: %s", start, line["global_step"], line.get("summary", ""))
+            logger.warning("%s in step %s: %s", start, line["global_step"], in_one_line(line))
         if (more := len(lines) - _LOGGED_EVENTS) > 0:
             logger.warning("%d more %s in step %s: see the report on %s", more, what, global_step, directory)
     record_events(directory, events)

@@ -61,9 +61,7 @@ def ordinary_shares(
     return {rule.name: found.get(rule.name) for rule in RULES}
 
 
-def _counts(
-    micro_batches: Sequence[MicroBatch], culprits: Collection[Place], medians: Medians, scale: float
-) -> Tensor:
+def _counts(micro_batches: Sequence[MicroBatch], culprits: Collection[Place], medians: Medians, scale: float) -> Tensor:
     """The number of this rank's ordinary tokens, and of those for which each of `HOLDS` holds; int64, (1 + rules,)."""
     counts = torch.zeros(1 + len(HOLDS), dtype=torch.int64)
     for index, micro_batch in enumerate(micro_batches):

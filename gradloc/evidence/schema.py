@@ -139,6 +139,9 @@ _VERDICT = object_with(
     }
 )
 
+# What is wrong with the run without any spike.
+_WARNING = object_with({"name": TEXT, "sentence": TEXT, "check": TEXT})
+
 EVENT = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "A gradient spike and the tokens behind it",
@@ -284,7 +287,9 @@ STEP = {
             "rollout_ratio_max": NUMBER_OR_NULL,
             "unlikely_share": NUMBER_OR_NULL,
             "triggered": NUMBER_OR_NULL,
-        }
+        },
+        # Older lines lack these.
+        warnings=list_of(_WARNING),
     ),
 }
 

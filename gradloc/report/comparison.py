@@ -11,6 +11,7 @@ from typing import Any
 from .figures import severity, threshold_factor
 from .reading import Evidence
 from .summary import messages, other_versions
+from .verdicts import in_words
 
 # At most so many shared culprits are listed.
 SHARED = 50
@@ -41,8 +42,12 @@ def _figures(evidence: Evidence) -> dict[str, Any]:
     found = (evidence.steps[step]["spike_margin"] for step in steps)
     margins = sorted(severity(margin) for margin in found if margin is not None)
     totals, clips = evidence.totals, evidence.clips
+    verdicts = totals.verdicts.counts()
     return {
         "path": evidence.path,
+        "verdict": in_words(verdicts, totals.events),
+        "verdicts": verdicts,
+        "warnings": evidence.warnings.listed(since),
         "faults": evidence.faults,
         "since": since,
         "notes": messages(evidence.notes),

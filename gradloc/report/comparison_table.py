@@ -9,6 +9,7 @@ from typing import Any
 
 from .figures import count, percent, short
 from .summary import token_name
+from .verdicts import lowered
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,11 @@ def tables(comparison: Mapping[str, Any]) -> list[TextTable]:
 
 
 def remarks(comparison: Mapping[str, Any]) -> list[str]:
-    """What the tables do not say: what A and B are, and what is missing."""
+    """What the tables do not say: what A and B are, their verdicts and warnings, and what is missing."""
     runs = comparison["runs"]
-    found = [f"{name}: {run['path']}" for name, run in zip("AB", runs, strict=True)]
+    found = [f"{name}: {run['path']}{_verdict(run)}" for name, run in zip("AB", runs, strict=True)]
     for name, run in zip("AB", runs, strict=True):
+        found += [f"{name}: {lowered(of['when'])}: {of['sentence']} {of['check']}" for of in run["warnings"]]
         if run["faults"]:
             found.append(f"In {name}, faults were planted on purpose: {', '.join(run['faults'])}.")
         if run["steps"] is None:
@@ -84,6 +86,12 @@ def remarks(comparison: Mapping[str, Any]) -> list[str]:
     if not comparison["shared"]:
         found.append("No culprit of A is in B, as the same token after the same prompt or in the same context.")
     return found
+
+
+def _verdict(run: Mapping[str, Any]) -> str:
+    """What the spikes of a run come from."""
+    spikes = f", {count(run['spikes'], 'spike')}" if run["spikes"] else ", no spike"
+    return spikes if run["verdict"] is None else f"{spikes}: {lowered(run['verdict'])}"
 
 
 def _part(counts: Mapping[str, int], name: str) -> str:

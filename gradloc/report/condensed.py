@@ -4,6 +4,8 @@
 
 import heapq
 import json
+import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -40,12 +42,15 @@ _LONG_TEXTS = ("prompt", "response", "ground_truth")
 NOT_SHOWN = ("details", "prompt_hash")
 
 
-def condensed_event(event: Mapping[str, Any], largest: Mapping[str, Any] | None) -> dict[str, Any]:
+def condensed_event(
+    event: Mapping[str, Any], largest: Mapping[str, Any] | None, directory: str = "."
+) -> dict[str, Any]:
     """An event without its culprits and without the layers of its units.
 
     Args:
         event (Mapping): As the evidence has it.
         largest (Mapping, optional): Its largest culprit.
+        directory (str): The directory that it is from.
 
     Returns:
         dict: The event with new fields: `level` (the token-equivalent norm that triggered it), `size` (the largest
@@ -63,6 +68,7 @@ def condensed_event(event: Mapping[str, Any], largest: Mapping[str, Any] | None)
     return {
         **rounded({name: event[name] for name in _EVENT_FIELDS}),
         "error": clipped(event["error"]),
+        "verdict": _verdict(event, directory),
         "summary": clipped(event["summary"]),
         "trigger": _fields(event["trigger"], _TRIGGER_FIELDS),
         "ordinary_layer_norms": None if ordinary is None else rounded(_by_layer(ordinary)),
@@ -111,6 +117,18 @@ def clipped(text: Any, most: int = TEXT_CHARACTERS) -> str | None:
     text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
+
+
+def _verdict(event: Mapping[str, Any], directory: str) -> dict[str, Any] | None:
+    """The verdict, with the place of the event's bundle in its check; None for an event of an older release."""
+    verdict = event.get("verdict")
+    if verdict is None:
+        return None
+    check = verdict["check"]
+    if event.get("replay"):
+        check = check.replace("BUNDLE", shlex.quote(os.path.join(directory, event["replay"])))
+    texts = {"cause": clipped(verdict["cause"], _SHORT_CHARACTERS), "sentence": clipped(verdict["sentence"])}
+    return {**rounded(verdict), **texts, "check": clipped(check)}
 
 
 def _fields(of: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def ended_early(event: Event) -> bool:
 
 
 def explanation(event: Event) -> str | None:
-    """The sentence; None where no token was searched for.
+    """The sentence, which does not repeat the summary; None where there is nothing to add.
 
     Args:
         event (Mapping): An event as the evidence has it.
@@ -35,7 +35,10 @@ def explanation(event: Event) -> str | None:
         facts = _explained(event)
     if (more := event["more_tokens"]) is not None:
         facts.append(f"about {count(more, 'more token')} may be over τ" if more else "no more seem to be over τ")
-    return "; ".join(facts) + "."
+    if not facts:
+        return None
+    sentence = "; ".join(facts) + "."
+    return sentence[0].upper() + sentence[1:]
 
 
 def _explained(event: Event) -> list[str]:
@@ -65,8 +68,7 @@ def _exhaustive(event: Event) -> list[str]:
 
 def _diffuse(event: Event) -> list[str]:
     """A spike that no small set of tokens explains: how much of it the likeliest tokens carry."""
-    none = "no small set of tokens explains it" if event["until"] == "explained" else "no single token is over τ"
-    facts = [f"Diffuse: {none}"]
+    facts = [] if event["until"] == "explained" else ["no single token is over τ"]
     unit = _worst_rest(event)
     culprits = _of_one_unit(event["culprits"], unit)
     tokens = culprits or _largest_measured(event)

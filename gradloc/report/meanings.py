@@ -8,17 +8,13 @@ from ..evidence import sources
 SOURCES = {name: rule.meaning for name, rule in sources.SOURCES.items()}
 ADVICE = {name: rule.advice for name, rule in sources.SOURCES.items()}
 
-# By an event's `diagnosis`: what it means, and what to look at.
+# By an event's `diagnosis`: what to look at. What it means is in the event's summary.
 DIAGNOSES = {
-    "tokens": "Single tokens are over the threshold: look at what is wrong with each of them.",
-    "diffuse": "No small set of tokens explains the spike, which is the sum of many: "
-    "look at the responses in the parts listed, at their advantages and at repeated text.",
-    "nonfinite": "NaN or Inf is everywhere, not in single tokens: "
-    "look at the weights after the previous step, then at rewards and advantages.",
-    "overflow": "The scaled fp16 gradients overflowed, while log-probs and advantages are finite: "
-    "the gradient scaler handles it; look at the loss scale if it happens repeatedly.",
-    "incomplete": "The search ended before it was done: "
-    "look at its error if there is one, or raise bisect_budget_steps.",
+    "tokens": "Look at what is wrong with each culprit.",
+    "diffuse": "Look at the responses in the parts listed, at their advantages and at repeated text.",
+    "nonfinite": "Look at the weights after the previous step, then at rewards and advantages.",
+    "overflow": "The gradient scaler handles it; look at the loss scale if it happens repeatedly.",
+    "incomplete": "Look at the search's error if there is one, or raise bisect_budget_steps.",
 }
 
 # By `spike_action`: what was done, and what was done instead where that was not possible.

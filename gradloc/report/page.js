@@ -30,6 +30,7 @@ function linkCulpritsToEvents() {
 }
 
 function start() {
+  showWarnings();
   showTotals();
   showDrills();
   showReplays();
@@ -76,7 +77,7 @@ function addPageListeners() {
 function drawCharts() {
   drawLevel();
   drawClips();
-  if (events.length) drawTimeline();
+  drawTimeline();
   if (current) showLayers();
 }
 
@@ -86,9 +87,9 @@ function setPrinted(on) {
   drawCharts();
   const size = on ? { width: 640 } : { width: null, autosize: true };
   const charts = [
-    data.level && "level",
-    clipsWithStep.length && "clips-chart",
-    events.length && "timeline",
+    data.charts && data.level && "level",
+    data.charts && clipsWithStep.length && "clips-chart",
+    data.charts && events.length && "timeline",
     current && !get("layers").hidden && "layers",
   ];
   for (const chart of charts.filter(Boolean)) Plotly.relayout(chart, size);
@@ -311,7 +312,8 @@ function lead() {
     const noSpike = `No spike is ${where}: no micro-batch was over its threshold.`;
     return [clips ? `${noSpike} ${clips.sentences[0]}` : noSpike];
   }
-  if (!culprits.length) return ["No single token was found to be over the threshold."];
+  const verdict = data.verdict === null ? "" : visible(data.verdict) + ". ";
+  if (!culprits.length) return [make("b", {}, verdict), "No single token was found to be over the threshold."];
   const worst = culprits[0];
   const many = `${count(totals.culprits, "token")} stand out in ${
     totals.events === 1 ? "it" : "them"
@@ -320,6 +322,7 @@ function lead() {
     ? `with a gradient ${times(worst.times)} the threshold`
     : "whose gradient is not finite";
   return [
+    make("b", {}, verdict),
     totals.culprits === 1 ? "One token stands out: " : many,
     make("b", {}, makeToken(worst)),
     ` in ${placeName.toLowerCase()} ${place(events[worst.event])}, ${size}.`,
@@ -366,6 +369,44 @@ function notes() {
   }
   if (cut.length) messages.push(`The page shows ${cut.join(", and ")}. Its totals count all of them.`);
   return messages;
+}
+
+// The warnings of the steps, which need no spike.
+
+function showWarnings() {
+  get("warnings").hidden = !data.warnings.length;
+  get("warnings").replaceChildren(...data.warnings.map(makeWarning));
+}
+
+function makeWarning({ when, sentence, check }) {
+  return make(
+    "li",
+    {},
+    make("b", {}, `${when}: ${visible(sentence)}`),
+    make("p", { class: "check" }, makeCheck(check)),
+  );
+}
+
+// A sentence in which commands are between backticks; each can be copied.
+function makeCheck(sentence) {
+  const parts = visible(sentence).split("`");
+  return parts.flatMap((part, i) => i % 2 && i < parts.length - 1 ? makeCommand(part) : [part]);
+}
+
+function makeCommand(command) {
+  const code = make("code", {}, command);
+  const button = make("button", { type: "button", class: "copy", "aria-label": "Copy the command" }, "Copy");
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(command);
+      button.textContent = "Copied";
+    } catch {
+      // Where the browser does not let a page copy, the user does.
+      getSelection().selectAllChildren(code);
+      button.textContent = "Selected";
+    }
+  });
+  return [code, " ", button];
 }
 
 // What was done on purpose: faults and drills.
@@ -536,7 +577,7 @@ function clipSpike({ spike, event }) {
   return make(
     "button",
     { type: "button", "aria-label": label, onclick: () => scrollToEvent(events[event]) },
-    "see below",
+    "see above",
   );
 }
 
@@ -548,13 +589,14 @@ function scrollToEvent(event) {
 
 // Every token by how far it was over what is usual.
 function drawClips() {
-  get("clips-chart").hidden = !clipsWithStep.length;
-  if (!clipsWithStep.length) return;
+  const shown = data.charts && clipsWithStep.length > 0;
+  get("clips-chart").hidden = !shown;
+  if (!shown) return;
   const scale = clipsScale();
   get("clips-chart").setAttribute("aria-label", clipsLabel());
   const traces = Object.entries(clipMarks).map(([done, mark]) => clipsTrace(done, mark, scale));
-  const shown = traces.filter(({ x }) => x.length);
-  Plotly.react("clips-chart", shown, clipsLayout(scale), chartOptions).then(keepStepsWhole);
+  const drawn = traces.filter(({ x }) => x.length);
+  Plotly.react("clips-chart", drawn, clipsLayout(scale), chartOptions).then(keepStepsWhole);
 }
 
 const clipMarks = {
@@ -627,7 +669,7 @@ function clipsLayout({ low, top, ceiling, end }) {
 // The level: the token norm of every step against its threshold.
 
 function drawLevel() {
-  if (!data.level) return;
+  if (!data.level || !data.charts) return;
   get("run").hidden = false;
   const scale = levelScale();
   get("level-hint").textContent = levelHint();
@@ -646,7 +688,7 @@ function levelHint() {
     ? ` Of ${whole(steps_in_all)} steps, the lowest and the highest of every few are drawn.`
     : "";
   return "The largest token-equivalent norm of each step: the norm that a single token would need for it." + thinned +
-    (events.length ? " Select a spike to see it below." : "") + levelClipsHint();
+    (events.length ? " Select a spike to see it above." : "") + levelClipsHint();
 }
 
 function levelLabel() {
@@ -827,6 +869,8 @@ const bareEvents = events.filter((event) => !event.culprits);
 const timelineScale = measureTimeline();
 
 function drawTimeline() {
+  get("times").hidden = !data.charts || !events.length;
+  if (get("times").hidden) return;
   get("when").textContent = timelineHint();
   const traces = [thresholdTrace(), ...culpritTraces()];
   if (bareEvents.length) traces.push(bareTrace());
@@ -844,7 +888,8 @@ function timelineHint() {
   const shown = [];
   if (culprits.length) shown.push("Every culprit by the norm of its own gradient");
   if (bareEvents.length) shown.push("bars are spikes without a culprit, at the norm that a single token would need");
-  return shown.join("; ") + ". Select one to see it below.";
+  const sentence = shown.join("; ") + ". Select one to see it above.";
+  return sentence[0].toUpperCase() + sentence.slice(1);
 }
 
 // Norms that are not finite get a place of their own above the others: `ceiling`, if there are any.
@@ -1054,6 +1099,7 @@ function makeBar({ label, count, more, title, shade, pressed, press }, most) {
 // One spike.
 
 function fillEventList() {
+  get("pick").hidden = events.length === 1;
   get("event").replaceChildren(...events.map((event) => make("option", { value: event.index }, eventName(event))));
   get("event").addEventListener("change", () => selectEvent(events[get("event").value]));
   get("previous").addEventListener("click", () => moveToEvent(-1, "previous", "next"));
@@ -1102,20 +1148,33 @@ function show(event, culprit) {
 function showSpike() {
   const event = currentEvent;
   get("spike").textContent = placeInWords(event);
-  get("summary").hidden = !event.summary;
-  get("summary").textContent = visible(event.summary ?? "");
+  // An event of an older release has no verdict.
+  const { verdict } = event;
+  get("verdict").textContent = visible(verdict?.sentence ?? event.summary ?? "");
+  get("summary").textContent = verdict ? visible(event.summary ?? "") : "";
+  for (const line of ["verdict", "summary"]) get(line).hidden = !get(line).textContent;
   get("story").textContent = story(event);
   get("clipped").hidden = !event.token_clip;
   get("clipped").textContent = event.token_clip ?? "";
   const diagnosis = make("b", {}, `Diagnosis: ${event.diagnosis}.`);
-  get("diagnosis").replaceChildren(diagnosis, " " + data.diagnoses[event.diagnosis]);
-  get("explanation").hidden = !event.explanation;
-  get("explanation").textContent = event.explanation;
+  get("diagnosis").replaceChildren(diagnosis, event.explanation ? " " + event.explanation : "");
+  showWhatToDo(event);
   showBefore(event);
   showParts(event);
   showChips(event);
-  get("culprit").hidden = current === null;
+  get("culprit").hidden = get("details").hidden = current === null;
   if (current) showCulprit();
+}
+
+// The command that checks the verdict, what the diagnosis leads to, and what to do about each source of the culprit.
+function showWhatToDo({ verdict, diagnosis }) {
+  get("check").hidden = !verdict;
+  get("check").replaceChildren(...(verdict ? makeCheck(verdict.check) : []));
+  get("look").hidden = diagnosis === "tokens";
+  get("look").textContent = data.diagnoses[diagnosis];
+  get("why").hidden = current === null;
+  get("why").replaceChildren(...(current?.sources ?? []).map((source) => makeReason(source, verdict)));
+  get("todo").hidden = ["check", "look", "why"].every((part) => get(part).hidden);
 }
 
 function story(event) {
@@ -1138,8 +1197,8 @@ function story(event) {
 
 // The figures of the steps before the spike.
 function showBefore({ before }) {
-  get("before").hidden = !before;
-  if (!before) return;
+  get("before").hidden = !before || !data.charts;
+  if (get("before").hidden) return;
   const earlier = before.steps.filter((step) => step < currentEvent.global_step);
   get("before-title").textContent = `The ${count(earlier.length, "step")} before`;
   get("before-rows").replaceChildren(...before.figures.map((figure) => makeFigureRow(figure, before.steps)));
@@ -1261,7 +1320,6 @@ function showCulprit() {
     makeToken(current),
     make("span", { class: "norm" }, `gradient norm ${short(current.grad_norm)}${size}`),
   );
-  get("why").replaceChildren(...current.sources.map(makeReason));
   showStrip();
   showLadder();
   showLayers();
@@ -1271,13 +1329,16 @@ function showCulprit() {
   showText("truth", current.ground_truth);
 }
 
-// A source with its rule and what to do.
-function makeReason(source) {
+// A source with its rule and what to do, which the verdict may say already.
+function makeReason(source, verdict) {
+  const advice = data.source_advice[source];
+  const said = verdict?.sentence.endsWith(advice.slice(1));
+  const rule = data.source_rules[source];
   return make(
     "li",
     {},
     makeBadge(source),
-    make("span", {}, data.source_rules[source], " ", make("b", {}, data.source_advice[source])),
+    make("span", {}, rule, ...(said ? [] : [" ", make("b", {}, advice)])),
   );
 }
 

@@ -18,6 +18,9 @@ from .remedies import advice_by_source
 from .summary import summarize
 from .token_clips import EXPLANATION, clipped_token_name, done_to
 
+# The charts over the run are for runs of more steps than these.
+FEW_STEPS = 5
+
 _TOTALS = ("events", "culprits", "first_step", "last_step", "sources", "incomplete_events", "passes", "seconds")
 # A response of which some tokens are shown: its event's index, rank and row, and the first token's position.
 _StripKey = tuple[int, int, int, int]
@@ -43,6 +46,9 @@ def page_data(evidence: reading.Evidence) -> dict[str, Any]:
     return {
         "top": evidence.top,
         "texts": evidence.texts,
+        "verdict": summary["verdict"],
+        "warnings": summary["warnings"],
+        "charts": _has_charts(summary),
         "source_rules": SOURCES,
         "source_advice": advice_by_source(evidence.replays),
         "figure_names": FIGURES,
@@ -66,6 +72,14 @@ def page_data(evidence: reading.Evidence) -> dict[str, Any]:
         "other_versions": summary["other_versions"],
         "skipped": evidence.skipped,
     }
+
+
+def _has_charts(summary: Mapping[str, Any]) -> bool:
+    """Whether the run has more than a few steps; without the number of any step, more than a few spikes."""
+    clips = summary["token_clip"]
+    known = [*summary["events_by_step"], *(clips["by_step"] if clips else ())]
+    span = max(known) - min(known) + 1 if known else summary["events"]
+    return max(span, summary["steps"]["count"] if summary["steps"] else 0) > FEW_STEPS
 
 
 def _clips(

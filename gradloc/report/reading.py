@@ -22,6 +22,7 @@ from ..evidence.writer import STEP_FIGURES, evidence_files
 from .condensed import clipped, condensed_event, culprit_details, culprit_row
 from .drills import condensed_drill
 from .figures import number, severity
+from .run_warnings import RunWarnings
 from .step_figures import StepFigures
 from .token_clips import TokenClips
 from .totals import Totals, count_bounded
@@ -48,6 +49,7 @@ class Evidence:
         top (int): How many culprits keep their texts and layers: the largest of each event, then others.
         since (int, optional): Events of earlier steps are left out.
         texts (bool): Whether it has the texts of samples, and the results of replays.
+        directory (str): The directory of the files.
         totals (Totals): Of all spikes, kept or not; drills are no spikes.
         kept (dict[int, dict]): The spikes with the largest norms, condensed, by their place in the order in which they
             were written; as many as the page may show.
@@ -55,6 +57,7 @@ class Evidence:
         clips (TokenClips): What TokenClip found; that is no spike.
         faults (list[str]): The names of faults that were planted in the run on purpose.
         steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
+        warnings (RunWarnings): The warnings of the steps.
         notes (dict[str, set]): What was left out of the files, and in which steps.
         replays (list[dict]): The results of replays, in the order of their events.
         other_versions (Counter): Lines of other versions of the evidence, which are not read, by version.
@@ -69,12 +72,14 @@ class Evidence:
     top: int = DETAILED
     since: int | None = None
     texts: bool = True
+    directory: str = "."
     totals: Totals = field(default_factory=Totals)
     kept: dict[int, dict[str, Any]] = field(default_factory=dict)
     drills: list[dict[str, Any]] = field(default_factory=list)
     clips: TokenClips = field(default_factory=TokenClips)
     faults: list[str] = field(default_factory=list)
     steps: StepFigures = field(default_factory=StepFigures)
+    warnings: RunWarnings = field(default_factory=RunWarnings)
     notes: dict[str, set[int]] = field(default_factory=dict)
     replays: list[dict[str, Any]] = field(default_factory=list)
     other_versions: Counter[int] = field(default_factory=Counter)
@@ -108,7 +113,7 @@ class Evidence:
             return
         largest = max(event["culprits"], key=lambda culprit: severity(culprit["grad_norm"]), default=None)
         index, before = self.totals.events, self.sources.total()
-        self.kept[index] = condensed = condensed_event(event, largest)
+        self.kept[index] = condensed = condensed_event(event, largest, self.directory)
         self.totals.add(condensed, self.top)
         for order, culprit in enumerate(event["culprits"], before):
             row = culprit_row(event, culprit)
@@ -154,6 +159,7 @@ class Evidence:
 
     def add_step(self, step: dict[str, Any]) -> None:
         """Adds a line of steps.jsonl; of a step with several lines, as a resumed run leaves them, the last counts."""
+        self.warnings.take_in(step["global_step"], step.get("warnings", ()))
         if step["global_step"] is not None:
             figures = {name: step[name] for name in STEP_FIGURES}
             self.steps.set(
@@ -186,8 +192,8 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
     Raises:
         OSError: There is no such file, no evidence in the directory, or it cannot be read.
     """
-    found = Evidence(path, top, since, texts)
     events, steps = _files(path)
+    found = Evidence(path, top, since, texts, os.path.dirname((events or steps)[0]) or ".")
     for entry in _entries(found, events):
         form = next((form for form in (EVENT, CLIP, NOTE) if conforms(entry, form)), None)
         if form is None:
@@ -206,7 +212,7 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
             found.add_note(entry["message"], entry["global_step"])
         else:
             found.skip(entry)
-    results = read_results(os.path.dirname((events or steps)[0]) or ".") if texts else []
+    results = read_results(found.directory) if texts else []
     found.replays = [result for result in results if since is None or (result["global_step"] or 0) >= since]
     return found
 

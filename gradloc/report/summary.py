@@ -12,6 +12,7 @@ from .drills import drill_report
 from .figures import count, number, ranges, rounded, severity
 from .reading import Evidence
 from .token_clips import summarize_clips
+from .verdicts import in_words
 
 _EVENT_FIELDS = (
     "global_step",
@@ -21,6 +22,7 @@ _EVENT_FIELDS = (
     "until",
     "explained",
     "more_tokens",
+    "verdict",
     "summary",
     "explanation",
 )
@@ -36,9 +38,13 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
     ranked = evidence.culprits()
     totals = evidence.totals
     largest = heapq.nlargest(top, evidence.events, key=lambda event: event["size"])
+    verdicts = totals.verdicts.counts()
     return {
         "path": evidence.path,
         "since": evidence.since,
+        "verdict": in_words(verdicts, totals.events),
+        "verdicts": verdicts,
+        "warnings": evidence.warnings.listed(evidence.since),
         "faults": evidence.faults,
         "drills": drill_reports(evidence),
         "steps": _steps(evidence),

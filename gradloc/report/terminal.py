@@ -18,6 +18,7 @@ from .meanings import DIAGNOSES, NOT_APPLIED, SOURCES
 from .remedies import advice_by_source
 from .summary import token_name
 from .token_clips import EXPLANATION, clipped_token_name, done_to
+from .verdicts import brief, lowered
 
 Summary = Mapping[str, Any]
 
@@ -32,6 +33,9 @@ def print_summary(summary: Summary) -> None:
     for fault in summary["faults"]:
         text = f"A fault was planted in this run on purpose: {visible(fault)}"
         console.print(Text(text, style="bold red"))
+    for warning in summary["warnings"]:
+        console.print(Text(f"{warning['when']}: {visible(warning['sentence'])}", style="bold yellow"))
+        console.print(Text(f"  {visible(warning['check'])}", style="yellow"))
     for drill in summary["drills"]:
         console.print(Text(drill["text"], style="green" if drill["found"] else "bold red"))
         for advice in drill["advice"]:
@@ -42,6 +46,7 @@ def print_summary(summary: Summary) -> None:
         if summary["steps"] is not None:
             console.print(Text(_run_level(summary["steps"]), style="dim"))
     else:
+        _print_verdict(console, summary)
         _print_totals(console, summary)
         for table in _tables(console, summary):
             console.print()
@@ -89,10 +94,42 @@ def quoted(token: str) -> str:
     return "␣" * start + bare + "␣" * (len(text) - start - len(bare))
 
 
-def _print_totals(console: Console, summary: Summary) -> None:
+def _print_verdict(console: Console, summary: Summary) -> None:
+    """What the spikes come from, what to do about the largest, and the command that checks it."""
     first, last = summary["first_step"], summary["last_step"]
     where = "" if first is None else f" in step {first}" if first == last else f" in steps {first} to {last}"
-    console.print(Text.assemble((count(summary["events"], "gradient spike") + where, "bold")))
+    title = count(summary["events"], "gradient spike") + where
+    largest = summary["largest_events"][0]
+    if summary["events"] == 1:
+        console.print(Text(f"{title}: {lowered(visible(_opening(largest)))}", style="bold"))
+    else:
+        said = "" if summary["verdict"] is None else f": {lowered(visible(summary['verdict']))}"
+        console.print(Text(f"{title}{said}.", style="bold"))
+        step = "" if largest["global_step"] is None else f", in step {largest['global_step']}"
+        console.print(Text(f"The largest{step}: {lowered(visible(_opening(largest)))}"))
+    if largest["verdict"] is not None:
+        console.print(Text(visible(largest["verdict"]["check"])))
+
+
+def _opening(event: Mapping[str, Any]) -> str:
+    """What is said first of an event; one of an older release has no verdict."""
+    return event["summary"] if event["verdict"] is None else event["verdict"]["sentence"]
+
+
+def _happened(summary: Summary) -> list[tuple[Mapping[str, Any], str]]:
+    """What is still to be said of the events listed: the first one is the largest, whose verdict is said already."""
+    found = []
+    for place, event in enumerate(summary["largest_events"]):
+        verdict = event["verdict"]
+        parts = [f"{brief(verdict)}."] if place and verdict is not None else []
+        parts += [event["summary"]] if place or verdict is not None else []
+        if sentence := " ".join(filter(None, parts)):
+            found.append((event, sentence))
+    return found
+
+
+def _print_totals(console: Console, summary: Summary) -> None:
+    first, last = summary["first_step"], summary["last_step"]
     lowest, highest = short(summary["thresholds"][0]), short(summary["thresholds"][-1])
     threshold = lowest if lowest == highest else f"{lowest} to {highest}"
     facts = [count(summary["culprits"], "culprit token"), f"threshold {threshold}"]
@@ -108,9 +145,8 @@ def _print_totals(console: Console, summary: Summary) -> None:
 def _tables(console: Console, summary: Summary) -> Iterator[Table]:
     """The tables to show, in order."""
     every = len(summary["largest_events"]) == summary["events"]
-    if summaries := [event for event in summary["largest_events"] if event["summary"]]:
-        title = "What happened" if every else "What happened in the largest spikes"
-        yield _sentences(title, ((event, event["summary"]) for event in summaries))
+    if happened := _happened(summary):
+        yield _sentences("What happened" if every else "What happened in the largest spikes", happened)
     yield _diagnoses(summary)
     if explained := [event for event in summary["largest_events"] if event["explanation"] is not None]:
         all_explained = len(explained) == summary["events"]
@@ -132,7 +168,7 @@ def _diagnoses(summary: Summary) -> Table:
     table = titled("What was found")
     table.add_column("diagnosis", style="bold")
     table.add_column("spikes", justify="right")
-    table.add_column("meaning", style="dim")
+    table.add_column("what to look at", style="dim")
     for diagnosis, spikes in summary["diagnoses"].items():
         table.add_row(diagnosis, str(spikes), DIAGNOSES[diagnosis])
     return table
@@ -178,8 +214,11 @@ def _sources(summary: Summary) -> Table:
     table.add_column("share", justify="right")
     table.add_column("rule, and what to do", style="dim")
     advice = advice_by_source(summary["replays"])
+    verdict = summary["largest_events"][0]["verdict"]
     for source, culprits in summary["sources"].items():
-        rule = f"{SOURCES[source]}\n{visible(advice[source])}"
+        # The verdict may say it already, after a colon.
+        said = verdict is not None and verdict["sentence"].endswith(advice[source][1:])
+        rule = SOURCES[source] + ("" if said else f"\n{visible(advice[source])}")
         table.add_row(source, str(culprits), f"{culprits / summary['culprits']:.0%}", rule)
     return table
 

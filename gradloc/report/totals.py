@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from .drills import MiniBatch, mini_batch_of
 from .figures import excess, number
+from .verdicts import Verdicts
 
 Key = TypeVar("Key")
 
@@ -26,6 +27,7 @@ class Totals:
         by_step (Counter): How many each step has; those without a step are left out.
         mini_batches (set): The mini-batches that have one.
         thresholds (set): Their thresholds.
+        verdicts (Verdicts): Their verdicts.
         diagnoses (Counter): By diagnosis.
         not_applied (Counter): By action, those whose action could not be carried out.
         errors (Counter): By the error that their search met.
@@ -37,6 +39,7 @@ class Totals:
     by_step: Counter[int] = field(default_factory=Counter)
     mini_batches: set[MiniBatch] = field(default_factory=set)
     thresholds: set[float] = field(default_factory=set)
+    verdicts: Verdicts = field(default_factory=Verdicts)
     diagnoses: Counter[str] = field(default_factory=Counter)
     not_applied: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -58,6 +61,7 @@ class Totals:
             self.by_step[event["global_step"]] += 1
         self.mini_batches.add(mini_batch_of(event))
         self.thresholds.add(number(event["threshold"]))
+        self.verdicts.add(event["verdict"])
         self.diagnoses[event["diagnosis"]] += 1
         if not event["applied"]:
             self.not_applied[event["action"]] += 1

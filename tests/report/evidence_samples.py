@@ -17,13 +17,16 @@ from gradloc import record_events
 from gradloc.evidence.clips import clip_line
 from gradloc.evidence.in_words import describe
 from gradloc.evidence.schema import SCHEMA
-from gradloc.evidence.sources import classify
+from gradloc.evidence.sources import RULES, classify
+from gradloc.evidence.verdict import verdict
 from gradloc.evidence.writer import record_step
 from gradloc.version import __version__
 
 LAYERS = ["embed_tokens", *(f"layers.{i}" for i in range(30)), "norm"]
 THRESHOLD = 640.0
 TOKENS = 160  # in a unit; a mini-batch has 24 of them
+# How often the rules hold for ordinary tokens; of layers, that is not known.
+ORDINARY = {rule.name: None if rule.name == "layer" else 0.02 for rule in RULES}
 MEDIANS = {"median_advantage": 1.3, "median_weight": 1 / (TOKENS * 24)}
 
 
@@ -172,7 +175,7 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
         **MEDIANS,
         **changes,
     }
-    return {**found, "summary": describe(found)}
+    return {"verdict": verdict(found, ORDINARY), **found, "summary": describe(found)}
 
 
 def without_culprits(step: int, diagnosis: str, random: random.Random, **changes: Any) -> dict[str, Any]:
@@ -243,7 +246,7 @@ def drill(step: int, found: bool, random: random.Random, **changes: Any) -> dict
     place = {"rank": 0, "row": 0, "position": 1}
     made = event(step, [culprit(1, tokens, 5 * THRESHOLD, random)] if found else [], random, passes=1, mini_batch=0)
     planted = {"planted": place, "found": found, "passes": 1}
-    made |= {"seconds": 4.0, "drill": planted, **changes}
+    made |= {"seconds": 4.0, "drill": planted, "verdict": None, **changes}
     return {**made, "summary": describe(made)}
 
 
@@ -339,6 +342,17 @@ def write_replay(directory: Path, result: dict[str, Any]) -> None:
     """Writes it where the report looks for it."""
     (directory / "replay").mkdir(parents=True, exist_ok=True)
     (directory / "replay" / f"{result['bundle']}.result.json").write_text(json.dumps(result))
+
+
+def write_steps(directory: Path, last: int, warnings: dict[int, list[dict[str, str]]]) -> None:
+    """The figures of the steps up to `last`, with warnings by step."""
+    for step, figures in step_figures([], last).items():
+        record_step(str(directory), step, figures)
+    file = directory / "steps.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line["warnings"] = warnings.get(line["global_step"], [])
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def write_run(directory: str, count: int) -> None:

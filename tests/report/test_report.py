@@ -585,7 +585,7 @@ def test_the_summary_says_what_was_found_and_done_where_there_is_no_culprit(run:
     events[4] |= {"error": "rank 1: out of\x1b memory"}
     out = " ".join(run(events=events).split())
     for diagnosis, meaning in meanings.DIAGNOSES.items():
-        assert f"{diagnosis} 1 " in out and meaning.split(":")[0] in out
+        assert f"{diagnosis} 1 " in out and meaning in out
     assert "9, 0: 600, 2%; 9, 3: 599, 3%; 9, 6: 598, 4%" in out and "8 to 9, 11" in out
     assert f"1 spike, with spike_action=drop: {meanings.NOT_APPLIED['drop']}" in out
     assert f"1 spike, with spike_action=skip: {meanings.NOT_APPLIED['skip']}" in out
@@ -645,21 +645,21 @@ AT = "micro-batch 2 of rank 1 is"
         ),
         (
             spread(3, 1.42, 1.3, more_tokens=1300, **DIFFUSE),
-            "Diffuse: no small set of tokens explains it; the 3 likeliest carry 12% of the norm; "
+            "The 3 likeliest carry 12% of the norm; "
             f"without them {AT} still at 1.30 of its threshold (1.42 with them); "
             "about 1,300 more tokens may be over τ.",
         ),
         (
             spread(1, 1.42, None, more_tokens=None, **DIFFUSE),
-            "Diffuse: no small set of tokens explains it; the likeliest carries 7% of the norm.",
+            "The likeliest carries 7% of the norm.",
         ),
         (
             without_culprits(5, "diffuse", random.Random(1)),
-            "Diffuse: no small set of tokens explains it; the 3 largest measured carry 5% of the norm.",
+            "The 3 largest measured carry 5% of the norm.",
         ),
         (
             without_culprits(5, "diffuse", random.Random(1), **EXHAUSTIVE),
-            "Diffuse: no single token is over τ; the 3 largest measured carry 5% of the norm.",
+            "No single token is over τ; the 3 largest measured carry 5% of the norm.",
         ),
         (
             spread(2, 1.42, 1.2, **INCOMPLETE),
@@ -684,6 +684,8 @@ AT = "micro-batch 2 of rank 1 is"
             without_culprits(5, "incomplete", random.Random(1), **EXHAUSTIVE),
             "Exhaustive: the search ended early, with no token over τ so far.",
         ),
+        # There is nothing to add to the summary.
+        (without_culprits(5, "diffuse", random.Random(1), diffuse=[]), None),
         (without_culprits(5, "nonfinite", random.Random(1)), None),
         (without_culprits(5, "overflow", random.Random(1)), None),
     ],
@@ -699,6 +701,7 @@ def test_a_sentence_says_whether_the_culprits_explain_the_spike(
         "global_step": 5,
         **{name: sample[name] for name in ("epoch", "mini_batch", "diagnosis", "until", "explained", "more_tokens")},
         "culprits": len(sample["culprits"]),
+        "verdict": sample["verdict"],
         "summary": sample["summary"],
         "explanation": sentence,
     }
@@ -710,7 +713,7 @@ def test_shares_that_are_not_known_are_left_out(run: Any) -> None:
     sample = without_culprits(5, "diffuse", random.Random(1))
     sample["diffuse"][0]["largest_tokens"][1]["share"] = None
     out = " ".join(run(events=[sample]).split())
-    assert "Diffuse: no small set of tokens explains it." in out and "9, 0: 600, 2%; 9, 3: 599; 9, 6: 598, 4%" in out
+    assert "culprits explain" not in out and "9, 0: 600, 2%; 9, 3: 599; 9, 6: 598, 4%" in out
 
 
 def test_of_many_spikes_the_largest_are_explained(run: Any) -> None:

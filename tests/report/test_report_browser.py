@@ -29,10 +29,13 @@ from evidence_samples import (
     step_figures,
     without_culprits,
     write_replay,
+    write_steps,
 )
 from gradloc import record_events, report
+from gradloc.evidence.verdict import verdict
 from gradloc.evidence.writer import record_step
 from gradloc.report import meanings
+from gradloc.report.page_data import FEW_STEPS
 from gradloc.report.token_clips import EXPLANATION
 
 pytestmark = pytest.mark.slow
@@ -294,7 +297,9 @@ def test_the_page_says_what_was_found_and_done(page: Page, tmp_path: Path) -> No
     for i, entry in enumerate(events):
         Select(page.one("#event")).select_by_index(i)
         diagnosis = entry["diagnosis"]
-        assert page.one("#diagnosis").text == f"Diagnosis: {diagnosis}. {meanings.DIAGNOSES[diagnosis]}"
+        assert page.one("#diagnosis").text.startswith(f"Diagnosis: {diagnosis}.")
+        look = "" if diagnosis == "tokens" else meanings.DIAGNOSES[diagnosis]
+        assert page.one("#look").text == look
         done = meanings.APPLIED if entry["applied"] else meanings.NOT_APPLIED
         assert page.one("#story").text.endswith(done[entry["action"]])
         assert page.one("#parts").is_displayed() == (diagnosis == "diffuse")
@@ -316,15 +321,14 @@ def test_the_page_says_whether_the_culprits_explain_the_spike(page: Page, tmp_pa
     shown = []
     for i in range(5):
         Select(page.one("#event")).select_by_index(i)
-        shown.append(page.one("#explanation").text)
-        assert page.one("#explanation").is_displayed() == bool(shown[-1])
+        shown.append(page.one("#diagnosis").text)
         # That no small set of tokens explains a spike is an answer.
         assert ("the search ended early" in page.one("#story").text) == (i == 2)
-    assert shown[0].startswith("Explained: without this token micro-batch 0 of rank 0 is at 0.")
+    assert shown[0].startswith("Diagnosis: tokens. Explained: without this token micro-batch 0 of rank 0 is at 0.")
     assert shown[0].endswith("; about 20 more tokens may be over τ.")
-    assert shown[1].startswith("Diffuse: no small set of tokens explains it; the likeliest carries")
-    assert shown[2:4] == ["Not explained: the search ended early.", ""]
-    assert shown[4].startswith("Diffuse: no small set of tokens explains it; the 3 largest measured carry")
+    assert shown[1].startswith("Diagnosis: diffuse. The likeliest carries")
+    assert shown[2:4] == ["Diagnosis: incomplete. Not explained: the search ended early.", "Diagnosis: overflow."]
+    assert shown[4].startswith("Diagnosis: diffuse. The 3 largest measured carry")
     figures = dict(figure.text.split("\n")[:2] for figure in page.all("#figures > div"))
     assert figures["Searches complete"] == "4" and "1 search ended early" in page.one("#notes").text
 
@@ -473,6 +477,8 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("run")
     events = [{**found, "fault": "unsampled"} for found in samples(40)]
     events[0] |= {"summary": "The culprit is <b>rare</b>."}
+    said = {"cause": "unsampled", "sentence": f"<b>Tokens</b> that were added: s{meanings.ADVICE['unsampled'][1:]}"}
+    events[0]["verdict"] = {**events[0]["verdict"], **said}
     events[0]["culprits"][0] |= {"source": "unsampled", "sources": ["unsampled", "unlikely"]}
     for step, figures in step_figures(events, events[-1]["global_step"] + 5).items():
         record_step(str(directory), step, figures)
@@ -535,17 +541,81 @@ def test_the_figures_before_a_spike(page: Page, whole_run: Path) -> None:
     assert float(dot.get_attribute("cy")) == heights[-1]
 
 
-def test_an_event_begins_with_its_summary_and_a_culprit_with_its_sources(page: Page, whole_run: Path) -> None:
+def test_a_spike_begins_with_its_verdict_and_what_to_do_comes_after_the_token(page: Page, whole_run: Path) -> None:
     page.open(whole_run)
     Select(page.one("#event")).select_by_index(0)
+    assert page.one("#verdict").text.startswith("<b>Tokens</b> that") and page.all("#verdict *") == []
     assert page.one("#summary").text == "The culprit is <b>rare</b>."
-    assert page.one("#summary").location["y"] < page.one("#story").location["y"]
+    order = "verdict summary strip ladder check why story before-rows numbers level rows"
+    places = [page.one(f"#{part}").location["y"] for part in order.split()]
+    assert places == sorted(places) and len(set(places)) == len(places)
     reasons = [row.text for row in page.all("#why li")]
     assert [reason.split()[0] for reason in reasons] == ["unsampled", "unlikely"]
     for name, reason in zip(("unsampled", "unlikely"), reasons, strict=True):
-        assert meanings.SOURCES[name] in reason and meanings.ADVICE[name] in reason
+        # What the verdict says is not said again.
+        assert meanings.SOURCES[name] in reason and (meanings.ADVICE[name] in reason) == (name == "unlikely")
     Select(page.one("#event")).select_by_index(2)
-    assert page.one("#summary").text == samples(40)[2]["summary"]
+    found = samples(40)[2]
+    assert page.one("#verdict").text == found["verdict"]["sentence"]
+    assert page.one("#summary").text == found["summary"]
+
+
+def test_the_command_of_a_check_can_be_copied(page: Page, tmp_path: Path) -> None:
+    generator = random.Random(1)
+    found = event(1, [culprit(0, ["a"], 9000.0, generator)], generator, replay="replay/of step 1")
+    found["verdict"] = {**found["verdict"], "check": f"`run BUNDLE {HOSTILE}` shows it, and `b` as well."}
+    page.open(build(tmp_path, [found]))
+    codes = [code.text for code in page.all("#check code")]
+    shown = HOSTILE.replace("\u202e", "\\u202e")
+    assert codes == [f"run '{tmp_path}/replay/of step 1' {shown}", "b"] and page.all("img") == []
+    assert page.one("#check").text.endswith("as well.") and "`" not in page.one("#check").text
+    keep = "window.kept = []; navigator.clipboard.writeText = async (text) => void window.kept.push(text)"
+    page.driver.execute_script(keep)
+    first, second = page.all("#check .copy")
+    second.click()
+    page.wait(lambda: second.text == "Copied")
+    assert page.driver.execute_script("return window.kept") == ["b"]
+    # A browser that does not let a page copy.
+    page.driver.execute_script("navigator.clipboard.writeText = async () => { throw new Error('no') }")
+    first.send_keys(Keys.ENTER)
+    page.wait(lambda: first.text == "Selected")
+    assert page.driver.execute_script("return getSelection().toString()") == codes[0]
+
+
+def test_verdicts_of_any_release_are_shown(page: Page, tmp_path: Path) -> None:
+    generator = random.Random(1)
+    events = [event(step, [small(1, 9000.0 - step, generator)], generator) for step in (1, 2, 3)]
+    newer = {"cause": "stale", "culprits": None, "ordinary": None, "check": "Look at it."}
+    events[0]["verdict"] = {**newer, "sentence": "The rollout is behind (all steps): sync it."}
+    del events[1]["verdict"]
+    events[2]["verdict"] = verdict({**events[2], "culprits": []}, {})
+    page.open(build(tmp_path, events))
+    lead = page.one("#lead").text
+    assert lead.startswith("The rollout is behind (1), no known cause (1), no verdict (1). 3 tokens stand out in them.")
+    shown = []
+    for i in range(3):
+        Select(page.one("#event")).select_by_index(i)
+        shown.append([page.one(f"#{part}").text for part in ("verdict", "summary", "check")])
+    assert shown[0] == ["The rollout is behind (all steps): sync it.", events[0]["summary"], "Look at it."]
+    assert shown[1] == [events[1]["summary"], "", ""]
+    assert shown[2][0] == "No known cause: no token stands out." and shown[2][2].startswith("python -m")
+
+
+def test_warnings_come_first(page: Page, tmp_path: Path) -> None:
+    said = {"name": "stale", "sentence": HOSTILE, "check": f"`run {HOSTILE}` shows it."}
+    write_steps(tmp_path, 4, {3: [said], 4: [said, {"name": "scale", "sentence": "Twice.", "check": "Look."}]})
+    page.open(build(tmp_path, samples(1)))
+    shown = HOSTILE.replace("\u202e", "\\u202e")
+    first, second = page.all("#warnings > li")
+    assert first.text.startswith(f"Warning in 2 steps, first in step 3: {shown}\nrun {shown}") and page.all("img") == []
+    assert second.text == "Warning in step 4: Twice.\nLook."
+    assert page.one("#warnings").location["y"] < page.one("h1").location["y"]
+    # They need no spike.
+    write_steps(tmp_path / "calm", 1, {1: [said]})
+    page.open(build(tmp_path / "calm", []))
+    assert page.one("h1").text == "No gradient spike" and page.one("#warnings").is_displayed()
+    page.open(build(tmp_path / "none", samples(1)))
+    assert not page.one("#warnings").is_displayed()
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -592,7 +662,10 @@ def test_charts_have_labels_at_whole_steps_only(page: Page, tmp_path: Path, coun
     where = "return document.querySelectorAll(`${arguments[0]} .xtick`).length &&"
     where += " document.querySelector(arguments[0])._fullLayout.xaxis._vals.map((tick) => tick.x)"
     zoom = "return Plotly.relayout(document.querySelector(arguments[0]), {'xaxis.range': [1.1, 3.4]})"
-    for chart in ("#level", "#timeline"):
+    # A few steps make no chart.
+    charts = ("#level", "#timeline")
+    assert [page.one(chart).is_displayed() for chart in charts] == [count > FEW_STEPS] * 2
+    for chart in charts if count > FEW_STEPS else ():
         for narrowed in (False, True):
             if narrowed:
                 page.driver.execute_script(zoom, chart)
@@ -722,7 +795,7 @@ def test_what_token_clip_found_is_shown(page: Page, clipped_run: Path) -> None:
     ]
     assert (rows[0][1], rows[0][7]) == ("(prompt)", "prompt") and shown in rows[1][1]
     assert (rows[1][10], rows[2][2]) == (shown, shown) and page.driver.title != "owned" and page.all("img") == []
-    assert [row[-1] for row in rows] == ["–", "–", "–", "see below", "–"]
+    assert [row[-1] for row in rows] == ["–", "–", "–", "see above", "–"]
     # The link leads to the spike, which says so as well.
     assert page.one("#clipped").text.startswith("TokenClip found 1 backward signal over its bound in this mini-batch")
     page.one("#clips-rows button").click()
@@ -767,7 +840,7 @@ def test_the_marks_of_token_clip_can_be_told_from_the_paper(page: Page, clipped_
 def test_many_clipped_tokens_without_a_spike(page: Page, tmp_path: Path, width: int) -> None:
     tokens = [clipped_token(1, ["a", " b", " c"], 5.0 + i, boundary=f"layers.{i % 30}") for i in range(64)]
     page.width(width)
-    page.open(build(tmp_path, [clip(step, tokens) for step in (1, 2)]))
+    page.open(build(tmp_path, [clip(step, tokens) for step in (1, 9)]))
     assert page.one("h1").text == "No gradient spike" and "128 backward signals" in page.one("#lead").text
     shown = [section.get_attribute("id") for section in page.all("section") if section.is_displayed()]
     assert shown == ["clips"] and page.one("#clips-chart").size["height"] > 50

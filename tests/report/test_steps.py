@@ -223,7 +223,7 @@ def test_a_run_without_a_spike_says_how_near_it_came(tmp_path: Path, show: Any) 
     assert "4 steps, 1 to 4 largest token norm over its threshold 0.3, in step 3" in out
 
 
-def test_the_summary_of_an_event_comes_first(tmp_path: Path, show: Any) -> None:
+def test_the_summary_of_an_event_comes_after_its_verdict(tmp_path: Path, show: Any) -> None:
     sample = {**samples(1)[0], "summary": "2 of 2 culprits are\x1b[31m rare tokens."}
     out = show(events=[sample])
     assert "2 of 2 culprits are\\x1b[31m rare tokens." in out

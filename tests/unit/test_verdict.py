@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tools.launcher.faults import FAULTS
 from torch import Tensor
 
 from gradloc.evidence.medians import token_medians
@@ -17,6 +16,7 @@ from gradloc.evidence.sources import RULES, SOURCES, classify
 from gradloc.evidence.token_facts import token_evidence
 from gradloc.evidence.verdict import CAUSES, CHECK_UNKNOWN, COMMON, LIFT, MOST_CULPRITS, find_cause, verdict
 from gradloc.measure.micro_batch import MicroBatch
+from tools.launcher.faults import FAULTS
 
 ROWS, LENGTH = 6, 9
 OPTIONAL = ("advantage", "old_log_prob", "ref_log_prob", "rollout_log_prob", "kl_coefficient", "after_eos")

@@ -1,0 +1,250 @@
+"""What the report makes of verdicts, and of the warnings in steps.jsonl."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from evidence_samples import ORDINARY, culprit, event, write_steps
+from gradloc import record_events, report
+from gradloc.evidence.one_line import in_one_line
+from gradloc.evidence.schema import STEP, conforms
+from gradloc.evidence.sources import SOURCES
+from gradloc.evidence.verdict import CAUSES, verdict
+from gradloc.report import meanings, run_warnings, verdicts
+from gradloc.report.__main__ import main
+from gradloc.report.page_data import page_data
+
+NO_CAUSE = "No known cause: no rule holds for most of the culprits and for few ordinary tokens."
+NEWER = {"cause": "stale", "culprits": 1.0, "ordinary": 1.0, "check": "`look` shows it."}
+STALE = {"name": "stale", "sentence": "The rollout is behind.", "check": "`look` shows it."}
+
+
+def spike(step: int, norm: float = 9000.0, **changes: Any) -> dict[str, Any]:
+    """An event with one culprit, for which no rule holds unless it is changed."""
+    generator = random.Random(step)
+    usual = {"advantage": 1.0, "log_prob": -1.0, "old_log_prob": -1.0, "rollout_log_prob": -1.0, "sequence_ratio": 1.0}
+    return event(step, [culprit(1, ["a", " b"], norm, generator, **usual | changes)], generator)
+
+
+def of_a_newer_release(found: dict[str, Any], sentence: str = "The rollout is behind: sync it.") -> dict[str, Any]:
+    return {**found, "verdict": {**NEWER, "sentence": sentence}}
+
+
+def of_an_older_release(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name != "verdict"}
+
+
+@pytest.fixture
+def show(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Writes events and prints the report on tmp_path; each paragraph is a line."""
+    monkeypatch.setenv("COLUMNS", "2000")
+
+    def call(*arguments: str, events: list[dict[str, Any]] = ()) -> list[str]:
+        record_events(str(tmp_path), events)
+        assert main([str(tmp_path), *arguments]) == 0
+        return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+    yield call
+
+
+def test_the_report_on_one_spike_opens_with_its_verdict(show: Any) -> None:
+    found = spike(3, advantage=9.0)
+    lines = show(events=[found])
+    advice = SOURCES["advantage"].advice
+    assert lines[:2] == [
+        f"1 gradient spike in step 3: advantages are outliers (the only culprit, 2% of ordinary tokens): l{advice[1:]}",
+        CAUSES["advantage"].check,
+    ]
+    # The summary stays for what it adds; what to do is said once.
+    text = "\n".join(lines)
+    assert f"3 {found['summary']}" in lines and text.count(advice[1:]) == 1 and meanings.SOURCES["advantage"] in text
+
+
+def test_advice_that_the_verdict_does_not_give_stays_in_the_table(show: Any) -> None:
+    lines = show(events=[spike(3)])
+    assert lines[0] == f"1 gradient spike in step 3: n{NO_CAUSE[1:]}"
+    assert meanings.ADVICE["other"] in lines
+
+
+def test_the_report_on_many_spikes_opens_with_the_causes_and_the_largest(show: Any) -> None:
+    events = [spike(1, 800.0), spike(2, advantage=9.0), spike(3, 700.0, advantage=9.0), spike(4, 720.0)]
+    events += [of_a_newer_release(spike(5, 750.0)), of_a_newer_release(spike(6, 740.0), "The rollout is 2 steps late.")]
+    lines = show(events=[*events, of_an_older_release(spike(7, 710.0))])
+    assert lines[0] == (
+        "7 gradient spikes in steps 1 to 7: no known cause (2), advantages are outliers (2), the rollout is behind "
+        "(2), no verdict (1)."
+    )
+    assert lines[1].startswith("The largest, in step 2: advantages are outliers (the only culprit, 2% of ")
+    assert lines[2] == CAUSES["advantage"].check
+    # The others in brief, those of an older release without a verdict.
+    rows = lines[lines.index("What happened") + 2 :]
+    assert rows[0] == f"2 {events[1]['summary']}"
+    assert rows[1] == f"1 No known cause. {events[0]['summary']}"
+    assert rows[2] == f"5 The rollout is behind. {events[4]['summary']}"
+    assert rows[3] == f"6 The rollout is 2 steps late. {events[5]['summary']}"
+    assert rows[5] == f"7 {spike(7, 710.0)['summary']}"
+    assert rows[6].startswith("3 Advantages are outliers (the only culprit, 2% of ordinary tokens). ")
+    summary = json.loads("\n".join(show("--json")))
+    assert summary["verdicts"] == [
+        {"cause": None, "claim": "No known cause", "events": 2},
+        {"cause": "advantage", "claim": "Advantages are outliers", "events": 2},
+        {"cause": "stale", "claim": "The rollout is behind", "events": 2},
+    ]
+    assert summary["largest_events"][0]["verdict"] == events[1]["verdict"]
+
+
+def test_spikes_without_a_known_cause_say_so_plainly(show: Any) -> None:
+    lines = show(events=[spike(1), spike(2, 8000.0)])
+    assert lines[0] == "2 gradient spikes in steps 1 to 2: no known cause (all 2)."
+    assert lines[1] == f"The largest, in step 1: n{NO_CAUSE[1:]}"
+
+
+def test_events_of_older_releases_open_with_their_summary(tmp_path: Path, show: Any) -> None:
+    found = of_an_older_release(spike(3))
+    lines = show(events=[found])
+    assert lines[0] == f"1 gradient spike in step 3: {found['summary'][0].lower()}{found['summary'][1:]}"
+    assert "What happened" not in lines and "\n".join(lines).count(found["summary"][1:]) == 1
+    lines = show(events=[{**of_an_older_release(spike(4, 800.0)), "verdict": None}])
+    assert lines[:2] == [
+        "2 gradient spikes in steps 3 to 4.",
+        f"The largest, in step 3: {found['summary'][0].lower()}{found['summary'][1:]}",
+    ]
+    data = page_data(report.read(str(tmp_path)))
+    assert data["verdict"] is None and [shown["verdict"] for shown in data["events"]] == [None, None]
+
+
+def test_a_verdict_cannot_steer_the_terminal_or_fill_the_memory(tmp_path: Path, show: Any) -> None:
+    hostile = "\x1b[2J\u202e" + "x" * 10**4
+    record_events(str(tmp_path), [{**spike(1), "verdict": {**NEWER, "cause": hostile, "sentence": hostile}}])
+    for i in range(100):
+        name = {**NEWER, "cause": f"cause {i}", "sentence": "It is: so."}
+        record_events(str(tmp_path), [{**spike(2 + i, 800.0), "verdict": name}])
+    write_steps(
+        tmp_path, 1, {1: [{"name": f"{i}{hostile}", "sentence": hostile, "check": hostile} for i in range(100)]}
+    )
+    out = "\n".join(show())
+    assert "\x1b" not in out and "\u202e" not in out and "\\x1b[2J" in out
+    summary = json.loads("\n".join(show("--json")))
+    assert len(summary["verdicts"]) == len(summary["warnings"]) == 64 and len(json.dumps(summary)) < 10**6
+    assert summary["verdict"].endswith("no verdict (37)")
+
+
+def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any) -> None:
+    bundle = {"replay": "replay/it's step1"}
+    lines = show(events=[{**spike(1), **bundle}])
+    path = f"{tmp_path}/replay/it'\"'\"'s step1"
+    assert lines[1].startswith(f"`python -m verl.utils.gradloc.replay '{path}'` shows whether the spike comes back")
+    (shown,) = page_data(report.read(str(tmp_path / "spikes.jsonl")))["events"]
+    assert shown["verdict"]["check"] == lines[1]
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_every_cause_reads_well_in_brief(name: str) -> None:
+    found = event(1, [], random.Random(1), ordinary_layer_norms={"a": 1.0, "b": 1.0})
+    sources = [{"sources": [name]}, {"sources": [name]}]
+    said = verdict({**found, "culprits": sources}, ORDINARY)
+    assert said["cause"] == name and verdicts.claim(said) == CAUSES[name].claim
+    assert verdicts.brief(said).startswith(f"{CAUSES[name].claim} (all 2 culprits, ")
+
+
+def test_a_sentence_after_a_colon_begins_with_a_small_letter() -> None:
+    cases = {"The KL loss": "the KL loss", "A drill": "a drill", "MTP heads": "MTP heads", "": "", "τ": "τ"}
+    assert {text: verdicts.lowered(text) for text in cases} == cases
+
+
+def test_log_and_trackers_get_the_verdict_before_the_summary() -> None:
+    found = spike(1)
+    said = found["verdict"]
+    assert in_one_line(found) == f"{said['sentence']} {said['check']} {found['summary']}"
+    assert in_one_line(of_an_older_release(found)) == in_one_line({**found, "verdict": None}) == found["summary"]
+    assert in_one_line({"token_clip": {}, "summary": "TokenClip found a token."}) == "TokenClip found a token."
+
+
+def test_two_runs_open_with_their_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")
+    runs = [str(tmp_path / name) for name in "abc"]
+    record_events(runs[0], [spike(1, advantage=9.0), spike(2)])
+    record_events(runs[1], [of_an_older_release(spike(1))])
+    write_steps(tmp_path / "a", 3, {2: [STALE], 3: [STALE]})
+    write_steps(tmp_path / "c", 3, {})
+    page = tmp_path / "page.html"
+    assert main([runs[0], runs[1], "--html", str(page)]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[:3] == [
+        f"A: {runs[0]}, 2 spikes: advantages are outliers (1), no known cause (1)",
+        f"B: {runs[1]}, 1 spike",
+        "A: warning in 2 steps, first in step 2: The rollout is behind. `look` shows it.",
+    ]
+    assert all(line in page.read_text() for line in lines[:3])
+    assert main([runs[1], runs[2]]) == 0
+    assert f"B: {runs[2]}, no spike\n" in capsys.readouterr().out
+
+
+# Warnings
+
+
+def test_a_warning_is_shown_once_at_the_top(tmp_path: Path, show: Any) -> None:
+    other = {"name": "scale", "sentence": "The gradient is 4 times too large.", "check": "Look."}
+    write_steps(tmp_path, 6, {2: [STALE], 3: [STALE, other], 5: [{**STALE, "sentence": "The rollout is far behind."}]})
+    for line in map(json.loads, (tmp_path / "steps.jsonl").read_text().splitlines()):
+        jsonschema.validate(line, STEP)
+        assert conforms(line, STEP)
+    lines = show(events=[spike(3)])
+    # As it was said last.
+    assert lines[:4] == [
+        "Warning in 3 steps, first in step 2: The rollout is far behind.",
+        STALE["check"],
+        "Warning in step 3: The gradient is 4 times too large.",
+        "Look.",
+    ]
+    assert lines[4].startswith("1 gradient spike in step 3")
+    later = json.loads("\n".join(show("--json", "--since", "4")))
+    when = {"first_step": 5, "steps": 1, "when": "Warning in step 5"}
+    assert later["warnings"] == [{**STALE, "sentence": "The rollout is far behind.", **when}]
+    assert page_data(report.read(str(tmp_path), since=4))["warnings"] == later["warnings"]
+    assert not any(line.startswith("Warning") for line in show("--since", "6"))
+
+
+def test_of_a_step_that_was_repeated_the_last_line_counts() -> None:
+    found = run_warnings.RunWarnings()
+    for step, warnings in ((1, []), (2, [STALE]), (3, [STALE]), (2, []), (3, [STALE]), (4, [STALE])):
+        found.take_in(step, warnings)
+    assert [(warning["first_step"], warning["steps"]) for warning in found.listed()] == [(3, 2)]
+    found.take_in(3, [])
+    found.take_in(4, [])
+    assert found.listed() == []
+    found.take_in(None, [STALE])
+    assert [warning["when"] for warning in found.listed()] == ["Warning"] and found.listed(since=1) == []
+
+
+def test_a_run_without_a_spike_shows_its_warnings(tmp_path: Path, show: Any) -> None:
+    write_steps(tmp_path, 2, {1: [STALE], 2: [STALE]})
+    lines = show()
+    assert lines[0] == "Warning in 2 steps, first in step 1: The rollout is behind."
+    assert lines[2].startswith("No gradient spike in")
+
+
+@pytest.mark.parametrize("warnings", [7, [7], [{"name": "stale"}], [{**STALE, "check": None}]])
+def test_a_malformed_warning_makes_its_line_malformed(tmp_path: Path, warnings: Any) -> None:
+    write_steps(tmp_path, 2, {2: warnings})
+    found = report.read(str(tmp_path))
+    assert list(found.steps) == [1] and found.skipped == 1 and found.warnings.listed() == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "spikes", "shown"), [(5, [1], False), (6, [1], True), (0, [1, 5], False), (0, [1, 6], True)]
+)
+def test_charts_are_for_runs_of_more_than_a_few_steps(
+    tmp_path: Path, steps: int, spikes: list[int], shown: bool
+) -> None:
+    if steps:
+        write_steps(tmp_path, steps, {})
+    record_events(str(tmp_path), [spike(step) for step in spikes])
+    assert page_data(report.read(str(tmp_path)))["charts"] is shown
