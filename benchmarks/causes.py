@@ -9,16 +9,19 @@ table gives
 - named: the share of culprits for which it is `source`, the most specific rule that holds;
 - culprits, ordinary: the shares for which it holds;
 
-and below it the quantiles of what the rules look at. Rollout and training are one model in one precision here, so the
-ratios are 1 at the first mini-batch of a step, and only the update between two mini-batches moves them.
+and below it the quantiles of what the rules look at; the null distribution, which is how often rules hold for all
+ordinary tokens of all mini-batches, with and without a spike (rule_shares.py); and the verdicts of the spikes. Rollout
+and training are one model in one precision here, so the ratios are 1 at the first mini-batch of a step, and only the
+update between two mini-batches moves them.
 
-Usage: PYTHONPATH=<patched verl>:. python benchmarks/causes.py DIR [--steps N] [--json FILE] ...
+Usage: PYTHONPATH=<patched verl>:. python benchmarks/causes.py DIR [--seed SEED ...] [--steps N] [--json FILE] ...
            DIR is what `python embedded/prepare.py DIR` has made
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import random
@@ -33,6 +36,7 @@ import numpy as np
 import pandas
 import torch
 import torch.distributed as dist
+from rule_shares import RuleShares, print_null
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl import DataProto
@@ -187,9 +191,26 @@ class OrdinaryTokens:
         return {name: math.sqrt(square) for name, square in squares.items()}
 
 
-def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float]]:
-    """Its events, the ordinary tokens beside their culprits, and the log-probs of all tokens with an advantage."""
-    torch.manual_seed(args.seed)
+@dataclass(frozen=True)
+class Found:
+    """What runs gave.
+
+    Args:
+        events (list): Their events.
+        ordinary (list): The ordinary tokens beside culprits that were measured alone.
+        log_probs (list): Of all tokens with an advantage.
+        mini_batches (list): What `RuleShares` found.
+    """
+
+    events: list[dict[str, Any]]
+    ordinary: list[dict[str, Any]]
+    log_probs: list[float]
+    mini_batches: list[dict[str, Any]]
+
+
+def run(args: argparse.Namespace, seed: int) -> Found:
+    """One run. Runs of different seeds have different prompts."""
+    torch.manual_seed(seed)
     torch.cpu.current_device = lambda: "cpu"  # verl asks for it; torch's CPU has none
     tokenizer = AutoTokenizer.from_pretrained(args.directory / "model")
     model = AutoModelForCausalLM.from_pretrained(args.directory / "model", dtype=torch.float32)
@@ -209,19 +230,19 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, 
         bisect_until=args.until,
     )
     actor: Any = DataParallelPPOActor(config, model, torch.optim.AdamW(model.parameters(), lr=args.lr))
-    ordinary = OrdinaryTokens(actor, args.ordinary, args.seed)
+    ordinary, shares = OrdinaryTokens(actor, args.ordinary, seed), RuleShares(actor)
     data = pandas.read_parquet(args.directory / "train.parquet").to_dict("records")
-    generator = torch.Generator().manual_seed(args.seed)
-    events: list[dict[str, Any]] = []
-    log_probs: list[float] = []
+    generator = torch.Generator().manual_seed(seed)
+    found_so_far = Found([], ordinary.found, [], shares.found)
     for step in range(args.steps):
         started = time.perf_counter()
-        chosen = [data[(step * args.prompts + i) % len(data)] for i in range(args.prompts)]
+        first = (seed * args.steps + step) * args.prompts
+        chosen = [data[(first + i) % len(data)] for i in range(args.prompts)]
         samples = [one for one in chosen for _ in range(args.answers)]
         prompts = [tokenizer.apply_chat_template(list(one["prompt"]), add_generation_prompt=True) for one in samples]
         sampled = sample(model, tokenizer, prompts, args.length, generator)
         batch = build_batch(sampled, tokenizer, samples, step)
-        log_probs += sampled.log_probs[batch.batch["advantages"] != 0].tolist()
+        found_so_far.log_probs.extend(sampled.log_probs[batch.batch["advantages"] != 0].tolist())
         actor.update_policy(batch)
         found = actor.gradloc.events
         for event in found:
@@ -229,30 +250,24 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, 
             for culprit in event["culprits"]:
                 culprit["token"] = tokenizer.decode([culprit["token_id"]])
                 culprit["response"] = tokenizer.decode(sampled.responses[start + culprit["row"]])
-        events += found
+        found_so_far.events.extend(found)
         print(
-            f"step {step}: token_norm_max {actor.gradloc.metrics()['actor/gradloc/token_norm_max']:.3g}, "
+            f"seed {seed}, step {step}: token_norm_max {actor.gradloc.metrics()['actor/gradloc/token_norm_max']:.3g}, "
             f"{len(found)} spikes, {sum(len(e['culprits']) for e in found)} culprits, "
             f"{sum(e['passes'] for e in found)} passes, {time.perf_counter() - started:.0f} s",
             flush=True,
         )
         if args.evidence:
             record_events(str(args.evidence), found)
-        if args.json:
-            write(args.json, events, ordinary.found, log_probs)
-    return events, ordinary.found, log_probs
+    return found_so_far
 
 
-def write(
-    file: Path,
-    events: Sequence[Mapping[str, Any]],
-    ordinary: Sequence[Mapping[str, Any]],
-    log_probs: Sequence[float],
-) -> None:
-    """Writes what was found so far: a line for each culprit and each ordinary token, and one with all log-probs."""
-    lines = [{"kind": "culprit", **culprit} for event in events for culprit in event["culprits"]]
-    lines += [{"kind": "ordinary", **token} for token in ordinary]
-    lines += [{"kind": "all", "log_probs": log_probs}]
+def write(file: Path, found: Found) -> None:
+    """Writes a line for each culprit, each ordinary token and each mini-batch, and one with all log-probs."""
+    lines = [{"kind": "culprit", **culprit} for event in found.events for culprit in event["culprits"]]
+    lines += [{"kind": "ordinary", **token} for token in found.ordinary]
+    lines += [{"kind": "mini-batch", **one} for one in found.mini_batches]
+    lines += [{"kind": "all", "log_probs": found.log_probs}]
     file.write_text("".join(json.dumps(jsonable(line)) + "\n" for line in lines))
 
 
@@ -261,9 +276,8 @@ def figures(token: Mapping[str, Any]) -> dict[str, float]:
     return {**token, "largest_layer_share": max(squares) / math.fsum(squares)}
 
 
-def print_tables(
-    events: Sequence[Mapping[str, Any]], ordinary: Sequence[Mapping[str, Any]], log_probs: Sequence[float]
-) -> None:
+def print_tables(found: Found) -> None:
+    events, ordinary = found.events, found.ordinary
     culprits = [culprit for event in events for culprit in event["culprits"]]
     diagnoses = Counter(event["diagnosis"] for event in events)
     print(f"\n{len(events)} spikes ({dict(diagnoses)}), {len(culprits)} culprits, {len(ordinary)} ordinary tokens\n")
@@ -274,8 +288,8 @@ def print_tables(
     print("\n| p under | culprits | ordinary | all tokens with an advantage |\n|---|---|---|---|")
     for limit in PROBABILITIES:
         shares = (
-            _share(log_prob < math.log(limit) for log_prob in found)
-            for found in ([c["log_prob"] for c in culprits], [t["log_prob"] for t in ordinary], log_probs)
+            _share(log_prob < math.log(limit) for log_prob in tokens)
+            for tokens in ([c["log_prob"] for c in culprits], [t["log_prob"] for t in ordinary], found.log_probs)
         )
         print(f"| {limit:g} | {' | '.join(shares)} |")
     print("\n| figure | | 10% | 50% | 90% |\n|---|---|---|---|---|")
@@ -285,6 +299,11 @@ def print_tables(
             if values:
                 quantiles = " | ".join(f"{value:.3g}" for value in np.quantile(values, (0.1, 0.5, 0.9)))
                 print(f"| `{name}` | {kind} | {quantiles} |")
+    print()
+    print_null({"natural": found.mini_batches})
+    for event in events:
+        where = f"step {event['global_step']}, mini-batch {event['mini_batch']}"
+        print(f"{where}: {event['verdict']['sentence']} {event['summary']}")
 
 
 def _holds(tokens: Sequence[Mapping[str, Any]], source: str) -> str:
@@ -311,18 +330,22 @@ def main() -> None:
     parser.add_argument("--ordinary", type=int, default=20, help="tokens measured beside the culprits of an event")
     parser.add_argument("--loss-agg-mode", default="token-mean")
     parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, nargs="+", default=[1], help="one for each run")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--evidence", type=Path, metavar="DIR", help="write the events as a run would")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write culprits and ordinary tokens")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    events, ordinary, log_probs = run(args)
+    whole = Found([], [], [], [])
+    for seed in args.seed:
+        found = run(args, seed)
+        for field in dataclasses.fields(Found):
+            getattr(whole, field.name).extend(getattr(found, field.name))
+        if args.json:
+            write(args.json, whole)
     dist.destroy_process_group()
-    print_tables(events, ordinary, log_probs)
-    for event in events:
-        print(f"step {event['global_step']}, mini-batch {event['mini_batch']}: {event['summary']}")
+    print_tables(whole)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from evidence_samples import clip, clipped_token, culprit, drill, event
 from gradloc import record_events
 from gradloc.adapters import spike_log, trackers
 from gradloc.adapters.spike_log import SpikeLog, add_spike_log
+from gradloc.evidence.one_line import in_one_line
 from marked_texts import WORDS, marked, marked_clip
 
 pytestmark = pytest.mark.slow
@@ -158,7 +159,7 @@ def test_wandb_gets_a_growing_table_the_page_and_alerts(local: Path) -> None:
     records = wandb_records(only(local.glob("wandb/latest-run/*.wandb")))
     alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
     assert [(alert.title, alert.text[:22]) for alert in alerts] == [
-        ("Gradient spike", "Step 2: Both culprits "),
+        ("Gradient spike", "Step 2: No known cause"),
         ("Gradient spike", "Step 3: A drill: the p"),
         # What was stopped in step 4 is no reason for an alert.
         ("Outlying tokens", "Step 5: TokenClip foun"),
@@ -201,17 +202,19 @@ def test_tensorboard_gets_text_and_a_figure(local: Path) -> None:
     assert [point.value for point in events.Scalars("gradloc/tokens_cut")] == [1, 0]
     assert texts[4].startswith("TokenClip found 1 backward signal") and "| step | action | boundary |" in texts[4]
     lines = texts[2].splitlines()
-    assert lines[0].startswith("Both culprits are ") and "&lt;think&gt;" in texts[2] and "a&#124;b⏎" in texts[2]
+    assert lines[0].startswith("No known cause: ") and "shows whether the spike comes back" in lines[0]
+    assert " Both culprits are " in lines[0] and "&lt;think&gt;" in texts[2] and "a&#124;b⏎" in texts[2]
     widths = {line.count("|") for line in lines if line.startswith("|")}
     assert widths == {len(trackers.COLUMNS) + 1} and len(lines) == 6
-    assert texts[3].startswith("A drill: the planted token was found, 1 extra pass.\n\nThe culprit ' ends' is a token")
+    assert texts[3].startswith("A drill: the planted token was found, 1 extra pass.\n\nSingle tokens have NaN or inf")
+    assert texts[3].count("The culprit ' ends' is a token") == 1
 
 
 @pytest.mark.every_target
 def test_the_file_gets_the_summaries(local: Path) -> None:
     lines = [json.loads(line) for line in (local / "file.jsonl").read_text().splitlines()]
     told = {line["step"]: line["data"]["gradloc/spikes"] for line in lines if "gradloc/spikes" in line["data"]}
-    assert list(told) == [2, 3, 4, 5] and told[2].startswith("Step 2: Both culprits are ")
+    assert list(told) == [2, 3, 4, 5] and told[2].startswith("Step 2: No known cause: ")
     counts = [[line["data"].get(f"gradloc/tokens_{name}") for name in ("over", "cut")] for line in lines]
     assert [count for count in counts if count[0] is not None] == [[1, 1], [1, 0]]
 
@@ -225,7 +228,7 @@ def test_mlflow_gets_the_table_and_the_page_as_artifacts(elsewhere: Path) -> Non
     cut = only(elsewhere.glob("mlruns/*/*/metrics/gradloc/tokens_cut")).read_text().splitlines()
     assert [line.split()[1:] for line in cut] == [["1.0", "4"], ["0.0", "5"]]
     assert is_page((artifacts / "report.html").read_text())
-    assert (artifacts / "step_2.txt").read_text().startswith("Step 2: Both culprits are ")
+    assert (artifacts / "step_2.txt").read_text().startswith("Step 2: No known cause: ")
     assert "A drill: the planted token was found" in (artifacts / "step_3.txt").read_text()
 
 
@@ -405,7 +408,7 @@ def test_only_what_was_left_is_alerted() -> None:
     assert alert(logged) == ("Outlying tokens", [logged["summary"]])
     of_spike = spike(1)
     # A spike comes before what was found in clip lines.
-    assert alert(stopped, logged, of_spike) == ("Gradient spike", [of_spike["summary"], logged["summary"]])
+    assert alert(stopped, logged, of_spike) == ("Gradient spike", [in_one_line(of_spike), logged["summary"]])
     of_drill = drill(1, True, random.Random(1))
     assert alert(stopped, of_drill) == ("Spike drill", [of_drill["summary"]])
 

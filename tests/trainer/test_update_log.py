@@ -36,3 +36,12 @@ def test_what_token_clip_found_is_logged_beside_the_spikes(tmp_path: Path, caplo
         *["Outlying tokens in step 3: cut."] * 3,
         f"2 more mini-batches with outlying tokens in step 3: see the report on {tmp_path}",
     ]
+
+
+def test_the_verdict_of_a_spike_is_logged_before_its_summary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from verl.utils.gradloc.adapters.update_evidence import write_update
+
+    verdict = {"cause": None, "sentence": "No known cause: that is so.", "check": "`look` shows it."}
+    write_update(str(tmp_path), 3, [{"global_step": 3, "summary": "sum.", "drill": None, "verdict": verdict}], {})
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == "Gradient spike in step 3: No known cause: that is so. `look` shows it. sum."

@@ -1,0 +1,62 @@
+"""The benchmark of verdicts: its shares against plain counting, and that it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("verl.workers.actor") is None:
+    pytest.skip("these train with the actor of verl 0.7", allow_module_level=True)
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from rule_shares import LIMITS, culprit_shares, null_cell  # noqa: E402
+from verl.utils.gradloc.evidence.sources import RULES  # noqa: E402
+from verl.utils.gradloc.evidence.verdict import COMMON  # noqa: E402
+
+pytestmark = pytest.mark.slow
+NONE = dict.fromkeys([rule.name for rule in RULES], 0.0)
+
+
+def test_the_null_distribution_counts_tokens_and_not_mini_batches() -> None:
+    found = [{"ordinary": {"a": 0.1, "b": None}, "tokens": 30}, {"ordinary": {"a": COMMON, "b": None}, "tokens": 10}]
+    assert null_cell("a", found) == "14% · 25% [1]" and null_cell("b", found) == "–"
+    assert null_cell("a", found[:1]) == "10% · 10%"
+
+
+def test_the_shares_of_culprits_are_those_of_all_events() -> None:
+    first = {"culprits": [["token", "unlikely"], ["layer"]], "ordinary": NONE | {"unlikely": 0.1}, "tokens": 30}
+    second = {"culprits": [["token"]], "ordinary": NONE | {"unlikely": 0.5, "layer": None}, "tokens": 10}
+    bare = [{"culprits": found, "ordinary": NONE, "tokens": 99} for found in (None, [])]
+    shares = culprit_shares([first, *bare, second])
+    assert shares == {"token": (2 / 3, 0.0), "unlikely": (1 / 3, pytest.approx(0.2)), "layer": (1 / 3, None)}
+    assert culprit_shares(bare) == {}
+
+
+def test_the_limits_are_those_of_rules() -> None:
+    assert LIMITS.keys() <= {rule.name for rule in RULES}
+
+
+def test_natural_runs_and_a_planted_cause(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    program = [sys.executable, str(BENCHMARKS / "verdicts.py"), "--quick", "--seeds", "0", "--results", str(results)]
+    done = subprocess.run([*program, "--rows", "natural", "nan"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(results.read_text())["runs"]
+    assert all(one["verdict"] is None and one["culprits"] is None for one in runs["0 | natural"])
+    # GRPO: each token of a response has its advantage, and few have over 2.5 medians of all.
+    shares = [one["ordinary"]["advantage"] for one in runs["0 | natural"]]
+    assert 0 < max(shares) < 0.5 and all(one["ordinary"]["layer"] is None for one in runs["0 | natural"])
+    spiked = [one for one in runs["0 | nan"] if one["culprits"]]
+    assert len(runs["0 | nan"]) == 2 and len(spiked) == 1 and ["nonfinite"] in [c[:1] for c in spiked[0]["culprits"]]
+    assert "| `advantage` | over 2.5 medians | " in done.stdout and "\n| nan | 1 of 1 | " in done.stdout
+    again = subprocess.run([*program, "--rows", "natural", "nan"], capture_output=True, text=True)
+    assert again.stdout == done.stdout and "of 2" not in again.stderr
+    unknown = subprocess.run([*program, "--rows", "gremlins"], capture_output=True, text=True)
+    assert unknown.returncode == 1 and "unknown rows ['gremlins']" in unknown.stderr
