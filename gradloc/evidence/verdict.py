@@ -115,6 +115,8 @@ def find_cause(
     is taken. A bug often makes the rules after its own hold, too: a token that was not sampled has a ratio far from 1,
     and is rare. But a rule that holds for clearly more of the culprits comes before a more specific one.
 
+    `nonfinite` needs a single culprit and comes before all: one NaN makes the whole gradient NaN.
+
     For `layer`, no share of ordinary tokens is known. It is a possible cause if it does not hold for the layer norms of
     a typical ordinary token, and these are known.
 
@@ -123,6 +125,8 @@ def find_cause(
         ordinary (Mapping): The same for ordinary tokens; None where unknown.
         ordinary_layer_norms (Mapping, optional): The event's field.
     """
+    if culprits["nonfinite"] and _stands_out(culprits["nonfinite"], ordinary["nonfinite"]):
+        return "nonfinite"
     possible = [
         rule.name
         for rule in RULES

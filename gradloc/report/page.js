@@ -1332,7 +1332,7 @@ function showCulprit() {
 // A source with its rule and what to do, which the verdict may say already.
 function makeReason(source, verdict) {
   const advice = data.source_advice[source];
-  const said = verdict?.sentence.endsWith(advice.slice(1));
+  const said = verdict?.sentence.includes(advice.slice(1));
   const rule = data.source_rules[source];
   return make(
     "li",

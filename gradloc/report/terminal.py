@@ -217,7 +217,7 @@ def _sources(summary: Summary) -> Table:
     verdict = summary["largest_events"][0]["verdict"]
     for source, culprits in summary["sources"].items():
         # The verdict may say it already, after a colon.
-        said = verdict is not None and verdict["sentence"].endswith(advice[source][1:])
+        said = verdict is not None and advice[source][1:] in verdict["sentence"]
         rule = SOURCES[source] + ("" if said else f"\n{visible(advice[source])}")
         table.add_row(source, str(culprits), f"{culprits / summary['culprits']:.0%}", rule)
     return table

@@ -21,7 +21,7 @@ FLAGS = (
 )
 PICTURE_WIDTH, PICTURE_HEIGHT = 1160, 700
 # What is left out of the picture, so that its text can be read at that size.
-LEFT_OUT = "#before, #parts, #chips, #why > :not(:first-child), #legend, .panes .hint, .panes details { display: none }"
+LEFT_OUT = "#chips, #why, #legend, .panes .hint, .panes details { display: none }"
 
 
 def start(profile: str | Path) -> webdriver.Chrome:
@@ -60,7 +60,7 @@ def take_picture(page: Path, picture: Path) -> None:
             driver.execute_script(add, LEFT_OUT)
             edge = "return document.querySelector(arguments[0]).getBoundingClientRect()[arguments[1]] + scrollY"
             top = driver.execute_script(edge, "#detail .card", "top") - 8
-            height = driver.execute_script(edge, ".panes", "bottom") - top
+            height = driver.execute_script(edge, "#todo", "bottom") + 8 - top
             clip = {"x": 0, "y": top, "width": PICTURE_WIDTH, "height": height, "scale": 1}
             options = {"clip": clip, "captureBeyondViewport": True}
             png = base64.b64decode(driver.execute_cdp_cmd("Page.captureScreenshot", options)["data"])

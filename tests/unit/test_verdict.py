@@ -132,6 +132,9 @@ EVEN = {"a": 1.0, "b": 1.0, "c": 1.0}
         ({"unlikely": 1.0}, {"unlikely": COMMON - 0.01}, "unlikely"),
         ({"unlikely": 0.6}, {"unlikely": 0.6 / LIFT}, "unlikely"),
         ({"unlikely": 0.6}, {"unlikely": 0.6 / LIFT + 0.01}, None),
+        # One NaN makes the whole gradient NaN.
+        ({"nonfinite": 0.1, "unlikely": 1.0}, {}, "nonfinite"),
+        ({"nonfinite": 0.1, "unlikely": 1.0}, {"nonfinite": 0.05}, "unlikely"),
         # The most specific of those that hold for about as many culprits.
         ({"unsampled": 1.0, "token": 1.0, "unlikely": 1.0}, {}, "unsampled"),
         ({"unsampled": 0.95, "unlikely": 1.0}, {}, "unsampled"),
