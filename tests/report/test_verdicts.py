@@ -147,7 +147,7 @@ def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any) -> N
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_every_cause_reads_well_in_brief(name: str) -> None:
-    found = event(1, [], random.Random(1), ordinary_layer_norms={"a": 1.0, "b": 1.0})
+    found = event(1, [], random.Random(1), ordinary_layer_norms=dict.fromkeys("abcd", 1.0))
     sources = [{"sources": [name]}, {"sources": [name]}]
     said = verdict({**found, "culprits": sources}, ORDINARY)
     assert said["cause"] == name and verdicts.claim(said) == CAUSES[name].claim

@@ -117,7 +117,7 @@ def test_without_ordinary_tokens_nothing_is_known_of_them() -> None:
 
 
 NONE = dict.fromkeys([rule.name for rule in RULES], 0.0)
-EVEN = {"a": 1.0, "b": 1.0, "c": 1.0}
+EVEN = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_cause_tells_culprits_from_ordinary_tokens(
     assert find_cause({**NONE, **culprits}, {**NONE, **ordinary}, EVEN) == cause
 
 
-@pytest.mark.parametrize("norms", [None, {"a": 9.0, "b": 1.0}])
+@pytest.mark.parametrize("norms", [None, {"a": 9.0, "b": 1.0}, {**EVEN, "a": 1.1}, {}])
 def test_one_layer_is_no_cause_where_it_is_usual_or_nothing_is_known(norms: dict[str, float] | None) -> None:
     assert find_cause({**NONE, "layer": 1.0}, {**NONE, "layer": None}, norms) is None
 
