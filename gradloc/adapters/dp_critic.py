@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter for the `DataParallelPPOCritic` of verl 0.7.0 and 0.7.1, in whose place the worker makes a `WatchedCritic`."""
+"""The adapter for the `DataParallelPPOCritic` of verl 0.7: the worker makes a `WatchedCritic` in its place."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
