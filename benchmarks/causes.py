@@ -153,7 +153,7 @@ class OrdinaryTokens:
 
     def _look(self, epoch: int, mini_batch: int) -> Located:
         gradloc = self._actor.gradloc
-        micro_batches, events = list(gradloc._micro_batches), len(gradloc.events)
+        micro_batches, events = list(gradloc._recorder.micro_batches), len(gradloc.events)
         located = self._locate(epoch, mini_batch)
         for event in gradloc.events[events:]:
             self._measure_some(event, micro_batches)

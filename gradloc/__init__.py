@@ -19,6 +19,7 @@ The parts of the package. A file imports from its own part and from those above 
 - actions: what happens to the gradient after a spike
 - drill: a spike planted on purpose, to see that it is found
 - gradloc: watches the training passes; measures, searches, acts and writes the event
+- critic_watch: watches a critic's passes, and says what a spike of its gradient comes from
 - adapters: the only part that knows verl
 """
 

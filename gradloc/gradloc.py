@@ -16,10 +16,10 @@ from .bundles.bundle_writer import BundleWriter
 from .config import GradLocConfig
 from .evidence.event import build_event
 from .fsdp import collectives
-from .fsdp.recorded_collectives import RankLostError
-from .fsdp.state import SetAside, get_rng_state, undisturbed
-from .measure.micro_batch import MicroBatch
+from .fsdp.failures import unless_it_fails
+from .fsdp.state import SetAside, undisturbed
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
+from .measure.pass_recorder import LossInputs, PassRecorder, unchanged, with_a_column
 from .measure.passes import Cut, Forward
 from .measure.watched_model import WatchedModel
 from .metrics import UpdateMetrics, own_figures
@@ -102,8 +102,7 @@ class GradLoc:
         self._ordinary = OrdinaryGradient()
         self._metrics = UpdateMetrics()
         self._global_step: int | None = None
-        self._micro_batches: list[MicroBatch] = []
-        self._current: MicroBatch | None = None
+        self._recorder = PassRecorder(self._model)
 
     def start_mini_batch(self) -> None:
         """Discards the events of the last mini-batch; the update's metrics still count them."""
@@ -113,7 +112,7 @@ class GradLoc:
         """Discards the events and metrics of the last update."""
         self.events = []
         self._metrics = UpdateMetrics()
-        self._micro_batches = []
+        self._recorder.take()
         self._global_step = global_step
 
     def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
@@ -123,15 +122,14 @@ class GradLoc:
             inputs (dict): The inputs of `forward`; picklable. Kept until `locate`.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
-        self._current = MicroBatch(inputs, [int(row) for row in rows], get_rng_state(self._model.device))
-        self._model.meter.start()
+        self._recorder.begin(inputs, rows)
 
     def observe(
         self,
         log_prob: Tensor,
         entropy: Tensor | None,
         weight: Tensor,
-        loss_inputs: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None,
+        loss_inputs: LossInputs | None = None,
         **tokens: Tensor,
     ) -> None:
         """Records the tokens of the current pass, and their coefficients ∂L/∂log p during its backward.
@@ -147,30 +145,17 @@ class GradLoc:
                 shape (rows, response length).
             tokens (Tensor): The tensors that `token_evidence` reports; at least `response_mask` and `token_id`.
         """
-        current = self._current
-        if current is None:
-            raise RuntimeError("observe() belongs between begin_pass() and end_pass().")
         noted = {"log_prob": log_prob, "weight": weight, **tokens}
         if entropy is not None:
             noted["entropy"] = entropy
-        shapes = {name: tuple(tensor.shape) for name, tensor in noted.items()}
-        if len(set(shapes.values())) > 1:
-            raise ValueError(f"all token tensors must be of one shape (rows, response length), got {shapes}.")
-        current.tokens = {name: _with_a_column(tensor.detach()) for name, tensor in noted.items()}
         if loss_inputs is None:
             given = {"coefficient": log_prob, "entropy_coefficient": entropy}
-            loss_inputs = {name: (tensor, _unchanged) for name, tensor in given.items() if tensor is not None}
-        for name, (tensor, reshape) in loss_inputs.items():
-            if tensor.requires_grad:
-                tensor.register_hook(_catch(current.tokens, name, reshape))
+            loss_inputs = {name: (tensor, unchanged) for name, tensor in given.items() if tensor is not None}
+        self._recorder.observe(noted, loss_inputs)
 
     def end_pass(self) -> None:
         """Stops recording a training pass; called after its backward."""
-        if self._current is None:
-            raise RuntimeError("end_pass() comes after begin_pass().")
-        self._current.squares = self._model.meter.stop()
-        self._micro_batches.append(self._current)
-        self._current = None
+        self._recorder.end()
 
     def locate(self, epoch: int, mini_batch: int) -> Located:
         """Checks the mini-batch's gradient, and on a spike finds the culprits. A collective call.
@@ -187,20 +172,11 @@ class GradLoc:
                 of deadlocking it. Any other error is logged, and training continues.
         """
         where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
-        try:
-            return self._locate(where)
-        except RankLostError:
-            raise
-        except Exception as error:
-            if collectives.world_size() > 1 and not isinstance(error, collectives.RankFailedError):
-                raise RankLostError(
-                    f"the search for the tokens behind a gradient spike failed on this rank ({type(error).__name__}: "
-                    f"{error}), which cannot be propagated to the other ranks"
-                ) from error
-            logger.warning(
-                "the search for the tokens behind a gradient spike failed; training continues", exc_info=True
-            )
-            return Located(take_step=True)
+        return unless_it_fails(
+            lambda: self._locate(where),
+            Located(take_step=True),
+            "the search for the tokens behind a gradient spike",
+        )
 
     def metrics(self) -> dict[str, float]:
         """The update's metrics for the training log, the same on every rank.
@@ -235,7 +211,7 @@ class GradLoc:
 
         if self._outliers is not None:
             for index, micro_batch in enumerate(gradient.micro_batches):
-                micro_batch.tokens["outlier"] = _with_a_column(self._outliers(index))
+                micro_batch.tokens["outlier"] = with_a_column(self._outliers(index))
         model, action = self._model, self.config.spike_action
         investigation = Investigation(
             gradient, threshold, self.config, self._ordinary.token_norm, reserve=action == "drop"
@@ -251,7 +227,7 @@ class GradLoc:
 
     def _measure(self) -> MiniBatch:
         """The gradient of the passes since the last call. A collective call."""
-        micro_batches, self._micro_batches = self._micro_batches, []
+        micro_batches = self._recorder.take()
         figures = own_figures(micro_batches)
         gradient = MiniBatch(self._model, micro_batches, self._loss_scale(), self.config.spike_trigger, figures)
         self._metrics.take_in(gradient.update_figures)
@@ -283,19 +259,3 @@ class GradLoc:
     def _add(self, event: dict[str, Any]) -> None:
         self.events.append(event)
         self._metrics.events.append(event)
-
-
-def _catch(tokens: dict[str, Tensor], name: str, reshape: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
-    def hook(gradient: Tensor) -> None:
-        tokens[name] = _with_a_column(reshape(gradient.detach()))
-
-    return hook
-
-
-def _with_a_column(values: Tensor) -> Tensor:
-    """Values of shape (rows, response length), masked ones if all responses are empty: maxima need a value."""
-    return values if values.shape[1] else nn.functional.pad(values, (0, 1))
-
-
-def _unchanged(gradient: Tensor) -> Tensor:
-    return gradient

@@ -154,7 +154,7 @@ def write_evidence(
         return
 
     def sample_of(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> Sample:
-        return _sample(data[event["mini_batch"] * actor.config.ppo_mini_batch_size + culprit["row"]])
+        return sample_of_row(data[event["mini_batch"] * actor.config.ppo_mini_batch_size + culprit["row"]])
 
     evidence = UpdateEvidence(actor.config.bisect_dump_dir, tokenizer, actor.watch.sequence_parallel_size)
     evidence.add(actor.watch.lines(), sample_of)
@@ -179,7 +179,7 @@ def _sequences(model_inputs: Mapping[str, Any]) -> tuple[Tensor, list[int]]:
     return mask, [mask.shape[1] - model_inputs["responses"].shape[1]] * len(mask)
 
 
-def _sample(row: Any) -> Sample:
+def sample_of_row(row: Any) -> Sample:
     """A row of a DataProto."""
     response_length = row.batch["responses"].shape[-1]
     valid, ids = row.batch["attention_mask"].bool(), row.batch["input_ids"]

@@ -15,21 +15,19 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
-from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.padding import no_padding_2_padding
 
 from ..fsdp import collectives
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from .actor_config import SpikeConfig
+from .critic_engine import WatchedValueEngine
+from .engine_data import ROW, as_metric, loss_scale, sample_of_row
 from .replay_bundles import ragged_rows
-from .update_evidence import Sample, UpdateEvidence
+from .update_evidence import UpdateEvidence
 from .watch import EVIDENCE_KEYS, Watch, read_state
 
 logger = logging.getLogger(__name__)
-
-# The column that `train_batch` adds: each row's index in the data that it was given.
-_ROW = "gradloc_row"
 
 
 class WatchedEngine:
@@ -79,21 +77,21 @@ class WatchedEngine:
         step = tu.get(data, "training_step")
         if self.watch.watches_passes:
             self._start(step)
-            data[_ROW] = torch.arange(len(data))
+            data[ROW] = torch.arange(len(data))
         self._watching = True
         try:
             outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
         finally:
             self._watching = self._pass_open = False
             self.watch.aggregation.stop()
-            data.pop(_ROW, None)
+            data.pop(ROW, None)
         metrics = self.watch.metrics() if last else {}
         if self.watch.watches_passes:
-            self._evidence.add(self.watch.lines(), lambda _, culprit: _sample(data, culprit["row"]))
+            self._evidence.add(self.watch.lines(), lambda _, culprit: sample_of_row(data, culprit["row"]))
             if last:
                 self._evidence.write(step, metrics)
         if self.is_mp_src_rank_with_outputs():
-            outputs["metrics"].update({name: _metric(value) for name, value in metrics.items()})
+            outputs["metrics"].update({name: as_metric(value) for name, value in metrics.items()})
         return outputs
 
     def forward_step(
@@ -105,7 +103,7 @@ class WatchedEngine:
         self._end_pass()
         # Before the engine moves it to the device, where reading lengths would wait for the device.
         inputs = _inputs(micro_batch)
-        watch.begin_pass(inputs, micro_batch[_ROW].tolist(), partial(_sequences, inputs))
+        watch.begin_pass(inputs, micro_batch[ROW].tolist(), partial(_sequences, inputs))
         self._pass_open = True
         return super().forward_step(  # type: ignore[misc]
             micro_batch, partial(self._observed, loss_function, inputs), forward_only
@@ -142,7 +140,7 @@ class WatchedEngine:
             config,
             partial(_forward_rows, self),
             ragged_rows,
-            loss_scale=self._loss_scale,
+            loss_scale=partial(loss_scale, self),
             sequence_parallel_size=group_size,
             dtype=getattr(self, "_autocast_dtype", torch.bfloat16),
             grad_clip=self.optimizer_config.clip_grad,
@@ -169,10 +167,6 @@ class WatchedEngine:
             self.watch.start_update(training_step)
         else:
             self.watch.start_mini_batch()
-
-    def _loss_scale(self) -> float:
-        scaler = getattr(self, "scaler", None)
-        return 1.0 if scaler is None else scaler.get_scale()
 
     def _end_pass(self) -> None:
         if self._pass_open:
@@ -215,16 +209,6 @@ def _actor_config(loss_function: Callable[..., Any]) -> Any:
     """The actor's configuration that the loss is bound to; None for another loss."""
     config = getattr(loss_function, "keywords", {}).get("config")
     return config if isinstance(config, SpikeConfig) else None
-
-
-def _metric(value: float | list[float]) -> Metric:
-    """A figure of the update as verl logs it; of a list, which has a value for each mini-batch, it logs the mean.
-
-    The trainer takes the mean over the mini-batches that have a metric: here one.
-    """
-    metric = Metric(AggregationType.MEAN)
-    metric.extend([float(of_step) for of_step in (value if isinstance(value, list) else [value])])
-    return metric
 
 
 def _padded(values: Tensor) -> Tensor:
@@ -329,27 +313,18 @@ def _forward_rows(
     return captured.get("entropy"), captured["log_probs"]
 
 
-def _sample(data: TensorDict, row: int) -> Sample:
-    """A row of the data that `train_batch` was given."""
-    ids, responses = data["input_ids"][row], data["responses"]
-    if responses.is_nested:
-        length = len(responses[row])
-    else:
-        length = int(data["attention_mask"][row, -responses.shape[1] :].sum())
-    scores = [data[key][row].sum().item() for key in ("token_level_scores", "rm_scores") if key in data.keys()]
-    columns = {key: tu.get(data, key)[row] for key in ("reward_model", "data_source", "uid") if key in data.keys()}
-    prompt = len(ids) - length
-    return Sample(ids[:prompt].tolist(), ids[prompt:].tolist(), scores[0] if scores else None, columns)
-
-
 def watch_fsdp_engines() -> None:
-    """Puts the mixin over the FSDP engines that verl has registered for language models."""
+    """Puts a mixin over the FSDP engines that verl has registered for language models and for critics."""
     from verl.workers.engine.base import EngineRegistry
-    from verl.workers.engine.fsdp import FSDPEngineWithLMHead
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-    watched = type("FSDPEngineWithLMHead", (WatchedEngine, FSDPEngineWithLMHead), {"__module__": __name__})
-    for backend in ("fsdp", "fsdp2"):
-        registered = EngineRegistry._engines["language_model"][backend]
-        for key, engine in registered.items():
-            if engine is FSDPEngineWithLMHead:
-                registered[key] = watched
+    for model_type, mixin, unwatched in (
+        ("language_model", WatchedEngine, FSDPEngineWithLMHead),
+        ("value_model", WatchedValueEngine, FSDPEngineWithValueHead),
+    ):
+        watched = type(unwatched.__name__, (mixin, unwatched), {"__module__": __name__})
+        for backend in ("fsdp", "fsdp2"):
+            registered = EngineRegistry._engines[model_type][backend]
+            for key, engine in registered.items():
+                if engine is unwatched:
+                    registered[key] = watched

@@ -64,7 +64,7 @@ class RecordedAggregation:
         like = response_mask.float()
         if call is None:
             return token_weights(functools.partial(_without_a_call, config, response_mask), like)
-        weight = token_weights(call, like)
+        weight = self.weights_of_call(like)
         if mask is not None and (config.use_kl_loss or config.entropy_coeff != 0):
             # Of a token that the loss has rejected, these terms remain.
             whole = token_weights(
@@ -72,6 +72,11 @@ class RecordedAggregation:
             )
             weight = torch.where(mask.bool(), weight, whole)
         return weight
+
+    def weights_of_call(self, like: Tensor) -> Tensor:
+        """The weight that the recorded call gives each token, of the shape and on the device of `like`."""
+        assert self._call is not None
+        return token_weights(self._call, like)
 
 
 def _without_a_call(config: Any, response_mask: Tensor, losses: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class UpdateEvidence:
         try:
             sample = sample_of(event, culprit)
             if "token_clip" in event:
-                return [jsonable(_facts_of_clipped(sample, culprit["position"], self._tokenizer))]
+                return [jsonable(facts_of_token(sample, culprit["position"], self._tokenizer))]
             return [jsonable(limit_texts(_facts(sample, culprit["position"], self._tokenizer), index))]
         except Exception:
             logger.warning("a culprit of a gradient spike is written without its text", exc_info=True)
@@ -141,8 +141,8 @@ def _tokens(line: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     return line["token_clip"]["tokens"] if "token_clip" in line else line["culprits"]
 
 
-def _facts_of_clipped(sample: Sample, position: int, tokenizer: Any) -> dict[str, Any]:
-    """What is written of a token in a clip line; of one in the prompt, no text."""
+def facts_of_token(sample: Sample, position: int, tokenizer: Any) -> dict[str, Any]:
+    """What is written of a token of a clip line or of a critic's value; of one in the prompt, no text."""
     texts = {}
     if tokenizer is not None and position >= 0:
         texts = context_evidence(tokenizer, sample.response, position)

@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON Schemas of lines: an event or a clip line of spikes.jsonl, a step of steps.jsonl, or a note."""
+"""The JSON Schemas of lines: an event or a clip line of spikes.jsonl, a step of steps.jsonl, a spike of critic.jsonl,
+or a note.
+"""
 
 import math
 import sys
@@ -267,6 +269,67 @@ CLIP = {
                     "tokens": list_of(_CLIPPED_TOKEN),
                 }
             ),
+            "summary": TEXT,
+        }
+    ),
+}
+
+_CRITIC_MICRO_BATCH = object_with(
+    {
+        "rank": INDEX,
+        "micro_batch": INDEX,
+        "rows": INDEX,
+        "tokens": INDEX,
+        "norm": NUMBER,
+        "threshold": NUMBER,
+        "token_equivalent": NUMBER,
+        "error": NUMBER_OR_NULL,
+        "layer_norms": _NUMBERS_BY_LAYER,
+    }
+)
+
+_CRITIC_VALUE = object_with(
+    {
+        "rank": INDEX,
+        "micro_batch": INDEX,
+        "row": INDEX,
+        "position": INDEX,
+        "value": NUMBER,
+        "old_value": NUMBER,
+        "return": NUMBER,
+        "error": NUMBER,
+        "weight": NUMBER,
+    },
+    token=TEXT_OR_NULL,
+    context=TEXT_OR_NULL,
+    reward=NUMBER_OR_NULL,
+    data_source=TEXT_OR_NULL,
+    uid=TEXT_OR_NULL,
+)
+
+CRITIC = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "A spike of the critic's gradient: a line of critic.jsonl",
+    **object_with(
+        {
+            "schema": {"const": SCHEMA},
+            "gradloc_version": TEXT,
+            "time": TEXT,
+            "global_step": INTEGER_OR_NULL,
+            "epoch": INDEX,
+            "mini_batch": INDEX,
+            "threshold": _POSITIVE,
+            "token_norm": NUMBER,
+            "global_norm": NUMBER,
+            "layer_norms": _NUMBERS_BY_LAYER,
+            "ordinary_token_norm": NUMBER_OR_NULL,
+            "ordinary_layer_norms": {"anyOf": [_NUMBERS_BY_LAYER, {"type": "null"}]},
+            "error": NUMBER_OR_NULL,
+            "ordinary_error": NUMBER_OR_NULL,
+            "micro_batches": list_of(_CRITIC_MICRO_BATCH),
+            "values": list_of(_CRITIC_VALUE),
+            "world_size": INDEX,
+            "cause": {"enum": ["errors", "network", None]},
             "summary": TEXT,
         }
     ),

@@ -118,8 +118,29 @@ def record_step(directory: str, global_step: int | None, figures: Mapping[str, f
     series.append(_line(line), f"the figures of step {global_step}", "steps", global_step, 1)
 
 
+def record_critic(directory: str, global_step: int | None, spikes: Sequence[Mapping[str, Any]]) -> None:
+    """Appends the spikes of a critic's update to `<directory>/critic.jsonl`; their form is `CRITIC` in `schema`.
+
+    A disk error is logged as a warning, not raised. Only the first 16 of an update are written, and the file has the
+    limits of steps.jsonl.
+
+    Args:
+        directory (str): Created if it does not exist. Files of an earlier run are continued.
+        global_step (int, optional): The trainer's step.
+        spikes (Sequence[Mapping]): `CriticWatch.spikes`, with the trainer's facts.
+    """
+    if not spikes:
+        return
+    lines = [_line(spike) for spike in spikes[:EVENTS_PER_STEP]]
+    if (dropped := len(spikes) - EVENTS_PER_STEP) > 0:
+        message = f"{dropped} more spikes are not written: {EVENTS_PER_STEP} in a step are the limit"
+        lines.append(_note("rate_limit", global_step, dropped, message))
+    series = _Series(directory, "critic", STEP_FILE_BYTES, STEP_TOTAL_BYTES)
+    series.append(b"".join(lines), f"{len(spikes)} spike(s) of the critic", "spikes", global_step, len(spikes))
+
+
 def evidence_files(directory: str, name: str = "spikes") -> list[str]:
-    """The files that `record_events` has written, or with the name "steps" `record_step`; oldest first."""
+    """The files that a `record_…` function has written, oldest first; `name` is "spikes", "steps" or "critic"."""
     names = [f"{name}.{number}.jsonl" for number in _rotated(directory, name)] + [f"{name}.jsonl"]
     return [path for name in names if os.path.isfile(path := os.path.join(directory, name))]
 
@@ -177,7 +198,7 @@ class _Series:
 
     Args:
         directory (str): Where they are.
-        name (str): "spikes" or "steps".
+        name (str): "spikes", "steps" or "critic".
         file_bytes (int): At this size a file is renamed.
         total_bytes (int): At this size of all files together, nothing more is written.
     """

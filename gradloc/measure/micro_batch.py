@@ -32,13 +32,13 @@ class MicroBatch:
     squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
 
     def broken(self, scaled: bool) -> Tensor:
-        """Where a log-prob or a coefficient is non-finite, bool of shape (rows, response length).
+        """Where a log-prob (a critic's value) or a coefficient is non-finite, bool of shape (rows, response length).
 
         Args:
             scaled (bool): Whether the loss is scaled. If so, an infinite coefficient in half precision does not count,
                 because the scale may have made it overflow.
         """
-        broken = ~self.tokens["log_prob"].isfinite()
+        broken = ~self.tokens["log_prob" if "log_prob" in self.tokens else "value"].isfinite()
         for name in ("coefficient", "entropy_coefficient"):
             if name in self.tokens:
                 coefficient = self.tokens[name]

@@ -51,6 +51,7 @@ class WatchedModel:
         self._cut = cut
         self._recorded = RecordedCollectives(can_replay=sequence_parallel_size == 1)
         reduced_norms = ReducedNorms(module, device)
+        self._reduced_layers = reduced_norms.layers
         self._reduced_squares = squared_norms or reduced_norms.squared_norms
         reduced = meter == "reduced" or sequence_parallel_size > 1
         self.meter: Meter = (
@@ -81,3 +82,7 @@ class WatchedModel:
     def reduced_squares(self, scale: float) -> Tensor:
         """The squared norms by layer of the reduced gradient, without the loss scale. A collective call."""
         return self._reduced_squares() / scale**2
+
+    def by_reduced_layer(self, squared_norms: Tensor) -> dict[str, float]:
+        """The norms of the reduced gradient by layer, from what `reduced_squares` returned."""
+        return dict(zip(self._reduced_layers, squared_norms.sqrt().tolist(), strict=True))

@@ -124,7 +124,7 @@ def with_a_failing_pass(case: Case, rank: int, number: int) -> tuple[dict[str, b
 
         def failing(*arguments: Any, **keywords: Any) -> Any:
             nonlocal count
-            if actor.gradloc._current is None:
+            if actor.gradloc._recorder.current is None:
                 count += 1
                 if dist.get_rank() == rank and count == number + 1:
                     raise RuntimeError("disturbed")

@@ -8,37 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from actors import Case, build_actor, build_model, make_unreadable
-from batches import build_batch, response_length
+from batches import Words, build_batch, response_length, with_columns
 from reduced_meter_cases import share_sequences, stand_in_for_a_gpu
-from verl import DataProto
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-
-
-class Words:
-    """A tokenizer whose words are the ids."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return " ".join(map(str, ids))
-
-
-def with_columns(case: Case, batch: DataProto, rank: int) -> None:
-    """What a trainer knows of each row; a row's name is its rank and number."""
-    rows = range(len(batch))
-    columns = {
-        "uid": [f"{rank}/{row}" for row in rows],
-        "data_source": ["sums"] * len(batch),
-        "reward_model": [{"ground_truth": str(row)} for row in rows],
-    }
-    for name, values in columns.items():
-        batch.non_tensor_batch[name] = np.array(values, dtype=object)
-    scores = torch.zeros_like(batch.batch["advantages"])
-    scores[:, 0] = torch.arange(len(batch)) + 100.0 * rank
-    name = "rm_scores" if case.nested else "token_level_scores"
-    batch.batch[name] = scores * batch.batch["response_mask"]
 
 
 def evidence(

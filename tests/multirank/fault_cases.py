@@ -32,7 +32,7 @@ def disturb(actor: Any, where: str, when: int, disturbance: Callable[[], None]) 
     def strike(*_: Any) -> None:
         nonlocal count
         gradloc = getattr(actor, "gradloc", None)
-        if not getattr(actor, "evaluates", False) and (gradloc is None or gradloc._current is None):
+        if not getattr(actor, "evaluates", False) and (gradloc is None or gradloc._recorder.current is None):
             count += 1
             if count == when:
                 disturbance()
@@ -112,7 +112,7 @@ def failing_without_an_expert(case: Case) -> tuple[dict[str, bool], Run]:
 
     def prepare(actor: Any) -> None:
         def strike(_module: torch.nn.Module, arguments: tuple[torch.Tensor], _output: torch.Tensor) -> None:
-            if actor.gradloc._current is None and arguments[0].shape[:2] != (1, PROMPT + 1):
+            if actor.gradloc._recorder.current is None and arguments[0].shape[:2] != (1, PROMPT + 1):
                 run_out_of_memory()
 
         if dist.get_rank() == 1:
@@ -202,7 +202,7 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
         else:
             norms = actor.gradloc._model.meter._local_norms
             stop = norms.stop
-            norms.stop = lambda: stop() if actor.gradloc._current else run_out_of_memory()
+            norms.stop = lambda: stop() if actor.gradloc._recorder.current else run_out_of_memory()
 
     stock = train(case, stock_dp_actor(), calls=2)
     run = train(case, calls=2, prepare=prepare, **DETECTION)

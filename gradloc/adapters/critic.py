@@ -1,0 +1,127 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The watch over verl's critics of 0.7 and 0.9: what builds it, the recorded value loss, and the evidence."""
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from verl.trainer.ppo import core_algos
+from verl.utils.device import get_device_name
+
+from ..critic_watch import CriticWatch
+from ..evidence.writer import jsonable, record_critic
+from ..fsdp import collectives
+from .loss_weights import RecordedAggregation
+from .update_evidence import Sample, facts_of_token
+
+logger = logging.getLogger(__name__)
+
+# How many spikes of an update are logged one by one.
+_LOGGED_SPIKES = 3
+
+# `observe(value, weight, returns=…, old_value=…, response_mask=…)`, as `CriticWatch` takes it.
+Observe = Callable[..., None]
+
+
+def build_watch(
+    module: nn.Module, config: Any, loss_scale: Callable[[], float], sequence_parallel_size: int
+) -> CriticWatch | None:
+    """What watches a critic; None if its configuration does not turn it on."""
+    if not config.get("spike_detection", False):
+        return None
+    tiled_mlp = any(getattr(child, "is_tiled_mlp", False) for child in module.modules())
+    return CriticWatch(
+        module,
+        config.grad_norm_threshold,
+        get_device_name(),
+        loss_scale,
+        sequence_parallel_size,
+        meter="reduced" if tiled_mlp else "local",
+    )
+
+
+@contextmanager
+def recorded_value_loss(observe: Observe, factor: Callable[[Tensor], float] = lambda mask: 1.0) -> Iterator[None]:
+    """Within it, `observe` is called after each value loss that verl computes.
+
+    verl's trainers take `compute_value_loss` from a module, so it is replaced there.
+
+    Args:
+        observe (Callable): See `Observe`.
+        factor (Callable): What the trainer multiplies a micro-batch's loss by, from its response mask.
+    """
+    module = core_algos if importlib.util.find_spec("verl.workers.critic") else _losses()
+    original = module.compute_value_loss
+    aggregation = RecordedAggregation()
+
+    def recorded(*, vpreds: Tensor, values: Tensor, returns: Tensor, response_mask: Tensor, **options: Any) -> Any:
+        aggregation.start()
+        try:
+            result = original(vpreds=vpreds, values=values, returns=returns, response_mask=response_mask, **options)
+        finally:
+            aggregation.stop()
+        weight = aggregation.weights_of_call(response_mask.float()) * factor(response_mask)
+        observe(vpreds, weight, returns=returns, old_value=values, response_mask=response_mask)
+        return result
+
+    module.compute_value_loss = recorded
+    try:
+        yield
+    finally:
+        module.compute_value_loss = original
+
+
+def _losses() -> Any:
+    from verl.workers.utils import losses
+
+    return losses
+
+
+def describe(
+    spikes: Sequence[dict[str, Any]],
+    tokenizer: Any,
+    sample_of: Callable[[Mapping[str, Any]], Sample],
+    sequence_parallel_size: int,
+) -> None:
+    """Adds to the values of spikes what the data say of them. A collective call.
+
+    Args:
+        spikes (Sequence[dict]): The same on every rank; they are changed.
+        tokenizer (PreTrainedTokenizer, optional): Without one, values have no text.
+        sample_of (Callable): The sample of a value, on the rank that has it; may raise.
+        sequence_parallel_size (int): How many neighbouring ranks have the same data.
+    """
+    values = [value for spike in spikes for value in spike["values"]]
+    if not values:
+        return
+    own = []
+    own_rank, duplicate = divmod(collectives.rank(), sequence_parallel_size)
+    for number, value in enumerate(values):
+        if value["rank"] == own_rank and not duplicate:
+            try:
+                facts = facts_of_token(sample_of(value), value["position"], tokenizer)
+                own.append((number, jsonable({name: facts.get(name) for name in _FACTS})))
+            except Exception:
+                logger.warning("a value of the critic is written without its text", exc_info=True)
+    for of_rank in collectives.gather_objects(own):
+        for number, facts in of_rank:
+            values[number].update(facts)
+
+
+# What is written of a value's token and response.
+_FACTS = ("token", "context", "reward", "data_source", "uid")
+
+
+def write(directory: str, global_step: int | None, spikes: Sequence[Mapping[str, Any]]) -> None:
+    """Logs the spikes of an update and writes them, on rank 0."""
+    if collectives.rank() != 0:
+        return
+    for spike in spikes[:_LOGGED_SPIKES]:
+        logger.warning("Gradient spike of the critic in step %s: %s", global_step, spike["summary"])
+    if (more := len(spikes) - _LOGGED_SPIKES) > 0:
+        logger.warning("%d more spikes of the critic in step %s: see %s", more, global_step, directory)
+    record_critic(directory, global_step, spikes)

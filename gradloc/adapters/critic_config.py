@@ -1,0 +1,36 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of verl's critic configuration that turn the watch over it on."""
+
+from dataclasses import dataclass
+
+from verl.base_config import BaseConfig
+
+from ..config import GradLocConfig
+
+
+@dataclass
+class CriticSpikeConfig(BaseConfig):
+    """A base of the critic's configuration. Its `__post_init__` is to call `check_spike_keys`.
+
+    Args:
+        spike_detection (bool): Whether to find what spikes of the critic's gradient norm come from.
+        grad_norm_threshold (float | str): Gradient norm of a single value (its share of the gradient divided by its
+            weight in the loss) that counts as a spike; "auto": 5 × the 90th percentile of the last 256 mini-batches.
+        bisect_dump_dir (str): Directory of the evidence, critic.jsonl.
+    """
+
+    spike_detection: bool = False
+    grad_norm_threshold: float | str = "auto"
+    bisect_dump_dir: str = "checkpoints/bisect_dump"
+
+    def check_spike_keys(self) -> None:
+        """Raises ValueError for a value out of range; the message names the key."""
+        if not isinstance(self.spike_detection, bool):
+            raise ValueError(f"[critic] spike_detection must be True or False, got {self.spike_detection!r}.")
+        try:
+            GradLocConfig(grad_norm_threshold=self.grad_norm_threshold)
+        except ValueError as error:
+            raise ValueError(f"[critic] {error}") from None
+        if not isinstance(self.bisect_dump_dir, str) or not self.bisect_dump_dir:
+            raise ValueError(f"[critic] bisect_dump_dir must name a folder, got {self.bisect_dump_dir!r}.")

@@ -1,0 +1,46 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The data and metrics of verl 0.9's engines."""
+
+# The types are checked against verl 0.7, which lacks some of these names.
+# mypy: disable-error-code="attr-defined"
+
+from typing import Any
+
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import AggregationType, Metric
+
+from .update_evidence import Sample
+
+# The column that a watched `train_batch` adds: each row's index in the data that it was given.
+ROW = "gradloc_row"
+
+
+def loss_scale(engine: Any) -> float:
+    """The loss scale of an engine's backward passes; 1 without a scaler."""
+    scaler = getattr(engine, "scaler", None)
+    return 1.0 if scaler is None else scaler.get_scale()
+
+
+def as_metric(value: float | list[float]) -> Metric:
+    """A figure of the update as verl logs it; of a list, which has a value for each mini-batch, it logs the mean.
+
+    The trainer takes the mean over the mini-batches that have a metric: here one.
+    """
+    metric = Metric(AggregationType.MEAN)
+    metric.extend([float(of_step) for of_step in (value if isinstance(value, list) else [value])])
+    return metric
+
+
+def sample_of_row(data: TensorDict, row: int) -> Sample:
+    """A row of the data that `train_batch` was given."""
+    ids, responses = data["input_ids"][row], data["responses"]
+    if responses.is_nested:
+        length = len(responses[row])
+    else:
+        length = int(data["attention_mask"][row, -responses.shape[1] :].sum())
+    scores = [data[key][row].sum().item() for key in ("token_level_scores", "rm_scores") if key in data.keys()]
+    columns = {key: tu.get(data, key)[row] for key in ("reward_model", "data_source", "uid") if key in data.keys()}
+    prompt = len(ids) - length
+    return Sample(ids[:prompt].tolist(), ids[prompt:].tolist(), scores[0] if scores else None, columns)

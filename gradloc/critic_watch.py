@@ -1,0 +1,241 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Watches a critic's training passes, and on a spike says which micro-batch, layers and values it comes from.
+
+A critic's gradient is Σ w_t (v_t − R_t) ∇v_t. Its coefficients are errors that can be read off, so the largest error
+names the token at no extra pass; no search is needed.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .evidence.critic_words import cause, summary
+from .evidence.schema import SCHEMA
+from .fsdp import collectives
+from .fsdp.failures import unless_it_fails
+from .measure.meter import AllFigures, suspects
+from .measure.micro_batch import MicroBatch
+from .measure.mini_batch import MiniBatch, OrdinaryGradient
+from .measure.pass_recorder import LossInputs, PassRecorder, unchanged
+from .measure.token_weights import movable
+from .measure.watched_model import WatchedModel
+from .threshold import Threshold, is_over
+from .version import __version__
+
+logger = logging.getLogger(__name__)
+
+# How many micro-batches and values a spike lists, the largest first.
+_MICRO_BATCHES = 8
+_VALUES = 4
+
+
+class CriticWatch:
+    """Measures the gradient of each (rank, micro-batch, layer) in the training passes, and compares it with τ.
+
+    For each micro-batch the trainer calls `begin_pass`, runs the forward, calls `observe`, runs the backward, and calls
+    `end_pass`. Before the optimizer step it calls `check`. All ranks make the same calls. The gradient stays as it is.
+
+    Args:
+        module (nn.Module): The value model; ranks hold different data (FSDP1, FSDP2, or a single process).
+        threshold (float | str): τ, or "auto"; see `Threshold`.
+        device (str | torch.device): The device that the model computes on.
+        loss_scale (Callable): Returns the loss scale of the backward passes (for fp16); 1 by default.
+        sequence_parallel_size (int): How many neighbouring ranks work on the same data.
+        meter (str): As `GradLoc` takes it. With "reduced", micro-batches are not told apart.
+
+    Attributes:
+        spikes (list[dict]): Those since `start_update` or `start_mini_batch`, the same on every rank: lines of the form
+            `CRITIC` in `evidence.schema`, without the facts that only the trainer knows.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        threshold: float | str = "auto",
+        device: str | torch.device = "cpu",
+        loss_scale: Callable[[], float] = lambda: 1.0,
+        sequence_parallel_size: int = 1,
+        meter: str = "local",
+    ) -> None:
+        self.spikes: list[dict[str, Any]] = []
+        self._model = WatchedModel(
+            module, _no_search, torch.device(device), None, sequence_parallel_size, meter, None, None
+        )
+        self._recorder = PassRecorder(self._model)
+        self._loss_scale = loss_scale
+        self._threshold = Threshold(threshold)
+        self._ordinary = OrdinaryGradient()
+        # The root mean square error of the last mini-batch without a spike.
+        self._ordinary_error: float | None = None
+        self._global_step: int | None = None
+        self._token_norm_max = 0.0
+        self._spike_count = 0
+        self._unknown_loss = False
+
+    def start_update(self, global_step: int | None = None) -> None:
+        """Discards the spikes and metrics of the last update."""
+        self.spikes, self._global_step = [], global_step
+        self._token_norm_max, self._spike_count = 0.0, 0
+        self._recorder.take()
+
+    def start_mini_batch(self) -> None:
+        """Discards the spikes of the last mini-batch; the update's metrics still count them."""
+        self.spikes = []
+
+    def begin_pass(self, rows: Sequence[int]) -> None:
+        """Called before a micro-batch's forward, with its rows in this rank's mini-batch."""
+        self._recorder.begin({}, rows)
+
+    def observe(self, value: Tensor, weight: Tensor, loss_inputs: LossInputs | None = None, **tokens: Tensor) -> None:
+        """Called between a micro-batch's loss and its backward. All tensors have shape (rows, response length).
+
+        Args:
+            value (Tensor): The values v that the loss is computed from.
+            weight (Tensor): The weight w of each value in the loss, gradient accumulation included.
+            loss_inputs (Mapping, optional): If the loss is computed from another tensor: for "coefficient", see
+                `PassRecorder.observe`.
+            tokens (Tensor): `response_mask`, `returns` and `old_value`.
+        """
+        given = loss_inputs or {"coefficient": (value, unchanged)}
+        self._recorder.observe({"value": value, "weight": weight, **tokens}, given)
+
+    def end_pass(self) -> None:
+        """Called after a micro-batch's backward."""
+        self._recorder.end()
+
+    def check(self, epoch: int, mini_batch: int) -> None:
+        """Compares the mini-batch's gradient with τ. A collective call.
+
+        Args:
+            epoch (int): The PPO epoch.
+            mini_batch (int): The mini-batch's index in the update.
+
+        Raises:
+            RankLostError: An error on this rank that cannot be propagated to the other ranks.
+        """
+        where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
+        unless_it_fails(lambda: self._check(where), None, "the check of the critic's gradient")
+
+    def metrics(self) -> dict[str, float]:
+        """The update's metrics: the largest token-equivalent norm, τ once there is one, and the number of spikes."""
+        threshold = {} if self._threshold.last is None else {"gradloc/threshold": self._threshold.last}
+        return threshold | {"gradloc/token_norm_max": self._token_norm_max, "gradloc/triggered": self._spike_count}
+
+    def _check(self, where: dict[str, Any]) -> None:
+        micro_batches = self._recorder.take()
+        if not (micro_batches and all(micro_batch.tokens for micro_batch in micro_batches)):
+            if not self._unknown_loss:
+                logger.warning("the critic's loss is not verl's value loss: spikes of its gradient are not looked for")
+            self._unknown_loss = True
+            return
+        own = torch.stack([_error_sums(micro_batch.tokens) for micro_batch in micro_batches])
+        gradient = MiniBatch(self._model, micro_batches, self._loss_scale(), "unit", own.sum(0))
+        level, error = gradient.level, _root_mean_square(gradient.update_figures.sum(0).tolist())
+        threshold = self._threshold.next(level.token_norm, level.finite)
+        self._token_norm_max = max(self._token_norm_max, level.token_norm)
+        if not is_over(level.token_norm, threshold):
+            self._ordinary.take_in(gradient)
+            self._ordinary_error = error
+            return
+        figures = gradient.gather_figures()
+        errors = collectives.exchange(lambda: own.tolist())[:: self._model.sequence_parallel_size]
+        values = collectives.exchange(lambda: _largest_errors(micro_batches, self._model.rank))
+        ordinary_norms = self._ordinary.layer_norms(self._model)
+        clock = collectives.broadcast(lambda: datetime.now(timezone.utc).isoformat(), 0)
+        with collectives.same_on_all_ranks():
+            self._spike_count += 1
+            spike = {
+                "schema": SCHEMA,
+                "gradloc_version": __version__,
+                "time": clock,
+                **where,
+                "threshold": threshold,
+                "token_norm": level.token_norm,
+                "global_norm": gradient.global_norm(),
+                "layer_norms": self._model.by_reduced_layer(gradient.squared_norms),
+                "ordinary_token_norm": self._ordinary.token_norm,
+                "ordinary_layer_norms": ordinary_norms,
+                "error": error,
+                "ordinary_error": self._ordinary_error,
+                "micro_batches": _over(figures, threshold, errors),
+                "values": _all_largest(values[:: self._model.sequence_parallel_size]),
+                "world_size": self._model.data_parallel_size,
+            }
+            self.spikes.append({**spike, "cause": cause(spike), "summary": summary(spike)})
+
+
+def _error_sums(tokens: Mapping[str, Tensor]) -> Tensor:
+    """The sum of squared errors over the values with a coefficient, and their number; float64, shape (2,). No sync."""
+    counted = tokens["response_mask"].bool() & movable(tokens)
+    errors = torch.where(counted, tokens["value"].double() - tokens["returns"].double(), 0.0)
+    return torch.stack([errors.square().sum(), counted.sum().double()])
+
+
+def _root_mean_square(sums: Sequence[float]) -> float | None:
+    square, count = sums
+    return math.sqrt(square / count) if count else None
+
+
+def _largest_errors(micro_batches: Sequence[MicroBatch], rank: int) -> list[dict[str, Any]]:
+    """This rank's values with the largest errors, those that are not finite first."""
+    found = []
+    for index, micro_batch in enumerate(micro_batches):
+        tokens = {name: tensor.float().cpu() for name, tensor in micro_batch.tokens.items()}
+        error = (tokens["value"] - tokens["returns"]).abs()
+        size = torch.where(tokens["response_mask"].bool() & movable(tokens), error.nan_to_num(nan=math.inf), -1.0)
+        for place in size.flatten().topk(min(_VALUES, size.numel())).indices.tolist():
+            row, position = divmod(place, size.shape[1])
+            if size[row, position] < 0:
+                continue
+            found.append(
+                {
+                    "rank": rank,
+                    "micro_batch": index,
+                    "row": micro_batch.rows[row],
+                    "position": position,
+                    "value": float(tokens["value"][row, position]),
+                    "old_value": float(tokens["old_value"][row, position]),
+                    "return": float(tokens["returns"][row, position]),
+                    "error": float(error[row, position]),
+                    "weight": float(tokens["weight"][row, position]),
+                }
+            )
+    return found
+
+
+def _all_largest(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    values = [value for of_rank in by_rank for value in of_rank]
+    return sorted(values, key=lambda value: -_finite(value["error"]))[:_VALUES]
+
+
+def _over(figures: AllFigures, threshold: float, errors: Sequence[Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
+    """The micro-batches over their thresholds; none where micro-batches are not measured alone."""
+    return [
+        {
+            "rank": rank,
+            "micro_batch": index,
+            "rows": figures[rank, index].rows,
+            "tokens": figures[rank, index].tokens,
+            "norm": figures[rank, index].norm,
+            "threshold": threshold * figures[rank, index].root_square_weight,
+            "token_equivalent": figures[rank, index].token_equivalent,
+            "error": _root_mean_square(errors[rank][index]),
+            "layer_norms": figures[rank, index].layer_norms,
+        }
+        for rank, index in suspects(figures, threshold)[:_MICRO_BATCHES]
+    ]
+
+
+def _finite(number: float) -> float:
+    """As a sort key: NaN counts as infinite."""
+    return math.inf if math.isnan(number) else number
+
+
+def _no_search(*_arguments: Any) -> Any:
+    raise AssertionError("a critic's gradient is not searched")

@@ -1,0 +1,297 @@
+"""Tiny critics, patched and as released, and the gradients of their micro-batches by brute force.
+
+Everything here runs inside the ranks of a cluster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import types
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from actors import DEVICE, ENGINE, LEARNING_RATE, PROMPT, RESPONSE, VOCABULARY, Case, stock_module, strategy, wrap
+from batches import Words, build_batch, with_columns
+from mini_batches import loss_factor, split_rows, token_weights, whole_mini_batch
+from transformers import LlamaConfig, LlamaForTokenClassification
+from verl import DataProto
+from verl.models.transformers import tiled_mlp
+from verl.workers.config import FSDPCriticConfig, FSDPCriticModelCfg, FSDPEngineConfig
+
+CLIP = 0.5
+# Of a planted return; ordinary ones are about 1.
+RETURN = 1e4
+
+
+def build_model(case: Case) -> torch.nn.Module:
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=case.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        attn_implementation=case.attention,
+        torch_dtype="float32",
+        num_labels=1,
+        classifier_dropout=0.0,
+    )
+    model = LlamaForTokenClassification(config)
+    if case.model == "tiled":
+        for layer in model.model.layers:
+            layer.mlp.__class__ = type("TiledLlamaMLP", (type(layer.mlp),), {})
+            tiled_mlp._patch_mlp_class(type(layer.mlp), tiled_mlp._mlp_forward_fn, num_shards=3)
+    return model.to(DEVICE).train()
+
+
+def build_config(case: Case, **options: Any) -> FSDPCriticConfig:
+    if ENGINE:
+        own = {"fsdp": FSDPEngineConfig(dtype="float32", use_torch_compile=False)}
+    else:
+        model = FSDPCriticModelCfg(path="none", tokenizer_path="none", use_remove_padding=case.packed)
+        own = {"model": model, "model_config": types.SimpleNamespace()}  # verl would read the tokenizer for the latter
+    return FSDPCriticConfig(
+        strategy=strategy(case),
+        rollout_n=1,
+        ppo_mini_batch_size=case.mini_batch,
+        ppo_micro_batch_size_per_gpu=case.micro_batch,
+        use_dynamic_bsz=case.dynamic,
+        ppo_max_token_len_per_gpu=2 * (PROMPT + RESPONSE),
+        ppo_epochs=case.epochs,
+        loss_agg_mode=case.loss_agg_mode,
+        cliprange_value=CLIP,
+        **own,
+        **options,
+    )
+
+
+class Critic:
+    """What the tests know of a critic, whatever the verl: `update`, the model's `module`, and the `watch`."""
+
+    def __init__(self, case: Case, stock: bool = False, **options: Any) -> None:
+        self.case, self.config = case, build_config(case, **options)
+        self.module = wrap(case, build_model(case))
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
+        self._update = (_engine_update if ENGINE else _legacy_update)(self, optimizer, stock)
+
+    def update(self, batch: DataProto) -> dict[str, Any]:
+        return self._update(batch)
+
+
+def _legacy_update(critic: Critic, optimizer: Any, stock: bool) -> Any:
+    if stock:
+        made = stock_module("verl/workers/critic/dp_critic.py").DataParallelPPOCritic
+    else:
+        from verl.utils.gradloc.adapters.dp_critic import WatchedCritic as made
+    verls = made(critic.config, critic.module, optimizer)
+    if not stock:
+        # In place of a tokenizer on the disk, which the critic reads where there is a spike.
+        verls.__dict__["_tokenizer"] = Words()
+    critic.watch = getattr(verls, "watch", None)
+    return verls.update_critic
+
+
+def _engine_update(critic: Critic, optimizer: Any, stock: bool) -> Any:
+    from engine_actor import _nest_responses, _prompts
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.metric import Metric
+    from verl.utils.profiler import DistProfiler
+    from verl.workers.config import FSDPOptimizerConfig
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
+    from verl.workers.engine_workers import TrainingWorker
+    from verl.workers.utils.losses import value_loss
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    # The registered one is the watched one.
+    (registered, *_) = set(EngineRegistry._engines["value_model"]["fsdp2"].values())
+    assert registered is not FSDPEngineWithValueHead and issubclass(registered, FSDPEngineWithValueHead)
+
+    class GivenParts(FSDPEngineWithValueHead if stock else registered):
+        def _build_model_optimizer(self) -> None:
+            self.module, self.optimizer = critic.module, optimizer
+            self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=0)
+            self._autocast_dtype = torch.float32
+            self._uses_fsdp2_cpu_offload_policy = True
+            self.scaler = None
+
+    config, case = critic.config, critic.case
+    engine_config = config.engine
+    for name, value in {
+        "use_dynamic_bsz": config.use_dynamic_bsz,
+        "micro_batch_size_per_gpu": config.ppo_micro_batch_size_per_gpu,
+        "max_token_len_per_gpu": config.ppo_max_token_len_per_gpu,
+        "use_fused_kernels": False,
+    }.items():
+        object.__setattr__(engine_config, name, value)
+    model_config = types.SimpleNamespace(
+        use_remove_padding=case.packed,
+        use_fused_kernels=False,
+        lora_rank=0,
+        tokenizer=Words(),
+        trust_remote_code=False,
+        get_processor=lambda: None,
+        get=lambda name, default=None: getattr(model_config, name, default),
+    )
+    engine = GivenParts(model_config, engine_config, FSDPOptimizerConfig(lr=1e-3, clip_grad=1.0), None)
+    engine._build_model_optimizer()
+    worker = object.__new__(TrainingWorker)
+    worker.engine, worker.engine_config, worker.model_config = engine, engine_config, model_config
+    worker.flops_counter, worker.device_name = None, DEVICE.type
+    worker.profiler = DistProfiler(rank=dist.get_rank(), config=None)
+    worker.loss_fn = partial(value_loss, config=config)
+
+    def update(batch: DataProto) -> dict[str, Any]:
+        batch.batch["prompts"] = _prompts(batch.batch)
+        data = left_right_2_no_padding(batch.to_tensordict())
+        if case.nested:
+            _nest_responses(data)
+        size = config.ppo_mini_batch_size * engine.get_data_parallel_size()
+        tu.assign_non_tensor(
+            data,
+            temperature=1.0,
+            global_batch_size=size,
+            mini_batch_size=size,
+            epochs=config.ppo_epochs,
+            dataloader_kwargs={"shuffle": False},
+            training_step=batch.meta_info["global_steps"],
+        )
+        output = TrainingWorker.train_mini_batch.__wrapped__(worker, data)
+        critic.watch = getattr(engine, "watch", None)
+        found = {}
+        for name, values in tu.get(output, "metrics").items():
+            values = values if isinstance(values, list) else [values]
+            # As the trainer does, which takes the mean.
+            of = [float(v.aggregate() if isinstance(v, Metric) else v) for v in values if v is not None]
+            found[f"critic/{name}"] = sum(of) / len(of) if of else None
+        return found
+
+    return update
+
+
+def build_data(case: Case, seed: int) -> DataProto:
+    """The rows of this rank, with values near those of the model and returns around 1; some returns are planted."""
+    rank = dist.get_rank()
+    with torch.random.fork_rng():
+        batch = build_batch(case, rank, seed)
+    with_columns(case, batch, rank)
+    random = torch.Generator().manual_seed(31 * seed + rank)
+    mask = batch.batch["response_mask"]
+    with torch.no_grad():
+        values = values_of(case, build_model(case), batch.batch).cpu().float()
+    # Some of them are so far from the model's that the clipped loss has no gradient.
+    batch.batch["values"] = (values + torch.randn(mask.shape, generator=random) * 0.4) * mask
+    returns = (values + torch.randn(mask.shape, generator=random)) * mask
+    for at, row, position in case.planted:
+        if at == rank and seed == 0:
+            assert mask[row, position]
+            returns[row, position] = RETURN
+    batch.batch["returns"] = returns
+    return batch
+
+
+def values_of(case: Case, model: torch.nn.Module, rows: Any) -> torch.Tensor:
+    """The values of the responses, as verl computes them: 0.7 in bfloat16."""
+    inputs = {name: rows[name].to(DEVICE) for name in ("input_ids", "attention_mask", "position_ids")}
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=not ENGINE):
+        return model(**inputs, use_cache=False).logits[:, -RESPONSE - 1 : -1].squeeze(-1)
+
+
+def brute_force(case: Case, batch: DataProto) -> tuple[list[list[dict[str, Any]]], dict[str, float]]:
+    """Of the first mini-batch, each rank's micro-batches, and the reduced gradient's norm by layer.
+
+    Plain autograd on an unsharded copy, and the loss as PPO's authors write it.
+    """
+    config, model = build_config(case), build_model(dataclasses.replace(case, model="llama"))
+    mini_batch = batch[: case.mini_batch]
+    info = whole_mini_batch(case, mini_batch)
+    found, total = [], [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for rows in split_rows(case, config, mini_batch):
+        part = mini_batch.batch[rows]
+        mask, returns, old = (part[name].float().to(DEVICE) for name in ("response_mask", "returns", "values"))
+        values = values_of(case, model, part).float()
+        weight = token_weights(case, mask, loss_factor(case, rows), info)
+        clipped = old + (values - old).clamp(-CLIP, CLIP)
+        losses = 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+        moves = ((values - returns) ** 2 >= (clipped - returns) ** 2) & (weight != 0)
+        loss = (weight * losses).sum()
+        gradients = torch.autograd.grad(loss, [*model.parameters()])
+        squares: dict[str, float] = {}
+        for (name, _), gradient, own in zip(model.named_parameters(), gradients, total, strict=True):
+            own += gradient
+            squares[layer(name)] = squares.get(layer(name), 0.0) + float(gradient.double().square().sum())
+        count = int(moves.sum())
+        errors = (values - returns).detach()[moves].double()
+        found.append(
+            {
+                "rows": len(rows),
+                "tokens": int(mask.sum()),
+                "norm": math.sqrt(sum(squares.values())),
+                "weight": float(weight[moves].double().square().sum().sqrt()),
+                "error": float(errors.square().mean().sqrt()) if count else None,
+                "layer_norms": {name: math.sqrt(square) for name, square in squares.items()},
+            }
+        )
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, found)
+    reduced: dict[str, float] = {}
+    for (name, _), own in zip(model.named_parameters(), total, strict=True):
+        dist.all_reduce(own)
+        square = float((own / dist.get_world_size()).double().square().sum())
+        reduced[layer(name)] = reduced.get(layer(name), 0.0) + square
+    return by_rank, {name: math.sqrt(square) for name, square in reduced.items()}
+
+
+def layer(parameter: str) -> str:
+    numbered = re.search(r"layers\.\d+", parameter)
+    return numbered.group() if numbered else re.sub(r"^model\.|\.weight$|\.bias$", "", parameter)
+
+
+def first_spike(case: Case, directory: str, threshold: float) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """The brute force, and the first spike that the critic has with this τ; the metrics of the update."""
+    critic = Critic(case, spike_detection=True, grad_norm_threshold=threshold, bisect_dump_dir=directory)
+    batch = build_data(case, 0)
+    expected, reduced = brute_force(case, batch)
+    metrics = critic.update(batch)
+    dist.barrier()
+    lines = [json.loads(line) for line in Path(directory, "critic.jsonl").read_text().splitlines()]
+    return expected, reduced, lines[0], metrics
+
+
+def planted(case: Case, directory: str, threshold: float | str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Two ordinary updates around one with planted returns: the metrics of each, and the file's lines."""
+    critic = Critic(case, spike_detection=True, grad_norm_threshold=threshold, bisect_dump_dir=directory)
+    metrics = [critic.update(build_data(case, seed)) for seed in (1, 0, 2)]
+    dist.barrier()
+    lines = [json.loads(line) for line in Path(directory, "critic.jsonl").read_text().splitlines()]
+    return metrics, lines
+
+
+def parameters_after(case: Case, directory: str, stock: bool, options: dict[str, Any]) -> list[torch.Tensor]:
+    """This rank's parameters after two updates with a spike in the first."""
+    critic = Critic(case, stock, bisect_dump_dir=directory, **options)
+    for seed in range(2):
+        critic.update(build_data(case, seed))
+    whole = [p.to_local() if hasattr(p, "to_local") else p for p in critic.module.parameters()]
+    return [parameter.detach().clone() for parameter in whole]
+
+
+def loss_of_ones_own(directory: str) -> list[dict[str, Any]]:
+    """An update whose loss does not call verl's value loss: the figures of training alone."""
+    critic = Critic(Case(), spike_detection=True, bisect_dump_dir=directory)
+    batch = build_data(Case(), 0)
+    critic.update(batch)
+    watch = critic.watch
+    watch.start_update(1)
+    watch.begin_pass([0])
+    watch.end_pass()
+    watch.check(0, 0)
+    return watch.spikes
