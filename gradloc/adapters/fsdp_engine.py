@@ -18,12 +18,13 @@ from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.padding import no_padding_2_padding
 
+from ..evidence.misfire import RewardedRow
 from ..fsdp import collectives
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from .actor_config import SpikeConfig
 from .replay_bundles import ragged_rows
-from .update_evidence import Sample, UpdateEvidence
+from .update_evidence import Sample, UpdateEvidence, rewarded_rows
 from .watch import EVIDENCE_KEYS, Watch, read_state
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,9 @@ class WatchedEngine:
             data.pop(_ROW, None)
         metrics = self.watch.metrics() if last else {}
         if self.watch.watches_passes:
-            self._evidence.add(self.watch.lines(), lambda _, culprit: _sample(data, culprit["row"]))
+            self._evidence.add(
+                self.watch.lines(), lambda _, culprit: _sample(data, culprit["row"]), lambda _: _rewards(data)
+            )
             if last:
                 self._evidence.write(step, metrics)
         if self.is_mp_src_rank_with_outputs():
@@ -329,6 +332,10 @@ def _forward_rows(
     return captured.get("entropy"), captured["log_probs"]
 
 
+# The columns that have a response's scores: the first one that there is, is its reward.
+SCORES = ("token_level_scores", "rm_scores")
+
+
 def _sample(data: TensorDict, row: int) -> Sample:
     """A row of the data that `train_batch` was given."""
     ids, responses = data["input_ids"][row], data["responses"]
@@ -336,10 +343,21 @@ def _sample(data: TensorDict, row: int) -> Sample:
         length = len(responses[row])
     else:
         length = int(data["attention_mask"][row, -responses.shape[1] :].sum())
-    scores = [data[key][row].sum().item() for key in ("token_level_scores", "rm_scores") if key in data.keys()]
+    scores = [data[key][row].sum().item() for key in SCORES if key in data.keys()]
     columns = {key: tu.get(data, key)[row] for key in ("reward_model", "data_source", "uid") if key in data.keys()}
     prompt = len(ids) - length
     return Sample(ids[:prompt].tolist(), ids[prompt:].tolist(), scores[0] if scores else None, columns)
+
+
+def _rewards(data: TensorDict) -> list[RewardedRow] | None:
+    """What the rows of the data that `train_batch` was given were rewarded for."""
+    scores = next((data[key] for key in SCORES if key in data.keys()), None)
+    rewards = [None] * len(data) if scores is None else [row.sum().item() for row in scores.unbind()]
+    masks = data["response_mask"].unbind()
+    pairs = zip(data["advantages"].unbind(), masks, strict=True)
+    advantages = [float((of_row * mask).abs().max()) if len(of_row) else 0.0 for of_row, mask in pairs]
+    uids, sources = (tu.get(data, key) if key in data.keys() else None for key in ("uid", "data_source"))
+    return rewarded_rows(uids, rewards, sources, advantages)
 
 
 def watch_fsdp_engines() -> None:
