@@ -51,9 +51,9 @@ def may_misfire(event: Mapping[str, Any]) -> bool:
 def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict[str, Any] | None:
     """The verdict that a reward value or a data source is the cause; None if neither stands out.
 
-    Of the responses with an advantage, those with culprits are compared with the others. A value is the cause if, as
-    for a rule, at least `MOST_CULPRITS` of the culprits have it, and less than `COMMON` of the other responses and
-    `LIFT` times fewer. Also:
+    Only responses with an advantage count. A value is the cause if, as for a rule, at least `MOST_CULPRITS` of the
+    culprits are in responses with it, but less than `COMMON` of the mini-batch's responses have it, and `LIFT` times
+    fewer. Also:
 
     - Of each prompt with culprits, the response with the largest one is taken. If they were drawn at random, the
       probability that as many of them have the value (hypergeometric) would be under `SIGNIFICANT`.
@@ -72,17 +72,16 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
         of_prompts.setdefault(moving[place].uid, moving[place])
     if len(of_prompts) < LEAST_PROMPTS:
         return None
-    others = [row for place, row in moving.items() if place not in set(culprits)]
     prompts = {row.uid: row for row in moving.values()}
     for what, drawn_from in (("reward", [*moving.values()]), ("data_source", [*prompts.values()])):
         found = [_value(row, what) for row in of_prompts.values()]
         known = [value for row in drawn_from if (value := _value(row, what)) is not None]
         value, count = Counter(found).most_common(1)[0]
-        if value is None or len(known) < len(drawn_from) or not others:
+        if value is None or len(known) < len(drawn_from):
             continue
         chance = _chance(count, len(found), known.count(value), len(known)) * len(set(known))
         share = sum(_value(moving[place], what) == value for place in culprits) / len(event["culprits"])
-        ordinary = sum(_value(row, what) == value for row in others) / len(others)
+        ordinary = sum(_value(row, what) == value for row in moving.values()) / len(moving)
         stands_out = share >= MOST_CULPRITS and ordinary < COMMON and share >= LIFT * ordinary
         with_value = [row.advantage for row in of_prompts.values() if _value(row, what) == value]
         without = [row.advantage for row in moving.values() if _value(row, what) != value]
@@ -115,7 +114,7 @@ def _is_outlier(reward: Any, others: Collection[Any]) -> bool:
 
 def _verdict(what: str, value: Any, share: float, ordinary: float, culprits: int, prompts: int) -> dict[str, Any]:
     name = f"the reward {value:g}" if what == "reward" else f"the data source {value}"
-    shares = f"{of_culprits(share, culprits)} in {prompts} prompts, {percent(ordinary)} of the other responses"
+    shares = f"{of_culprits(share, culprits)} in {prompts} prompts, {percent(ordinary)} of the responses"
     return {
         "cause": "misfire",
         "culprits": share,

@@ -82,7 +82,7 @@ def _nonfinite(tokens: Tokens, _: Medians) -> Tensor:
 
 
 def _retokenized(tokens: Tokens, _: Medians) -> Tensor:
-    _, first = find_mismatch(tokens)
+    first = find_mismatch(tokens)[1]
     return (first > 0) & (find_turns(tokens["response_mask"]) >= first)
 
 
