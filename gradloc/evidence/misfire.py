@@ -100,7 +100,7 @@ def _value(row: RewardedRow, what: str) -> Hashable:
 
 
 def _chance(hits: int, draws: int, marked: int, total: int) -> float:
-    """The probability of at least so many hits in draws without replacement from `total`, of which some are marked."""
+    """The probability of at least `hits` hits in draws without replacement from `total`, of which some are marked."""
     ways = sum(math.comb(marked, k) * math.comb(total - marked, draws - k) for k in range(hits, draws + 1))
     return ways / math.comb(total, draws)
 

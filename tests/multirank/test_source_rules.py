@@ -80,14 +80,12 @@ def test_the_kl_part_of_a_coefficient_is_what_the_kl_loss_adds(launch: Launch) -
 
 NESTED = pytest.param(
     Case(rollout=True, nested=True),
-    marks=[
-        pytest.mark.target(version="0.9.1"),
-        pytest.mark.skipif(not actors.ENGINE, reason="this verl has padded columns only"),
-    ],
+    marks=pytest.mark.skipif(not actors.ENGINE, reason="this verl has padded columns only"),
     id="nested",
 )
 
 
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("case", [pytest.param(Case(rollout=True), id="padded"), NESTED])
 def test_turns_and_where_the_mismatch_begins_are_recorded(launch: Launch, case: Case) -> None:
     event, culprits = culprits_by_place([[found] for found in launch(2, source_cases.of_two_turns, case)])
