@@ -58,7 +58,7 @@ def _is_nonfinite(culprit: Culprit, _: Medians) -> bool:
 
 
 def _is_retokenized(culprit: Culprit, _: Medians) -> bool:
-    first = culprit["mismatch_turn"]
+    first = culprit.get("mismatch_turn")  # older events lack it
     return first is not None and culprit["turn"] >= first
 
 
