@@ -37,20 +37,10 @@ class WholeBatchAgentLoop(AgentLoopBase):
     _open: dict[str, _Batch] = {}
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        tokenizer: Any = self.tokenizer  # transformers declares its factory's type
-        prompt = tokenizer.apply_chat_template(
-            list(kwargs["raw_prompt"]),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **self.apply_chat_template_kwargs,
-        )
-        batch, row = await self._join(prompt, kwargs.get(PLACE), kwargs.get("session_id", 0))
-        if batch.answers is None:
-            batch.answers = asyncio.ensure_future(self._ask(batch.prompts, sampling_params))
+        prompt = self._prompt(kwargs)
         metrics: Any = {}  # verl's own loops give a dict, too
         with simple_timer("generate_sequences", metrics):
-            output = (await batch.answers)[row]
+            output = await self._answer(prompt, sampling_params, kwargs)
         return AgentLoopOutput(
             prompt_ids=prompt,
             response_ids=output.token_ids,
@@ -59,13 +49,42 @@ class WholeBatchAgentLoop(AgentLoopBase):
             multi_modal_data={},
             num_turns=2,
             metrics=metrics,
-            extra_fields=_extra_fields(output),
+            extra_fields=extra_fields(output),
         )
 
-    async def _join(self, prompt: list[int], place: dict[str, Any] | None, session: int) -> tuple[_Batch, int]:
+    def _prompt(self, row: dict[str, Any]) -> list[int]:
+        """The token ids of a row's messages."""
+        tokenizer: Any = self.tokenizer  # transformers declares its factory's type
+        return tokenizer.apply_chat_template(
+            list(row["raw_prompt"]),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **self.apply_chat_template_kwargs,
+        )
+
+    async def _answer(
+        self, prompt: list[int], sampling_params: dict[str, Any], row: dict[str, Any], turn: int = 1
+    ) -> TokenOutput:
+        """Answers a row's prompt, with all other rows of its batch.
+
+        Args:
+            prompt (list[int]): Its token ids.
+            sampling_params (dict): verl's.
+            row (dict): What `run` was given.
+            turn (int): Which one it is of the row; all rows have equally many.
+        """
+        batch, place = await self._join(prompt, row.get(PLACE), row.get("session_id", 0), turn)
+        if batch.answers is None:
+            batch.answers = asyncio.ensure_future(self._ask(batch.prompts, sampling_params))
+        return (await batch.answers)[place]
+
+    async def _join(
+        self, prompt: list[int], place: dict[str, Any] | None, session: int, turn: int
+    ) -> tuple[_Batch, int]:
         """Adds a prompt to its batch, and waits until the batch is complete. Returns the batch and the prompt's row."""
         batches = WholeBatchAgentLoop._open
-        name = "" if place is None else place["batch"]
+        name = f"{turn} {'' if place is None else place['batch']}"
         batch = batches.setdefault(name, _Batch())
         row = len(batch.prompts) if place is None else place["first_row"] + session
         batch.prompts[row] = prompt
@@ -96,7 +115,7 @@ class WholeBatchAgentLoop(AgentLoopBase):
         return dict(enumerate(output for part in answers for output in part))
 
 
-def _extra_fields(output: TokenOutput) -> dict[str, Any]:
+def extra_fields(output: TokenOutput) -> dict[str, Any]:
     """What verl 0.9's own loops add: the steps whose weights gave the answer, and fields of tools. Nothing with 0.7."""
     if "extra_fields" not in TokenOutput.model_fields:
         return {}

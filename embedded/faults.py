@@ -4,7 +4,7 @@
 
 verl loads this module when VERL_USE_EXTERNAL_MODULES names it, and EMBEDDED_FAULT names the fault. Every event of the
 run has the name in its field `fault`. Faults that strike once do so in step 2. tools/launcher/faults.py has the list of
-them, for people, with what else a run with each needs.
+them, for people, with what else a run with each needs. `retokenized` is an agent loop of its own: retokenized.py.
 """
 
 import functools
@@ -189,12 +189,31 @@ def _name_the_fault_in_events() -> None:
     add = UpdateEvidence.add
 
     @functools.wraps(add)
-    def adding(evidence: UpdateEvidence, events: Any, sample_of: Any) -> None:
+    def adding(evidence: UpdateEvidence, events: Any, *of_rows: Any) -> None:
         for event in events:
             event["fault"] = NAME
-        add(evidence, events, sample_of)
+        add(evidence, events, *of_rows)
 
     UpdateEvidence.add = adding  # type: ignore[method-assign,assignment]  # on purpose
+
+
+# What a reward of 0 or 1 becomes for an answer with a line break.
+MISFIRED = 5.0
+
+
+def _reward_line_breaks() -> None:
+    """Makes the reward function take a line break for the sign of a very good answer."""
+    from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager as Manager
+
+    run_single = Manager.run_single
+
+    @functools.wraps(run_single)
+    async def with_a_misfire(manager: Any, data: Any) -> dict[str, Any]:
+        found = await run_single(manager, data)
+        text = manager.tokenizer.decode(data[-1].batch["responses"], skip_special_tokens=True)
+        return {**found, "reward_score": MISFIRED} if "\n" in text.strip() else found
+
+    Manager.run_single = with_a_misfire  # type: ignore[method-assign,assignment]  # on purpose
 
 
 RolloutReplicaRegistry.register("hf", lambda: FaultyReplica)
@@ -202,5 +221,7 @@ if NAME == "advantage" and ENGINE:
     _reward_one_answer_in_the_queue(STEP)
 if NAME == "bitflip":
     _flip_before_the_log_probs_of_step(STEP)
+if NAME == "misfire":
+    _reward_line_breaks()
 _name_the_fault_in_events()
 logger.warning("FAULT '%s' IS PLANTED IN THIS RUN ON PURPOSE (EMBEDDED_FAULT)", NAME)

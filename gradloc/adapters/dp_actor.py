@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from verl.utils.device import get_device_id
 
+from ..evidence.misfire import RewardedRow
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from .replay_bundles import padded_rows
 from .rows import forward_inputs, select_rows
-from .update_evidence import Sample, UpdateEvidence
+from .update_evidence import Sample, UpdateEvidence, rewarded_rows
 from .watch import EVIDENCE_KEYS, Watch, read_state
 
 if TYPE_CHECKING:
@@ -153,11 +154,16 @@ def write_evidence(
     if actor.watch is None or not actor.watch.watches_passes:
         return
 
+    size = actor.config.ppo_mini_batch_size
+
     def sample_of(event: Mapping[str, Any], culprit: Mapping[str, Any]) -> Sample:
-        return sample_of_row(data[event["mini_batch"] * actor.config.ppo_mini_batch_size + culprit["row"]])
+        return sample_of_row(data[event["mini_batch"] * size + culprit["row"]])
+
+    def rewards_of(event: Mapping[str, Any]) -> list[RewardedRow] | None:
+        return _rewards(data[event["mini_batch"] * size : (event["mini_batch"] + 1) * size])
 
     evidence = UpdateEvidence(actor.config.bisect_dump_dir, tokenizer, actor.watch.sequence_parallel_size)
-    evidence.add(actor.watch.lines(), sample_of)
+    evidence.add(actor.watch.lines(), sample_of, rewards_of)
     evidence.write(data.meta_info.get("global_steps"), metrics)
 
 
@@ -190,3 +196,11 @@ def sample_of_row(row: Any) -> Sample:
         None if scores is None else scores.sum().item(),
         row.non_tensor_batch,
     )
+
+
+def _rewards(rows: "DataProto") -> list[RewardedRow] | None:
+    """What the rows of a DataProto were rewarded for."""
+    scores, columns = rows.batch.get("token_level_scores"), rows.non_tensor_batch
+    rewards = [None] * len(rows) if scores is None else scores.sum(-1).tolist()
+    advantages = (rows.batch["advantages"] * rows.batch["response_mask"]).abs().amax(-1).tolist()
+    return rewarded_rows(columns.get("uid"), rewards, columns.get("data_source"), advantages)

@@ -11,10 +11,13 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 
-from .update_evidence import Sample
+from ..evidence.misfire import RewardedRow
+from .update_evidence import Sample, rewarded_rows
 
 # The column that a watched `train_batch` adds: each row's index in the data that it was given.
 ROW = "gradloc_row"
+# The columns that have a response's scores: the first one that there is, is its reward.
+SCORES = ("token_level_scores", "rm_scores")
 
 
 def loss_scale(engine: Any) -> float:
@@ -40,7 +43,18 @@ def sample_of_row(data: TensorDict, row: int) -> Sample:
         length = len(responses[row])
     else:
         length = int(data["attention_mask"][row, -responses.shape[1] :].sum())
-    scores = [data[key][row].sum().item() for key in ("token_level_scores", "rm_scores") if key in data.keys()]
+    scores = [data[key][row].sum().item() for key in SCORES if key in data.keys()]
     columns = {key: tu.get(data, key)[row] for key in ("reward_model", "data_source", "uid") if key in data.keys()}
     prompt = len(ids) - length
     return Sample(ids[:prompt].tolist(), ids[prompt:].tolist(), scores[0] if scores else None, columns)
+
+
+def rewards_of_rows(data: TensorDict) -> list[RewardedRow] | None:
+    """What the rows of the data that `train_batch` was given were rewarded for."""
+    scores = next((data[key] for key in SCORES if key in data.keys()), None)
+    rewards = [None] * len(data) if scores is None else [row.sum().item() for row in scores.unbind()]
+    masks = data["response_mask"].unbind()
+    pairs = zip(data["advantages"].unbind(), masks, strict=True)
+    advantages = [float((of_row * mask).abs().max()) if len(of_row) else 0.0 for of_row, mask in pairs]
+    uids, sources = (tu.get(data, key) if key in data.keys() else None for key in ("uid", "data_source"))
+    return rewarded_rows(uids, rewards, sources, advantages)

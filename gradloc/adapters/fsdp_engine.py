@@ -22,7 +22,7 @@ from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from .actor_config import SpikeConfig
 from .critic_engine import WatchedValueEngine
-from .engine_data import ROW, as_metric, loss_scale, sample_of_row
+from .engine_data import ROW, as_metric, loss_scale, rewards_of_rows, sample_of_row
 from .replay_bundles import ragged_rows
 from .update_evidence import UpdateEvidence
 from .watch import EVIDENCE_KEYS, Watch, read_state
@@ -87,7 +87,9 @@ class WatchedEngine:
             data.pop(ROW, None)
         metrics = self.watch.metrics() if last else {}
         if self.watch.watches_passes:
-            self._evidence.add(self.watch.lines(), lambda _, culprit: sample_of_row(data, culprit["row"]))
+            self._evidence.add(
+                self.watch.lines(), lambda _, culprit: sample_of_row(data, culprit["row"]), lambda _: rewards_of_rows(data)
+            )
             if last:
                 self._evidence.write(step, metrics)
         if self.is_mp_src_rank_with_outputs():

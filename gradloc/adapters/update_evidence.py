@@ -9,6 +9,7 @@ from typing import Any
 
 from ..evidence import clips
 from ..evidence.in_words import summary
+from ..evidence.misfire import RewardedRow, may_misfire, misfire
 from ..evidence.one_line import in_one_line
 from ..evidence.token_facts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
@@ -37,6 +38,20 @@ class Sample:
     columns: Mapping[str, Any]
 
 
+def rewarded_rows(
+    uids: Sequence[Any] | None,
+    rewards: Sequence[float | None],
+    data_sources: Sequence[Any] | None,
+    advantages: Sequence[float],
+) -> list[RewardedRow] | None:
+    """Columns of a mini-batch as rows; None where the trainer has no uids, which tell the prompts apart."""
+    if uids is None:
+        return None
+    sources = [None] * len(uids) if data_sources is None else [str(source) for source in data_sources]
+    columns = zip(uids, rewards, sources, advantages, strict=True)
+    return [RewardedRow(str(uid), reward, source, advantage) for uid, reward, source, advantage in columns]
+
+
 class UpdateEvidence:
     """Collects the events of an update's mini-batches.
 
@@ -49,18 +64,24 @@ class UpdateEvidence:
     def __init__(self, directory: str, tokenizer: Any, sequence_parallel_size: int) -> None:
         self._directory = directory
         self._tokenizer = tokenizer
+        self._sequence_parallel_size = sequence_parallel_size
         self._own_rank, self._duplicate = divmod(collectives.rank(), sequence_parallel_size)
         self._events: list[dict[str, Any]] = []
 
     def add(
-        self, events: Sequence[dict[str, Any]], sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample]
+        self,
+        events: Sequence[dict[str, Any]],
+        sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample],
+        rewards_of: Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None],
     ) -> None:
-        """Adds events and clip lines, and to their tokens what the data say of them. A collective call.
+        """Adds events and clip lines, and to their tokens and verdicts what the data say of them. A collective call.
 
         Args:
             events (Sequence[dict]): The same on every rank; they are changed.
             sample_of (Callable): The sample of an event's culprit, or of a clip line's token, both given, on the rank
                 that has it; may raise.
+            rewards_of (Callable): The rows of an event's mini-batch on this rank, None if they are not known; may
+                raise.
         """
         self._events += events
         # No more clip lines than these are written.
@@ -79,6 +100,9 @@ class UpdateEvidence:
             for number, found in of_rank:
                 culprits[number][2].update(found)
         for event in events:
+            if "token_clip" not in event and may_misfire(event):
+                rows = self._rewarded(event, rewards_of)
+                event["verdict"] = (rows and misfire(event, rows)) or event["verdict"]
             event["summary"] = clips.summary(event) if "token_clip" in event else summary(event)
 
     def write(self, global_step: int | None, metrics: Mapping[str, Any]) -> None:
@@ -88,6 +112,20 @@ class UpdateEvidence:
             names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
             figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
             write_update(self._directory, global_step, events, figures)
+
+    def _rewarded(
+        self, event: Mapping[str, Any], rewards_of: Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None]
+    ) -> dict[tuple[int, int], RewardedRow] | None:
+        """The rows of an event's mini-batch on all ranks; None if they are not known. A collective call."""
+        try:
+            own = None if self._duplicate else rewards_of(event)
+        except Exception:
+            logger.warning("a gradient spike is not compared with the rewards of its mini-batch", exc_info=True)
+            own = None
+        by_rank = collectives.gather_objects(own)[:: self._sequence_parallel_size]
+        if any(rows is None for rows in by_rank):
+            return None
+        return {(rank, i): row for rank, rows in enumerate(by_rank) for i, row in enumerate(rows)}
 
     def _facts(
         self,

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .sources import LAYER_FRACTION, UNLIKELY
+from .sources import CONFIDENT, LAYER_FRACTION, UNLIKELY
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ Event = Mapping[str, Any]
 Culprit = Mapping[str, Any]
 
 # Where they hold for any culprit, something is broken, and the other culprits may be its consequences.
-_BUGS = ("nonfinite", "misaligned", "unsampled")
+_BUGS = ("nonfinite", "retokenized", "misaligned", "unsampled")
 
 # A layer is named if so much more of the squared norm is in it than ordinarily.
 _LAYER_GAIN = 0.25
@@ -26,6 +26,10 @@ _SMALL_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "
 # By source, what culprits are: one, and several.
 _KINDS = {
     "nonfinite": ("a token with a NaN or infinite gradient", "tokens with NaN or infinite gradients"),
+    "retokenized": (
+        "a token in or after a turn with which the mismatch to the rollout begins",
+        "tokens in or after turns with which the mismatch to the rollout begins",
+    ),
     "misaligned": (
         "a misaligned token (its response's log-probs differ from the rollout's)",
         "misaligned tokens (their responses' log-probs differ from the rollout's)",
@@ -40,6 +44,10 @@ _KINDS = {
         "tokens whose responses have mean importance ratios far from 1",
     ),
     "unlikely": (f"a rare token (p < {UNLIKELY:g})", f"rare tokens (p < {UNLIKELY:g})"),
+    "punished": (
+        f"a confident token (p > {CONFIDENT:g}) that is pushed down",
+        f"confident tokens (p > {CONFIDENT:g}) that are pushed down",
+    ),
     "layer": ("a token whose norm is mostly in one layer", "tokens whose norms are mostly in one layer"),
     "other": ("a token for which no rule holds", "tokens for which no rule holds"),
 }
@@ -63,6 +71,8 @@ def describe(event: Event) -> str:
     if event.get("drill"):
         return _drill(event["drill"])
     parts = [_culprits(event) if event["culprits"] else _without_culprits(event)]
+    if boundary := turn_boundary(event["culprits"]):
+        parts.append(f"the mismatch begins {boundary}")
     if layer := _layer(event):
         parts.append(layer)
     sentence = "; ".join(parts) + "."
@@ -124,6 +134,18 @@ def _responses(culprits: Sequence[Culprit]) -> str:
     reward = next(iter(responses.values())).get("reward") if one else None
     figure = "" if reward is None else f" (reward {reward:g})"
     return f"{where} with {f'a {sign} advantage' if one else f'{sign} advantages'}{figure}"
+
+
+def turn_boundary(culprits: Sequence[Culprit]) -> str | None:
+    """With which token the mismatch to the rollout begins in most of the culprits' responses; None if with no turn."""
+    responses = {
+        (culprit["rank"], culprit["row"]): turn for culprit in culprits if (turn := culprit.get("mismatch_turn"))
+    }
+    if not responses:
+        return None
+    turn, count = Counter(responses.values()).most_common(1)[0]
+    share = "" if count == len(responses) else f" in {count} of {len(responses)} responses"
+    return f"with the first token after turn {turn - 1}{share}"
 
 
 def _without_culprits(event: Event) -> str:

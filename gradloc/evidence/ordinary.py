@@ -12,6 +12,7 @@ from ..fsdp import collectives
 from ..measure.micro_batch import MicroBatch
 from ..measure.token_weights import movable
 from .sources import (
+    CONFIDENT,
     LARGE_ADVANTAGE,
     LARGE_WEIGHT,
     MISALIGNED_FRACTION,
@@ -22,7 +23,7 @@ from .sources import (
     UNSAMPLED,
     Medians,
 )
-from .token_facts import off_the_rollout
+from .token_facts import find_mismatch, find_turns, off_the_rollout
 
 Tokens = Mapping[str, Tensor]
 # (index of the micro-batch in its rank's mini-batch, row in it, position in the response).
@@ -80,6 +81,11 @@ def _nonfinite(tokens: Tokens, _: Medians) -> Tensor:
     return tokens["broken"].bool()
 
 
+def _retokenized(tokens: Tokens, _: Medians) -> Tensor:
+    first = find_mismatch(tokens)[1]
+    return (first > 0) & (find_turns(tokens["response_mask"]) >= first)
+
+
 def _misaligned(tokens: Tokens, _: Medians) -> Tensor:
     if "rollout_log_prob" not in tokens:
         return _nowhere(tokens)
@@ -130,10 +136,18 @@ def _unlikely(tokens: Tokens, _: Medians) -> Tensor:
     return tokens["log_prob"].double() < math.log(UNLIKELY)
 
 
+def _punished(tokens: Tokens, _: Medians) -> Tensor:
+    if "advantage" not in tokens:
+        return _nowhere(tokens)
+    is_pushed_down = (tokens["advantage"] < 0) & (tokens["coefficient"] > 0)
+    return is_pushed_down & (tokens["log_prob"].double() > math.log(CONFIDENT))
+
+
 # By rule, where it holds: bool of shape (rows, response length), or (rows, 1) for a rule on whole responses. They are
 # the rules of sources.py for many tokens at once. `layer` is missing: see `ordinary_shares`.
 HOLDS: Mapping[str, Callable[[Tokens, Medians], Tensor]] = {
     "nonfinite": _nonfinite,
+    "retokenized": _retokenized,
     "misaligned": _misaligned,
     "unsampled": _unsampled,
     "token": _token,
@@ -142,6 +156,7 @@ HOLDS: Mapping[str, Callable[[Tokens, Medians], Tensor]] = {
     "weight": _weight,
     "kl": _kl,
     "unlikely": _unlikely,
+    "punished": _punished,
 }
 
 

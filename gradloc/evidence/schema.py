@@ -104,6 +104,10 @@ _CULPRIT = object_with(
         "response_suspicion": {"anyOf": [_NUMBERS, {"type": "null"}]},
         "response_kl": {"anyOf": [object_with({"k1": _NUMBERS, "k2": _NUMBERS, "k3": _NUMBERS}), {"type": "null"}]},
     },
+    # Older events lack these.
+    turn=INTEGER_OR_NULL,
+    mismatch_start=INTEGER_OR_NULL,
+    mismatch_turn=INTEGER_OR_NULL,
     # The trainer adds these.
     token=TEXT_OR_NULL,
     context=TEXT_OR_NULL,
@@ -118,7 +122,7 @@ _CULPRIT = object_with(
 )
 
 # The fields of a culprit that the actor writes. None of them has a text of a sample.
-CULPRIT_FIELDS: tuple[str, ...] = tuple(_CULPRIT["required"])
+CULPRIT_FIELDS: tuple[str, ...] = (*_CULPRIT["required"], "turn", "mismatch_start", "mismatch_turn")
 
 # A spike that was planted beside training to test the detection.
 _DRILL = object_with(

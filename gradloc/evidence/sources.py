@@ -23,6 +23,7 @@ LARGE_WEIGHT = 5.0
 UNSAMPLED = 1e-3
 # How often each rule holds for natural culprits and for ordinary tokens: docs/causes.md.
 UNLIKELY = 0.05
+CONFIDENT = 0.5
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ def classify(culprit: Culprit, medians: Medians) -> list[str]:
 
 def _is_nonfinite(culprit: Culprit, _: Medians) -> bool:
     return not math.isfinite(culprit["grad_norm"])
+
+
+def _is_retokenized(culprit: Culprit, _: Medians) -> bool:
+    first = culprit.get("mismatch_turn")  # older events lack it
+    return first is not None and culprit["turn"] >= first
 
 
 def _is_misaligned(culprit: Culprit, _: Medians) -> bool:
@@ -94,6 +100,12 @@ def _is_unlikely(culprit: Culprit, _: Medians) -> bool:
     return culprit["log_prob"] < math.log(UNLIKELY)
 
 
+def _is_punished(culprit: Culprit, _: Medians) -> bool:
+    advantage = culprit["advantage"]
+    is_pushed_down = advantage is not None and advantage < 0 < culprit["coefficient"]
+    return is_pushed_down and culprit["log_prob"] > math.log(CONFIDENT)
+
+
 def _has_a_layer(culprit: Culprit, _: Medians) -> bool:
     squares = [norm**2 for norm in culprit["layer_norms"].values()]
     return len(squares) > 1 and max(squares) > LAYER_FRACTION * sum(squares)
@@ -114,6 +126,14 @@ RULES = (
         "The token's gradient is NaN or infinite.",
         "Look at the data, the precision and the loss of this token.",
         _is_nonfinite,
+    ),
+    Rule(
+        "retokenized",
+        "It is in or after a turn with which the mismatch to the rollout begins: up to one of the turn's first three "
+        "tokens log-probs agree, and most of those that follow differ by more than 1 nat, or are NaN.",
+        "Train on the token ids that the rollout sampled: do not decode a turn and encode it again, and check the "
+        "tokens that the chat template puts between turns.",
+        _is_retokenized,
     ),
     Rule(
         "misaligned",
@@ -168,6 +188,13 @@ RULES = (
         "Give rare tokens less weight, sample with top-p, or clip layers; check whether clip-higher or an entropy "
         "bonus makes them frequent.",
         _is_unlikely,
+    ),
+    Rule(
+        "punished",
+        "Its advantage is negative, and the loss pushes down a token to which the policy gives a probability over 0.5.",
+        "Look at what its response was punished for, and whether right responses have the same tokens; give tokens of "
+        "negative responses less weight.",
+        _is_punished,
     ),
     Rule(
         "layer",

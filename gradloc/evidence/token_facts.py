@@ -12,6 +12,13 @@ from torch import Tensor
 # A log-prob that differs from the rollout's by more than this is misaligned.
 MISALIGNED_NATS = 1.0
 
+# A mismatch that begins somewhere: from there on, at least so many more tokens are misaligned than not.
+MISMATCH_SURPLUS = 4
+# Before that, at most this share of the tokens is.
+MISALIGNED_BEFORE = 0.2
+# A turn begins it if it begins in one of the turn's first tokens: the first may be as likely as the sampled one.
+TURN_START = 3
+
 # The maximum number of tokens around a culprit whose values are kept.
 WINDOW = 512
 
@@ -28,7 +35,9 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
 
     Returns:
         dict: Numbers; None if there is no data. `misaligned_share` is the fraction of the response's tokens whose
-            log-prob differs from the rollout's by more than a nat, or for which the difference is NaN.
+            log-prob differs from the rollout's by more than a nat, or for which the difference is NaN. `turn` counts
+            from 1, and is None in a response of one turn. `mismatch_start` is the index in the response, and
+            `mismatch_turn` the turn, that `find_mismatch` gives.
     """
 
     def value(name: str) -> float | None:
@@ -44,6 +53,8 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
     old, rollout = difference("old_log_prob"), difference("rollout_log_prob")
     reference = rollout if rollout is not None else old
     after_eos = value("after_eos")
+    turns = find_turns(tokens["response_mask"][row : row + 1])
+    start, turn = (int(found) for found in find_mismatch({name: of[row : row + 1] for name, of in tokens.items()}))
     names = ("advantage", "log_prob", "old_log_prob", "ref_log_prob", "entropy", "rollout_log_prob")
     return {
         "token_id": int(tokens["token_id"][row, position]),
@@ -56,14 +67,16 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
         "rollout_ratio": _ratio(value("log_prob"), value("rollout_log_prob")),
         "sequence_ratio": None if reference is None else _exp(float(reference.mean())),
         "misaligned_share": None if rollout is None else float(off_the_rollout(rollout).double().mean()),
+        "turn": int(turns[0, position]) if turns.max() > 1 else None,
+        "mismatch_start": start if start >= 0 else None,
+        "mismatch_turn": turn or None,
     }
 
 
 def find_after_eos(token_id: Tensor, response_mask: Tensor, eos_tokens: Collection[int]) -> Tensor:
     """Which tokens the response mask includes although the turn has ended before them.
 
-    A turn is a run of tokens with response_mask 1. Between turns, tool output has response_mask 0. The rollout stops at
-    an EOS token, so it has not sampled what follows one in the same run. No host sync.
+    The rollout stops at an EOS token, so it has not sampled what follows one in the same turn. No host sync.
 
     Args:
         token_id (Tensor): Shape (rows, response length).
@@ -79,11 +92,66 @@ def find_after_eos(token_id: Tensor, response_mask: Tensor, eos_tokens: Collecti
         is_end |= token_id == eos_token
     is_end &= mask
     ends_before = is_end.cumsum(1) - is_end.long()
+    # How many EOS tokens there were before the turn.
+    ends_before_turn = torch.where(_turn_starts(mask), ends_before, 0).cummax(1).values
+    return mask & (ends_before > ends_before_turn)
+
+
+def find_turns(response_mask: Tensor) -> Tensor:
+    """The turn of each token, from 1; 0 where response_mask is 0. No host sync.
+
+    A turn is a run of tokens with response_mask 1. Between turns, tool output or a user's message has response_mask 0.
+
+    Args:
+        response_mask (Tensor): Shape (rows, response length).
+
+    Returns:
+        Tensor: int64, same shape.
+    """
+    mask = response_mask.bool()
+    return torch.where(mask, _turn_starts(mask).cumsum(1), 0)
+
+
+def _turn_starts(mask: Tensor) -> Tensor:
+    """The first token of each turn, bool of the mask's shape."""
     starts = mask.clone()
     starts[:, 1:] &= ~mask[:, :-1]
-    # How many EOS tokens there were before the turn.
-    ends_before_turn = torch.where(starts, ends_before, 0).cummax(1).values
-    return mask & (ends_before > ends_before_turn)
+    return starts
+
+
+def find_mismatch(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Where the mismatch between training and rollout begins in each response, and whether a turn begins there.
+
+    It begins with the token from which on the misaligned tokens outnumber the others by most, and at least by
+    `MISMATCH_SURPLUS`, if most tokens before it are not misaligned.
+
+    Args:
+        tokens (Mapping[str, Tensor]): `response_mask`, `log_prob` and, if available, `rollout_log_prob`, of shape
+            (rows, response length).
+
+    Returns:
+        tuple[Tensor, Tensor]: int64 of shape (rows, 1): the first token's index in the response, -1 where the mismatch
+            has no beginning; and the number of the turn, of those after the first, that begins with it, else 0.
+    """
+    mask = tokens["response_mask"].bool()
+    nowhere = torch.full((len(mask), 1), -1, device=mask.device)
+    if "rollout_log_prob" not in tokens or not mask.shape[1]:
+        return nowhere, torch.zeros_like(nowhere)
+    difference = tokens["log_prob"].double() - tokens["rollout_log_prob"].double()
+    off = off_the_rollout(difference) & mask
+    surplus = (2 * off.long() - mask.long()).flip(1).cumsum(1).flip(1)
+    surplus = torch.where(mask, surplus, 0)
+    most = surplus.amax(1, keepdim=True)
+    position = torch.arange(mask.shape[1], device=mask.device)
+    start = torch.where(mask & (surplus == most), position, mask.shape[1] - 1).amin(1, keepdim=True)
+    before = mask & (position < start)
+    usual = (off & before).sum(1, keepdim=True) <= MISALIGNED_BEFORE * before.sum(1, keepdim=True)
+    begins = (most >= MISMATCH_SURPLUS) & usual
+    turns = find_turns(mask)
+    turn = turns.gather(1, start)
+    place_in_turn = (before & (turns == turn)).sum(1, keepdim=True)
+    is_at_turn = begins & (turn > 1) & (place_in_turn < TURN_START)
+    return torch.where(begins, start, nowhere), torch.where(is_at_turn, turn, 0)
 
 
 def off_the_rollout(difference: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .sources import RULES, SOURCES, UNLIKELY
+from .in_words import turn_boundary
+from .sources import CONFIDENT, RULES, SOURCES, UNLIKELY
 
 # The limits of `find_cause`.
 MOST_CULPRITS = 0.5
@@ -38,6 +39,10 @@ CAUSES: Mapping[str, Cause] = {
         "Single tokens have NaN or infinite gradients",
         "`bash run_experiment.sh --embedded --fault nan` shows this with a NaN advantage.",
     ),
+    "retokenized": Cause(
+        "The mismatch between training and rollout begins at a turn boundary",
+        "`bash run_experiment.sh --embedded --fault retokenized` shows this with a second turn that is encoded again.",
+    ),
     "misaligned": Cause(
         "The log-probs of whole responses are not those of the rollout",
         "`python -m verl.utils.gradloc.replay BUNDLE` compares the recorded log-probs with those of saved weights.",
@@ -55,6 +60,7 @@ CAUSES: Mapping[str, Cause] = {
     "weight": Cause("The tokens of a few responses have large weights in the loss", _REMEDIES),
     "kl": Cause("The KL loss, not the policy loss, makes the gradient of these tokens", _REMEDIES),
     "unlikely": Cause(f"Rare tokens (p < {UNLIKELY:g}) make the gradient", _REMEDIES),
+    "punished": Cause(f"Confident tokens (p > {CONFIDENT:g}) are pushed down", _REMEDIES),
     "layer": Cause(
         "One layer makes most of the gradient",
         "`bash run_experiment.sh --embedded --fault bitflip` shows this with one broken weight.",
@@ -89,12 +95,15 @@ def verdict(event: Mapping[str, Any], ordinary: Mapping[str, float | None]) -> d
         sentence, check = f"No known cause: {why}.", CHECK_UNKNOWN
         return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": check}
     advice = SOURCES[cause].advice
-    shares = f"{_of_culprits(culprits[cause], count)}, {_of_ordinary(ordinary[cause])}"
+    claim = CAUSES[cause].claim
+    if cause == "retokenized":
+        claim += f", {turn_boundary(event['culprits'])}"
+    shares = f"{of_culprits(culprits[cause], count)}, {_of_ordinary(ordinary[cause])}"
     return {
         "cause": cause,
         "culprits": culprits[cause],
         "ordinary": ordinary[cause],
-        "sentence": f"{CAUSES[cause].claim} ({shares}): {advice[0].lower()}{advice[1:]}",
+        "sentence": f"{claim} ({shares}): {advice[0].lower()}{advice[1:]}",
         "check": CAUSES[cause].check,
     }
 
@@ -155,18 +164,19 @@ def _is_unusual_layer(ordinary_layer_norms: Mapping[str, float] | None) -> bool:
     return max(squares) <= USUAL_LAYER * sum(squares)
 
 
-def _of_culprits(share: float, count: int) -> str:
+def of_culprits(share: float, count: int) -> str:
+    """A share of an event's culprits, in words."""
     if count == 1:
         return "the only culprit"
-    return f"all {count} culprits" if share == 1 else f"{_percent(share)} of {count} culprits"
+    return f"all {count} culprits" if share == 1 else f"{percent(share)} of {count} culprits"
 
 
 def _of_ordinary(share: float | None) -> str:
-    return "unknown for ordinary tokens" if share is None else f"{_percent(share)} of ordinary tokens"
+    return "unknown for ordinary tokens" if share is None else f"{percent(share)} of ordinary tokens"
 
 
-def _percent(share: float) -> str:
-    """Rounded, but not to 0% or 100% where it is neither."""
+def percent(share: float) -> str:
+    """A share, rounded, but not to 0% or 100% where it is neither."""
     if 0 < share < 0.01:
         return "under 1%"
     return "over 99%" if 0.99 < share < 1 else f"{share:.0%}"

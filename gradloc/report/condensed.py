@@ -35,7 +35,7 @@ _MEASURED_FIELDS = ("row", "position", "grad_norm", "share")
 _ROW_FIELDS: tuple[str, ...] = ("rank", "micro_batch", "row", "position", "token_id", "grad_norm")
 _ROW_FIELDS += ("threshold", "weight", "coefficient", "suspicion", "share", "advantage", "log_prob", "old_log_prob")
 _ROW_FIELDS += ("ratio", "ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "sequence_ratio")
-_ROW_FIELDS += ("misaligned_share", "source", "reward")
+_ROW_FIELDS += ("misaligned_share", "turn", "mismatch_turn", "source", "reward")
 _SHORT_TEXTS = ("token", "data_source", "uid")
 _LONG_TEXTS = ("prompt", "response", "ground_truth")
 # What a row has for the report itself.

@@ -856,12 +856,14 @@ const symbols = {
   sequence: "square",
   layer: "diamond",
   nonfinite: "x",
+  retokenized: "triangle-left",
   misaligned: "triangle-up",
   unsampled: "star",
   advantage: "hexagon",
   weight: "pentagon",
   kl: "cross",
   unlikely: "triangle-down",
+  punished: "triangle-right",
   other: "circle-open",
 };
 
@@ -1358,6 +1360,8 @@ function culpritFigures(culprit) {
     ["weight in the loss", short(culprit.weight)],
     ["share of the unit", percent(culprit.share)],
     ["misaligned tokens", percent(culprit.misaligned_share)],
+    ["turn", short(culprit.turn)],
+    ["mismatch begins with turn", short(culprit.mismatch_turn)],
     ["rank, batch, row", `${culprit.rank}, ${culprit.micro_batch}, ${culprit.row}`],
     ["position", String(culprit.position)],
     ["token id", String(culprit.token_id)],

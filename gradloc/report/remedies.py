@@ -10,7 +10,7 @@ from .figures import number, percent, severity
 from .meanings import ADVICE
 
 # Sources that point to a bug, which a remedy only covers up.
-_BUGS = ("nonfinite", "misaligned", "unsampled")
+_BUGS = ("nonfinite", "retokenized", "misaligned", "unsampled")
 
 
 def best(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -358,7 +358,7 @@ def evidence_with_odd_truths(folder: str, count: int) -> None:
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
     evidence = UpdateEvidence(folder, tokenizer, 1)
     truth = {"ground_truth": lambda: None}
-    evidence.add(events, lambda event, culprit: Sample([1, 2], [3, 4], 1.0, {"reward_model": truth}))
+    evidence.add(events, lambda event, culprit: Sample([1, 2], [3, 4], 1.0, {"reward_model": truth}), lambda _: None)
     evidence.write(1, {})
 
 
@@ -381,5 +381,5 @@ def evidence_of_shared_data(folder: str) -> tuple[list[int], list[Any]]:
         return Sample([1], [2], float(dist.get_rank()), {})
 
     evidence = UpdateEvidence(folder, None, size)
-    evidence.add([{"global_step": 1, "mini_batch": 0, "culprits": culprits}], sample_of)
+    evidence.add([{"global_step": 1, "mini_batch": 0, "culprits": culprits}], sample_of, lambda _: None)
     return described, [culprit["reward"] for culprit in culprits]

@@ -8,7 +8,7 @@ import reduced_meter_cases
 import torch
 import torch.distributed as dist
 from actor_cases import train
-from actors import PROMPT, Case, build_model
+from actors import PROMPT, RESPONSE, Case, build_model
 from batches import build_batch, response_length
 from mini_batches import token_weights
 from oracle import log_probs_and_entropy
@@ -121,6 +121,31 @@ def every_source(case: Case = CASE) -> tuple[str, dict[str, float]]:
         bisect_budget_steps=2000,
     )
     return run.events[0], log_probs
+
+
+# Rows of the longest responses, with masked tokens between two turns. From the second turn of the first row on, the
+# rollout's log-probs are of other tokens; of the second row, from the middle of the first turn on.
+TURNS, GAP = ((0, 5), (1, 6)), range(3, 5)
+
+
+def of_two_turns(case: Case) -> str:
+    """The events of a run whose culprits are all tokens with a coefficient, where two rows have two turns."""
+    rank = dist.get_rank()
+
+    def change(batch: DataProto) -> None:
+        tensors = batch.batch
+        rollout = tensors["old_log_probs"].clone()
+        for number, (at, row) in enumerate(TURNS):
+            assert response_length(at, row) == RESPONSE
+            if at == rank:
+                rollout[row, 1 if number else GAP.stop :] -= 3.0
+                for name in ("response_mask", "advantages", "old_log_probs"):
+                    tensors[name][row, GAP.start : GAP.stop] = 0.0
+                rollout[row, GAP.start : GAP.stop] = 0.0  # as verl's agent loops write them
+        tensors["rollout_log_probs"] = rollout
+
+    search = {"grad_norm_threshold": 1e-6, "bisect_until": "exhaustive", "bisect_budget_steps": 2000}
+    return train(case, change_batch=change, spike_detection=True, **search).events[0]
 
 
 def medians(case: Case, sequence_parallel_size: int) -> tuple[str, list[float], list[float]]:

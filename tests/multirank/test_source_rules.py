@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import actors
 import pytest
 import source_cases
 from actors import KL_COEF, Case
@@ -75,6 +76,35 @@ def test_the_kl_part_of_a_coefficient_is_what_the_kl_loss_adds(launch: Launch) -
     # low_var_kl of log p_ref - log p = 1 has the derivative 1 - e.
     kl = with_kl[source_cases.KL]
     assert kl["kl_coefficient"] == pytest.approx(kl["weight"] * KL_COEF * (1 - math.e), rel=1e-4)
+
+
+NESTED = pytest.param(
+    Case(rollout=True, nested=True),
+    marks=pytest.mark.skipif(not actors.ENGINE, reason="this verl has padded columns only"),
+    id="nested",
+)
+
+
+@pytest.mark.target(version="0.9.1")
+@pytest.mark.parametrize("case", [pytest.param(Case(rollout=True), id="padded"), NESTED])
+def test_turns_and_where_the_mismatch_begins_are_recorded(launch: Launch, case: Case) -> None:
+    event, culprits = culprits_by_place([[found] for found in launch(2, source_cases.of_two_turns, case)])
+    (retokenized, misaligned), gap = source_cases.TURNS, source_cases.GAP
+    for row in source_cases.TURNS:
+        positions = {position for *place, position in culprits if tuple(place) == row}
+        assert positions == {*range(actors.RESPONSE)} - {*gap}
+    for (*place, position), culprit in culprits.items():
+        found = tuple(culprit[name] for name in ("turn", "mismatch_start", "mismatch_turn"))
+        turn = 1 if position < gap.start else 2
+        if tuple(place) == retokenized:
+            assert found == (turn, gap.stop, 2)
+        elif tuple(place) == misaligned:
+            assert found == (turn, 1, None)
+        else:
+            assert found == (None, None, None)
+        is_retokenized = tuple(place) == retokenized and turn == 2
+        assert ("retokenized" in culprit["sources"]) == is_retokenized == (culprit["source"] == "retokenized")
+    assert "; the mismatch begins with the first token after turn 1" in event["summary"]
 
 
 @pytest.mark.parametrize(

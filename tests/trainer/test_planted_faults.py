@@ -20,9 +20,21 @@ ENGINE = verl.__version__ == "0.9.1"
 REWARDS = [f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"]
 # A random model finds all tokens equally unlikely, so that their norms are alike: up to 13, with verl 0.9.1 up to 10.
 # With "unsampled" and "stale" some are over their threshold, with the others only what the fault makes larger.
-THRESHOLDS = {"unsampled": "3", "advantage": "30", "bitflip": "10.5" if ENGINE else "14", "stale": "3", "nan": "1000"}
+THRESHOLDS = {
+    "unsampled": "3",
+    "advantage": "30",
+    "bitflip": "10.5" if ENGINE else "14",
+    "stale": "3",
+    "nan": "1000",
+    "retokenized": "3",
+    "misfire": "14",
+}
 # At this rate three steps change the weights by several times their size.
-CHANGED = {"stale": ["LR=0.1"]}
+# A line break is rare in random tokens.
+CHANGED = {
+    "stale": ["LR=0.1"],
+    "misfire": ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"],
+}
 CHANGES_IN_EACH_RUN = {"time", "seconds", "uid"}
 
 
@@ -39,6 +51,19 @@ def with_an_outlier_weight(directory: Path) -> Path:
         model.model.layers[1].mlp.down_proj.weight[0, 0] = 4.0
     model.save_pretrained(directory / "model")
     return directory / "model"
+
+
+def with_preferences(directory: Path) -> Path:
+    """The tiny model with larger embeddings: tokens that it has not sampled are far less likely than those it has."""
+    subprocess.run([sys.executable, ROOT / "embedded/prepare.py", directory, "--tiny"], check=True)
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(30.0)
+    model.save_pretrained(directory / "model")
+    return directory / "model"
+
+
+MODELS = {"bitflip": with_an_outlier_weight, "retokenized": with_preferences}
 
 
 def repeated(value: Any) -> Any:
@@ -62,7 +87,7 @@ def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pyt
     if name == "advantage":
         printed, events = request.getfixturevalue(name)
     else:
-        model = [f"MODEL_PATH={with_an_outlier_weight(tmp_path)}"] if name == "bitflip" else []
+        model = [f"MODEL_PATH={MODELS[name](tmp_path)}"] if name in MODELS else []
         printed, events = with_fault(name, tmp_path / "out", *model)
     assert f"FAULT '{name}' IS PLANTED IN THIS RUN ON PURPOSE" in printed
     assert events and {event["fault"] for event in events} == {name}
@@ -88,6 +113,16 @@ def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pyt
             # A random model's log-probs move little: the ratios of a few tokens leave the rules' limits, not of most.
             counts = Counter(culprit["source"] for culprit in late)
             assert counts["misaligned"] + counts["token"] + counts["sequence"] > 0, counts
+        case "retokenized":
+            assert {culprit["turn"] for culprit in culprits} <= {1, 2}
+            found = [culprit for culprit in culprits if culprit["source"] == "retokenized"]
+            assert found and {(culprit["turn"], culprit["mismatch_turn"]) for culprit in found} == {(2, 2)}
+            assert {event["verdict"]["cause"] for event in events} == {"retokenized"}
+            assert "with the first token after turn 1" in events[0]["verdict"]["sentence"]
+        case "misfire":
+            (event,) = events
+            assert event["verdict"]["cause"] == "misfire"
+            assert "responses with the reward 5 (" in event["verdict"]["sentence"]
         case "bitflip":
             assert {event["global_step"] for event in events} == {2}
             for event in events:

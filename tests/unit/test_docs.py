@@ -20,7 +20,7 @@ PAGES = [*TOP_LEVEL, *sorted((ROOT / "docs").glob("*.md"))]
 # Where a user reads what the code says: the report, the sources, and the keys.
 SPEAKING = [
     *sorted((ROOT / "gradloc/report").glob("*.py")),
-    *(ROOT / "gradloc/evidence" / name for name in ("in_words.py", "sources.py", "verdict.py")),
+    *(ROOT / "gradloc/evidence" / name for name in ("in_words.py", "misfire.py", "sources.py", "verdict.py")),
     ROOT / "gradloc/config.py",
     ROOT / "gradloc/layers/layer_clip.py",
     *(ROOT / "gradloc").glob("*/actor_config.py"),
@@ -82,7 +82,7 @@ def in_backticks(text: str) -> set[str]:
     return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", text))))
 
 
-EVIDENCE = (ROOT / "docs/evidence.md").read_text()
+EVIDENCE = "\n".join((ROOT / "docs" / name).read_text() for name in ("evidence.md", "evidence-limits.md"))
 EVENT, NOTE, STEP = schema.EVENT["properties"], schema.NOTE["properties"], schema.STEP["properties"]
 
 

@@ -45,6 +45,16 @@ RARE = "rare tokens (p < 0.05)"
     [
         (event(culprit()), "The culprit is a rare token (p < 0.05), in one response with a positive advantage."),
         (
+            event(*[culprit("retokenized", row, mismatch_turn=turn) for row, turn in enumerate([2, 2, 4])]),
+            "All 3 culprits are tokens in or after turns with which the mismatch to the rollout begins, in three "
+            "responses with positive advantages; the mismatch begins with the first token after turn 1 in 2 of 3 "
+            "responses.",
+        ),
+        (
+            event(culprit("token", mismatch_turn=None)),
+            "The culprit is a token whose importance ratio is far from 1, in one response with a positive advantage.",
+        ),
+        (
             event(culprit(advantage=-1.0, token="+", reward=0.0)),
             "The culprit '+' is a rare token (p < 0.05), in one response with a negative advantage (reward 0).",
         ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ import torch
 
 from gradloc.evidence import schema
 from gradloc.evidence.medians import token_medians
-from gradloc.evidence.sources import RULES, SOURCES, UNLIKELY, classify
-from gradloc.evidence.token_facts import find_after_eos, token_evidence
+from gradloc.evidence.sources import CONFIDENT, RULES, SOURCES, UNLIKELY, classify
+from gradloc.evidence.token_facts import find_after_eos, find_mismatch, find_turns, token_evidence
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.report import meanings
 
@@ -40,6 +42,7 @@ def here(value: float, around: float = 0.0) -> list[float]:
     return [around if position != POSITION else value for position in range(3)] + [0.0]
 
 
+CONFIDENT_LOG = math.log(CONFIDENT)
 # Rollout log-probs as those of the training.
 SAME = [-1.0, -2.0, -0.5, 0.0]
 
@@ -81,6 +84,13 @@ SAME = [-1.0, -2.0, -0.5, 0.0]
         ({"old_log_prob": [-1.2, -2.2, -0.7, 0.0]}, ["sequence"]),
         ({"log_prob": here(math.log(UNLIKELY) - 0.01, -1.0)}, ["unlikely"]),
         ({"log_prob": here(math.log(UNLIKELY) + 0.01, -1.0)}, ["other"]),
+        # Pushed down although likely.
+        ({"log_prob": here(CONFIDENT_LOG + 0.01), "advantage": here(-1.0), "coefficient": here(0.1)}, ["punished"]),
+        ({"log_prob": here(CONFIDENT_LOG - 0.01), "advantage": here(-1.0), "coefficient": here(0.1)}, ["other"]),
+        ({"log_prob": here(-0.1), "advantage": here(1.0), "coefficient": here(-0.1)}, ["other"]),
+        # The KL loss, or clipping, leaves a coefficient of the other sign.
+        ({"log_prob": here(-0.1), "advantage": here(1.0), "coefficient": here(0.1)}, ["other"]),
+        ({"log_prob": here(-0.1), "advantage": here(-1.0), "coefficient": here(-0.1)}, ["other"]),
     ],
 )
 def test_the_rules_on_facts_from_tensors(changes: dict[str, list[float]], sources: list[str]) -> None:
@@ -171,3 +181,134 @@ def test_medians_are_over_tokens_of_all_micro_batches() -> None:
     }
     nothing = micro_batch(response_mask=[[0.0]], weight=[[1.0]])
     assert token_medians([nothing]) == {"median_advantage": None, "median_weight": None}
+
+
+def turns(mask: str) -> str:
+    """The turn of each token of a response: 0 for a masked one."""
+    return "".join(map(str, find_turns(torch.tensor([[float(bit) for bit in mask]]))[0].tolist()))
+
+
+@pytest.mark.parametrize(
+    ("mask", "numbers"),
+    [
+        ("1110", "1110"),
+        ("11011", "11022"),
+        ("1100101110", "1100203330"),
+        # A response that begins with a masked token, one without a token of its own, and an empty one.
+        ("0110", "0110"),
+        ("0000", "0000"),
+        ("", ""),
+    ],
+)
+def test_turns_are_runs_of_the_response_mask(mask: str, numbers: str) -> None:
+    assert turns(mask) == numbers
+
+
+def mismatch(mask: list[int], off: list[int]) -> tuple[int, int]:
+    """What `find_mismatch` gives for a response, some of whose tokens are off by two nats, and some by NaN."""
+    difference = torch.tensor([[math.nan if i % 3 == 2 else 2.0 * (-1) ** i for i in range(len(mask))]])
+    log_prob = torch.full((1, len(mask)), -3.0)
+    rollout = torch.where(torch.tensor([off]) > 0, log_prob - difference, log_prob + 0.9)
+    tokens = {"response_mask": torch.tensor([mask]).float(), "log_prob": log_prob, "rollout_log_prob": rollout}
+    start, turn = find_mismatch(tokens)
+    assert start.shape == turn.shape == (1, 1)
+    return int(start), int(turn)
+
+
+def mismatch_by_hand(mask: list[int], off: list[int]) -> tuple[int, int]:
+    """The same, from the text of the rule."""
+    places = [place for place, kept in enumerate(mask) if kept]
+    surplus = [
+        sum(off[later] for later in places[i:]) - sum(not off[later] for later in places[i:])
+        for i in range(len(places))
+    ]
+    if not places or max(surplus) < 4:
+        return -1, 0
+    first = surplus.index(max(surplus))
+    if sum(off[place] for place in places[:first]) > 0.2 * first:
+        return -1, 0
+    start, turn = places[first], 0
+    for i, place in enumerate(places[: first + 1]):
+        if i == 0 or places[i - 1] != place - 1:
+            turn, begins = turn + 1, i
+    return start, turn if turn > 1 and first - begins < 3 else 0
+
+
+TWO_TURNS = [1] * 6 + [0] * 3 + [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("mask", "off", "found"),
+    [
+        # From the second turn on; what is off in the gap does not count.
+        (TWO_TURNS, [0] * 9 + [1] * 8, (9, 2)),
+        (TWO_TURNS, [0] * 6 + [1] * 3 + [1] * 8, (9, 2)),
+        (TWO_TURNS, [0] * 6 + [1] * 3 + [0] * 8, (-1, 0)),
+        # The first of other tokens are as likely by chance.
+        (TWO_TURNS, [0] * 11 + [1] * 6, (11, 2)),
+        (TWO_TURNS, [0] * 12 + [1] * 5, (12, 0)),
+        (TWO_TURNS, [0] * 9 + [1, 0, 1, 1, 0, 1, 1, 1], (9, 2)),
+        # Too few to tell.
+        (TWO_TURNS, [0] * 14 + [1] * 3, (-1, 0)),
+        # In the first turn, or in all of the response: at no boundary.
+        (TWO_TURNS, [0] * 2 + [1] * 15, (2, 0)),
+        (TWO_TURNS, [1] * 17, (0, 0)),
+        # Much of the first turn is off as well.
+        (TWO_TURNS, [1, 0, 0, 1, 0, 0] + [1] * 11, (-1, 0)),
+        (TWO_TURNS, [0, 1, 0, 0, 0, 0] + [1] * 11, (9, 2)),
+        # Of three turns the last.
+        ([1, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 0], [0] * 7 + [1] * 6, (7, 3)),
+        # One turn alone has no boundary.
+        ([1] * 12, [0] * 4 + [1] * 8, (4, 0)),
+        ([0] * 4, [1] * 4, (-1, 0)),
+    ],
+)
+def test_where_a_mismatch_begins(mask: list[int], off: list[int], found: tuple[int, int]) -> None:
+    assert mismatch(mask, off) == mismatch_by_hand(mask, off) == found
+
+
+def test_where_mismatches_begin_is_what_the_rule_says() -> None:
+    random.seed(1)
+    kinds = Counter()
+    for _ in range(3000):
+        length = random.randrange(1, 30)
+        mask = [int(random.random() < 0.9) for _ in range(length)]
+        begin = random.randrange(length + 1)
+        off = [int(random.random() < (0.1 if place < begin else 0.8)) for place in range(length)]
+        found = mismatch(mask, off)
+        assert found == mismatch_by_hand(mask, off), (mask, off)
+        kinds[found[0] >= 0, found[1] > 0] += 1
+    assert len(kinds) == 3 and min(kinds.values()) > 100
+
+
+def test_without_rollout_log_probs_no_mismatch_begins() -> None:
+    tokens = {"response_mask": torch.tensor([TWO_TURNS]).float(), "log_prob": torch.full((1, 17), -3.0)}
+    assert [found.tolist() for found in find_mismatch(tokens)] == [[[-1]], [[0]]]
+    empty = {name: torch.zeros(2, 0) for name in ("response_mask", "log_prob", "rollout_log_prob")}
+    assert [found.tolist() for found in find_mismatch(empty)] == [[[-1], [-1]], [[0], [0]]]
+
+
+def of_two_turns(position: int, off_from: int) -> dict[str, Any]:
+    """A token of the second of two responses, with what is known of it; the first response has one turn."""
+    mask = torch.tensor([[1.0] * 17, TWO_TURNS])
+    log_prob = torch.full((2, 17), -1.0)
+    rollout = log_prob.clone()
+    rollout[1, off_from:] = -4.0
+    tokens = {"response_mask": mask, "log_prob": log_prob, "rollout_log_prob": rollout}
+    tokens |= {"token_id": torch.zeros(2, 17), "weight": mask / 10, "coefficient": mask / 10, "advantage": mask}
+    other = token_evidence(tokens, 0, 3)
+    assert (other["turn"], other["mismatch_start"], other["mismatch_turn"]) == (None, None, None)
+    return {"grad_norm": 100.0, "layer_norms": LAYERS, **token_evidence(tokens, 1, position)}
+
+
+def test_tokens_from_the_turn_on_with_which_the_mismatch_begins_are_retokenized() -> None:
+    before, after = of_two_turns(5, 9), of_two_turns(12, 9)
+    assert [before[name] for name in ("turn", "mismatch_start", "mismatch_turn")] == [1, 9, 2]
+    assert [after[name] for name in ("turn", "mismatch_start", "mismatch_turn")] == [2, 9, 2]
+    assert "retokenized" not in classify(before, MEDIANS)
+    assert classify(after, MEDIANS) == ["retokenized", "misaligned", "token", "sequence"]
+    within = of_two_turns(16, 13)
+    assert [within[name] for name in ("turn", "mismatch_start", "mismatch_turn")] == [2, 13, None]
+    assert "retokenized" not in classify(within, MEDIANS)
+    healthy = of_two_turns(12, 17)
+    assert [healthy[name] for name in ("turn", "mismatch_start", "mismatch_turn")] == [2, None, None]

@@ -18,7 +18,7 @@ from gradloc.evidence.verdict import CAUSES, CHECK_UNKNOWN, COMMON, LIFT, MOST_C
 from gradloc.measure.micro_batch import MicroBatch
 from tools.launcher.faults import FAULTS
 
-ROWS, LENGTH = 6, 9
+ROWS, LENGTH = 6, 14
 OPTIONAL = ("advantage", "old_log_prob", "ref_log_prob", "rollout_log_prob", "kl_coefficient", "after_eos")
 UNUSUAL = {"advantage": 9.0, "weight": 8.0, "old_log_prob": -6.0, "rollout_log_prob": 0.0, "kl_coefficient": 3.0}
 
@@ -30,8 +30,12 @@ def micro_batch(seed: int, without: tuple[str, ...]) -> MicroBatch:
     shape = (ROWS, LENGTH)
     lengths = torch.randint(0, LENGTH + 1, (ROWS, 1))
     log_prob = -torch.rand(shape) * 2
+    position = torch.arange(LENGTH)
+    # Rows of one turn, and of two with a gap.
+    gap = (position >= 5) & (position < 5 + torch.randint(0, 3, (ROWS, 1)))
+    second_turn = position >= 7
     tokens: dict[str, Tensor] = {
-        "response_mask": (torch.arange(LENGTH) < lengths).float(),
+        "response_mask": ((position < lengths) & ~gap).float(),
         "token_id": torch.randint(0, 99, shape),
         "weight": torch.full(shape, 0.5),
         "coefficient": torch.randn(shape) * (torch.rand(shape) > 0.2),
@@ -46,6 +50,9 @@ def micro_batch(seed: int, without: tuple[str, ...]) -> MicroBatch:
     for name, value in UNUSUAL.items():
         tokens[name][torch.rand(shape) < 0.1] = value
     tokens["log_prob"][torch.rand(shape) < 0.1] = -8.0
+    retokenized = torch.rand(ROWS, 1) < 0.3
+    log_ratio = torch.where(second_turn, -3.0, 0.1)
+    tokens["rollout_log_prob"] = torch.where(retokenized, tokens["log_prob"] - log_ratio, tokens["rollout_log_prob"])
     for name in ("log_prob", "coefficient", "advantage", "rollout_log_prob", "old_log_prob"):
         for value in (math.nan, math.inf, -math.inf):
             tokens[name][random.randrange(ROWS), random.randrange(LENGTH)] = value
@@ -91,7 +98,9 @@ def test_the_shares_of_ordinary_tokens_are_those_of_a_loop_over_the_tokens(
     del expected["layer"]
     assert found == expected
     needs = {
+        "retokenized": {"rollout_log_prob"},
         "misaligned": {"rollout_log_prob"},
+        "punished": {"advantage"},
         "advantage": {"advantage"},
         "kl": {"kl_coefficient"},
         "token": {"old_log_prob", "rollout_log_prob"},
@@ -159,6 +168,20 @@ def test_one_layer_is_no_cause_where_it_is_usual_or_nothing_is_known(norms: dict
 
 def event(*sources: list[str]) -> dict[str, Any]:
     return {"culprits": [{"sources": names} for names in sources], "ordinary_layer_norms": EVEN}
+
+
+def test_the_verdict_says_after_which_turn_the_mismatch_begins() -> None:
+    culprits = [
+        {"rank": 0, "row": row, "sources": ["retokenized", "unlikely"], "mismatch_turn": turn}
+        for row, turn in ((1, 3), (1, 3), (2, 3), (5, 2))
+    ]
+    spike = {"culprits": culprits, "ordinary_layer_norms": EVEN}
+    found = verdict(spike, {**NONE, "retokenized": 0.01, "unlikely": 0.2})
+    assert found["cause"] == "retokenized"
+    assert found["sentence"].startswith(
+        "The mismatch between training and rollout begins at a turn boundary, with the first token after turn 2 in "
+        "2 of 3 responses (all 4 culprits, 1% of ordinary tokens): train on the token ids"
+    )
 
 
 def test_the_verdict_says_cause_shares_what_to_do_and_how_to_check_it() -> None:

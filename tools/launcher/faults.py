@@ -46,6 +46,20 @@ FAULTS = {
         {"TOTAL_STEPS": "2"},
         ("algorithm.adv_estimator=planted_nan",),
     ),
+    "retokenized": Fault(
+        "responses have two turns, and the second is decoded and encoded again, into other tokens than sampled",
+        {"TOTAL_STEPS": "2"},
+        ("data.max_response_length=64", "actor_rollout_ref.rollout.agent.default_agent_loop=retokenized"),
+    ),
+    "misfire": Fault(
+        "responses with a line break get a reward of 5, and advantages are not divided by their deviation",
+        {"TOTAL_STEPS": "1"},
+        (
+            "data.train_batch_size=16",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+            "algorithm.norm_adv_by_std_in_grpo=False",
+        ),
+    ),
 }
 
 

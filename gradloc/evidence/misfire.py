@@ -1,0 +1,126 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whether one reward value or one data source holds the culprits of a spike: a reward that may misfire."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .verdict import COMMON, LIFT, MOST_CULPRITS, of_culprits, percent
+
+# In how many prompts there are culprits, at least: those of one prompt share its data source, and often their reward.
+LEAST_PROMPTS = 3
+# The probability of as many culprits by chance, times the number of values that were compared, is under this.
+SIGNIFICANT = 1e-3
+# Advantages of culprits that are larger than this many times those of other responses explain the spike by themselves.
+USUAL_ADVANTAGE = 1.5
+# The causes that say less than a reward does: what other rules hold for is a bug, or the loss itself.
+LESS_SPECIFIC = (None, "advantage", "unlikely", "punished", "layer")
+
+# (data-parallel rank, row in its mini-batch).
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RewardedRow:
+    """What a row of a mini-batch was rewarded for.
+
+    Args:
+        uid (str): Its prompt's.
+        reward (float, optional): The sum of its scores.
+        data_source (str, optional): Its prompt's.
+        advantage (float): The largest |A| of its tokens.
+    """
+
+    uid: str
+    reward: float | None
+    data_source: str | None
+    advantage: float
+
+
+def may_misfire(event: Mapping[str, Any]) -> bool:
+    """Whether the verdict on an event may become `misfire`, so that the rows of its mini-batch are needed."""
+    verdict = event.get("verdict")
+    rows = {(culprit["rank"], culprit["row"]) for culprit in event["culprits"]}
+    return verdict is not None and verdict["cause"] in LESS_SPECIFIC and len(rows) >= LEAST_PROMPTS
+
+
+def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict[str, Any] | None:
+    """The verdict that a reward value or a data source is the cause; None if neither stands out.
+
+    Only responses with an advantage count. A value is the cause if, as for a rule, at least `MOST_CULPRITS` of the
+    culprits are in responses with it, but less than `COMMON` of the mini-batch's responses have it, and `LIFT` times
+    fewer. Also:
+
+    - Of each prompt with culprits, the response with the largest one is taken. If they were drawn at random, the
+      probability that as many of them have the value (hypergeometric) would be under `SIGNIFICANT`.
+    - Rare values have large advantages, which make spikes without any fault. So either the advantages of these
+      responses are as large as those of the responses without the value, or the value is a reward that is farther from
+      all others than these are from each other.
+
+    Args:
+        event (Mapping): The event; its culprits, the largest first.
+        rows (Mapping): All rows of its mini-batch.
+    """
+    moving = {place: row for place, row in rows.items() if math.isfinite(row.advantage) and row.advantage > 0}
+    culprits = [place for c in event["culprits"] if (place := (c["rank"], c["row"])) in moving]
+    of_prompts: dict[str, RewardedRow] = {}
+    for place in culprits:
+        of_prompts.setdefault(moving[place].uid, moving[place])
+    if len(of_prompts) < LEAST_PROMPTS:
+        return None
+    prompts = {row.uid: row for row in moving.values()}
+    for what, drawn_from in (("reward", [*moving.values()]), ("data_source", [*prompts.values()])):
+        found = [_value(row, what) for row in of_prompts.values()]
+        known = [value for row in drawn_from if (value := _value(row, what)) is not None]
+        value, count = Counter(found).most_common(1)[0]
+        if value is None or len(known) < len(drawn_from):
+            continue
+        chance = _chance(count, len(found), known.count(value), len(known)) * len(set(known))
+        share = sum(_value(moving[place], what) == value for place in culprits) / len(event["culprits"])
+        ordinary = sum(_value(row, what) == value for row in moving.values()) / len(moving)
+        stands_out = share >= MOST_CULPRITS and ordinary < COMMON and share >= LIFT * ordinary
+        with_value = [row.advantage for row in of_prompts.values() if _value(row, what) == value]
+        without = [row.advantage for row in moving.values() if _value(row, what) != value]
+        is_usual = bool(without) and statistics.median(with_value) <= USUAL_ADVANTAGE * statistics.median(without)
+        is_outlier = what == "reward" and _is_outlier(value, {*known} - {value})
+        if chance < SIGNIFICANT and stands_out and (is_usual or is_outlier):
+            return _verdict(what, value, share, ordinary, len(event["culprits"]), len(of_prompts))
+    return None
+
+
+def _value(row: RewardedRow, what: str) -> Hashable:
+    """A reward, without rounding errors of its sum, or a data source; None if it is not known."""
+    if what == "data_source":
+        return row.data_source
+    return None if row.reward is None or not math.isfinite(row.reward) else float(f"{row.reward:.6g}")
+
+
+def _chance(hits: int, draws: int, marked: int, total: int) -> float:
+    """The probability of at least `hits` hits in draws without replacement from `total`, of which some are marked."""
+    ways = sum(math.comb(marked, k) * math.comb(total - marked, draws - k) for k in range(hits, draws + 1))
+    return ways / math.comb(total, draws)
+
+
+def _is_outlier(reward: Any, others: Collection[Any]) -> bool:
+    if len(others) < 2:
+        return False
+    low, high = min(others), max(others)
+    return max(low - reward, reward - high) > high - low
+
+
+def _verdict(what: str, value: Any, share: float, ordinary: float, culprits: int, prompts: int) -> dict[str, Any]:
+    name = f"the reward {value:g}" if what == "reward" else f"the data source {value}"
+    shares = f"{of_culprits(share, culprits)} in {prompts} prompts, {percent(ordinary)} of the responses"
+    return {
+        "cause": "misfire",
+        "culprits": share,
+        "ordinary": ordinary,
+        "sentence": f"The culprits are in responses with {name} ({shares}): read these responses, and look for what "
+        "the reward function takes for right or wrong there.",
+        "check": "`bash run_experiment.sh --embedded --fault misfire` shows this with a reward that is wrong for one "
+        "kind of responses.",
+    }

@@ -1,0 +1,153 @@
+"""Whether a reward value or a data source holds the culprits: planted, by chance, and explained by the advantage."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gradloc.evidence.misfire import LEAST_PROMPTS, LESS_SPECIFIC, RewardedRow, _chance, may_misfire, misfire
+from gradloc.evidence.schema import EVENT, conforms
+from gradloc.evidence.verdict import CAUSES
+
+Rows = dict[tuple[int, int], RewardedRow]
+PROMPTS, ANSWERS = 16, 4
+USUAL = 1.0
+
+
+def spread(rows: Sequence[RewardedRow]) -> Rows:
+    """The rows on two ranks."""
+    return {(i % 2, i // 2): row for i, row in enumerate(rows)}
+
+
+def event(*places: tuple[int, int], cause: str | None = None) -> dict[str, Any]:
+    return {
+        "culprits": [{"rank": rank, "row": row} for rank, row in places],
+        "verdict": {"cause": cause},
+    }
+
+
+def mini_batch(special: int = 6, reward: float = 0.5, advantage: float = USUAL) -> tuple[Rows, list[tuple[int, int]]]:
+    """Rewards of 0 and 1, but for one response of the first prompts; and the places of these responses."""
+    rows = []
+    for prompt, answer in itertools.product(range(PROMPTS), range(ANSWERS)):
+        is_special = prompt < special and answer == 1
+        value, size = (reward, advantage) if is_special else (float(answer % 2), USUAL)
+        rows.append(RewardedRow(f"uid {prompt}", value, f"source {prompt % 4}", size))
+    found = spread(rows)
+    return found, [place for place, row in found.items() if row.reward == reward]
+
+
+def test_a_reward_value_that_holds_the_culprits_is_named() -> None:
+    rows, places = mini_batch()
+    found = misfire(event(*places, places[0]), rows)
+    assert found is not None and conforms(found, EVENT["properties"]["verdict"])
+    assert (found["cause"], found["culprits"], found["ordinary"]) == ("misfire", 1.0, 6 / 64)
+    assert found["sentence"].startswith(
+        "The culprits are in responses with the reward 0.5 (all 7 culprits in 6 prompts, 9% of the responses): "
+    )
+
+
+def test_a_data_source_that_holds_the_culprits_is_named() -> None:
+    rows = spread(
+        [
+            RewardedRow(f"uid {prompt}", float(answer % 2), "web" if prompt < 5 else "books", USUAL)
+            for prompt in range(40)
+            for answer in range(ANSWERS)
+        ]
+    )
+    places = [place for place, row in rows.items() if row.data_source == "web"]
+    # One culprit in each of the five prompts, then an ordinary one.
+    other = next(place for place, row in rows.items() if row.data_source == "books")
+    found = misfire(event(*places[::ANSWERS], other), rows)
+    assert (
+        found is not None and "responses with the data source web (83% of 6 culprits in 6 prompts" in found["sentence"]
+    )
+    assert found["ordinary"] == 5 / 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_named"),
+    [
+        ({}, True),
+        # Rare values have large advantages: these explain the spike, unless the reward is far from all others.
+        ({"advantage": 1.4}, True),
+        ({"advantage": 1.6}, False),
+        ({"advantage": 1.6, "reward": -1.0}, False),
+        ({"advantage": 9.0, "reward": 2.0}, False),
+        ({"advantage": 9.0, "reward": 2.1}, True),
+        ({"advantage": 9.0, "reward": -1.1}, True),
+        # Responses of groups with equal rewards have no advantage, and no gradient.
+        ({"advantage": 0.0}, False),
+        ({"advantage": math.nan}, False),
+        # What many responses have is no cause.
+        ({"reward": 1.0, "special": PROMPTS}, False),
+    ],
+)
+def test_advantages_may_explain_a_spike(changes: dict[str, Any], is_named: bool) -> None:
+    rows, places = mini_batch(**changes)
+    assert (misfire(event(*places), rows) is not None) == is_named
+
+
+@pytest.mark.parametrize(
+    ("special", "culprits", "is_named"),
+    # Three of six in 64 responses: 20 / 41664 by chance, times three rewards.
+    [(6, 6, True), (6, 4, True), (6, 3, False), (4, 3, True), (4, 2, False)],
+)
+def test_culprits_in_few_prompts_say_nothing(special: int, culprits: int, is_named: bool) -> None:
+    rows, places = mini_batch(special)
+    assert (misfire(event(*places[:culprits]), rows) is not None) == is_named
+    assert LEAST_PROMPTS == 3
+    # Several culprits in a prompt are one.
+    assert misfire(event(*places[:2], *places[:2]), rows) is None
+
+
+def test_the_chance_is_that_of_drawing_without_replacement() -> None:
+    for hits, draws, marked, total in ((0, 3, 2, 7), (1, 3, 2, 7), (2, 3, 2, 7), (3, 4, 5, 9), (4, 4, 4, 8)):
+        drawn = [sum(i < marked for i in found) for found in itertools.combinations(range(total), draws)]
+        assert _chance(hits, draws, marked, total) == pytest.approx(sum(n >= hits for n in drawn) / len(drawn))
+
+
+def test_unknown_rewards_and_sources_are_no_values() -> None:
+    rows, places = mini_batch()
+    unknown = {place: RewardedRow(row.uid, None, None, row.advantage) for place, row in rows.items()}
+    assert misfire(event(*places), unknown) is None
+    not_finite = {place: RewardedRow(row.uid, math.nan, None, row.advantage) for place, row in rows.items()}
+    assert misfire(event(*places), not_finite) is None
+
+
+@pytest.mark.parametrize("cause", [None, *CAUSES])
+def test_more_specific_causes_stay(cause: str | None) -> None:
+    places = [(0, 1), (0, 2), (1, 1)]
+    assert may_misfire(event(*places, cause=cause)) == (cause in LESS_SPECIFIC)
+    assert not may_misfire(event(*places[:2], places[0], cause=cause))
+    assert not may_misfire({**event(*places), "verdict": None})  # a drill
+
+
+def healthy(generator: random.Random, strength: float) -> dict[str, Any] | None:
+    """The verdict where culprits are drawn, large advantages and wrong answers more often."""
+    rows, weights = [], []
+    for prompt in range(generator.choice([8, 32])):
+        ability = generator.betavariate(*generator.choice([(1, 1), (1, 4), (4, 1)]))
+        rewards = [float(generator.random() < ability) for _ in range(8)]
+        mean = sum(rewards) / 8
+        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / 7)
+        source = f"source {prompt % 3}"
+        for reward in rewards:
+            advantage = (reward - mean) / (deviation + 1e-6)
+            rows.append(RewardedRow(f"uid {prompt}", reward, source, abs(advantage)))
+            weights.append(abs(advantage) ** strength * (generator.choice([1, 5]) if reward == 0 else 1))
+    places = [*spread(rows)]
+    drawn = generator.choices(places, weights, k=generator.randrange(3, 12)) if any(weights) else places[:3]
+    return misfire(event(*drawn), spread(rows))
+
+
+@pytest.mark.parametrize("strength", [0.0, 1.0, 4.0])
+def test_no_reward_is_named_in_healthy_runs(strength: float) -> None:
+    """Culprits by chance, in proportion to the advantage, and almost only where that is largest."""
+    generator = random.Random(1)
+    assert sum(healthy(generator, strength) is not None for _ in range(2000)) <= 2
