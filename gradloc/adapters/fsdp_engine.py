@@ -88,7 +88,9 @@ class WatchedEngine:
         metrics = self.watch.metrics() if last else {}
         if self.watch.watches_passes:
             self._evidence.add(
-                self.watch.lines(), lambda _, culprit: sample_of_row(data, culprit["row"]), lambda _: rewards_of_rows(data)
+                self.watch.lines(),
+                lambda _, culprit: sample_of_row(data, culprit["row"]),
+                lambda _: rewards_of_rows(data),
             )
             if last:
                 self._evidence.write(step, metrics)
