@@ -124,6 +124,8 @@ def find_cause(
     is taken. A bug often makes the rules after its own hold, too: a token that was not sampled has a ratio far from 1,
     and is rare. But a rule that holds for clearly more of the culprits comes before a more specific one.
 
+    `retokenized` needs no such comparison: it compares the turns of a response, and a fault may be in all of them.
+
     For `layer`, no share of ordinary tokens is known. It is a possible cause if it does not hold for the layer norms of
     a typical ordinary token, and these are known.
 
@@ -137,9 +139,9 @@ def find_cause(
         for rule in RULES
         if culprits[rule.name] >= MOST_CULPRITS
         and (
-            _is_unusual_layer(ordinary_layer_norms)
-            if rule.name == "layer"
-            else _stands_out(culprits[rule.name], ordinary[rule.name])
+            rule.name == "retokenized"
+            or (rule.name == "layer" and _is_unusual_layer(ordinary_layer_norms))
+            or (rule.name != "layer" and _stands_out(culprits[rule.name], ordinary[rule.name]))
         )
     ]
     most = max((culprits[name] for name in possible), default=0.0)

@@ -54,11 +54,12 @@ def with_an_outlier_weight(directory: Path) -> Path:
 
 
 def with_preferences(directory: Path) -> Path:
-    """The tiny model with larger embeddings: tokens that it has not sampled are far less likely than those it has."""
+    """The tiny model with a large LM head: tokens that it has not sampled are far less likely than those it has."""
     subprocess.run([sys.executable, ROOT / "embedded/prepare.py", directory, "--tiny"], check=True)
     model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(30.0)
+    torch.manual_seed(1)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.6)
+    model.config.tie_word_embeddings = False
     model.save_pretrained(directory / "model")
     return directory / "model"
 
