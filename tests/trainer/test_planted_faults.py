@@ -26,14 +26,19 @@ THRESHOLDS = {
     "bitflip": "10.5" if ENGINE else "14",
     "stale": "3",
     "nan": "1000",
-    "retokenized": "3",
+    "retokenized": "20",
     "misfire": "14",
 }
 # At this rate three steps change the weights by several times their size.
 # A line break is rare in random tokens.
 CHANGED = {
     "stale": ["LR=0.1"],
-    "misfire": ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"],
+    "misfire": [
+        "data.train_batch_size=24",
+        "data.max_response_length=32",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=24",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    ],
 }
 CHANGES_IN_EACH_RUN = {"time", "seconds", "uid"}
 
