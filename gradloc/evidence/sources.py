@@ -23,7 +23,7 @@ LARGE_WEIGHT = 5.0
 UNSAMPLED = 1e-3
 # How often each rule holds for natural culprits and for ordinary tokens: docs/causes.md.
 UNLIKELY = 0.05
-CONFIDENT = 0.5
+CONFIDENT = 0.9
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ RULES = (
     ),
     Rule(
         "punished",
-        "Its advantage is negative, and the loss pushes down a token to which the policy gives a probability over 0.5.",
+        "Its advantage is negative, and the loss pushes down a token to which the policy gives a probability over 0.9.",
         "Look at what its response was punished for, and whether right responses have the same tokens; give tokens of "
         "negative responses less weight.",
         _is_punished,

@@ -127,6 +127,8 @@ def find_cause(
 
     `nonfinite` needs a single culprit and comes before all: one NaN makes the whole gradient NaN.
 
+    `retokenized` needs no such comparison: it compares the turns of a response, and a fault may be in all of them.
+
     For `layer`, no share of ordinary tokens is known. It is a possible cause if no layer has over `USUAL_LAYER` of the
     squared norm of a typical ordinary token, and its layer norms are known: where one has 44%, as in a model of three
     layers, the rule holds for many ordinary tokens.
@@ -143,9 +145,9 @@ def find_cause(
         for rule in RULES
         if culprits[rule.name] >= MOST_CULPRITS
         and (
-            _is_unusual_layer(ordinary_layer_norms)
-            if rule.name == "layer"
-            else _stands_out(culprits[rule.name], ordinary[rule.name])
+            rule.name == "retokenized"
+            or (rule.name == "layer" and _is_unusual_layer(ordinary_layer_norms))
+            or (rule.name != "layer" and _stands_out(culprits[rule.name], ordinary[rule.name]))
         )
     ]
     most = max((culprits[name] for name in possible), default=0.0)

@@ -26,14 +26,19 @@ THRESHOLDS = {
     "bitflip": "10.5" if ENGINE else "14",
     "stale": "3",
     "nan": "1000",
-    "retokenized": "3",
+    "retokenized": "20",
     "misfire": "14",
 }
 # At this rate three steps change the weights by several times their size.
 # A line break is rare in random tokens.
 CHANGED = {
     "stale": ["LR=0.1"],
-    "misfire": ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"],
+    "misfire": [
+        "data.train_batch_size=24",
+        "data.max_response_length=32",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=24",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    ],
 }
 CHANGES_IN_EACH_RUN = {"time", "seconds", "uid"}
 
@@ -54,11 +59,12 @@ def with_an_outlier_weight(directory: Path) -> Path:
 
 
 def with_preferences(directory: Path) -> Path:
-    """The tiny model with larger embeddings: tokens that it has not sampled are far less likely than those it has."""
+    """The tiny model with a large LM head: tokens that it has not sampled are far less likely than those it has."""
     subprocess.run([sys.executable, ROOT / "embedded/prepare.py", directory, "--tiny"], check=True)
     model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(30.0)
+    torch.manual_seed(1)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.6)
+    model.config.tie_word_embeddings = False
     model.save_pretrained(directory / "model")
     return directory / "model"
 

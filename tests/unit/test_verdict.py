@@ -149,6 +149,9 @@ EVEN = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
         ({"unsampled": 0.95, "unlikely": 1.0}, {}, "unsampled"),
         ({"unsampled": 0.6, "unlikely": 1.0}, {}, "unlikely"),
         ({"unsampled": 1.0, "token": 1.0}, {"unsampled": 0.3}, "token"),
+        # The turns of a response are compared with each other, not with ordinary tokens, which may have the same fault.
+        ({"retokenized": 0.9, "misaligned": 1.0}, {"retokenized": 0.6, "misaligned": 0.2}, "retokenized"),
+        ({"retokenized": 0.4}, {"retokenized": 0.6}, None),
         # Nothing is known of ordinary tokens.
         ({"advantage": 1.0}, {"advantage": None}, None),
         ({"layer": 1.0}, {"layer": None}, "layer"),
