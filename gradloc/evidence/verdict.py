@@ -14,7 +14,6 @@ MOST_CULPRITS = 0.5
 COMMON = 0.25
 LIFT = 4.0
 CLOSE = 0.1
-USUAL_LAYER = 0.25
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,7 @@ def verdict(event: Mapping[str, Any], ordinary: Mapping[str, float | None]) -> d
         rule.name: sum(rule.name in culprit["sources"] for culprit in event["culprits"]) / count if count else 0.0
         for rule in RULES
     }
+    culprits["layer"] = _share_of_unusual_layers(event)
     cause = find_cause(culprits, ordinary, event["ordinary_layer_norms"])
     if cause is None:
         why = "no rule holds for most of the culprits and for few ordinary tokens" if count else "no token stands out"
@@ -129,12 +129,12 @@ def find_cause(
 
     `retokenized` needs no such comparison: it compares the turns of a response, and a fault may be in all of them.
 
-    For `layer`, no share of ordinary tokens is known. It is a possible cause if no layer has over `USUAL_LAYER` of the
-    squared norm of a typical ordinary token, and its layer norms are known: where one has 44%, as in a model of three
-    layers, the rule holds for many ordinary tokens.
+    For `layer`, no share of ordinary tokens is known. It is a possible cause if the layer norms of a typical ordinary
+    token are known, and counts only the culprits of which the layer has `LIFT` times its ordinary share: in a model of
+    three layers, one has half of the squared norm of ordinary tokens as well.
 
     Args:
-        culprits (Mapping): By rule, the share of culprits for which it holds; zeros without a culprit.
+        culprits (Mapping): By rule, the share of culprits for which it holds, and counts; zeros without a culprit.
         ordinary (Mapping): The same for ordinary tokens; None where unknown.
         ordinary_layer_norms (Mapping, optional): The event's field.
     """
@@ -146,7 +146,7 @@ def find_cause(
         if culprits[rule.name] >= MOST_CULPRITS
         and (
             rule.name == "retokenized"
-            or (rule.name == "layer" and _is_unusual_layer(ordinary_layer_norms))
+            or (rule.name == "layer" and ordinary_layer_norms is not None)
             or (rule.name != "layer" and _stands_out(culprits[rule.name], ordinary[rule.name]))
         )
     ]
@@ -158,12 +158,24 @@ def _stands_out(of_culprits: float, of_ordinary: float | None) -> bool:
     return of_ordinary is not None and of_ordinary < COMMON and of_culprits >= LIFT * of_ordinary
 
 
-def _is_unusual_layer(ordinary_layer_norms: Mapping[str, float] | None) -> bool:
-    """Whether the rule `layer` holds for few ordinary tokens; False if that is not known."""
-    if not ordinary_layer_norms:
-        return False
-    squares = [norm**2 for norm in ordinary_layer_norms.values()]
-    return max(squares) <= USUAL_LAYER * sum(squares)
+def _share_of_unusual_layers(event: Mapping[str, Any]) -> float:
+    """The share of culprits for which `layer` holds, by a layer that has far less of an ordinary token's norm."""
+    usual = event["ordinary_layer_norms"]
+    if not usual or not event["culprits"]:
+        return 0.0
+    found = 0
+    for culprit in event["culprits"]:
+        if "layer" in culprit["sources"]:
+            norms = culprit["layer_norms"]
+            layer = max(norms, key=norms.__getitem__)
+            found += _layer_share(norms, layer) >= LIFT * _layer_share(usual, layer)
+    return found / len(event["culprits"])
+
+
+def _layer_share(norms: Mapping[str, float], layer: str) -> float:
+    """A layer's share of the squared norm."""
+    total = sum(norm**2 for norm in norms.values())
+    return norms.get(layer, 0.0) ** 2 / total if total else 0.0
 
 
 def of_culprits(share: float, count: int) -> str:

@@ -147,8 +147,8 @@ def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any) -> N
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_every_cause_reads_well_in_brief(name: str) -> None:
-    found = event(1, [], random.Random(1), ordinary_layer_norms=dict.fromkeys("abcd", 1.0))
-    sources = [{"sources": [name]}, {"sources": [name]}]
+    found = event(1, [], random.Random(1), ordinary_layer_norms=dict.fromkeys("abcde", 1.0))
+    sources = [{"sources": [name], "layer_norms": {"a": 9.0, "b": 0.1}}] * 2
     said = verdict({**found, "culprits": sources}, ORDINARY)
     assert said["cause"] == name and verdicts.claim(said) == CAUSES[name].claim
     assert verdicts.brief(said).startswith(f"{CAUSES[name].claim} (all 2 culprits, ")

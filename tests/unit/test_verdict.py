@@ -126,7 +126,7 @@ def test_without_ordinary_tokens_nothing_is_known_of_them() -> None:
 
 
 NONE = dict.fromkeys([rule.name for rule in RULES], 0.0)
-EVEN = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
+EVEN = dict.fromkeys("abcde", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -164,13 +164,38 @@ def test_a_cause_tells_culprits_from_ordinary_tokens(
     assert find_cause({**NONE, **culprits}, {**NONE, **ordinary}, EVEN) == cause
 
 
-@pytest.mark.parametrize("norms", [None, {"a": 9.0, "b": 1.0}, {**EVEN, "a": 1.1}, {}])
-def test_one_layer_is_no_cause_where_it_is_usual_or_nothing_is_known(norms: dict[str, float] | None) -> None:
-    assert find_cause({**NONE, "layer": 1.0}, {**NONE, "layer": None}, norms) is None
+def test_one_layer_is_no_cause_where_nothing_is_known_of_ordinary_tokens() -> None:
+    assert find_cause({**NONE, "layer": 1.0}, {**NONE, "layer": None}, None) is None
+
+
+@pytest.mark.parametrize(
+    ("usual", "share"),
+    [
+        # "a" has a seventh or a fifth of an ordinary token.
+        ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 2.0}, 1.0),
+        ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0}, 1.0),
+        # A bit under a quarter: 81% is not 4 times as much.
+        ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 0.1}, 0.5),
+        # Ordinary tokens have it as well.
+        ({"a": 1.0, "b": 1.0, "c": 1.0}, 0.0),
+        ({"b": 1.0}, 1.0),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_a_layer_counts_where_it_has_far_more_than_in_ordinary_tokens(
+    usual: dict[str, float] | None, share: float | None
+) -> None:
+    found = event(["layer"], ["layer"])
+    for culprit, of_a in zip(found["culprits"], (0.9999, 0.81), strict=True):
+        culprit["layer_norms"] = {"a": math.sqrt(of_a), "b": math.sqrt(1 - of_a)}
+    said = verdict({**found, "ordinary_layer_norms": usual}, {**NONE, "layer": None})
+    assert said["culprits"] == (share or None) and said["cause"] == ("layer" if share else None)
 
 
 def event(*sources: list[str]) -> dict[str, Any]:
-    return {"culprits": [{"sources": names} for names in sources], "ordinary_layer_norms": EVEN}
+    culprits = [{"sources": names, "layer_norms": {"a": 9.0, "b": 0.1}} for names in sources]
+    return {"culprits": culprits, "ordinary_layer_norms": EVEN}
 
 
 def test_the_verdict_says_after_which_turn_the_mismatch_begins() -> None:
