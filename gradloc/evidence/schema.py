@@ -130,7 +130,7 @@ _DRILL = object_with(
 # The cause in one line.
 _VERDICT = object_with(
     {
-        # A rule's name; newer releases may know more causes.
+        # A rule's name, or that of a warning; newer releases may know more causes.
         "cause": TEXT_OR_NULL,
         "culprits": NUMBER_OR_NULL,
         "ordinary": NUMBER_OR_NULL,
@@ -138,6 +138,9 @@ _VERDICT = object_with(
         "check": TEXT,
     }
 )
+
+# What is wrong with the run without any spike.
+_WARNING = object_with({"name": TEXT, "sentence": TEXT, "check": TEXT})
 
 EVENT = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -196,6 +199,7 @@ EVENT = {
         fault=TEXT_OR_NULL,
         replay=TEXT_OR_NULL,
         verdict={"anyOf": [_VERDICT, {"type": "null"}]},
+        steps_since_resume={"type": ["integer", "null"], "minimum": 1},
     ),
 }
 
@@ -284,7 +288,9 @@ STEP = {
             "rollout_ratio_max": NUMBER_OR_NULL,
             "unlikely_share": NUMBER_OR_NULL,
             "triggered": NUMBER_OR_NULL,
-        }
+        },
+        # Older lines lack these.
+        warnings=list_of(_WARNING),
     ),
 }
 
