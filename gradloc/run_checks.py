@@ -16,7 +16,8 @@ STALE_RATIO = 0.5
 INITIAL_RATIO = 0.2
 STALE_GAP = 0.02
 STALE_SHARE = 0.25
-WHOLE_SHARE = 0.9
+WHOLE_SHARE = 0.8
+CLEAR_SHARE = 0.5
 STALE_RESPONSES = 4
 TREND_UPDATES = 4
 TREND_GAP = 0.1
@@ -24,8 +25,11 @@ TREND_GROWTH = 4.0
 TREND_HALFWAY = (0.25, 0.85)
 ONE_SIDE_NATS = 0.01
 ONE_SIDE_TOKENS = 0.25
-ONE_SIDE = 0.95
+ONE_SIDE = 0.85
 CORRELATION = 0.6
+# A correlation takes larger differences, and smaller log-probs, as these: otherwise one token may make it.
+CORRELATED_NATS = 1.0
+LEAST_LEVEL = -5.0
 OTHER_GAP = 0.05
 # So many steps after a loaded checkpoint, warnings and verdicts say that there was one.
 RESUME_STEPS = 3
@@ -33,7 +37,8 @@ RESUME_STEPS = 3
 _READINGS = 64
 
 # What `own_sums` gives, by place. "gap" is |rollout − policy|, "distance" is |rollout − reference|. A response is stale
-# if its log-probs are the reference's and not the policy's, and fresh if it is the other way round.
+# if its log-probs are the reference's and not the policy's, fresh if it is the other way round, and unclear if neither
+# holds although one of the two is far.
 _SUMS = (
     "tokens",
     "gap",
@@ -48,6 +53,7 @@ _SUMS = (
     "over_usual",
     "stale",
     "fresh",
+    "unclear",
     "stale_tokens",
     "stale_gap",
     "stale_distance",
@@ -71,7 +77,7 @@ def own_sums(micro_batches: Sequence[Mapping[str, Tensor]], first: bool, usual_g
         usual_gap (float): Responses whose mean gap is over this are counted.
 
     Returns:
-        Tensor: float64 of shape (16,), zeros without rollout log-probs.
+        Tensor: float64 of shape (17,), zeros without rollout log-probs.
     """
     total = torch.zeros(len(_SUMS), dtype=torch.float64, device=micro_batches[0]["weight"].device)
     for tokens in micro_batches:
@@ -96,7 +102,9 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float)
         counted = counted & reference.isfinite()
 
     difference = torch.where(counted, (rollout - policy).clamp(-LARGEST, LARGEST), 0.0)
-    gap, level = difference.abs(), torch.where(counted, (rollout + policy) / 2, 0.0)
+    gap = difference.abs()
+    limited = difference.clamp(-CORRELATED_NATS, CORRELATED_NATS)
+    level = torch.where(counted, ((rollout + policy) / 2).clamp(min=LEAST_LEVEL), 0.0)
     count = counted.sum(1)
     mean_gap = gap.sum(1) / count  # NaN without a token, which is over nothing
     sums = {
@@ -104,11 +112,11 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float)
         "gap": gap.sum(),
         "larger": (difference > ONE_SIDE_NATS).sum(),
         "smaller": (difference < -ONE_SIDE_NATS).sum(),
-        "difference": difference.sum(),
-        "difference_square": difference.square().sum(),
+        "difference": limited.sum(),
+        "difference_square": limited.square().sum(),
         "level": level.sum(),
         "level_square": level.square().sum(),
-        "product": (difference * level).sum(),
+        "product": (limited * level).sum(),
         "responses": (count > 0).sum(),
         "over_usual": (mean_gap > usual_gap).sum(),
     }
@@ -117,10 +125,12 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float)
         mean_distance = distance.sum(1) / count
         stale = (mean_gap > STALE_GAP) & (mean_distance < STALE_RATIO * mean_gap)
         fresh = (mean_distance > STALE_GAP) & (mean_gap < STALE_RATIO * mean_distance)
+        far = (mean_gap > STALE_GAP) | (mean_distance > STALE_GAP)
         of_stale = stale.unsqueeze(1)
         sums |= {
             "stale": stale.sum(),
             "fresh": fresh.sum(),
+            "unclear": (far & ~stale & ~fresh).sum(),
             "stale_tokens": (counted & of_stale).sum(),
             "stale_gap": torch.where(of_stale, gap, 0.0).sum(),
             "stale_distance": torch.where(of_stale, distance, 0.0).sum(),
@@ -153,8 +163,8 @@ class RunChecks:
 
     @property
     def usual_gap(self) -> float:
-        """Half of the last update's gap: responses over it are those that make the gap."""
-        return self._readings[-1][1] / 2 if self._readings else math.inf
+        """A quarter of the last update's gap: responses over it are those that make the gap."""
+        return self._readings[-1][1] / 4 if self._readings else math.inf
 
     def start_update(self, global_step: int | None) -> None:
         """Begins an update."""
@@ -167,7 +177,7 @@ class RunChecks:
         """Adds a mini-batch.
 
         Args:
-            by_rank (Tensor): What `own_sums` returned on each rank, shape (ranks, 16), on the CPU.
+            by_rank (Tensor): What `own_sums` returned on each rank, shape (ranks, 17), on the CPU.
             learning_rate (float): That of the optimizer step that follows.
         """
         for name, value in zip(_SUMS, by_rank.sum(0).tolist(), strict=True):
@@ -210,14 +220,15 @@ class RunChecks:
     def _holding(self) -> dict[str, dict[str, str]]:
         """The rule that holds in this update, and its warning; empty if none does.
 
-        The reference says more than the trend, and old weights may make differences of one sign as well.
+        Differences that were there in the first step seen come first: they may make a response stale by chance. The
+        reference says more than the trend.
         """
         if not self._sums["tokens"]:
             return {}
         rules = {
+            "other_log_probs": self._other_log_probs,
             "stale_reference": self._stale_by_reference,
             "stale_trend": self._stale_by_trend,
-            "other_log_probs": self._other_log_probs,
         }
         for rule, check in rules.items():
             if (warning := check()) is not None:
@@ -230,10 +241,10 @@ class RunChecks:
     def _stale_by_reference(self) -> dict[str, str] | None:
         """Responses whose log-probs are the reference's and not the policy's."""
         sums = self._sums
-        stale = sums["stale"]
-        if stale < STALE_RESPONSES or stale < STALE_SHARE * (stale + sums["fresh"]):
+        stale, told = sums["stale"], sums["stale"] + sums["fresh"]
+        if stale < STALE_RESPONSES or stale < STALE_SHARE * told or told < CLEAR_SHARE * (told + sums["unclear"]):
             return None
-        share = stale / (stale + sums["fresh"])
+        share = stale / told
         distance, gap = sums["stale_distance"] / sums["stale_tokens"], sums["stale_gap"] / sums["stale_tokens"]
         if distance < INITIAL_RATIO * gap:
             weights = "the weights of step 1"

@@ -1,5 +1,6 @@
 """Runs with a fault planted on purpose: each is told by its evidence. Also that runs repeat themselves."""
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +22,13 @@ REWARDS = [f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"
 # A random model finds all tokens equally unlikely, so that their norms are alike: up to 13, with verl 0.9.1 up to 10.
 # With "unsampled" and "stale" some are over their threshold, with the others only what the fault makes larger.
 THRESHOLDS = {"unsampled": "3", "advantage": "30", "bitflip": "10.5" if ENGINE else "14", "stale": "3", "nan": "1000"}
+# What is wrong with the whole run is said in steps.jsonl, spike or not.
+WARNINGS = {
+    "never_synced": "stale_weights",
+    "adapter": "stale_weights",
+    "one_worker": "partly_stale",
+    "temperature": "other_log_probs",
+}
 # At this rate three steps change the weights by several times their size.
 CHANGED = {"stale": ["LR=0.1"]}
 CHANGES_IN_EACH_RUN = {"time", "seconds", "uid"}
@@ -56,7 +64,11 @@ def advantage(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[
 # With verl 0.9.1 one fault in each run of the tests: it is the one that the test below repeats.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.target(version="0.9.1")] * (name == "advantage")) for name in FAULTS],
+    [
+        pytest.param(name, marks=[pytest.mark.target(version="0.9.1")] * (name == "advantage"))
+        for name in FAULTS
+        if name not in WARNINGS
+    ],
 )
 def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if name == "advantage":
@@ -94,6 +106,20 @@ def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pyt
                 assert event["units"] and len(event["units"]) == event["micro_batches"]
                 assert event["summary"].startswith("Every micro-batch is over its threshold; ")
                 assert "layers.1 carries" in event["summary"] and "of the squared norm, ordinarily" in event["summary"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.target(version="0.9.1")] * (name == "one_worker")) for name in WARNINGS],
+)
+def test_what_is_wrong_with_the_whole_run_is_warned_of(name: str, tmp_path: Path) -> None:
+    printed, _ = finished(tmp_path / "out", "--fault", name, "LR=0.01", *REWARDS)
+    assert f"FAULT '{name}' IS PLANTED IN THIS RUN ON PURPOSE" in printed
+    lines = (tmp_path / "out/bisect_dump/steps.jsonl").read_text().splitlines()
+    warned = [{warning["name"] for warning in json.loads(line)["warnings"]} for line in lines]
+    assert warned[0] == set() and warned[-1] == {WARNINGS[name]}
+    log = (tmp_path / "out/train.log").read_text()
+    assert f"--fault {'never_synced' if name == 'adapter' else name}` shows this" in log
 
 
 @pytest.mark.target(version="0.9.1")

@@ -40,7 +40,9 @@ def broken_tokens(seed: int, bypass: bool = False) -> dict[str, Tensor]:
 def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, usual_gap: float) -> list[float]:
     """What `own_sums` gives, one token at a time."""
     names = "tokens gap larger smaller difference difference_square level level_square product responses over_usual"
-    total = dict.fromkeys([*names.split(), "stale", "fresh", "stale_tokens", "stale_gap", "stale_distance"], 0.0)
+    total = dict.fromkeys(
+        [*names.split(), "stale", "fresh", "unclear", "stale_tokens", "stale_gap", "stale_distance"], 0.0
+    )
     for tokens in micro_batches:
         if "rollout_log_prob" not in tokens or ("old_log_prob" not in tokens and not first):
             continue
@@ -72,11 +74,12 @@ def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, usual_ga
                 total["gap"] += abs(difference)
                 total["larger"] += difference > ONE_SIDE_NATS
                 total["smaller"] += difference < -ONE_SIDE_NATS
-                total["difference"] += difference
-                total["difference_square"] += difference**2
+                limited, level = max(min(difference, 1.0), -1.0), max(level, -5.0)
+                total["difference"] += limited
+                total["difference_square"] += limited**2
                 total["level"] += level
                 total["level_square"] += level**2
-                total["product"] += difference * level
+                total["product"] += limited * level
             if not found:
                 continue
             gap = sum(abs(difference) for difference, _, _ in found) / len(found)
@@ -84,7 +87,10 @@ def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, usual_ga
             total["over_usual"] += gap > usual_gap
             if "ref_log_prob" in rows:
                 distance = sum(distance for _, _, distance in found) / len(found)
-                total["fresh"] += distance > STALE_GAP and gap < STALE_RATIO * distance
+                stale = gap > STALE_GAP and distance < STALE_RATIO * gap
+                fresh = distance > STALE_GAP and gap < STALE_RATIO * distance
+                total["fresh"] += fresh
+                total["unclear"] += max(gap, distance) > STALE_GAP and not (stale or fresh)
                 if gap > STALE_GAP and distance < STALE_RATIO * gap:
                     total["stale"] += 1
                     total["stale_tokens"] += len(found)
