@@ -31,6 +31,10 @@ CORRELATION = 0.6
 CORRELATED_NATS = 1.0
 LEAST_LEVEL = -5.0
 OTHER_GAP = 0.05
+OTHER_LEAST = 0.25
+# A rule has to hold in so many updates in a row: neither a broken update nor a rollout that is late by a step or two is
+# a lasting cause.
+IN_A_ROW = 3
 # So many steps after a loaded checkpoint, warnings and verdicts say that there was one.
 RESUME_STEPS = 3
 
@@ -152,8 +156,9 @@ class RunChecks:
         self._step: int | None = None
         self._rates = self._rates_before = 0.0
         self._readings: list[list[Any]] = []
-        # What held in the last update: to warn, it has to hold in two, because one broken update is no lasting cause.
-        self._held: list[str] = []
+        # The rule that held in the last update, and in how many updates in a row; and the smallest gap of all updates.
+        self._held, self._times = "", 0
+        self._least = math.inf
         self._updates_since_resume: int | None = None
 
     @property
@@ -187,29 +192,36 @@ class RunChecks:
     def warnings(self) -> list[dict[str, str]]:
         """The warnings of the update so far: dicts of `name`, `sentence` and `check`."""
         note = resume_note(self.steps_since_resume)
-        # The trend is one of several updates already.
-        found = [of_rule for rule, of_rule in self._holding().items() if rule == "stale_trend" or rule in self._held]
-        return [{**warning, "sentence": warning["sentence"] + note} for warning in found]
+        return [
+            {**warning, "sentence": warning["sentence"] + note}
+            for rule, warning in self._holding().items()
+            # The trend is one of several updates already.
+            if rule == "stale_trend" or (rule == self._held and self._times >= IN_A_ROW - 1)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """What later updates are compared with: the same on every rank and for any number of ranks."""
         self._end_update()
-        return {"rates": self._rates, "readings": self._readings, "held": self._held}
+        held = {"rule": self._held, "times": self._times}
+        return {"rates": self._rates, "readings": self._readings, "least": self._least, "held": held}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores `state_dict` after a resume; with None (no saved state) the next step is the first one seen."""
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._rates = 0.0 if state is None else state["rates"]
         self._readings = [] if state is None else [list(reading) for reading in state["readings"]]
-        self._held = [] if state is None else list(state["held"])
+        self._least = math.inf if state is None else state["least"]
+        self._held, self._times = ("", 0) if state is None else (state["held"]["rule"], state["held"]["times"])
         self._updates_since_resume = 0
 
     def _end_update(self) -> None:
         """Takes the update's gap into the readings."""
         if not self._sums["tokens"]:
             return
-        self._held = list(self._holding())
+        rule = next(iter(self._holding()), "")
+        self._held, self._times = rule, self._times + 1 if rule == self._held else 1
         gap = self._mean("gap")
+        self._least = min(self._least, gap)
         if any(gap < reading[1] / 2 for reading in self._readings):
             self._readings = []
         self._readings.append([self._rates_before, gap, self._step])
@@ -220,7 +232,7 @@ class RunChecks:
     def _holding(self) -> dict[str, dict[str, str]]:
         """The rule that holds in this update, and its warning; empty if none does.
 
-        Differences that were there in the first step seen come first: they may make a response stale by chance. The
+        Differences that were there in every step seen come first: they may make a response stale by chance. The
         reference says more than the trend.
         """
         if not self._sums["tokens"]:
@@ -271,9 +283,9 @@ class RunChecks:
         return _stale(weights, self._sums["over_usual"] / self._sums["responses"], grown)
 
     def _other_log_probs(self) -> dict[str, str] | None:
-        """Differences of one sign, or larger for likelier tokens, which were there in the first step seen."""
+        """Differences of one sign, or larger for likelier tokens, which were there in every step seen."""
         sums, gap = self._sums, self._mean("gap")
-        if gap < OTHER_GAP or any(reading[1] < gap / 2 for reading in self._readings[:1]):
+        if gap < OTHER_GAP or self._least < OTHER_LEAST * gap:
             return None
         signed = sums["larger"] + sums["smaller"]
         if signed < ONE_SIDE_TOKENS * sums["tokens"]:

@@ -61,7 +61,7 @@ FAULTS = {
     ),
     "temperature": Fault(
         "the rollout reports its log-probs at a temperature of 0.6, and samples at 1",
-        {"TOTAL_STEPS": "3"},
+        {"TOTAL_STEPS": "4"},
     ),
     "nan": Fault(
         "in step 2 the advantage of one token is NaN",
