@@ -17,7 +17,7 @@ INITIAL_RATIO = 0.2
 STALE_GAP = 0.02
 STALE_SHARE = 0.25
 WHOLE_SHARE = 0.8
-CLEAR_SHARE = 0.5
+CLEAR_SHARE = 0.6
 STALE_RESPONSES = 4
 TREND_UPDATES = 4
 TREND_GAP = 0.1
@@ -232,14 +232,13 @@ class RunChecks:
     def _holding(self) -> dict[str, dict[str, str]]:
         """The rule that holds in this update, and its warning; empty if none does.
 
-        Differences that were there in every step seen come first: they may make a response stale by chance. The
-        reference says more than the trend.
+        The reference says most: what agrees with it has its weights, whatever the differences look like.
         """
         if not self._sums["tokens"]:
             return {}
         rules = {
-            "other_log_probs": self._other_log_probs,
             "stale_reference": self._stale_by_reference,
+            "other_log_probs": self._other_log_probs,
             "stale_trend": self._stale_by_trend,
         }
         for rule, check in rules.items():

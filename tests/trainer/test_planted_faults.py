@@ -49,6 +49,16 @@ def with_an_outlier_weight(directory: Path) -> Path:
     return directory / "model"
 
 
+def with_sharp_logits(directory: Path) -> Path:
+    """The tiny model with twenty times its logits."""
+    subprocess.run([sys.executable, ROOT / "embedded/prepare.py", directory, "--tiny"], check=True)
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(20.0)
+    model.save_pretrained(directory / "model")
+    return directory / "model"
+
+
 def repeated(value: Any) -> Any:
     """The evidence without what is another in each run."""
     if isinstance(value, dict):
@@ -113,7 +123,9 @@ def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pyt
     [pytest.param(name, marks=[pytest.mark.target(version="0.9.1")] * (name == "one_worker")) for name in WARNINGS],
 )
 def test_what_is_wrong_with_the_whole_run_is_warned_of(name: str, tmp_path: Path) -> None:
-    printed, _ = finished(tmp_path / "out", "--fault", name, "LR=0.01", *REWARDS)
+    # A temperature changes hardly anything where all tokens are equally likely; old weights do where training is fast.
+    setting = f"MODEL_PATH={with_sharp_logits(tmp_path)}" if name == "temperature" else "LR=0.1"
+    printed, _ = finished(tmp_path / "out", "--fault", name, setting, *REWARDS)
     assert f"FAULT '{name}' IS PLANTED IN THIS RUN ON PURPOSE" in printed
     lines = (tmp_path / "out/bisect_dump/steps.jsonl").read_text().splitlines()
     warned = [{warning["name"] for warning in json.loads(line)["warnings"]} for line in lines]
