@@ -51,6 +51,9 @@ for _name, _substitute in _SUBSTITUTES.items():
     if not hasattr(torch.cpu, _name):
         setattr(torch.cpu, _name, _substitute)
 
+# FSDP2 keeps the reference model's weights in pinned memory, which a machine without an accelerator does not have.
+torch.Tensor.pin_memory = lambda tensor, *_args, **_kwargs: tensor  # type: ignore[method-assign]  # on purpose
+
 _init_process_group = torch.distributed.init_process_group
 
 

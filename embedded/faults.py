@@ -16,13 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
-from .rollout import HFReplica, HFServer
+from .rollout import HFReplica, HFServer, Sampler, server_name
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ NAME = os.environ["EMBEDDED_FAULT"]
 STEP = 2
 REWARD = 100.0
 STEPS_BEHIND = 3
+REPORTED_TEMPERATURE = 0.6
 # A weight that is larger than this overflows when a norm squares it, and then its layer has no gradient.
 LARGEST_WEIGHT = 1e20
 FLIPPED_PARAMETER = "model.layers.1.mlp.down_proj.weight"
@@ -63,8 +65,51 @@ class StaleServer(HFServer):
         super().update_weights(self.past[0], global_step)
 
 
+class NeverSyncedServer(HFServer):
+    """Keeps the weights that it began with. With LoRA, these are the base model's: the adapter never comes."""
+
+    def update_weights(self, weights: dict[str, Any], global_step: int | None = None) -> None:
+        # What training does with the answers goes on as if the weights had come.
+        self.version += 1
+        self.global_step = global_step
+
+
+class OneWorkerServer(NeverSyncedServer):
+    """Of several servers, the first gets the weights of each step, and the others keep those that they began with."""
+
+    def update_weights(self, weights: dict[str, Any], global_step: int | None = None) -> None:
+        if ray.get_runtime_context().get_actor_name() == server_name(0):
+            HFServer.update_weights(self, weights, global_step)
+        else:
+            super().update_weights(weights, global_step)
+
+
+class TemperedSampler(Sampler):
+    """Samples at the temperature that it was given, and reports the log-probs of another."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        chosen = super().__call__(input_ids, scores)
+        assert self._pending is not None
+        self._pending = torch.log_softmax(self._pending * self.temperature / REPORTED_TEMPERATURE, dim=-1)
+        return chosen
+
+
+class TemperatureServer(HFServer):
+    sampler_class = TemperedSampler
+
+
+SERVERS = {
+    "unsampled": UnsampledServer,
+    "stale": StaleServer,
+    "never_synced": NeverSyncedServer,
+    "adapter": NeverSyncedServer,
+    "one_worker": OneWorkerServer,
+    "temperature": TemperatureServer,
+}
+
+
 class FaultyReplica(HFReplica):
-    server_class = {"unsampled": UnsampledServer, "stale": StaleServer}.get(NAME, HFServer)
+    server_class = SERVERS.get(NAME, HFServer)
 
 
 class _Calls:

@@ -17,7 +17,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 
-class _Sampler(LogitsProcessor):
+class Sampler(LogitsProcessor):
     """Samples tokens and records their log-probs.
 
     Greedy decoding of log-probs plus Gumbel noise is the same as sampling from the softmax. Each row has a random
@@ -55,6 +55,8 @@ class HFServer:
     A response depends on the weights, its prompt and its row only: seeds count rows and updates of the weights.
     """
 
+    sampler_class: type[Sampler] = Sampler
+
     def __init__(self, model_path: str, response_length: int):
         # Training is idle during the rollout, so all cores are free.
         torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -86,7 +88,7 @@ class HFServer:
         input_ids = torch.tensor([[self.pad] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         first_seed = self.version * 10_007 + first_row
-        sampler = _Sampler(
+        sampler = self.sampler_class(
             seeds=list(range(first_seed, first_seed + len(prompts))),
             temperature=params.get("temperature", 1.0),
             top_p=params.get("top_p", 1.0),

@@ -23,6 +23,7 @@ from .measure.pass_recorder import LossInputs, PassRecorder, unchanged, with_a_c
 from .measure.passes import Cut, Forward
 from .measure.watched_model import WatchedModel
 from .metrics import UpdateMetrics, own_figures
+from .run_checks import RunChecks, own_sums
 from .search.investigation import Investigation
 from .threshold import Threshold, is_over
 
@@ -69,10 +70,12 @@ class GradLoc:
         outliers (Callable, optional): `TokenClip.outliers` if TokenClip is on as well: what it saw of this rank's
             micro-batch with a given index.
         bundle_writer (BundleWriter, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
+        learning_rate (Callable, optional): Returns that of the next optimizer step; without it, all steps count alike.
 
     Attributes:
         events (list[dict]): The events since `start_update` or `start_mini_batch`, the same on every rank, ready for
             `jsonable`.
+        warnings (list[dict]): What is wrong with the run in the update so far; see `RunChecks.warnings`.
     """
 
     def __init__(
@@ -89,18 +92,23 @@ class GradLoc:
         cut: Cut | None = None,
         outliers: Callable[[int], Tensor] | None = None,
         bundle_writer: BundleWriter | None = None,
+        learning_rate: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.config = config
         self.events: list[dict[str, Any]] = []
+        self.warnings: list[dict[str, str]] = []
         self._model = WatchedModel(
             module, forward, torch.device(device), squared_norms, sequence_parallel_size, meter, recover, cut
         )
         self._loss_scale = loss_scale
         self._outliers = outliers
         self._bundle_writer = bundle_writer
+        self._learning_rate = learning_rate
         self._threshold = Threshold(config.grad_norm_threshold)
         self._ordinary = OrdinaryGradient()
         self._metrics = UpdateMetrics()
+        self._run_checks = RunChecks()
+        self._logged: set[str] = set()
         self._global_step: int | None = None
         self._recorder = PassRecorder(self._model)
 
@@ -114,6 +122,8 @@ class GradLoc:
         self._metrics = UpdateMetrics()
         self._recorder.take()
         self._global_step = global_step
+        self.warnings = []
+        self._run_checks.start_update(global_step)
 
     def begin_pass(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
         """Starts recording a training pass; called before it.
@@ -189,16 +199,20 @@ class GradLoc:
         return self._metrics.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """The automatic threshold's norms: the same on every rank and for any number of ranks."""
-        return self._threshold.state_dict()
+        """What has been learned of the run: the same on every rank and for any number of ranks."""
+        return {**self._threshold.state_dict(), "run_checks": self._run_checks.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restores `state_dict`; with None (no saved state) the warm-up of an automatic threshold starts over."""
+        """Restores `state_dict` after a checkpoint was loaded.
+
+        With None (no saved state) the warm-up of an automatic threshold starts over.
+        """
         self._threshold.load_state_dict(state)
+        self._run_checks.load_state_dict(None if state is None else state.get("run_checks"))
 
     def _locate(self, where: dict[str, Any]) -> Located:
         started = time.perf_counter()
-        gradient = self._measure()
+        gradient = self._measure(where)
         if self._global_step is not None and tuple(where.values()) == (self.config.spike_drill_step, 0, 0):
             self._hold_drill(gradient, where)
             started = time.perf_counter()
@@ -220,18 +234,39 @@ class GradLoc:
             with SetAside(model.module):
                 investigation.run()
             applied, squared_norms = act(investigation)
-        event = build_event(investigation, self._ordinary, where, action, applied, started)
+        event = build_event(
+            investigation,
+            self._ordinary,
+            {**where, "steps_since_resume": self._run_checks.steps_since_resume},
+            action,
+            applied,
+            started,
+            self.warnings,
+        )
         event["replay"] = self._keep_bundle(event, investigation)
         self._add(event)
         return Located(not (action == "skip" and applied), squared_norms, event)
 
-    def _measure(self) -> MiniBatch:
+    def _measure(self, where: Mapping[str, Any]) -> MiniBatch:
         """The gradient of the passes since the last call. A collective call."""
         micro_batches = self._recorder.take()
         figures = own_figures(micro_batches)
-        gradient = MiniBatch(self._model, micro_batches, self._loss_scale(), self.config.spike_trigger, figures)
-        self._metrics.take_in(gradient.update_figures)
+        first = (where["epoch"], where["mini_batch"]) == (0, 0)
+        sums = own_sums([each.tokens for each in micro_batches], first, self._run_checks.usual_gap)
+        both = torch.cat([figures, sums])
+        gradient = MiniBatch(self._model, micro_batches, self._loss_scale(), self.config.spike_trigger, both)
+        self._metrics.take_in(gradient.update_figures[:, : len(figures)])
+        self._check_run(gradient.update_figures[:, len(figures) :])
         return gradient
+
+    def _check_run(self, by_rank: Tensor) -> None:
+        """Adds a mini-batch to the checks of the run; a warning is logged once."""
+        self._run_checks.take_in(by_rank, self._learning_rate())
+        self.warnings = self._run_checks.warnings()
+        for warning in self.warnings:
+            if warning["name"] not in self._logged and collectives.rank() == 0:
+                logger.warning("Step %s: %s %s", self._global_step, warning["sentence"], warning["check"])
+            self._logged.add(warning["name"])
 
     def _hold_drill(self, gradient: MiniBatch, where: dict[str, Any]) -> None:
         """Holds a drill. Whatever becomes of it, the real mini-batch is checked as usual. A collective call."""

@@ -43,6 +43,7 @@ def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, 
         sequence_parallel_size=actor.ulysses_sequence_parallel_size,
         dtype=actor.param_dtype,
         grad_clip=config.grad_clip,
+        learning_rate=lambda: actor.actor_optimizer.param_groups[0]["lr"],
     )
     return watch, watch.gradloc, watch.layer_clip
 
@@ -164,7 +165,7 @@ def write_evidence(
 
     evidence = UpdateEvidence(actor.config.bisect_dump_dir, tokenizer, actor.watch.sequence_parallel_size)
     evidence.add(actor.watch.lines(), sample_of, rewards_of)
-    evidence.write(data.meta_info.get("global_steps"), metrics)
+    evidence.write(data.meta_info.get("global_steps"), metrics, actor.watch.warnings)
 
 
 def save_state(actor: "DataParallelPPOActor", manager: "BaseCheckpointManager", folder: str | None) -> None:

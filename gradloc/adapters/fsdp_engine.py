@@ -93,7 +93,7 @@ class WatchedEngine:
                 lambda _: rewards_of_rows(data),
             )
             if last:
-                self._evidence.write(step, metrics)
+                self._evidence.write(step, metrics, self.watch.warnings)
         if self.is_mp_src_rank_with_outputs():
             outputs["metrics"].update({name: as_metric(value) for name, value in metrics.items()})
         return outputs
@@ -148,6 +148,7 @@ class WatchedEngine:
             sequence_parallel_size=group_size,
             dtype=getattr(self, "_autocast_dtype", torch.bfloat16),
             grad_clip=self.optimizer_config.clip_grad,
+            learning_rate=lambda: self.optimizer.param_groups[0]["lr"],
         )
         tokenizer = getattr(self.model_config, "tokenizer", None)
         self._evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, group_size)

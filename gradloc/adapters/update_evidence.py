@@ -105,13 +105,13 @@ class UpdateEvidence:
                 event["verdict"] = (rows and misfire(event, rows)) or event["verdict"]
             event["summary"] = clips.summary(event) if "token_clip" in event else summary(event)
 
-    def write(self, global_step: int | None, metrics: Mapping[str, Any]) -> None:
-        """Ends an update: rank 0 writes its events and, from its metrics, the step's figures."""
+    def write(self, global_step: int | None, metrics: Mapping[str, Any], warnings: Sequence[Mapping[str, str]]) -> None:
+        """Ends an update: rank 0 writes its events and, from its metrics and warnings, the step's line."""
         events, self._events = self._events, []
         if collectives.rank() == 0:
             names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
             figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
-            write_update(self._directory, global_step, events, figures)
+            write_update(self._directory, global_step, events, figures, warnings)
 
     def _rewarded(
         self, event: Mapping[str, Any], rewards_of: Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None]
@@ -149,7 +149,11 @@ class UpdateEvidence:
 
 
 def write_update(
-    directory: str, global_step: int | None, events: Sequence[dict[str, Any]], figures: Mapping[str, Any]
+    directory: str,
+    global_step: int | None,
+    events: Sequence[dict[str, Any]],
+    figures: Mapping[str, Any],
+    warnings: Sequence[Mapping[str, str]] = (),
 ) -> None:
     """Logs the events of an update, and writes them and the step's figures.
 
@@ -158,9 +162,10 @@ def write_update(
         global_step (int, optional): The trainer's step.
         events (Sequence[dict]): With the facts on all culprits.
         figures (Mapping): `STEP_FIGURES` by name.
+        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
     """
     if figures:
-        record_step(directory, global_step, figures)
+        record_step(directory, global_step, figures, warnings)
     for what, lines in (
         ("gradient spikes", [event for event in events if "token_clip" not in event]),
         ("mini-batches with outlying tokens", [event for event in events if "token_clip" in event]),

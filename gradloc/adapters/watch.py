@@ -53,6 +53,7 @@ class Watch:
         sequence_parallel_size (int): How many neighbouring ranks work on the same data.
         dtype (torch.dtype): What the model computes in.
         grad_clip (float, optional): The norm that the global clip leaves.
+        learning_rate (Callable): Returns that of the next optimizer step.
 
     Attributes:
         gradloc (GradLoc | None): None where it is off.
@@ -74,6 +75,7 @@ class Watch:
         sequence_parallel_size: int,
         dtype: torch.dtype,
         grad_clip: float | None,
+        learning_rate: Callable[[], float],
     ) -> None:
         self.gradloc: GradLoc | None = None
         self.layer_clip: LayerClip | None = None
@@ -107,12 +109,18 @@ class Watch:
                 cut=None if self.token_clip is None else self.token_clip.repeated,
                 outliers=None if self.token_clip is None else self.token_clip.outliers,
                 bundle_writer=build_bundle_writer(module, config, rows_of, dtype, grad_clip, self.layer_clip),
+                learning_rate=learning_rate,
             )
 
     @property
     def watches_passes(self) -> bool:
         """Whether the training passes are watched, for which `begin_pass`, `observe` and `end_pass` are called."""
         return self.gradloc is not None or self.token_clip is not None
+
+    @property
+    def warnings(self) -> list[dict[str, str]]:
+        """What is wrong with the run in the update so far, without any spike; the same on every rank."""
+        return [] if self.gradloc is None else self.gradloc.warnings
 
     def start_update(self, global_step: int | None) -> None:
         """Begins an update, and its first mini-batch."""

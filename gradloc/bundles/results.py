@@ -26,6 +26,8 @@ _FILES = 64
 # Of all of them together.
 _BYTES = 16 * 2**20
 
+_TEMPERATURE = object_with({"fits": NUMBER, "training": NUMBER, "gap": NUMBER, "left": NUMBER})
+
 RESULT = object_with(
     {
         "format": {"const": layout.FORMAT},
@@ -95,6 +97,8 @@ RESULT = object_with(
         ),
     },
     remedy_notes=list_of(TEXT),
+    # Results of older releases lack this.
+    temperature={"anyOf": [_TEMPERATURE, {"type": "null"}]},
 )
 # Overrides are to be copied into a shell: nothing but keys and plain values.
 _OVERRIDES = re.compile(r"[a-z_.]+=[\w.-]+( [a-z_.]+=[\w.-]+)*", re.ASCII)

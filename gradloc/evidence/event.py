@@ -5,7 +5,7 @@
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -35,16 +35,18 @@ def build_event(
     action: str,
     applied: bool,
     started: float,
+    warnings: Sequence[Mapping[str, str]] = (),
 ) -> dict[str, Any]:
     """The event of a search, the same on every rank. A collective call.
 
     Args:
         investigation (Investigation): The search, after its end.
         ordinary (OrdinaryGradient): What an earlier mini-batch says of ordinary tokens.
-        where (Mapping): `global_step`, `epoch` and `mini_batch`.
+        where (Mapping): `global_step`, `epoch`, `mini_batch` and `steps_since_resume`.
         action (str): `spike_action`.
         applied (bool): Whether it was applied.
         started (float): What `time.perf_counter` gave when the search began.
+        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
     """
     mini_batch = investigation.mini_batch
     model = mini_batch.model
@@ -81,7 +83,7 @@ def build_event(
             "drill": None,
             "replay": None,
         }
-        event["verdict"] = verdict(event, ordinary_tokens)
+        event["verdict"] = verdict(event, ordinary_tokens, warnings)
         event["summary"] = summary(event)
     return event
 

@@ -26,6 +26,10 @@ from .sources import (
 from .token_facts import find_mismatch, find_turns, off_the_rollout
 
 Tokens = Mapping[str, Tensor]
+# The name of the share of tokens whose log-probs of rollout and old policy differ by more than this, in nats.
+APART = "apart"
+APART_NATS = 0.1
+
 # (index of the micro-batch in its rank's mini-batch, row in it, position in the response).
 Place = tuple[int, int, int]
 
@@ -54,12 +58,21 @@ def ordinary_shares(
         sequence_parallel_size (int): How many neighbouring ranks have the same tokens.
 
     Returns:
-        dict: By rule; None where it is not known, or where no token is ordinary.
+        dict: By rule, and for `APART`; None where it is not known, or where no token is ordinary.
     """
     by_rank = collectives.exchange(lambda: _counts(micro_batches, culprits, medians, scale))
     total, *holding = torch.stack(by_rank[::sequence_parallel_size]).sum(0).tolist()
     found = {name: count / total if total else None for name, count in zip(HOLDS, holding, strict=True)}
-    return {rule.name: found.get(rule.name) for rule in RULES}
+    if not all({"rollout_log_prob", "old_log_prob"} <= each.tokens.keys() for each in micro_batches):
+        found[APART] = None
+    return {name: found.get(name) for name in (*(rule.name for rule in RULES), APART)}
+
+
+def is_apart(rollout_log_prob: float | None, old_log_prob: float | None) -> bool | None:
+    """Whether two log-probs of a token differ by more than `APART_NATS`, or by NaN; None if one is not known."""
+    if rollout_log_prob is None or old_log_prob is None:
+        return None
+    return not abs(rollout_log_prob - old_log_prob) <= APART_NATS
 
 
 def _counts(micro_batches: Sequence[MicroBatch], culprits: Collection[Place], medians: Medians, scale: float) -> Tensor:
@@ -132,6 +145,12 @@ def _kl(tokens: Tokens, _: Medians) -> Tensor:
     return kl.abs() > (tokens["coefficient"].double() - kl).abs()
 
 
+def _apart(tokens: Tokens, _: Medians) -> Tensor:
+    if not ("rollout_log_prob" in tokens and "old_log_prob" in tokens):
+        return _nowhere(tokens)
+    return ~((tokens["rollout_log_prob"].double() - tokens["old_log_prob"].double()).abs() <= APART_NATS)
+
+
 def _unlikely(tokens: Tokens, _: Medians) -> Tensor:
     return tokens["log_prob"].double() < math.log(UNLIKELY)
 
@@ -143,8 +162,8 @@ def _punished(tokens: Tokens, _: Medians) -> Tensor:
     return is_pushed_down & (tokens["log_prob"].double() > math.log(CONFIDENT))
 
 
-# By rule, where it holds: bool of shape (rows, response length), or (rows, 1) for a rule on whole responses. They are
-# the rules of sources.py for many tokens at once. `layer` is missing: see `ordinary_shares`.
+# By rule, and for `APART`, where it holds: bool of shape (rows, response length), or (rows, 1) for a rule on whole
+# responses. They are the rules of sources.py for many tokens at once. `layer` is missing: see `ordinary_shares`.
 HOLDS: Mapping[str, Callable[[Tokens, Medians], Tensor]] = {
     "nonfinite": _nonfinite,
     "retokenized": _retokenized,
@@ -157,6 +176,7 @@ HOLDS: Mapping[str, Callable[[Tokens, Medians], Tensor]] = {
     "kl": _kl,
     "unlikely": _unlikely,
     "punished": _punished,
+    APART: _apart,
 }
 
 

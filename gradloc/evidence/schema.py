@@ -136,7 +136,7 @@ _DRILL = object_with(
 # The cause in one line.
 _VERDICT = object_with(
     {
-        # A rule's name; newer releases may know more causes.
+        # A rule's name, or that of a warning; newer releases may know more causes.
         "cause": TEXT_OR_NULL,
         "culprits": NUMBER_OR_NULL,
         "ordinary": NUMBER_OR_NULL,
@@ -205,6 +205,7 @@ EVENT = {
         fault=TEXT_OR_NULL,
         replay=TEXT_OR_NULL,
         verdict={"anyOf": [_VERDICT, {"type": "null"}]},
+        steps_since_resume={"type": ["integer", "null"], "minimum": 1},
     ),
 }
 

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verdict on a spike: its cause in one line, with the evidence for it, or that no cause is known."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..run_checks import resume_note
 from .in_words import turn_boundary
+from .ordinary import APART, is_apart
 from .sources import CONFIDENT, RULES, SOURCES, UNLIKELY
 
 # The limits of `find_cause`.
@@ -72,16 +74,21 @@ CHECK_UNKNOWN = (
 )
 
 
-def verdict(event: Mapping[str, Any], ordinary: Mapping[str, float | None]) -> dict[str, Any]:
+def verdict(
+    event: Mapping[str, Any], ordinary: Mapping[str, float | None], warnings: Sequence[Mapping[str, str]] = ()
+) -> dict[str, Any]:
     """The verdict on a spike.
 
     Args:
         event (Mapping): The event's other fields.
         ordinary (Mapping): What `ordinary_shares` returned.
+        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned. The first one is the cause, unless gradients
+            are not finite: what is wrong with all tokens comes before what is wrong with a few.
 
     Returns:
-        dict: `cause`, the name of a rule, or None where no cause is known; `culprits` and `ordinary`, the shares for
-            which that rule holds (None where unknown); `sentence`, with what to do; `check`, a command that checks it.
+        dict: `cause`, the name of a rule or of a warning, or None where no cause is known; `culprits` and `ordinary`,
+            the shares for which it holds (None where unknown); `sentence`, with what to do; `check`, a command that
+            checks it.
     """
     count = len(event["culprits"])
     culprits = {
@@ -90,9 +97,12 @@ def verdict(event: Mapping[str, Any], ordinary: Mapping[str, float | None]) -> d
     }
     culprits["layer"] = _share_of_unusual_layers(event)
     cause = find_cause(culprits, ordinary, event["ordinary_layer_norms"])
+    if warnings and cause != "nonfinite":
+        return _of_warning(event, ordinary, warnings[0])
+    note = resume_note(event.get("steps_since_resume"))
     if cause is None:
         why = "no rule holds for most of the culprits and for few ordinary tokens" if count else "no token stands out"
-        sentence, check = f"No known cause: {why}.", CHECK_UNKNOWN
+        sentence, check = f"No known cause: {why}.{note}", CHECK_UNKNOWN
         return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": check}
     advice = SOURCES[cause].advice
     claim = CAUSES[cause].claim
@@ -103,8 +113,23 @@ def verdict(event: Mapping[str, Any], ordinary: Mapping[str, float | None]) -> d
         "cause": cause,
         "culprits": culprits[cause],
         "ordinary": ordinary[cause],
-        "sentence": f"{claim} ({shares}): {advice[0].lower()}{advice[1:]}",
+        "sentence": f"{claim} ({shares}): {advice[0].lower()}{advice[1:]}{note}",
         "check": CAUSES[cause].check,
+    }
+
+
+def _of_warning(
+    event: Mapping[str, Any], ordinary: Mapping[str, float | None], warning: Mapping[str, str]
+) -> dict[str, Any]:
+    """The verdict where something is wrong with the run; the shares are those of tokens that are `is_apart`."""
+    apart = [is_apart(culprit["rollout_log_prob"], culprit["old_log_prob"]) for culprit in event["culprits"]]
+    known = [each for each in apart if each is not None]
+    return {
+        "cause": warning["name"],
+        "culprits": sum(known) / len(known) if known else None,
+        "ordinary": ordinary.get(APART),
+        "sentence": warning["sentence"],
+        "check": warning["check"],
     }
 
 

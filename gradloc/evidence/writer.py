@@ -101,7 +101,12 @@ def _event_lines(event: Mapping[str, Any]) -> list[bytes]:
     return [line, _note("text_limit", step, bare, message)] if bare else [line]
 
 
-def record_step(directory: str, global_step: int | None, figures: Mapping[str, float | None]) -> None:
+def record_step(
+    directory: str,
+    global_step: int | None,
+    figures: Mapping[str, float | None],
+    warnings: Sequence[Mapping[str, str]] = (),
+) -> None:
     """Appends one short line about a step to `<directory>/steps.jsonl`; its form is `STEP` in `schema`.
 
     A disk error is logged as a warning, not raised. A file that would exceed 16 MiB is renamed to steps.1.jsonl and so
@@ -111,9 +116,10 @@ def record_step(directory: str, global_step: int | None, figures: Mapping[str, f
         directory (str): Created if it does not exist. Files of an earlier run are continued.
         global_step (int, optional): The trainer's step.
         figures (Mapping): `STEP_FIGURES` by name; those that are missing are written as null.
+        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
     """
     line = {"schema": SCHEMA, "time": _now(), "global_step": global_step}
-    line |= {name: figures.get(name) for name in STEP_FIGURES}
+    line |= {name: figures.get(name) for name in STEP_FIGURES} | {"warnings": list(warnings)}
     series = _Series(directory, "steps", STEP_FILE_BYTES, STEP_TOTAL_BYTES)
     series.append(_line(line), f"the figures of step {global_step}", "steps", global_step, 1)
 

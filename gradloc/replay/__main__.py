@@ -31,6 +31,7 @@ from .model import (
 )
 from .remedies import Row, measure_remedies
 from .result import build_result, write_result
+from .temperature import fit_temperature
 
 TOKENS = 16
 _TAKE_LESS = "Take another --device, --dtype or --attention, or a machine with more memory."
@@ -114,6 +115,7 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
     measured: dict[Variant, Measured] = {}
     notes: list[str] = []
     remedies: tuple[list[Row], list[str]] | None = None
+    temperature: dict[str, float] | None = None
     if (left_out := bundle.manifest["left_out"]) > 0:
         notes.append(f"{left_out} more micro-batches were over their threshold; the bundle does not have them.")
     for variant in [main_variant, *others]:
@@ -126,6 +128,8 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
                 _check_memory(_size(bundle, model, variant), device)
                 sizes = {other: _size(bundle, model, other, loaded=False) for other in others}
             found = measure(bundle, model, tokens, culprits, rests=variant == main_variant)
+            if variant == main_variant:
+                temperature = fit_temperature(bundle, model)
             if options.remedies and variant == main_variant:
                 remedies = measure_remedies(bundle, model, found)
             notes += [note for note in model.notes if note not in notes]
@@ -144,7 +148,9 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
             measured[variant] = found
         open_ones = others[others.index(variant) + 1 :] if variant in others else others
         ended = [f"Not compared with {other}: the replay ended before." for other in open_ones]
-        yield build_result(bundle, path, device, main_variant, measured, tokens, [*notes, *ended], remedies)
+        yield build_result(
+            bundle, path, device, main_variant, measured, tokens, [*notes, *ended], remedies, temperature
+        )
 
 
 def _size(bundle: Bundle, model: Model, variant: Variant, loaded: bool = True) -> int:

@@ -19,6 +19,7 @@ from ..version import __version__
 from .measuring import Measured, Norms, Place
 from .model import Variant
 from .remedies import DROP, ORDINARY_MULTIPLE, Row, global_clip_factor, layer_clip_factors, scaled
+from .temperature import temperature_sentences
 from .verdict import sentences
 
 
@@ -31,6 +32,7 @@ def build_result(
     tokens: Sequence[Place],
     notes: Sequence[str],
     remedies: tuple[list[Row], list[str]] | None = None,
+    temperature: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The result of a replay, ready for `jsonable`; norms that were not recorded are None.
 
@@ -43,6 +45,7 @@ def build_result(
         tokens (Sequence[Place]): The tokens that were measured alone.
         notes (Sequence[str]): What could not be repeated.
         remedies (tuple, optional): What `measure_remedies` gave; None if it was not asked for.
+        temperature (Mapping, optional): What `fit_temperature` gave.
     """
     manifest, event = bundle.manifest, bundle.event
     others = [variant for variant in measured if variant != main]
@@ -67,6 +70,7 @@ def build_result(
         "recorded_versions": {str(name): str(version) for name, version in manifest["versions"].items()},
         "notes": list(notes),
         "log_probs": _distance(bundle, measured[main]),
+        "temperature": None if temperature is None else dict(temperature),
         "units": [],
         "tokens": [],
         "layers": [],
@@ -122,7 +126,7 @@ def build_result(
         result["remedies"] = _remedies(bundle, measured[main].units[name], measured[main].rests.get(name))
     else:
         result["remedies"], result["remedy_notes"] = remedies
-    result["sentences"] = sentences(result)
+    result["sentences"] = [*sentences(result), *temperature_sentences(temperature)]
     return result
 
 

@@ -60,9 +60,19 @@ def test_a_step_is_one_short_line_of_the_schemas_form(tmp_path: Path) -> None:
 def test_steps_do_not_conform_without_their_fields(tmp_path: Path) -> None:
     record_step(str(tmp_path), 3, FIGURES)
     (line,) = lines(tmp_path)
-    for name in line:
+    for name in line.keys() - {"warnings"}:  # which older lines lack
         assert not conforms({key: value for key, value in line.items() if key != name}, STEP)
     assert not conforms({**line, "ratio_max": "large"}, STEP)
+    assert line["warnings"] == [] and not conforms({**line, "warnings": [{"name": "stale_weights"}]}, STEP)
+
+
+def test_a_step_has_its_warnings(tmp_path: Path) -> None:
+    warning = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "`look` shows it."}
+    record_step(str(tmp_path), 3, FIGURES, [warning])
+    (line,) = lines(tmp_path)
+    assert line["warnings"] == [warning]
+    jsonschema.validate(line, STEP)
+    assert conforms(line, STEP)
 
 
 def test_full_files_rotate_and_stay_within_their_limit(

@@ -1,5 +1,6 @@
 """Runs with a fault planted on purpose: each is told by its evidence. Also that runs repeat themselves."""
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -28,6 +29,13 @@ THRESHOLDS = {
     "nan": "1000",
     "retokenized": "20",
     "misfire": "14",
+}
+# What is wrong with the whole run is said in steps.jsonl, spike or not.
+WARNINGS = {
+    "never_synced": "stale_weights",
+    "adapter": "stale_weights",
+    "one_worker": "partly_stale",
+    "temperature": "other_log_probs",
 }
 # At this rate three steps change the weights by several times their size.
 # A line break is rare in random tokens.
@@ -69,6 +77,16 @@ def with_preferences(directory: Path) -> Path:
     return directory / "model"
 
 
+def with_sharp_logits(directory: Path) -> Path:
+    """The tiny model with twenty times its logits."""
+    subprocess.run([sys.executable, ROOT / "embedded/prepare.py", directory, "--tiny"], check=True)
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(20.0)
+    model.save_pretrained(directory / "model")
+    return directory / "model"
+
+
 MODELS = {"bitflip": with_an_outlier_weight, "retokenized": with_preferences}
 
 
@@ -87,7 +105,11 @@ def advantage(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[
 # With verl 0.9.1 one fault in each run of the tests: it is the one that the test below repeats.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.target(version="0.9.1")] * (name == "advantage")) for name in FAULTS],
+    [
+        pytest.param(name, marks=[pytest.mark.target(version="0.9.1")] * (name == "advantage"))
+        for name in FAULTS
+        if name not in WARNINGS
+    ],
 )
 def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if name == "advantage":
@@ -135,6 +157,22 @@ def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pyt
                 assert event["units"] and len(event["units"]) == event["micro_batches"]
                 assert event["summary"].startswith("Every micro-batch is over its threshold; ")
                 assert "layers.1 carries" in event["summary"] and "of the squared norm, ordinarily" in event["summary"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.target(version="0.9.1")] * (name == "one_worker")) for name in WARNINGS],
+)
+def test_what_is_wrong_with_the_whole_run_is_warned_of(name: str, tmp_path: Path) -> None:
+    # A temperature changes hardly anything where all tokens are equally likely; old weights do where training is fast.
+    setting = f"MODEL_PATH={with_sharp_logits(tmp_path)}" if name == "temperature" else "LR=0.1"
+    printed, _ = finished(tmp_path / "out", "--fault", name, setting, *REWARDS)
+    assert f"FAULT '{name}' IS PLANTED IN THIS RUN ON PURPOSE" in printed
+    lines = (tmp_path / "out/bisect_dump/steps.jsonl").read_text().splitlines()
+    warned = [{warning["name"] for warning in json.loads(line)["warnings"]} for line in lines]
+    assert warned[0] == set() and warned[-1] == {WARNINGS[name]}
+    log = (tmp_path / "out/train.log").read_text()
+    assert f"--fault {'never_synced' if name == 'adapter' else name}` shows this" in log
 
 
 @pytest.mark.target(version="0.9.1")

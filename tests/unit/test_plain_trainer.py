@@ -30,9 +30,12 @@ class Forward:
         return None, log_prob.gather(-1, ids[:, PROMPT:, None])[..., 0]
 
 
-def train_pass(model: nn.Module, forward: Forward, config: GradLocConfig | None) -> GradLoc | None:
-    """One training pass with a spike in it, and the search for it if there is a config."""
-    gradloc = None if config is None else GradLoc(model, config, forward)
+def train_pass(
+    model: nn.Module, forward: Forward, config: GradLocConfig | None, gradloc: GradLoc | None = None
+) -> GradLoc | None:
+    """One training pass with a spike in it, and the search for it if there is a config, or a watch already."""
+    if config is not None and gradloc is None:
+        gradloc = GradLoc(model, config, forward)
     advantage, weight = torch.ones(ROWS, RESPONSE), torch.full((ROWS, RESPONSE), 1 / (ROWS * RESPONSE))
     advantage[CULPRIT] = SPIKE
     inputs = {"ids": forward.ids}
@@ -145,3 +148,20 @@ def test_norms_are_taken_in_with_a_given_threshold_too(caplog: pytest.LogCapture
         caplog.clear()
         resumed.load_state_dict(nothing)
         assert "its warm-up starts over" in caplog.text
+
+
+@pytest.mark.parametrize("state", [None, {"token_norms": [3.0]}], ids=["none", "of an older release"])
+def test_events_count_the_steps_since_a_resume(state: dict[str, Any] | None) -> None:
+    torch.manual_seed(0)
+    model = Plain()
+    forward, config = Forward(model), GradLocConfig(grad_norm_threshold=20.0)
+    gradloc = train_pass(model, forward, config)
+    event, _ = found(gradloc)
+    assert event["steps_since_resume"] is None
+    gradloc.load_state_dict(state)
+    for step in range(1, 5):
+        model.zero_grad()
+        event, _ = found(train_pass(model, forward, config, gradloc))
+        assert event["steps_since_resume"] == step
+        note = f" This is step {step} after a checkpoint was loaded."
+        assert event["verdict"]["sentence"].endswith(note) == (step <= 3)

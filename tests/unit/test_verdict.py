@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradloc.evidence.medians import token_medians
-from gradloc.evidence.ordinary import HOLDS, ordinary_shares
+from gradloc.evidence.ordinary import APART, HOLDS, is_apart, ordinary_shares
 from gradloc.evidence.sources import RULES, SOURCES, classify
 from gradloc.evidence.token_facts import token_evidence
 from gradloc.evidence.verdict import CAUSES, CHECK_UNKNOWN, COMMON, LIFT, MOST_CULPRITS, find_cause, verdict
@@ -63,9 +63,10 @@ def micro_batch(seed: int, without: tuple[str, ...]) -> MicroBatch:
 
 def shares_of_a_loop(
     micro_batches: list[MicroBatch], culprits: set[tuple[int, int, int]], medians: Any, scale: float
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """The shares, one token at a time, by the rules for culprits."""
     found: list[list[str]] = []
+    apart: list[bool | None] = []
     for index, one in enumerate(micro_batches):
         tokens = one.portable(scale, inputs=False).tokens
         for row in range(ROWS):
@@ -78,7 +79,10 @@ def shares_of_a_loop(
                 is_finite = math.isfinite(coefficient) and math.isfinite(facts["log_prob"])
                 facts |= {"grad_norm": 1.0 if is_finite else math.nan, "layer_norms": {"a": 1.0}}
                 found.append(classify(facts, medians))
-    return {rule.name: sum(rule.name in names for names in found) / len(found) for rule in RULES}
+                apart.append(is_apart(facts["rollout_log_prob"], facts["old_log_prob"]))
+    shares = {rule.name: sum(rule.name in names for names in found) / len(found) for rule in RULES}
+    known = [each for each in apart if each is not None]
+    return {**shares, APART: sum(known) / len(known) if known else None}
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
@@ -115,14 +119,14 @@ def test_the_shares_of_ordinary_tokens_are_those_of_a_loop_over_the_tokens(
 
 
 def test_a_rule_without_a_tensor_form_is_noticed() -> None:
-    assert list(HOLDS) == [rule.name for rule in RULES if rule.name != "layer"]
+    assert list(HOLDS) == [*(rule.name for rule in RULES if rule.name != "layer"), APART]
 
 
 def test_without_ordinary_tokens_nothing_is_known_of_them() -> None:
     one = micro_batch(0, ())
     one.tokens["coefficient"][:] = 0.0
     found = ordinary_shares([one], set(), {"median_advantage": 1.0, "median_weight": 1.0})
-    assert found == dict.fromkeys([rule.name for rule in RULES])
+    assert found == dict.fromkeys([*(rule.name for rule in RULES), APART])
 
 
 NONE = dict.fromkeys([rule.name for rule in RULES], 0.0)
@@ -247,6 +251,32 @@ def test_without_a_cause_none_is_guessed(sources: list[list[str]]) -> None:
     found = verdict(event(*sources), NONE)
     assert found.pop("sentence").startswith("No known cause: ")
     assert found == {"cause": None, "culprits": None, "ordinary": None, "check": CHECK_UNKNOWN}
+
+
+WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "`look` shows it."}
+
+
+def test_what_is_wrong_with_the_run_comes_before_what_is_wrong_with_tokens() -> None:
+    spike = event(["advantage"], ["advantage"], ["token"], ["other"])
+    log_probs = ((-1.0, -1.5), (-1.0, -1.05), (-1.0, math.nan), (None, -1.0))
+    for culprit, (rollout, old) in zip(spike["culprits"], log_probs, strict=True):
+        culprit |= {"rollout_log_prob": rollout, "old_log_prob": old}
+    shares = {**NONE, APART: 0.25}
+    want = {"cause": "stale_weights", "culprits": 2 / 3, "ordinary": 0.25, "check": WARNING["check"]}
+    assert verdict(spike, shares, [WARNING]) == {**want, "sentence": WARNING["sentence"]}
+    assert verdict({**spike, "culprits": []}, {**NONE, APART: None}, [WARNING])["culprits"] is None
+    assert verdict(spike, shares)["cause"] == "advantage"
+
+
+def test_old_weights_do_not_explain_a_nan() -> None:
+    assert verdict(event(["nonfinite"]), NONE, [WARNING])["cause"] == "nonfinite"
+
+
+@pytest.mark.parametrize(("steps", "said"), [(None, False), (1, True), (3, True), (4, False)])
+def test_a_verdict_soon_after_a_resume_says_so(steps: int | None, said: bool) -> None:
+    for sources in (["advantage"], ["other"]):
+        sentence = verdict({**event(sources), "steps_since_resume": steps}, NONE)["sentence"]
+        assert sentence.endswith(f" This is step {steps} after a checkpoint was loaded.") == said
 
 
 def test_every_rule_has_a_claim_and_a_check() -> None:

@@ -23,6 +23,9 @@ class Fault:
     overrides: tuple[str, ...] = ()
 
 
+# A reference, with a KL loss that hardly counts: old weights of the rollout are told by it soonest.
+_REFERENCE = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=1e-5")
+
 FAULTS = {
     "unsampled": Fault(
         "the rollout appends an EOS token to truncated responses, and training does not mask it",
@@ -40,6 +43,25 @@ FAULTS = {
     "stale": Fault(
         "the rollout uses the weights of three steps ago",
         {"TOTAL_STEPS": "5", "LR": "1e-4"},
+    ),
+    "never_synced": Fault(
+        "the rollout keeps the weights of step 1",
+        {"TOTAL_STEPS": "5", "LR": "1e-4"},
+        _REFERENCE,
+    ),
+    "adapter": Fault(
+        "training trains a LoRA adapter, which the rollout never gets",
+        {"TOTAL_STEPS": "5", "LR": "1e-3"},
+        (*_REFERENCE, "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16"),
+    ),
+    "one_worker": Fault(
+        "one of two rollout workers keeps the weights of step 1",
+        {"TOTAL_STEPS": "5", "LR": "1e-4"},
+        (*_REFERENCE, "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
+    ),
+    "temperature": Fault(
+        "the rollout reports its log-probs at a temperature of 0.6, and samples at 1",
+        {"TOTAL_STEPS": "4"},
     ),
     "nan": Fault(
         "in step 2 the advantage of one token is NaN",

@@ -1,0 +1,190 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of gradloc/run_checks.py on natural runs and on runs with a planted cause: figures, and who is warned.
+
+A tiny model adds two-digit numbers, as in stability.py: sampled responses of at most four tokens, verl's patched actor,
+two mini-batches a step. Log-probs of the rollout get the noise of another engine: a Student t with three degrees of
+freedom, times the size of the log-prob (at least 0.1 nat) and the given deviation. Healthy runs have several such
+deviations, and learning rates up to a hundred times the usual one.
+
+Printed for each run: the largest and the smallest gap (the mean difference of the log-probs of rollout and policy), the
+largest share of stale responses and the most of them in a step, the largest growth of the gap, the share of differences
+of one sign and the correlation that come nearest to the limits, and the first step with a warning. Limits are in
+docs/run-causes.md.
+
+The patched verl must be importable; after `bash tests/run.sh`:
+
+    PYTHONPATH=build/verl:. build/venv/bin/python benchmarks/run_warnings.py --seeds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from grpo_run import Run, Samples, Settings, Variant
+from sums_task import PROMPT, RESPONSE, learn_from_examples, new_model
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+RATE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """What is wrong with the rollout of a run.
+
+    Args:
+        name (str): As printed.
+        stale (float): The share of the responses that are sampled with the weights of step 1.
+        behind (int): By how many steps the rollout's weights are late.
+        temperature (float): Of the log-probs that the rollout reports; it samples at 1.
+        noise (float): The deviation of its log-probs.
+        rate (float): The learning rate, in the usual one.
+        reference (bool): Whether the log-probs of the reference are known.
+    """
+
+    name: str
+    stale: float = 0.0
+    behind: int = 0
+    temperature: float = 1.0
+    noise: float = 0.02
+    rate: float = 1.0
+    reference: bool = True
+
+
+HEALTHY = (
+    *(Planted(f"healthy, noise {noise:g}", noise=noise) for noise in (0.0, 0.02, 0.1)),
+    *(Planted(f"healthy, learning rate × {rate:g}", rate=rate) for rate in (10.0, 100.0)),
+    Planted("healthy, no reference", reference=False),
+    Planted("one step late", behind=1),
+)
+CAUSES = (
+    Planted("never synced", stale=1.0, rate=3.0),
+    Planted("never synced, no reference", stale=1.0, rate=3.0, reference=False),
+    Planted("one worker", stale=0.5, rate=3.0),
+    Planted("one worker, no reference", stale=0.5, rate=3.0, reference=False),
+    Planted("temperature 0.6", temperature=0.6),
+    Planted("temperature 1.5", temperature=1.5),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", "CPU Autocast only supports")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for seed in range(options.seeds):
+        weights = learn_from_examples(seed, Settings().skill)
+        for planted in (*HEALTHY, *CAUSES):
+            print(f"seed {seed}  {planted.name:32}", described(run(planted, weights, seed, options.steps)), flush=True)
+
+
+def run(planted: Planted, weights: dict[str, Tensor], seed: int, steps: int) -> list[dict[str, Any]]:
+    """The figures and the warning of each step."""
+    settings = dataclasses.replace(Settings(steps=steps), learning_rate=RATE * planted.rate)
+    training = Run(settings, weights, Variant("no clip", "none"), seed, None)
+    past = [_copied(training.model, seed)]
+    noise = torch.Generator().manual_seed(seed)
+    gradloc = training.actor.gradloc
+    assert gradloc is not None
+    checks = gradloc._run_checks
+    figures = []
+    for step in range(steps):
+        current = training.model
+        used = past[max(step - planted.behind, 0)] if planted.behind else current
+        training.model = used
+        samples = training.draw()
+        if planted.stale:
+            training.model = past[0]
+            late = training.draw()
+            count = round(planted.stale * len(samples.prompts))
+            samples = _joined(late, samples, count)
+        training.model = current
+        rollout = _reported(used, past[0], planted, samples)
+        size = rollout.abs().clamp(min=0.1)
+        t = torch.randn(3, *rollout.shape, generator=noise).square().sum(0).div(3).sqrt()
+        rollout = rollout + planted.noise * size * torch.randn(rollout.shape, generator=noise) / t
+
+        def change(tensors: dict[str, Tensor], rollout: Tensor = rollout) -> None:
+            tensors["rollout_log_probs"] = rollout
+            if planted.reference:
+                tensors["ref_log_prob"] = _log_probs(past[0], tensors["input_ids"])
+
+        training.step("no", samples, change)
+        figures.append({**_figures(checks), "warnings": [warning["name"] for warning in gradloc.warnings]})
+        if planted.behind:
+            past.append(_copied(training.model, seed))
+    return figures
+
+
+def _copied(model: nn.Module, seed: int) -> LlamaForCausalLM:
+    """A model with these weights, and without the hooks of what watches it."""
+    copied = new_model(seed)
+    copied.load_state_dict(model.state_dict())
+    return copied
+
+
+def _joined(first: Samples, second: Samples, count: int) -> Samples:
+    """The first rows of one, and the other rows of the other."""
+    fields = [field.name for field in dataclasses.fields(Samples)]
+    return Samples(
+        **{name: torch.cat([getattr(first, name)[:count], getattr(second, name)[count:]]) for name in fields}
+    )
+
+
+def _reported(used: nn.Module, initial: nn.Module, planted: Planted, samples: Samples) -> Tensor:
+    """The log-probs that the rollout reports, without noise."""
+    tokens = torch.cat([samples.prompts, samples.responses], 1)
+    reported = _log_probs(used, tokens, planted.temperature)
+    late = _log_probs(initial, tokens, planted.temperature)
+    stale = torch.arange(len(tokens)) < round(planted.stale * len(tokens))
+    return torch.where(stale.unsqueeze(1), late, reported)
+
+
+@torch.no_grad()
+def _log_probs(model: nn.Module, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    logits = model(input_ids=tokens).logits[:, PROMPT - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, tokens[:, -RESPONSE:].unsqueeze(-1)).squeeze(-1)
+
+
+def _figures(checks: Any) -> dict[str, float]:
+    """What the rules of the last update looked at."""
+    sums = checks._sums
+    told = sums["stale"] + sums["fresh"]
+    signed = sums["larger"] + sums["smaller"]
+    gap = sums["gap"] / sums["tokens"]
+    base = checks._readings[0][1] if checks._readings else gap
+    return {
+        "gap": gap,
+        "stale": sums["stale"],
+        "share": sums["stale"] / told if told else 0.0,
+        "growth": gap / base if base else 1.0,
+        "one_side": max(sums["larger"], sums["smaller"]) / signed if signed else 0.5,
+        "correlation": abs(checks._correlation()),
+    }
+
+
+def described(figures: list[dict[str, Any]]) -> str:
+    """A run in one line."""
+    most = {name: max(step[name] for step in figures) for name in figures[0] if name != "warnings"}
+    least = min(step["gap"] for step in figures)
+    first = next((i for i, step in enumerate(figures, 1) if step["warnings"]), None)
+    names = sorted({name for step in figures for name in step["warnings"]})
+    warned = sum(bool(step["warnings"]) for step in figures)
+    return (
+        f"gap {least:.3f} to {most['gap']:.3f}  stale {most['share']:4.0%} (at most {most['stale']:.0f})  "
+        f"growth {most['growth']:5.1f}  one side {most['one_side']:4.0%}  correlation {most['correlation']:.2f}  "
+        + (f"{', '.join(names)} in {warned} of {len(figures)} steps, first in {first}" if names else "no warning")
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""The checks of every step: sums against a plain loop, and warnings on planted runs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradloc.run_checks import LARGEST, ONE_SIDE_NATS, STALE_GAP, STALE_RATIO, RunChecks, own_sums, resume_note
+
+COLUMNS = ("log_prob", "old_log_prob", "ref_log_prob", "rollout_log_prob")
+
+
+def broken_tokens(seed: int, bypass: bool = False) -> dict[str, Tensor]:
+    """Tokens with numbers that are not finite, empty responses, padding and tokens without a weight."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    shape = (12, 7)
+    columns = {name: -3 * torch.rand(shape) for name in COLUMNS}
+    # Stale rows, fresh rows, and rows that are neither.
+    columns["rollout_log_prob"][:4] = columns["ref_log_prob"][:4] + 0.01 * torch.randn(4, 7)
+    columns["rollout_log_prob"][4:8] = columns["old_log_prob"][4:8] + 0.01 * torch.randn(4, 7)
+    columns["rollout_log_prob"][8, :2] = -40.0
+    for name in COLUMNS:
+        for value in (math.nan, math.inf, -math.inf):
+            columns[name][random.randrange(12), random.randrange(7)] = value
+    if bypass:
+        columns["old_log_prob"] = columns["rollout_log_prob"].clone()
+    weight = torch.full(shape, 0.5)
+    weight[torch.rand(shape) < 0.1] = 0.0
+    return {"response_mask": (torch.arange(7) < torch.randint(0, 8, (12, 1))).float(), "weight": weight, **columns}
+
+
+def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, usual_gap: float) -> list[float]:
+    """What `own_sums` gives, one token at a time."""
+    names = "tokens gap larger smaller difference difference_square level level_square product responses over_usual"
+    total = dict.fromkeys(
+        [*names.split(), "stale", "fresh", "unclear", "stale_tokens", "stale_gap", "stale_distance"], 0.0
+    )
+    for tokens in micro_batches:
+        if "rollout_log_prob" not in tokens or ("old_log_prob" not in tokens and not first):
+            continue
+        rows = {name: tensor.double().tolist() for name, tensor in tokens.items()}
+        places = [
+            (row, i)
+            for row in range(12)
+            for i in range(7)
+            if rows["response_mask"][row][i]
+            and rows["weight"][row][i]
+            and math.isfinite(rows["rollout_log_prob"][row][i])
+        ]
+        policy = rows.get("old_log_prob", rows["log_prob"])
+        if all(policy[row][i] == rows["rollout_log_prob"][row][i] for row, i in places):
+            if not first:
+                continue
+            policy = rows["log_prob"]
+        for row in range(12):
+            found = []
+            for i in [position for other, position in places if other == row]:
+                reference = rows["ref_log_prob"][row][i] if "ref_log_prob" in rows else None
+                if math.isfinite(policy[row][i]) and (reference is None or math.isfinite(reference)):
+                    rollout = rows["rollout_log_prob"][row][i]
+                    difference = max(min(rollout - policy[row][i], LARGEST), -LARGEST)
+                    distance = None if reference is None else min(abs(rollout - reference), LARGEST)
+                    found.append((difference, (rollout + policy[row][i]) / 2, distance))
+            for difference, level, _ in found:
+                total["tokens"] += 1
+                total["gap"] += abs(difference)
+                total["larger"] += difference > ONE_SIDE_NATS
+                total["smaller"] += difference < -ONE_SIDE_NATS
+                limited, level = max(min(difference, 1.0), -1.0), max(level, -5.0)
+                total["difference"] += limited
+                total["difference_square"] += limited**2
+                total["level"] += level
+                total["level_square"] += level**2
+                total["product"] += limited * level
+            if not found:
+                continue
+            gap = sum(abs(difference) for difference, _, _ in found) / len(found)
+            total["responses"] += 1
+            total["over_usual"] += gap > usual_gap
+            if "ref_log_prob" in rows:
+                distance = sum(distance for _, _, distance in found) / len(found)
+                stale = gap > STALE_GAP and distance < STALE_RATIO * gap
+                fresh = distance > STALE_GAP and gap < STALE_RATIO * distance
+                total["fresh"] += fresh
+                total["unclear"] += max(gap, distance) > STALE_GAP and not (stale or fresh)
+                if gap > STALE_GAP and distance < STALE_RATIO * gap:
+                    total["stale"] += 1
+                    total["stale_tokens"] += len(found)
+                    total["stale_gap"] += gap * len(found)
+                    total["stale_distance"] += distance * len(found)
+    return list(total.values())
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("without", [(), *((name,) for name in COLUMNS[1:]), ("old_log_prob", "ref_log_prob")])
+@pytest.mark.parametrize("bypass", [True, False])
+def test_the_sums_are_those_of_a_loop_over_the_tokens(bypass: bool, without: tuple[str, ...], first: bool) -> None:
+    micro_batches = [
+        {name: values for name, values in broken_tokens(seed, bypass).items() if name not in without}
+        for seed in range(5)
+    ]
+    found = own_sums(micro_batches, first, 0.3)
+    assert found.tolist() == pytest.approx(sums_of_a_loop(micro_batches, first, 0.3))
+    if "rollout_log_prob" in without or (not first and (bypass or "old_log_prob" in without)):
+        assert not found.any()
+    elif not without and not bypass:
+        assert found.all()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A planted run: logits that move with each step, and responses sampled from what the rollout has of them.
+
+    Args:
+        behind (int | None): By how many steps the rollout's weights are late; None: they are those of the first step.
+        stale_share (float): The share of the responses for which they are.
+        noise (float): The deviation of the rollout's log-probs, per nat of their size, and at least a tenth of it.
+        rate (float): How far the logits move in a step.
+        reported (float): The temperature of the reported log-probs; sampled at 1.
+        top_p (float): Log-probs are those after top-p.
+        reference (bool): Whether the reference's log-probs are known.
+        resumed_after (int | None): After this step, the rollout gets the weights once.
+    """
+
+    behind: int | None = 0
+    stale_share: float = 1.0
+    noise: float = 0.0
+    rate: float = 0.0
+    reported: float = 1.0
+    top_p: float = 1.0
+    reference: bool = True
+    resumed_after: int | None = None
+    responses: int = 48
+    length: int = 40
+
+
+def steps(run: Run, count: int, seed: int = 1) -> Iterator[dict[str, Tensor]]:
+    """A mini-batch for each step."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (run.responses, run.length, 30)
+    # Some tokens are next to certain, others have many alternatives.
+    certainty = 3 * torch.rand(shape[:2], generator=generator, dtype=torch.float64).unsqueeze(-1)
+    past = [2 * certainty * torch.randn(shape, generator=generator, dtype=torch.float64)]
+    direction = torch.randn(shape, generator=generator, dtype=torch.float64)
+    late = torch.arange(run.responses) < run.stale_share * run.responses
+    old = 0
+    for step in range(count):
+        if run.behind is not None:
+            old = max(step - run.behind, 0)
+        elif step == run.resumed_after:
+            old = step
+        logits = torch.where(late[:, None, None], past[old], past[-1])
+        distribution = logits.log_softmax(-1)
+        if run.top_p < 1:
+            descending, order = distribution.sort(dim=-1, descending=True)
+            kept = descending.exp().cumsum(-1) - descending.exp() < run.top_p
+            distribution = torch.full_like(distribution, -math.inf).scatter(
+                -1, order, torch.where(kept, descending, -math.inf)
+            )
+            distribution = distribution.log_softmax(-1)
+        uniform = torch.rand(shape[:2], generator=generator, dtype=torch.float64).unsqueeze(-1)
+        token = (distribution.exp().cumsum(-1) < uniform).sum(-1).clamp(max=29).unsqueeze(-1)
+
+        def of(values: Tensor, token: Tensor = token) -> Tensor:
+            return values.gather(-1, token).squeeze(-1)
+
+        reported = (distribution / run.reported).log_softmax(-1)
+        rollout = of(reported)
+        scale = run.noise * torch.maximum(rollout.abs(), torch.tensor(0.1))
+        rollout = rollout + scale * torch.randn(rollout.shape, generator=generator, dtype=torch.float64)
+        policy = of(past[-1].log_softmax(-1))
+        ones = torch.ones_like(policy)
+        tokens = {"response_mask": ones, "weight": ones, "log_prob": policy, "old_log_prob": policy}
+        tokens |= {"rollout_log_prob": rollout}
+        if run.reference:
+            tokens["ref_log_prob"] = of(past[0].log_softmax(-1))
+        yield tokens
+        past.append(past[-1] + run.rate * (direction + torch.randn(shape, generator=generator, dtype=torch.float64)))
+
+
+def checked(
+    run: Run, count: int, checks: RunChecks | None = None, ranks: int = 1, seed: int = 1
+) -> list[list[dict[str, Any]]]:
+    """The warnings of each step."""
+    checks, found = checks or RunChecks(), []
+    for step, tokens in enumerate(steps(run, count, seed), 1):
+        checks.start_update(step)
+        parts = [{name: values[rank::ranks] for name, values in tokens.items()} for rank in range(ranks)]
+        checks.take_in(torch.stack([own_sums([part], True, checks.usual_gap) for part in parts]), 1e-6)
+        found.append(checks.warnings())
+    return found
+
+
+def names(found: list[list[dict[str, Any]]]) -> list[str]:
+    """Of each step, its warning; empty without one."""
+    assert all(len(warnings) <= 1 for warnings in found)
+    return [warnings[0]["name"] if warnings else "" for warnings in found]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("reference", [True, False])
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"noise": 0.02, "rate": 0.02},
+        {"noise": 0.1, "rate": 0.02},
+        {"noise": 0.3, "rate": 0.02},
+        {"rate": 0.02},
+        {"noise": 0.02, "rate": 0.5},  # a learning rate that is far too large
+        {"noise": 0.02},
+        {"behind": 1, "rate": 0.02, "noise": 0.02},  # the trainer trains on the last step's responses
+    ],
+    ids=lambda run: ",".join(f"{name}={value}" for name, value in run.items()),
+)
+def test_ordinary_runs_do_not_warn(run: dict[str, Any], reference: bool, seed: int) -> None:
+    assert not any(names(checked(Run(**run, reference=reference), 12, seed=seed)))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rollout_that_keeps_the_weights_of_step_1_is_told_by_the_reference(ranks: int, noise: float) -> None:
+    found = checked(Run(behind=None, rate=0.05, noise=noise), 10, ranks=ranks)
+    assert names(found)[:2] == ["", ""] and set(names(found)[5:]) == {"stale_weights"}
+    sentence = found[-1][0]["sentence"]
+    assert "the weights of step 1: its log-probs agree with the reference's" in sentence
+    assert "--fault never_synced" in found[-1][0]["check"]
+
+
+def test_a_rollout_that_keeps_the_weights_of_step_1_is_told_by_the_trend() -> None:
+    found = checked(Run(behind=None, rate=0.05, noise=0.02, reference=False), 12)
+    assert not any(names(found)[:3]) and set(names(found)[8:]) == {"stale_weights"}
+    assert (
+        "the weights of step 1: its log-probs' mean difference from the policy's has grown" in found[-1][0]["sentence"]
+    )
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_one_of_two_workers_that_is_not_updated(reference: bool) -> None:
+    found = checked(Run(behind=None, stale_share=0.5, rate=0.1, noise=0.02, reference=reference), 12)
+    assert names(found)[-1] == "partly_stale"
+    assert "For 50% of the responses, as from one of several workers" in found[-1][0]["sentence"]
+
+
+def test_weights_that_are_late_but_arrive_are_not_called_those_of_step_1() -> None:
+    run = Run(behind=3, rate=0.1)
+    found = checked(run, 12)
+    # Until then the rollout does have the weights of step 1.
+    assert names(found)[3] == "stale_weights"
+    assert all("of step 1" not in warning["sentence"] for warnings in found[4:] for warning in warnings)
+    assert not any(names(found)[6:])
+    late = checked(Run(behind=3, rate=0.1, reference=False), 14)
+    assert not any(names(late)[8:])
+
+
+@pytest.mark.parametrize("reference", [True, False])
+@pytest.mark.parametrize("run", [{"reported": 0.62}, {"reported": 1.5}, {"top_p": 0.8}], ids=str)
+def test_log_probs_of_another_temperature_or_after_top_p(run: dict[str, Any], reference: bool) -> None:
+    found = checked(Run(**run, noise=0.02, rate=0.01, reference=reference), 6)
+    assert names(found) == ["", "", *["other_log_probs"] * 4]
+    told = {"reported": "lower" if run.get("reported", 0) < 1 else "higher", "top_p": "larger for 100%"}[
+        next(iter(run))
+    ]
+    assert told in found[-1][0]["sentence"]
+
+
+def test_a_single_broken_update_does_not_warn() -> None:
+    """As after a flipped bit in the policy: the rollout gets the broken weights with the next update."""
+    checks, found = RunChecks(), []
+    for step, tokens in enumerate(steps(Run(noise=0.02), 6), 1):
+        if step == 3:
+            tokens["old_log_prob"] = tokens["log_prob"] = tokens["log_prob"] - 3.0
+        checks.start_update(step)
+        checks.take_in(own_sums([tokens], True, checks.usual_gap).unsqueeze(0), 1e-6)
+        found.append(checks.warnings())
+    assert not any(names(found))
+
+
+def test_a_resume_keeps_the_readings_and_says_so() -> None:
+    run = Run(behind=None, rate=0.05, noise=0.02, reference=False)
+    whole = checked(run, 12)
+    first, resumed, found = RunChecks(), RunChecks(), []
+    for step, tokens in enumerate(steps(run, 12), 1):
+        checks = first if step <= 8 else resumed
+        if step == 9:
+            resumed.load_state_dict(first.state_dict())
+        checks.start_update(step)
+        checks.take_in(own_sums([tokens], True, checks.usual_gap).unsqueeze(0), 1e-6)
+        found.append(checks.warnings())
+    assert names(found) == names(whole) and resumed.steps_since_resume == 4
+    for step in (9, 10, 11):
+        note = f" This is step {step - 8} after a checkpoint was loaded."
+        assert found[step - 1][0]["sentence"] == whole[step - 1][0]["sentence"] + note
+    assert found[11] == whole[11]
+
+
+def test_the_readings_begin_again_when_the_rollout_gets_weights() -> None:
+    run = Run(behind=None, rate=0.05, reference=False, resumed_after=10)
+    found = checked(run, 24)
+    assert set(names(found)[7:10]) == {"stale_weights"} and not any(names(found)[10:13])
+    assert "the weights of step 11" in found[-1][0]["sentence"]
+
+
+def test_readings_of_a_long_run_stay_few_and_keep_the_first() -> None:
+    checks = RunChecks()
+    (tokens,) = steps(Run(noise=0.02), 1)
+    sums = own_sums([tokens], True, 0.0).unsqueeze(0)
+    for step in range(1, 1001):
+        checks.start_update(step)
+        checks.take_in(sums, 1e-6)
+    readings = checks.state_dict()["readings"]
+    assert len(readings) <= 64 and readings[0][2] == 1 and readings[-1][2] > 900
+
+
+def test_without_saved_state_the_first_step_seen_counts() -> None:
+    checks = RunChecks()
+    checks.load_state_dict(None)
+    assert checks.state_dict() == {
+        "rates": 0.0,
+        "readings": [],
+        "least": math.inf,
+        "held": {"rule": "", "times": 0},
+    }
+    checks.start_update(5)
+    assert checks.steps_since_resume == 1 and checks.warnings() == []
+
+
+def test_the_note_on_a_resume() -> None:
+    assert [bool(resume_note(steps)) for steps in (None, 1, 3, 4)] == [False, True, True, False]
