@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .auxiliary import auxiliary_verdict
 from .sources import RULES, SOURCES, UNLIKELY
 
 # The limits of `find_cause`.
@@ -74,9 +75,13 @@ def verdict(event: Mapping[str, Any], ordinary: Mapping[str, float | None]) -> d
         ordinary (Mapping): What `ordinary_shares` returned.
 
     Returns:
-        dict: `cause`, the name of a rule, or None where no cause is known; `culprits` and `ordinary`, the shares for
-            which that rule holds (None where unknown); `sentence`, with what to do; `check`, a command that checks it.
+        dict: `cause`, the name of a rule, or "auxiliary", or None where no cause is known; `culprits` and `ordinary`,
+            the shares for which that rule holds (None where unknown); `sentence`, with what to do; `check`, a command
+            that checks it.
     """
+    auxiliary = auxiliary_verdict(event)
+    if auxiliary is not None:
+        return auxiliary
     count = len(event["culprits"])
     culprits = {
         rule.name: sum(rule.name in culprit["sources"] for culprit in event["culprits"]) / count if count else 0.0
