@@ -26,6 +26,8 @@ _FILES = 64
 # Of all of them together.
 _BYTES = 16 * 2**20
 
+_FACTOR = {"anyOf": [object_with({"factor": NUMBER, "spread": NUMBER, "could_be": list_of(TEXT)}), {"type": "null"}]}
+
 RESULT = object_with(
     {
         "format": {"const": layout.FORMAT},
@@ -95,6 +97,12 @@ RESULT = object_with(
         ),
     },
     remedy_notes=list_of(TEXT),
+    scale={
+        "anyOf": [
+            object_with({"gradient": _FACTOR, "reduced": _FACTOR, "loss": _FACTOR}),
+            {"type": "null"},
+        ]
+    },
 )
 # Overrides are to be copied into a shell: nothing but keys and plain values.
 _OVERRIDES = re.compile(r"[a-z_.]+=[\w.-]+( [a-z_.]+=[\w.-]+)*", re.ASCII)

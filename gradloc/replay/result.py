@@ -19,7 +19,8 @@ from ..version import __version__
 from .measuring import Measured, Norms, Place
 from .model import Variant
 from .remedies import DROP, ORDINARY_MULTIPLE, Row, global_clip_factor, layer_clip_factors, scaled
-from .verdict import sentences
+from .scale import find_scale
+from .verdict import same_weights, sentences
 
 
 def build_result(
@@ -122,6 +123,7 @@ def build_result(
         result["remedies"] = _remedies(bundle, measured[main].units[name], measured[main].rests.get(name))
     else:
         result["remedies"], result["remedy_notes"] = remedies
+    result["scale"] = find_scale(bundle, measured[main], same_weights(result), main.dtype, manifest["dtype"])
     result["sentences"] = sentences(result)
     return result
 

@@ -20,7 +20,7 @@ ENGINE = verl.__version__ == "0.9.1"
 REWARDS = [f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"]
 # A random model finds all tokens equally unlikely, so that their norms are alike: up to 13, with verl 0.9.1 up to 10.
 # With "unsampled" and "stale" some are over their threshold, with the others only what the fault makes larger.
-THRESHOLDS = {"unsampled": "3", "advantage": "30", "bitflip": "10.5" if ENGINE else "14", "stale": "3", "nan": "1000"}
+THRESHOLDS = {"unsampled": "3", "advantage": "30", "bitflip": "10.5" if ENGINE else "14", "stale": "3", "nan": "1000", "auxiliary": "30"}
 # At this rate three steps change the weights by several times their size.
 CHANGED = {"stale": ["LR=0.1"]}
 CHANGES_IN_EACH_RUN = {"time", "seconds", "uid"}
@@ -88,6 +88,13 @@ def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pyt
             # A random model's log-probs move little: the ratios of a few tokens leave the rules' limits, not of most.
             counts = Counter(culprit["source"] for culprit in late)
             assert counts["misaligned"] + counts["token"] + counts["sequence"] > 0, counts
+        case "auxiliary":
+            assert {event["global_step"] for event in events} == {2} and culprits == []
+            for event in events:
+                found = event["without_tokens"]
+                assert event["diagnosis"] == "diffuse" and event["verdict"]["cause"] == "auxiliary"
+                assert found["share"] > 0.9 and found["layer_norms"]["layers.1"] == pytest.approx(found["norm"])
+                assert "of the norm of rank" in event["summary"] and "in the layer layers.1" in event["summary"]
         case "bitflip":
             assert {event["global_step"] for event in events} == {2}
             for event in events:

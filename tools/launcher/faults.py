@@ -46,6 +46,10 @@ FAULTS = {
         {"TOTAL_STEPS": "2"},
         ("algorithm.adv_estimator=planted_nan",),
     ),
+    "auxiliary": Fault(
+        "in step 2 a large auxiliary loss is attached to layer 1, whose gradient comes from no token",
+        {"TOTAL_STEPS": "2"},
+    ),
 }
 
 
