@@ -28,6 +28,8 @@ _BYTES = 16 * 2**20
 
 _FACTOR = {"anyOf": [object_with({"factor": NUMBER, "spread": NUMBER, "could_be": list_of(TEXT)}), {"type": "null"}]}
 
+_SWITCH = object_with({"name": TEXT, "norm": NUMBER, "log_probs": NUMBER_OR_NULL, "culprit": NUMBER_OR_NULL})
+
 RESULT = object_with(
     {
         "format": {"const": layout.FORMAT},
@@ -97,6 +99,9 @@ RESULT = object_with(
         ),
     },
     remedy_notes=list_of(TEXT),
+    switches=list_of(
+        object_with({"name": TEXT, "norm": NUMBER, "log_probs": NUMBER_OR_NULL, "culprit": NUMBER_OR_NULL})
+    ),
     scale={
         "anyOf": [
             object_with({"gradient": _FACTOR, "reduced": _FACTOR, "loss": _FACTOR}),

@@ -89,6 +89,19 @@ def measure(bundle: Bundle, model: Model, tokens: list[Place], culprits: list[Pl
     return found
 
 
+def measure_first(bundle: Bundle, model: Model, token: Place | None) -> Measured:
+    """The same of the first micro-batch, and of one token of it, alone."""
+    entry = bundle.manifest["micro_batches"][0]
+    name = entry["rank"], entry["micro_batch"]
+    saved, found = bundle.micro_batches[name], Measured()
+    found.log_probs[name] = torch.zeros_like(saved.tokens["weight"], dtype=torch.float64)
+    coefficients = saved.tokens["coefficient"], saved.tokens["entropy_coefficient"]
+    found.units[name] = gradient_norms(model, bundle, saved, *coefficients, into=found.log_probs[name])
+    if token is not None:
+        found.tokens[token] = _token(model, bundle, token)
+    return found
+
+
 def _whole(model: Model, bundle: Bundle, found: Measured) -> Norms:
     """The gradient of the mini-batch, averaged over the ranks, if the bundle has all its micro-batches."""
     if len(found.units) == 1:

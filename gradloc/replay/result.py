@@ -32,6 +32,7 @@ def build_result(
     tokens: Sequence[Place],
     notes: Sequence[str],
     remedies: tuple[list[Row], list[str]] | None = None,
+    switches: Sequence[Row] | None = None,
 ) -> dict[str, Any]:
     """The result of a replay, ready for `jsonable`; norms that were not recorded are None.
 
@@ -44,6 +45,7 @@ def build_result(
         tokens (Sequence[Place]): The tokens that were measured alone.
         notes (Sequence[str]): What could not be repeated.
         remedies (tuple, optional): What `measure_remedies` gave; None if it was not asked for.
+        switches (Sequence, optional): The rows of `measure_switch`; None if they were not asked for.
     """
     manifest, event = bundle.manifest, bundle.event
     others = [variant for variant in measured if variant != main]
@@ -124,6 +126,8 @@ def build_result(
     else:
         result["remedies"], result["remedy_notes"] = remedies
     result["scale"] = find_scale(bundle, measured[main], same_weights(result), main.dtype, manifest["dtype"])
+    if switches is not None:
+        result["switches"] = list(switches)
     result["sentences"] = sentences(result)
     return result
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..report.remedies import best, remedy_in_words
 from ..threshold import is_over
 from .scale import scale_in_words
+from .switch_table import switches_in_words
 
 # How far a norm may be from the recorded one to count as the same. In half precision some thirty roundings in a row of
 # 2^-9 (bfloat16) or 2^-12 (float16) stand between them, and a spike may magnify them.
@@ -26,6 +27,11 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     found.append(_weights(result))
     found += scale_in_words(result.get("scale"))
     found += _others(unit, result)
+    if "switches" in result:
+        comes_back = unit["norm"] is None or same_norm(
+            unit["replayed"], float(unit["norm"]), result["dtype"], result["recorded_dtype"]
+        )
+        found += switches_in_words(unit, result["switches"], result["variant"], comes_back)
     found += _layers(result["layers"])
     if "remedy_notes" in result:
         found.append(_remedy(unit, result["remedies"]))
