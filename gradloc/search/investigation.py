@@ -213,16 +213,18 @@ class Investigation:
                         self._suspect_rows(group)
 
     def _measure_without_tokens(self) -> bool:
-        """Measures, once, the first group in whose gradient a part may come from no token. A collective call.
+        """Measures the loudest group, once, if a part of some group's gradient may come from no token.
+
+        A collective call.
 
         Returns:
             bool: Whether it ran a pass.
         """
-        suspicious = self.search.suspicious if self.without_tokens is None else []
-        group = next((group for group in self.groups.members if group in suspicious), None)
-        whole = None if group is None else self.search.norm(group)
-        if group is None or whole is None:
+        suspicious = self.without_tokens is None and self.search.suspicious
+        loudest = self.search.loudest() if suspicious else None
+        if loudest is None:
             return False
+        group, whole = loudest
         (squares,) = self._meter.measure(self.passes, [partial(self.groups.empty_subsets, group)])
         with collectives.same_on_all_ranks():
             layer_norms = dict(zip(self.layers, squares.sqrt().tolist(), strict=True))

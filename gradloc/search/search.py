@@ -216,9 +216,14 @@ class Search:
         """
         return [name for name, group in self._groups.items() if group.is_diffuse or group.has_odd_norms]
 
-    def norm(self, group: GroupKey) -> float | None:
-        """The norm of a group's gradient; None if it was not measured."""
-        return self._groups[group].norm
+    def loudest(self) -> tuple[GroupKey, float] | None:
+        """The group with the largest finite norm over its threshold, and that norm; None without any over it."""
+        over = [
+            (group.norm / group.tokens.threshold(group.whole.candidates), name, group.norm)
+            for name, group in self._groups.items()
+            if group.search is not None and group.norm is not None and math.isfinite(group.norm)
+        ]
+        return max(over, key=lambda found: found[0])[1:] if over else None
 
     def add_norm_without_tokens(self, group: GroupKey, norm: float) -> None:
         """Records the norm of a group's gradient without any token.

@@ -35,12 +35,13 @@ def test_the_gradient_of_an_auxiliary_loss_is_measured(launch: Launch, world: in
     (2, Case("fsdp2", dynamic=True)),
     *[(2, Case("fsdp2", loss_agg_mode=mode)) for mode in ("seq-mean-token-mean", "seq-mean-token-sum")],
     *[(2, Case("fsdp2", loss_mode=mode)) for mode in ("gspo", "cispo", "geo_mean")],
-    (2, Case("fsdp2", mini_batch=4, kl=True, entropy=True, rollout=True, rollout_weights=True)),
+    (2, Case("fsdp2", kl=True, entropy=True, rollout=True, rollout_weights=True)),
 )
 def test_the_losses_of_verl_are_not_scaled_wrongly(launch: Launch, world: int, case: Case) -> None:
     by_rank = torch.tensor(launch(world, auxiliary_cases.scales, case)[0], dtype=torch.float64)
-    # That of GSPO and GMPO has the ratio of the response in its place.
-    assert coefficient_factor(by_rank) == pytest.approx(1, rel=0.02)
+    assert by_rank[:, 4].tolist() == pytest.approx([1.0] * world, rel=0.03)
+    # GMPO's coefficients have the ratio of the response instead, so there is no single factor.
+    assert coefficient_factor(by_rank) in ((None,) if case.loss_mode == "geo_mean" else (pytest.approx(1, rel=0.02),))
     assert loss_scale_warning(by_rank, case.loss_agg_mode) is None
 
 
