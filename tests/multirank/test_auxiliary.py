@@ -14,6 +14,7 @@ from valid_events import valid_events
 from gradloc.evidence.scaling import coefficient_factor, loss_scale_warning
 
 
+# The engine of verl 0.9 computes without padding, over which the mean of this auxiliary loss would be another.
 @cases(*[(2, Case(wrap, checkpointing=wrap == "fsdp2")) for wrap in WRAPS])
 def test_the_gradient_of_an_auxiliary_loss_is_measured(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, auxiliary_cases.auxiliary, case, 30.0, 2.0)
@@ -39,7 +40,7 @@ def test_the_gradient_of_an_auxiliary_loss_is_measured(launch: Launch, world: in
 )
 def test_the_losses_of_verl_are_not_scaled_wrongly(launch: Launch, world: int, case: Case) -> None:
     by_rank = torch.tensor(launch(world, auxiliary_cases.scales, case)[0], dtype=torch.float64)
-    assert by_rank[:, 4].tolist() == pytest.approx([1.0] * world, rel=0.03)
+    assert by_rank[:, 4].tolist() == pytest.approx([1.0] * world, rel=0.15 if case.loss_mode == "geo_mean" else 0.02)
     # GMPO's coefficients have the ratio of the response instead, so there is no single factor.
     assert coefficient_factor(by_rank) in ((None,) if case.loss_mode == "geo_mean" else (pytest.approx(1, rel=0.02),))
     assert loss_scale_warning(by_rank, case.loss_agg_mode) is None
