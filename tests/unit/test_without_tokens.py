@@ -87,7 +87,12 @@ def brute_force(model: Model, ids: Tensor) -> dict[str, float]:
 
 
 def spike(
-    scale: float, until: str = "explained", over: float = 0.2, budget: int = 128, outlier: float = 1.0
+    scale: float,
+    until: str = "explained",
+    over: float = 0.2,
+    budget: int = 128,
+    outlier: float = 1.0,
+    meter: str = "local",
 ) -> tuple[Model, Tensor, dict[str, Any]]:
     """The event of a mini-batch with one micro-batch; τ is that part of its norm."""
     model = Model(scale)
@@ -100,9 +105,8 @@ def spike(
         return None, model(inputs["ids"][rows][:, : PROMPT + length])
 
     def step(threshold: float) -> list[dict[str, Any]]:
-        gradloc = GradLoc(
-            model, GradLocConfig(grad_norm_threshold=threshold, bisect_until=until, bisect_budget_steps=budget), run
-        )
+        config = GradLocConfig(grad_norm_threshold=threshold, bisect_until=until, bisect_budget_steps=budget)
+        gradloc = GradLoc(model, config, run, meter=meter)
         gradloc.start_update(1)
         gradloc.begin_pass({"ids": ids}, range(ROWS))
         log_prob = model(ids)
@@ -118,7 +122,7 @@ def spike(
         model.zero_grad()
         return gradloc.events
 
-    level = step(1e-9)[0]["units"][0]["token_equivalent"]
+    level = step(1e-9)[0]["global_norm"] * math.sqrt(ROWS * RESPONSE)
     (event,) = step(over * level)
     assert valid_events(json.dumps(event | {"drill": None}).join("[]"))
     return model, ids, event
@@ -138,6 +142,15 @@ def test_the_gradient_without_any_token_is_that_of_the_auxiliary_loss(scale: flo
     assert event["passes"] <= 16 and not event["complete"]
     assert event["verdict"]["cause"] == "auxiliary"
     assert "comes from no token's log-prob, in the layer layers.1.router" in event["summary"]
+
+
+def test_where_ranks_cannot_be_told_apart_the_group_is_measured() -> None:
+    model, ids, event = spike(1e3, meter="reduced")
+    found = event["without_tokens"]
+    assert event["search"] == "reduced" and (found["rank"], found["micro_batch"]) == (None, 0)
+    assert found["layer_norms"] == pytest.approx(brute_force(model, ids), rel=1e-5)
+    assert found["share"] == pytest.approx(found["norm"] / event["global_norm"])
+    assert (event["diagnosis"], event["culprits"], event["verdict"]["cause"]) == ("diffuse", [], "auxiliary")
 
 
 def test_a_diffuse_spike_without_an_auxiliary_loss_has_nothing_without_tokens() -> None:
