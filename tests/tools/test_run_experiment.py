@@ -349,7 +349,10 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["--dry-run", "NNODES="], "NNODES is empty: give it a value, or leave it out"),
         (["--cluster", "--embedded"], "exclude each other"),
         (["--embedded", "--fault"], "--fault needs the name of a fault after it: unsampled, advantage"),
-        (["--embedded", "--fault", "fire"], "unknown fault fire: give unsampled, advantage, bitflip, stale, nan or auxiliary"),
+        (
+            ["--embedded", "--fault", "fire"],
+            "unknown fault fire: give unsampled, advantage, bitflip, stale, nan or auxiliary",
+        ),
         (["--cluster", "--fault", "nan"], "--fault belongs to --embedded"),
         (["--embedded", "SPIKE_DRILL_STEP=5"], "SPIKE_DRILL_STEP is 5, and the run ends with step 4"),
         (

@@ -20,7 +20,14 @@ ENGINE = verl.__version__ == "0.9.1"
 REWARDS = [f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"]
 # A random model finds all tokens equally unlikely, so that their norms are alike: up to 13, with verl 0.9.1 up to 10.
 # With "unsampled" and "stale" some are over their threshold, with the others only what the fault makes larger.
-THRESHOLDS = {"unsampled": "3", "advantage": "30", "bitflip": "10.5" if ENGINE else "14", "stale": "3", "nan": "1000", "auxiliary": "30"}
+THRESHOLDS = {
+    "unsampled": "3",
+    "advantage": "30",
+    "bitflip": "10.5" if ENGINE else "14",
+    "stale": "3",
+    "nan": "1000",
+    "auxiliary": "30",
+}
 # At this rate three steps change the weights by several times their size.
 CHANGED = {"stale": ["LR=0.1"]}
 CHANGES_IN_EACH_RUN = {"time", "seconds", "uid"}
