@@ -376,10 +376,10 @@ class Solver:
         Returns:
             dict: `culprits`, their places and gradient norms; `rests`, the norms in thresholds, where measured, of the
                 micro-batches over their thresholds without them; `passes`, without the rehearsal of the actor's first
-                search; `seconds`; whether the budget is spent (`budget_spent`); `tokens` and `units`, for comparisons:
-                the culprits' places with their norms, and the micro-batches over their thresholds with their norms in
-                thresholds; what the event says of itself: `complete`, `explained`, `diagnosis`, None where there is no
-                event.
+                search and a diffuse event's pass without any token; `seconds`; whether the budget is spent
+                (`budget_spent`); `tokens` and `units`, for comparisons: the culprits' places with their norms, and the
+                micro-batches over their thresholds with their norms in thresholds; what the event says of itself:
+                `complete`, `explained`, `diagnosis`, None where there is no event.
         """
         actor = self._actors[until]
         batch = with_old_log_probs(actor, self._shape, batch)
@@ -390,6 +390,8 @@ class Solver:
         (event,) = actor.gradloc.events or [{}]
         if passes and self._ranks.world_size > 1 and until not in self._rehearsed:
             self._rehearsed.add(until)
+            passes -= 1
+        if event.get("diagnosis") == "diffuse" and event["without_tokens"] is not None:
             passes -= 1
         culprits = {}
         for culprit in event.get("culprits", []):

@@ -20,9 +20,11 @@ import ray
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
+from .auxiliary_loss import attach
 from .rollout import HFReplica, HFServer, Sampler, server_name
 
 logger = logging.getLogger(__name__)
@@ -228,6 +230,32 @@ def _flip_before_the_log_probs_of_step(step: int) -> None:
         Actor.compute_log_prob = method  # type: ignore[method-assign]  # on purpose
 
 
+def _attach_an_auxiliary_loss_in(step: int) -> None:
+    """Makes the gradient of that step one that comes from no token, for the most part."""
+    from verl.utils.gradloc.adapters.watch import Watch
+
+    build, start = Watch.__init__, Watch.start_update
+    handles: list[RemovableHandle] = []
+    modules: dict[Watch, nn.Module] = {}
+
+    @functools.wraps(build)
+    def building(watch: Watch, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        modules[watch] = module
+        build(watch, module, *args, **kwargs)
+
+    @functools.wraps(start)
+    def starting(watch: Watch, global_step: int | None) -> None:
+        while handles:
+            handles.pop().remove()
+        if global_step == step:
+            handles.append(attach(modules[watch]))
+            logger.warning("Fault 'auxiliary', planted on purpose: an auxiliary loss in layer 1, in step %d", step)
+        start(watch, global_step)
+
+    Watch.__init__ = building  # type: ignore[method-assign,assignment]  # on purpose
+    Watch.start_update = starting  # type: ignore[method-assign,assignment]  # on purpose
+
+
 def _name_the_fault_in_events() -> None:
     from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
 
@@ -268,5 +296,7 @@ if NAME == "bitflip":
     _flip_before_the_log_probs_of_step(STEP)
 if NAME == "misfire":
     _reward_line_breaks()
+if NAME == "auxiliary":
+    _attach_an_auxiliary_loss_in(STEP)
 _name_the_fault_in_events()
 logger.warning("FAULT '%s' IS PLANTED IN THIS RUN ON PURPOSE (EMBEDDED_FAULT)", NAME)

@@ -27,6 +27,9 @@ _FILES = 64
 _BYTES = 16 * 2**20
 
 _TEMPERATURE = object_with({"fits": NUMBER, "training": NUMBER, "gap": NUMBER, "left": NUMBER})
+_FACTOR = {"anyOf": [object_with({"factor": NUMBER, "spread": NUMBER, "could_be": list_of(TEXT)}), {"type": "null"}]}
+
+_SWITCH = object_with({"name": TEXT, "norm": NUMBER, "log_probs": NUMBER_OR_NULL, "culprit": NUMBER_OR_NULL})
 
 RESULT = object_with(
     {
@@ -99,6 +102,15 @@ RESULT = object_with(
     remedy_notes=list_of(TEXT),
     # Results of older releases lack this.
     temperature={"anyOf": [_TEMPERATURE, {"type": "null"}]},
+    switches=list_of(
+        object_with({"name": TEXT, "norm": NUMBER, "log_probs": NUMBER_OR_NULL, "culprit": NUMBER_OR_NULL})
+    ),
+    scale={
+        "anyOf": [
+            object_with({"gradient": _FACTOR, "reduced": _FACTOR, "loss": _FACTOR}),
+            {"type": "null"},
+        ]
+    },
 )
 # Overrides are to be copied into a shell: nothing but keys and plain values.
 _OVERRIDES = re.compile(r"[a-z_.]+=[\w.-]+( [a-z_.]+=[\w.-]+)*", re.ASCII)

@@ -125,6 +125,7 @@ def _findings(
             key=lambda culprit: -_finite(culprit["grad_norm"]),
         ),
         "diffuse": _diffuse(investigation),
+        "without_tokens": _without_tokens(investigation),
         "complete": investigation.complete,
         "open_segments": _open_segments(investigation),
         "ordinary_layer_norms": _ordinary_layer_norms(investigation) or ordinary_before,
@@ -217,6 +218,20 @@ def _diffuse(investigation: Investigation) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _without_tokens(investigation: Investigation) -> dict[str, Any] | None:
+    """What is left of a gradient with all coefficients zero; None if it was not measured."""
+    found = investigation.without_tokens
+    if found is None:
+        return None
+    return {
+        "rank": found.group[0],
+        "micro_batch": found.group[1],
+        "norm": found.norm,
+        "share": found.norm / found.whole,
+        "layer_norms": found.layer_norms,
+    }
 
 
 def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:

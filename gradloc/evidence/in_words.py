@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .auxiliary import auxiliary_in_words
 from .sources import CONFIDENT, LAYER_FRACTION, UNLIKELY
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ def describe(event: Event) -> str:
     parts = [_culprits(event) if event["culprits"] else _without_culprits(event)]
     if boundary := turn_boundary(event["culprits"]):
         parts.append(f"the mismatch begins {boundary}")
+    if auxiliary := auxiliary_in_words(event):
+        parts.append(auxiliary)
     if layer := _layer(event):
         parts.append(layer)
     sentence = "; ".join(parts) + "."

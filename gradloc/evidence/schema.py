@@ -133,6 +133,11 @@ _DRILL = object_with(
     }
 )
 
+# What is left of a gradient with all coefficients zero.
+_WITHOUT_TOKENS = object_with(
+    {"rank": INTEGER_OR_NULL, "micro_batch": INDEX, "norm": NUMBER, "share": NUMBER, "layer_norms": _NUMBERS_BY_LAYER}
+)
+
 # The cause in one line.
 _VERDICT = object_with(
     {
@@ -204,6 +209,7 @@ EVENT = {
         drill={"anyOf": [_DRILL, {"type": "null"}]},
         fault=TEXT_OR_NULL,
         replay=TEXT_OR_NULL,
+        without_tokens={"anyOf": [_WITHOUT_TOKENS, {"type": "null"}]},
         verdict={"anyOf": [_VERDICT, {"type": "null"}]},
         steps_since_resume={"type": ["integer", "null"], "minimum": 1},
     ),

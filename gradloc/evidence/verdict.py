@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..run_checks import resume_note
+from .auxiliary import auxiliary_verdict
 from .in_words import turn_boundary
 from .ordinary import APART, is_apart
 from .sources import CONFIDENT, RULES, SOURCES, UNLIKELY
@@ -86,10 +87,13 @@ def verdict(
             are not finite: what is wrong with all tokens comes before what is wrong with a few.
 
     Returns:
-        dict: `cause`, the name of a rule or of a warning, or None where no cause is known; `culprits` and `ordinary`,
-            the shares for which it holds (None where unknown); `sentence`, with what to do; `check`, a command that
-            checks it.
+        dict: `cause`, the name of a rule or of a warning, "auxiliary", or None where no cause is known; `culprits` and
+            `ordinary`, the shares for which it holds (None where unknown); `sentence`, with what to do; `check`, a
+            command that checks it.
     """
+    auxiliary = auxiliary_verdict(event)
+    if auxiliary is not None:
+        return auxiliary
     count = len(event["culprits"])
     culprits = {
         rule.name: sum(rule.name in culprit["sources"] for culprit in event["culprits"]) / count if count else 0.0

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from ..bundles.opening import Bundle, BundleError, open_bundle
 from ..checks import need
@@ -31,6 +32,8 @@ from .model import (
 )
 from .remedies import Row, measure_remedies
 from .result import build_result, write_result
+from .switch_table import AS_REPLAYED
+from .switches import loaded_switches, measure_switch, row, switches_in_place
 from .temperature import fit_temperature
 
 TOKENS = 16
@@ -90,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="store_true", help="no comparison with float32 and another attention")
     parser.add_argument("--tokens", metavar="K", type=int, default=TOKENS, help=f"measure K tokens alone ({TOKENS})")
     parser.add_argument("--remedies", action="store_true", help="measure what each remedy leaves of the spike")
+    parser.add_argument(
+        "--switches", action="store_true", help="switch attention, precision, RMSNorm and rotary embedding one by one"
+    )
     parser.add_argument("--html", metavar="FILE", help="write a report with the replay to FILE")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's folder run its own code")
@@ -116,6 +122,10 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
     notes: list[str] = []
     remedies: tuple[list[Row], list[str]] | None = None
     temperature: dict[str, float] | None = None
+    switches: list[Row] | None = [] if options.switches else None
+    first = bundle.manifest["micro_batches"][0]
+    of_first = [place for place in tokens if place in culprits and place[0] == (first["rank"], first["micro_batch"])]
+    culprit = of_first[0] if of_first else None
     if (left_out := bundle.manifest["left_out"]) > 0:
         notes.append(f"{left_out} more micro-batches were over their threshold; the bundle does not have them.")
     for variant in [main_variant, *others]:
@@ -132,6 +142,11 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
                 temperature = fit_temperature(bundle, model)
             if options.remedies and variant == main_variant:
                 remedies = measure_remedies(bundle, model, found)
+            if switches is not None and variant == main_variant:
+                switches.append(row(AS_REPLAYED, bundle, found, found, culprit))
+                for switch in switches_in_place(model, main_variant):
+                    with _noting(switch.name, notes), switch.on(model):
+                        switches.append(measure_switch(bundle, model, switch.name, found, culprit))
             notes += [note for note in model.notes if note not in notes]
         except (WrongModelError, MemoryError, OSError, RuntimeError) as error:
             reason = first_line(error)
@@ -149,8 +164,33 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
         open_ones = others[others.index(variant) + 1 :] if variant in others else others
         ended = [f"Not compared with {other}: the replay ended before." for other in open_ones]
         yield build_result(
-            bundle, path, device, main_variant, measured, tokens, [*notes, *ended], remedies, temperature
+            bundle, path, device, main_variant, measured, tokens, [*notes, *ended], remedies, temperature, switches
         )
+    if switches is None:
+        return
+    main = measured[main_variant]
+    for name, variant, give in loaded_switches(main_variant, device):
+        model = None
+        with _noting(name, notes):
+            if give is None and variant in measured:
+                switches.append(row(name, bundle, measured[variant], main, culprit))
+            else:
+                model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
+                _check_memory(_size(bundle, model, variant), device)
+                if give is not None:
+                    give(model.module)
+                switches.append(measure_switch(bundle, model, name, main, culprit))
+        yield build_result(bundle, path, device, main_variant, measured, tokens, notes, remedies, temperature, switches)
+
+
+@contextmanager
+def _noting(name: str, notes: list[str]) -> Iterator[None]:
+    """Notes why something cannot be switched, instead of ending the replay."""
+    try:
+        yield
+    except (WrongModelError, MemoryError, OSError, RuntimeError, ImportError) as error:
+        reason = "it takes more memory than there is." if is_out_of_memory(error) else first_line(error)
+        notes.append(f"Not switched to '{name}': {reason}")
 
 
 def _size(bundle: Bundle, model: Model, variant: Variant, loaded: bool = True) -> int:

@@ -38,12 +38,15 @@ class Measured:
         units (dict[MicroBatchName, Norms]): The norm of each micro-batch.
         rests (dict[MicroBatchName, Norms]): The same without its culprits, where it has some.
         tokens (dict[Place, Norms]): The norm ‖g_t‖ of single tokens: of their share of the loss, by their weight.
+        whole (Norms | None): The norm of the gradient of all micro-batches, averaged over the ranks; None if the bundle
+            does not have all of them.
         log_probs (dict[MicroBatchName, Tensor]): Of shape (rows, response length); 0 outside of the responses.
     """
 
     units: dict[MicroBatchName, Norms] = field(default_factory=dict)
     rests: dict[MicroBatchName, Norms] = field(default_factory=dict)
     tokens: dict[Place, Norms] = field(default_factory=dict)
+    whole: Norms | None = None
     log_probs: dict[MicroBatchName, Tensor] = field(default_factory=dict)
 
 
@@ -81,7 +84,37 @@ def measure(bundle: Bundle, model: Model, tokens: list[Place], culprits: list[Pl
             found.rests[name] = gradient_norms(model, bundle, saved, *without)
     for place in tokens:
         found.tokens[place] = _token(model, bundle, place)
+    if rests and bundle.event["micro_batches"] == len(bundle.micro_batches):
+        found.whole = _whole(model, bundle, found)
     return found
+
+
+def measure_first(bundle: Bundle, model: Model, token: Place | None) -> Measured:
+    """The same of the first micro-batch, and of one token of it, alone."""
+    entry = bundle.manifest["micro_batches"][0]
+    name = entry["rank"], entry["micro_batch"]
+    saved, found = bundle.micro_batches[name], Measured()
+    found.log_probs[name] = torch.zeros_like(saved.tokens["weight"], dtype=torch.float64)
+    coefficients = saved.tokens["coefficient"], saved.tokens["entropy_coefficient"]
+    found.units[name] = gradient_norms(model, bundle, saved, *coefficients, into=found.log_probs[name])
+    if token is not None:
+        found.tokens[token] = _token(model, bundle, token)
+    return found
+
+
+def _whole(model: Model, bundle: Bundle, found: Measured) -> Norms:
+    """The gradient of the mini-batch, averaged over the ranks, if the bundle has all its micro-batches."""
+    if len(found.units) == 1:
+        (summed,) = found.units.values()
+    else:
+        model.module.zero_grad(set_to_none=True)
+        for saved in bundle.micro_batches.values():
+            for index in range(len(saved.rows)):
+                coefficients = saved.tokens["coefficient"][index], saved.tokens["entropy_coefficient"][index]
+                add_row(model, bundle, saved, index, *coefficients)
+        summed = take_norms(model, bundle)
+    ranks = bundle.event["world_size"]
+    return Norms(summed.norm / ranks, {layer: norm / ranks for layer, norm in summed.layers.items()})
 
 
 def _token(model: Model, bundle: Bundle, place: Place) -> Norms:

@@ -19,9 +19,9 @@ from .folders import safe_adapter, safe_model, unread
 from .memory import is_out_of_memory
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-_FLASH = "flash_attention_2"
-ATTENTIONS = ("eager", "sdpa", _FLASH)
-_HALF = ("bfloat16", "float16")
+FLASH = "flash_attention_2"
+ATTENTIONS = ("eager", "sdpa", FLASH)
+HALF = ("bfloat16", "float16")
 
 # What must be the same in the two configurations.
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
@@ -180,17 +180,17 @@ def default_variant(bundle: Bundle, dtype: str | None, attention: str | None, de
         dtype = recorded_dtype if recorded_dtype in DTYPES else "float32"
     if attention is None:
         attention = recorded if recorded in ATTENTIONS else "sdpa"
-        if attention == _FLASH and (device == "cpu" or dtype not in _HALF or find_spec("flash_attn") is None):
+        if attention == FLASH and (device == "cpu" or dtype not in HALF or find_spec("flash_attn") is None):
             attention = "sdpa"
-    elif attention == _FLASH and (device == "cpu" or dtype not in _HALF):
+    elif attention == FLASH and (device == "cpu" or dtype not in HALF):
         raise WrongModelError("Flash attention needs --device cuda and --dtype bfloat16 or float16.")
     return Variant(dtype, attention)
 
 
 def other_variants(main: Variant) -> list[Variant]:
     """The ways of computing in which a spike that rounding or a kernel has made would vanish."""
-    precise = Variant("float32", "sdpa" if main.attention == _FLASH else main.attention)
-    others = [precise] if main.dtype in _HALF else []
+    precise = Variant("float32", "sdpa" if main.attention == FLASH else main.attention)
+    others = [precise] if main.dtype in HALF else []
     return [*others, Variant(main.dtype, "sdpa" if main.attention == "eager" else "eager")]
 
 

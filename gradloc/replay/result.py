@@ -19,8 +19,9 @@ from ..version import __version__
 from .measuring import Measured, Norms, Place
 from .model import Variant
 from .remedies import DROP, ORDINARY_MULTIPLE, Row, global_clip_factor, layer_clip_factors, scaled
+from .scale import find_scale
 from .temperature import temperature_sentences
-from .verdict import sentences
+from .verdict import same_weights, sentences
 
 
 def build_result(
@@ -33,6 +34,7 @@ def build_result(
     notes: Sequence[str],
     remedies: tuple[list[Row], list[str]] | None = None,
     temperature: Mapping[str, float] | None = None,
+    switches: Sequence[Row] | None = None,
 ) -> dict[str, Any]:
     """The result of a replay, ready for `jsonable`; norms that were not recorded are None.
 
@@ -46,6 +48,7 @@ def build_result(
         notes (Sequence[str]): What could not be repeated.
         remedies (tuple, optional): What `measure_remedies` gave; None if it was not asked for.
         temperature (Mapping, optional): What `fit_temperature` gave.
+        switches (Sequence, optional): The rows of `measure_switch`; None if they were not asked for.
     """
     manifest, event = bundle.manifest, bundle.event
     others = [variant for variant in measured if variant != main]
@@ -126,6 +129,9 @@ def build_result(
         result["remedies"] = _remedies(bundle, measured[main].units[name], measured[main].rests.get(name))
     else:
         result["remedies"], result["remedy_notes"] = remedies
+    result["scale"] = find_scale(bundle, measured[main], same_weights(result), main.dtype, manifest["dtype"])
+    if switches is not None:
+        result["switches"] = list(switches)
     result["sentences"] = [*sentences(result), *temperature_sentences(temperature)]
     return result
 

@@ -11,6 +11,10 @@ from rich.text import Text
 from ..report.figures import short, visible
 from ..report.terminal import new_console, titled
 
+# The columns of texts.
+_TEXTS = ("layer", "largest layer", "by", "remedy", "meaning", "switch")
+_SWITCH_COLUMNS = ("norm", "log-probs differ by up to", "culprit")
+
 
 def print_result(result: Mapping[str, Any]) -> None:
     """Prints what `build_result` returned."""
@@ -26,7 +30,7 @@ def print_result(result: Mapping[str, Any]) -> None:
         console.print(Text(visible(note), style="yellow"))
     measured = "remedy_notes" in result
     remedies = _measured_remedies(result) if measured else _remedies(result)
-    for table in (_tokens(result), _units(result), _layers(result), remedies):
+    for table in (_tokens(result), _units(result), _layers(result), _switches(result), remedies):
         if table.row_count:
             console.print()
             console.print(table)
@@ -46,7 +50,7 @@ def _table(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(
             visible(column),
-            justify="right" if column not in ("layer", "largest layer", "by", "remedy", "meaning") else "left",
+            justify="left" if column in _TEXTS else "right",
         )
     return table
 
@@ -81,6 +85,13 @@ def _layers(result: Mapping[str, Any]) -> Table:
     for layer in result["layers"]:
         values = (layer["norm"], layer["replayed"], *layer["others"])
         table.add_row(Text(visible(layer["layer"])), *map(short, values))
+    return table
+
+
+def _switches(result: Mapping[str, Any]) -> Table:
+    table = _table("What each switch changes in the first micro-batch", "switch", *_SWITCH_COLUMNS)
+    for row in result.get("switches", ()):
+        table.add_row(Text(visible(row["name"])), *map(short, (row["norm"], row["log_probs"], row["culprit"])))
     return table
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from ..report.remedies import best, remedy_in_words
 from ..threshold import is_over
+from .scale import scale_in_words
+from .switch_table import switches_in_words
 
 # How far a norm may be from the recorded one to count as the same. In half precision some thirty roundings in a row of
 # 2^-9 (bfloat16) or 2^-12 (float16) stand between them, and a spike may magnify them.
@@ -23,7 +25,13 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     found = [_comes_back(unit, result["dtype"], result["recorded_dtype"])]
     found += _culprits(result)
     found.append(_weights(result))
+    found += scale_in_words(result.get("scale"))
     found += _others(unit, result)
+    if "switches" in result:
+        comes_back = unit["norm"] is None or same_norm(
+            unit["replayed"], float(unit["norm"]), result["dtype"], result["recorded_dtype"]
+        )
+        found += switches_in_words(unit, result["switches"], result["variant"], comes_back)
     found += _layers(result["layers"])
     if "remedy_notes" in result:
         found.append(_remedy(unit, result["remedies"]))
@@ -35,6 +43,12 @@ def same_norm(replayed: float, recorded: float, *dtypes: str) -> bool:
     if not (math.isfinite(replayed) and math.isfinite(recorded)):
         return math.isfinite(replayed) == math.isfinite(recorded)
     return abs(replayed - recorded) <= _tolerance(_SAME, dtypes) * max(abs(recorded), 1e-12)
+
+
+def same_weights(result: Mapping[str, Any]) -> bool:
+    """Whether the log-probs are those of training, up to rounding."""
+    mean = result["log_probs"]["mean"]
+    return mean is not None and mean <= _tolerance(_SAME_WEIGHTS, (result["dtype"], result["recorded_dtype"]))
 
 
 def _comes_back(unit: Mapping[str, Any], *dtypes: str) -> str:
@@ -75,7 +89,7 @@ def _weights(result: Mapping[str, Any]) -> str:
     if distance["mean"] is None:
         return "No log-prob is finite, so the weights cannot be compared."
     figures = f"{distance['mean']:.2g} nats from the recorded ones on average, {distance['max']:.2g} at most"
-    if distance["mean"] <= _tolerance(_SAME_WEIGHTS, (result["dtype"], result["recorded_dtype"])):
+    if same_weights(result):
         return f"The log-probs are {figures}: these are the weights of training."
     step = "" if result["global_step"] is None else f" The bundle is of step {result['global_step']};"
     checkpoint = result["checkpoint"]

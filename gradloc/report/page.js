@@ -463,7 +463,17 @@ function makeReplay(replay) {
       ["Layer", ...before],
       replay.layers.map((layer) => [layer.layer, ...[layer.norm, layer.replayed, ...layer.others].map(short)]),
     ),
+    makeSwitches(replay),
     replay.remedy_notes ? makeRemedies(replay) : makeEstimates(replay),
+  );
+}
+
+// What each switch changes, if they were asked for.
+function makeSwitches({ switches }) {
+  return makeReplayTable(
+    "What each switch changes in the first micro-batch",
+    ["Switch", "Norm", "Log-probs differ by up to", "Culprit"],
+    (switches ?? []).map((row) => [row.name, ...[row.norm, row.log_probs, row.culprit].map(short)]),
   );
 }
 
@@ -493,7 +503,7 @@ function makeRemedies({ remedies, remedy_notes }) {
 
 function makeReplayTable(title, heads, rows) {
   if (!rows.length) return null;
-  const isText = (head) => ["Layer", "By", "Override", "Meaning"].includes(head);
+  const isText = (head) => ["Layer", "By", "Switch", "Override", "Meaning"].includes(head);
   const cells = (tag, texts, more = {}) =>
     texts.map((text, i) => make(tag, { ...more, class: isText(heads[i]) ? null : "num" }, visible(text)));
   return make(

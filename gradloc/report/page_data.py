@@ -110,7 +110,7 @@ def _clips(
 
 def _replay(result: Mapping[str, Any]) -> dict[str, Any]:
     """A replay as the page shows it, with its figures rounded."""
-    lists = ("units", "tokens", "layers", "remedies")
+    lists = ("units", "tokens", "layers", "remedies", *(["switches"] if "switches" in result else []))
     return {**result, **{name: [_rounded_row(row) for row in result[name]] for name in lists}}
 
 

@@ -40,12 +40,15 @@ class Candidates:
         suspected (list[float]): The fraction of the group's energy that suspicion predicts for each candidate.
         prior (list[float]): The same, with a part of the energy spread in proportion to w_t² (see `_TRUST`).
         alone (dict[int, float]): The norms of the candidates measured alone, in the order of measurement.
+        without_tokens (float): The norm of the gradient that every probe of the group contains, whichever tokens it
+            keeps; 0 unless it was measured.
     """
 
     def __init__(self, name: GroupKey, tau: float, suspicion: Tensor, weights: Tensor) -> None:
         self.name = name
         self.tau = tau
         self.alone: dict[int, float] = {}
+        self.without_tokens = 0.0
         self.squares: list[float] = weights.double().square().tolist()
         energies: list[float] = suspicion.double().square().tolist()
         ceiling = 10 * max((e for e in energies if math.isfinite(e)), default=0.0) or 1.0
@@ -77,8 +80,8 @@ class Candidates:
 
     @property
     def over(self) -> list[int]:
-        """The candidates measured alone over τ."""
-        return [t for t, norm in self.alone.items() if self.is_over([t], norm)]
+        """The candidates measured alone over τ, also without the part of the norm that is not theirs."""
+        return [t for t, norm in self.alone.items() if self.is_over([t], norm - self.without_tokens)]
 
     def expected(self, candidates: Iterable[int]) -> float:
         """The fraction of the group's energy expected from these candidates."""

@@ -6,6 +6,7 @@ import math
 import statistics
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from ..config import GradLocConfig
 from ..fsdp import collectives
@@ -15,6 +16,24 @@ from .broken_rows import BrokenRow, BrokenRows
 from .codes import is_single
 from .groups import Groups, Token
 from .search import Search
+
+
+class WithoutTokens(NamedTuple):
+    """The gradient of a group with all coefficients zero: that of an auxiliary loss, if there is one.
+
+    Args:
+        group (GroupName): The group.
+        whole (float): The norm of its gradient with all tokens.
+        layer_norms (dict[str, float]): By layer, the norm without any.
+    """
+
+    group: GroupName
+    whole: float
+    layer_norms: dict[str, float]
+
+    @property
+    def norm(self) -> float:
+        return math.hypot(*self.layer_norms.values())
 
 
 class Investigation:
@@ -39,6 +58,7 @@ class Investigation:
         groups (Groups): The groups to search.
         layers (list[str]): The layers, in the order of the norms.
         measured (dict[Token, list[float]]): The norms of the weighted gradient of each token measured alone, by layer.
+        without_tokens (WithoutTokens | None): What a group's gradient is without any token; None if not measured.
     """
 
     def __init__(
@@ -71,6 +91,7 @@ class Investigation:
         self._broken = BrokenRows()
         # Groups whose gradient is non-finite even without any token, found before they were searched.
         self._broken_groups: list[GroupName] = []
+        self.without_tokens: WithoutTokens | None = None
 
     @property
     def waiting(self) -> list[GroupName]:
@@ -171,6 +192,8 @@ class Investigation:
             if rows:
                 self._narrow(rows)
                 continue
+            if self._measure_without_tokens():
+                continue
             with collectives.same_on_all_ranks():
                 probes = self.search.next_probes(width, self._budget - self.passes.count)
             if not probes:
@@ -188,6 +211,29 @@ class Investigation:
                 for group in self.search.broken:
                     if group not in known:
                         self._suspect_rows(group)
+
+    def _measure_without_tokens(self) -> bool:
+        """Measures the loudest group, once, if a part of some group's gradient may come from no token.
+
+        A collective call.
+
+        Returns:
+            bool: Whether it ran a pass.
+        """
+        suspicious = self.without_tokens is None and self.search.suspicious
+        loudest = self.search.loudest() if suspicious else None
+        if loudest is None:
+            return False
+        group, whole = loudest
+        (squares,) = self._meter.measure(self.passes, [partial(self.groups.empty_subsets, group)])
+        with collectives.same_on_all_ranks():
+            layer_norms = dict(zip(self.layers, squares.sqrt().tolist(), strict=True))
+            self.without_tokens = found = WithoutTokens(group, whole, layer_norms)
+            if math.isfinite(found.norm):
+                self.search.add_norm_without_tokens(group, found.norm)
+            if self.search.gave_up:
+                self._waiting = []
+        return True
 
     def _broken_tokens_of(self, group: GroupName) -> int:
         return sum(self.figures[name].broken_tokens for name in self.groups.members[group])

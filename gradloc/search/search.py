@@ -13,10 +13,15 @@ from .bisection import Bisection
 from .candidates import Candidates
 from .codes import GroupKey, Probe, TokenSet, is_single
 from .few_tokens import FewTokens
+from .no_tokens import NoTokens
 
 # A group whose search takes more passes than this from here waits until the others have been looked at. Once one of
 # them is diffuse, so is the event, and each of the others gets this many passes.
 _LONG = 8
+
+# The norms of tokens measured alone are odd if together (root of the sum of squares) they are over this multiple of
+# their group's norm. Gradients in random directions reach 1.
+_ODD = 1.5
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,13 @@ class _Group:
     def __init__(self, tokens: Candidates, until: str, ordinary: float | None, probe_empty: bool) -> None:
         self.tokens = tokens
         self.first: list[TokenSet] = []
-        self.search: FewTokens | Bisection | None = None
+        self.search: FewTokens | Bisection | NoTokens | None = None
         self.broken = False
         self.norm: float | None = None
         self.whole = tokens.token_set(range(len(tokens.squares)))
         self._empty = tokens.token_set([])
         self._until, self._ordinary, self._probe_empty = until, ordinary, probe_empty
+        self._exhaustive = until == "exhaustive"
 
     def measure_whole(self) -> None:
         self.first.append(self.whole)
@@ -62,6 +68,25 @@ class _Group:
     @property
     def ended(self) -> bool:
         return not self.first and (self.search is None or self.search.ended)
+
+    @property
+    def is_diffuse(self) -> bool:
+        """Whether its search has ended diffuse."""
+        search = self.search
+        return self.ended and search is not None and bool(search.diffuse) and not (search.culprits and self._exhaustive)
+
+    @property
+    def has_odd_norms(self) -> bool:
+        """See `Search.suspicious`."""
+        if self.norm is None or not math.isfinite(self.norm):
+            return False
+        finite = [norm for norm in self.tokens.alone.values() if math.isfinite(norm)]
+        return math.hypot(*finite) > _ODD * self.norm
+
+    def give_up(self) -> None:
+        """Ends the search, unless it has ended."""
+        if not self.ended and self.norm is not None:
+            self.first, self.search = [], NoTokens(self.tokens, self.whole, self.norm)
 
     def next_probes(self, count: int, passes_left: float) -> list[Probe]:
         found: list[Probe] = [*self.first[:count]]
@@ -108,6 +133,8 @@ class Search:
         self._until = until
         self._ordinary = ordinary
         self._groups: dict[GroupKey, _Group] = {}
+        # Whether all searches were ended, because a spike comes from no token.
+        self.gave_up = False
 
     @property
     def culprits(self) -> list[Culprit]:
@@ -179,6 +206,37 @@ class Search:
             return None
         scale = statistics.median(ratios)
         return more + sum(scale * score > self._threshold for score in scores)
+
+    @property
+    def suspicious(self) -> list[GroupKey]:
+        """Groups in which a part of the gradient may come from no token: diffuse ones, and those of odd norms.
+
+        The squared norms of tokens measured alone add up to far more than the group's, as they do if each contains the
+        same other gradient.
+        """
+        return [name for name, group in self._groups.items() if group.is_diffuse or group.has_odd_norms]
+
+    def loudest(self) -> tuple[GroupKey, float] | None:
+        """The group with the largest finite norm over its threshold, and that norm; None without any over it."""
+        over = [
+            (group.norm / group.tokens.threshold(group.whole.candidates), name, group.norm)
+            for name, group in self._groups.items()
+            if group.search is not None and group.norm is not None and math.isfinite(group.norm)
+        ]
+        return max(over, key=lambda found: found[0])[1:] if over else None
+
+    def add_norm_without_tokens(self, group: GroupKey, norm: float) -> None:
+        """Records the norm of a group's gradient without any token.
+
+        If it is over the group's threshold, no token can explain the spike, and all searches end: the gradient that
+        comes from no token is in the probes of other groups, too.
+        """
+        state = self._groups[group]
+        state.tokens.without_tokens = norm
+        if state.tokens.is_over(state.whole.candidates, norm):
+            self.gave_up = True
+            for each in self._groups.values():
+                each.give_up()
 
     def add_group(
         self,
@@ -254,5 +312,5 @@ class Search:
             if mine:
                 group.add_measurements(mine, len(mine))
 
-    def _searches(self) -> Iterator[tuple[GroupKey, FewTokens | Bisection]]:
+    def _searches(self) -> Iterator[tuple[GroupKey, FewTokens | Bisection | NoTokens]]:
         return ((name, group.search) for name, group in self._groups.items() if group.search is not None)

@@ -29,6 +29,7 @@ THRESHOLDS = {
     "nan": "1000",
     "retokenized": "20",
     "misfire": "14",
+    "auxiliary": "30",
 }
 # What is wrong with the whole run is said in steps.jsonl, spike or not.
 WARNINGS = {
@@ -151,6 +152,13 @@ def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pyt
             (event,) = events
             assert event["verdict"]["cause"] == "misfire"
             assert "responses with the reward 5 (" in event["verdict"]["sentence"]
+        case "auxiliary":
+            assert {event["global_step"] for event in events} == {2} and culprits == []
+            for event in events:
+                found = event["without_tokens"]
+                assert event["diagnosis"] == "diffuse" and event["verdict"]["cause"] == "auxiliary"
+                assert found["share"] > 0.9 and found["layer_norms"]["layers.1"] == pytest.approx(found["norm"])
+                assert "of the norm of rank" in event["summary"] and "in the layer layers.1" in event["summary"]
         case "bitflip":
             assert {event["global_step"] for event in events} == {2}
             for event in events:

@@ -82,6 +82,10 @@ FAULTS = {
             "algorithm.norm_adv_by_std_in_grpo=False",
         ),
     ),
+    "auxiliary": Fault(
+        "in step 2 a large auxiliary loss is attached to layer 1, whose gradient comes from no token",
+        {"TOTAL_STEPS": "2"},
+    ),
 }
 
 

@@ -1,0 +1,73 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What an event says of a gradient that comes from no token's log-prob, as that of an auxiliary loss."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+Event = Mapping[str, Any]
+
+CAUSE = "auxiliary"
+# It is the cause if it makes more than this part of the squared norm, and is mentioned from this part of the norm on.
+# Without an auxiliary loss it is exactly 0.
+MOST, MENTIONED = 0.5, 0.1
+
+# How many layers are named at most, and the part of the squared norm that they are to carry.
+_LAYERS, _CARRIED = 3, 0.8
+
+ADVICE = (
+    "Look at the coefficient and the scale of the auxiliary loss (load balancing, z-loss, MTP or draft heads), and at "
+    "what its gradient is multiplied by."
+)
+CHECK = "`bash run_experiment.sh --embedded --fault auxiliary` shows this with a large auxiliary loss."
+
+
+def auxiliary_in_words(event: Event) -> str | None:
+    """Says which part of a norm comes from no token, and in which layers it is; None if that is little."""
+    found = _measured(event, MENTIONED)
+    if found is None:
+        return None
+    rank = "" if found["rank"] is None else f"rank {found['rank']}, "
+    text = f"{_percent(found['share'])} of the norm of {rank}micro-batch {found['micro_batch']} "
+    text += "comes from no token's log-prob"
+    layers = carrying_layers(found["layer_norms"])
+    if layers:
+        listed = layers[0] if len(layers) == 1 else f"{', '.join(layers[:-1])} and {layers[-1]}"
+        text += f", in the layer{'s' * (len(layers) > 1)} {listed}"
+    return text
+
+
+def auxiliary_verdict(event: Event) -> dict[str, Any] | None:
+    """The verdict on a spike that comes from no token; None if it does not."""
+    if _measured(event, math.sqrt(MOST)) is None:
+        return None
+    sentence = auxiliary_in_words(event)
+    assert sentence is not None
+    sentence = f"{sentence[0].upper()}{sentence[1:]}: {ADVICE[0].lower()}{ADVICE[1:]}"
+    return {"cause": CAUSE, "culprits": None, "ordinary": None, "sentence": sentence, "check": CHECK}
+
+
+def carrying_layers(layer_norms: Mapping[str, float]) -> list[str]:
+    """The layers that carry most of the squared norm, largest first; none if the norm is spread over more."""
+    squares = {layer: norm**2 for layer, norm in layer_norms.items()}
+    total = math.fsum(squares.values())
+    if not 0 < total < math.inf:
+        return []
+    found: list[str] = []
+    for layer in sorted(squares, key=lambda layer: -squares[layer])[:_LAYERS]:
+        found.append(layer)
+        if math.fsum(squares[layer] for layer in found) >= _CARRIED * total:
+            return found
+    return []
+
+
+def _measured(event: Event, least: float) -> Mapping[str, Any] | None:
+    """The event's field, if the share is at least that."""
+    found: Mapping[str, Any] | None = event.get("without_tokens")
+    return found if found is not None and least <= found["share"] < math.inf else None
+
+
+def _percent(share: float) -> str:
+    """Not 100% where it is less; it may be more, if the tokens' gradient points the other way."""
+    return "over 99%" if 0.99 < share < 1 else f"{share:.0%}"

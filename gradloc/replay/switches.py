@@ -1,0 +1,225 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What each part of the computation changes: attention, precision, fused kernels, RMSNorm and rotary embedding.
+
+Each is switched alone, and the gradient of the bundle's first micro-batch measured again. A spike that only one of them
+takes away comes from that kernel or that rounding.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..bundles.opening import Bundle
+from .measuring import Measured, Place, measure_first
+from .model import FLASH, HALF, Model, Variant
+
+Row = dict[str, Any]
+
+# What a norm in this class name is, and what rotates queries and keys.
+_NORMS, _ROTARY, _ROTATE = "RMSNorm", "RotaryEmbedding", "apply_rotary_pos_emb"
+# A formula is taken for a module's own if half of the outputs differ by less than this factor.
+_SAME_FORMULA = 1.65
+
+_BACKENDS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+}
+_ON_CPU = ("math", "flash")
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A switch that needs no other model.
+
+    Args:
+        name (str): Its name in the table.
+        on (Callable): The context in which it is on, for a loaded model.
+    """
+
+    name: str
+    on: Callable[[Model], AbstractContextManager[None]]
+
+
+def switches_in_place(model: Model, variant: Variant) -> list[Switch]:
+    """The switches that a loaded model can be given, the most specific first."""
+    found = [Switch("RMSNorm in float32", _precise_norms), Switch("rotary embedding in float32", _precise_rotation)]
+    if variant.attention == "sdpa":
+        names = _ON_CPU if model.device.type == "cpu" else _BACKENDS
+        found += [Switch(f"attention: sdpa, {name}", partial(_backend, _BACKENDS[name])) for name in names]
+    return found
+
+
+def loaded_switches(main: Variant, device: str) -> list[tuple[str, Variant, Callable[[nn.Module], None] | None]]:
+    """The switches for which the model is loaded again, the most specific first.
+
+    Args:
+        main (Variant): What the replay computes with.
+        device (str): Where.
+
+    Returns:
+        list: Of each its name, what to load, and what to do to the loaded model, if anything.
+    """
+    attentions = ["eager", "sdpa"]
+    if device == "cuda" and main.dtype in HALF and find_spec("flash_attn") is not None:
+        attentions.append(FLASH)
+    found: list[tuple[str, Variant, Callable[[nn.Module], None] | None]] = [
+        (f"attention: {name}", Variant(main.dtype, name), None) for name in attentions if name != main.attention
+    ]
+    if device == "cuda" and find_spec("liger_kernel") is not None:
+        found.append(("fused kernels: Liger", main, _apply_liger))
+    for dtype in ("float32", "bfloat16", "float64"):
+        attention = "sdpa" if main.attention == FLASH and dtype not in HALF else main.attention
+        if dtype != main.dtype:
+            found.append((f"precision: {dtype}", Variant(dtype, attention), None))
+    return found
+
+
+def measure_switch(bundle: Bundle, model: Model, name: str, main: Measured, culprit: Place | None) -> Row:
+    """A row of the table: the first micro-batch's norm, the largest change of a log-prob, and the culprit's norm.
+
+    Args:
+        bundle (Bundle): The bundle.
+        model (Model): The model, with the switch on.
+        name (str): The switch's name.
+        main (Measured): What the replay itself gave.
+        culprit (Place, optional): The token to measure alone.
+    """
+    return row(name, bundle, measure_first(bundle, model, culprit), main, culprit)
+
+
+def row(name: str, bundle: Bundle, found: Measured, main: Measured, culprit: Place | None) -> Row:
+    """A row of the table from what was measured; see `measure_switch`."""
+    entry = bundle.manifest["micro_batches"][0]
+    first = entry["rank"], entry["micro_batch"]
+    differences = (found.log_probs[first] - main.log_probs[first]).abs()
+    differences = differences[differences.isfinite()]
+    return {
+        "name": name,
+        "norm": found.units[first].norm,
+        "log_probs": float(differences.max()) if len(differences) else None,
+        "culprit": None if culprit is None else found.tokens[culprit].norm,
+    }
+
+
+@contextmanager
+def _backend(backend: SDPBackend, _: Model) -> Iterator[None]:
+    with sdpa_kernel([backend]):
+        yield
+
+
+@contextmanager
+def _precise_norms(model: Model) -> Iterator[None]:
+    """Computes every RMSNorm by its formula in float32; its output has the dtype that it had."""
+    norms = [child for child in model.module.modules() if type(child).__name__.endswith(_NORMS)]
+    if not norms:
+        raise RuntimeError("the model has no RMSNorm")
+    with _replaced({(norm, "forward"): partial(_norm, norm, norm.forward, model.device.type) for norm in norms}):
+        yield
+
+
+def _norm(norm: Any, own: Callable[..., Tensor], device: str, hidden: Tensor, *rest: Any, **options: Any) -> Tensor:
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    with torch.no_grad():
+        usual = own(hidden, *rest, **options)
+    with torch.autocast(device, enabled=False):
+        precise = hidden.float()
+        if weight is not None and eps is not None and not rest and not options:
+            scaled = precise * torch.rsqrt(precise.square().mean(-1, keepdim=True) + eps)
+            # Gemma's weights begin at 0.
+            formulas = [scaled * weight.float(), scaled * (1 + weight.float())]
+            best = min(formulas, key=partial(_distance, usual))
+            if _distance(usual, best) < _SAME_FORMULA:
+                return best.to(usual.dtype)
+        arguments = {name: parameter.float() for name, parameter in norm.named_parameters()}
+        # Its own forward, because the replaced one is that of the instance.
+        with _replaced({(norm, "forward"): own}):
+            return torch.func.functional_call(norm, arguments, (precise, *rest), options).to(usual.dtype)
+
+
+@contextmanager
+def _precise_rotation(model: Model) -> Iterator[None]:
+    """Computes rotary embeddings from frequencies in float32, and rotates in float32."""
+    rotary = [child for child in model.module.modules() if type(child).__name__.endswith(_ROTARY)]
+    modules = {sys.modules[type(child).__module__] for child in model.module.modules()}
+    changes: dict[tuple[Any, str], Any] = {
+        (module, _ROTATE): partial(_rotate, getattr(module, _ROTATE), model.device.type)
+        for module in modules
+        if hasattr(module, _ROTATE)
+    }
+    changes |= {(child, "forward"): partial(_angles, child, model.device) for child in rotary}
+    if not (rotary and len(changes) > len(rotary)):
+        raise RuntimeError("the model's rotary embedding is not known")
+    with _replaced(changes):
+        yield
+
+
+def _angles(rotary: Any, device: torch.device, hidden: Tensor, *rest: Any, **options: Any) -> Any:
+    """The cosines and sines, in float32, with frequencies that are computed anew where that is possible."""
+    try:
+        rotary = type(rotary)(config=rotary.config, device=device)
+    except (TypeError, AttributeError):
+        pass  # another signature: its own frequencies
+    with torch.autocast(device.type, enabled=False):
+        return type(rotary).forward(rotary, hidden.float(), *rest, **options)
+
+
+def _rotate(
+    own: Callable[..., Any], device: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any
+) -> Any:
+    with torch.no_grad():
+        usual = own(q, k, cos.to(q.dtype), sin.to(q.dtype), *rest, **options)
+    with torch.autocast(device, enabled=False):
+        cos, sin = cos.float(), sin.float()
+        wide = [values.unsqueeze(1) for values in (cos, sin)]
+        found = [_rotated(x.float(), *wide) for x in (q, k)] if wide[0].shape[-1] == q.shape[-1] else None
+        if rest or options or found is None or max(map(_distance, usual, found)) >= _SAME_FORMULA:
+            found = own(q.float(), k.float(), cos, sin, *rest, **options)
+        return tuple(new.to(old.dtype) for new, old in zip(found, usual, strict=True))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The factor by which half of the values differ at least."""
+    one, other = one.detach().float(), other.detach().float()
+    known = (one != 0) & (other != 0) & one.isfinite() & other.isfinite()
+    logs = (one[known] / other[known]).abs().log().abs()
+    opposite = (one[known] * other[known] < 0).float().mean() > 0.5 if len(logs) else False
+    return float("inf") if opposite or not len(logs) else float(logs.median().exp())
+
+
+@contextmanager
+def _replaced(changes: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Sets attributes of objects, and gives them back what they had."""
+    missing = object()
+    before = {(owner, name): vars(owner).get(name, missing) for owner, name in changes}
+    try:
+        for (owner, name), value in changes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name), value in before.items():
+            if value is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def _apply_liger(module: nn.Module) -> None:
+    # What verl does with use_liger.
+    import_module("liger_kernel.transformers.monkey_patch")._apply_liger_kernel_to_instance(model=module)

@@ -1,0 +1,111 @@
+"""A gradient that comes from no token, and the scale of ordinary losses. Runs inside the ranks of a cluster."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from actors import Case, build_actor, build_config, build_model, on_device
+from batches import build_batch
+from mini_batches import split_rows
+from oracle import brute_force, layer_of, log_probs_and_entropy
+from torch import Tensor
+from verl.utils.gradloc import gradloc as watching
+from verl.utils.gradloc.evidence.scaling import own_scale_figures
+
+BLOCK = "layers.1.mlp"
+
+
+class AuxiliaryLoss(torch.autograd.Function):
+    """Adds the gradient of a loss to a hidden state's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0].new_ones(())
+
+
+def attach(module: torch.nn.Module, scale: float, found: list[Tensor] | None = None) -> None:
+    """Attaches an auxiliary loss to a layer; with a list, only puts the loss there."""
+    names = {name.replace("_fsdp_wrapped_module.", ""): child for name, child in module.named_modules()}
+    (block,) = [child for name, child in names.items() if name.endswith(BLOCK)]
+
+    def hook(child: torch.nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return output
+        loss = scale * child.get_submodule("gate_proj")(arguments[0].detach()).logsumexp(-1).square().mean()
+        if found is not None:
+            found.append(loss)
+            return output
+        return AuxiliaryLoss.apply(output, loss)
+
+    block.register_forward_hook(hook)
+
+
+def auxiliary(case: Case, scale: float, over: float) -> tuple[str, dict[tuple[int, int], dict[str, float]], str]:
+    """An actor with an auxiliary loss; τ is that part of what tokens alone would need.
+
+    Returns:
+        tuple: Its events; by (rank, micro-batch), each layer's norm of the auxiliary gradient alone, by autograd on an
+            unsharded copy; and whether the gradients were restored bit for bit, as JSON.
+    """
+    batch = build_batch(case, dist.get_rank())
+    units, _ = brute_force(case, batch, tokens=False)
+    threshold = over * max(unit.norm / unit.weight for unit in units if unit.weight)
+
+    config, copy = build_config(case), build_model(case)
+    found: list[Tensor] = []
+    attach(copy, scale, found)
+    own: dict[tuple[int, int], dict[str, float]] = {}
+    for index, rows in enumerate(split_rows(case, config, batch)):
+        found.clear()
+        log_probs_and_entropy(case, copy, on_device(batch.batch[rows]))
+        gradients = torch.autograd.grad(sum(found), list(copy.parameters()), allow_unused=True, materialize_grads=True)
+        squares: dict[str, float] = {}
+        for (name, _), gradient in zip(copy.named_parameters(), gradients, strict=True):
+            squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + float(gradient.double().square().sum())
+        own[dist.get_rank(), index] = {layer: math.sqrt(square) for layer, square in squares.items()}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+
+    results = []
+    for detection in (False, True):
+        actor = build_actor(case, spike_detection=detection, grad_norm_threshold=threshold)
+        attach(actor.actor_module, scale)
+        actor.update_policy(build_batch(case, dist.get_rank()))
+        results.append([parameter.detach().clone() for parameter in actor.actor_module.parameters()])
+        events = json.dumps(actor.gradloc.events) if detection else ""
+    same = all(
+        torch.equal(getattr(a, "_local_tensor", a), getattr(b, "_local_tensor", b))
+        for a, b in zip(*results, strict=True)
+    )
+    return events, {name: norms for of_rank in everywhere for name, norms in of_rank.items()}, json.dumps(same)
+
+
+def scales(case: Case, factor: float = 1.0) -> list[list[float]]:
+    """The figures of an actor's loss on each rank; the loss is that many times as large."""
+    figures: list[Tensor] = []
+    original = watching.own_figures
+
+    def noted(micro_batches: list[Any]) -> Tensor:
+        figures.append(own_scale_figures([micro_batch.tokens for micro_batch in micro_batches]))
+        return original(micro_batches)
+
+    backward = torch.Tensor.backward
+    torch.Tensor.backward = lambda self, *rest, **options: backward(factor * self, *rest, **options)  # type: ignore
+    watching.own_figures = noted  # type: ignore[assignment]
+    try:
+        actor = build_actor(case, spike_detection=True, grad_norm_threshold=1e6)
+        actor.update_policy(build_batch(case, dist.get_rank()))
+    finally:
+        watching.own_figures, torch.Tensor.backward = original, backward  # type: ignore
+    (first, *_) = figures
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, first.tolist())
+    return everywhere

@@ -1,0 +1,54 @@
+"""A gradient that comes from no token, against autograd; and losses of verl, none of which is scaled wrongly."""
+
+from __future__ import annotations
+
+import json
+
+import auxiliary_cases
+import pytest
+import torch
+from actors import Case
+from test_actor import WRAPS, Launch, cases
+from valid_events import valid_events
+
+from gradloc.evidence.scaling import coefficient_factor, loss_scale_warning
+
+
+# The engine of verl 0.9 computes without padding, over which the mean of this auxiliary loss would be another.
+@cases(*[(2, Case(wrap, checkpointing=wrap == "fsdp2")) for wrap in WRAPS])
+def test_the_gradient_of_an_auxiliary_loss_is_measured(launch: Launch, world: int, case: Case) -> None:
+    results = launch(world, auxiliary_cases.auxiliary, case, 30.0, 2.0)
+    assert len({events for events, _, _ in results}) == 1 and all(json.loads(same) for _, _, same in results)
+    (event,) = valid_events(results[0][0])
+    found = event["without_tokens"]
+    expected = results[0][1][found["rank"], found["micro_batch"]]
+    assert found["layer_norms"] == pytest.approx(expected, rel=1e-4, abs=1e-9)
+    assert found["norm"] == pytest.approx(expected["layers.1"], rel=1e-4)
+    largest = max(event["units"], key=lambda unit: unit["norm"] / unit["threshold"])
+    assert (found["rank"], found["micro_batch"]) == (largest["rank"], largest["micro_batch"])
+    assert found["share"] == pytest.approx(found["norm"] / largest["norm"])
+    assert (event["diagnosis"], event["culprits"]) == ("diffuse", [])
+    assert event["verdict"]["cause"] == "auxiliary" and event["passes"] <= 16
+
+
+@pytest.mark.target(version="0.9.1")
+@cases(
+    (2, Case("fsdp2", dynamic=True)),
+    *[(2, Case("fsdp2", loss_agg_mode=mode)) for mode in ("seq-mean-token-mean", "seq-mean-token-sum")],
+    *[(2, Case("fsdp2", loss_mode=mode)) for mode in ("gspo", "cispo", "geo_mean")],
+    (2, Case("fsdp2", kl=True, entropy=True, rollout=True, rollout_weights=True)),
+)
+def test_the_losses_of_verl_are_not_scaled_wrongly(launch: Launch, world: int, case: Case) -> None:
+    by_rank = torch.tensor(launch(world, auxiliary_cases.scales, case)[0], dtype=torch.float64)
+    assert by_rank[:, 4].tolist() == pytest.approx([1.0] * world, rel=0.15 if case.loss_mode == "geo_mean" else 0.02)
+    # GMPO's coefficients have the ratio of the response instead, so there is no single factor.
+    assert coefficient_factor(by_rank) in ((None,) if case.loss_mode == "geo_mean" else (pytest.approx(1, rel=0.02),))
+    assert loss_scale_warning(by_rank, case.loss_agg_mode) is None
+
+
+@pytest.mark.target(version="0.9.1")
+def test_a_loss_that_is_scaled_wrongly_is_named(launch: Launch) -> None:
+    by_rank = torch.tensor(launch(2, auxiliary_cases.scales, Case("fsdp2"), 2.0)[0], dtype=torch.float64)
+    found = loss_scale_warning(by_rank, "token-mean")
+    assert found is not None and "is 2 times what its weights, advantages and ratios give" in found["sentence"]
+    assert "the number of ranks (2)" in found["sentence"]

@@ -1,0 +1,122 @@
+"""Gradients that were scaled after their loss, or with it, in replays of bundles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_replay import PROMPT, RESPONSE, ROWS, VOCABULARY, context, forward, rows_of, small_model
+
+from gradloc import GradLoc, GradLocConfig
+from gradloc.bundles.bundle_writer import BundleWriter
+from gradloc.bundles.results import RESULT
+from gradloc.evidence.schema import conforms
+from gradloc.replay.__main__ import main
+from gradloc.replay.scale import scale_in_words
+
+# transformers 4 and 5 load models in different ways.
+pytestmark = pytest.mark.target(version="0.9.1")
+
+MICRO_BATCHES = 3
+
+
+def bundle(directory: Path, of_loss: float = 1.0, of_gradient: float = 1.0, of_reduced: float = 1.0) -> list[str]:
+    """The arguments to replay a mini-batch that was kept as a spike, with what is scaled wrongly."""
+    model = small_model()
+    model.save_pretrained(directory / "model")
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: of_gradient * gradient)
+
+    def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
+        return forward(model, inputs, rows, length)
+
+    facts = context(model) | {"actor": {"ppo_mini_batch_size": 7}}
+    writer = BundleWriter(str(directory), 4, rows_of, lambda: facts)
+    gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=1e-6), run, bundle_writer=writer)
+    gradloc.start_update(1)
+    torch.manual_seed(1)
+    for index in range(MICRO_BATCHES):
+        inputs = {"input_ids": torch.randint(VOCABULARY, (ROWS, PROMPT + RESPONSE))}
+        gradloc.begin_pass(inputs, range(ROWS * index, ROWS * (index + 1)))
+        _, log_prob = run(inputs, [*range(ROWS)], RESPONSE)
+        weight = torch.full_like(log_prob, 1 / log_prob.numel() / MICRO_BATCHES)
+        advantage = torch.randn(ROWS, RESPONSE)
+        tokens = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": inputs["input_ids"][:, PROMPT:]}
+        gradloc.observe(log_prob, None, weight, advantage=advantage, old_log_prob=log_prob.detach(), **tokens)
+        log_prob.backward(-of_loss * advantage * weight)
+        gradloc.end_pass()
+    for parameter in model.parameters():
+        parameter.grad *= of_reduced
+    gradloc.locate(0, 0)
+    (event,) = gradloc.events
+    return [str(directory / event["replay"]), "--model", str(directory / "model"), "--json"]
+
+
+def replayed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(arguments) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert conforms(result, RESULT)
+    return result
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_as_it_should_be_has_no_factor(tmp_path: Path, capsys: Any, dtype: str) -> None:
+    result = replayed([*bundle(tmp_path), "--dtype", dtype, "--only"], capsys)
+    assert result["scale"] is None and not any("times what" in sentence for sentence in result["sentences"])
+
+
+@pytest.mark.parametrize("name", ["loss", "gradient", "reduced"])
+@pytest.mark.parametrize(
+    ("factor", "fits"), [(8.0, "2^3"), (3.0, "the number of micro-batches (3)"), (1 / 7, "1 / the number of responses")]
+)
+def test_a_wrong_factor_is_named(tmp_path: Path, capsys: Any, name: str, factor: float, fits: str) -> None:
+    result = replayed([*bundle(tmp_path, **{f"of_{name}": factor}), "--only"], capsys)
+    others = {"loss", "gradient", "reduced"} - {name}
+    found = result["scale"][name]
+    assert found["factor"] == pytest.approx(factor, rel=1e-4) and found["spread"] < 1e-3
+    assert any(fits in text for text in found["could_be"])
+    assert {result["scale"][other] for other in others} == {None}
+    assert any(f"{factor:.4g} times what" in sentence and fits in sentence for sentence in result["sentences"])
+
+
+def test_two_wrong_factors_are_told_apart(tmp_path: Path, capsys: Any) -> None:
+    result = replayed([*bundle(tmp_path, of_loss=4.0, of_gradient=5.0, of_reduced=16.0), "--only"], capsys)
+    found = {name: factor["factor"] for name, factor in result["scale"].items()}
+    assert found == pytest.approx({"loss": 4.0, "gradient": 5.0, "reduced": 16.0}, rel=1e-4)
+
+
+def test_other_weights_have_no_factor(tmp_path: Path, capsys: Any) -> None:
+    arguments = bundle(tmp_path, of_gradient=8.0)
+    other = small_model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    other.save_pretrained(tmp_path / "model")
+    assert replayed([*arguments, "--only"], capsys)["scale"] is None
+
+
+def test_layers_with_other_factors_are_no_scale(tmp_path: Path, capsys: Any) -> None:
+    """A layer that was really different, as with a kernel's bug, is not called a scale."""
+    arguments = bundle(tmp_path)
+    assert replayed([*arguments, "--only"], capsys)["scale"] is None
+    manifest = Path(arguments[0]) / "manifest.json"
+    text = json.loads(manifest.read_text())
+    for entry in text["micro_batches"]:
+        entry["layer_norms"] = {layer: 8 * norm for layer, norm in entry["layer_norms"].items()}
+        entry["layer_norms"]["layers.1"] *= 1.1
+    data = json.dumps(text).encode()
+    manifest.write_bytes(data)
+    (manifest.parent / "manifest.json.sha256").write_text(f"{hashlib.sha256(data).hexdigest()}  manifest.json\n")
+    assert replayed([*arguments, "--only"], capsys)["scale"] is None
+
+
+def test_nothing_is_said_without_a_factor() -> None:
+    assert scale_in_words(None) == []
+    only = {"gradient": {"factor": 2.0, "spread": 0.0, "could_be": ["a", "b"]}, "reduced": None, "loss": None}
+    first, check = scale_in_words(only)
+    assert first == ("The gradient is 2 times what its coefficients give, in every layer alike; it could be a or b.")
+    assert check.count("`") == 2

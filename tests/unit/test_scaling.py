@@ -1,0 +1,127 @@
+"""Losses that are scaled wrongly: which factor is found, and what it could be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradloc.evidence.scaling import (
+    CLEAR,
+    COEFFICIENT_SPREAD,
+    coefficient_factor,
+    fitting_numbers,
+    loss_scale_warning,
+    own_scale_figures,
+    what_it_could_be,
+)
+from gradloc.measure.token_weights import token_weights
+
+RANKS, MICRO_BATCHES, ROWS, LENGTH = 3, 5, 4, 20
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+
+
+def aggregate(losses: Tensor, mask: Tensor, mode: str) -> Tensor:
+    """A rank's mean over all of its rows, by hand."""
+    if mode == "token-mean":
+        return (losses * mask).sum() / mask.sum()
+    sums = (losses * mask).sum(1)
+    return (sums / mask.sum(1) if mode == "seq-mean-token-mean" else sums).mean()
+
+
+def ranks(mode: str, of_loss: float = 1.0, of_weights: float = 1.0, **changes: Any) -> Tensor:
+    """The figures of ranks whose loss is PPO's, by autograd, times a factor after the weights, or in them."""
+    torch.manual_seed(0)
+    figures = []
+    for _ in range(RANKS):
+        shape = (MICRO_BATCHES * ROWS, LENGTH)
+        mask = (torch.arange(LENGTH) < torch.randint(1, LENGTH + 1, (shape[0], 1))).float()
+        weight = token_weights(lambda x, m=mask: of_weights * aggregate(x, m, mode), torch.zeros(shape))
+        log_prob = (-torch.rand(shape)).requires_grad_()
+        off = changes.get("off", 0.3)
+        tokens = {
+            "response_mask": mask,
+            "weight": weight,
+            "old_log_prob": log_prob.detach() + off * torch.randn(shape) * (torch.rand(shape) < 0.5),
+            "advantage": torch.randn(shape[0], 1).expand(shape).clone(),
+            "log_prob": log_prob,
+            "kl_coefficient": torch.randn(shape) * weight,
+            "rollout_is_weight": torch.rand(shape) + 0.5,
+        }
+        ratio = (log_prob - tokens["old_log_prob"]).exp()
+        a = tokens["advantage"]
+        each = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) * tokens["rollout_is_weight"]
+        (gradient,) = torch.autograd.grad(of_loss * (weight * each).sum(), log_prob)
+        tokens["coefficient"] = (gradient + tokens["kl_coefficient"]) * changes.get("scale", 1.0)
+        tokens["log_prob"] = log_prob.detach()
+        if "noise" in changes:
+            tokens["coefficient"] = tokens["coefficient"] * (1 + changes["noise"] * torch.randn(shape))
+        tokens = {name: value for name, value in tokens.items() if name not in changes.get("without", ())}
+        micro_batches = [
+            {name: value[start : start + ROWS] for name, value in tokens.items()} for start in range(0, shape[0], ROWS)
+        ]
+        figures.append(own_scale_figures(micro_batches, changes.get("scale", 1.0)))
+    return torch.stack(figures)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("changes", [{}, {"off": 0.0}, {"scale": 1024.0}, {"without": ["old_log_prob"], "off": 0.0}])
+def test_a_loss_as_it_should_be_gives_no_warning(mode: str, changes: dict[str, Any]) -> None:
+    by_rank = ranks(mode, **changes)
+    assert coefficient_factor(by_rank) == pytest.approx(1, abs=1e-5)
+    assert loss_scale_warning(by_rank, mode) is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("factor", "what"),
+    [
+        (3.0, "the number of ranks (3)"),
+        (1 / 3, "1 / the number of ranks (3)"),
+        (15.0, "the number of ranks × micro-batches (15)"),
+        (0.2, "1 / the number of micro-batches (5)"),
+        (65536.0, "2^16"),
+    ],
+)
+def test_a_wrong_factor_is_found_wherever_it_comes_in(mode: str, factor: float, what: str) -> None:
+    counts = {"micro-batches": MICRO_BATCHES}
+    found = loss_scale_warning(ranks(mode, of_weights=factor), mode, counts)
+    assert found is not None and found["name"] == "loss_scale"
+    assert f"add up to {factor:.4g} instead of 1 ({mode}); it could be {what}." in found["sentence"]
+    found = loss_scale_warning(ranks(mode, of_loss=factor), mode, counts)
+    assert found is not None and what in found["sentence"]
+    assert f"gradient is {factor:.4g} times what its weights, advantages and ratios give" in found["sentence"]
+
+
+def test_a_smaller_sum_of_weights_is_no_fault_where_no_number_fits() -> None:
+    """As where a correction rejects responses."""
+    assert loss_scale_warning(ranks("token-mean", of_weights=0.7), "token-mean") is None
+    assert loss_scale_warning(ranks("token-mean", of_weights=1.4), "token-mean") is not None
+
+
+@pytest.mark.parametrize("factor", [CLEAR - 0.01, 1 / CLEAR + 0.01])
+def test_what_is_near_one_is_called_one(factor: float) -> None:
+    assert loss_scale_warning(ranks("token-mean", of_loss=factor), "token-mean") is None
+    assert loss_scale_warning(ranks("token-mean", of_weights=factor), "token-mean") is None
+
+
+def test_a_mode_without_a_promise_and_other_slopes_give_no_warning() -> None:
+    assert loss_scale_warning(ranks("token-mean", of_weights=9.0), "seq-mean-token-sum-norm") is None
+    assert coefficient_factor(ranks("token-mean", of_loss=9.0, noise=2 * COEFFICIENT_SPREAD)) is None
+    assert coefficient_factor(ranks("token-mean", of_loss=9.0, without=["advantage"])) is None
+    by_rank = ranks("token-mean")
+    by_rank[1, 3:] *= 2  # one rank alone
+    assert coefficient_factor(by_rank) is None
+    by_rank[:, 2] = 2
+    assert coefficient_factor(by_rank) is None
+
+
+def test_only_numbers_that_fit_are_named() -> None:
+    assert fitting_numbers(8.0, {"ranks": 8, "micro-batches": 1}) == ["the number of ranks (8)", "2^3"]
+    assert fitting_numbers(7.0, {"ranks": 8}) == [] and fitting_numbers(1.0, {"ranks": 8}) == []
+    assert fitting_numbers(math.sqrt(2), {}) == []
+    assert what_it_could_be([]) == "" and what_it_could_be(["a"]) == "; it could be a"
+    assert what_it_could_be(["a", "b", "c"]) == "; it could be a, b or c"

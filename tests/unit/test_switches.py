@@ -1,0 +1,282 @@
+"""Kernels and model code with a planted bug: the table of a replay's switches points to it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_replay import PROMPT, RESPONSE, ROWS, VOCABULARY, context, forward, rows_of, small_model
+from transformers.models.llama import modeling_llama
+
+from gradloc import GradLoc, GradLocConfig
+from gradloc.bundles.bundle_writer import BundleWriter
+from gradloc.bundles.opening import open_bundle
+from gradloc.bundles.results import RESULT
+from gradloc.evidence.schema import conforms
+from gradloc.replay import switches
+from gradloc.replay.__main__ import main
+from gradloc.replay.measuring import measure_first
+from gradloc.replay.model import Variant, load
+from gradloc.replay.switch_table import AS_REPLAYED, CHANGE, switches_in_words
+
+# transformers 4 and 5 load models in different ways.
+pytestmark = pytest.mark.target(version="0.9.1")
+
+FAINT = 3  # the token whose embedding is small
+
+
+def model_with_a_faint_token() -> Any:
+    model = small_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[FAINT] *= 0.5
+    return model
+
+
+def recorded(directory: Path, over: float, dtype: str = "float32") -> list[str]:
+    """The arguments to replay a spike; τ is that part of its norm."""
+    model = model_with_a_faint_token()
+    model.save_pretrained(directory / "model")
+
+    def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
+        with torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=dtype != "float32"):
+            return forward(model, inputs, rows, length)
+
+    facts = context(model) | {"dtype": dtype}
+    torch.manual_seed(3)
+    ids = torch.randint(FAINT + 1, VOCABULARY, (ROWS, PROMPT + RESPONSE))
+    ids[1, PROMPT + 1] = FAINT
+    threshold = 1e-9
+    for writer in (None, BundleWriter(str(directory), 4, rows_of, lambda: facts)):
+        gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=threshold), run, bundle_writer=writer)
+        gradloc.start_update(1)
+        gradloc.begin_pass({"input_ids": ids}, range(ROWS))
+        _, log_prob = run({"input_ids": ids}, [*range(ROWS)], RESPONSE)
+        weight = torch.full_like(log_prob, 1 / log_prob.numel())
+        gradloc.observe(log_prob, None, weight, response_mask=torch.ones(ROWS, RESPONSE), token_id=ids[:, PROMPT:])
+        log_prob.backward(-weight)
+        gradloc.end_pass()
+        gradloc.locate(0, 0)
+        model.zero_grad()
+        (event,) = gradloc.events
+        threshold = over * event["units"][0]["token_equivalent"]
+    return [str(directory / event["replay"]), "--model", str(directory / "model"), "--only", "--switches", "--json"]
+
+
+def replayed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(arguments) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert conforms(result, RESULT)
+    return result
+
+
+def rough_norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """RMSNorm whose variance is kept in steps of 0.04: 0 where the hidden state is small."""
+    variance = hidden.float().square().mean(-1, keepdim=True)
+    variance = variance + ((variance / 0.04).floor() * 0.04 - variance).detach()
+    return (self.weight * hidden.float() * torch.rsqrt(variance + self.variance_epsilon)).to(hidden.dtype)
+
+
+def with_wrong_backward(values: torch.Tensor) -> torch.Tensor:
+    """The values as they are; their gradient is 50 times what it should be."""
+    if values.requires_grad:
+        values.register_hook(lambda gradient: 50 * gradient)
+    return values
+
+
+def rough_rotation(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any) -> Any:
+    return tuple(map(with_wrong_backward, rotation(q, k, cos, sin)))
+
+
+def rough_attention(*arguments: Any, **options: Any) -> torch.Tensor:
+    return with_wrong_backward(attend(*arguments, **options))
+
+
+attend, rotation = torch.nn.functional.scaled_dot_product_attention, modeling_llama.apply_rotary_pos_emb
+
+
+BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
+    "norm": (
+        lambda patch: patch.setattr(modeling_llama.LlamaRMSNorm, "forward", rough_norm),
+        "RMSNorm in float32",
+        "how RMSNorm is computed",
+    ),
+    "rotation": (
+        lambda patch: patch.setattr(modeling_llama, "apply_rotary_pos_emb", rough_rotation),
+        "rotary embedding in float32",
+        "how the rotary embedding is computed",
+    ),
+    "attention": (
+        lambda patch: patch.setattr(torch.nn.functional, "scaled_dot_product_attention", rough_attention),
+        "attention: eager",
+        "the implementation of attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_table_points_to_a_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bug: str
+) -> None:
+    plant, switch, look = BUGS[bug]
+    plant(monkeypatch)
+    arguments = recorded(tmp_path, over=0.6)
+    result = replayed(arguments, capsys)
+    assert result["sentences"][0].startswith("The spike comes back")
+    rows = {row["name"]: row for row in result["switches"]}
+    threshold, norm = result["units"][0]["threshold"], result["units"][0]["replayed"]
+    assert rows[AS_REPLAYED] == {**rows[AS_REPLAYED], "norm": norm, "log_probs": 0.0}
+    assert {name for name, row in rows.items() if row["norm"] < threshold} == {switch}
+    assert (rows[switch]["log_probs"] > 0.01) == (bug == "norm")
+    (sentence,) = [text for text in result["sentences"] if text.startswith("Switched alone")]
+    assert sentence.startswith(f"Switched alone, '{switch}' takes the spike away") and sentence.endswith(f"{look}.")
+    # What it is switched to is the model without the bug.
+    monkeypatch.undo()
+    opened = open_bundle(arguments[0])
+    healthy = load(opened, arguments[2], Variant("float32", "sdpa"), "cpu", None, False)
+    (expected,) = measure_first(opened, healthy, None).units.values()
+    assert rows[switch]["norm"] == pytest.approx(expected.norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_a_bug_no_switch_changes_much(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
+    result = replayed(recorded(tmp_path, 0.6, dtype), capsys)
+    names = [row["name"] for row in result["switches"]]
+    precisions = {"float32", "bfloat16", "float64"} - {dtype}
+    assert names[:3] == [AS_REPLAYED, "RMSNorm in float32", "rotary embedding in float32"]
+    assert {"attention: sdpa, math", "attention: eager", *(f"precision: {name}" for name in precisions)} <= {*names}
+    norms = [row["norm"] for row in result["switches"]]
+    assert max(norms) < CHANGE * min(norms)
+    if dtype == "float32":
+        same = [row["norm"] for row in result["switches"] if row["name"] != "precision: bfloat16"]
+        assert same == pytest.approx([norms[0]] * len(same), rel=1e-4)
+    assert any(sentence.startswith("No switch changes the norm") for sentence in result["sentences"])
+    assert [note for note in result["notes"] if "Not switched" in note] == []
+
+
+def test_the_terminal_and_the_page_show_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    page = tmp_path / "page.html"
+    assert main([*recorded(tmp_path, 0.6)[:-1], "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "What each switch changes" in out and "rotary embedding in float32" in out
+    assert "rotary embedding in float32" in page.read_text()
+
+
+def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
+    arguments = recorded(tmp_path, 0.6)
+    model = load(open_bundle(arguments[0]), arguments[2], Variant("float32", "sdpa"), "cpu", None, False)
+    before = {id(child): dict(vars(child)) for child in model.module.modules()}
+    for switch in switches.switches_in_place(model, Variant("float32", "sdpa")):
+        with pytest.raises(ValueError), switch.on(model):
+            raise ValueError
+    assert all(vars(child) == before[id(child)] for child in model.module.modules())
+    assert modeling_llama.apply_rotary_pos_emb is rotation
+
+
+def test_what_cannot_be_switched_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(switches, "_NORMS", "NoSuchNorm")
+    monkeypatch.setattr(switches, "_ROTATE", "no_such_function")
+    result = replayed(recorded(tmp_path, 0.6), capsys)
+    assert "Not switched to 'RMSNorm in float32': the model has no RMSNorm." in result["notes"]
+    assert (
+        "Not switched to 'rotary embedding in float32': the model's rotary embedding is not known." in result["notes"]
+    )
+
+
+def test_kernels_are_switched_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    patch = SimpleNamespace(_apply_liger_kernel_to_instance=lambda model: given.append(model))
+    installed = {"liger_kernel", "flash_attn"}
+    monkeypatch.setattr(switches, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", patch)
+    main_variant = Variant("bfloat16", "sdpa")
+    found = switches.loaded_switches(main_variant, "cuda")
+    names = ["attention: eager", "attention: flash_attention_2", "fused kernels: Liger"]
+    assert [name for name, _, _ in found] == [*names, "precision: float32", "precision: float64"]
+    module = torch.nn.Linear(1, 1)
+    _, variant, give = found[2]
+    assert variant == main_variant and give is not None
+    give(module)
+    assert given == [module]
+    assert "fused" not in str(switches.loaded_switches(main_variant, "cpu"))
+    of_flash = switches.loaded_switches(Variant("bfloat16", "flash_attention_2"), "cuda")
+    assert ("precision: float32", Variant("float32", "sdpa"), None) in of_flash
+
+
+def test_gemmas_norm_and_an_unknown_one_keep_their_formulas() -> None:
+    class Gemma(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = torch.nn.Parameter(torch.randn(16) / 5), 1e-6
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            wide = hidden.float() * torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + self.eps)
+            return (wide * (1 + self.weight.float())).to(hidden.dtype)
+
+    class Other(Gemma):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return 7 * super().forward(hidden).square()
+
+    hidden = torch.randn(2, 5, 16, dtype=torch.bfloat16)
+    for norm in (Gemma(), Other()):
+        expected = norm(hidden.float())
+        found = switches._norm(norm, norm.forward, "cpu", hidden)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+UNIT = {"replayed": 50.0, "threshold": 10.0}
+
+
+def rows(**norms: float) -> list[dict[str, Any]]:
+    return [
+        {"name": name.replace("_", " "), "norm": norm, "log_probs": 0.0, "culprit": None}
+        for name, norm in norms.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("replayed", "norms", "comes_back", "sentence"),
+    [
+        (
+            50.0,
+            {"RMSNorm": 4.0, "attention": 49.0, "precision": 3.0},
+            True,
+            "Switched alone, 'RMSNorm' takes the spike away, with a norm of 4 instead of 50 (so do 'precision'): look "
+            "at how RMSNorm is computed.",
+        ),
+        (
+            5.0,
+            {"RMSNorm": 4.0, "precision": 49.0},
+            False,
+            "Switched alone, 'precision' makes a spike, with a norm of 49 instead of 5: look at the precision of the "
+            "whole model.",
+        ),
+        (
+            50.0,
+            {"fused": 20.0, "RMSNorm": 48.0},
+            True,
+            "Switched alone, 'fused' changes the norm to 20 from 50: look at the fused kernels.",
+        ),
+        (50.0, {"RMSNorm": 45.0}, True, "No switch changes the norm by more than a factor of 1.5"),
+        (50.0, {"RMSNorm": float("nan")}, True, "Switched alone, 'RMSNorm' changes the norm to nan"),
+    ],
+)
+def test_the_sentence_names_the_most_specific_switch(
+    replayed: float, norms: dict[str, float], comes_back: bool, sentence: str
+) -> None:
+    (found,) = switches_in_words({**UNIT, "replayed": replayed}, rows(**norms), "float32, sdpa", comes_back)
+    assert found.startswith(sentence)
+
+
+def test_without_switches_nothing_is_said() -> None:
+    assert switches_in_words(UNIT, [], "float32, sdpa", True) == []
+    assert switches_in_words(UNIT, rows(as_replayed=50.0), "float32, sdpa", True) == []

@@ -1,0 +1,283 @@
+"""A gradient that comes from no token's log-prob: measured, named, and never taken for a token's."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from test_few_tokens import Natural
+from test_search import THRESHOLD
+from torch import Tensor, nn
+from valid_events import valid_events
+
+from gradloc import GradLoc, GradLocConfig
+from gradloc.evidence.auxiliary import MENTIONED, MOST, auxiliary_in_words, auxiliary_verdict, carrying_layers
+from gradloc.evidence.schema import EVENT
+from gradloc.evidence.verdict import verdict
+from gradloc.evidence.writer import jsonable
+from gradloc.search import Search
+
+ROWS, PROMPT, RESPONSE, VOCABULARY, WIDTH = 4, 2, 12, 17, 8
+
+
+class AuxiliaryLoss(torch.autograd.Function):
+    """Attaches the gradient of a loss to a hidden state, as trainers of MoE models do."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return gradients[0], torch.ones_like(loss)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, hidden: Tensor, scale: float) -> Tensor:
+        hidden = hidden + torch.tanh(self.mix(hidden.cumsum(1)))
+        if scale:
+            hidden = AuxiliaryLoss.apply(hidden, auxiliary_loss(self, hidden.detach(), scale))
+        return hidden
+
+
+def auxiliary_loss(block: Block, hidden: Tensor, scale: float) -> Tensor:
+    return scale * block.router(hidden).logsumexp(-1).square().mean()
+
+
+class Model(nn.Module):
+    """A causal model with two layers, of which the second has an auxiliary loss."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = scale
+        self.model = nn.ModuleDict(
+            {"embed_tokens": nn.Embedding(VOCABULARY, WIDTH), "layers": nn.ModuleList([Block(), Block()])}
+        )
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        return self.model["layers"][0](self.model["embed_tokens"](ids), 0.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.lm_head(self.model["layers"][1](self.hidden(ids), self.scale))[:, PROMPT - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, ids[:, PROMPT:].unsqueeze(-1)).squeeze(-1)
+
+
+def brute_force(model: Model, ids: Tensor) -> dict[str, float]:
+    """By layer, the norm of the auxiliary loss's own gradient."""
+    with torch.no_grad():
+        hidden = model.hidden(ids)
+        block = model.model["layers"][1]
+        hidden = hidden + torch.tanh(block.mix(hidden.cumsum(1)))
+    parameters = list(block.router.parameters())
+    gradients = torch.autograd.grad(auxiliary_loss(block, hidden, model.scale), parameters)
+    norm = math.hypot(*(float(gradient.norm()) for gradient in gradients))
+    layers = ("embed_tokens", "layers.0", "layers.0.router", "layers.1", "lm_head")
+    return {**dict.fromkeys(layers, 0.0), "layers.1.router": norm}
+
+
+def spike(
+    scale: float,
+    until: str = "explained",
+    over: float = 0.2,
+    budget: int = 128,
+    outlier: float = 1.0,
+    meter: str = "local",
+) -> tuple[Model, Tensor, dict[str, Any]]:
+    """The event of a mini-batch with one micro-batch; τ is that part of its norm."""
+    model = Model(scale)
+    torch.manual_seed(1)
+    ids = torch.randint(VOCABULARY, (ROWS, PROMPT + RESPONSE))
+    advantages = torch.randn(ROWS, RESPONSE)
+    advantages[1, 4] *= outlier
+
+    def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
+        return None, model(inputs["ids"][rows][:, : PROMPT + length])
+
+    def step(threshold: float) -> list[dict[str, Any]]:
+        config = GradLocConfig(grad_norm_threshold=threshold, bisect_until=until, bisect_budget_steps=budget)
+        gradloc = GradLoc(model, config, run, meter=meter)
+        gradloc.start_update(1)
+        gradloc.begin_pass({"ids": ids}, range(ROWS))
+        log_prob = model(ids)
+        weight = torch.full_like(log_prob, 1 / log_prob.numel())
+        tokens = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": ids[:, PROMPT:], "advantage": advantages}
+        gradloc.observe(log_prob, None, weight, **tokens)
+        log_prob.backward(-advantages * weight)
+        gradloc.end_pass()
+        before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        gradloc.locate(0, 0)
+        after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert all(map(torch.equal, before, after))
+        model.zero_grad()
+        return gradloc.events
+
+    level = step(1e-9)[0]["global_norm"] * math.sqrt(ROWS * RESPONSE)
+    (event,) = step(over * level)
+    assert valid_events(json.dumps(event | {"drill": None}).join("[]"))
+    return model, ids, event
+
+
+@pytest.mark.parametrize("until", ["explained", "exhaustive"])
+@pytest.mark.parametrize("scale", [3.0, 1e3])
+def test_the_gradient_without_any_token_is_that_of_the_auxiliary_loss(scale: float, until: str) -> None:
+    model, ids, event = spike(scale, until)
+    found, expected = event["without_tokens"], brute_force(model, ids)
+    assert found["layer_norms"] == pytest.approx(expected, rel=1e-5)
+    assert found["norm"] == pytest.approx(expected["layers.1.router"], rel=1e-5)
+    assert found["share"] == pytest.approx(found["norm"] / event["units"][0]["norm"])
+    assert (found["rank"], found["micro_batch"]) == (0, 0)
+    # It alone is over the threshold, so no token is called a culprit, although each probe is over τ.
+    assert (event["diagnosis"], event["culprits"], event["explained"]) == ("diffuse", [], False)
+    assert event["passes"] <= 16 and not event["complete"]
+    assert event["verdict"]["cause"] == "auxiliary"
+    assert "comes from no token's log-prob, in the layer layers.1.router" in event["summary"]
+
+
+def test_where_ranks_cannot_be_told_apart_the_group_is_measured() -> None:
+    model, ids, event = spike(1e3, meter="reduced")
+    found = event["without_tokens"]
+    assert event["search"] == "reduced" and (found["rank"], found["micro_batch"]) == (None, 0)
+    assert found["layer_norms"] == pytest.approx(brute_force(model, ids), rel=1e-5)
+    assert found["share"] == pytest.approx(found["norm"] / event["global_norm"])
+    assert (event["diagnosis"], event["culprits"], event["verdict"]["cause"]) == ("diffuse", [], "auxiliary")
+
+
+def test_a_diffuse_spike_without_an_auxiliary_loss_has_nothing_without_tokens() -> None:
+    _, _, event = spike(0.0)
+    assert event["diagnosis"] == "diffuse"
+    assert (event["without_tokens"]["norm"], event["without_tokens"]["share"]) == (0.0, 0.0)
+    assert event["verdict"]["cause"] != "auxiliary" and "no token's" not in event["summary"]
+
+
+def test_only_a_search_that_ends_diffuse_measures_it() -> None:
+    _, _, event = spike(0.0, over=0.3, outlier=1e3)
+    assert event["diagnosis"] == "tokens" and event["without_tokens"] is None
+    _, _, event = spike(0.0, budget=2)
+    assert event["diagnosis"] == "incomplete" and event["without_tokens"] is None and event["passes"] <= 2
+
+
+def test_a_token_is_over_the_threshold_only_by_its_own_part() -> None:
+    """Every probe contains the auxiliary gradient, so a norm under τ plus that is not known to be over τ."""
+    model, ids, event = spike(0.03)
+    own = event["without_tokens"]["norm"]
+    assert 0 < own < event["units"][0]["threshold"]
+    assert event["without_tokens"]["layer_norms"] == pytest.approx(brute_force(model, ids), rel=1e-5)
+    for culprit in event["culprits"]:
+        assert culprit["grad_norm"] - own / culprit["weight"] > event["threshold"]
+
+
+class WithAuxiliary(Natural):
+    """A unit in which every probe contains another gradient, `part` of the unit's threshold."""
+
+    own = 0.0
+
+    def __init__(self, excess: float, seed: int, part: float) -> None:
+        super().__init__(128, excess, seed)
+        self.own = part * THRESHOLD * float(self.weights.norm())
+
+    def norm(self, tokens: list[int], factors: list[float] | None = None) -> float:
+        return math.hypot(super().norm(tokens, factors), self.own)
+
+
+def searched(unit: WithAuxiliary, width: int, until: str) -> tuple[Search, int]:
+    """A search as `Investigation` makes it, and its passes."""
+    search, passes, measured = Search(THRESHOLD, until, 1.0), 0, False
+    search.add_group("a", unit.norm([*range(128)]), unit.suspicion(True), unit.weights)
+    while passes < 128:
+        passes += 1
+        if search.suspicious and not measured:
+            measured = True
+            search.add_norm_without_tokens("a", unit.own)
+        elif probes := search.next_probes(width):
+            search.add_measurements([(probe, unit.measure(probe)) for probe in probes])
+        else:
+            return search, passes - 1
+    return search, passes
+
+
+@pytest.mark.parametrize("until", ["explained", "exhaustive"])
+@pytest.mark.parametrize(("width", "most"), [(1, 60), (2, 20), (8, 6)])
+@pytest.mark.parametrize("part", [1.05, 5.0, 1e3])
+def test_a_spike_that_comes_from_no_token_ends_the_search(part: float, width: int, most: int, until: str) -> None:
+    for seed in range(4):
+        search, passes = searched(WithAuxiliary(0.8, seed, part), width, until)
+        assert search.gave_up and search.culprits == [] and search.diffuse and search.open_sets == []
+        assert passes <= most
+
+
+@pytest.mark.parametrize("width", [1, 2, 8])
+def test_a_smaller_one_makes_no_token_a_culprit(width: int) -> None:
+    found = 0
+    for seed in range(6):
+        unit = WithAuxiliary(1.5, seed, 0.7)
+        search, _ = searched(unit, width, "explained")
+        assert search.diffuse and not search.gave_up
+        for culprit in search.culprits:
+            own = math.sqrt(culprit.norm**2 - unit.own**2)
+            assert own > THRESHOLD * float(unit.weights[culprit.candidate])
+        over = sum(norm > THRESHOLD / 128 for norm in search._groups["a"].tokens.alone.values())
+        found += over - len(search.culprits)
+    assert found > 0  # tokens that are over τ only because of the other gradient
+
+
+def event(share: float, layers: dict[str, float] | None = None, rank: int | None = 3) -> dict[str, Any]:
+    layers = {"a": 1.0} if layers is None else layers
+    norm = math.hypot(*layers.values())
+    return {
+        "without_tokens": {"rank": rank, "micro_batch": 2, "norm": norm, "share": share, "layer_norms": layers},
+        "culprits": [],
+        "ordinary_layer_norms": None,
+    }
+
+
+HALF = "50% of the norm of rank 3, micro-batch 2 comes from no token's log-prob"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (event(0.78), "78% of the norm of rank 3, micro-batch 2 comes from no token's log-prob, in the layer a"),
+        (
+            event(0.999, rank=None),
+            "over 99% of the norm of micro-batch 2 comes from no token's log-prob, in the layer a",
+        ),
+        (event(1.0, {}), "100% of the norm of rank 3, micro-batch 2 comes from no token's log-prob"),
+        (event(0.5, {"a": 1.0, "b": 2.0, "c": 0.1}), f"{HALF}, in the layers b and a"),
+        (event(0.5, {"a": 3.0, "b": 2.0, "c": 2.5, "d": 0.1}), f"{HALF}, in the layers a, c and b"),
+        (event(0.5, dict.fromkeys("abcdef", 1.0)), HALF),
+        (event(MENTIONED - 0.01), None),
+        (event(math.nan), None),
+        ({"without_tokens": None}, None),
+        ({}, None),
+    ],
+)
+def test_the_sentence_names_the_part_and_the_layers(given: dict[str, Any], sentence: str | None) -> None:
+    assert auxiliary_in_words(given) == sentence
+
+
+def test_it_is_the_cause_only_if_it_makes_most_of_the_squared_norm() -> None:
+    assert auxiliary_verdict(event(math.sqrt(MOST) - 0.01)) is None
+    found = verdict(event(math.sqrt(MOST) + 0.01), {})
+    assert found["cause"] == "auxiliary" and found["check"].count("`") == 2
+    assert found["sentence"].startswith("72% of the norm") and "in the layer a: look at" in found["sentence"]
+
+
+def test_layers_are_named_only_if_few_carry_it() -> None:
+    assert carrying_layers({}) == [] and carrying_layers({"a": math.inf}) == []
+    assert carrying_layers({"a": 1.0, "b": 3.0}) == ["b"]
+
+
+def test_the_schema_takes_events_with_and_without_it() -> None:
+    assert "without_tokens" not in EVENT["required"] and "without_tokens" in EVENT["properties"]
+    json.dumps(jsonable(event(math.nan)), allow_nan=False)
