@@ -147,6 +147,9 @@ class CriticWatch:
         errors = collectives.exchange(lambda: own.tolist())[:: self._model.sequence_parallel_size]
         values = collectives.exchange(lambda: _largest_errors(micro_batches, self._model.rank))
         ordinary_norms = self._ordinary.layer_norms(self._model)
+        global_norm = gradient.global_norm()
+        assert gradient.squared_norms is not None  # they were measured for the norm
+        layer_norms = self._model.by_reduced_layer(gradient.squared_norms)
         clock = collectives.broadcast(lambda: datetime.now(timezone.utc).isoformat(), 0)
         with collectives.same_on_all_ranks():
             self._spike_count += 1
@@ -157,8 +160,8 @@ class CriticWatch:
                 **where,
                 "threshold": threshold,
                 "token_norm": level.token_norm,
-                "global_norm": gradient.global_norm(),
-                "layer_norms": self._model.by_reduced_layer(gradient.squared_norms),
+                "global_norm": global_norm,
+                "layer_norms": layer_norms,
                 "ordinary_token_norm": self._ordinary.token_norm,
                 "ordinary_layer_norms": ordinary_norms,
                 "error": error,

@@ -54,7 +54,7 @@ def recorded_value_loss(observe: Observe, factor: Callable[[Tensor], float] = la
         observe (Callable): See `Observe`.
         factor (Callable): What the trainer multiplies a micro-batch's loss by, from its response mask.
     """
-    module = core_algos if importlib.util.find_spec("verl.workers.critic") else _losses()
+    module: Any = core_algos if importlib.util.find_spec("verl.workers.critic") else _losses()
     original = module.compute_value_loss
     aggregation = RecordedAggregation()
 

@@ -84,5 +84,5 @@ class WatchedModel:
         return self._reduced_squares() / scale**2
 
     def by_reduced_layer(self, squared_norms: Tensor) -> dict[str, float]:
-        """The norms of the reduced gradient by layer, from what `reduced_squares` returned."""
+        """The norms of the reduced gradient by layer, from its squared norms."""
         return dict(zip(self._reduced_layers, squared_norms.sqrt().tolist(), strict=True))

@@ -28,7 +28,7 @@ THRESHOLDS = {
     "stale": "3",
     "nan": "1000",
     "retokenized": "20",
-    "misfire": "14",
+    "misfire": "7",
     "auxiliary": "30",
 }
 # What is wrong with the whole run is said in steps.jsonl, spike or not.
@@ -46,7 +46,8 @@ CHANGED = {
         "data.train_batch_size=24",
         "data.max_response_length=32",
         "actor_rollout_ref.actor.ppo_mini_batch_size=24",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.actor.bisect_until=exhaustive",
+        "actor_rollout_ref.actor.bisect_budget_steps=300",
     ],
 }
 CHANGES_IN_EACH_RUN = {"time", "seconds", "uid"}
