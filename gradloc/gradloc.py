@@ -15,6 +15,7 @@ from .actions import act
 from .bundles.bundle_writer import BundleWriter
 from .config import GradLocConfig
 from .evidence.event import build_event
+from .evidence.scaling import SCALE_FIGURES, loss_scale_warning, own_scale_figures
 from .fsdp import collectives
 from .fsdp.failures import unless_it_fails
 from .fsdp.state import SetAside, undisturbed
@@ -71,6 +72,8 @@ class GradLoc:
             micro-batch with a given index.
         bundle_writer (BundleWriter, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
         learning_rate (Callable, optional): Returns that of the next optimizer step; without it, all steps count alike.
+        loss_agg_mode (str, optional): How the loss is aggregated, as `loss_scale_warning` takes it; None: the sum of
+            the weights is not checked.
 
     Attributes:
         events (list[dict]): The events since `start_update` or `start_mini_batch`, the same on every rank, ready for
@@ -93,6 +96,7 @@ class GradLoc:
         outliers: Callable[[int], Tensor] | None = None,
         bundle_writer: BundleWriter | None = None,
         learning_rate: Callable[[], float] = lambda: 1.0,
+        loss_agg_mode: str | None = None,
     ) -> None:
         self.config = config
         self.events: list[dict[str, Any]] = []
@@ -104,6 +108,7 @@ class GradLoc:
         self._outliers = outliers
         self._bundle_writer = bundle_writer
         self._learning_rate = learning_rate
+        self._loss_agg_mode = loss_agg_mode
         self._threshold = Threshold(config.grad_norm_threshold)
         self._ordinary = OrdinaryGradient()
         self._metrics = UpdateMetrics()
@@ -252,16 +257,19 @@ class GradLoc:
         micro_batches = self._recorder.take()
         figures = own_figures(micro_batches)
         first = (where["epoch"], where["mini_batch"]) == (0, 0)
-        sums = own_sums([each.tokens for each in micro_batches], first, self._run_checks.usual_gap)
-        both = torch.cat([figures, sums])
-        gradient = MiniBatch(self._model, micro_batches, self._loss_scale(), self.config.spike_trigger, both)
-        self._metrics.take_in(gradient.update_figures[:, : len(figures)])
-        self._check_run(gradient.update_figures[:, len(figures) :])
+        tokens = [micro_batch.tokens for micro_batch in micro_batches]
+        sums, scale = own_sums(tokens, first, self._run_checks.usual_gap), self._loss_scale()
+        all_figures = torch.cat([figures, sums, own_scale_figures(tokens, scale)])
+        gradient = MiniBatch(self._model, micro_batches, scale, self.config.spike_trigger, all_figures)
+        of_update, of_run, of_scale = gradient.update_figures.split([len(figures), len(sums), SCALE_FIGURES], dim=1)
+        self._metrics.take_in(of_update)
+        counts = {"micro-batches": len(micro_batches)}
+        self._check_run(of_run, loss_scale_warning(of_scale, self._loss_agg_mode, counts))
         return gradient
 
-    def _check_run(self, by_rank: Tensor) -> None:
+    def _check_run(self, by_rank: Tensor, scaled: dict[str, str] | None) -> None:
         """Adds a mini-batch to the checks of the run; a warning is logged once."""
-        self._run_checks.take_in(by_rank, self._learning_rate())
+        self._run_checks.take_in(by_rank, self._learning_rate(), scaled)
         self.warnings = self._run_checks.warnings()
         for warning in self.warnings:
             if warning["name"] not in self._logged and collectives.rank() == 0:

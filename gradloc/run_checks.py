@@ -160,6 +160,9 @@ class RunChecks:
         self._held, self._times = "", 0
         self._least = math.inf
         self._updates_since_resume: int | None = None
+        # The last warning of a wrongly scaled loss, and how many mini-batches in a row had one.
+        self._scaled: dict[str, str] | None = None
+        self._scaled_times = 0
 
     @property
     def steps_since_resume(self) -> int | None:
@@ -178,13 +181,15 @@ class RunChecks:
         if self._updates_since_resume is not None:
             self._updates_since_resume += 1
 
-    def take_in(self, by_rank: Tensor, learning_rate: float) -> None:
+    def take_in(self, by_rank: Tensor, learning_rate: float, scaled: dict[str, str] | None = None) -> None:
         """Adds a mini-batch.
 
         Args:
             by_rank (Tensor): What `own_sums` returned on each rank, shape (ranks, 17), on the CPU.
             learning_rate (float): That of the optimizer step that follows.
+            scaled (dict, optional): A warning that its loss is scaled wrongly; said once there are three in a row.
         """
+        self._scaled, self._scaled_times = scaled, 0 if scaled is None else self._scaled_times + 1
         for name, value in zip(_SUMS, by_rank.sum(0).tolist(), strict=True):
             self._sums[name] += value
         self._rates += learning_rate
@@ -192,12 +197,15 @@ class RunChecks:
     def warnings(self) -> list[dict[str, str]]:
         """The warnings of the update so far: dicts of `name`, `sentence` and `check`."""
         note = resume_note(self.steps_since_resume)
-        return [
-            {**warning, "sentence": warning["sentence"] + note}
+        found = [
+            warning
             for rule, warning in self._holding().items()
             # The trend is one of several updates already.
             if rule == "stale_trend" or (rule == self._held and self._times >= IN_A_ROW - 1)
         ]
+        if self._scaled is not None and self._scaled_times >= IN_A_ROW:
+            found.append(self._scaled)
+        return [{**warning, "sentence": warning["sentence"] + note} for warning in found]
 
     def state_dict(self) -> dict[str, Any]:
         """What later updates are compared with: the same on every rank and for any number of ranks."""

@@ -110,6 +110,7 @@ class Watch:
                 outliers=None if self.token_clip is None else self.token_clip.outliers,
                 bundle_writer=build_bundle_writer(module, config, rows_of, dtype, grad_clip, self.layer_clip),
                 learning_rate=learning_rate,
+                loss_agg_mode=config.loss_agg_mode,
             )
 
     @property

@@ -4,11 +4,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+# The warning's name.
+LOSS_SCALE = "loss_scale"
 # A factor from 1/CLEAR to CLEAR is called 1.
 CLEAR = 1.25
 # How far a token's coefficient over its expected one may be from the factor, relative to it, for the middle 80% of the
@@ -19,6 +20,8 @@ _NEAR = 0.02
 _LEAST_TOKENS = 16
 # At most about this many tokens of a rank are looked at.
 _SAMPLE = 2**16
+# How many figures `own_scale_figures` gives.
+SCALE_FIGURES = 6
 # How close to a number a factor must be for that number to be named.
 _FITS = 0.01
 
@@ -74,7 +77,7 @@ def coefficient_factor(by_rank: Tensor) -> float | None:
 
 
 def loss_scale_warning(
-    by_rank: Tensor, loss_agg_mode: str, counts: Mapping[str, float] | None = None
+    by_rank: Tensor, loss_agg_mode: str | None, counts: Mapping[str, float] | None = None
 ) -> dict[str, str] | None:
     """A warning if a mini-batch's loss is scaled wrongly.
 
@@ -84,14 +87,15 @@ def loss_scale_warning(
 
     Args:
         by_rank (Tensor): What `own_scale_figures` returned on each rank, shape (ranks, 6), on the CPU.
-        loss_agg_mode (str): How the loss is aggregated.
+        loss_agg_mode (str, optional): How the loss is aggregated; of modes that promise no sum, and of None, only the
+            coefficients are compared.
         counts (Mapping, optional): Numbers that a factor could be, by what they are, besides the number of ranks.
 
     Returns:
         dict: `name`, `sentence` and `check`; None if nothing is wrong, or nothing is known.
     """
     counts = {"ranks": float(len(by_rank)), **(counts or {})}
-    column = {"token-mean": 0, "seq-mean-token-mean": 0, "seq-mean-token-sum": 1}.get(loss_agg_mode)
+    column = {"token-mean": 0, "seq-mean-token-mean": 0, "seq-mean-token-sum": 1}.get(loss_agg_mode or "")
     of_weights = None if column is None else float(by_rank[:, column].mean())
     if of_weights is not None and math.isfinite(of_weights) and of_weights > 0:
         fitting = fitting_numbers(of_weights, counts)
@@ -141,9 +145,9 @@ def what_it_could_be(fitting: Sequence[str]) -> str:
     return f"; it could be {' or '.join([', '.join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)}"
 
 
-def _warning(what: str, fitting: Sequence[str]) -> dict[str, Any]:
+def _warning(what: str, fitting: Sequence[str]) -> dict[str, str]:
     return {
-        "name": "loss_scale",
+        "name": LOSS_SCALE,
         "sentence": f"The loss is scaled wrongly: {what}{what_it_could_be(fitting)}.",
         "check": CHECK,
     }

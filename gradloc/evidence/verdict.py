@@ -10,6 +10,7 @@ from ..run_checks import resume_note
 from .auxiliary import auxiliary_verdict
 from .in_words import turn_boundary
 from .ordinary import APART, is_apart
+from .scaling import LOSS_SCALE
 from .sources import CONFIDENT, RULES, SOURCES, UNLIKELY
 
 # The limits of `find_cause`.
@@ -125,13 +126,14 @@ def verdict(
 def _of_warning(
     event: Mapping[str, Any], ordinary: Mapping[str, float | None], warning: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The verdict where something is wrong with the run; the shares are those of tokens that are `is_apart`."""
+    """The verdict where something is wrong with the run; the shares, of a rollout, are those of tokens `is_apart`."""
     apart = [is_apart(culprit["rollout_log_prob"], culprit["old_log_prob"]) for culprit in event["culprits"]]
     known = [each for each in apart if each is not None]
+    is_of_rollout = warning["name"] != LOSS_SCALE
     return {
         "cause": warning["name"],
-        "culprits": sum(known) / len(known) if known else None,
-        "ordinary": ordinary.get(APART),
+        "culprits": sum(known) / len(known) if known and is_of_rollout else None,
+        "ordinary": ordinary.get(APART) if is_of_rollout else None,
         "sentence": warning["sentence"],
         "check": warning["check"],
     }

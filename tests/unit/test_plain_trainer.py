@@ -165,3 +165,30 @@ def test_events_count_the_steps_since_a_resume(state: dict[str, Any] | None) -> 
         assert event["steps_since_resume"] == step
         note = f" This is step {step} after a checkpoint was loaded."
         assert event["verdict"]["sentence"].endswith(note) == (step <= 3)
+
+
+def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
+    """The loss of a training loop that forgets to divide by its two micro-batches, and one that does not."""
+    forward = Forward(Plain())
+    weight = torch.full((ROWS, RESPONSE), 1 / (ROWS * RESPONSE))
+    advantage = torch.tensor([1.0, -1.0, 0.5, -0.5]).unsqueeze(1).expand(ROWS, RESPONSE)
+    others = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": forward.ids[:, PROMPT:], "advantage": advantage}
+    warned = {}
+    for micro_batches, factor, of_loss in ((2, 0.5, 1.0), (2, 1.0, 1.0), (1, 1.0, 3.0)):
+        config = GradLocConfig(grad_norm_threshold=1e9)
+        gradloc = GradLoc(forward.logits, config, forward, loss_agg_mode="token-mean")
+        for step in range(3):
+            gradloc.start_update(step)
+            for _ in range(micro_batches):
+                gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
+                _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
+                gradloc.observe(log_prob, None, factor * weight, **others)
+                (of_loss * factor * (-log_prob * advantage * weight).sum()).backward()
+                gradloc.end_pass()
+            gradloc.locate(epoch=0, mini_batch=0)
+            assert step == 2 or not gradloc.warnings
+        warned[micro_batches, factor, of_loss] = [warning["sentence"] for warning in gradloc.warnings]
+    assert warned[2, 0.5, 1.0] == []
+    (twice,), (thrice,) = warned[2, 1.0, 1.0], warned[1, 1.0, 3.0]
+    assert "add up to 2 instead of 1" in twice and "the number of micro-batches (2)" in twice
+    assert "3 times what its weights, advantages and ratios give" in thrice
