@@ -16,7 +16,7 @@ from typing import Any
 
 from ..bundles.results import read_results
 from ..evidence.foreign_json import LINE_BYTES, parse
-from ..evidence.schema import CLIP, EVENT, NOTE, SCHEMA, STEP, conforms, current
+from ..evidence.schema import CLIP, CRITIC, EVENT, NOTE, SCHEMA, STEP, conforms, current
 from ..evidence.texts import without_texts
 from ..evidence.writer import STEP_FIGURES, evidence_files
 from .condensed import clipped, condensed_event, culprit_details, culprit_row
@@ -33,6 +33,8 @@ DETAILED = 500
 PAGE_ROWS = 5_000
 # At most so many different tokens, messages, faults and versions are told apart.
 _TOKENS, _NOTES, _FAULTS, _VERSIONS = 50_000, 1000, 16, 16
+# The names of the files in a directory with evidence.
+_NAMES = ("spikes", "steps", "critic")
 # What is too long is skipped in pieces of so many bytes.
 _CHUNK = 2**20
 
@@ -57,7 +59,7 @@ class Evidence:
         clips (TokenClips): What TokenClip found; that is no spike.
         faults (list[str]): The names of faults that were planted in the run on purpose.
         steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
-        warnings (RunWarnings): The warnings of the steps.
+        warnings (RunWarnings): The warnings of the steps, and the critic's spikes.
         notes (dict[str, set]): What was left out of the files, and in which steps.
         replays (list[dict]): The results of replays, in the order of their events.
         other_versions (Counter): Lines of other versions of the evidence, which are not read, by version.
@@ -192,8 +194,8 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
     Raises:
         OSError: There is no such file, no evidence in the directory, or it cannot be read.
     """
-    events, steps = _files(path)
-    found = Evidence(path, top, since, texts, os.path.dirname((events or steps)[0]) or ".")
+    events, steps, critic = _files(path)
+    found = Evidence(path, top, since, texts, os.path.dirname((events or steps or critic)[0]) or ".")
     for entry in _entries(found, events):
         form = next((form for form in (EVENT, CLIP, NOTE) if conforms(entry, form)), None)
         if form is None:
@@ -208,6 +210,13 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
     for entry in _entries(found, steps):
         if conforms(entry, STEP):
             found.add_step(entry)
+        elif conforms(entry, NOTE):
+            found.add_note(entry["message"], entry["global_step"])
+        else:
+            found.skip(entry)
+    for entry in _entries(found, critic):
+        if conforms(entry, CRITIC):
+            found.warnings.take_in_critic(entry["global_step"], entry["summary"])
         elif conforms(entry, NOTE):
             found.add_note(entry["message"], entry["global_step"])
         else:
@@ -240,18 +249,15 @@ def _lines(files: Sequence[str]) -> Iterator[tuple[bytes, bool]]:
                 yield line if len(line) <= LINE_BYTES else b"", rest.endswith(b"\n") or index < len(files) - 1
 
 
-def _files(path: str) -> tuple[list[str], list[str]]:
-    """The files that a path stands for, those with events and those with steps, each the oldest first."""
+def _files(path: str) -> list[list[str]]:
+    """The files that a path stands for, those with events, steps and the critic's spikes, each the oldest first."""
     if os.path.isdir(path):
         for directory in (path, os.path.join(path, "bisect_dump")):
-            if os.path.isdir(directory):
-                events, steps = evidence_files(directory), evidence_files(directory, "steps")
-                if events or steps:
-                    return events, steps
+            if os.path.isdir(directory) and any(files := [evidence_files(directory, name) for name in _NAMES]):
+                return files
         raise FileNotFoundError(errno.ENOENT, "No steps.jsonl or spikes.jsonl, which spike_detection writes", path)
-    if os.path.basename(path) in ("spikes.jsonl", "steps.jsonl"):
+    if os.path.basename(path) in [f"{name}.jsonl" for name in _NAMES]:
         directory = os.path.dirname(path) or "."
-        events, steps = evidence_files(directory), evidence_files(directory, "steps")
-        if events or steps:
-            return events, steps
-    return [path], []
+        if any(files := [evidence_files(directory, name) for name in _NAMES]):
+            return files
+    return [[path], [], []]

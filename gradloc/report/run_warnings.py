@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The warnings in steps.jsonl, each name once: a warning may be in every step of a run."""
+"""The warnings in steps.jsonl and the critic's spikes, each name once: a warning may be in every step of a run."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +11,9 @@ from .condensed import clipped
 # At most so many names are told apart.
 _NAMES = 64
 _NAME_CHARACTERS = 200
+# Under this name the report has the critic's spikes.
+CRITIC_SPIKES = "critic"
+_CHECK_CRITIC = "Each spike of the critic is a line of `critic.jsonl`, with its layers and the largest errors."
 
 
 @dataclass
@@ -31,10 +34,17 @@ class RunWarnings:
             for steps in self.steps.values():
                 steps.discard(step)
         for warning in warnings:
-            name = str(clipped(warning["name"], _NAME_CHARACTERS))
-            if name in self.said or len(self.said) < _NAMES:
-                self.said[name] = {"name": name, **{key: clipped(warning[key]) for key in ("sentence", "check")}}
-                self.steps.setdefault(name, set()).add(step)
+            self._add(step, warning)
+
+    def take_in_critic(self, step: int | None, summary: str) -> None:
+        """Adds a spike of the critic."""
+        self._add(step, {"name": CRITIC_SPIKES, "sentence": summary, "check": _CHECK_CRITIC})
+
+    def _add(self, step: int | None, warning: Mapping[str, Any]) -> None:
+        name = str(clipped(warning["name"], _NAME_CHARACTERS))
+        if name in self.said or len(self.said) < _NAMES:
+            self.said[name] = {"name": name, **{key: clipped(warning[key]) for key in ("sentence", "check")}}
+            self.steps.setdefault(name, set()).add(step)
 
     def listed(self, since: int | None = None) -> list[dict[str, Any]]:
         """The warnings, the first one first.

@@ -15,6 +15,8 @@ from test_actor import Launch, cases, near
 
 from gradloc.evidence.critic_words import cause, summary
 from gradloc.evidence.schema import CRITIC
+from gradloc.report.reading import read
+from gradloc.report.summary import summarize
 
 pytestmark = pytest.mark.target(version="0.9.1")
 
@@ -93,6 +95,8 @@ def test_a_planted_return_is_found(launch: Launch, tmp_path: Path, world: int, c
     assert (spike["cause"], cause(spike), summary(spike)) == ("errors", "errors", spike["summary"])
     assert "look at the returns" in spike["summary"] and f"row {row_in}, position {position}" in spike["summary"]
     assert len(later) == case.epochs - 1
+    (warning,) = summarize(read(str(tmp_path)), 5)["warnings"]
+    assert (warning["name"], warning["first_step"], warning["sentence"]) == ("critic", 7, lines[-1]["summary"])
 
 
 @cases((2, Case("fsdp2", model="tiled", planted=PLANTED)))
