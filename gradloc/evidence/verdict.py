@@ -111,8 +111,8 @@ def verdict(
         return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": check}
     advice = SOURCES[cause].advice
     claim = CAUSES[cause].claim
-    if cause == "retokenized":
-        claim += f", {turn_boundary(event['culprits'])}"
+    if cause == "retokenized" and (boundary := turn_boundary(event["culprits"])):
+        claim += f", {boundary}"
     shares = f"{of_culprits(culprits[cause], count)}, {_of_ordinary(ordinary[cause])}"
     return {
         "cause": cause,

@@ -39,7 +39,7 @@ STEP_FIGURES = (
     "triggered",
 )
 # Another run may write to the same directory, and rename a full file at the same moment.
-_ATTEMPTS = 10
+_ATTEMPTS = 100
 # The files at their limit of which a warning has been logged: one is enough for many steps.
 _full: set[str] = set()
 

@@ -157,6 +157,8 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
         "global_norm": norm / 4 if math.isfinite(norm) else norm,
         "global_threshold": THRESHOLD * root * math.sqrt(24) / 4,
         "ordinary_layer_norms": {name: random.uniform(4, 9) for name in LAYERS},
+        "without_tokens": None,
+        "steps_since_resume": None,
         "diagnosis": "tokens",
         "until": "explained",
         "micro_batches": max(len(units), 24),

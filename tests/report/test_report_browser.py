@@ -335,7 +335,7 @@ def test_the_page_says_whether_the_culprits_explain_the_spike(page: Page, tmp_pa
 
 def small(position: int, norm: float, generator: random.Random) -> dict[str, Any]:
     """A culprit with little text: thousands of them are still written in seconds."""
-    found = culprit(position, ["a", " b", " c"] * 4, norm, generator, response_suspicion=None, response_tokens=None)
+    found = culprit(position, ["a", " b", " c"] * 8, norm, generator, response_suspicion=None, response_tokens=None)
     return {**found, "source": "token"}
 
 
