@@ -102,7 +102,7 @@ class UpdateEvidence:
         for event in events:
             if "token_clip" not in event and may_misfire(event):
                 rows = self._rewarded(event, rewards_of)
-                event["verdict"] = (rows and misfire(event, rows)) or event["verdict"]
+                event["verdict"] = (rows and _misfire(event, rows)) or event["verdict"]
             event["summary"] = clips.summary(event) if "token_clip" in event else summary(event)
 
     def write(self, global_step: int | None, metrics: Mapping[str, Any], warnings: Sequence[Mapping[str, str]]) -> None:
@@ -177,6 +177,15 @@ def write_update(
         if (more := len(lines) - _LOGGED_EVENTS) > 0:
             logger.warning("%d more %s in step %s: see the report on %s", more, what, global_step, directory)
     record_events(directory, events)
+
+
+def _misfire(event: Mapping[str, Any], rows: Mapping[tuple[int, int], RewardedRow]) -> dict[str, Any] | None:
+    """The verdict that a reward misfires; None if it does not, or if that cannot be told."""
+    try:
+        return misfire(event, rows)
+    except Exception:
+        logger.warning("a gradient spike is not compared with the rewards of its mini-batch", exc_info=True)
+        return None
 
 
 def _tokens(line: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
