@@ -53,7 +53,7 @@ class RuleShares:
         actor.gradloc.locate = self._look
 
     def _look(self, epoch: int, mini_batch: int) -> Located:
-        micro_batches, before = list(self._gradloc._micro_batches), len(self._gradloc.events)
+        micro_batches, before = list(self._gradloc._recorder.micro_batches), len(self._gradloc.events)
         located = self._locate(epoch, mini_batch)
         events = self._gradloc.events[before:]
         culprits = [culprit for event in events for culprit in event["culprits"]]

@@ -91,38 +91,65 @@ def run(planted: Planted, weights: dict[str, Tensor], seed: int, steps: int) -> 
     """The figures and the warning of each step."""
     settings = dataclasses.replace(Settings(steps=steps), learning_rate=RATE * planted.rate)
     training = Run(settings, weights, Variant("no clip", "none"), seed, None)
-    past = [_copied(training.model, seed)]
-    noise = torch.Generator().manual_seed(seed)
+    rollout = Rollout(planted, training, seed)
     gradloc = training.actor.gradloc
     assert gradloc is not None
-    checks = gradloc._run_checks
     figures = []
-    for step in range(steps):
-        current = training.model
-        used = past[max(step - planted.behind, 0)] if planted.behind else current
-        training.model = used
-        samples = training.draw()
-        if planted.stale:
-            training.model = past[0]
-            late = training.draw()
-            count = round(planted.stale * len(samples.prompts))
-            samples = _joined(late, samples, count)
-        training.model = current
-        rollout = _reported(used, past[0], planted, samples)
-        size = rollout.abs().clamp(min=0.1)
-        t = torch.randn(3, *rollout.shape, generator=noise).square().sum(0).div(3).sqrt()
-        rollout = rollout + planted.noise * size * torch.randn(rollout.shape, generator=noise) / t
+    for _ in range(steps):
+        samples, log_probs = rollout.draw()
 
-        def change(tensors: dict[str, Tensor], rollout: Tensor = rollout) -> None:
-            tensors["rollout_log_probs"] = rollout
+        def change(tensors: dict[str, Tensor], log_probs: Tensor = log_probs) -> None:
+            tensors["rollout_log_probs"] = log_probs
             if planted.reference:
-                tensors["ref_log_prob"] = _log_probs(past[0], tensors["input_ids"])
+                tensors["ref_log_prob"] = rollout.reference(tensors["input_ids"])
 
         training.step("no", samples, change)
-        figures.append({**_figures(checks), "warnings": [warning["name"] for warning in gradloc.warnings]})
-        if planted.behind:
-            past.append(_copied(training.model, seed))
+        figures.append({**_figures(gradloc._run_checks), "warnings": [warning["name"] for warning in gradloc.warnings]})
     return figures
+
+
+class Rollout:
+    """Samples and reports log-probs with what is planted.
+
+    Args:
+        planted (Planted): What is wrong with it.
+        training (Run): The run that trains on its samples, before its first step.
+        seed (int): Of the noise.
+    """
+
+    def __init__(self, planted: Planted, training: Run, seed: int) -> None:
+        self._planted, self._training, self._seed = planted, training, seed
+        self._noise = torch.Generator().manual_seed(seed)
+        self._past = [_copied(training.model, seed)]
+        self._drawn = 0
+        self._used: LlamaForCausalLM = self._past[0]
+
+    def draw(self) -> tuple[Samples, Tensor]:
+        """The samples of the next step, and the log-probs that are reported of them."""
+        planted, training = self._planted, self._training
+        if planted.behind and self._drawn:
+            self._past.append(_copied(training.model, self._seed))
+        current = training.model
+        self._used = self._past[max(self._drawn - planted.behind, 0)] if planted.behind else current
+        self._drawn += 1
+        training.model = self._used
+        samples = training.draw()
+        if planted.stale:
+            training.model = self._past[0]
+            samples = _joined(training.draw(), samples, round(planted.stale * len(samples.prompts)))
+        training.model = current
+        return samples, self.log_probs_of(samples)
+
+    def log_probs_of(self, samples: Samples) -> Tensor:
+        """The log-probs that are reported of these samples of the last step."""
+        reported = _reported(self._used, self._past[0], self._planted, samples)
+        size = reported.abs().clamp(min=0.1)
+        t = torch.randn(3, *reported.shape, generator=self._noise).square().sum(0).div(3).sqrt()
+        return reported + self._planted.noise * size * torch.randn(reported.shape, generator=self._noise) / t
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        """The log-probs of the policy before the first step, of the responses in whole rows."""
+        return _log_probs(self._past[0], tokens)
 
 
 def _copied(model: nn.Module, seed: int) -> LlamaForCausalLM:

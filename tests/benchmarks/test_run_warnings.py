@@ -18,7 +18,7 @@ from run_warnings import CAUSES, HEALTHY, Planted, described, run  # noqa: E402
 from sums_task import learn_from_examples  # noqa: E402
 
 pytestmark = pytest.mark.slow
-EXPECTED = {"never": "stale_weights", "one": "partly_stale", "temperature": "other_log_probs"}
+EXPECTED = {"never synced": "stale_weights", "one worker": "partly_stale", "temperature 0.6": "other_log_probs"}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict:
 def test_planted_causes_are_told_from_healthy_runs(planted: Planted, weights: dict) -> None:
     figures = run(planted, weights, 1, 6)
     warned = {name for step in figures for name in step["warnings"]}
-    name = EXPECTED.get(planted.name.split()[0])
+    name = EXPECTED.get(planted.name)
     assert warned == ({name} if name else set())
     assert ("no warning" in described(figures)) == (name is None)

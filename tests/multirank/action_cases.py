@@ -359,7 +359,7 @@ def evidence_with_odd_truths(folder: str, count: int) -> None:
     evidence = UpdateEvidence(folder, tokenizer, 1)
     truth = {"ground_truth": lambda: None}
     evidence.add(events, lambda event, culprit: Sample([1, 2], [3, 4], 1.0, {"reward_model": truth}), lambda _: None)
-    evidence.write(1, {})
+    evidence.write(1, {}, [])
 
 
 def evidence_of_shared_data(folder: str) -> tuple[list[int], list[Any]]:

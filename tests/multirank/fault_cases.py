@@ -193,8 +193,8 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
         if what == "the units":
             measure = actor.gradloc._measure
 
-            def measured() -> Any:
-                mini_batch = measure()
+            def measured(where: Any) -> Any:
+                mini_batch = measure(where)
                 mini_batch._own_figures = run_out_of_memory
                 return mini_batch
 
