@@ -215,7 +215,7 @@ def failing_alone(case: Case) -> None:
     def prepare(actor: Any) -> None:
         if dist.get_rank() == 1:
             measure = actor.gradloc._measure
-            actor.gradloc._measure = lambda: measure() and run_out_of_memory()
+            actor.gradloc._measure = lambda where: measure(where) and run_out_of_memory()
 
     train(case, prepare=prepare, **DETECTION)
 

@@ -43,7 +43,7 @@ def record() -> Record:
         event = {"global_step": step, "mini_batch": 1, "world_size": 1, "culprits": culprits, "filler": "x" * 5000}
         actor: Any = SimpleNamespace(
             config=SimpleNamespace(bisect_dump_dir=str(directory), ppo_mini_batch_size=ROWS // 2),
-            watch=SimpleNamespace(sequence_parallel_size=1, watches_passes=True, lines=lambda: [event]),
+            watch=SimpleNamespace(sequence_parallel_size=1, watches_passes=True, lines=lambda: [event], warnings=[]),
         )
         data.meta_info["global_steps"] = step
         write_evidence(actor, data, tokenizer, metrics or {})
