@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from .shares import layer_shares
+
 # A gradient is Σ w (v − R) ∇v. If the errors are at least this many times the usual ones, and have grown by at least
 # this share of what the norm has grown by, they are the cause.
 LARGE_ERROR = 2.0
@@ -72,17 +74,10 @@ def _largest(spike: Spike) -> Mapping[str, Any]:
 
 def _most(layer_norms: Mapping[str, float], ordinary: Mapping[str, float] | None) -> str:
     """The layer with most of the squared norm, as the end of a sentence; nothing if the norms are not finite."""
-    shares = _shares(layer_norms)
+    shares = layer_shares(layer_norms)
     if not shares:
         return ""
     layer = max(shares, key=lambda name: shares[name])
-    usual = _shares(ordinary or {}).get(layer)
+    usual = layer_shares(ordinary or {}).get(layer)
     usually = "" if usual is None else f", usually {usual:.0%}"
     return f"; {layer} has {shares[layer]:.0%} of the squared norm{usually}"
-
-
-def _shares(layer_norms: Mapping[str, float]) -> dict[str, float]:
-    total = sum(norm**2 for norm in layer_norms.values())
-    if not (total and math.isfinite(total)):
-        return {}
-    return {name: norm**2 / total for name, norm in layer_norms.items()}

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .auxiliary import auxiliary_in_words
+from .shares import layer_shares
 from .sources import CONFIDENT, LAYER_FRACTION, UNLIKELY
 
 logger = logging.getLogger(__name__)
@@ -191,10 +192,10 @@ def _layer(event: Event) -> str | None:
     if broken:
         whole = len(broken) == len(squares)
         return None if whole or len(broken) > 1 else f"only the gradient of {broken[0]} is NaN or infinite"
-    shares = _shares(squares)
+    shares = layer_shares({layer: math.sqrt(square) for layer, square in squares.items()})
     if len(shares) < 2:
         return None
-    usual = _shares({layer: norm**2 for layer, norm in (event["ordinary_layer_norms"] or {}).items()})
+    usual = layer_shares(event["ordinary_layer_norms"] or {})
     if not usual:
         name = max(shares, key=shares.__getitem__)
         return f"{name} carries {shares[name]:.0%} of the squared norm" if shares[name] > LAYER_FRACTION else None
@@ -203,12 +204,6 @@ def _layer(event: Event) -> str | None:
     if gains[name] <= _LAYER_GAIN:
         return None
     return f"{name} carries {shares[name]:.0%} of the squared norm, ordinarily {usual.get(name, 0.0):.0%}"
-
-
-def _shares(squares: Mapping[str, float]) -> dict[str, float]:
-    """Each layer's share of the sum; none if that is 0 or infinite."""
-    total = math.fsum(squares.values())
-    return {layer: square / total for layer, square in squares.items()} if 0 < total < math.inf else {}
 
 
 def _number(count: int) -> str:

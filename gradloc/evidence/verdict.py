@@ -11,6 +11,7 @@ from .auxiliary import auxiliary_verdict
 from .in_words import turn_boundary
 from .ordinary import APART, is_apart
 from .scaling import LOSS_SCALE
+from .shares import layer_shares
 from .sources import CONFIDENT, RULES, SOURCES, UNLIKELY
 
 # The limits of `find_cause`.
@@ -191,22 +192,17 @@ def _stands_out(of_culprits: float, of_ordinary: float | None) -> bool:
 
 def _share_of_unusual_layers(event: Mapping[str, Any]) -> float:
     """The share of culprits for which `layer` holds, by a layer that has far less of an ordinary token's norm."""
-    usual = event["ordinary_layer_norms"]
+    usual = layer_shares(event["ordinary_layer_norms"] or {})
     if not usual or not event["culprits"]:
         return 0.0
     found = 0
     for culprit in event["culprits"]:
         if "layer" in culprit["sources"]:
-            norms = culprit["layer_norms"]
-            layer = max(norms, key=norms.__getitem__)
-            found += _layer_share(norms, layer) >= LIFT * _layer_share(usual, layer)
+            # There are none if a norm is not finite.
+            shares = layer_shares(culprit["layer_norms"]) or {"": 0.0}
+            layer = max(shares, key=shares.__getitem__)
+            found += shares[layer] > 0 and shares[layer] >= LIFT * usual.get(layer, 0.0)
     return found / len(event["culprits"])
-
-
-def _layer_share(norms: Mapping[str, float], layer: str) -> float:
-    """A layer's share of the squared norm."""
-    total = sum(norm**2 for norm in norms.values())
-    return norms.get(layer, 0.0) ** 2 / total if total else 0.0
 
 
 def of_culprits(share: float, count: int) -> str:

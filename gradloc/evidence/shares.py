@@ -1,0 +1,13 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""How a squared norm is divided among layers."""
+
+import math
+from collections.abc import Mapping
+
+
+def layer_shares(norms: Mapping[str, float]) -> dict[str, float]:
+    """Each layer's share of the squared norm, from the layers' norms; none if their sum is 0 or not finite."""
+    squares = {layer: norm * norm for layer, norm in norms.items()}
+    total = math.fsum(squares.values())
+    return {layer: square / total for layer, square in squares.items()} if 0 < total < math.inf else {}
