@@ -38,8 +38,8 @@ _VALUES = 4
 class CriticWatch:
     """Measures the gradient of each (rank, micro-batch, layer) in the training passes, and compares it with τ.
 
-    For each micro-batch the trainer calls `begin_pass`, runs the forward, calls `observe`, runs the backward, and calls
-    `end_pass`. Before the optimizer step it calls `check`. All ranks make the same calls. The gradient stays as it is.
+    For each micro-batch the trainer calls `begin_pass`, runs the forward, calls `observe` and runs the backward. Before
+    the optimizer step it calls `check`. All ranks make the same calls. The gradient stays as it is.
 
     Args:
         module (nn.Module): The value model; ranks hold different data (FSDP1, FSDP2, or a single process).
@@ -82,14 +82,16 @@ class CriticWatch:
         """Discards the spikes and metrics of the last update."""
         self.spikes, self._global_step = [], global_step
         self._token_norm_max, self._spike_count = 0.0, 0
-        self._recorder.take()
+        self._recorder.discard()
 
     def start_mini_batch(self) -> None:
         """Discards the spikes of the last mini-batch; the update's metrics still count them."""
         self.spikes = []
+        self._recorder.discard()
 
     def begin_pass(self, rows: Sequence[int]) -> None:
         """Called before a micro-batch's forward, with its rows in this rank's mini-batch."""
+        self._end_pass()
         self._recorder.begin({}, rows)
 
     def observe(self, value: Tensor, weight: Tensor, loss_inputs: LossInputs | None = None, **tokens: Tensor) -> None:
@@ -105,10 +107,6 @@ class CriticWatch:
         given = loss_inputs or {"coefficient": (value, unchanged)}
         self._recorder.observe({"value": value, "weight": weight, **tokens}, given)
 
-    def end_pass(self) -> None:
-        """Called after a micro-batch's backward."""
-        self._recorder.end()
-
     def check(self, epoch: int, mini_batch: int) -> None:
         """Compares the mini-batch's gradient with τ. A collective call.
 
@@ -119,6 +117,7 @@ class CriticWatch:
         Raises:
             RankLostError: An error on this rank that cannot be propagated to the other ranks.
         """
+        self._end_pass()
         where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
         unless_it_fails(lambda: self._check(where), None, "the check of the critic's gradient")
 
@@ -126,6 +125,10 @@ class CriticWatch:
         """The update's metrics: the largest token-equivalent norm, τ once there is one, and the number of spikes."""
         threshold = {} if self._threshold.last is None else {"gradloc/threshold": self._threshold.last}
         return threshold | {"gradloc/token_norm_max": self._token_norm_max, "gradloc/triggered": self._spike_count}
+
+    def _end_pass(self) -> None:
+        if self._recorder.current is not None:
+            self._recorder.end()
 
     def _check(self, where: dict[str, Any]) -> None:
         micro_batches = self._recorder.take()

@@ -13,10 +13,11 @@ from verl.trainer.ppo import core_algos
 from verl.utils.device import get_device_name
 
 from ..critic_watch import CriticWatch
-from ..evidence.writer import jsonable, record_critic
+from ..evidence.writer import record_critic
 from ..fsdp import collectives
 from .loss_weights import RecordedAggregation
-from .update_evidence import Sample, facts_of_token
+from .meter_kind import meter_kind
+from .update_evidence import Sample, add_facts, facts_of_token
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +34,13 @@ def build_watch(
     """What watches a critic; None if its configuration does not turn it on."""
     if not config.get("spike_detection", False):
         return None
-    tiled_mlp = any(getattr(child, "is_tiled_mlp", False) for child in module.modules())
     return CriticWatch(
         module,
         config.grad_norm_threshold,
         get_device_name(),
         loss_scale,
         sequence_parallel_size,
-        meter="reduced" if tiled_mlp else "local",
+        meter=meter_kind(module),
     )
 
 
@@ -83,7 +83,7 @@ def _losses() -> Any:
 
 def describe(
     spikes: Sequence[dict[str, Any]],
-    tokenizer: Any,
+    tokenizer: Callable[[], Any],
     sample_of: Callable[[Mapping[str, Any]], Sample],
     sequence_parallel_size: int,
 ) -> None:
@@ -91,25 +91,20 @@ def describe(
 
     Args:
         spikes (Sequence[dict]): The same on every rank; they are changed.
-        tokenizer (PreTrainedTokenizer, optional): Without one, values have no text.
+        tokenizer (Callable): Returns the critic's tokenizer, None if there is none: then values have no text. Called
+            only where there is a spike; may raise.
         sample_of (Callable): The sample of a value, on the rank that has it; may raise.
         sequence_parallel_size (int): How many neighbouring ranks have the same data.
     """
     values = [value for spike in spikes for value in spike["values"]]
-    if not values:
-        return
-    own = []
-    own_rank, duplicate = divmod(collectives.rank(), sequence_parallel_size)
-    for number, value in enumerate(values):
-        if value["rank"] == own_rank and not duplicate:
-            try:
-                facts = facts_of_token(sample_of(value), value["position"], tokenizer)
-                own.append((number, jsonable({name: facts.get(name) for name in _FACTS})))
-            except Exception:
-                logger.warning("a value of the critic is written without its text", exc_info=True)
-    for of_rank in collectives.gather_objects(own):
-        for number, facts in of_rank:
-            values[number].update(facts)
+
+    def facts_of(number: int) -> dict[str, Any]:
+        value = values[number]
+        facts = facts_of_token(sample_of(value), value["position"], tokenizer())
+        return {name: facts.get(name) for name in _FACTS}
+
+    if values:
+        add_facts(values, facts_of, sequence_parallel_size)
 
 
 # What is written of a value's token and response.

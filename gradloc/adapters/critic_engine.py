@@ -32,7 +32,6 @@ class WatchedValueEngine:
     watch: CriticWatch | None = None
     _settings: CriticSpikeConfig | None = None
     _watching = False
-    _pass_open = False
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
         config = getattr(loss_function, "keywords", {}).get("config")
@@ -55,11 +54,14 @@ class WatchedValueEngine:
             with recorded_value_loss(self.watch.observe):
                 outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
         finally:
-            self._watching = self._pass_open = False
+            self._watching = False
             data.pop(ROW, None)
-        tokenizer = getattr(self.model_config, "tokenizer", None)
-        size: int = self.ulysses_sequence_parallel_size
-        describe(self.watch.spikes, tokenizer, lambda value: sample_of_row(data, value["row"]), size)
+        describe(
+            self.watch.spikes,
+            lambda: getattr(self.model_config, "tokenizer", None),
+            lambda value: sample_of_row(data, value["row"]),
+            self.ulysses_sequence_parallel_size,
+        )
         write(self._settings.bisect_dump_dir, step, self.watch.spikes)
         if tu.get(data, "update_lr_scheduler", True) and self.is_mp_src_rank_with_outputs():
             outputs["metrics"].update({name: as_metric(value) for name, value in self.watch.metrics().items()})
@@ -70,21 +72,12 @@ class WatchedValueEngine:
     ) -> Any:
         if self._watching and not forward_only:
             assert self.watch is not None
-            self._end_pass()
             # Before the engine moves it to the device, where reading would wait for the device.
             self.watch.begin_pass(micro_batch[ROW].tolist())
-            self._pass_open = True
         return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
 
     def optimizer_step(self) -> float:
         if self._watching:
             assert self.watch is not None
-            self._end_pass()
             self.watch.check(*self._where)
         return super().optimizer_step()  # type: ignore[misc]
-
-    def _end_pass(self) -> None:
-        if self._pass_open:
-            assert self.watch is not None
-            self.watch.end_pass()
-            self._pass_open = False

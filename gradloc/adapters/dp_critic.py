@@ -34,7 +34,7 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
             if trains
             else None
         )
-        self._training = self._pass_open = False
+        self._training = False
 
     def update_critic(self, data: "DataProto") -> dict[str, Any]:
         if self.watch is None:
@@ -49,33 +49,25 @@ class WatchedCritic(dp_critic.DataParallelPPOCritic):
             with self._rows_noted(), recorded_value_loss(self.watch.observe, self._factor):
                 metrics = super().update_critic(data)
         finally:
-            self._training = self._pass_open = False
+            self._training = False
         spikes = self.watch.spikes
-        describe(spikes, self._tokenizer, self._sample_of(data, spikes), self.ulysses_sequence_parallel_size)
+        sample_of = self._sample_of(data, spikes)
+        describe(spikes, lambda: self._tokenizer, sample_of, self.ulysses_sequence_parallel_size)
         write(self.config.bisect_dump_dir, step, spikes)
         return {**metrics, **{f"critic/{name}": value for name, value in self.watch.metrics().items()}}
 
     def _forward_micro_batch(self, micro_batch: Mapping[str, Any]) -> Tensor:
         if self._training:
             assert self.watch is not None
-            self._end_pass()
             self.watch.begin_pass(self._take_rows(len(micro_batch["input_ids"])))
-            self._pass_open = True
         return super()._forward_micro_batch(micro_batch)
 
     def _optimizer_step(self) -> Tensor:
         if self._training:
             assert self.watch is not None
-            self._end_pass()
             self.watch.check(*divmod(self._steps, self._mini_batches))
             self._steps, self._next_row = self._steps + 1, 0
         return super()._optimizer_step()
-
-    def _end_pass(self) -> None:
-        if self._pass_open:
-            assert self.watch is not None
-            self.watch.end_pass()
-            self._pass_open = False
 
     def _take_rows(self, count: int) -> list[int]:
         """The rows of the next micro-batch in its mini-batch."""

@@ -65,7 +65,6 @@ class UpdateEvidence:
         self._directory = directory
         self._tokenizer = tokenizer
         self._sequence_parallel_size = sequence_parallel_size
-        self._own_rank, self._duplicate = divmod(collectives.rank(), sequence_parallel_size)
         self._events: list[dict[str, Any]] = []
 
     def add(
@@ -90,15 +89,11 @@ class UpdateEvidence:
         culprits = [(event, i, culprit) for event in events for i, culprit in enumerate(_tokens(event))]
         if not culprits:
             return
-        own = [
-            (number, found)
-            for number, (event, i, culprit) in enumerate(culprits)
-            if not self._duplicate and culprit["rank"] == self._own_rank
-            for found in self._facts(event, i, sample_of)
-        ]
-        for of_rank in collectives.gather_objects(own):
-            for number, found in of_rank:
-                culprits[number][2].update(found)
+        add_facts(
+            [culprit for _, _, culprit in culprits],
+            lambda number: self._facts(*culprits[number][:2], sample_of),
+            self._sequence_parallel_size,
+        )
         for event in events:
             if "token_clip" not in event and may_misfire(event):
                 rows = self._rewarded(event, rewards_of)
@@ -118,7 +113,7 @@ class UpdateEvidence:
     ) -> dict[tuple[int, int], RewardedRow] | None:
         """The rows of an event's mini-batch on all ranks; None if they are not known. A collective call."""
         try:
-            own = None if self._duplicate else rewards_of(event)
+            own = None if collectives.rank() % self._sequence_parallel_size else rewards_of(event)
         except Exception:
             logger.warning("a gradient spike is not compared with the rewards of its mini-batch", exc_info=True)
             own = None
@@ -132,20 +127,37 @@ class UpdateEvidence:
         event: Mapping[str, Any],
         index: int,
         sample_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Sample],
-    ) -> list[dict[str, Any]]:
-        """The text around a culprit, and what its sample was rewarded for; nothing if that fails.
-
-        It is sent to all ranks: plain values, whatever a ground truth is, and no long texts that are not written.
-        """
+    ) -> dict[str, Any]:
+        """The text around a culprit, and what its sample was rewarded for; no long texts that are not written."""
         culprit = _tokens(event)[index]
-        try:
-            sample = sample_of(event, culprit)
-            if "token_clip" in event:
-                return [jsonable(facts_of_token(sample, culprit["position"], self._tokenizer))]
-            return [jsonable(limit_texts(_facts(sample, culprit["position"], self._tokenizer), index))]
-        except Exception:
-            logger.warning("a culprit of a gradient spike is written without its text", exc_info=True)
-            return []
+        sample = sample_of(event, culprit)
+        if "token_clip" in event:
+            return facts_of_token(sample, culprit["position"], self._tokenizer)
+        return limit_texts(_facts(sample, culprit["position"], self._tokenizer), index)
+
+
+def add_facts(
+    tokens: Sequence[dict[str, Any]], facts_of: Callable[[int], Mapping[str, Any]], sequence_parallel_size: int
+) -> None:
+    """Adds to tokens what the rank that has their data knows of them; nothing if that fails. A collective call.
+
+    Args:
+        tokens (Sequence[dict]): The same on every rank; they are changed.
+        facts_of (Callable): The facts of the token with a given index, on the rank that has it; may raise.
+        sequence_parallel_size (int): How many neighbouring ranks have the same data.
+    """
+    own_rank, duplicate = divmod(collectives.rank(), sequence_parallel_size)
+    own = []
+    for number, token in enumerate(tokens):
+        if not duplicate and token["rank"] == own_rank:
+            try:
+                # Sent to all ranks: plain values, whatever a ground truth is.
+                own.append((number, jsonable(facts_of(number))))
+            except Exception:
+                logger.warning("a token of a gradient spike is written without its text", exc_info=True)
+    for of_rank in collectives.gather_objects(own):
+        for number, found in of_rank:
+            tokens[number].update(found)
 
 
 def write_update(

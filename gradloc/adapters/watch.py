@@ -21,6 +21,7 @@ from ..token_clip.positions import Positions
 from ..token_clip.token_clip import TokenClip
 from .eos_tokens import eos_tokens
 from .loss_weights import RecordedAggregation, kl_coefficients
+from .meter_kind import meter_kind
 from .replay_bundles import build_bundle_writer
 
 # The evidence's names for what is known of a token, and where a micro-batch holds it.
@@ -94,8 +95,6 @@ class Watch:
         if config.layer_clip.enable:
             self.layer_clip = LayerClip(module, config.layer_clip, device=device)
         if config.spike_detection:
-            # TiledMLP computes a weight's gradient in parts, which the local meter would take for several gradients.
-            tiled_mlp = any(getattr(child, "is_tiled_mlp", False) for child in module.modules())
             self.gradloc = GradLoc(
                 module,
                 config,
@@ -104,7 +103,7 @@ class Watch:
                 loss_scale=loss_scale,
                 squared_norms=None if self.layer_clip is None else self.layer_clip.squared_norms,
                 sequence_parallel_size=sequence_parallel_size,
-                meter="reduced" if tiled_mlp else "local",
+                meter=meter_kind(module),
                 recover=getattr(module, "reset_activation_offloading", None),
                 cut=None if self.token_clip is None else self.token_clip.repeated,
                 outliers=None if self.token_clip is None else self.token_clip.outliers,

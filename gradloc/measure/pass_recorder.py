@@ -68,6 +68,10 @@ class PassRecorder:
         self.micro_batches.append(self.current)
         self.current = None
 
+    def discard(self) -> None:
+        """Drops what was recorded since the last `take`, and a pass that was interrupted."""
+        self.current, self.micro_batches = None, []
+
     def take(self) -> list[MicroBatch]:
         """The micro-batches recorded since the last call."""
         taken, self.micro_batches = self.micro_batches, []

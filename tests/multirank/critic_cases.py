@@ -56,7 +56,7 @@ def build_config(case: Case, **options: Any) -> FSDPCriticConfig:
     if ENGINE:
         own = {"fsdp": FSDPEngineConfig(dtype="float32", use_torch_compile=False)}
     else:
-        model = FSDPCriticModelCfg(path="none", tokenizer_path="none", use_remove_padding=case.packed)
+        model = FSDPCriticModelCfg(path="none", tokenizer_path="no/such/folder", use_remove_padding=case.packed)
         own = {"model": model, "model_config": types.SimpleNamespace()}  # verl would read the tokenizer for the latter
     return FSDPCriticConfig(
         strategy=strategy(case),
@@ -73,11 +73,18 @@ def build_config(case: Case, **options: Any) -> FSDPCriticConfig:
     )
 
 
+class BrokenTokenizer:
+    """One that cannot be used."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        raise OSError("no such tokenizer")
+
+
 class Critic:
     """What the tests know of a critic, whatever the verl: `update`, the model's `module`, and the `watch`."""
 
-    def __init__(self, case: Case, stock: bool = False, **options: Any) -> None:
-        self.case, self.config = case, build_config(case, **options)
+    def __init__(self, case: Case, stock: bool = False, tokenizer: Any = None, **options: Any) -> None:
+        self.case, self.config, self.tokenizer = case, build_config(case, **options), tokenizer or Words()
         self.module = wrap(case, build_model(case))
         optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
         self._update = (_engine_update if ENGINE else _legacy_update)(self, optimizer, stock)
@@ -92,9 +99,9 @@ def _legacy_update(critic: Critic, optimizer: Any, stock: bool) -> Any:
     else:
         from verl.utils.gradloc.adapters.dp_critic import WatchedCritic as made
     verls = made(critic.config, critic.module, optimizer)
-    if not stock:
+    if not (stock or isinstance(critic.tokenizer, BrokenTokenizer)):
         # In place of a tokenizer on the disk, which the critic reads where there is a spike.
-        verls.__dict__["_tokenizer"] = Words()
+        verls.__dict__["_tokenizer"] = critic.tokenizer
     critic.watch = getattr(verls, "watch", None)
     return verls.update_critic
 
@@ -136,7 +143,7 @@ def _engine_update(critic: Critic, optimizer: Any, stock: bool) -> Any:
         use_remove_padding=case.packed,
         use_fused_kernels=False,
         lora_rank=0,
-        tokenizer=Words(),
+        tokenizer=critic.tokenizer,
         trust_remote_code=False,
         get_processor=lambda: None,
         get=lambda name, default=None: getattr(model_config, name, default),
@@ -275,6 +282,20 @@ def planted(case: Case, directory: str, threshold: float | str) -> tuple[list[di
     return metrics, lines
 
 
+def without_a_tokenizer(directory: str) -> list[dict[str, Any]]:
+    """The spikes of an update with a planted return, where no tokenizer can be read."""
+    case = Case(planted=((1, 5, 1),))
+    critic = Critic(
+        case,
+        tokenizer=BrokenTokenizer(),
+        spike_detection=True,
+        grad_norm_threshold=100.0,
+        bisect_dump_dir=directory,
+    )
+    critic.update(build_data(case, 0))
+    return critic.watch.spikes
+
+
 def parameters_after(case: Case, directory: str, stock: bool, options: dict[str, Any]) -> list[torch.Tensor]:
     """This rank's parameters after two updates with a spike in the first."""
     critic = Critic(case, stock, bisect_dump_dir=directory, **options)
@@ -292,6 +313,5 @@ def loss_of_ones_own(directory: str) -> list[dict[str, Any]]:
     watch = critic.watch
     watch.start_update(1)
     watch.begin_pass([0])
-    watch.end_pass()
     watch.check(0, 0)
     return watch.spikes

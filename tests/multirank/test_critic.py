@@ -130,6 +130,13 @@ def test_another_loss_is_not_looked_at(launch: Launch, tmp_path: Path) -> None:
     assert launch(2, critic_cases.loss_of_ones_own, str(tmp_path)) == [[], []]
 
 
+def test_without_a_tokenizer_a_value_has_no_text(launch: Launch, tmp_path: Path) -> None:
+    (spike,), _ = launch(2, critic_cases.without_a_tokenizer, str(tmp_path))
+    assert spike["values"][0]["return"] == critic_cases.RETURN
+    assert "token" not in spike["values"][0]
+    VALIDATOR.validate(spike)
+
+
 def spike(**fields: Any) -> dict[str, Any]:
     unit = {"rank": 0, "micro_batch": 1, "token_equivalent": 50.0, "error": 2.0, "layer_norms": {"a": 3.0, "b": 1.0}}
     return {
