@@ -57,7 +57,8 @@ def own_scale_figures(micro_batches: Sequence[Mapping[str, Tensor]], scale: floa
             ratios.append(_coefficient_ratios(tokens, scale))
     found = torch.cat(ratios) if ratios else sums.new_full((1,), math.nan)
     found = found[:: max(len(found) // _SAMPLE, 1)]
-    quantiles = torch.nanquantile(found, found.new_tensor([0.1, 0.5, 0.9]))
+    # One by one: a tensor of the three would be copied to the device, and the host would wait for it.
+    quantiles = torch.stack([torch.nanquantile(found, share) for share in (0.1, 0.5, 0.9)])
     return torch.cat([sums, found.isfinite().sum().double().unsqueeze(0), quantiles])
 
 

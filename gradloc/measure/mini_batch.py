@@ -54,8 +54,8 @@ class MiniBatch:
     def global_norm(self) -> float:
         """The reduced gradient's norm, measured on the first call, which is collective."""
         if self._global_norm is None:
-            self.squared_norms = self.model.reduced_squares(self.scale)
-            # On the host, where the sum of the same numbers is the same on all ranks.
+            # On the host, where the sum of the same numbers is the same on all ranks; LayerClip reads them there, too.
+            self.squared_norms = self.model.reduced_squares(self.scale).cpu()
             self._global_norm = math.sqrt(math.fsum(self.squared_norms.tolist()))
         return self._global_norm
 

@@ -289,7 +289,8 @@ class TokenClip:
         # Of a group's positions, each of its ranks has a part.
         self._limit_of_part = max(1, self._limit // self._sequence_parallel_size)
         bounds = [self._config.factor * usual.value or math.inf for usual in self._usual.values()]
-        self._bounds = torch.tensor(bounds, dtype=torch.float32).to(self._device)
+        # Pageable memory is copied at once, so the host need not wait until the device has it.
+        self._bounds = torch.tensor(bounds, dtype=torch.float32).to(self._device, non_blocking=True)
         self._counts = Counts(len(self.boundaries), self._device)
 
     def _hook(self, boundary: str, values: Tensor) -> None:

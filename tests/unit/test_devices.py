@@ -1,0 +1,202 @@
+"""GradLoc, LayerClip and TokenClip beside a stand-in for a GPU: no operation mixes devices, hardly any waits for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_stand_in import CUDA, CudaStandIn, MixedDevices
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import gradloc
+from gradloc import GradLoc, GradLocConfig
+from gradloc.critic_watch import CriticWatch
+from gradloc.layers.layer_clip import LayerClip, LayerClipConfig
+from gradloc.token_clip.positions import Positions
+from gradloc.token_clip.token_clip import TokenClip, TokenClipConfig
+
+PACKAGE = str(Path(gradloc.__file__).parent)
+MICRO_BATCHES, ROWS, PROMPT, RESPONSE, VOCABULARY = 2, 2, 4, 8, 37
+CULPRIT = (1, 0, 3)
+SPIKE = 3e3
+
+
+class Training:
+    """A plain training loop on the stand-in's GPU, with a planted token where `spike` is given."""
+
+    def __init__(self, stand_in: CudaStandIn, layer_clip: bool = False, token_clip: str = "", **options: Any):
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        torch.manual_seed(0)
+        self.model: nn.Module = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)).train()
+        self.ids = torch.randint(3, VOCABULARY, (MICRO_BATCHES, ROWS, PROMPT + RESPONSE))
+        stand_in.put(self.model, self.ids)
+        self.layer_clip = LayerClip(self.model, LayerClipConfig(warmup_steps=1), CUDA) if layer_clip else None
+        self.token_clip = (
+            TokenClip(self.model, TokenClipConfig(warmup_steps=1, action=token_clip), CUDA) if token_clip else None
+        )
+        meter = options.pop("meter", "local")
+        self.gradloc = GradLoc(
+            self.model,
+            GradLocConfig(**{"grad_norm_threshold": 20.0, **options}),
+            self.forward,
+            CUDA,
+            squared_norms=self.layer_clip.squared_norms if self.layer_clip else None,
+            meter=meter,
+            cut=self.token_clip.repeated if self.token_clip else None,
+            outliers=self.token_clip.outliers if self.token_clip else None,
+        )
+
+    def forward(self, inputs: dict[str, Tensor], rows: list[int], response_length: int) -> tuple[Tensor, Tensor]:
+        ids = inputs["ids"][rows][:, : PROMPT + response_length].to(CUDA)  # a probe has them on the CPU
+        log_probs = torch.log_softmax(self.model(input_ids=ids).logits[:, PROMPT - 1 : -1], -1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return entropy, log_probs.gather(-1, ids[:, PROMPT:, None])[..., 0]
+
+    def step(self, step: int, spike: bool) -> None:
+        self.model.zero_grad()
+        self.gradloc.start_update(step)
+        for index in range(MICRO_BATCHES):
+            rows = [*range(index * ROWS, (index + 1) * ROWS)]
+            inputs = {"ids": self.ids[index]}
+            advantage = torch.ones(ROWS, RESPONSE, device=CUDA)
+            if spike and index == CULPRIT[0]:
+                advantage[CULPRIT[1:]] = SPIKE
+            weight = torch.full((ROWS, RESPONSE), 1 / (MICRO_BATCHES * ROWS * RESPONSE), device=CUDA)
+            self.gradloc.begin_pass(inputs, rows)
+            if self.token_clip:
+                whole = torch.ones(ROWS, PROMPT + RESPONSE, dtype=torch.bool, device=CUDA)
+                self.token_clip.begin_pass(Positions(whole, [PROMPT] * ROWS), rows)
+            entropy, log_prob = self.forward(inputs, [0, 1], RESPONSE)
+            mask, ids = torch.ones(ROWS, RESPONSE, device=CUDA), self.ids[index][:, PROMPT:]
+            known = {"response_mask": mask, "token_id": ids, "advantage": advantage, "old_log_prob": log_prob.detach()}
+            self.gradloc.observe(log_prob, entropy, weight, **known)
+            if self.token_clip:
+                self.token_clip.observe(log_prob, weight, 1.0, known)
+            (weight * (-log_prob * advantage - 0.01 * entropy)).sum().backward()
+            self.gradloc.end_pass()
+            if self.token_clip:
+                self.token_clip.end_pass()
+        take_step, squared_norms, _ = self.gradloc.locate(0, 0)
+        if self.layer_clip and take_step:
+            self.layer_clip.clip(squared_norms)
+        if self.token_clip:
+            self.token_clip.end_mini_batch()
+        self.gradloc.metrics()
+
+
+def of_package(stand_in: CudaStandIn, start: int) -> list[str]:
+    """The waits in the package's code since there were `start`."""
+    return [place for place in stand_in.waits[start:] if place.startswith(PACKAGE)]
+
+
+def test_mixed_devices_are_refused() -> None:
+    with CudaStandIn():
+        here, there = torch.ones(2), torch.ones(2, device="cuda")
+        assert (str(here.device), str(there.device), str((there * 2).device)) == ("cpu", "cuda:0", "cuda:0")
+        with pytest.raises(MixedDevices):
+            here + there
+        assert str((there + torch.tensor(1.0)).device) == "cuda:0"
+        assert str(there[torch.tensor([0])].device) == "cuda:0"
+        with pytest.raises(MixedDevices):
+            here[torch.tensor([0], device="cuda")]
+        assert str((here.to("cuda") + there).cpu().device) == "cpu"
+        gradient = there.clone().requires_grad_()
+        gradient.square().sum().backward()
+        assert str(gradient.grad.device) == "cuda:0"
+        with pytest.raises(MixedDevices):
+            gradient.grad.copy_(here) + here
+
+
+def test_waits_are_counted() -> None:
+    with CudaStandIn() as stand_in:
+        there = torch.ones(2, device="cuda")
+        waiting = [
+            lambda: there.cpu(),
+            lambda: there.tolist(),
+            lambda: there[0].item(),
+            lambda: bool(there[0] > 0),
+            lambda: there.nonzero(),
+            lambda: there[there > 0],
+            lambda: torch.tensor([1], device="cuda"),
+            lambda: torch.ones(2).to("cuda"),
+        ]
+        for call in waiting:
+            before = len(stand_in.waits)
+            call()
+            assert len(stand_in.waits) == before + 1 and stand_in.waits[-1].startswith(__file__)
+        before = len(stand_in.waits)
+        torch.ones(2, device="cuda").sum() * 2 + torch.zeros_like(there)
+        torch.ones(2).tolist()
+        assert len(stand_in.waits) == before
+
+
+@pytest.mark.parametrize("meter", ["local", "reduced"])
+@pytest.mark.parametrize(
+    "options", [{}, {"layer_clip": True}, {"token_clip": "smooth"}], ids=["alone", "layer", "token"]
+)
+def test_an_ordinary_step_waits_once_for_each_part(options: dict[str, Any], meter: str) -> None:
+    """For GradLoc's norms; for those of the reduced gradient, if they are needed; and for TokenClip's counts."""
+    with CudaStandIn() as stand_in:
+        training = Training(stand_in, meter=meter, **options)
+        for step in range(3):  # the first may put constants on the device
+            before = len(stand_in.waits)
+            training.step(step, spike=False)
+        waits = of_package(stand_in, before)
+        assert not training.gradloc.events
+        reduced = meter == "reduced" or "layer_clip" in options
+        assert len(waits) == 1 + reduced + ("token_clip" in options), waits
+
+
+def test_a_critic_s_step_waits_once_and_its_spike_mixes_no_devices() -> None:
+    with CudaStandIn() as stand_in:
+        model = nn.Linear(4, 1)
+        states, returns = torch.randn(ROWS, RESPONSE, 4), torch.randn(ROWS, RESPONSE)
+        stand_in.put(model, states, returns)
+        mask = torch.ones(ROWS, RESPONSE, device=CUDA)
+        watch = CriticWatch(model, 100.0, CUDA)
+        for step, planted in enumerate((0.0, 0.0, 1e4)):
+            before = len(stand_in.waits)
+            model.zero_grad()
+            watch.start_update(step)
+            watch.begin_pass([0, 1])
+            value, wanted = model(states)[..., 0], returns + planted
+            known = {"response_mask": mask, "returns": wanted, "old_value": value.detach()}
+            watch.observe(value, mask / mask.sum(), **known)
+            (((value - wanted) ** 2).mean() / 2).backward()
+            watch.check(0, 0)
+            assert step != 1 or len(of_package(stand_in, before)) == 1
+        (spike,) = watch.spikes
+        assert spike["cause"] == "errors"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"spike_action": "skip"},
+        {"spike_action": "drop"},
+        {"spike_trigger": "global", "bisect_until": "exhaustive"},
+        {"meter": "reduced", "spike_action": "drop"},
+        {"spike_drill_step": 1, "grad_norm_threshold": "auto"},
+        {"spike_drill_step": 1, "meter": "reduced"},
+        {"layer_clip": True},
+        {"token_clip": "log", "spike_action": "drop"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "log",
+)
+def test_no_operation_of_a_search_mixes_devices(options: dict[str, Any]) -> None:
+    with CudaStandIn() as stand_in:
+        training = Training(stand_in, **options)
+        training.step(1, spike=False)
+        if "spike_drill_step" in options:
+            (event,) = training.gradloc.events
+            assert event["drill"]["found"], event
+            return
+        training.step(2, spike=True)
+        (event,) = training.gradloc.events
+        (culprit,) = event["culprits"]
+        assert event["error"] is None and event["complete"]
+        assert (culprit["row"], culprit["position"]) == (CULPRIT[0] * ROWS + CULPRIT[1], CULPRIT[2])
