@@ -132,7 +132,7 @@ def load(
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
                 output_loading_info=True,
-                **_loaded_in(DTYPES[variant.dtype]),
+                **loaded_in(DTYPES[variant.dtype]),
             )
         if missing := sorted(set(info["missing_keys"]) & dict(loaded.named_parameters()).keys()):
             raise ValueError(f"it lacks {missing[0]}{' and other weights' if len(missing) > 1 else ''}")
@@ -232,7 +232,7 @@ def forward(
     return log_prob, entropies
 
 
-def _loaded_in(dtype: torch.dtype) -> dict[str, Any]:
+def loaded_in(dtype: torch.dtype) -> dict[str, Any]:
     """The argument of from_pretrained for a dtype, which was renamed in transformers 4.56."""
     import transformers
 

@@ -1,0 +1,93 @@
+"""`python -m gradloc.selftest`, on a CPU: its figures of time and memory are those of a GPU only there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gradloc import GradLoc
+from gradloc.selftest import measuring
+from gradloc.selftest.__main__ import failures, main, sentence
+
+SHORT = ["--prompt", "4", "--response", "12", "--seconds", "0"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    folder = str(tmp_path_factory.mktemp("model"))
+    LlamaForCausalLM(LlamaConfig(vocab_size=61, initializer_range=0.1, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def test_one_process_finds_what_it_plants(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["--model", model, *SHORT, "--output", str(tmp_path / "figures.json")]) == 0
+    result = json.loads((tmp_path / "figures.json").read_text())
+    assert capsys.readouterr().out.strip() == sentence(result)
+    assert all(result[name]["found"] and result[name]["passes"] > 0 for name in ("search", "drop", "drill"))
+    assert result["search"]["same_gradient"] and not result["drop"]["same_gradient"]
+    assert result["steps"] == 3 and not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_two_ranks_find_it(model: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "gradloc.selftest", "--model", model, *SHORT]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("GradLoc works here: ") and done.stdout.count("GradLoc") == 1
+
+
+def test_a_search_that_breaks_something_is_told(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Careless(GradLoc):
+        def locate(self, epoch: int, mini_batch: int) -> Any:
+            located = super().locate(epoch, mini_batch)
+            for event in self.events:
+                event["culprits"] = []
+            if self.events:
+                next(self._model.module.parameters()).grad.mul_(-1)
+            return located
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(measuring, "GradLoc", Careless)
+    assert main(["--model", model, *SHORT]) == 1
+    told = capsys.readouterr().out
+    assert told.startswith("GradLoc does NOT work here: search: the planted token was not found")
+    assert "the search has changed the gradient" in told
+
+
+def test_a_model_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+    assert not torch.distributed.is_initialized()
+
+
+def test_memory_is_told_where_it_is_known() -> None:
+    part = {"found": True, "passes": 4, "error": None, "seconds": 2.0, "same_gradient": True, "peak": 5 * 2**30}
+    result = {
+        "detection": 0.003,
+        "steps": 12,
+        "step_seconds": 1.0,
+        "peak": {"off": 2**30, "detection": 2**30},
+        "search": part,
+        "drop": {**part, "same_gradient": False},
+        "drill": part,
+    }
+    assert not failures(result)
+    assert sentence(result) == (
+        "GradLoc works here: detection +0.3% (median of 12 pairs of steps); a search of 4 passes takes 2.0 steps; GiB "
+        "more than training at the peak: detection 0.0, search 4.0, drop 4.0, drill 4.0."
+    )
