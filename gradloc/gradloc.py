@@ -193,6 +193,10 @@ class GradLoc:
             "the search for the tokens behind a gradient spike",
         )
 
+    def close(self) -> None:
+        """Removes its hooks from the model; nothing else is to be called after that."""
+        self._model.meter.close()
+
     def metrics(self) -> dict[str, float]:
         """The update's metrics for the training log, the same on every rank.
 

@@ -123,6 +123,9 @@ class Meter(Protocol):
     def stop(self) -> Tensor:
         """Stops recording. Returns the rank's squared gradient norms, float64 of shape (layers,); 0 if not measured."""
 
+    def close(self) -> None:
+        """Removes its hooks from the model."""
+
     def level(self, norms: RankNorms, reduced_norm: Callable[[], float]) -> Level:
         """The size of the mini-batch's gradient.
 
@@ -177,6 +180,9 @@ class LocalMeter:
 
     def stop(self) -> Tensor:
         return self._local_norms.stop()
+
+    def close(self) -> None:
+        self._local_norms.remove()
 
     def level(self, norms: RankNorms, reduced_norm: Callable[[], float]) -> Level:
         square, square_weight = float(norms.square.sum()), float(norms.square_weight.sum())
@@ -244,6 +250,9 @@ class ReducedMeter:
 
     def stop(self) -> Tensor:
         return torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
+
+    def close(self) -> None:
+        pass
 
     def level(self, norms: RankNorms, reduced_norm: Callable[[], float]) -> Level:
         # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"selftest: {options.model} cannot be loaded: {error}", file=sys.stderr)
             return 2
         sizes = Sizes(**{name: getattr(options, name) for name in asdict(Sizes())})
-        loop = Loop(model, sizes, model.config.vocab_size, device)  # type: ignore[union-attr]  # transformers'
+        loop = Loop(model, sizes, model.config.vocab_size, device)
         result = {
             "model": options.model,
             "ranks": collectives.world_size(),

@@ -4,6 +4,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,8 +94,10 @@ def _log_probs(logits: Tensor, ids: Tensor) -> Tensor:
     return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
-def build_model(name: str, random_weights: bool, attention: str, device: torch.device, trust: bool) -> nn.Module:
+def build_model(name: str, random_weights: bool, attention: str, device: torch.device, trust: bool) -> Any:
     """A model as verl's actor trains it: sharded by FSDP2, float32 parameters, computing in bfloat16 on a GPU.
+
+    Its type is transformers' own.
 
     Args:
         name (str): A folder, or a name on the hub.
@@ -110,7 +113,7 @@ def build_model(name: str, random_weights: bool, attention: str, device: torch.d
     if random_weights:
         with device:
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
-            model: nn.Module = AutoModelForCausalLM.from_config(config, **options)
+            model: Any = AutoModelForCausalLM.from_config(config, **options)
     else:
         model = AutoModelForCausalLM.from_pretrained(name, **options)
     model.gradient_checkpointing_enable({"use_reentrant": False})

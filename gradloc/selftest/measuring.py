@@ -5,8 +5,8 @@
 import math
 import random
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import Any
 
@@ -22,6 +22,9 @@ NEVER = 1e30
 # τ in ordinary tokens' norms, and what the planted token exceeds its micro-batch's threshold by, if it is ordinary.
 _THRESHOLD, _SPIKE = 10.0, 30.0
 _WARM_UP = 2
+_LEAST_PAIRS = 3
+# As int64, a large parameter would need far more memory than training.
+_PART = 2**22
 
 
 class SelfTest:
@@ -34,101 +37,43 @@ class SelfTest:
 
     def __init__(self, loop: Loop, seconds: float) -> None:
         self._loop, self._seconds = loop, seconds
-        self._watch = self._gradloc(NEVER)
-        self._steps = 0
+        self._ordinary = math.nan
 
     def run(self) -> dict[str, Any]:
-        """All figures; the same on every rank but for memory, which is this rank's."""
-        for _ in range(_WARM_UP):
-            self._step(None)
-            self._step(self._watch)
-        ordinary = self._watch.metrics()["actor/gradloc/token_norm_max"]
-        result: dict[str, Any] = {"ordinary_token_norm": ordinary, **self._cost()}
-        result["peak"] = {name: self._peak(of) for name, of in (("off", None), ("detection", self._watch))}
-        threshold = _THRESHOLD * ordinary
-        for name, action in (("search", "log"), ("drop", "drop")):
-            result[name] = self._search(self._gradloc(threshold, spike_action=action))
-        result["drill"] = self._drill(self._gradloc(threshold, spike_drill_step=1))
-        return result
+        """All figures; the same on every rank but for memory and seconds, which are this rank's."""
+        with self._watched(NEVER) as gradloc:
+            for _ in range(_WARM_UP):
+                self._step(gradloc)
+            self._ordinary = gradloc.metrics()["actor/gradloc/token_norm_max"]
+        result: dict[str, Any] = {"ordinary_token_norm": self._ordinary, **self._cost()}
+        result["peak"] = {"off": self._peak(lambda: self._step(None))}
+        with self._watched(NEVER) as gradloc:
+            result["peak"]["detection"] = self._peak(lambda: self._step(gradloc))
+        return {**result, "search": self.search("log"), "drop": self.search("drop"), "drill": self._drill()}
 
-    def _gradloc(self, threshold: float, **options: Any) -> GradLoc:
-        config = GradLocConfig(grad_norm_threshold=threshold, **options)
-        return GradLoc(self._loop.model, config, self._loop.forward, self._loop.device)
+    def search(self, action: str) -> dict[str, Any]:
+        """A step with a planted token, after a forward without gradients, as the old log-probs take.
 
-    def _step(self, gradloc: GradLoc | None, advantages: Tensor | None = None, global_step: int = 0) -> float:
-        """Seconds of a step, with the check before its optimizer step."""
-        return self._timed(lambda: self._checked(gradloc, advantages, global_step))
+        Args:
+            action (str): `spike_action`.
 
-    def _checked(self, gradloc: GradLoc | None, advantages: Tensor | None = None, global_step: int = 0) -> None:
-        self._loop.step(gradloc, self._loop.advantages if advantages is None else advantages, global_step)
-        if gradloc is not None:
-            gradloc.locate(0, 0)
-
-    def _timed(self, call: Callable[[], None]) -> float:
-        _wait(self._loop.device)
-        started = time.perf_counter()
-        call()
-        _wait(self._loop.device)
-        return time.perf_counter() - started
-
-    def _cost(self) -> dict[str, Any]:
-        """Pairs of steps, in an order that is drawn anew."""
-        pairs: list[tuple[float, float]] = []
-        started = time.perf_counter()
-        draw = random.Random(0)
-        # The ranks have to take the same number of steps.
-        while collectives.broadcast(lambda: len(pairs) < 3 or time.perf_counter() - started < self._seconds, 0):
-            if draw.random() < 0.5:
-                plain = self._step(None)
-                watched = self._step(self._watch)
-            else:
-                watched = self._step(self._watch)
-                plain = self._step(None)
-            pairs.append((plain, watched))
-        return {
-            "steps": len(pairs),
-            "step_seconds": median(plain for plain, _ in pairs),
-            "detection": median(watched / plain for plain, watched in pairs) - 1,
-        }
-
-    def _peak(self, gradloc: GradLoc | None) -> int | None:
-        return self._peak_of(lambda: self._checked(gradloc))
-
-    def _peak_of(self, call: Callable[[], None]) -> int | None:
-        """The most bytes that are allocated during a call; None on a CPU."""
-        if self._loop.device.type != "cuda":
-            call()
-            return None
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        return torch.cuda.max_memory_allocated()
-
-    def _search(self, gradloc: GradLoc) -> dict[str, Any]:
-        """A step with a planted token."""
-        sizes = self._loop.sizes
-        draw = random.Random(1)
-        place = {
-            "rank": draw.randrange(collectives.world_size()),
-            "row": draw.randrange(sizes.micro_batches * sizes.rows),
-            "position": draw.randrange(sizes.response),
-        }
-        advantages = self._loop.advantages.clone()
-        micro_batch, row = divmod(place["row"], sizes.rows)
-        if place["rank"] == collectives.rank():
-            # Against a unit's threshold, which is τ √(its tokens).
-            factor = _SPIKE * _THRESHOLD * math.sqrt(sizes.rows * sizes.response)
-            planted = advantages[micro_batch, row, place["position"]]
-            advantages[micro_batch, row, place["position"]] = math.copysign(factor, float(planted))
+        Returns:
+            dict: Whether that token alone was `found`; `passes`; `error`; the `seconds` of the search; whether the
+                gradient has the `same_gradient` after it; `peak`, the most bytes that were allocated, None on a CPU.
+        """
+        place, advantages = self._planted()
         taken: dict[str, Any] = {}
+        with self._watched(_THRESHOLD * self._ordinary, spike_action=action) as gradloc:
 
-        def step() -> None:
-            self._loop.step(gradloc, advantages, 1)
-            before = _gradient_sums(self._loop.model)
-            taken["seconds"] = self._timed(lambda: taken.update(located=gradloc.locate(0, 0)))
-            taken["same"] = _gradient_sums(self._loop.model) == before
+            def step() -> None:
+                with torch.no_grad():
+                    self._loop.forward({"ids": self._loop.ids[0]}, range(self._loop.sizes.rows), 1)
+                self._loop.step(gradloc, advantages, 1)
+                before = _gradient_sums(self._loop.model)
+                taken["seconds"], _ = self._timed(lambda: taken.update(located=gradloc.locate(0, 0)))
+                taken["same"] = _gradient_sums(self._loop.model) == before
 
-        peak = self._peak_of(step)
+            peak = self._peak(step)
         found = [{name: culprit[name] for name in place} for event in gradloc.events for culprit in event["culprits"]]
         return {
             "found": found == [place],
@@ -139,29 +84,103 @@ class SelfTest:
             "peak": peak,
         }
 
-    def _drill(self, gradloc: GradLoc) -> dict[str, Any]:
+    @contextmanager
+    def _watched(self, threshold: float, **options: Any) -> Iterator[GradLoc]:
+        """GradLoc, whose hooks are there within it."""
+        config = GradLocConfig(grad_norm_threshold=threshold, **options)
+        gradloc = GradLoc(self._loop.model, config, self._loop.forward, self._loop.device)
+        try:
+            yield gradloc
+        finally:
+            gradloc.close()
+
+    def _step(self, gradloc: GradLoc | None, global_step: int = 0) -> None:
+        """A step, with the check before its optimizer step."""
+        self._loop.step(gradloc, self._loop.advantages, global_step)
+        if gradloc is not None:
+            gradloc.locate(0, 0)
+
+    def _timed(self, call: Callable[[], None]) -> tuple[float, float]:
+        """The seconds of a call, and those after which the host was through with it."""
+        _wait(self._loop.device)
+        started = time.perf_counter()
+        call()
+        host = time.perf_counter() - started
+        _wait(self._loop.device)
+        return time.perf_counter() - started, host
+
+    def _cost(self) -> dict[str, Any]:
+        """Pairs of a step without and one with detection, in an order that is drawn anew."""
+        pairs: list[dict[bool, tuple[float, float]]] = []
+        started = time.perf_counter()
+        draw = random.Random(0)
+
+        def more() -> bool:
+            return len(pairs) < _LEAST_PAIRS or time.perf_counter() - started < self._seconds
+
+        while collectives.broadcast(more, 0):  # the ranks have to take the same number of steps
+            first = draw.random() < 0.5
+            pairs.append({watched: self._seconds_of(watched) for watched in (first, not first)})
+        return {
+            "steps": len(pairs),
+            "step_seconds": median(pair[False][0] for pair in pairs),
+            "host_seconds": median(pair[False][1] for pair in pairs),
+            "detection": median(pair[True][0] / pair[False][0] for pair in pairs) - 1,
+        }
+
+    def _seconds_of(self, watched: bool) -> tuple[float, float]:
+        """Of the second of two steps, as `_timed` returns them."""
+        with self._watched(NEVER) if watched else nullcontext() as gradloc:
+            self._step(gradloc)
+            return self._timed(lambda: self._step(gradloc))
+
+    def _peak(self, call: Callable[[], None]) -> int | None:
+        """The most bytes that are allocated during a call; None on a CPU."""
+        if self._loop.device.type != "cuda":
+            call()
+            return None
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated()
+
+    def _planted(self) -> tuple[dict[str, int], Tensor]:
+        """A token's place, the same on every rank, and advantages in which its own is far too large."""
+        sizes, draw = self._loop.sizes, random.Random(1)
+        place = {
+            "rank": draw.randrange(collectives.world_size()),
+            "row": draw.randrange(sizes.micro_batches * sizes.rows),
+            "position": draw.randrange(sizes.response),
+        }
+        advantages = self._loop.advantages.clone()
+        if place["rank"] == collectives.rank():
+            # Against a unit's threshold, which is τ √(its tokens).
+            factor = _SPIKE * _THRESHOLD * math.sqrt(sizes.rows * sizes.response)
+            index = (*divmod(place["row"], sizes.rows), place["position"])
+            advantages[index] = math.copysign(factor, float(advantages[index]))
+        return place, advantages
+
+    def _drill(self) -> dict[str, Any]:
         """A step in which GradLoc plants a token itself."""
-        peak = self._peak_of(partial(self._checked, gradloc, None, 1))
+        with self._watched(_THRESHOLD * self._ordinary, spike_drill_step=1) as gradloc:
+            peak = self._peak(lambda: self._step(gradloc, 1))
         (event,) = gradloc.events
         return {"found": event["drill"]["found"], "passes": event["passes"], "error": event["error"], "peak": peak}
 
 
 def _gradient_sums(model: nn.Module) -> list[tuple[int, int]]:
-    """Two sums of the bits of this rank's gradient, one by position, for each parameter: other bits, other sums."""
+    """Two sums of the bits of each part of this rank's gradient, one by position: other bits have other sums."""
     sums = []
     for parameter in model.parameters():
         if parameter.grad is not None:
             own = getattr(parameter.grad, "_local_tensor", parameter.grad).detach().flatten()
             bits = own.view({2: torch.int16, 4: torch.int32}[own.element_size()])
-            # In parts: as int64, a large parameter would need far more memory than training.
-            of_parts = [part.long() for part in bits.split(2**22)]
-            sums.append(
-                (
-                    sum(int(part.sum()) for part in of_parts),
-                    sum(int((part * torch.arange(len(part), device=part.device)).sum()) for part in of_parts),
-                )
-            )
+            sums += [_sums(part.long()) for part in bits.split(_PART)]
     return sums
+
+
+def _sums(bits: Tensor) -> tuple[int, int]:
+    return int(bits.sum()), int((bits * torch.arange(len(bits), device=bits.device)).sum())
 
 
 def _wait(device: torch.device) -> None:

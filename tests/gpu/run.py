@@ -2,6 +2,7 @@
 
     bash tests/run.sh --gpu                     every part, on a GPU 25 minutes at most
     bash tests/run.sh --gpu --part costs        one part, on a GPU 10 minutes at most
+    bash tests/run.sh --gpu --ranks 8           the cases with up to 8 ranks instead, a GPU for each, faults first
 
 It takes the first python3 or python in PATH whose torch has a GPU, and what that lacks from a folder of wheels, which
 `python tools/wheels.py build/wheels` downloads on a machine with a network. Its packages stay as they are: the wheels
@@ -12,6 +13,7 @@ go into a folder of build/gpu/, where verl is then patched. Ray has a stand-in i
     layer_clip  LayerClip's norms and factors, and its checkpoints
     replay      a spike's bundle replayed on the GPU
     costs       time and memory of an update without, with and during a search, on a Qwen2.5 of random weights
+    ranks       the same of a plain loop as rank 0 of 8, on a 7B and on a mixture; a search without memory, an offload
 
 The results are printed and written to build/gpu/results.json, what a part prints to build/gpu/PART.log. `--device cpu
 --quick` runs the same code on a CPU, with few cases and a tiny model.
@@ -38,7 +40,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PARTS = ("search", "precision", "layer_clip", "replay", "costs")
+PARTS = ("search", "precision", "layer_clip", "replay", "costs", "ranks")
+# They print figures; the other parts are tests.
+MEASUREMENTS = ("costs", "ranks")
+# With --ranks: of tests/multirank, those that call most collective operations come first.
+RANKS = "-on-ranks"
+MULTIRANK = ("faults", "actor", "actions", "drill", "layer_clip", "token_clip", "replay_ranks", "critic")
 # A GPU may be lent for so long. On a CPU, nothing is limited: how long a part takes depends on what else runs there.
 PART_SECONDS, ALL_SECONDS = 570.0, 1470.0
 FACTS = """
@@ -135,12 +142,14 @@ def environment(python: str, place: Path, options: argparse.Namespace) -> dict[s
         "GRADLOC_BASE_TREE": str(place / "base"),
         "GRADLOC_TEST_DEVICE": options.device,
         "GRADLOC_GPU_QUICK": "1" if options.quick else "",
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
+        "GRADLOC_GPU_RANKS": str(options.ranks or "") if options.device == "cuda" else "",
         # One process talks to itself, and a machine without a network may have no other interface.
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
     }
+    if not options.ranks:
+        found["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     if options.device == "cpu" and not options.target.startswith("0.7."):
         found["VERL_USE_EXTERNAL_MODULES"] = "embedded"  # which makes the CPU one of verl 0.9's devices
     if not ask(python, HAS_RAY, **found):
@@ -160,11 +169,16 @@ def run_part(part: str, python: str, found: dict[str, str], build: Path, seconds
     Args:
         seconds (float, optional): How long it may take.
     """
-    report = build / f"{part}.{'json' if part == 'costs' else 'xml'}"
+    report = build / f"{part}.{'json' if part in MEASUREMENTS else 'xml'}"
     report.unlink(missing_ok=True)
-    if part == "costs":
-        command = [python, str(HERE / "gpu_costs.py"), "--output", str(report)]
+    if part in MEASUREMENTS:
+        command = [python, str(HERE / f"gpu_{part}.py"), "--output", str(report)]
         settings = {}
+    elif part.endswith(RANKS):
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command.append(str(ROOT / f"tests/multirank/test_{part.removesuffix(RANKS)}.py"))
+        # What asks whether there is a GPU must not start it: the ranks' server forks.
+        settings = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     else:
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
         command.append(str(HERE / f"gpu_{part}.py"))
@@ -188,7 +202,7 @@ def run_part(part: str, python: str, found: dict[str, str], build: Path, seconds
             code = f"stopped after {seconds:.0f} s"
     result: dict[str, Any] = {"passed": code == 0, "exit": code, "seconds": round(time.monotonic() - started, 1)}
     if report.is_file():
-        result |= json.loads(report.read_text()) if part == "costs" else {"tests": read_tests(report)}
+        result |= json.loads(report.read_text()) if part in MEASUREMENTS else {"tests": read_tests(report)}
     if not result["passed"]:
         print("\n".join(log.read_text(errors="replace").splitlines()[-80:]), flush=True)
     return result
@@ -243,8 +257,9 @@ def main() -> int:
         return 2
     machine |= ask(python, PACKAGES, **found) or {}
     results: dict[str, Any] = {"machine": machine, "device": options.device, "quick": options.quick, "parts": {}}
-    for part in options.part or PARTS:
-        left = None if options.device == "cpu" else ALL_SECONDS - (time.monotonic() - started)
+    parts = [f"{part}{RANKS}" for part in MULTIRANK] if options.ranks else options.part or PARTS
+    for part in parts:
+        left = None if options.device == "cpu" or options.ranks else ALL_SECONDS - (time.monotonic() - started)
         if left is not None and left < 1:
             results["parts"][part] = {"passed": False, "exit": "no time was left", "seconds": 0.0}
         else:
@@ -259,6 +274,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     targets = sorted(file.stem.removeprefix("requirements-") for file in ROOT.glob("embedded/requirements-*.in"))
     parser.add_argument("--part", action="append", choices=PARTS, help="run this part alone; may be repeated")
+    parser.add_argument("--ranks", type=int, metavar="N", help="the cases with ranks instead, with a GPU for each")
     parser.add_argument("--target", choices=targets, default="0.9.1", help="the verl (default: 0.9.1)")
     parser.add_argument("--python", help="the interpreter with torch (default: python3 or python in PATH)")
     parser.add_argument("--wheels", type=Path, default=ROOT / "build/wheels", help="default: build/wheels")

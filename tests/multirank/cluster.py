@@ -30,6 +30,9 @@ IDLE_SECONDS_AFTER_FAILURE = 10.0
 # A rank that waits for torch's store looks at a file again and again. It fails by itself after this time.
 GLOO_SECONDS = 900
 
+# How many GPUs there are for ranks, one for each; 0: the ranks compute on the CPU.
+GPU_RANKS = int(os.environ.get("GRADLOC_GPU_RANKS") or 0)
+
 # What the ranks import first; what a version of verl lacks is left out.
 PRELOADED = [
     "torch.distributed.fsdp",
@@ -187,8 +190,12 @@ def _serve(rank: int, world_size: int, store: str, stacks: str, pipe: Connection
     # The signal's own action, which ends the process, comes after the stacks.
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), chain=True)
     torch.set_num_threads(1)
+    backend = "gloo"
+    if GPU_RANKS:
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cluster import Cluster
+from cluster import GPU_RANKS, Cluster
 
 import trees
 
@@ -24,6 +24,8 @@ def launch() -> Callable[..., list[Any]]:
     """Runs a function in so many ranks, which are kept for the next test of this folder."""
 
     def run(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        if GPU_RANKS and world_size > GPU_RANKS:
+            pytest.skip(f"it takes {world_size} GPUs")
         return CLUSTERS.setdefault(world_size, Cluster(world_size)).run(function, *arguments)
 
     return run

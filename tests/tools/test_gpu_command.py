@@ -17,7 +17,7 @@ from tools import wheels
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PARTS = ["search", "precision", "layer_clip", "replay", "costs"]
+PARTS = ["search", "precision", "layer_clip", "replay", "costs", "ranks"]
 
 
 def gpu(*options: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -93,13 +93,15 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results["parts"]) == PARTS and all(part["passed"] for part in results["parts"].values())
-    for name in PARTS[:-1]:
+    for name in PARTS[:-2]:
         assert results["parts"][name]["tests"]["passed"] > 0 and not results["parts"][name]["tests"]["failed"]
     record, other = results["parts"]["costs"]["records"]
     assert (record["wrap"], other["wrap"]) == ("fsdp2", "fsdp1")
     assert set(record["seconds"]) == {"unpatched", "off", "GradLoc", "LayerClip", "TokenClip", "all"}
     assert all(search["found"] and search["passes"] > 0 for search in record["search"]["searches"])
     assert "| tiny, fsdp2 | GradLoc |" in done.stdout
+    (record,) = results["parts"]["ranks"]["records"]
+    assert record["search"]["found"] and record["drill"]["found"] and record["offloaded"]["found"]
     tree = tmp_path / "0.9.1"
     assert (tree / "site/verl/utils/gradloc").is_dir() and not (tree / "base/verl/utils/gradloc").exists()
 
