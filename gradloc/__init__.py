@@ -21,6 +21,7 @@ The parts of the package. A file imports from its own part and from those above 
 - drill: a spike planted on purpose, to see that it is found
 - gradloc: watches the training passes; measures, searches, acts and writes the event
 - critic_watch: watches a critic's passes, and says what a spike of its gradient comes from
+- selftest: whether GradLoc works with a model on a machine, and what it costs there
 - adapters: the only part that knows verl
 """
 

@@ -16,6 +16,7 @@ LAZY = {
     "bundles": {"safetensors"},
     "report": {"numpy", "plotly", "rich"},
     "replay": {"peft", "transformers"},
+    "selftest": {"transformers"},
     "adapters": {"mlflow", "pandas"},
 }
 # Files that are imported where they are needed, and so may need more themselves.
