@@ -14,7 +14,9 @@ _CPU_CHUNK = 2**16
 
 def _chunks(gradient: Tensor) -> Sequence[Tensor]:
     """Splits a gradient into chunks whose float32 norms are precise; on a GPU there is only one chunk."""
-    return gradient.flatten().split(_CPU_CHUNK) if gradient.device.type == "cpu" else [gradient]
+    if gradient.device.type != "cpu" or gradient.numel() <= _CPU_CHUNK:
+        return [gradient]
+    return gradient.flatten().split(_CPU_CHUNK)
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
-"""The cost and the values of the norms of local gradients. Everything here runs inside the ranks of a cluster."""
+"""What a watched training pass costs, and the norms of local gradients. All here runs inside the ranks of a cluster."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from actor_cases import train
-from actors import DEVICE, Case
+from actors import DEVICE, ENGINE, Case
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -74,6 +75,66 @@ def recorded_operations(case: Case, together: bool = True) -> tuple[int, list[Co
     finally:
         local_norms.param_groups = names
     return len(groups), counts
+
+
+def operations_around_the_backward(case: Case) -> list[tuple[Counter[str], Counter[str]]]:
+    """For each micro-batch, the operations between its loss and its backward, and those in `end_pass`."""
+    found: list[tuple[Counter[str], Counter[str]]] = []
+    # Since the last loss; None before there is one.
+    gap: Operations | None = None
+    in_gap: Counter[str] = Counter()
+
+    def after_loss() -> None:
+        nonlocal gap
+        gap = Operations()
+        gap.__enter__()
+
+    def before_backward() -> None:
+        nonlocal gap, in_gap
+        assert gap is not None
+        gap.__exit__(None, None, None)
+        in_gap, gap = gap.counts, None
+
+    def prepare(actor: Any) -> None:
+        watch = actor.engine.watch if ENGINE else actor.watch
+        end_pass = watch.end_pass
+
+        def counted_end_pass() -> None:
+            with Operations() as mode:
+                end_pass()
+            found.append((in_gap, mode.counts))
+
+        watch.end_pass = counted_end_pass
+        if ENGINE:
+            observed = actor.engine._observed
+
+            def observed_after_loss(loss_function: Any, *arguments: Any, **options: Any) -> Any:
+                def counted_loss(**tensors: Any) -> Any:
+                    loss = loss_function(**tensors)
+                    after_loss()
+                    return loss
+
+                return observed(counted_loss, *arguments, **options)
+
+            actor.engine._observed = observed_after_loss
+
+    def observe_after_loss(*arguments: Any) -> None:
+        after_loss()
+        observe(*arguments)
+
+    def counted_backward(*arguments: Any, **options: Any) -> None:
+        if gap is not None:
+            before_backward()
+        backward(*arguments, **options)
+
+    adapter: Any = importlib.import_module("verl.utils.gradloc.adapters.dp_actor")
+    observe, backward = adapter.observe, Tensor.backward
+    adapter.observe, Tensor.backward = observe_after_loss, counted_backward
+    try:
+        train(case, prepare=prepare, spike_detection=True, grad_norm_threshold=NEVER)
+    finally:
+        adapter.observe, Tensor.backward = observe, backward
+    return found
 
 
 class Unusual(nn.Module):
