@@ -94,18 +94,21 @@ class CriticWatch:
         self._end_pass()
         self._recorder.begin({}, rows)
 
-    def observe(self, value: Tensor, weight: Tensor, loss_inputs: LossInputs | None = None, **tokens: Tensor) -> None:
+    def observe(
+        self, value: Tensor, weight: Callable[[], Tensor], loss_inputs: LossInputs | None = None, **tokens: Tensor
+    ) -> None:
         """Called between a micro-batch's loss and its backward. All tensors have shape (rows, response length).
 
         Args:
             value (Tensor): The values v that the loss is computed from.
-            weight (Tensor): The weight w of each value in the loss, gradient accumulation included.
+            weight (Callable): Returns the weight w of each value in the loss, gradient accumulation included; called
+                in `end_pass`, while the device computes the backward.
             loss_inputs (Mapping, optional): If the loss is computed from another tensor: for "coefficient", see
                 `PassRecorder.observe`.
             tokens (Tensor): `response_mask`, `returns` and `old_value`.
         """
         given = loss_inputs or {"coefficient": (value, unchanged)}
-        self._recorder.observe({"value": value, "weight": weight, **tokens}, given)
+        self._recorder.observe_later(lambda: {"value": value, "weight": weight(), **tokens}, given)
 
     def check(self, epoch: int, mini_batch: int) -> None:
         """Compares the mini-batch's gradient with τ. A collective call.

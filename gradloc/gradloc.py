@@ -20,7 +20,7 @@ from .fsdp import collectives
 from .fsdp.failures import unless_it_fails
 from .fsdp.state import SetAside, undisturbed
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
-from .measure.pass_recorder import LossInputs, PassRecorder, unchanged, with_a_column
+from .measure.pass_recorder import LossInputs, PassRecorder, ReadTokens, unchanged, with_a_column
 from .measure.passes import Cut, Forward
 from .measure.watched_model import WatchedModel
 from .metrics import UpdateMetrics, own_figures
@@ -167,6 +167,16 @@ class GradLoc:
             given = {"coefficient": log_prob, "entropy_coefficient": entropy}
             loss_inputs = {name: (tensor, unchanged) for name, tensor in given.items() if tensor is not None}
         self._recorder.observe(noted, loss_inputs)
+
+    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs) -> None:
+        """Like `observe`, but the tokens are read in `end_pass`, while the device computes the backward.
+
+        Args:
+            read_tokens (Callable): Returns what `observe` takes: `log_prob`, `weight`, `entropy` where the loss has it,
+                and the tensors that `token_evidence` reports.
+            loss_inputs (dict): As `observe` takes them.
+        """
+        self._recorder.observe_later(read_tokens, loss_inputs)
 
     def end_pass(self) -> None:
         """Stops recording a training pass; called after its backward."""

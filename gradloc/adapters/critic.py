@@ -64,7 +64,11 @@ def recorded_value_loss(observe: Observe, factor: Callable[[Tensor], float] = la
             result = original(vpreds=vpreds, values=values, returns=returns, response_mask=response_mask, **options)
         finally:
             aggregation.stop()
-        weight = aggregation.weights_of_call(response_mask.float()) * factor(response_mask)
+        of_loss = factor(response_mask)
+
+        def weight() -> Tensor:
+            return aggregation.weights_of_call(response_mask.float()) * of_loss
+
         observe(vpreds, weight, returns=returns, old_value=values, response_mask=response_mask)
         return result
 

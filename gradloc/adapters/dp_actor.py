@@ -16,6 +16,7 @@ from verl.utils.device import get_device_id
 from ..evidence.misfire import RewardedRow
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
+from ..measure.pass_recorder import unchanged
 from .replay_bundles import padded_rows
 from .rows import forward_inputs, select_rows
 from .update_evidence import Sample, UpdateEvidence, rewarded_rows
@@ -108,9 +109,13 @@ def observe(
         loss_scale_factor (float): The micro-batch's part in the mini-batch's loss.
     """
     if actor.watch is not None and actor.watch.watches_passes:
-        facts = {name: model_inputs[key] for name, key in EVIDENCE_KEYS.items() if key in model_inputs}
-        facts["old_log_prob"] = old_log_prob  # may be the forward's own instead of the data's
-        actor.watch.observe(log_prob, entropy, facts, loss_scale_factor)
+        tokens = {name: model_inputs[key] for name, key in EVIDENCE_KEYS.items() if key in model_inputs}
+        tokens |= {"log_prob": log_prob, "old_log_prob": old_log_prob}  # may be the forward's instead of the data's
+        loss_inputs = {"coefficient": (log_prob, unchanged)}
+        if entropy is not None:
+            tokens["entropy"] = entropy
+            loss_inputs["entropy_coefficient"] = entropy, unchanged
+        actor.watch.observe(loss_inputs, lambda: tokens, loss_scale_factor)
 
 
 def end_pass(actor: "DataParallelPPOActor") -> None:

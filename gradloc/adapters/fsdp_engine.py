@@ -7,7 +7,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -197,16 +197,19 @@ class WatchedEngine:
             loss = loss_function(model_output={**model_output, **flat}, data=data, dp_group=dp_group)
         finally:
             self.watch.aggregation.stop()
-        facts = {name: _padded(data[key]) for name, key in EVIDENCE_KEYS.items() if key in data.keys()}
-        as_response = _response_cutter(inputs, facts["response_mask"])
-        padded = {name: as_response(values.detach()) for name, values in flat.items()}
+        as_response = _ResponseCutter(inputs, data["response_mask"])
+
+        def read_tokens() -> dict[str, Tensor]:
+            tokens = {name: _padded(data[key]) for name, key in EVIDENCE_KEYS.items() if key in data.keys()}
+            names = {"log_probs": "log_prob", "entropy": "entropy"}
+            return tokens | {names[key]: as_response(values.detach()) for key, values in flat.items()}
+
         loss_inputs = {
             name: (flat[key], as_response)
             for name, key in (("coefficient", "log_probs"), ("entropy_coefficient", "entropy"))
             if key in flat
         }
-        options = self._settings.global_batch_info
-        self.watch.observe(padded["log_probs"], padded.get("entropy"), facts, loss_inputs=loss_inputs, **options)
+        self.watch.observe(loss_inputs, read_tokens, **self._settings.global_batch_info)
         return loss
 
 
@@ -221,22 +224,32 @@ def _padded(values: Tensor) -> Tensor:
     return values.to_padded_tensor(0) if values.is_nested else values
 
 
-def _response_cutter(inputs: Mapping[str, Any], like: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function that cuts the responses out of flat values of whole sequences; no host sync.
+class _ResponseCutter:
+    """Cuts the responses out of flat values of whole sequences; no host sync.
 
     A token's log-prob stands at the position before it.
 
     Args:
         inputs (Mapping): What `_inputs` gave.
-        like (Tensor): Of the shape that results, (rows, response length), on the values' device.
+        mask (Tensor): The response mask, padded or nested, on the values' device.
     """
-    responses = torch.tensor(inputs["response_lengths"]).unsqueeze(1)
-    ends = torch.tensor([len(row) for row in inputs["input_ids"]]).cumsum(0).unsqueeze(1)
-    position = torch.arange(like.shape[1])
-    is_response = position < responses
-    index = torch.where(is_response, ends - responses - 1 + position, 0).to(like.device, non_blocking=True)
-    is_response = is_response.to(like.device, non_blocking=True)
-    return lambda values: torch.where(is_response, values[index], 0.0)
+
+    def __init__(self, inputs: Mapping[str, Any], mask: Tensor) -> None:
+        self._lengths = inputs["response_lengths"], [len(row) for row in inputs["input_ids"]]
+        self._width = max(inputs["response_lengths"]) if mask.is_nested else mask.shape[1]
+        self._device = mask.device
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """The values of the responses, shape (rows, response length); 0 behind a response's end."""
+        is_response, index = self._index
+        return torch.where(is_response, values[index], 0.0)
+
+    @cached_property
+    def _index(self) -> tuple[Tensor, Tensor]:
+        responses, sequences = torch.tensor(self._lengths).to(self._device, non_blocking=True).unsqueeze(2)
+        position = torch.arange(self._width, device=self._device)
+        is_response = position < responses
+        return is_response, torch.where(is_response, sequences.cumsum(0) - responses - 1 + position, 0)
 
 
 # What a forward needs besides the tokens: settings of the batch.

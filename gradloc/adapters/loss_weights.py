@@ -61,10 +61,11 @@ class RecordedAggregation:
         """
         self.stop()
         call, mask = self._call, self._mask
+        self._call = self._mask = None  # they hold tensors of the size of a micro-batch
         like = response_mask.float()
         if call is None:
             return token_weights(functools.partial(_without_a_call, config, response_mask), like)
-        weight = self.weights_of_call(like)
+        weight = token_weights(call, like)
         if mask is not None and (config.use_kl_loss or config.entropy_coeff != 0):
             # Of a token that the loss has rejected, these terms remain.
             whole = token_weights(

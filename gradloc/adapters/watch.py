@@ -4,6 +4,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from ..evidence.token_facts import find_after_eos
 from ..fsdp import collectives
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
+from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
 from ..token_clip.positions import Positions
 from ..token_clip.token_clip import TokenClip
@@ -158,42 +160,43 @@ class Watch:
         if self.token_clip is not None:
             self.token_clip.end_pass()
 
-    def observe(
-        self,
-        log_prob: Tensor,
-        entropy: Tensor | None,
-        facts: Mapping[str, Tensor],
-        factor: float = 1.0,
-        loss_inputs: Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None,
-        **options: Any,
-    ) -> None:
+    def observe(self, loss_inputs: LossInputs, read_tokens: ReadTokens, factor: float = 1.0, **options: Any) -> None:
         """Notes the tokens of a micro-batch; called between its loss and its backward.
 
+        The device is idle there, so only what the backward needs is computed, and the rest in `end_pass`.
+
         Args:
-            log_prob (Tensor): The log-probs that the loss is computed from, shape (rows, response length).
-            entropy (Tensor, optional): The entropies, same shape.
-            facts (Mapping): What else is known of the tokens, by the evidence's names, each of that shape; with a KL
-                loss, `ref_log_prob`.
+            loss_inputs (Mapping): See `GradLoc.observe`.
+            read_tokens (Callable): Returns what is known of the tokens, by the evidence's names, each of shape (rows,
+                response length): `log_prob`, `entropy` where the loss has it; with a KL loss, `ref_log_prob`.
             factor (float): The micro-batch's part in the mini-batch's loss.
-            loss_inputs (Mapping, optional): See `GradLoc.observe`.
             options (Any): More arguments with which verl aggregates the terms of KL and entropy.
         """
         self.aggregation.stop()  # what follows is not the loss
-        facts, mask = dict(facts), facts["response_mask"]
-        weight = self.aggregation.weights(self._config, mask, **options) * factor
+        read = cache(partial(self._with_weights, read_tokens, factor, options))
         if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
             if self._scale is None:
                 self._scale = self._loss_scale()
-            of_loss = log_prob if loss_inputs is None else loss_inputs["coefficient"][0]
-            self.token_clip.observe(of_loss, weight, self._scale, {"log_prob": log_prob, **facts})
-        if self.gradloc is None:
-            return
+            tokens = read()
+            others = {name: tensor for name, tensor in tokens.items() if name not in ("weight", "entropy")}
+            self.token_clip.observe(loss_inputs["coefficient"][0], tokens["weight"], self._scale, others)
+        if self.gradloc is not None:
+            self.gradloc.observe_later(lambda: self._with_derived(read(), factor, options), loss_inputs)
+
+    def _with_weights(self, read_tokens: ReadTokens, factor: float, options: Mapping[str, Any]) -> dict[str, Tensor]:
+        tokens = read_tokens()
+        weight = self.aggregation.weights(self._config, tokens["response_mask"], **options) * factor
+        return {**tokens, "weight": weight}
+
+    def _with_derived(self, tokens: dict[str, Tensor], factor: float, options: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tokens with what follows from their values, for GradLoc alone."""
+        derived, mask = {}, tokens["response_mask"]
         if self._config.use_kl_loss:
-            kl = kl_coefficients(self._config, mask, log_prob, facts["ref_log_prob"], **options)
-            facts["kl_coefficient"] = kl * factor
+            kl = kl_coefficients(self._config, mask, tokens["log_prob"], tokens["ref_log_prob"], **options)
+            derived["kl_coefficient"] = kl * factor
         if self._eos_tokens:
-            facts["after_eos"] = find_after_eos(facts["token_id"], mask, self._eos_tokens)
-        self.gradloc.observe(log_prob, entropy, weight, loss_inputs, **facts)
+            derived["after_eos"] = find_after_eos(tokens["token_id"], mask, self._eos_tokens)
+        return {**tokens, **derived}
 
     def step(self, epoch: int, mini_batch: int, optimizer_step: Callable[[], Norm]) -> Norm | float:
         """Takes the optimizer step, unless `spike_action` leaves it out. A collective call.

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
+from .param_groups import before_reduction, param_groups
 from .torch_compat import FSDPModule
 
 
-def _flat_handles(module: nn.Module) -> list[FlatParamHandle]:
+def flat_handles(module: nn.Module) -> list[FlatParamHandle]:
     """FSDP1's handles, one for each flat parameter."""
     fsdp_modules = FullyShardedDataParallel.fsdp_modules(module)
     return [fsdp_module._handle for fsdp_module in fsdp_modules if fsdp_module._handle is not None]
@@ -23,7 +25,7 @@ def _flat_handles(module: nn.Module) -> list[FlatParamHandle]:
 
 def _holders(module: nn.Module) -> list[Tensor]:
     """All tensors with a `.grad`; with FSDP1's use_orig_params, these are views of the flat parameters' `.grad`."""
-    holders = [*module.parameters(), *(handle.flat_param for handle in _flat_handles(module))]
+    holders = [*module.parameters(), *(handle.flat_param for handle in flat_handles(module))]
     return list({id(holder): holder for holder in holders}.values())
 
 
@@ -84,7 +86,7 @@ def reset_fsdp(module: nn.Module) -> None:
             fsdp_module._exec_order_data.next_iter()
         if fsdp_module._handle is not None:
             _reset_handle(fsdp_module._handle)
-    for param_group in _param_groups(module):
+    for param_group in param_groups(module):
         for parameter in param_group.fsdp_params:
             # An unreduced gradient left here would be added to the next backward's.
             parameter.unsharded_accumulated_grad = None
@@ -143,35 +145,20 @@ def all_reduced(module: nn.Module) -> Iterator[None]:
     gradient. So ranks whose inputs use different experts would call it with different sizes. (From torch 2.13 on,
     `set_reduce_scatter_unused_params` does this.)
     """
-    param_groups = _param_groups(module)
 
-    def reduce_all(param_group: Any) -> None:
+    def fill_in(param_group: Any) -> None:
         parameters = [p.unsharded_param for p in param_group.fsdp_params if hasattr(p, "_unsharded_param")]
         if any(parameter.grad is not None for parameter in parameters):
             for parameter in parameters:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        type(param_group).post_backward(param_group)
 
-    for param_group in param_groups:
-        param_group.post_backward = lambda *_, param_group=param_group: reduce_all(param_group)
+    removers = [before_reduction(param_group, partial(fill_in, param_group)) for param_group in param_groups(module)]
     try:
         yield
     finally:
-        for param_group in param_groups:
-            del param_group.post_backward
-
-
-def _param_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups."""
-    found: list[Any] = []
-    for fsdp_module in module.modules():
-        if isinstance(fsdp_module, FSDPModule):
-            state = fsdp_module._get_fsdp_state()
-            # Before torch 2.12 there is at most one.
-            found += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    # Modules that were given to `fully_shard` as a list share a group.
-    return list({id(param_group): param_group for param_group in found if param_group is not None}.values())
+        for remove in removers:
+            remove()
 
 
 @contextmanager

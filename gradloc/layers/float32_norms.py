@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient norms in float32, without loss of precision for large tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +12,26 @@ from torch import Tensor
 _CPU_CHUNK = 2**16
 
 
-def chunks(gradient: Tensor) -> Sequence[Tensor]:
+def _chunks(gradient: Tensor) -> Sequence[Tensor]:
     """Splits a gradient into chunks whose float32 norms are precise; on a GPU there is only one chunk."""
-    return gradient.flatten().split(_CPU_CHUNK) if gradient.device.type == "cpu" else [gradient]
+    if gradient.device.type != "cpu" or gradient.numel() <= _CPU_CHUNK:
+        return [gradient]
+    return gradient.flatten().split(_CPU_CHUNK)
+
+
+@torch.no_grad()
+def norms_of_all(gradients: Iterable[Tensor]) -> tuple[Tensor, list[int]]:
+    """The norms of the chunks of several gradients, in one call.
+
+    Args:
+        gradients (Iterable[Tensor]): At least one, all on one device.
+
+    Returns:
+        tuple[Tensor, list[int]]: The norms, float32 of shape (chunks,), and the number of chunks of each gradient.
+    """
+    chunks = [_chunks(gradient) for gradient in gradients]
+    norms = torch._foreach_norm([chunk for each in chunks for chunk in each], 2, dtype=torch.float32)
+    return torch.stack(norms), [len(each) for each in chunks]
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..fsdp.collectives import total, world_size
 from ..fsdp.torch_compat import DTensor, FSDPModule
-from .float32_norms import chunks
+from .float32_norms import norms_of_all
 from .layer_names import layers_by_parameter
 
 _FSDP = (FullyShardedDataParallel, FSDPModule)
@@ -67,7 +67,13 @@ class ReducedNorms:
         self._device = device
         # Also if nothing is sharded: all ranks must make the same decisions.
         self._summed = world_size() > 1 and any(isinstance(child, _FSDP) for child in module.modules())
-        self._plan: list[tuple[int, float]] = []
+        # By piece, on the device, because copying there is a host sync.
+        self._layer_of = torch.tensor([layer for layer, _ in self._pieces], device=device).split(1)
+        # The sum is over all replicas.
+        weights = [piece.shards / world_size() if self._summed else 1.0 for _, piece in self._pieces]
+        self._replica_weight_of = torch.tensor(weights, dtype=torch.float64, device=device).split(1)
+        # The pieces with a gradient and how many norms each has, and the layers and replica weights of these norms.
+        self._plan: list[tuple[int, int]] = []
         self._plan_on_device: tuple[Tensor, Tensor] | None = None
 
     def squared_norms(self) -> Tensor:
@@ -86,20 +92,16 @@ class ReducedNorms:
     def own_squares(self) -> Tensor:
         """This rank's contribution to the layers' squared norms: float64 of shape (len(layers),)."""
         squares = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
-        parts, plan = [], []
-        for layer, piece in self._pieces:
-            gradient = piece.gradient()
-            if gradient is None or gradient.numel() == 0:
-                continue
-            # The sum is over all replicas.
-            replica_weight = piece.shards / world_size() if self._summed else 1.0
-            for chunk in chunks(gradient):
-                parts.append(chunk)
-                plan.append((layer, replica_weight))
-        if parts:
-            norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)).to(self._device)
+        found = [
+            (i, gradient)
+            for i, (_, piece) in enumerate(self._pieces)
+            if (gradient := piece.gradient()) is not None and gradient.numel() > 0
+        ]
+        if found:
+            norms, counts = norms_of_all(gradient for _, gradient in found)
+            plan = [(i, count) for (i, _), count in zip(found, counts, strict=True)]
             index, replica_weights = self._on_device(plan)
-            squares.index_add_(0, index, norms.double().square() * replica_weights)
+            squares.index_add_(0, index, norms.to(self._device).double().square() * replica_weights)
         return squares
 
     @torch.no_grad()
@@ -113,13 +115,12 @@ class ReducedNorms:
         if found:
             torch._foreach_mul_([gradient for gradient, _ in found], [factor for _, factor in found])
 
-    def _on_device(self, plan: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
-        # Cached between steps, because copying to the device is a host sync.
+    def _on_device(self, plan: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         if self._plan_on_device is None or plan != self._plan:
             self._plan = plan
             self._plan_on_device = (
-                torch.tensor([layer for layer, _ in plan], device=self._device),
-                torch.tensor([weight for _, weight in plan], dtype=torch.float64, device=self._device),
+                torch.cat([self._layer_of[i].expand(count) for i, count in plan]),
+                torch.cat([self._replica_weight_of[i].expand(count) for i, count in plan]),
             )
         return self._plan_on_device
 

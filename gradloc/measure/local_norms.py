@@ -2,40 +2,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms of each rank's local gradient, measured just before FSDP's reduce-scatter averages the gradients."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..fsdp.param_groups import before_reduction, param_groups, parameters_of
+from ..fsdp.state import flat_handles
 from ..fsdp.torch_compat import FSDPModule
-from ..layers.float32_norms import chunk_norms
+from ..layers.float32_norms import chunk_norms, norms_of_all
 from ..layers.layer_names import layers_by_parameter
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """Where a parameter is in the model: `getattr(owner, attribute)`, in the layer with index `layer`.
-
-    With FSDP1 this may be a view of a flat parameter, which does not show whether the `original` parameter is frozen.
-    """
-
-    owner: nn.Module
-    attribute: str
-    layer: int
-    original: Tensor | None
 
 
 class LocalNorms:
     """Accumulates the norms of the local (unsharded, unreduced) gradient by layer.
 
-    FSDP unshards the parameters of an FSDP module just before its forward. A forward pre-hook on that module then
-    registers a tensor hook on each parameter, which gets the gradient of this rank's own data. FSDP1 creates new views
-    in every forward. With FSDP2, or without FSDP, a parameter is always the same leaf, which is hooked only once. No
-    hook is registered during a backward: gradient checkpointing recomputes the forward there, but the gradients flow
-    through the tensors of the first forward.
+    All gradients that FSDP reduces together are measured in one call, as a norm for each parameter costs the host more
+    time. Under FSDP1, a hook on a flat parameter sees the gradient of all its parameters in one tensor. Under FSDP2,
+    the gradients of a parameter group are complete where their reduction begins.
+
+    Elsewhere each parameter has a tensor hook of its own: without FSDP, and under FSDP2 where a gradient is added to
+    that of earlier backwards (see `_Group`). A parameter is always the same leaf there, so it is hooked only once, in
+    a forward pre-hook. No hook is registered during a backward, where gradient checkpointing recomputes the forward.
 
     Args:
         module (nn.Module): The model, wrapped by FSDP1, by FSDP2 or not at all.
@@ -49,17 +43,28 @@ class LocalNorms:
         self.layers: list[str] = []
         self._device = device
         self._recording = False
-        self._norms: list[tuple[int, Tensor]] = []
+        # The layers of the recorded norms, each with the number of norms in succession.
         self._order: list[tuple[int, int]] = []
-        self._index: Tensor | None = None
+        self._norms: list[Tensor] = []
+        self._index: tuple[list[tuple[int, int]], Tensor] | None = None
+        self._flats: list[_Flat] = []
+        self._groups: list[_Group] = []
         self._hooked_leaves = WeakTensorKeyDictionary()
-        self._handles = []
-        for fsdp_module, slots in self._slots(module).items():
-            self._handles.append(fsdp_module.register_forward_pre_hook(self._pre_forward_hook(slots)))
+        self._removers: list[Callable[[], None]] = []
+        if handles := flat_handles(module):
+            self._watch_flat_parameters(module, handles)
+        else:
+            self._watch_parameters(module)
+        # On the device, because copying an index there is a host sync.
+        self._layer_indices = torch.arange(len(self.layers), device=device).split(1)
 
     def start(self) -> None:
         """Starts recording; an earlier recording is discarded."""
-        self._norms.clear()
+        self._discard()
+        for flat in self._flats:
+            self._hook_flat_parameter(flat)
+        for group in self._groups:
+            group.together = False
         self._recording = True
 
     def stop(self) -> Tensor:
@@ -69,95 +74,225 @@ class LocalNorms:
             Tensor: float64 of shape (len(layers),), each layer's squared gradient norm, without a host sync.
         """
         self._recording = False
-        recorded, self._norms = self._norms, []
         total = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
-        if not recorded:
-            return total
-        order = [(layer, len(norms)) for layer, norms in recorded]
-        if self._index is None or order != self._order:
-            # Cached between passes, because copying it to the device is a host sync.
-            layers = [layer for layer, pieces in order for _ in range(pieces)]
-            self._order, self._index = order, torch.tensor(layers, device=self._device)
-        return total.index_add_(0, self._index, torch.cat([norms for _, norms in recorded]).double().square())
+        if self._norms:
+            if self._index is None or self._index[0] != self._order:
+                index = torch.cat([self._layer_indices[layer].expand(count) for layer, count in self._order])
+                self._index = self._order, index
+            total.index_add_(0, self._index[1], torch.cat(self._norms).double().square())
+        self._discard()
+        return total
 
     def cancel(self) -> None:
         """Stops recording, if it has started, and discards the norms."""
         self._recording = False
-        self._norms.clear()
+        self._discard()
 
     def remove(self) -> None:
         """Removes all hooks from the model."""
-        for handle in self._handles:
-            handle.remove()
+        for remove in self._removers:
+            remove()
         for handle in self._hooked_leaves.values():
             handle.remove()
 
-    def _slots(self, module: nn.Module) -> dict[nn.Module, list[_Slot]]:
-        """The parameters, by the FSDP module whose forward they are unsharded for."""
+    def _discard(self) -> None:
+        self._order, self._norms = [], []
+
+    def _note(self, found: Sequence[tuple[int, Tensor]]) -> None:
+        """Records the norms of several gradients on one device, each with its layer."""
+        if not found:
+            return
+        norms, counts = norms_of_all(gradient for _, gradient in found)
+        layers = [layer for (layer, _), count in zip(found, counts, strict=True) for _ in range(count)]
+        self._order += [(layer, len(list(same))) for layer, same in groupby(layers)]
+        self._norms.append(norms)
+
+    def _watch_flat_parameters(self, module: nn.Module, handles: Sequence[FlatParamHandle]) -> None:
+        """Under FSDP1."""
+        names = {owner: name for name, owner in module.named_modules()}
+        # A flat parameter's names lie anywhere in the model, whose order the layers have.
+        position = {owner: number for number, owner in enumerate(names)}
+        places = [
+            (position[owner], f"{names[owner]}.{attribute}".lstrip("."))
+            for handle in handles
+            for attribute, owner, _ in handle.flat_param._param_infos
+        ]
+        layers = self._name_layers(name for _, name in sorted(places, key=lambda place: place[0]))
+        for handle in handles:
+            flat = handle.flat_param
+            stops = [*accumulate(flat._numels_with_padding)]
+            with_padding = zip([0, *stops[:-1]], stops, flat._is_padding_mask, strict=True)
+            bounds = [(start, stop) for start, stop, is_padding in with_padding if not is_padding]
+            originals: Sequence[Tensor] = (flat._params or []) if handle._use_orig_params else [flat] * len(bounds)
+            parts = [
+                _FlatPart(layers[f"{names[owner]}.{attribute}".lstrip(".")], *of_part, original)
+                for (attribute, owner, _), of_part, original in zip(flat._param_infos, bounds, originals, strict=True)
+            ]
+            self._flats.append(_Flat(flat, parts))
+
+    def _watch_parameters(self, module: nn.Module) -> None:
+        """Under FSDP2, or without FSDP."""
+        places = _places(module)
+        layers = self._name_layers(places)
+        grouped: dict[tuple[nn.Module, str], tuple[_Group, Any]] = {}
+        for param_group in param_groups(module):
+            if hasattr(param_group, "post_backward"):
+                group = _Group(param_group)
+                self._groups.append(group)
+                self._removers.append(before_reduction(param_group, partial(self._measure_group, group)))
+                for owner, attribute, parameter in parameters_of(param_group):
+                    if not parameter.is_dtensor:
+                        grouped[owner, attribute] = group, parameter
         slots: dict[nn.Module, list[_Slot]] = {}
-        parameters = _flat_parameters(module) or _plain_parameters(module)
-        found = {
-            f"{owner_name}.{attribute}".lstrip("."): (owner, attribute, fsdp_module, original)
-            for owner_name, owner in module.named_modules()
-            for attribute, fsdp_module, original in parameters.get(owner, ())
-        }
-        layers = layers_by_parameter(found)
+        for name, (owner, attribute, fsdp_module) in places.items():
+            of_group = None
+            if (owner, attribute) in grouped:
+                of_group, parameter = grouped[owner, attribute]
+                of_group.parameters.append((layers[name], parameter))
+            slots.setdefault(fsdp_module, []).append(_Slot(owner, attribute, layers[name], of_group))
+        for fsdp_module, of_module in slots.items():
+            handle = fsdp_module.register_forward_pre_hook(self._pre_forward_hook(of_module))
+            self._removers.append(handle.remove)
+
+    def _name_layers(self, names: Iterable[str]) -> dict[str, int]:
+        """Sets the layers. Returns the index of each parameter's layer, by the parameter's name."""
+        layers = layers_by_parameter(names)
         self.layers = list(dict.fromkeys(layers.values()))
-        for name, (owner, attribute, fsdp_module, original) in found.items():
-            slot = _Slot(owner, attribute, self.layers.index(layers[name]), original)
-            slots.setdefault(fsdp_module, []).append(slot)
-        return slots
+        return {name: self.layers.index(layer) for name, layer in layers.items()}
 
-    def _pre_forward_hook(self, slots: list[_Slot]):
-        def hook(_module: nn.Module, _args: object) -> None:
-            if not self._recording or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
-                return
-            for slot in slots:
-                if slot.original is None or slot.original.requires_grad:
-                    self._hook_parameter(getattr(slot.owner, slot.attribute), slot.layer)
-
-        return hook
-
-    def _hook_parameter(self, parameter: Tensor, layer: int) -> None:
-        if not parameter.requires_grad or (parameter.is_leaf and parameter in self._hooked_leaves):
+    def _hook_flat_parameter(self, flat: "_Flat") -> None:
+        if flat.hooked or not flat.parameter.requires_grad:
             return
 
         def hook(gradient: Tensor) -> None:
             if self._recording:
-                self._norms.append((layer, chunk_norms(gradient)))
+                self._note([(layer, gradient[start:stop]) for layer, start, stop in flat.pieces()])
 
-        handle = parameter.register_hook(hook)
-        if parameter.is_leaf:
-            self._hooked_leaves[parameter] = handle
+        self._removers.append(flat.parameter.register_hook(hook).remove)
+        flat.hooked = True
+
+    def _measure_group(self, group: "_Group") -> None:
+        if self._recording and group.together:
+            self._note(group.gradients())
+
+    def _pre_forward_hook(self, slots: "list[_Slot]"):
+        groups = list({id(slot.group): slot.group for slot in slots if slot.group is not None}.values())
+
+        def hook(_module: nn.Module, _args: object) -> None:
+            if not self._recording or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+                return
+            for group in groups:
+                group.together = group.has_only_new_gradients()
+            for slot in slots:
+                if slot.group is None or not slot.group.together:
+                    self._hook_parameter(slot)
+
+        return hook
+
+    def _hook_parameter(self, slot: "_Slot") -> None:
+        parameter: Tensor = getattr(slot.owner, slot.attribute)
+        if not parameter.requires_grad or parameter in self._hooked_leaves:
+            return
+
+        def hook(gradient: Tensor) -> None:
+            if self._recording and not (slot.group is not None and slot.group.together):
+                norms = chunk_norms(gradient)
+                self._order.append((slot.layer, len(norms)))
+                self._norms.append(norms)
+
+        self._hooked_leaves[parameter] = parameter.register_hook(hook)
 
 
-# attribute, FSDP module, original parameter
-_Place = tuple[str, nn.Module, Tensor | None]
+class _FlatPart(NamedTuple):
+    """A parameter in a flat parameter, in the layer with index `layer`.
+
+    With `use_orig_params` the `original` parameter may be frozen, and its part has a gradient all the same.
+    """
+
+    layer: int
+    start: int
+    stop: int
+    original: Tensor
 
 
-def _flat_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
-    """The parameters under FSDP1, by owner."""
-    found: dict[nn.Module, list[_Place]] = {}
-    for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
-        handle = fsdp_module._handle
-        if handle is not None:
-            flat = handle.flat_param
-            use_originals = handle._use_orig_params
-            originals: Sequence[Tensor] = (flat._params or []) if use_originals else [flat] * len(flat._param_infos)
-            for (attribute, owner, _), original in zip(flat._param_infos, originals, strict=True):
-                found.setdefault(owner, []).append((attribute, fsdp_module._fsdp_wrapped_module, original))
-    return found
+class _Flat:
+    """One of FSDP1's flat parameters, a leaf whose gradient is that of one backward: all its views' in one tensor."""
+
+    def __init__(self, parameter: Tensor, parts: list[_FlatPart]) -> None:
+        self.parameter = parameter
+        self.hooked = False
+        self._parts = parts
+        self._trainable: list[bool] = []
+        self._pieces: list[tuple[int, int, int]] = []
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """(layer, start, stop) of its trainable parts; neighbours in a layer are one piece, with zeros between them."""
+        trainable = [part.original.requires_grad for part in self._parts]
+        if trainable != self._trainable:
+            self._trainable, self._pieces = trainable, []
+            parts = zip(self._parts, trainable, strict=True)
+            for (layer, trains), group in groupby(parts, key=lambda each: (each[0].layer, each[1])):
+                if trains:
+                    neighbours = [part for part, _ in group]
+                    self._pieces.append((layer, neighbours[0].start, neighbours[-1].stop))
+        return self._pieces
 
 
-def _plain_parameters(module: nn.Module) -> dict[nn.Module, list[_Place]]:
-    """The parameters under FSDP2 or without sharding, by owner. A tied parameter is listed once."""
+@dataclass
+class _Group:
+    """One of FSDP2's parameter groups.
+
+    Args:
+        param_group (FSDPParamGroup): torch's object.
+        parameters (list): Those that are measured: (index of the layer, FSDPParam).
+        together (bool): Whether they are measured together in this pass.
+    """
+
+    param_group: Any
+    parameters: list[tuple[int, Any]] = field(default_factory=list)
+    together: bool = False
+
+    def has_only_new_gradients(self) -> bool:
+        """Whether the gradients at the start of the reduction will be those of this backward alone.
+
+        While the reduction is deferred to a later backward, FSDP2 keeps them in the dtype of the reduction elsewhere,
+        but if that is the dtype that they have, they stay where later ones are added to them. Called when the
+        parameters are unsharded.
+        """
+        if all(p.reduce_dtype not in (None, p._unsharded_param.dtype) for _, p in self.parameters[:1]):
+            return True
+        return self.param_group.reduce_grads and all(p._unsharded_param.grad is None for _, p in self.parameters)
+
+    def gradients(self) -> list[tuple[int, Tensor]]:
+        """The gradients that there are, each with the index of its layer."""
+        unsharded = ((layer, getattr(p, "_unsharded_param", None)) for layer, p in self.parameters)
+        return [(layer, p.grad) for layer, p in unsharded if p is not None and p.grad is not None]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a parameter is in the model: `getattr(owner, attribute)`, in the layer with index `layer`.
+
+    `group` is None without FSDP2, and for parameters that it leaves out.
+    """
+
+    owner: nn.Module
+    attribute: str
+    layer: int
+    group: _Group | None
+
+
+def _places(module: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Module]]:
+    """Where each parameter is under FSDP2 or without sharding, by its name: (owner, attribute, FSDP module).
+
+    The FSDP module is the one whose forward it is unsharded for. A tied parameter is listed once.
+    """
     fsdp_names = {name for name, child in module.named_modules() if isinstance(child, FSDPModule) or child is module}
-    found: dict[nn.Module, list[_Place]] = {}
+    found = {}
     for name, _ in module.named_parameters():
         owner_name, _, attribute = name.rpartition(".")
         fsdp_name = owner_name
         while fsdp_name not in fsdp_names:
             fsdp_name = fsdp_name.rpartition(".")[0]
-        fsdp_module = module.get_submodule(fsdp_name)
-        found.setdefault(module.get_submodule(owner_name), []).append((attribute, fsdp_module, None))
+        found[name] = module.get_submodule(owner_name), attribute, module.get_submodule(fsdp_name)
     return found

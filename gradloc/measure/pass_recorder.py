@@ -12,8 +12,11 @@ from .micro_batch import MicroBatch
 from .watched_model import WatchedModel
 
 # Names of coefficients, each with the tensor whose gradient it is, and a function that brings that gradient into the
-# shape (rows, response length).
+# shape (rows, response length), which is called after the backward.
 LossInputs = Mapping[str, tuple[Tensor, Callable[[Tensor], Tensor]]]
+
+# Returns what is known of the tokens, all of shape (rows, response length).
+ReadTokens = Callable[[], Mapping[str, Tensor]]
 
 
 class PassRecorder:
@@ -31,6 +34,9 @@ class PassRecorder:
         self.current: MicroBatch | None = None
         self.micro_batches: list[MicroBatch] = []
         self._model = model
+        self._read_tokens: ReadTokens | None = None
+        # By name, with the functions that bring them into their shape.
+        self._gradients: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
 
     def begin(self, inputs: dict[str, Any], rows: Sequence[int]) -> None:
         """Called before a pass.
@@ -40,6 +46,7 @@ class PassRecorder:
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
         self.current = MicroBatch(inputs, [int(row) for row in rows], get_rng_state(self._model.device))
+        self._read_tokens, self._gradients = None, {}
         self._model.meter.start()
 
     def observe(self, tokens: Mapping[str, Tensor], loss_inputs: LossInputs) -> None:
@@ -49,23 +56,35 @@ class PassRecorder:
             tokens (Mapping[str, Tensor]): What is known of the tokens, all of shape (rows, response length).
             loss_inputs (Mapping): See `LossInputs`; what needs no gradient is left out.
         """
-        current = self.current
-        if current is None:
+        _check_shapes(tokens)
+        self.observe_later(lambda: tokens, loss_inputs)
+
+    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs) -> None:
+        """Like `observe`, but the tokens are read in `end`.
+
+        The device has nothing to do between a loss that the host has waited for and its backward.
+        """
+        if self.current is None:
             raise RuntimeError("observe() belongs between begin_pass() and end_pass().")
-        shapes = {name: tuple(tensor.shape) for name, tensor in tokens.items()}
-        if len(set(shapes.values())) > 1:
-            raise ValueError(f"all token tensors must be of one shape (rows, response length), got {shapes}.")
-        current.tokens = {name: with_a_column(tensor.detach()) for name, tensor in tokens.items()}
+        self._read_tokens = read_tokens
         for name, (tensor, reshape) in loss_inputs.items():
             if tensor.requires_grad:
-                tensor.register_hook(_catch(current.tokens, name, reshape))
+                tensor.register_hook(_catch(self._gradients, name, reshape))
 
     def end(self) -> None:
         """Called after a pass's backward."""
-        if self.current is None:
+        current = self.current
+        if current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
-        self.current.squares = self._model.meter.stop()
-        self.micro_batches.append(self.current)
+        current.squares = self._model.meter.stop()
+        if self._read_tokens is not None:
+            tokens = self._read_tokens()
+            _check_shapes(tokens)
+            current.tokens = {name: with_a_column(tensor.detach()) for name, tensor in tokens.items()}
+        for name, (gradient, reshape) in self._gradients.items():
+            current.tokens[name] = with_a_column(reshape(gradient.detach()))
+        self._read_tokens, self._gradients = None, {}
+        self.micro_batches.append(current)
         self.current = None
 
     def discard(self) -> None:
@@ -88,8 +107,16 @@ def with_a_column(values: Tensor) -> Tensor:
     return values if values.shape[1] else nn.functional.pad(values, (0, 1))
 
 
-def _catch(tokens: dict[str, Tensor], name: str, reshape: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
+def _check_shapes(tokens: Mapping[str, Tensor]) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tokens.items()}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"all token tensors must be of one shape (rows, response length), got {shapes}.")
+
+
+def _catch(
+    gradients: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]], name: str, reshape: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], None]:
     def hook(gradient: Tensor) -> None:
-        tokens[name] = with_a_column(reshape(gradient.detach()))
+        gradients[name] = gradient, reshape
 
     return hook

@@ -1,0 +1,57 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2's parameter groups: the parameters that it unshards together, and whose gradients it reduces together."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from .torch_compat import FSDPModule
+
+
+def param_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups."""
+    found: list[Any] = []
+    for fsdp_module in module.modules():
+        if isinstance(fsdp_module, FSDPModule):
+            state = fsdp_module._get_fsdp_state()
+            # Before torch 2.12 there is at most one.
+            found += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    # Modules that were given to `fully_shard` as a list share a group.
+    return list({id(param_group): param_group for param_group in found if param_group is not None}.values())
+
+
+def parameters_of(param_group: Any) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Each parameter of a group as (owner, attribute, FSDPParam); a tied one as often as it is in the model."""
+    for parameter in param_group.fsdp_params:
+        place = parameter._module_info
+        yield place.module, place.param_name, parameter
+        for owner, attribute in zip(place.shared_modules, place.shared_param_names, strict=True):
+            yield owner, attribute, parameter
+
+
+def before_reduction(param_group: Any, action: Callable[[], None]) -> Callable[[], None]:
+    """Has `action` called before FSDP2 reduces a group's gradients, or keeps them until a later backward reduces them.
+
+    A backward may come there several times, each time with gradients that were not there before.
+
+    Returns:
+        Callable: Ends that. What was added last has to be ended first.
+    """
+    added_before = vars(param_group).get("post_backward")
+    reduce = added_before or partial(type(param_group).post_backward, param_group)
+
+    def post_backward(*_: Any) -> None:
+        action()
+        reduce()
+
+    def remove() -> None:
+        if added_before is None:
+            del param_group.post_backward
+        else:
+            param_group.post_backward = added_before
+
+    param_group.post_backward = post_backward
+    return remove

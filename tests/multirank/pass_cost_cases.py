@@ -1,0 +1,211 @@
+"""What a watched training pass costs, and the norms of local gradients. All here runs inside the ranks of a cluster."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from actor_cases import train
+from actors import DEVICE, ENGINE, Case
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from verl.utils.gradloc.fsdp.param_groups import param_groups
+from verl.utils.gradloc.fsdp.state import flat_handles
+from verl.utils.gradloc.measure import local_norms
+from verl.utils.gradloc.measure.local_norms import LocalNorms
+
+NEVER = 1e9
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations within it, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def recorded_operations(case: Case, together: bool = True) -> tuple[int, list[Counter[str]]]:
+    """How many groups FSDP reduces the gradients in, and the operations while each micro-batch is recorded.
+
+    Args:
+        case (Case): The actor.
+        together (bool): Whether FSDP2 has the method in which it reduces the gradients of a group.
+    """
+    groups: list[Any] = []
+    counts: list[Counter[str]] = []
+
+    def prepare(actor: Any) -> None:
+        module = actor.actor_module
+        groups.extend(param_groups(module) or flat_handles(module))
+        norms = actor.gradloc._model.meter._local_norms
+        start, stop = norms.start, norms.stop
+
+        def counted_start() -> None:
+            start()
+            modes.append(Operations())
+            modes[-1].__enter__()
+
+        def counted_stop() -> Tensor:
+            squares = stop()
+            mode = modes.pop()
+            mode.__exit__(None, None, None)
+            counts.append(mode.counts)
+            return squares
+
+        norms.start, norms.stop = counted_start, counted_stop
+
+    modes: list[Operations] = []
+    names = local_norms.param_groups
+    if not together:
+        local_norms.param_groups = lambda module: []
+    try:
+        train(case, prepare=prepare, spike_detection=True, grad_norm_threshold=NEVER)
+    finally:
+        local_norms.param_groups = names
+    return len(groups), counts
+
+
+def operations_around_the_backward(case: Case) -> list[tuple[Counter[str], Counter[str]]]:
+    """For each micro-batch, the operations between its loss and its backward, and those in `end_pass`."""
+    found: list[tuple[Counter[str], Counter[str]]] = []
+    # Since the last loss; None before there is one.
+    gap: Operations | None = None
+    in_gap: Counter[str] = Counter()
+
+    def after_loss() -> None:
+        nonlocal gap
+        gap = Operations()
+        gap.__enter__()
+
+    def before_backward() -> None:
+        nonlocal gap, in_gap
+        assert gap is not None
+        gap.__exit__(None, None, None)
+        in_gap, gap = gap.counts, None
+
+    def prepare(actor: Any) -> None:
+        watch = actor.engine.watch if ENGINE else actor.watch
+        end_pass = watch.end_pass
+
+        def counted_end_pass() -> None:
+            with Operations() as mode:
+                end_pass()
+            found.append((in_gap, mode.counts))
+
+        watch.end_pass = counted_end_pass
+        if ENGINE:
+            observed = actor.engine._observed
+
+            def observed_after_loss(loss_function: Any, *arguments: Any, **options: Any) -> Any:
+                def counted_loss(**tensors: Any) -> Any:
+                    loss = loss_function(**tensors)
+                    after_loss()
+                    return loss
+
+                return observed(counted_loss, *arguments, **options)
+
+            actor.engine._observed = observed_after_loss
+
+    def observe_after_loss(*arguments: Any) -> None:
+        after_loss()
+        observe(*arguments)
+
+    def counted_backward(*arguments: Any, **options: Any) -> None:
+        if gap is not None:
+            before_backward()
+        backward(*arguments, **options)
+
+    adapter: Any = importlib.import_module("verl.utils.gradloc.adapters.dp_actor")
+    observe, backward = adapter.observe, Tensor.backward
+    adapter.observe, Tensor.backward = observe_after_loss, counted_backward
+    try:
+        train(case, prepare=prepare, spike_detection=True, grad_norm_threshold=NEVER)
+    finally:
+        adapter.observe, Tensor.backward = observe, backward
+    return found
+
+
+class Unusual(nn.Module):
+    """A model that may use a layer twice, another one not always, and an embedding that is tied to the LM head."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.order = (0, 1, 1, 3) if twice else (0, 1, 3)
+        self.embed_tokens = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
+        self.lm_head = nn.Linear(8, 11, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.layers[3][0].requires_grad_(False)
+
+    def forward(self, ids: Tensor, whole: bool) -> Tensor:
+        hidden = self.embed_tokens(ids)
+        for i in self.order + (2,) * whole:
+            hidden = hidden + self.layers[i](hidden)
+        return self.lm_head(hidden)
+
+
+def norms_of_an_unusual_model(wrap: str, dtype: str, deferred: bool) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """For each of some micro-batches, the layers' norms as measured, and those of the model without sharding."""
+    torch.manual_seed(3)
+    # In half precision, FSDP1 computes two gradients of a layer that is used twice.
+    model = Unusual(twice=wrap == "fsdp2" or dtype == "float32").to(DEVICE)
+    whole = copy.deepcopy(model).to(getattr(torch, dtype))
+    sharded = _shard(model, wrap, getattr(torch, dtype))
+    norms = LocalNorms(sharded, DEVICE)
+    found = []
+    torch.manual_seed(dist.get_rank())
+    for number in range(4):
+        last = number == 3
+        # The same on all ranks: FSDP2 would leave an unused layer out of its reduction on some of them. FSDP1 cannot
+        # leave a layer unused while it defers the reduction.
+        uses_all = number in (0, 2) or (wrap != "fsdp2" and deferred)
+        ids = torch.randint(11, (2, 5)).to(DEVICE)
+        context = sharded.no_sync() if wrap.startswith("fsdp1") and deferred and not last else nullcontext()
+        if wrap == "fsdp2":
+            sharded.set_requires_gradient_sync(last or not deferred)
+        norms.start()
+        with context:
+            sharded(ids, uses_all).float().square().sum().backward()
+        squares = norms.stop().tolist()
+        whole.zero_grad(set_to_none=True)
+        whole(ids, uses_all).float().square().sum().backward()
+        expected = dict.fromkeys(norms.layers, 0.0)
+        for name, parameter in whole.named_parameters():
+            layer = name.removesuffix(".weight").removesuffix(".bias")
+            layer = ".".join(layer.split(".")[:2]) if "layers" in name else layer
+            if parameter.grad is not None:
+                expected[layer] += float(parameter.grad.double().square().sum())
+        found.append((dict(zip(norms.layers, squares, strict=True)), expected))
+    norms.remove()
+    assert not any("post_backward" in vars(group) for group in param_groups(sharded))
+    return found
+
+
+def _shard(model: Unusual, wrap: str, dtype: torch.dtype) -> Any:
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    if wrap == "fsdp2":
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh, mp_policy=policy)
+    options = {
+        "device_id": DEVICE,
+        "device_mesh": mesh,
+        "mixed_precision": MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32),
+        "use_orig_params": True,
+    }
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = FullyShardedDataParallel(layer, **options)
+    return FullyShardedDataParallel(model, **options)

@@ -1,0 +1,69 @@
+"""What a watched training pass costs, and the norms of local gradients where a model is unusual."""
+
+from __future__ import annotations
+
+import actors
+import pass_cost_cases
+import pytest
+from actors import Case
+from test_actor import Launch, cases, near
+
+NORMS = ("_foreach_norm", "linalg_vector_norm", "norm")
+
+
+@pytest.mark.target(version="0.9.1")
+@cases(
+    (2, Case("fsdp1", mini_batch=4)),
+    (2, Case("fsdp1-orig", mini_batch=4)),
+    (2, Case("fsdp2", mini_batch=4, checkpointing=True)),
+    (2, Case("fsdp2", grouped=True)),
+    # Its micro-batches leave some experts idle; only whole ones can be trained on.
+    (2, Case("fsdp2", model="moe", micro_batch=8)),
+    (2, Case("fsdp2", precision="bfloat16", mini_batch=4, deferred=True)),
+    (2, Case("fsdp1", precision="bfloat16", mini_batch=4, deferred=True)),
+)
+def test_a_micro_batch_takes_one_norm_for_each_group_of_fsdp(launch: Launch, world: int, case: Case) -> None:
+    if case.deferred and not actors.ENGINE:
+        pytest.skip("this verl does not defer the reduction")
+    for groups, of_passes in launch(world, pass_cost_cases.recorded_operations, case):
+        assert len(of_passes) == case.rows // case.micro_batch
+        for counts in of_passes:
+            assert 0 < sum(counts[name] for name in NORMS) <= groups
+
+
+def test_without_fsdp2s_method_each_parameter_is_measured_alone(launch: Launch) -> None:
+    case = Case("fsdp2", mini_batch=4)
+    for groups, of_passes in launch(2, pass_cost_cases.recorded_operations, case, False):
+        for counts in of_passes:
+            assert counts["_foreach_norm"] == 0 and counts["linalg_vector_norm"] > groups
+
+
+@pytest.mark.target(version="0.9.1")
+@cases(
+    (2, Case("fsdp2", mini_batch=4, kl=True, entropy=True, rollout=True)),
+    (2, Case("fsdp1", dynamic=True)),
+    (2, Case("fsdp2", nested=True, mini_batch=4, kl=True, entropy=True, rollout=True)),
+)
+def test_the_device_waits_for_few_operations_between_loss_and_backward(launch: Launch, world: int, case: Case) -> None:
+    """And those after the backward do not wait for the device."""
+    if case.nested and not actors.ENGINE:
+        pytest.skip("this verl has no nested columns")
+    for of_rank in launch(world, pass_cost_cases.operations_around_the_backward, case):
+        assert len(of_rank) >= case.rows // case.mini_batch
+        for in_gap, after in of_rank:
+            assert sum(in_gap.values()) < 10, in_gap
+            assert sum(after.values()) > 20  # the weights are computed there
+            assert not after.keys() & {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}, after
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["reduced", "deferred"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrap", ["fsdp1-orig", "fsdp2"])
+def test_norms_of_an_unusual_model(launch: Launch, wrap: str, dtype: str, deferred: bool) -> None:
+    """Layers that are used twice, not at all or frozen, and gradients that are added to those of earlier passes."""
+    for of_rank in launch(2, pass_cost_cases.norms_of_an_unusual_model, wrap, dtype, deferred):
+        for measured, expected in of_rank:
+            # The sums of a layer that is used twice are rounded in another order.
+            tolerance = 1e-5 if dtype == "float32" else 2e-2
+            assert measured == {name: near(square, tolerance) for name, square in expected.items()}
+            assert measured["layers.1"] > 0
