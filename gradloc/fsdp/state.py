@@ -128,13 +128,38 @@ def _reset_fsdp2(fsdp_module: FSDPModule) -> None:
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
     state._comm_ctx.post_forward_order.clear()
-    state._comm_ctx.all_gather_state = None
+    stream = state._device_handle.current_stream()
+    _release_in_flight(state._comm_ctx, stream)
     param_group = state._fsdp_param_group
     if param_group is not None:
         param_group._training_state = type(param_group._training_state).IDLE
-        param_group._all_gather_result = None
+        _release_in_flight(param_group, stream)
         param_group._post_forward_indices.clear()
         fsdp_module.reshard()
+
+
+# Where FSDP2 keeps the buffers of calls in flight, up to gigabytes, and the events after which they may be freed.
+_IN_FLIGHT = (
+    "all_gather_state",
+    "reduce_scatter_state",
+    "_all_gather_result",
+    "_all_reduce_state",
+    "_partial_reduce_output",
+    "_post_reduce_event",
+    "_reshard_after_forward_event",
+)
+
+
+def _release_in_flight(holder: Any, stream: Any) -> None:
+    """Lets go of the buffers that an interrupted pass has left; the stream waits for the calls that use them."""
+    for name in _IN_FLIGHT:
+        held = getattr(holder, name, None)
+        if held is None:
+            continue
+        event = held if name.endswith("_event") else getattr(held, "event", getattr(held, "all_gather_event", None))
+        if event is not None:
+            stream.wait_event(event)
+        setattr(holder, name, None)
 
 
 @contextmanager
