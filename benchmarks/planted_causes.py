@@ -96,15 +96,16 @@ def reward_of_100(run: Run, samples: Samples, tensors: Tensors) -> None:
     """One right response of the mini-batch (the first, if none is right) gets a reward of 100; no division by std."""
     rewards = samples.rewards.clone()
     rewards[int(rewards[: _half(samples)].argmax())] = REWARD
-    tensors["advantages"][:] = _advantages(run, samples, rewards, by_std=False)
+    tensors["advantages"][:] = advantages_of(run, samples, rewards, by_std=False)
 
 
 def not_divided(run: Run, samples: Samples, tensors: Tensors) -> None:
     """Advantages without the division by the standard deviation."""
-    tensors["advantages"][:] = _advantages(run, samples, samples.rewards, by_std=False)
+    tensors["advantages"][:] = advantages_of(run, samples, samples.rewards, by_std=False)
 
 
-def _advantages(run: Run, samples: Samples, rewards: Tensor, by_std: bool) -> Tensor:
+def advantages_of(run: Run, samples: Samples, rewards: Tensor, by_std: bool) -> Tensor:
+    """GRPO's advantages of other rewards, with or without the division by the standard deviation."""
     scores = torch.zeros(samples.responses.shape)
     scores[:, 0] = rewards
     groups = torch.arange(len(scores)) // run.settings.answers

@@ -28,7 +28,7 @@ LIMITS = {
     "layer": f"over {sources.LAYER_FRACTION:.0%} of the squared norm in a layer",
 }
 
-NO_EVENT = {"verdict": None, "culprits": None, "usual_layer": None}
+NO_EVENT = {"verdict": None, "culprits": None, "norms": None, "layer_odds": None}
 
 MiniBatch = Mapping[str, Any]
 
@@ -42,8 +42,8 @@ class RuleShares:
     Attributes:
         found (list[dict]): For each mini-batch with a token that can move: `ordinary`, the share of ordinary tokens by
             rule (None where unknown), `tokens`, their number, and if there is an event, its `verdict`, `culprits`, the
-            sources of each, and `usual_layer`, the largest share of a layer in the squared norm of an ordinary token
-            (None where unknown).
+            sources of each, `norms`, theirs in thresholds, and `layer_odds`, by how much the odds of each one's largest
+            layer are over those in an ordinary token (None where unknown).
     """
 
     def __init__(self, actor: Any) -> None:
@@ -68,12 +68,23 @@ class RuleShares:
 
 
 def _of_event(event: Mapping[str, Any]) -> dict[str, Any]:
-    squares = [norm**2 for norm in (event["ordinary_layer_norms"] or {}).values()]
+    usual, culprits = event["ordinary_layer_norms"], event["culprits"]
     return {
         "verdict": event["verdict"]["cause"] or "no known cause",
-        "culprits": [culprit["sources"] for culprit in event["culprits"]],
-        "usual_layer": max(squares) / math.fsum(squares) if squares else None,
+        "culprits": [culprit["sources"] for culprit in culprits],
+        "norms": [culprit["grad_norm"] / culprit["threshold"] for culprit in culprits],
+        "layer_odds": [_odds_of_largest(culprit["layer_norms"], usual) for culprit in culprits] if usual else None,
     }
+
+
+def _odds_of_largest(norms: Mapping[str, float], usual: Mapping[str, float]) -> float:
+    largest = max(norms, key=norms.__getitem__)
+
+    def odds(of: Mapping[str, float]) -> float:
+        others = math.fsum(norm**2 for name, norm in of.items() if name != largest)
+        return of[largest] ** 2 / others if others else math.inf
+
+    return odds(norms) / odds(usual)
 
 
 def _moving(tokens: Mapping[str, Any]) -> Any:

@@ -272,7 +272,8 @@ class GradLoc:
         figures = own_figures(micro_batches)
         first = (where["epoch"], where["mini_batch"]) == (0, 0)
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
-        sums, scale = own_sums(tokens, first, self._run_checks.usual_gap), self._loss_scale()
+        sums = own_sums(tokens, first, self._run_checks.usual_gap, self._run_checks.bypass)
+        scale = self._loss_scale()
         all_figures = torch.cat([figures, sums, own_scale_figures(tokens, scale)])
         gradient = MiniBatch(self._model, micro_batches, scale, self.config.spike_trigger, all_figures)
         of_update, of_run, of_scale = gradient.update_figures.split([len(figures), len(sums), SCALE_FIGURES], dim=1)

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .evidence.ordinary import HOLDS
+from .evidence.sources import SOURCES
+
 # The limits of the checks, in nats where they are differences of log-probs; docs/run-causes.md has what ordinary runs
 # give.
 LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
@@ -32,6 +35,8 @@ CORRELATED_NATS = 1.0
 LEAST_LEVEL = -5.0
 OTHER_GAP = 0.05
 OTHER_LEAST = 0.25
+# So many tokens of an update, at least, that the policy did not produce. Without such a fault there are none.
+UNSAMPLED_TOKENS = 4
 # A rule has to hold in so many updates in a row: neither a broken update nor a rollout that is late by a step or two is
 # a lasting cause.
 IN_A_ROW = 3
@@ -42,8 +47,12 @@ _READINGS = 64
 
 # What `own_sums` gives, by place. "gap" is |rollout − policy|, "distance" is |rollout − reference|. A response is stale
 # if its log-probs are the reference's and not the policy's, fresh if it is the other way round, and unclear if neither
-# holds although one of the two is far.
+# holds although one of the two is far. "weighted" are all tokens with a weight; those of them that the policy did not
+# produce count nowhere else. "differing" have not the old log-prob for the rollout's.
 _SUMS = (
+    "weighted",
+    "unsampled",
+    "differing",
     "tokens",
     "gap",
     "larger",
@@ -63,11 +72,14 @@ _SUMS = (
     "stale_distance",
 )
 
+UNSAMPLED = "unsampled"  # the rule's name, and the warning's
 _WEIGHTS = "check that the weights, or the LoRA adapter, of every step reach every rollout worker"
 _SEE = "`bash run_experiment.sh --embedded --fault {}` shows this."
 
 
-def own_sums(micro_batches: Sequence[Mapping[str, Tensor]], first: bool, usual_gap: float) -> Tensor:
+def own_sums(
+    micro_batches: Sequence[Mapping[str, Tensor]], first: bool, usual_gap: float, bypass: bool = True
+) -> Tensor:
     """What one rank knows of a mini-batch, for `RunChecks.take_in`. No host sync.
 
     Only response tokens with a weight in the loss and finite log-probs count. The policy's log-probs are those before
@@ -76,29 +88,35 @@ def own_sums(micro_batches: Sequence[Mapping[str, Tensor]], first: bool, usual_g
 
     Args:
         micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
-            `response_mask`, `weight`, `log_prob`, and if available `old_log_prob`, `ref_log_prob`, `rollout_log_prob`.
+            `response_mask`, `weight`, `log_prob`, and if available `old_log_prob`, `ref_log_prob`, `rollout_log_prob`,
+            `after_eos`.
         first (bool): Whether it is the update's first mini-batch.
         usual_gap (float): Responses whose mean gap is over this are counted.
+        bypass (bool): Whether all earlier mini-batches of the update had the rollout's log-probs for the old ones.
 
     Returns:
-        Tensor: float64 of shape (17,), zeros without rollout log-probs.
+        Tensor: float64 of shape (20,), zeros without rollout log-probs.
     """
     total = torch.zeros(len(_SUMS), dtype=torch.float64, device=micro_batches[0]["weight"].device)
     for tokens in micro_batches:
         if "rollout_log_prob" in tokens and ("old_log_prob" in tokens or first):
-            total += _of_micro_batch(tokens, first, usual_gap)
+            total += _of_micro_batch(tokens, first, usual_gap, bypass)
     return total
 
 
-def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float) -> Tensor:
+def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float, bypass: bool) -> Tensor:
     log_prob, rollout = tokens["log_prob"].double(), tokens["rollout_log_prob"].double()
-    counted = tokens["response_mask"].bool() & (tokens["weight"] != 0) & rollout.isfinite()
+    weighted = tokens["response_mask"].bool() & (tokens["weight"] != 0)
+    unsampled = weighted & HOLDS["unsampled"](tokens, {})
+    counted = weighted & ~unsampled & rollout.isfinite()
+    differing = torch.zeros_like(counted)
     policy = log_prob
     if "old_log_prob" in tokens:
         old = tokens["old_log_prob"].double()
-        bypassed = ((old == rollout) | ~counted).all()
+        differing = counted & (old != rollout)
+        bypassed = ~differing.any()
         policy = torch.where(bypassed, log_prob, old) if first else old
-        if not first:
+        if bypass and not first:
             counted = counted & ~bypassed
     counted = counted & policy.isfinite()
     reference = tokens["ref_log_prob"].double() if "ref_log_prob" in tokens else None
@@ -112,6 +130,9 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float)
     count = counted.sum(1)
     mean_gap = gap.sum(1) / count  # NaN without a token, which is over nothing
     sums = {
+        "weighted": weighted.sum(),
+        "unsampled": unsampled.sum(),
+        "differing": differing.sum(),
         "tokens": count.sum(),
         "gap": gap.sum(),
         "larger": (difference > ONE_SIDE_NATS).sum(),
@@ -163,6 +184,8 @@ class RunChecks:
         # The last warning of a wrongly scaled loss, and how many mini-batches in a row had one.
         self._scaled: dict[str, str] | None = None
         self._scaled_times = 0
+        # In how many updates in a row there were tokens that the policy did not produce.
+        self._unsampled_times = 0
 
     @property
     def steps_since_resume(self) -> int | None:
@@ -173,6 +196,11 @@ class RunChecks:
     def usual_gap(self) -> float:
         """A quarter of the last update's gap: responses over it are those that make the gap."""
         return self._readings[-1][1] / 4 if self._readings else math.inf
+
+    @property
+    def bypass(self) -> bool:
+        """Whether the update so far had the rollout's log-probs for the old ones, as in verl's bypass mode."""
+        return not self._sums["differing"]
 
     def start_update(self, global_step: int | None) -> None:
         """Begins an update."""
@@ -185,7 +213,7 @@ class RunChecks:
         """Adds a mini-batch.
 
         Args:
-            by_rank (Tensor): What `own_sums` returned on each rank, shape (ranks, 17), on the CPU.
+            by_rank (Tensor): What `own_sums` returned on each rank, shape (ranks, 20), on the CPU.
             learning_rate (float): That of the optimizer step that follows.
             scaled (dict, optional): A warning that its loss is scaled wrongly; said once there are three in a row.
         """
@@ -205,6 +233,8 @@ class RunChecks:
         ]
         if self._scaled is not None and self._scaled_times >= IN_A_ROW:
             found.append(self._scaled)
+        if self._has_unsampled() and self._unsampled_times >= IN_A_ROW - 1:
+            found.append(self._unsampled())
         return [{**warning, "sentence": warning["sentence"] + note} for warning in found]
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,7 +254,10 @@ class RunChecks:
 
     def _end_update(self) -> None:
         """Takes the update's gap into the readings."""
+        if self._sums["weighted"]:
+            self._unsampled_times = self._unsampled_times + 1 if self._has_unsampled() else 0
         if not self._sums["tokens"]:
+            self._sums = dict.fromkeys(_SUMS, 0.0)
             return
         rule = next(iter(self._holding()), "")
         self._held, self._times = rule, self._times + 1 if rule == self._held else 1
@@ -253,6 +286,19 @@ class RunChecks:
             if (warning := check()) is not None:
                 return {rule: warning}
         return {}
+
+    def _has_unsampled(self) -> bool:
+        return self._sums["unsampled"] >= UNSAMPLED_TOKENS
+
+    def _unsampled(self) -> dict[str, str]:
+        share = self._sums["unsampled"] / self._sums["weighted"]
+        return {
+            "name": UNSAMPLED,
+            "sentence": f"Tokens that the policy did not produce are trained on ({share:.2%} of the response tokens: "
+            "they follow an EOS token, or the rollout gives NaN, or exactly 0 for one that training finds very "
+            f"unlikely). {SOURCES[UNSAMPLED].advice}",
+            "check": _SEE.format("unsampled"),
+        }
 
     def _mean(self, name: str) -> float:
         return self._sums[name] / self._sums["tokens"]

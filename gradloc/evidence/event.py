@@ -20,7 +20,7 @@ from .in_words import summary
 from .medians import token_medians
 from .ordinary import ordinary_shares
 from .schema import SCHEMA
-from .sources import Medians, classify
+from .sources import Medians, classify, has_large_advantage
 from .token_facts import response_kl, response_window, token_evidence
 from .verdict import verdict
 
@@ -54,7 +54,7 @@ def build_event(
     ordinary_tokens = ordinary_shares(
         mini_batch.micro_batches,
         {(index, row, position) for (rank, index), row, position in investigation.culprits if rank == model.rank},
-        medians,
+        {**medians, "least_advantage": _least_advantage(investigation, medians)},
         mini_batch.scale,
         model.sequence_parallel_size,
     )
@@ -86,6 +86,22 @@ def build_event(
         event["verdict"] = verdict(event, ordinary_tokens, warnings)
         event["summary"] = summary(event)
     return event
+
+
+def _least_advantage(investigation: Investigation, medians: Medians) -> float | None:
+    """The smallest |A| of the culprits for which the rule `advantage` holds; None without any.
+
+    With rewards that are rarely right, many ordinary tokens have a multiple of the median as well; what makes an
+    advantage the cause is that theirs are not as large.
+    """
+    found = []
+    for name, row, position in investigation.culprits:
+        tokens = investigation.groups.micro_batches[name].tokens
+        if "advantage" in tokens:
+            advantage = float(tokens["advantage"][row, position])
+            if has_large_advantage({"advantage": advantage}, medians):
+                found.append(abs(advantage))
+    return min(found, default=None)
 
 
 def _trigger(investigation: Investigation) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .verdict import COMMON, LIFT, MOST_CULPRITS, of_culprits, percent
+from .verdict import COMMON, LIFT, MOST_CULPRITS, explaining_culprits, of_culprits, percent
 
 # In how many prompts there are culprits, at least: those of one prompt share its data source, and often their reward.
 LEAST_PROMPTS = 3
@@ -44,7 +44,7 @@ class RewardedRow:
 def may_misfire(event: Mapping[str, Any]) -> bool:
     """Whether the verdict on an event may become `misfire`, so that the rows of its mini-batch are needed."""
     verdict = event.get("verdict")
-    rows = {(culprit["rank"], culprit["row"]) for culprit in event["culprits"]}
+    rows = {(culprit["rank"], culprit["row"]) for culprit in explaining_culprits(event["culprits"])}
     return verdict is not None and verdict["cause"] in LESS_SPECIFIC and len(rows) >= LEAST_PROMPTS
 
 

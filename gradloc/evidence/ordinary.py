@@ -53,7 +53,8 @@ def ordinary_shares(
     Args:
         micro_batches (Sequence[MicroBatch]): This rank's.
         culprits (Collection): This rank's culprits.
-        medians (Mapping): What `token_medians` returned.
+        medians (Mapping): What `token_medians` returned; if it has `least_advantage`, `advantage` holds only where |A|
+            is not under that.
         scale (float): The loss scale.
         sequence_parallel_size (int): How many neighbouring ranks have the same tokens.
 
@@ -131,7 +132,9 @@ def _sequence(tokens: Tokens, _: Medians) -> Tensor:
 
 
 def _advantage(tokens: Tokens, medians: Medians) -> Tensor:
-    return _outlying(tokens, "advantage", medians["median_advantage"], LARGE_ADVANTAGE)
+    found = _outlying(tokens, "advantage", medians["median_advantage"], LARGE_ADVANTAGE)
+    least = medians.get("least_advantage")
+    return found if least is None else found & (tokens["advantage"].double().abs() >= least)
 
 
 def _weight(tokens: Tokens, medians: Medians) -> Tensor:

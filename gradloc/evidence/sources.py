@@ -75,7 +75,8 @@ def _is_unsampled(culprit: Culprit, _: Medians) -> bool:
     return bool(culprit["after_eos"]) or culprit["log_prob"] < math.log(UNSAMPLED)
 
 
-def _has_large_advantage(culprit: Culprit, medians: Medians) -> bool:
+def has_large_advantage(culprit: Culprit, medians: Medians) -> bool:
+    """The rule `advantage`."""
     return _is_outlier(culprit["advantage"], medians["median_advantage"], LARGE_ADVANTAGE)
 
 
@@ -166,7 +167,7 @@ RULES = (
         "response was rewarded unlike most of its group, or its reward is an outlier.",
         "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
         "nearly equal rewards and groups with a single right or wrong response more weight.",
-        _has_large_advantage,
+        has_large_advantage,
     ),
     Rule(
         "weight",

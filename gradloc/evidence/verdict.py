@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verdict on a spike: its cause in one line, with the evidence for it, or that no cause is known."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,12 @@ MOST_CULPRITS = 0.5
 COMMON = 0.25
 LIFT = 4.0
 CLOSE = 0.1
+# What the culprits of a micro-batch explain of its norm, at least: they are the cause of the spike only then.
+EXPLAINED = 0.1
+# How many times its odds in an ordinary token a layer's share of the squared norm has in a culprit, at least.
+LAYER_ODDS = 50.0
+# A culprit whose norm is over so many thresholds is not one because it is rare.
+RARE_NORM = 30.0
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,8 @@ def verdict(
     Args:
         event (Mapping): The event's other fields.
         ordinary (Mapping): What `ordinary_shares` returned.
-        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned. The first one is the cause, unless gradients
-            are not finite: what is wrong with all tokens comes before what is wrong with a few.
+        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned. The first one that is about all tokens is the
+            cause, unless gradients are not finite: what is wrong with all tokens comes before what is wrong with a few.
 
     Returns:
         dict: `cause`, the name of a rule or of a warning, "auxiliary", or None where no cause is known; `culprits` and
@@ -97,17 +104,24 @@ def verdict(
     if auxiliary is not None:
         return auxiliary
     count = len(event["culprits"])
+    explaining = explaining_culprits(event["culprits"])
     culprits = {
-        rule.name: sum(rule.name in culprit["sources"] for culprit in event["culprits"]) / count if count else 0.0
+        rule.name: sum(_suffices(rule.name, culprit, event) for culprit in explaining) / count if count else 0.0
         for rule in RULES
     }
     culprits["layer"] = _share_of_unusual_layers(event)
     cause = find_cause(culprits, ordinary, event["ordinary_layer_norms"])
-    if warnings and cause != "nonfinite":
-        return _of_warning(event, ordinary, warnings[0])
+    # A warning that a rule has as well is about some tokens: whether these are the culprits, the rule says.
+    of_all_tokens = [warning for warning in warnings if warning["name"] not in CAUSES]
+    if of_all_tokens and cause != "nonfinite":
+        return _of_warning(event, ordinary, of_all_tokens[0])
     note = resume_note(event.get("steps_since_resume"))
     if cause is None:
-        why = "no rule holds for most of the culprits and for few ordinary tokens" if count else "no token stands out"
+        why = "no token stands out"
+        if count:
+            why = "no rule holds for most of the culprits and for few ordinary tokens"
+        if count and not explaining:
+            why = f"the culprits make under {EXPLAINED:.0%} of the norm of their micro-batches"
         sentence, check = f"No known cause: {why}.{note}", CHECK_UNKNOWN
         return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": check}
     advice = SOURCES[cause].advice
@@ -161,9 +175,15 @@ def find_cause(
 
     `retokenized` needs no such comparison: it compares the turns of a response, and a fault may be in all of them.
 
+    Culprits that make next to nothing of their micro-batches' norms (`EXPLAINED`) count for `layer` alone.
+
+    `advantage` counts only the culprits that would be under the threshold with the median advantage: an advantage of
+    three times the median does not make a norm of a hundred thresholds. Nor does being rare: `unlikely` counts only
+    culprits of up to `RARE_NORM` thresholds.
+
     For `layer`, no share of ordinary tokens is known. It is a possible cause if the layer norms of a typical ordinary
-    token are known, and counts only the culprits of which the layer has `LIFT` times its ordinary share: in a model of
-    three layers, one has half of the squared norm of ordinary tokens as well.
+    token are known, and counts only the culprits of which the layer's share has `LAYER_ODDS` times its ordinary odds:
+    in a model of three layers, one has half of the squared norm of ordinary tokens as well.
 
     Args:
         culprits (Mapping): By rule, the share of culprits for which it holds, and counts; zeros without a culprit.
@@ -190,6 +210,26 @@ def _stands_out(of_culprits: float, of_ordinary: float | None) -> bool:
     return of_ordinary is not None and of_ordinary < COMMON and of_culprits >= LIFT * of_ordinary
 
 
+def explaining_culprits(culprits: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The culprits of the micro-batches of whose norm they make at least `EXPLAINED`, or an unknown share."""
+    shares: dict[tuple[int, int], float] = {}
+    for culprit in culprits:
+        where = culprit["rank"], culprit["micro_batch"]
+        share = culprit["share"]
+        shares[where] = shares.get(where, 0.0) + (math.inf if share is None else share)
+    return [culprit for culprit in culprits if not shares[culprit["rank"], culprit["micro_batch"]] < EXPLAINED]
+
+
+def _suffices(rule: str, culprit: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
+    """Whether a rule holds for a culprit and can be why its norm is over the threshold."""
+    if rule not in culprit["sources"]:
+        return False
+    norm, threshold = culprit["grad_norm"], culprit["threshold"]
+    if rule == "advantage":
+        return bool(norm * event["median_advantage"] <= threshold * abs(culprit["advantage"]))
+    return rule != "unlikely" or bool(norm <= RARE_NORM * threshold)
+
+
 def _share_of_unusual_layers(event: Mapping[str, Any]) -> float:
     """The share of culprits for which `layer` holds, by a layer that has far less of an ordinary token's norm."""
     usual = layer_shares(event["ordinary_layer_norms"] or {})
@@ -201,7 +241,8 @@ def _share_of_unusual_layers(event: Mapping[str, Any]) -> float:
             # There are none if a norm is not finite.
             shares = layer_shares(culprit["layer_norms"]) or {"": 0.0}
             layer = max(shares, key=shares.__getitem__)
-            found += shares[layer] > 0 and shares[layer] >= LIFT * usual.get(layer, 0.0)
+            here, before = shares[layer], usual.get(layer, 0.0)
+            found += here * (1 - before) > LAYER_ODDS * before * (1 - here)
     return found / len(event["culprits"])
 
 

@@ -26,7 +26,7 @@ def spread(rows: Sequence[RewardedRow]) -> Rows:
 
 def event(*places: tuple[int, int], cause: str | None = None) -> dict[str, Any]:
     return {
-        "culprits": [{"rank": rank, "row": row} for rank, row in places],
+        "culprits": [{"rank": rank, "micro_batch": 0, "row": row, "share": 0.1} for rank, row in places],
         "verdict": {"cause": cause},
     }
 

@@ -27,6 +27,8 @@ def broken_tokens(seed: int, bypass: bool = False) -> dict[str, Tensor]:
     columns["rollout_log_prob"][:4] = columns["ref_log_prob"][:4] + 0.01 * torch.randn(4, 7)
     columns["rollout_log_prob"][4:8] = columns["old_log_prob"][4:8] + 0.01 * torch.randn(4, 7)
     columns["rollout_log_prob"][8, :2] = -40.0
+    columns["rollout_log_prob"][2:4, 3:5] = 0.0
+    columns["log_prob"][3, 3:5] = -7.5
     for name in COLUMNS:
         for value in (math.nan, math.inf, -math.inf):
             columns[name][random.randrange(12), random.randrange(7)] = value
@@ -34,15 +36,24 @@ def broken_tokens(seed: int, bypass: bool = False) -> dict[str, Tensor]:
         columns["old_log_prob"] = columns["rollout_log_prob"].clone()
     weight = torch.full(shape, 0.5)
     weight[torch.rand(shape) < 0.1] = 0.0
-    return {"response_mask": (torch.arange(7) < torch.randint(0, 8, (12, 1))).float(), "weight": weight, **columns}
+    mask = (torch.arange(7) < torch.randint(0, 8, (12, 1))).float()
+    return {"response_mask": mask, "weight": weight, "after_eos": torch.rand(shape) < 0.3, **columns}
 
 
-def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, usual_gap: float) -> list[float]:
+def is_unsampled(token: dict[str, float]) -> bool:
+    rollout = token["rollout_log_prob"]
+    if rollout:
+        return not math.isfinite(rollout)
+    return bool(token["after_eos"]) or token["log_prob"] < math.log(1e-3)
+
+
+def sums_of_a_loop(
+    micro_batches: list[dict[str, Tensor]], first: bool, usual_gap: float, in_bypass: bool
+) -> list[float]:
     """What `own_sums` gives, one token at a time."""
     names = "tokens gap larger smaller difference difference_square level level_square product responses over_usual"
-    total = dict.fromkeys(
-        [*names.split(), "stale", "fresh", "unclear", "stale_tokens", "stale_gap", "stale_distance"], 0.0
-    )
+    before, after = ["weighted", "unsampled", "differing"], "stale fresh unclear stale_tokens stale_gap stale_distance"
+    total = dict.fromkeys([*before, *names.split(), *after.split()], 0.0)
     for tokens in micro_batches:
         if "rollout_log_prob" not in tokens or ("old_log_prob" not in tokens and not first):
             continue
@@ -54,12 +65,26 @@ def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, usual_ga
             if rows["response_mask"][row][i]
             and rows["weight"][row][i]
             and math.isfinite(rows["rollout_log_prob"][row][i])
+            and not is_unsampled({name: values[row][i] for name, values in rows.items()})
         ]
+        weighted = [
+            {name: values[row][i] for name, values in rows.items()}
+            for row in range(12)
+            for i in range(7)
+            if rows["response_mask"][row][i] and rows["weight"][row][i]
+        ]
+        total["weighted"] += len(weighted)
+        total["unsampled"] += sum(map(is_unsampled, weighted))
+        if "old_log_prob" in rows:
+            total["differing"] += sum(
+                rows["old_log_prob"][row][i] != rows["rollout_log_prob"][row][i] for row, i in places
+            )
         policy = rows.get("old_log_prob", rows["log_prob"])
         if all(policy[row][i] == rows["rollout_log_prob"][row][i] for row, i in places):
-            if not first:
+            if first:
+                policy = rows["log_prob"]
+            elif in_bypass:
                 continue
-            policy = rows["log_prob"]
         for row in range(12):
             found = []
             for i in [position for other, position in places if other == row]:
@@ -102,15 +127,20 @@ def sums_of_a_loop(micro_batches: list[dict[str, Tensor]], first: bool, usual_ga
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("without", [(), *((name,) for name in COLUMNS[1:]), ("old_log_prob", "ref_log_prob")])
 @pytest.mark.parametrize("bypass", [True, False])
-def test_the_sums_are_those_of_a_loop_over_the_tokens(bypass: bool, without: tuple[str, ...], first: bool) -> None:
+@pytest.mark.parametrize("in_bypass", [True, False])
+def test_the_sums_are_those_of_a_loop_over_the_tokens(
+    in_bypass: bool, bypass: bool, without: tuple[str, ...], first: bool
+) -> None:
     micro_batches = [
         {name: values for name, values in broken_tokens(seed, bypass).items() if name not in without}
         for seed in range(5)
     ]
-    found = own_sums(micro_batches, first, 0.3)
-    assert found.tolist() == pytest.approx(sums_of_a_loop(micro_batches, first, 0.3))
-    if "rollout_log_prob" in without or (not first and (bypass or "old_log_prob" in without)):
+    found = own_sums(micro_batches, first, 0.3, in_bypass)
+    assert found.tolist() == pytest.approx(sums_of_a_loop(micro_batches, first, 0.3, in_bypass))
+    if "rollout_log_prob" in without or (not first and "old_log_prob" in without):
         assert not found.any()
+    elif not first and bypass and in_bypass:
+        assert found[:2].all() and not found[2:].any()
     elif not without and not bypass:
         assert found.all()
 
@@ -269,6 +299,39 @@ def test_log_probs_of_another_temperature_or_after_top_p(run: dict[str, Any], re
         next(iter(run))
     ]
     assert told in found[-1][0]["sentence"]
+
+
+def test_rollouts_that_agree_to_the_bit_are_not_taken_for_bypass_mode() -> None:
+    """The first mini-batch is of the worker with old weights, the second one of the other: without any noise."""
+    checks, found = RunChecks(), []
+    run = Run(behind=None, stale_share=0.5, rate=0.1)
+    for step, tokens in enumerate(steps(run, 6), 1):
+        checks.start_update(step)
+        for first, rows in ((True, slice(None, 24)), (False, slice(24, None))):
+            part = {name: values[rows] for name, values in tokens.items()}
+            checks.take_in(own_sums([part], first, checks.usual_gap, checks.bypass).unsqueeze(0), 1e-6)
+        found.append(checks.warnings())
+    assert set(names(found)[4:]) == {"partly_stale"}
+    assert "For 50% of the responses" in found[-1][0]["sentence"]
+
+
+@pytest.mark.parametrize(("count", "warned"), [(3, False), (4, True)])
+def test_tokens_that_the_policy_did_not_produce_are_told_after_three_updates(count: int, warned: bool) -> None:
+    checks, found = RunChecks(), []
+    for step, tokens in enumerate(steps(Run(noise=0.02), 9), 1):
+        if step != 5:
+            # Added EOS tokens, which are no mismatch of the log-probs.
+            tokens["rollout_log_prob"][:count, -1] = 0.0
+            tokens["log_prob"][:count, -1] = -8.0
+            tokens["old_log_prob"] = tokens["log_prob"]
+        checks.start_update(step)
+        checks.take_in(own_sums([tokens], True, checks.usual_gap).unsqueeze(0), 1e-6)
+        found.append(checks.warnings())
+    told = [""] * 2 + ["unsampled"] * 2 + [""] * 3 + ["unsampled"] * 2
+    assert names(found) == (told if warned else [""] * 9)
+    if warned:
+        assert "(0.21% of the response tokens" in found[2][0]["sentence"]
+        assert "--fault unsampled" in found[2][0]["check"]
 
 
 def test_a_single_broken_update_does_not_warn() -> None:

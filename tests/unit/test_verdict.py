@@ -14,7 +14,17 @@ from gradloc.evidence.medians import token_medians
 from gradloc.evidence.ordinary import APART, HOLDS, is_apart, ordinary_shares
 from gradloc.evidence.sources import RULES, SOURCES, classify
 from gradloc.evidence.token_facts import token_evidence
-from gradloc.evidence.verdict import CAUSES, CHECK_UNKNOWN, COMMON, LIFT, MOST_CULPRITS, find_cause, verdict
+from gradloc.evidence.verdict import (
+    CAUSES,
+    CHECK_UNKNOWN,
+    COMMON,
+    EXPLAINED,
+    LIFT,
+    MOST_CULPRITS,
+    RARE_NORM,
+    find_cause,
+    verdict,
+)
 from gradloc.measure.micro_batch import MicroBatch
 from tools.launcher.faults import FAULTS
 
@@ -114,6 +124,12 @@ def test_the_shares_of_ordinary_tokens_are_those_of_a_loop_over_the_tokens(
     for name, share in found.items():
         absent = name in needs and needs[name] <= set(without)
         assert (share == 0) == absent, name
+    # With a limit for the advantage, it holds for fewer.
+    if "advantage" not in without:
+        least = {**medians, "least_advantage": 9.0}
+        limited = ordinary_shares(micro_batches, culprits, least, scale)
+        assert 0 < limited.pop("advantage") < found["advantage"]
+        assert limited == {name: share for name, share in {**found, "layer": None}.items() if name != "advantage"}
     # Without the culprits set aside, the shares are others.
     assert ordinary_shares(micro_batches, set(), medians, scale) != {**found, "layer": None}
 
@@ -175,13 +191,15 @@ def test_one_layer_is_no_cause_where_nothing_is_known_of_ordinary_tokens() -> No
 @pytest.mark.parametrize(
     ("usual", "share"),
     [
-        # "a" has a seventh or a fifth of an ordinary token.
-        ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 2.0}, 1.0),
-        ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0}, 1.0),
-        # A bit under a quarter: 81% is not 4 times as much.
+        # "a" has a thirteenth of an ordinary token: 81% has 51 times the odds.
+        ({"a": 1.0, "b": 2.0, "c": 2.0, "d": 2.0}, 1.0),
+        ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0}, 0.5),
+        # 81% has 13 times the odds of a quarter.
         ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 0.1}, 0.5),
+        ({"a": 1.0, "b": 1.0}, 0.5),
         # Ordinary tokens have it as well.
-        ({"a": 1.0, "b": 1.0, "c": 1.0}, 0.0),
+        ({"a": 100.0, "b": 1.0}, 0.0),
+        ({"a": 1.0}, 0.0),
         ({"b": 1.0}, 1.0),
         ({}, None),
         (None, None),
@@ -198,13 +216,64 @@ def test_a_layer_counts_where_it_has_far_more_than_in_ordinary_tokens(
 
 
 def event(*sources: list[str]) -> dict[str, Any]:
-    culprits = [{"sources": names, "layer_norms": {"a": 9.0, "b": 0.1}} for names in sources]
-    return {"culprits": culprits, "ordinary_layer_norms": EVEN}
+    return {
+        "culprits": [culprit(names) for names in sources],
+        "ordinary_layer_norms": EVEN,
+        "median_advantage": 1.0,
+    }
+
+
+def culprit(sources: list[str]) -> dict[str, Any]:
+    """A culprit that its advantage of 3 medians explains."""
+    layers = {"a": 9.0, "b": 0.1}
+    size = {"grad_norm": 5.0, "threshold": 2.0, "advantage": 3.0, "share": 0.5}
+    return {"rank": 0, "micro_batch": 0, "sources": sources, "layer_norms": layers, **size}
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "cause"),
+    [
+        ("advantage", {}, "advantage"),
+        # With the median advantage it would still be over the threshold.
+        ("advantage", {"advantage": -2.5}, "advantage"),
+        ("advantage", {"advantage": -2.4}, None),
+        ("advantage", {"grad_norm": 6.1}, None),
+        ("unlikely", {"grad_norm": 2.0 * RARE_NORM}, "unlikely"),
+        ("unlikely", {"grad_norm": 2.0 * RARE_NORM + 1}, None),
+        ("token", {"grad_norm": 1e6}, "token"),
+    ],
+)
+def test_what_a_rule_finds_has_to_suffice_for_the_norm(rule: str, changes: dict[str, float], cause: str | None) -> None:
+    found = event([rule], [rule])
+    for each in found["culprits"]:
+        each |= changes
+    assert verdict(found, NONE)["cause"] == cause
+
+
+def test_culprits_that_make_next_to_nothing_of_the_norm_are_not_the_cause() -> None:
+    found = event(["token"], ["token"], ["nonfinite"])
+    found["culprits"][0]["share"] = found["culprits"][1]["share"] = 0.4 * EXPLAINED
+    found["culprits"][2] |= {"micro_batch": 1, "share": math.nan}
+    assert verdict(found, NONE)["cause"] == "nonfinite"
+    del found["culprits"][2]
+    said = verdict(found, NONE)
+    assert (
+        said["cause"] is None and "the culprits make under 10% of the norm of their micro-batches" in said["sentence"]
+    )
+    found["culprits"][1]["share"] = 0.6 * EXPLAINED
+    assert verdict(found, NONE)["cause"] == "token"
+    # Of a norm that is not known, no share is either.
+    found["culprits"][0]["share"] = found["culprits"][1]["share"] = None
+    assert verdict(found, NONE)["cause"] == "token"
+    # Where a whole layer is broken, the norm of a large micro-batch comes from many tokens.
+    small = event(["layer"])
+    small["culprits"][0]["share"] = 0.0
+    assert verdict(small, {**NONE, "layer": None})["cause"] == "layer"
 
 
 def test_the_verdict_says_after_which_turn_the_mismatch_begins() -> None:
     culprits = [
-        {"rank": 0, "row": row, "sources": ["retokenized", "unlikely"], "mismatch_turn": turn}
+        {**culprit(["retokenized", "unlikely"]), "row": row, "mismatch_turn": turn}
         for row, turn in ((1, 3), (1, 3), (2, 3), (5, 2))
     ]
     spike = {"culprits": culprits, "ordinary_layer_norms": EVEN}
@@ -266,6 +335,15 @@ def test_what_is_wrong_with_the_run_comes_before_what_is_wrong_with_tokens() -> 
     assert verdict(spike, shares, [WARNING]) == {**want, "sentence": WARNING["sentence"]}
     assert verdict({**spike, "culprits": []}, {**NONE, APART: None}, [WARNING])["culprits"] is None
     assert verdict(spike, shares)["cause"] == "advantage"
+
+
+def test_a_warning_of_some_tokens_leaves_the_verdict_to_the_rules() -> None:
+    warning = {**WARNING, "name": "unsampled"}
+    assert verdict(event(["advantage"]), NONE, [warning])["cause"] == "advantage"
+    assert verdict(event(["other"]), NONE, [warning])["cause"] is None
+    spike = event(["advantage"])
+    spike["culprits"][0] |= {"rollout_log_prob": -1.0, "old_log_prob": -1.0}
+    assert verdict(spike, NONE, [warning, WARNING])["cause"] == "stale_weights"
 
 
 def test_old_weights_do_not_explain_a_nan() -> None:
