@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verdict on a spike: its cause in one line, with the evidence for it, or that no cause is known."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from .ordinary import APART, is_apart
 from .scaling import LOSS_SCALE
 from .shares import layer_shares
 from .sources import CONFIDENT, RULES, SOURCES, UNLIKELY
+
+logger = logging.getLogger(__name__)
 
 # The limits of `find_cause`.
 MOST_CULPRITS = 0.5
@@ -80,11 +83,23 @@ CAUSES: Mapping[str, Cause] = {
 
 # Where no cause is known.
 CHECK_UNKNOWN = (
-    "`python -m verl.utils.gradloc.replay BUNDLE` shows whether the spike comes back, and in which layers it is."
+    "`python -m verl.utils.gradloc.replay BUNDLE` shows whether the spike comes back, and in which layers it is, if a "
+    "bundle was kept."
 )
 
 
 def verdict(
+    event: Mapping[str, Any], ordinary: Mapping[str, float | None], warnings: Sequence[Mapping[str, str]] = ()
+) -> dict[str, Any] | None:
+    """What `decide` gives; None if that fails: a verdict must not cost the event."""
+    try:
+        return decide(event, ordinary, warnings)
+    except Exception:
+        logger.warning("no verdict on an event could be made", exc_info=True)
+        return None
+
+
+def decide(
     event: Mapping[str, Any], ordinary: Mapping[str, float | None], warnings: Sequence[Mapping[str, str]] = ()
 ) -> dict[str, Any]:
     """The verdict on a spike.
@@ -117,9 +132,11 @@ def verdict(
         return _of_warning(event, ordinary, of_all_tokens[0])
     note = resume_note(event.get("steps_since_resume"))
     if cause is None:
-        why = "no token stands out"
+        why = _without_culprits(event)
         if count:
             why = "no rule holds for most of the culprits and for few ordinary tokens"
+            if all(share is None for share in ordinary.values()):
+                why = "there are no ordinary tokens to compare the culprits with"
         if count and not explaining:
             why = f"the culprits make under {EXPLAINED:.0%} of the norm of their micro-batches"
         sentence, check = f"No known cause: {why}.{note}", CHECK_UNKNOWN
@@ -136,6 +153,15 @@ def verdict(
         "sentence": f"{claim} ({shares}): {advice[0].lower()}{advice[1:]}{note}",
         "check": CAUSES[cause].check,
     }
+
+
+def _without_culprits(event: Mapping[str, Any]) -> str:
+    """Why there is no cause where the search has named no token."""
+    if event["diagnosis"] == "overflow":
+        return "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale"
+    if event["diagnosis"] == "nonfinite":
+        return "NaN or Inf is in the log-probs or gradients of all tokens"
+    return "no token stands out" if event["diagnosis"] == "diffuse" else "the search ended without a result"
 
 
 def _of_warning(
@@ -190,7 +216,10 @@ def find_cause(
         ordinary (Mapping): The same for ordinary tokens; None where unknown.
         ordinary_layer_norms (Mapping, optional): The event's field.
     """
-    if culprits["nonfinite"] and _stands_out(culprits["nonfinite"], ordinary["nonfinite"]):
+    # Where all tokens are culprits, there are no ordinary ones to compare with.
+    if culprits["nonfinite"] and (
+        ordinary["nonfinite"] is None or _stands_out(culprits["nonfinite"], ordinary["nonfinite"])
+    ):
         return "nonfinite"
     possible = [
         rule.name

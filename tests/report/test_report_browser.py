@@ -588,7 +588,7 @@ def test_verdicts_of_any_release_are_shown(page: Page, tmp_path: Path) -> None:
     newer = {"cause": "stale", "culprits": None, "ordinary": None, "check": "Look at it."}
     events[0]["verdict"] = {**newer, "sentence": "The rollout is behind (all steps): sync it."}
     del events[1]["verdict"]
-    events[2]["verdict"] = verdict({**events[2], "culprits": []}, {})
+    events[2]["verdict"] = verdict({**events[2], "culprits": [], "diagnosis": "diffuse"}, {})
     page.open(build(tmp_path, events))
     lead = page.one("#lead").text
     assert lead.startswith("The rollout is behind (1), no known cause (1), no verdict (1). 3 tokens stand out in them.")

@@ -220,6 +220,7 @@ def event(*sources: list[str]) -> dict[str, Any]:
         "culprits": [culprit(names) for names in sources],
         "ordinary_layer_norms": EVEN,
         "median_advantage": 1.0,
+        "diagnosis": "tokens" if sources else "diffuse",
     }
 
 
@@ -320,6 +321,31 @@ def test_without_a_cause_none_is_guessed(sources: list[list[str]]) -> None:
     found = verdict(event(*sources), NONE)
     assert found.pop("sentence").startswith("No known cause: ")
     assert found == {"cause": None, "culprits": None, "ordinary": None, "check": CHECK_UNKNOWN}
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "why"),
+    [
+        ("diffuse", "no token stands out"),
+        ("incomplete", "the search ended without a result"),
+        ("nonfinite", "NaN or Inf is in the log-probs or gradients of all tokens"),
+        ("overflow", "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale"),
+    ],
+)
+def test_why_no_cause_is_known_follows_from_the_diagnosis(diagnosis: str, why: str) -> None:
+    assert verdict({**event(), "diagnosis": diagnosis}, NONE)["sentence"] == f"No known cause: {why}."
+
+
+def test_where_all_tokens_are_culprits_nan_is_still_the_cause() -> None:
+    unknown = dict.fromkeys(NONE)
+    assert verdict(event(["nonfinite"], ["other"]), unknown)["cause"] == "nonfinite"
+    said = verdict(event(["token"]), unknown)
+    assert said["sentence"] == "No known cause: there are no ordinary tokens to compare the culprits with."
+
+
+def test_a_verdict_that_cannot_be_made_costs_no_event(caplog: pytest.LogCaptureFixture) -> None:
+    assert verdict({}, NONE) is None
+    assert "no verdict on an event could be made" in caplog.text
 
 
 WARNING = {"name": "stale_weights", "sentence": "The rollout is late.", "check": "`look` shows it."}
