@@ -33,7 +33,7 @@ from .model import (
 from .remedies import Row, measure_remedies
 from .result import build_result, write_result
 from .switch_table import AS_REPLAYED
-from .switches import Switch, loaded_switches, measure_switch, row, switches_in_place
+from .switches import Reloaded, Switch, loaded_switches, measure_switch, row, switches_in_place
 from .temperature import fit_temperature
 
 TOKENS = 16
@@ -135,6 +135,7 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
     temperature: dict[str, float] | None = None
     switches: list[Row] | None = [] if options.switches else None
     in_place: list[Switch] = []
+    reloaded: list[Reloaded] = []
     open_ones: list[Variant] = [*others]
     open_switches: list[str] = []
     first = bundle.manifest["micro_batches"][0]
@@ -159,7 +160,10 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
             model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
             if variant == main_variant:
                 _check_memory(_size(bundle, model, variant), device)
-                sizes = {other: _size(bundle, model, other, loaded=False) for other in others}
+                if switches is not None:
+                    reloaded = loaded_switches(main_variant, device)
+                later = [*others, *(of_switch for _, of_switch, _ in reloaded)]
+                sizes = {other: _size(bundle, model, other, loaded=False) for other in later}
             found = measure(bundle, model, tokens, culprits, rests=variant == main_variant)
             if variant == main_variant:
                 temperature = fit_temperature(bundle, model)
@@ -168,7 +172,6 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
             if switches is not None and variant == main_variant:
                 switches.append(row(AS_REPLAYED, bundle, found, found, culprit))
                 in_place = switches_in_place(model, main_variant)
-                reloaded = loaded_switches(main_variant, device)
                 open_switches = [*(switch.name for switch in in_place), *(name for name, _, _ in reloaded)]
             notes += [note for note in model.notes if note not in notes]
         except (WrongModelError, MemoryError, OSError, RuntimeError) as error:
@@ -202,8 +205,8 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
             if give is None and variant in measured:
                 switches.append(row(name, bundle, measured[variant], main, culprit))
             else:
+                _check_memory(sizes[variant], device)
                 model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
-                _check_memory(_size(bundle, model, variant), device)
                 if give is not None:
                     give(model.module)
                 switches.append(measure_switch(bundle, model, name, main, culprit))

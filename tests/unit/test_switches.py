@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -249,6 +250,35 @@ command.main({arguments!r})
     assert [row["name"] for row in found["switches"]] == names[:count]
     for name in [*names[count + 1 :], "attention: eager", "precision: float64"]:
         assert f"Not switched to '{name}': the replay ended before." in found["notes"]
+
+
+def test_a_model_that_cannot_fit_is_not_loaded_for_a_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = recorded(tmp_path, 0.6)
+    opened, path = open_bundle(arguments[0]), arguments[2]
+    model = load(opened, path, Variant("float32", "sdpa"), "cpu", None, False)
+    enough = command._size(opened, model, Variant("float32", "eager"), loaded=False)
+    free = command._size(opened, model, Variant("float64", "sdpa"), loaded=False) - 1
+    assert free > enough
+    variants: list[str] = []
+    modules: list[weakref.ref[torch.nn.Module]] = []
+    del model
+
+    def loaded(*of: Any) -> Any:
+        assert all(module() is None for module in modules), "the model before it is still in memory"
+        model = load(*of)
+        variants.append(str(of[2]))
+        modules.append(weakref.ref(model.module))
+        return model
+
+    monkeypatch.setattr(command, "load", loaded)
+    monkeypatch.setattr(command, "free_memory", lambda device: free)
+    result = replayed(arguments, capsys)
+    assert variants == ["float32, sdpa", "float32, eager", "bfloat16, sdpa"]
+    assert [row["name"] for row in result["switches"]][-2:] == ["attention: eager", "precision: bfloat16"]
+    (note,) = [note for note in result["notes"] if "Not switched" in note]
+    assert note == "Not switched to 'precision: float64': it takes more memory than there is."
 
 
 def test_kernels_are_switched_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
