@@ -136,6 +136,16 @@ def test_a_verdict_cannot_steer_the_terminal_or_fill_the_memory(tmp_path: Path, 
     assert summary["verdict"].endswith("no verdict (37)")
 
 
+def test_fields_of_a_verdict_that_are_not_known_are_left_out(tmp_path: Path, show: Any) -> None:
+    found = of_a_newer_release(spike(1))
+    found["verdict"] |= {"more": "x" * 10**6, "most": ["x" * 10**6], "ordinary": 0.123456789}
+    summary = json.loads("\n".join(show("--json", events=[found])))
+    known = {**NEWER, "sentence": "The rollout is behind: sync it.", "ordinary": 0.12346}
+    assert summary["largest_events"][0]["verdict"] == known and len(json.dumps(summary)) < 10**5
+    data = page_data(report.read(str(tmp_path)))
+    assert data["events"][0]["verdict"] == known and len(json.dumps(data)) < 10**5
+
+
 def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any) -> None:
     bundle = {"replay": "replay/it's step1"}
     lines = show(events=[{**spike(1), **bundle}])
