@@ -124,9 +124,9 @@ def _verdict(event: Mapping[str, Any], directory: str) -> dict[str, Any] | None:
     verdict = event.get("verdict")
     if verdict is None:
         return None
-    check = verdict["check"]
+    check = str(clipped(verdict["check"]))
     if event.get("replay"):
-        check = check.replace("BUNDLE", shlex.quote(os.path.join(directory, event["replay"])))
+        check = check.replace("BUNDLE", shlex.quote(os.path.join(directory, event["replay"])), 1)
     texts = {"cause": clipped(verdict["cause"], _SHORT_CHARACTERS), "sentence": clipped(verdict["sentence"])}
     return {**_fields(verdict, ("culprits", "ordinary")), **texts, "check": clipped(check)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,17 @@ def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any) -> N
     assert lines[1].startswith(f"`python -m verl.utils.gradloc.replay '{path}'` shows whether the spike comes back")
     (shown,) = page_data(report.read(str(tmp_path / "spikes.jsonl")))["events"]
     assert shown["verdict"]["check"] == lines[1]
+
+
+def test_a_long_check_with_many_bundles_takes_little_memory(tmp_path: Path) -> None:
+    found = {**of_a_newer_release(spike(1)), "replay": "replay/" + "x" * 10**4}
+    found["verdict"]["check"] = "BUNDLE " * 10**4
+    record_events(str(tmp_path), [found])
+    tracemalloc.start()
+    page_data(report.read(str(tmp_path)))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2 * 10**7
 
 
 @pytest.mark.parametrize("name", CAUSES)
