@@ -102,9 +102,7 @@ RESULT = object_with(
     remedy_notes=list_of(TEXT),
     # Results of older releases lack this.
     temperature={"anyOf": [_TEMPERATURE, {"type": "null"}]},
-    switches=list_of(
-        object_with({"name": TEXT, "norm": NUMBER, "log_probs": NUMBER_OR_NULL, "culprit": NUMBER_OR_NULL})
-    ),
+    switches=list_of(_SWITCH),
     scale={
         "anyOf": [
             object_with({"gradient": _FACTOR, "reduced": _FACTOR, "loss": _FACTOR}),

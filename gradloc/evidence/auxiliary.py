@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from .shares import layer_shares
+
 Event = Mapping[str, Any]
 
 CAUSE = "auxiliary"
@@ -50,14 +52,11 @@ def auxiliary_verdict(event: Event) -> dict[str, Any] | None:
 
 def carrying_layers(layer_norms: Mapping[str, float]) -> list[str]:
     """The layers that carry most of the squared norm, largest first; none if the norm is spread over more."""
-    squares = {layer: norm**2 for layer, norm in layer_norms.items()}
-    total = math.fsum(squares.values())
-    if not 0 < total < math.inf:
-        return []
+    shares = layer_shares(layer_norms)
     found: list[str] = []
-    for layer in sorted(squares, key=lambda layer: -squares[layer])[:_LAYERS]:
+    for layer in sorted(shares, key=lambda layer: -shares[layer])[:_LAYERS]:
         found.append(layer)
-        if math.fsum(squares[layer] for layer in found) >= _CARRIED * total:
+        if math.fsum(shares[layer] for layer in found) >= _CARRIED:
             return found
     return []
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .shares import layer_shares
+
 Culprit = Mapping[str, Any]
 # The mini-batch's `median_advantage` and `median_weight`.
 Medians = Mapping[str, float | None]
@@ -108,8 +110,8 @@ def _is_punished(culprit: Culprit, _: Medians) -> bool:
 
 
 def _has_a_layer(culprit: Culprit, _: Medians) -> bool:
-    squares = [norm**2 for norm in culprit["layer_norms"].values()]
-    return len(squares) > 1 and max(squares) > LAYER_FRACTION * sum(squares)
+    shares = layer_shares(culprit["layer_norms"])
+    return len(shares) > 1 and max(shares.values()) > LAYER_FRACTION
 
 
 def _is_outlier(value: float | None, median: float | None, factor: float) -> bool:

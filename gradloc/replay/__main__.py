@@ -33,11 +33,22 @@ from .model import (
 from .remedies import Row, measure_remedies
 from .result import build_result, write_result
 from .switch_table import AS_REPLAYED
-from .switches import loaded_switches, measure_switch, row, switches_in_place
+from .switches import Reloaded, Switch, loaded_switches, measure_switch, row, switches_in_place
 from .temperature import fit_temperature
 
 TOKENS = 16
 _TAKE_LESS = "Take another --device, --dtype or --attention, or a machine with more memory."
+# A model's own code may have other signatures and attributes than a switch takes for granted.
+_NOT_SWITCHED = (
+    WrongModelError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    ImportError,
+    TypeError,
+    AttributeError,
+    ValueError,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Yields the result, then the result with each comparison added: what comes next may take too much memory."""
+    """Yields the result, then the result with each comparison or switch added: the next may take too much memory."""
     import torch
     from transformers.utils import logging
 
@@ -123,20 +134,36 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
     remedies: tuple[list[Row], list[str]] | None = None
     temperature: dict[str, float] | None = None
     switches: list[Row] | None = [] if options.switches else None
+    in_place: list[Switch] = []
+    reloaded: list[Reloaded] = []
+    open_ones: list[Variant] = [*others]
+    open_switches: list[str] = []
     first = bundle.manifest["micro_batches"][0]
     of_first = [place for place in tokens if place in culprits and place[0] == (first["rank"], first["micro_batch"])]
     culprit = of_first[0] if of_first else None
     if (left_out := bundle.manifest["left_out"]) > 0:
         notes.append(f"{left_out} more micro-batches were over their threshold; the bundle does not have them.")
+
+    def so_far() -> dict[str, object]:
+        ended = [f"Not compared with {variant}" for variant in open_ones]
+        ended += [f"Not switched to '{name}'" for name in open_switches]
+        said = [*notes, *(f"{what}: the replay ended before." for what in ended)]
+        return build_result(bundle, path, device, main_variant, measured, tokens, said, remedies, temperature, switches)
+
     for variant in [main_variant, *others]:
-        model = None  # that of the last variant makes room, also where it ran out of memory
+        if variant in open_ones:
+            open_ones.remove(variant)
+        model: Model | None = None  # that of the last variant makes room, also where it ran out of memory
         try:
             if variant in sizes:
                 _check_memory(sizes[variant], device)
             model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
             if variant == main_variant:
                 _check_memory(_size(bundle, model, variant), device)
-                sizes = {other: _size(bundle, model, other, loaded=False) for other in others}
+                if switches is not None:
+                    reloaded = loaded_switches(main_variant, device)
+                later = [*others, *(of_switch for _, of_switch, _ in reloaded)]
+                sizes = {other: _size(bundle, model, other, loaded=False) for other in later}
             found = measure(bundle, model, tokens, culprits, rests=variant == main_variant)
             if variant == main_variant:
                 temperature = fit_temperature(bundle, model)
@@ -144,9 +171,8 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
                 remedies = measure_remedies(bundle, model, found)
             if switches is not None and variant == main_variant:
                 switches.append(row(AS_REPLAYED, bundle, found, found, culprit))
-                for switch in switches_in_place(model, main_variant):
-                    with _noting(switch.name, notes), switch.on(model):
-                        switches.append(measure_switch(bundle, model, switch.name, found, culprit))
+                in_place = switches_in_place(model, main_variant)
+                open_switches = [*(switch.name for switch in in_place), *(name for name, _, _ in reloaded)]
             notes += [note for note in model.notes if note not in notes]
         except (WrongModelError, MemoryError, OSError, RuntimeError) as error:
             reason = first_line(error)
@@ -161,26 +187,30 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
                 raise
         else:
             measured[variant] = found
-        open_ones = others[others.index(variant) + 1 :] if variant in others else others
-        ended = [f"Not compared with {other}: the replay ended before." for other in open_ones]
-        yield build_result(
-            bundle, path, device, main_variant, measured, tokens, [*notes, *ended], remedies, temperature, switches
-        )
+        yield so_far()
+        if switches is not None and variant == main_variant:
+            assert model is not None  # it was measured
+            for switch in in_place:
+                open_switches.remove(switch.name)
+                with _noting(switch.name, notes), switch.on(model):
+                    switches.append(measure_switch(bundle, model, switch.name, found, culprit))
+                yield so_far()
     if switches is None:
         return
     main = measured[main_variant]
-    for name, variant, give in loaded_switches(main_variant, device):
+    for name, variant, give in reloaded:
+        open_switches.remove(name)
         model = None
         with _noting(name, notes):
             if give is None and variant in measured:
                 switches.append(row(name, bundle, measured[variant], main, culprit))
             else:
+                _check_memory(sizes[variant], device)
                 model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
-                _check_memory(_size(bundle, model, variant), device)
                 if give is not None:
                     give(model.module)
                 switches.append(measure_switch(bundle, model, name, main, culprit))
-        yield build_result(bundle, path, device, main_variant, measured, tokens, notes, remedies, temperature, switches)
+        yield so_far()
 
 
 @contextmanager
@@ -188,7 +218,7 @@ def _noting(name: str, notes: list[str]) -> Iterator[None]:
     """Notes why something cannot be switched, instead of ending the replay."""
     try:
         yield
-    except (WrongModelError, MemoryError, OSError, RuntimeError, ImportError) as error:
+    except _NOT_SWITCHED as error:
         reason = "it takes more memory than there is." if is_out_of_memory(error) else first_line(error)
         notes.append(f"Not switched to '{name}': {reason}")
 

@@ -21,7 +21,8 @@ from .measuring import Measured, Norms
 # How far recorded over replayed may be from their median, relative to it, for each layer of each micro-batch. In half
 # precision, the norms of single layers differ by a few percent in any replay.
 _SPREAD = {"float32": 0.02, "float64": 0.02, "float16": 0.05, "bfloat16": 0.1}
-# A layer whose norm is a smaller part of its micro-batch's says nothing: its rounding error is larger than itself.
+# A layer whose norm is a smaller part of its micro-batch's, in training and in the replay, says nothing: its rounding
+# error is larger than itself.
 _LEAST_PART = 1e-3
 _LEAST_LAYERS = 3
 # How close the median must be to a number for that to be named; half as far as layers may be apart.
@@ -41,17 +42,16 @@ def find_scale(bundle: Bundle, measured: Measured, same_weights: bool, *dtypes: 
         dict: `gradient`, recorded over replayed; `reduced`, the same for the gradient averaged over the ranks, besides
             that factor; `loss`, coefficients over expected ones. Each is a `factor` with its `spread` and what it
             `could_be`, or None where there is no single factor, or it is about 1. None if all three are None.
+            Where layers differ, the gradient has no factor, and the norm over the ranks does not compare.
     """
     counts = numbers_of_the_run(bundle)
     tolerance = max(_SPREAD.get(dtype, 0.1) for dtype in dtypes)
-    found = {
-        "gradient": _of_gradient(bundle, measured, counts, tolerance) if same_weights else None,
-        "reduced": None,
-        "loss": _of_loss(bundle, counts),
-    }
-    if same_weights:
-        before = 1.0 if found["gradient"] is None else found["gradient"]["factor"]
-        found["reduced"] = _of_reduced(bundle, measured, before, counts, tolerance)
+    found: dict[str, dict[str, Any] | None] = {"gradient": None, "reduced": None, "loss": _of_loss(bundle, counts)}
+    ratios = _layer_ratios(bundle, measured) if same_weights else []
+    common = _common_factor(ratios, tolerance) if len(ratios) >= _LEAST_LAYERS else None
+    if common is not None:
+        found["gradient"] = _unless_one(*common, counts, tolerance)
+        found["reduced"] = _of_reduced(bundle, measured, common[0], counts, tolerance)
     return found if any(found.values()) else None
 
 
@@ -96,17 +96,20 @@ def numbers_of_the_run(bundle: Bundle) -> dict[str, float]:
     }
 
 
-def _of_gradient(
-    bundle: Bundle, measured: Measured, counts: Mapping[str, float], tolerance: float
-) -> dict[str, Any] | None:
+def _layer_ratios(bundle: Bundle, measured: Measured) -> list[float]:
+    """Recorded over replayed norms of the layers of each micro-batch, as far as they say something."""
     ratios: list[float] = []
     for entry in bundle.manifest["micro_batches"]:
         replayed = measured.units[entry["rank"], entry["micro_batch"]]
+        recorded = {layer: float(norm) for layer, norm in entry["layer_norms"].items()}
+        whole = math.hypot(*recorded.values())
         for layer, norm in replayed.layers.items():
-            recorded = entry["layer_norms"].get(layer)
-            if recorded is not None and math.isfinite(replayed.norm) and norm > _LEAST_PART * replayed.norm:
-                ratios.append(float(recorded) / norm)
-    return _one_factor(ratios, counts, tolerance) if len(ratios) >= _LEAST_LAYERS else None
+            known = recorded.get(layer)
+            if known is None or not math.isfinite(replayed.norm):
+                continue
+            if norm > _LEAST_PART * replayed.norm or known > _LEAST_PART * whole:
+                ratios.append(known / norm if norm else math.inf)
+    return ratios
 
 
 def _of_reduced(
@@ -117,7 +120,7 @@ def _of_reduced(
     Args:
         bundle (Bundle): The bundle.
         measured (Measured): What the replay gave.
-        before (float): The factor of the micro-batches' gradients.
+        before (float): The factor of the micro-batches' gradients, the same in all layers.
         counts (Mapping): See `fitting_numbers`.
         tolerance (float): See `_SPREAD`.
     """
@@ -125,7 +128,7 @@ def _of_reduced(
     recorded = float(bundle.event["global_norm"])
     if whole is None or not (whole.norm > 0 and math.isfinite(recorded)):
         return None
-    return _one_factor([recorded / (before * whole.norm)], counts, tolerance)
+    return _unless_one(recorded / (before * whole.norm), 0.0, counts, tolerance)
 
 
 def _of_loss(bundle: Bundle, counts: Mapping[str, float]) -> dict[str, Any] | None:
@@ -137,12 +140,17 @@ def _of_loss(bundle: Bundle, counts: Mapping[str, float]) -> dict[str, Any] | No
     return {"factor": factor, "spread": max(1 - low, high - 1), "could_be": fitting_numbers(factor, counts)}
 
 
-def _one_factor(ratios: list[float], counts: Mapping[str, float], tolerance: float) -> dict[str, Any] | None:
-    """Their median, if all are near it and it is clearly not 1."""
+def _common_factor(ratios: list[float], tolerance: float) -> tuple[float, float] | None:
+    """Their median and how far they are from it at most, relative to it; None if they are not all near it."""
     factor = statistics.median(ratios)
-    if not (0 < factor < math.inf):
+    if not (0 < factor < math.inf and all(math.isfinite(ratio) for ratio in ratios)):
         return None
     spread = max(abs(ratio / factor - 1) for ratio in ratios)
-    if not spread <= tolerance or is_one(factor):
+    return (factor, spread) if spread <= tolerance else None
+
+
+def _unless_one(factor: float, spread: float, counts: Mapping[str, float], tolerance: float) -> dict[str, Any] | None:
+    """A factor of a result; None if it is about 1, or none."""
+    if not (0 < factor < math.inf) or is_one(factor):
         return None
     return {"factor": factor, "spread": spread, "could_be": fitting_numbers(factor, counts, _FITS * tolerance)}

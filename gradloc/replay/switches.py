@@ -24,6 +24,8 @@ from .measuring import Measured, Place, measure_first
 from .model import FLASH, HALF, Model, Variant
 
 Row = dict[str, Any]
+# A switch for which the model is loaded again: its name, what to load, and what to do to the loaded model, if anything.
+Reloaded = tuple[str, Variant, Callable[[nn.Module], None] | None]
 
 # What a norm in this class name is, and what rotates queries and keys.
 _NORMS, _ROTARY, _ROTATE = "RMSNorm", "RotaryEmbedding", "apply_rotary_pos_emb"
@@ -61,20 +63,17 @@ def switches_in_place(model: Model, variant: Variant) -> list[Switch]:
     return found
 
 
-def loaded_switches(main: Variant, device: str) -> list[tuple[str, Variant, Callable[[nn.Module], None] | None]]:
+def loaded_switches(main: Variant, device: str) -> list[Reloaded]:
     """The switches for which the model is loaded again, the most specific first.
 
     Args:
         main (Variant): What the replay computes with.
         device (str): Where.
-
-    Returns:
-        list: Of each its name, what to load, and what to do to the loaded model, if anything.
     """
     attentions = ["eager", "sdpa"]
     if device == "cuda" and main.dtype in HALF and find_spec("flash_attn") is not None:
         attentions.append(FLASH)
-    found: list[tuple[str, Variant, Callable[[nn.Module], None] | None]] = [
+    found: list[Reloaded] = [
         (f"attention: {name}", Variant(main.dtype, name), None) for name in attentions if name != main.attention
     ]
     if device == "cuda" and find_spec("liger_kernel") is not None:

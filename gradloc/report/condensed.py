@@ -120,15 +120,15 @@ def clipped(text: Any, most: int = TEXT_CHARACTERS) -> str | None:
 
 
 def _verdict(event: Mapping[str, Any], directory: str) -> dict[str, Any] | None:
-    """The verdict, with the place of the event's bundle in its check; None for an event of an older release."""
+    """The verdict's known fields, with the place of the event's bundle in its check; None where there is none."""
     verdict = event.get("verdict")
     if verdict is None:
         return None
-    check = verdict["check"]
+    check = str(clipped(verdict["check"]))
     if event.get("replay"):
-        check = check.replace("BUNDLE", shlex.quote(os.path.join(directory, event["replay"])))
+        check = check.replace("BUNDLE", shlex.quote(os.path.join(directory, event["replay"])), 1)
     texts = {"cause": clipped(verdict["cause"], _SHORT_CHARACTERS), "sentence": clipped(verdict["sentence"])}
-    return {**rounded(verdict), **texts, "check": clipped(check)}
+    return {**_fields(verdict, ("culprits", "ordinary")), **texts, "check": clipped(check)}
 
 
 def _fields(of: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

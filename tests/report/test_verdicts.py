@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,16 @@ def test_a_verdict_cannot_steer_the_terminal_or_fill_the_memory(tmp_path: Path, 
     assert summary["verdict"].endswith("no verdict (37)")
 
 
+def test_fields_of_a_verdict_that_are_not_known_are_left_out(tmp_path: Path, show: Any) -> None:
+    found = of_a_newer_release(spike(1))
+    found["verdict"] |= {"more": "x" * 10**6, "most": ["x" * 10**6], "ordinary": 0.123456789}
+    summary = json.loads("\n".join(show("--json", events=[found])))
+    known = {**NEWER, "sentence": "The rollout is behind: sync it.", "ordinary": 0.12346}
+    assert summary["largest_events"][0]["verdict"] == known and len(json.dumps(summary)) < 10**5
+    data = page_data(report.read(str(tmp_path)))
+    assert data["events"][0]["verdict"] == known and len(json.dumps(data)) < 10**5
+
+
 def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any) -> None:
     bundle = {"replay": "replay/it's step1"}
     lines = show(events=[{**spike(1), **bundle}])
@@ -143,6 +154,17 @@ def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any) -> N
     assert lines[1].startswith(f"`python -m verl.utils.gradloc.replay '{path}'` shows whether the spike comes back")
     (shown,) = page_data(report.read(str(tmp_path / "spikes.jsonl")))["events"]
     assert shown["verdict"]["check"] == lines[1]
+
+
+def test_a_long_check_with_many_bundles_takes_little_memory(tmp_path: Path) -> None:
+    found = {**of_a_newer_release(spike(1)), "replay": "replay/" + "x" * 10**4}
+    found["verdict"]["check"] = "BUNDLE " * 10**4
+    record_events(str(tmp_path), [found])
+    tracemalloc.start()
+    page_data(report.read(str(tmp_path)))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2 * 10**7
 
 
 @pytest.mark.parametrize("name", CAUSES)

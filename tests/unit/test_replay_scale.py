@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from test_replay import PROMPT, RESPONSE, ROWS, VOCABULARY, context, forward, ro
 
 from gradloc import GradLoc, GradLocConfig
 from gradloc.bundles.bundle_writer import BundleWriter
+from gradloc.bundles.opening import open_bundle
 from gradloc.bundles.results import RESULT
 from gradloc.evidence.schema import conforms
 from gradloc.replay.__main__ import main
-from gradloc.replay.scale import scale_in_words
+from gradloc.replay.measuring import Measured, Norms
+from gradloc.replay.scale import find_scale, scale_in_words
 
 # transformers 4 and 5 load models in different ways.
 pytestmark = pytest.mark.target(version="0.9.1")
@@ -24,12 +27,15 @@ pytestmark = pytest.mark.target(version="0.9.1")
 MICRO_BATCHES = 3
 
 
-def bundle(directory: Path, of_loss: float = 1.0, of_gradient: float = 1.0, of_reduced: float = 1.0) -> list[str]:
+def bundle(
+    directory: Path, of_loss: float = 1.0, of_gradient: float = 1.0, of_reduced: float = 1.0, of_layer: float = 1.0
+) -> list[str]:
     """The arguments to replay a mini-batch that was kept as a spike, with what is scaled wrongly."""
     model = small_model()
     model.save_pretrained(directory / "model")
-    for parameter in model.parameters():
-        parameter.register_hook(lambda gradient: of_gradient * gradient)
+    for name, parameter in model.named_parameters():
+        factor = of_gradient * (of_layer if ".layers.1." in name else 1.0)
+        parameter.register_hook(lambda gradient, factor=factor: factor * gradient)
 
     def run(inputs: dict[str, Any], rows: list[int], length: int) -> Any:
         return forward(model, inputs, rows, length)
@@ -112,6 +118,30 @@ def test_layers_with_other_factors_are_no_scale(tmp_path: Path, capsys: Any) -> 
     manifest.write_bytes(data)
     (manifest.parent / "manifest.json.sha256").write_text(f"{hashlib.sha256(data).hexdigest()}  manifest.json\n")
     assert replayed([*arguments, "--only"], capsys)["scale"] is None
+
+
+@pytest.mark.parametrize("of_gradient", [1.0, 8.0])
+def test_a_spike_in_one_layer_is_no_factor_of_the_reduction(tmp_path: Path, capsys: Any, of_gradient: float) -> None:
+    result = replayed([*bundle(tmp_path, of_gradient=of_gradient, of_layer=100.0), "--only"], capsys)
+    (layer,) = [layer for layer in result["layers"] if layer["layer"] == "layers.1"]
+    assert layer["norm"] == pytest.approx(100 * of_gradient * layer["replayed"], rel=1e-3)
+    assert result["scale"] is None and not any("times what" in sentence for sentence in result["sentences"])
+
+
+def test_a_layer_that_is_small_in_the_replay_counts_if_it_was_large_in_training(tmp_path: Path) -> None:
+    found = open_bundle(bundle(tmp_path)[0])
+    units = {}
+    for entry in found.manifest["micro_batches"]:
+        norms = dict(entry["layer_norms"])
+        units[entry["rank"], entry["micro_batch"]] = Norms(math.hypot(*norms.values()), norms)
+    whole = Norms(found.event["global_norm"] / 5, {})
+    (reduced,) = [
+        factor for factor in (find_scale(found, Measured(units, whole=whole), True, "float32") or {}).values() if factor
+    ]
+    assert reduced["factor"] == pytest.approx(5.0)
+    for norms in units.values():
+        norms.layers["layers.1"] *= 1e-6
+    assert find_scale(found, Measured(units, whole=whole), True, "float32") is None
 
 
 def test_nothing_is_said_without_a_factor() -> None:

@@ -104,6 +104,8 @@ def test_the_rules_on_facts_from_tensors(changes: dict[str, list[float]], source
         ({"grad_norm": math.inf, "advantage": 9.0}, ["nonfinite", "advantage"]),
         ({"layer_norms": {"a": 1.0, "b": 3.0, "c": 1.0}}, ["layer"]),
         ({"layer_norms": {"a": 1.0}}, ["other"]),
+        # The square is infinite.
+        ({"layer_norms": {"a": 1e200, "b": 1.0}}, ["other"]),
         ({"ratio": math.nan}, ["token"]),
         ({"advantage": None, "kl_coefficient": None, "after_eos": None}, ["other"]),
         ({"advantage": math.nan}, ["other"]),

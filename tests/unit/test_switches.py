@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +24,7 @@ from gradloc.bundles.bundle_writer import BundleWriter
 from gradloc.bundles.opening import open_bundle
 from gradloc.bundles.results import RESULT
 from gradloc.evidence.schema import conforms
+from gradloc.replay import __main__ as command
 from gradloc.replay import switches
 from gradloc.replay.__main__ import main
 from gradloc.replay.measuring import measure_first
@@ -189,6 +195,90 @@ def test_what_cannot_be_switched_is_noted(
     assert (
         "Not switched to 'rotary embedding in float32': the model's rotary embedding is not known." in result["notes"]
     )
+
+
+def test_a_rotation_with_another_signature_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a model that rotates with (x, rope_cache)."""
+    forward = inspect.unwrap(modeling_llama.LlamaAttention.forward)
+    names = {"apply_rotary_pos_emb": lambda q, k, *angles: modeling_llama.apply_rotary_pos_emb((q, k), angles)}
+    names = {**vars(modeling_llama), **names}
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", FunctionType(forward.__code__, names))
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda x, rope_cache: rotation(*x, *rope_cache))
+    result = replayed(recorded(tmp_path, 0.6), capsys)
+    (note,) = [note for note in result["notes"] if "Not switched" in note]
+    assert note.startswith("Not switched to 'rotary embedding in float32': ") and "'cos' and 'sin'" in note
+    assert "attention: eager" in [row["name"] for row in result["switches"]]
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError, ValueError])
+def test_a_switch_that_fails_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception]
+) -> None:
+    @contextmanager
+    def broken(_: Any) -> Iterator[None]:
+        raise error("it cannot be")
+        yield
+
+    monkeypatch.setattr(command, "switches_in_place", lambda model, variant: [switches.Switch("broken", broken)])
+    result = replayed(recorded(tmp_path, 0.6), capsys)
+    assert [note for note in result["notes"] if "broken" in note] == ["Not switched to 'broken': it cannot be."]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_result_is_on_disk_before_each_switch(tmp_path: Path, count: int) -> None:
+    """The system ends a process that takes too much memory by SIGKILL, without an error."""
+    arguments = recorded(tmp_path, 0.6)
+    script = f"""
+import os, signal
+from gradloc.replay import __main__ as command
+step, switched = command.measure_switch, []
+def killed(*arguments, **options):
+    switched.append(arguments)
+    if len(switched) == {count}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(*arguments, **options)
+command.measure_switch = killed
+command.main({arguments!r})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL and done.stderr.startswith("The result: "), done.stderr
+    found = json.loads(Path(done.stderr.strip().removeprefix("The result: ")).read_text())
+    assert conforms(found, RESULT) and found["sentences"][0].startswith("The spike comes back")
+    names = [AS_REPLAYED, "RMSNorm in float32", "rotary embedding in float32"]
+    assert [row["name"] for row in found["switches"]] == names[:count]
+    for name in [*names[count + 1 :], "attention: eager", "precision: float64"]:
+        assert f"Not switched to '{name}': the replay ended before." in found["notes"]
+
+
+def test_a_model_that_cannot_fit_is_not_loaded_for_a_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = recorded(tmp_path, 0.6)
+    opened, path = open_bundle(arguments[0]), arguments[2]
+    model = load(opened, path, Variant("float32", "sdpa"), "cpu", None, False)
+    enough = command._size(opened, model, Variant("float32", "eager"), loaded=False)
+    free = command._size(opened, model, Variant("float64", "sdpa"), loaded=False) - 1
+    assert free > enough
+    variants: list[str] = []
+    modules: list[weakref.ref[torch.nn.Module]] = []
+    del model
+
+    def loaded(*of: Any) -> Any:
+        assert all(module() is None for module in modules), "the model before it is still in memory"
+        model = load(*of)
+        variants.append(str(of[2]))
+        modules.append(weakref.ref(model.module))
+        return model
+
+    monkeypatch.setattr(command, "load", loaded)
+    monkeypatch.setattr(command, "free_memory", lambda device: free)
+    result = replayed(arguments, capsys)
+    assert variants == ["float32, sdpa", "float32, eager", "bfloat16, sdpa"]
+    assert [row["name"] for row in result["switches"]][-2:] == ["attention: eager", "precision: bfloat16"]
+    (note,) = [note for note in result["notes"] if "Not switched" in note]
+    assert note == "Not switched to 'precision: float64': it takes more memory than there is."
 
 
 def test_kernels_are_switched_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:

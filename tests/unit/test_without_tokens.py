@@ -276,6 +276,8 @@ def test_it_is_the_cause_only_if_it_makes_most_of_the_squared_norm() -> None:
 def test_layers_are_named_only_if_few_carry_it() -> None:
     assert carrying_layers({}) == [] and carrying_layers({"a": math.inf}) == []
     assert carrying_layers({"a": 1.0, "b": 3.0}) == ["b"]
+    # Their squares are infinite.
+    assert carrying_layers({"a": 1e200, "b": 1.0}) == []
 
 
 def test_the_schema_takes_events_with_and_without_it() -> None:
