@@ -65,7 +65,7 @@ class RecordedAggregation:
         if call is None:
             return token_weights(functools.partial(_without_a_call, config, response_mask), like)
         weight = self.weights_of_call(like)
-        if mask is not None and (config.use_kl_loss or config.entropy_coeff != 0):
+        if mask is not None and _has_more_terms(config):
             # Of a token that the loss has rejected, these terms remain.
             whole = token_weights(
                 lambda x: core_algos.agg_loss(x, response_mask, config.loss_agg_mode, **options), like
@@ -73,10 +73,26 @@ class RecordedAggregation:
             weight = torch.where(mask.bool(), weight, whole)
         return weight
 
+    def kept(self, config: Any, response_mask: Tensor) -> Tensor | None:
+        """Which tokens the policy loss has not rejected, bool of the mask's shape; None if `weights` is 0 for the rest.
+
+        Args:
+            config (ActorConfig): verl's configuration of the actor.
+            response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
+        """
+        if self._mask is None or not _has_more_terms(config):
+            return None
+        return self._mask.bool() & response_mask.bool()
+
     def weights_of_call(self, like: Tensor) -> Tensor:
         """The weight that the recorded call gives each token, of the shape and on the device of `like`."""
         assert self._call is not None
         return token_weights(self._call, like)
+
+
+def _has_more_terms(config: Any) -> bool:
+    """Whether the whole loss has more terms than the policy loss: those of KL and entropy."""
+    return config.use_kl_loss or config.entropy_coeff != 0
 
 
 def _without_a_call(config: Any, response_mask: Tensor, losses: Tensor) -> Tensor:

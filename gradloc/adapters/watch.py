@@ -191,6 +191,8 @@ class Watch:
         if self._config.use_kl_loss:
             kl = kl_coefficients(self._config, mask, log_prob, facts["ref_log_prob"], **options)
             facts["kl_coefficient"] = kl * factor
+        if (kept := self.aggregation.kept(self._config, mask)) is not None:
+            facts["policy_loss_mask"] = kept
         if self._eos_tokens:
             facts["after_eos"] = find_after_eos(facts["token_id"], mask, self._eos_tokens)
         self.gradloc.observe(log_prob, entropy, weight, loss_inputs, **facts)

@@ -40,7 +40,8 @@ def own_scale_figures(micro_batches: Sequence[Mapping[str, Tensor]], scale: floa
     Args:
         micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
             `response_mask`, `weight`, `log_prob`; `coefficient` and `advantage`, and if available `old_log_prob`,
-            `kl_coefficient` and `rollout_is_weight`.
+            `kl_coefficient`, `rollout_is_weight`, and `policy_loss_mask`: a token that the policy loss rejects may have
+            a weight in other terms, which adds to the 1 of the tokens that it keeps.
         scale (float | Tensor): The loss scale of fp16 that the coefficients contain.
 
     Returns:
@@ -51,7 +52,7 @@ def own_scale_figures(micro_batches: Sequence[Mapping[str, Tensor]], scale: floa
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     ratios = []
     for tokens in micro_batches:
-        weight = torch.where(tokens["response_mask"].bool(), tokens["weight"].double(), 0.0)
+        weight = torch.where(_in_policy_loss(tokens), tokens["weight"].double(), 0.0)
         sums += torch.stack([weight.sum(), weight.amax(1).sum()])
         if "coefficient" in tokens and "advantage" in tokens:
             ratios.append(_coefficient_ratios(tokens, scale))
@@ -154,13 +155,18 @@ def _warning(what: str, fitting: Sequence[str]) -> dict[str, str]:
     }
 
 
+def _in_policy_loss(tokens: Mapping[str, Tensor]) -> Tensor:
+    mask = tokens["response_mask"].bool()
+    return mask & tokens["policy_loss_mask"].bool() if "policy_loss_mask" in tokens else mask
+
+
 def _coefficient_ratios(tokens: Mapping[str, Tensor], scale: float | Tensor) -> Tensor:
     """Coefficient over expected coefficient, float64; NaN where it is not known."""
     coefficient = tokens["coefficient"].double() / scale
     if "kl_coefficient" in tokens:
         coefficient = coefficient - tokens["kl_coefficient"].double()
     expected = -tokens["weight"].double() * tokens["advantage"].double()
-    counted = tokens["response_mask"].bool() & (coefficient != 0) & (expected != 0)
+    counted = _in_policy_loss(tokens) & (coefficient != 0) & (expected != 0)
     if "old_log_prob" in tokens:
         log_ratio = tokens["log_prob"].double() - tokens["old_log_prob"].double()
         expected = expected * log_ratio.exp()

@@ -14,7 +14,6 @@ from mini_batches import split_rows
 from oracle import brute_force, layer_of, log_probs_and_entropy
 from torch import Tensor
 from verl.utils.gradloc import gradloc as watching
-from verl.utils.gradloc.evidence.scaling import own_scale_figures
 
 BLOCK = "layers.1.mlp"
 
@@ -88,24 +87,24 @@ def auxiliary(case: Case, scale: float, over: float) -> tuple[str, dict[tuple[in
     return events, {name: norms for of_rank in everywhere for name, norms in of_rank.items()}, json.dumps(same)
 
 
-def scales(case: Case, factor: float = 1.0) -> list[list[float]]:
-    """The figures of an actor's loss on each rank; the loss is that many times as large."""
-    figures: list[Tensor] = []
-    original = watching.own_figures
+def scales(case: Case, factor: float = 1.0) -> list[tuple[list[list[float]], dict[str, str] | None]]:
+    """Of each mini-batch, the figures of an actor's loss on each rank, and the warning that they give.
 
-    def noted(micro_batches: list[Any]) -> Tensor:
-        figures.append(own_scale_figures([micro_batch.tokens for micro_batch in micro_batches]))
-        return original(micro_batches)
+    The loss is that many times as large.
+    """
+    found: list[tuple[list[list[float]], dict[str, str] | None]] = []
+    original, backward = watching.loss_scale_warning, torch.Tensor.backward
 
-    backward = torch.Tensor.backward
+    def noted(by_rank: Tensor, *arguments: Any) -> dict[str, str] | None:
+        warning = original(by_rank, *arguments)
+        found.append((by_rank.tolist(), warning))
+        return warning
+
     torch.Tensor.backward = lambda self, *rest, **options: backward(factor * self, *rest, **options)  # type: ignore
-    watching.own_figures = noted  # type: ignore[assignment]
+    watching.loss_scale_warning = noted  # type: ignore[assignment]
     try:
         actor = build_actor(case, spike_detection=True, grad_norm_threshold=1e6)
         actor.update_policy(build_batch(case, dist.get_rank()))
     finally:
-        watching.own_figures, torch.Tensor.backward = original, backward  # type: ignore
-    (first, *_) = figures
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, first.tolist())
-    return everywhere
+        watching.loss_scale_warning, torch.Tensor.backward = original, backward  # type: ignore
+    return found

@@ -32,6 +32,12 @@ def aggregate(losses: Tensor, mask: Tensor, mode: str) -> Tensor:
     return (sums / mask.sum(1) if mode == "seq-mean-token-mean" else sums).mean()
 
 
+def aggregate_left(losses: Tensor, mask: Tensor, mode: str) -> Tensor:
+    """The same over the rows that have a token left."""
+    left = mask.any(1)
+    return aggregate(losses[left], mask[left], mode)
+
+
 def ranks(mode: str, of_loss: float = 1.0, of_weights: float = 1.0, **changes: Any) -> Tensor:
     """The figures of ranks whose loss is PPO's, by autograd, times a factor after the weights, or in them."""
     torch.manual_seed(0)
@@ -100,6 +106,27 @@ def test_a_smaller_sum_of_weights_is_no_fault_where_no_number_fits() -> None:
     """As where a correction rejects responses."""
     assert loss_scale_warning(ranks("token-mean", of_weights=0.7), "token-mean") is None
     assert loss_scale_warning(ranks("token-mean", of_weights=1.4), "token-mean") is not None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_that_the_policy_loss_rejects_do_not_count(mode: str) -> None:
+    """Their weight is that of the KL loss, a mean over all tokens; those that are left have a mean of their own."""
+    shape = (8, LENGTH)
+    mask, kept = torch.ones(shape), (torch.arange(8) >= 4).float().unsqueeze(1).expand(shape)
+    weight, whole = (token_weights(lambda x, m=m: aggregate_left(x, m, mode), torch.zeros(shape)) for m in (kept, mask))
+    kl_coefficient = torch.rand(shape) * whole
+    tokens = {
+        "response_mask": mask,
+        "weight": torch.where(kept.bool(), weight, whole),
+        "log_prob": torch.zeros(shape),
+        "advantage": torch.ones(shape),
+        "kl_coefficient": kl_coefficient,
+        "coefficient": kl_coefficient * (1 + 1e-7) - weight,  # with an error of rounding
+    }
+    assert loss_scale_warning(own_scale_figures([tokens]).unsqueeze(0), mode) is not None
+    by_rank = own_scale_figures([{**tokens, "policy_loss_mask": kept.bool()}]).unsqueeze(0)
+    assert loss_scale_warning(by_rank, mode) is None
+    assert by_rank[0, 2] == kept.sum() and coefficient_factor(by_rank) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("factor", [CLEAR - 0.01, 1 / CLEAR + 0.01])
