@@ -72,13 +72,14 @@ class GradLoc:
             micro-batch with a given index.
         bundle_writer (BundleWriter, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
         learning_rate (Callable, optional): Returns that of the next optimizer step; without it, all steps count alike.
-        loss_agg_mode (str, optional): How the loss is aggregated, as `loss_scale_warning` takes it; None: the sum of
-            the weights is not checked.
+        loss_agg_mode (str, optional): verl's name for how the loss is aggregated; None: the sum of the weights is not
+            checked.
 
     Attributes:
         events (list[dict]): The events since `start_update` or `start_mini_batch`, the same on every rank, ready for
             `jsonable`.
         warnings (list[dict]): What is wrong with the run in the update so far; see `RunChecks.warnings`.
+        loss_agg_mode (str | None): As given; may be changed before `locate`, if only the loss tells.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class GradLoc:
         self.config = config
         self.events: list[dict[str, Any]] = []
         self.warnings: list[dict[str, str]] = []
+        self.loss_agg_mode = loss_agg_mode
         self._model = WatchedModel(
             module, forward, torch.device(device), squared_norms, sequence_parallel_size, meter, recover, cut
         )
@@ -108,7 +110,6 @@ class GradLoc:
         self._outliers = outliers
         self._bundle_writer = bundle_writer
         self._learning_rate = learning_rate
-        self._loss_agg_mode = loss_agg_mode
         self._threshold = Threshold(config.grad_norm_threshold)
         self._ordinary = OrdinaryGradient()
         self._metrics = UpdateMetrics()
@@ -259,12 +260,12 @@ class GradLoc:
         first = (where["epoch"], where["mini_batch"]) == (0, 0)
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
         sums, scale = own_sums(tokens, first, self._run_checks.usual_gap), self._loss_scale()
-        all_figures = torch.cat([figures, sums, own_scale_figures(tokens, scale)])
+        all_figures = torch.cat([figures, sums, own_scale_figures(tokens, scale, self.loss_agg_mode)])
         gradient = MiniBatch(self._model, micro_batches, scale, self.config.spike_trigger, all_figures)
         of_update, of_run, of_scale = gradient.update_figures.split([len(figures), len(sums), SCALE_FIGURES], dim=1)
         self._metrics.take_in(of_update)
         counts = {"micro-batches": len(micro_batches)}
-        self._check_run(of_run, loss_scale_warning(of_scale, self._loss_agg_mode, counts))
+        self._check_run(of_run, loss_scale_warning(of_scale, counts))
         return gradient
 
     def _check_run(self, by_rank: Tensor, scaled: dict[str, str] | None) -> None:

@@ -24,6 +24,7 @@ class RecordedAggregation:
         self._original: Callable[..., Tensor] | None = None
         self._call: Callable[[Tensor], Tensor] | None = None
         self._mask: Tensor | None = None
+        self._mode = ""
 
     def start(self) -> None:
         """Forgets the call of an earlier loss, and waits for that of the next one."""
@@ -34,7 +35,7 @@ class RecordedAggregation:
         @functools.wraps(original)
         def recorded(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *rest: Any, **options: Any) -> Tensor:
             if self._call is None:  # the loss itself; what follows are figures for the log
-                self._mask = loss_mask.detach()
+                self._mask, self._mode = loss_mask.detach(), loss_agg_mode
                 self._call = lambda x: original(x, loss_mask, loss_agg_mode, *rest, **options)
             return original(loss_mat, loss_mask, loss_agg_mode, *rest, **options)
 
@@ -73,6 +74,12 @@ class RecordedAggregation:
             weight = torch.where(mask.bool(), weight, whole)
         return weight
 
+    def mode(self, config: Any) -> str:
+        """How the policy loss aggregates: some of verl's losses have a mode of their own, whatever `config` says."""
+        if self._call is None:
+            return _mode_without_a_call(config)
+        return self._mode
+
     def kept(self, config: Any, response_mask: Tensor) -> Tensor | None:
         """Which tokens the policy loss has not rejected, bool of the mask's shape; None if `weights` is 0 for the rest.
 
@@ -97,12 +104,17 @@ def _has_more_terms(config: Any) -> bool:
 
 def _without_a_call(config: Any, response_mask: Tensor, losses: Tensor) -> Tensor:
     """The aggregation of a loss that does not call `agg_loss`."""
-    if config.policy_loss.get("loss_mode", "vanilla") == "geo_mean":
-        # A mean over all sequences, also those without a token.
-        mode, options = "seq-mean-token-mean", {"global_batch_size": len(response_mask)}
-    else:
-        mode, options = config.loss_agg_mode, config.global_batch_info
-    return core_algos.agg_loss(losses, response_mask, mode, **options)
+    # The geometric mean counts all sequences, also those without a token.
+    options = {"global_batch_size": len(response_mask)} if _is_geo_mean(config) else config.global_batch_info
+    return core_algos.agg_loss(losses, response_mask, _mode_without_a_call(config), **options)
+
+
+def _mode_without_a_call(config: Any) -> str:
+    return "seq-mean-token-mean" if _is_geo_mean(config) else config.loss_agg_mode
+
+
+def _is_geo_mean(config: Any) -> bool:
+    return config.policy_loss.get("loss_mode", "vanilla") == "geo_mean"
 
 
 def kl_coefficients(

@@ -109,7 +109,6 @@ class Watch:
                 outliers=None if self.token_clip is None else self.token_clip.outliers,
                 bundle_writer=build_bundle_writer(module, config, rows_of, dtype, grad_clip, self.layer_clip),
                 learning_rate=learning_rate,
-                loss_agg_mode=config.loss_agg_mode,
             )
 
     @property
@@ -195,6 +194,7 @@ class Watch:
             facts["policy_loss_mask"] = kept
         if self._eos_tokens:
             facts["after_eos"] = find_after_eos(facts["token_id"], mask, self._eos_tokens)
+        self.gradloc.loss_agg_mode = self.aggregation.mode(self._config)
         self.gradloc.observe(log_prob, entropy, weight, loss_inputs, **facts)
 
     def step(self, epoch: int, mini_batch: int, optimizer_step: Callable[[], Norm]) -> Norm | float:

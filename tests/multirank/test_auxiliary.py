@@ -37,6 +37,8 @@ def test_the_gradient_of_an_auxiliary_loss_is_measured(launch: Launch, world: in
     *[(2, Case("fsdp2", loss_agg_mode=mode)) for mode in ("seq-mean-token-mean", "seq-mean-token-sum")],
     *[(2, Case("fsdp2", loss_mode=mode)) for mode in ("gspo", "cispo", "geo_mean")],
     (2, Case("fsdp2", kl=True, entropy=True, rollout=True, rollout_weights=True)),
+    # These two have a mean over sequences of their own, whatever the configuration says.
+    *[(2, Case("fsdp2", loss_mode=mode, loss_agg_mode="seq-mean-token-sum")) for mode in ("gspo", "geo_mean")],
     # In bypass mode, the policy loss rejects about half of these tokens; the KL loss does not.
     (2, Case("fsdp2", rows=16, loss_mode="bypass_mode", kl=True)),
 )
@@ -50,6 +52,9 @@ def test_the_losses_of_verl_are_not_scaled_wrongly(launch: Launch, world: int, c
     # Of verl 0.9.1, GMPO is: it takes the mean of each micro-batch, and the engine adds these up.
     wrong = ENGINE and case.loss_mode == "geo_mean"
     assert [warning is not None for _, warning in found[0]] == [wrong] * (case.rows // case.mini_batch)
+    # The mean of the engine is over all tokens, also over those that are rejected.
+    smaller = ENGINE and case.loss_mode == "bypass_mode"
+    assert (float(by_rank[:, 0].mean()) == pytest.approx(1, abs=0.1)) != (wrong or smaller)
 
 
 @pytest.mark.target(version="0.9.1")
