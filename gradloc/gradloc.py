@@ -265,10 +265,11 @@ class GradLoc:
         of_update, of_run, of_scale = gradient.update_figures.split([len(figures), len(sums), SCALE_FIGURES], dim=1)
         self._metrics.take_in(of_update)
         counts = {"micro-batches": len(micro_batches)}
-        self._check_run(of_run, loss_scale_warning(of_scale, counts))
+        scaled = loss_scale_warning(of_scale, counts)
+        self._check_run(of_run if where["epoch"] == 0 else None, scaled)
         return gradient
 
-    def _check_run(self, by_rank: Tensor, scaled: dict[str, str] | None) -> None:
+    def _check_run(self, by_rank: Tensor | None, scaled: dict[str, str] | None) -> None:
         """Adds a mini-batch to the checks of the run; a warning is logged once."""
         self._run_checks.take_in(by_rank, self._learning_rate(), scaled)
         self.warnings = self._run_checks.warnings()

@@ -181,17 +181,19 @@ class RunChecks:
         if self._updates_since_resume is not None:
             self._updates_since_resume += 1
 
-    def take_in(self, by_rank: Tensor, learning_rate: float, scaled: dict[str, str] | None = None) -> None:
+    def take_in(self, by_rank: Tensor | None, learning_rate: float, scaled: dict[str, str] | None = None) -> None:
         """Adds a mini-batch.
 
         Args:
-            by_rank (Tensor): What `own_sums` returned on each rank, shape (ranks, 17), on the CPU.
+            by_rank (Tensor, optional): What `own_sums` returned on each rank, shape (ranks, 17), on the CPU; None after
+                the first PPO epoch, whose responses the others have again.
             learning_rate (float): That of the optimizer step that follows.
             scaled (dict, optional): A warning that its loss is scaled wrongly; said once there are three in a row.
         """
         self._scaled, self._scaled_times = scaled, 0 if scaled is None else self._scaled_times + 1
-        for name, value in zip(_SUMS, by_rank.sum(0).tolist(), strict=True):
-            self._sums[name] += value
+        if by_rank is not None:
+            for name, value in zip(_SUMS, by_rank.sum(0).tolist(), strict=True):
+                self._sums[name] += value
         self._rates += learning_rate
 
     def warnings(self) -> list[dict[str, str]]:

@@ -192,3 +192,27 @@ def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
     (twice,), (thrice,) = warned[2, 1.0, 1.0], warned[1, 1.0, 3.0]
     assert "add up to 2 instead of 1" in twice and "the number of micro-batches (2)" in twice
     assert "3 times what its weights, advantages and ratios give" in thrice
+
+
+@pytest.mark.parametrize(("stale_rows", "epochs", "warned"), [(1, 1, []), (1, 4, []), (4, 4, ["stale_weights"])])
+def test_a_response_counts_once_however_many_epochs_train_on_it(
+    stale_rows: int, epochs: int, warned: list[str]
+) -> None:
+    """Of eight responses, some agree with the reference; four make the least number that is warned of."""
+    forward = Forward(Plain())
+    gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e9), forward)
+    mask = torch.ones(ROWS, RESPONSE)
+    for step in range(3):
+        gradloc.start_update(step)
+        for epoch in range(epochs):
+            for stale in (stale_rows, 0):
+                gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
+                _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
+                old = log_prob.detach()
+                rollout = torch.where(torch.arange(ROWS).unsqueeze(1) < stale, old - 0.5, old + 1e-4)
+                others = {"old_log_prob": old, "rollout_log_prob": rollout, "ref_log_prob": rollout.clone()}
+                gradloc.observe(log_prob, None, mask, response_mask=mask, token_id=forward.ids[:, PROMPT:], **others)
+                log_prob.sum().backward()
+                gradloc.end_pass()
+            gradloc.locate(epoch, mini_batch=0)
+    assert [warning["name"] for warning in gradloc.warnings] == warned
