@@ -264,9 +264,7 @@ class GradLoc:
         gradient = MiniBatch(self._model, micro_batches, scale, self.config.spike_trigger, all_figures)
         of_update, of_run, of_scale = gradient.update_figures.split([len(figures), len(sums), SCALE_FIGURES], dim=1)
         self._metrics.take_in(of_update)
-        counts = {"micro-batches": len(micro_batches)}
-        scaled = loss_scale_warning(of_scale, counts)
-        self._check_run(of_run if where["epoch"] == 0 else None, scaled)
+        self._check_run(of_run if where["epoch"] == 0 else None, loss_scale_warning(of_scale))
         return gradient
 
     def _check_run(self, by_rank: Tensor | None, scaled: dict[str, str] | None) -> None:

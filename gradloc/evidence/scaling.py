@@ -21,7 +21,7 @@ _LEAST_TOKENS = 16
 # At most about this many tokens of a rank are looked at.
 _SAMPLE = 2**16
 # How many figures `own_scale_figures` gives.
-SCALE_FIGURES = 6
+SCALE_FIGURES = 7
 # The aggregation modes that promise a sum of weights of 1: over all tokens, in the last over one of each response.
 _MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 # How close to a number a factor must be for that number to be named.
@@ -50,9 +50,9 @@ def own_scale_figures(
         loss_agg_mode (str, optional): How the loss is aggregated.
 
     Returns:
-        Tensor: float64 of shape (6,): the sum of weights that should be 1 (NaN if the mode promises none, or is None),
+        Tensor: float64 of shape (7,): the sum of weights that should be 1 (NaN if the mode promises none, or is None),
             the mode by number, the number of tokens of which coefficient over expected coefficient is known, and its
-            10%, 50% and 90% quantiles (NaN without any).
+            10%, 50% and 90% quantiles (NaN without any), and the number of micro-batches.
     """
     mode = _MODES.index(loss_agg_mode) if loss_agg_mode in _MODES else -1
     total = torch.full(
@@ -69,40 +69,41 @@ def own_scale_figures(
     # One by one: a tensor of the three would be copied to the device, and the host would wait for it.
     quantiles = torch.stack([torch.nanquantile(found, share) for share in (0.1, 0.5, 0.9)])
     count = found.isfinite().sum().double().unsqueeze(0)
-    return torch.cat([total, total.new_full((1,), mode), count, quantiles])
+    return torch.cat([total, total.new_full((1,), mode), count, quantiles, total.new_full((1,), len(micro_batches))])
 
 
 def coefficient_factor(by_rank: Tensor) -> float | None:
     """The factor by which the coefficients are larger than expected; None if they are not all so by the same factor.
 
     Args:
-        by_rank (Tensor): What `own_scale_figures` returned on each rank, shape (ranks, 6), on the CPU.
+        by_rank (Tensor): What `own_scale_figures` returned on each rank, shape (ranks, 7), on the CPU.
     """
     known = by_rank[by_rank[:, 2] > 0]
     if float(known[:, 2].sum()) < _LEAST_TOKENS:
         return None
     factor = float(known[:, 4].median())
-    if factor <= 0 or bool(((known[:, 3:] - factor).abs() > COEFFICIENT_SPREAD * factor).any()):
+    if factor <= 0 or bool(((known[:, 3:6] - factor).abs() > COEFFICIENT_SPREAD * factor).any()):
         return None
     return factor
 
 
-def loss_scale_warning(by_rank: Tensor, counts: Mapping[str, float] | None = None) -> dict[str, str] | None:
-    """A warning if a mini-batch's loss is scaled wrongly.
+def loss_scale_warning(by_rank: Tensor) -> dict[str, str] | None:
+    """A warning if a mini-batch's loss is scaled wrongly, from figures alone that all ranks have: they warn alike.
 
     Two things are compared: the weights of all tokens with what the aggregation mode promises, if all ranks have the
     same one: a sum of 1 in the mean over the ranks (over one token of each response for `seq-mean-token-sum`), and the
     coefficients with the weights.
-    Responses that a correction rejects make the first sum smaller, so less than 1 counts only if a number fits.
+    Responses that a correction rejects make the first sum smaller, so less than 1 counts only if a number fits: that of
+    the ranks, or of micro-batches if all ranks have as many.
 
     Args:
-        by_rank (Tensor): What `own_scale_figures` returned on each rank, shape (ranks, 6), on the CPU.
-        counts (Mapping, optional): Numbers that a factor could be, by what they are, besides the number of ranks.
+        by_rank (Tensor): What `own_scale_figures` returned on each rank, shape (ranks, 7), on the CPU.
 
     Returns:
         dict: `name`, `sentence` and `check`; None if nothing is wrong, or nothing is known.
     """
-    counts = {"ranks": float(len(by_rank)), **(counts or {})}
+    of_ranks = by_rank[:, 6].unique().tolist()
+    counts = {"ranks": len(by_rank), **({"micro-batches": of_ranks[0]} if len(of_ranks) == 1 else {})}
     modes, of_weights = by_rank[:, 1].unique(), float(by_rank[:, 0].mean())
     if len(modes) == 1 and math.isfinite(of_weights) and of_weights > 0:
         fitting = fitting_numbers(of_weights, counts)

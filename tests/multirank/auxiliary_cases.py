@@ -13,6 +13,7 @@ from batches import build_batch
 from mini_batches import split_rows
 from oracle import brute_force, layer_of, log_probs_and_entropy
 from torch import Tensor
+from verl.utils.gradloc import GradLocConfig
 from verl.utils.gradloc import gradloc as watching
 
 BLOCK = "layers.1.mlp"
@@ -108,3 +109,26 @@ def scales(case: Case, factor: float = 1.0) -> list[tuple[list[list[float]], dic
     finally:
         watching.loss_scale_warning, torch.Tensor.backward = original, backward  # type: ignore
     return found
+
+
+def warned_with_other_counts() -> list[dict[str, str]]:
+    """The warnings where rank 0 has three micro-batches and the others one, and the weights add up to a third."""
+    micro_batches, shape = 1 if dist.get_rank() else 3, (4, 8)
+    model = torch.nn.Linear(5, 1)
+    gradloc = watching.GradLoc(model, GradLocConfig(grad_norm_threshold=1e6), no_forward, loss_agg_mode="token-mean")
+    weight, advantage = torch.full(shape, 1 / (3 * micro_batches * 32)), torch.ones(shape)
+    tokens = {"response_mask": torch.ones(shape), "token_id": torch.zeros(shape).long(), "advantage": advantage}
+    for step in range(3):
+        gradloc.start_update(step)
+        for _ in range(micro_batches):
+            gradloc.begin_pass({}, range(4))
+            log_prob = torch.nn.functional.logsigmoid(model(torch.randn(*shape, 5))).squeeze(-1)
+            gradloc.observe(log_prob, None, weight, **tokens)
+            (-log_prob * advantage * weight).sum().backward()
+            gradloc.end_pass()
+        gradloc.locate(epoch=0, mini_batch=0)
+    return gradloc.warnings
+
+
+def no_forward(*_: Any) -> Any:
+    raise AssertionError("there is no search")

@@ -62,3 +62,8 @@ def test_a_loss_that_is_scaled_wrongly_is_named(launch: Launch) -> None:
     ((_, warning),) = launch(2, auxiliary_cases.scales, Case("fsdp2"), 2.0)[0]
     assert warning is not None and "is 2 times what its weights, advantages and ratios give" in warning["sentence"]
     assert "the number of ranks (2)" in warning["sentence"]
+
+
+def test_ranks_with_other_numbers_of_micro_batches_warn_alike(launch: Launch) -> None:
+    first, second = launch(2, auxiliary_cases.warned_with_other_counts)
+    assert first == second == []

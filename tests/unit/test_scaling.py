@@ -93,11 +93,10 @@ def test_a_loss_as_it_should_be_gives_no_warning(mode: str, changes: dict[str, A
     ],
 )
 def test_a_wrong_factor_is_found_wherever_it_comes_in(mode: str, factor: float, what: str) -> None:
-    counts = {"micro-batches": MICRO_BATCHES}
-    found = loss_scale_warning(ranks(mode, of_weights=factor), counts)
+    found = loss_scale_warning(ranks(mode, of_weights=factor))
     assert found is not None and found["name"] == "loss_scale"
     assert f"add up to {factor:.4g} instead of 1 ({mode}); it could be {what}." in found["sentence"]
-    found = loss_scale_warning(ranks(mode, of_loss=factor), counts)
+    found = loss_scale_warning(ranks(mode, of_loss=factor))
     assert found is not None and what in found["sentence"]
     assert f"gradient is {factor:.4g} times what its weights, advantages and ratios give" in found["sentence"]
 
@@ -145,6 +144,13 @@ def test_a_mode_without_a_promise_and_other_slopes_give_no_warning() -> None:
     assert coefficient_factor(by_rank) is None
     by_rank[:, 2] = 2
     assert coefficient_factor(by_rank) is None
+
+
+def test_ranks_with_other_numbers_of_micro_batches_have_no_number_that_fits() -> None:
+    by_rank = ranks("token-mean", of_weights=1 / MICRO_BATCHES)
+    assert loss_scale_warning(by_rank) is not None
+    by_rank[1, -1] += 1
+    assert loss_scale_warning(by_rank) is None
 
 
 def test_ranks_with_other_modes_have_no_sum_of_weights() -> None:
