@@ -247,7 +247,7 @@ class GradLoc:
             action,
             applied,
             started,
-            self.warnings,
+            self._run_checks.warnings(of_mini_batch=True),
         )
         event["replay"] = self._keep_bundle(event, investigation)
         self._add(event)

@@ -160,8 +160,10 @@ class RunChecks:
         self._held, self._times = "", 0
         self._least = math.inf
         self._updates_since_resume: int | None = None
-        # The last warning of a wrongly scaled loss, and how many mini-batches in a row had one.
+        # The warning of a wrongly scaled loss, of the last mini-batch and of the update; and how many mini-batches in a
+        # row had one.
         self._scaled: dict[str, str] | None = None
+        self._scaled_in_update: dict[str, str] | None = None
         self._scaled_times = 0
 
     @property
@@ -178,6 +180,7 @@ class RunChecks:
         """Begins an update."""
         self._end_update()
         self._step, self._rates_before = global_step, self._rates
+        self._scaled_in_update = None
         if self._updates_since_resume is not None:
             self._updates_since_resume += 1
 
@@ -190,14 +193,20 @@ class RunChecks:
             learning_rate (float): That of the optimizer step that follows.
             scaled (dict, optional): A warning that its loss is scaled wrongly; said once there are three in a row.
         """
-        self._scaled, self._scaled_times = scaled, 0 if scaled is None else self._scaled_times + 1
+        self._scaled_times = 0 if scaled is None else self._scaled_times + 1
+        self._scaled = scaled if self._scaled_times >= IN_A_ROW else None
+        self._scaled_in_update = self._scaled or self._scaled_in_update
         if by_rank is not None:
             for name, value in zip(_SUMS, by_rank.sum(0).tolist(), strict=True):
                 self._sums[name] += value
         self._rates += learning_rate
 
-    def warnings(self) -> list[dict[str, str]]:
-        """The warnings of the update so far: dicts of `name`, `sentence` and `check`."""
+    def warnings(self, of_mini_batch: bool = False) -> list[dict[str, str]]:
+        """The warnings of the update so far: dicts of `name`, `sentence` and `check`.
+
+        Args:
+            of_mini_batch (bool): Leave out that of a wrongly scaled loss if the last mini-batch's was right.
+        """
         note = resume_note(self.steps_since_resume)
         found = [
             warning
@@ -205,8 +214,9 @@ class RunChecks:
             # The trend is one of several updates already.
             if rule == "stale_trend" or (rule == self._held and self._times >= IN_A_ROW - 1)
         ]
-        if self._scaled is not None and self._scaled_times >= IN_A_ROW:
-            found.append(self._scaled)
+        scaled = self._scaled if of_mini_batch else self._scaled_in_update
+        if scaled is not None:
+            found.append(scaled)
         return [{**warning, "sentence": warning["sentence"] + note} for warning in found]
 
     def state_dict(self) -> dict[str, Any]:

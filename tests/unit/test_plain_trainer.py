@@ -194,6 +194,26 @@ def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
     assert "3 times what its weights, advantages and ratios give" in thrice
 
 
+def test_an_update_warns_of_its_wrong_mini_batches_though_the_last_is_right() -> None:
+    """The verdict on a spike in that one does not say so."""
+    forward = Forward(Plain())
+    config = GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_steps=2)
+    gradloc = GradLoc(forward.logits, config, forward, loss_agg_mode="token-mean")
+    others = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": forward.ids[:, PROMPT:]}
+    gradloc.start_update(1)
+    for mini_batch, factor in enumerate([3.0, 3.0, 3.0, 3.0, 1.0]):
+        weight = torch.full((ROWS, RESPONSE), factor / (ROWS * RESPONSE))
+        gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
+        _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
+        gradloc.observe(log_prob, None, weight, **others)
+        (-log_prob * weight).sum().backward()
+        gradloc.end_pass()
+        gradloc.locate(0, mini_batch)
+    assert [warning["name"] for warning in gradloc.warnings] == ["loss_scale"]
+    blamed = [event["verdict"]["cause"] == "loss_scale" for event in gradloc.events]
+    assert blamed == [False, False, True, True, False]
+
+
 @pytest.mark.parametrize(("stale_rows", "epochs", "warned"), [(1, 1, []), (1, 4, []), (4, 4, ["stale_weights"])])
 def test_a_response_counts_once_however_many_epochs_train_on_it(
     stale_rows: int, epochs: int, warned: list[str]

@@ -319,6 +319,21 @@ def test_readings_of_a_long_run_stay_few_and_keep_the_first() -> None:
     assert len(readings) <= 64 and readings[0][2] == 1 and readings[-1][2] > 900
 
 
+def test_an_update_keeps_its_warning_of_a_wrongly_scaled_loss() -> None:
+    """Of its eight mini-batches, the last alone is right; an event in that one is not blamed on the others' scale."""
+    warning = {"name": "loss_scale", "sentence": "The loss is scaled wrongly.", "check": ""}
+    checks = RunChecks()
+    checks.start_update(1)
+    for scaled in [None, *[warning] * 6]:
+        checks.take_in(None, 1e-6, scaled)
+    assert checks.warnings() == [warning] and checks.warnings(of_mini_batch=True) == [warning]
+    checks.take_in(None, 1e-6)
+    assert checks.warnings() == [warning] and checks.warnings(of_mini_batch=True) == []
+    checks.start_update(2)
+    checks.take_in(None, 1e-6, warning)
+    assert checks.warnings() == []
+
+
 def test_without_saved_state_the_first_step_seen_counts() -> None:
     checks = RunChecks()
     checks.load_state_dict(None)
