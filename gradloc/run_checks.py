@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of every step that need no spike: does the rollout have the policy's weights, and report its log-probs?"""
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -221,9 +222,11 @@ class RunChecks:
 
     def state_dict(self) -> dict[str, Any]:
         """What later updates are compared with: the same on every rank and for any number of ranks."""
-        self._end_update()
-        held = {"rule": self._held, "times": self._times}
-        return {"rates": self._rates, "readings": self._readings, "least": self._least, "held": held}
+        # Of a copy: a checkpoint may be saved within an update, and by rank 0 alone.
+        ended = copy.deepcopy(self)
+        ended._end_update()
+        held = {"rule": ended._held, "times": ended._times}
+        return {"rates": ended._rates, "readings": ended._readings, "least": ended._least, "held": held}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores `state_dict` after a resume; with None (no saved state) the next step is the first one seen."""

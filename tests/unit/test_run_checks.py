@@ -334,6 +334,22 @@ def test_an_update_keeps_its_warning_of_a_wrongly_scaled_loss() -> None:
     assert checks.warnings() == []
 
 
+def test_a_checkpoint_within_an_update_changes_nothing() -> None:
+    """Rank 0 alone asks for the state."""
+    run = Run(behind=None, rate=0.05, noise=0.02)
+    saving, other = RunChecks(), RunChecks()
+    for step, tokens in enumerate(steps(run, 8), 1):
+        for checks in (saving, other):
+            checks.start_update(step)
+        for _ in range(2):
+            sums = own_sums([tokens], True, other.usual_gap).unsqueeze(0)
+            for checks in (saving, other):
+                checks.take_in(sums, 1e-6)
+            assert saving.state_dict() == saving.state_dict()
+            assert (saving.usual_gap, saving.warnings()) == (other.usual_gap, other.warnings())
+    assert other.warnings() and saving.state_dict() == other.state_dict()
+
+
 def test_without_saved_state_the_first_step_seen_counts() -> None:
     checks = RunChecks()
     checks.load_state_dict(None)
