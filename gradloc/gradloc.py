@@ -71,7 +71,8 @@ class GradLoc:
         outliers (Callable, optional): `TokenClip.outliers` if TokenClip is on as well: what it saw of this rank's
             micro-batch with a given index.
         bundle_writer (BundleWriter, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
-        learning_rate (Callable, optional): Returns that of the next optimizer step; without it, all steps count alike.
+        learning_rate (Callable, optional): Returns that of the next optimizer step, a number or a tensor; without
+            it, all steps count alike.
         loss_agg_mode (str, optional): verl's name for how the loss is aggregated; None: the sum of the weights is not
             checked.
 
@@ -96,7 +97,7 @@ class GradLoc:
         cut: Cut | None = None,
         outliers: Callable[[int], Tensor] | None = None,
         bundle_writer: BundleWriter | None = None,
-        learning_rate: Callable[[], float] = lambda: 1.0,
+        learning_rate: Callable[[], float | Tensor] = lambda: 1.0,
         loss_agg_mode: str | None = None,
     ) -> None:
         self.config = config
@@ -188,11 +189,14 @@ class GradLoc:
                 of deadlocking it. Any other error is logged, and training continues.
         """
         where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
-        return unless_it_fails(
+        located = unless_it_fails(
             lambda: self._locate(where),
             Located(take_step=True),
             "the search for the tokens behind a gradient spike",
         )
+        if located.take_step:
+            self._run_checks.add_step(float(self._learning_rate()))  # an optimizer may have a tensor
+        return located
 
     def metrics(self) -> dict[str, float]:
         """The update's metrics for the training log, the same on every rank.
@@ -269,7 +273,7 @@ class GradLoc:
 
     def _check_run(self, by_rank: Tensor | None, scaled: dict[str, str] | None) -> None:
         """Adds a mini-batch to the checks of the run; a warning is logged once."""
-        self._run_checks.take_in(by_rank, self._learning_rate(), scaled)
+        self._run_checks.take_in(by_rank, scaled)
         self.warnings = self._run_checks.warnings()
         for warning in self.warnings:
             if warning["name"] not in self._logged and collectives.rank() == 0:

@@ -185,13 +185,12 @@ class RunChecks:
         if self._updates_since_resume is not None:
             self._updates_since_resume += 1
 
-    def take_in(self, by_rank: Tensor | None, learning_rate: float, scaled: dict[str, str] | None = None) -> None:
+    def take_in(self, by_rank: Tensor | None, scaled: dict[str, str] | None = None) -> None:
         """Adds a mini-batch.
 
         Args:
             by_rank (Tensor, optional): What `own_sums` returned on each rank, shape (ranks, 17), on the CPU; None after
                 the first PPO epoch, whose responses the others have again.
-            learning_rate (float): That of the optimizer step that follows.
             scaled (dict, optional): A warning that its loss is scaled wrongly; said once there are three in a row.
         """
         self._scaled_times = 0 if scaled is None else self._scaled_times + 1
@@ -200,6 +199,9 @@ class RunChecks:
         if by_rank is not None:
             for name, value in zip(_SUMS, by_rank.sum(0).tolist(), strict=True):
                 self._sums[name] += value
+
+    def add_step(self, learning_rate: float) -> None:
+        """Adds an optimizer step that is taken."""
         self._rates += learning_rate
 
     def warnings(self, of_mini_batch: bool = False) -> list[dict[str, str]]:

@@ -76,7 +76,7 @@ class Watch:
         sequence_parallel_size: int,
         dtype: torch.dtype,
         grad_clip: float | None,
-        learning_rate: Callable[[], float],
+        learning_rate: Callable[[], float | Tensor],
     ) -> None:
         self.gradloc: GradLoc | None = None
         self.layer_clip: LayerClip | None = None

@@ -167,6 +167,23 @@ def test_events_count_the_steps_since_a_resume(state: dict[str, Any] | None) -> 
         assert event["verdict"]["sentence"].endswith(note) == (step <= 3)
 
 
+@pytest.mark.parametrize(("action", "rates"), [("log", 0.25), ("skip", 0.0)])
+def test_learning_rates_are_those_of_the_steps_that_are_taken(action: str, rates: float) -> None:
+    """Some optimizers have a tensor for a learning rate."""
+    forward = Forward(Plain())
+    config = GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_steps=2, spike_action=action)
+    gradloc = GradLoc(forward.logits, config, forward, learning_rate=lambda: torch.tensor(0.25))
+    gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
+    _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
+    ones = torch.ones(ROWS, RESPONSE)
+    gradloc.observe(log_prob, None, ones, response_mask=ones, token_id=forward.ids[:, PROMPT:])
+    log_prob.sum().backward()
+    gradloc.end_pass()
+    assert gradloc.locate(epoch=0, mini_batch=0).take_step == (action == "log")
+    state = gradloc.state_dict()["run_checks"]["rates"]
+    assert (type(state), state) == (float, rates)
+
+
 def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
     """The loss of a training loop that forgets to divide by its two micro-batches, and one that does not."""
     forward = Forward(Plain())
