@@ -71,14 +71,16 @@ class GradLoc:
         outliers (Callable, optional): `TokenClip.outliers` if TokenClip is on as well: what it saw of this rank's
             micro-batch with a given index.
         bundle_writer (BundleWriter, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
-        learning_rate (Callable, optional): Returns that of the next optimizer step; without it, all steps count alike.
-        loss_agg_mode (str, optional): How the loss is aggregated, as `loss_scale_warning` takes it; None: the sum of
-            the weights is not checked.
+        learning_rate (Callable, optional): Returns that of the next optimizer step, a number or a tensor; without
+            it, all steps count alike.
+        loss_agg_mode (str, optional): verl's name for how the loss is aggregated; None: the sum of the weights is not
+            checked.
 
     Attributes:
         events (list[dict]): The events since `start_update` or `start_mini_batch`, the same on every rank, ready for
             `jsonable`.
         warnings (list[dict]): What is wrong with the run in the update so far; see `RunChecks.warnings`.
+        loss_agg_mode (str | None): As given; may be changed before `locate`, if only the loss tells.
     """
 
     def __init__(
@@ -95,12 +97,13 @@ class GradLoc:
         cut: Cut | None = None,
         outliers: Callable[[int], Tensor] | None = None,
         bundle_writer: BundleWriter | None = None,
-        learning_rate: Callable[[], float] = lambda: 1.0,
+        learning_rate: Callable[[], float | Tensor] = lambda: 1.0,
         loss_agg_mode: str | None = None,
     ) -> None:
         self.config = config
         self.events: list[dict[str, Any]] = []
         self.warnings: list[dict[str, str]] = []
+        self.loss_agg_mode = loss_agg_mode
         self._model = WatchedModel(
             module, forward, torch.device(device), squared_norms, sequence_parallel_size, meter, recover, cut
         )
@@ -108,7 +111,6 @@ class GradLoc:
         self._outliers = outliers
         self._bundle_writer = bundle_writer
         self._learning_rate = learning_rate
-        self._loss_agg_mode = loss_agg_mode
         self._threshold = Threshold(config.grad_norm_threshold)
         self._ordinary = OrdinaryGradient()
         self._metrics = UpdateMetrics()
@@ -197,11 +199,14 @@ class GradLoc:
                 of deadlocking it. Any other error is logged, and training continues.
         """
         where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
-        return unless_it_fails(
+        located = unless_it_fails(
             lambda: self._locate(where),
             Located(take_step=True),
             "the search for the tokens behind a gradient spike",
         )
+        if located.take_step:
+            self._run_checks.add_step(float(self._learning_rate()))  # an optimizer may have a tensor
+        return located
 
     def close(self) -> None:
         """Removes its hooks from the model; nothing else is to be called after that."""
@@ -260,7 +265,7 @@ class GradLoc:
             action,
             applied,
             started,
-            self.warnings,
+            self._run_checks.warnings(of_mini_batch=True),
         )
         event["replay"] = self._keep_bundle(event, investigation)
         self._add(event)
@@ -274,17 +279,16 @@ class GradLoc:
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
         sums = own_sums(tokens, first, self._run_checks.usual_gap, self._run_checks.bypass)
         scale = self._loss_scale()
-        all_figures = torch.cat([figures, sums, own_scale_figures(tokens, scale)])
+        all_figures = torch.cat([figures, sums, own_scale_figures(tokens, scale, self.loss_agg_mode)])
         gradient = MiniBatch(self._model, micro_batches, scale, self.config.spike_trigger, all_figures)
         of_update, of_run, of_scale = gradient.update_figures.split([len(figures), len(sums), SCALE_FIGURES], dim=1)
         self._metrics.take_in(of_update)
-        counts = {"micro-batches": len(micro_batches)}
-        self._check_run(of_run, loss_scale_warning(of_scale, self._loss_agg_mode, counts))
+        self._check_run(of_run if where["epoch"] == 0 else None, loss_scale_warning(of_scale))
         return gradient
 
-    def _check_run(self, by_rank: Tensor, scaled: dict[str, str] | None) -> None:
+    def _check_run(self, by_rank: Tensor | None, scaled: dict[str, str] | None) -> None:
         """Adds a mini-batch to the checks of the run; a warning is logged once."""
-        self._run_checks.take_in(by_rank, self._learning_rate(), scaled)
+        self._run_checks.take_in(by_rank, scaled)
         self.warnings = self._run_checks.warnings()
         for warning in self.warnings:
             if warning["name"] not in self._logged and collectives.rank() == 0:

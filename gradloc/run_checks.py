@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of every step that need no spike: does the rollout have the policy's weights, and report its log-probs?"""
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -181,8 +182,10 @@ class RunChecks:
         self._held, self._times = "", 0
         self._least = math.inf
         self._updates_since_resume: int | None = None
-        # The last warning of a wrongly scaled loss, and how many mini-batches in a row had one.
+        # The warning of a wrongly scaled loss, of the last mini-batch and of the update; and how many mini-batches in a
+        # row had one.
         self._scaled: dict[str, str] | None = None
+        self._scaled_in_update: dict[str, str] | None = None
         self._scaled_times = 0
         # In how many updates in a row there were tokens that the policy did not produce.
         self._unsampled_times = 0
@@ -206,24 +209,35 @@ class RunChecks:
         """Begins an update."""
         self._end_update()
         self._step, self._rates_before = global_step, self._rates
+        self._scaled_in_update = None
         if self._updates_since_resume is not None:
             self._updates_since_resume += 1
 
-    def take_in(self, by_rank: Tensor, learning_rate: float, scaled: dict[str, str] | None = None) -> None:
+    def take_in(self, by_rank: Tensor | None, scaled: dict[str, str] | None = None) -> None:
         """Adds a mini-batch.
 
         Args:
-            by_rank (Tensor): What `own_sums` returned on each rank, shape (ranks, 20), on the CPU.
-            learning_rate (float): That of the optimizer step that follows.
+            by_rank (Tensor, optional): What `own_sums` returned on each rank, shape (ranks, 20), on the CPU; None after
+                the first PPO epoch, whose responses the others have again.
             scaled (dict, optional): A warning that its loss is scaled wrongly; said once there are three in a row.
         """
-        self._scaled, self._scaled_times = scaled, 0 if scaled is None else self._scaled_times + 1
-        for name, value in zip(_SUMS, by_rank.sum(0).tolist(), strict=True):
-            self._sums[name] += value
+        self._scaled_times = 0 if scaled is None else self._scaled_times + 1
+        self._scaled = scaled if self._scaled_times >= IN_A_ROW else None
+        self._scaled_in_update = self._scaled or self._scaled_in_update
+        if by_rank is not None:
+            for name, value in zip(_SUMS, by_rank.sum(0).tolist(), strict=True):
+                self._sums[name] += value
+
+    def add_step(self, learning_rate: float) -> None:
+        """Adds an optimizer step that is taken."""
         self._rates += learning_rate
 
-    def warnings(self) -> list[dict[str, str]]:
-        """The warnings of the update so far: dicts of `name`, `sentence` and `check`."""
+    def warnings(self, of_mini_batch: bool = False) -> list[dict[str, str]]:
+        """The warnings of the update so far: dicts of `name`, `sentence` and `check`.
+
+        Args:
+            of_mini_batch (bool): Leave out that of a wrongly scaled loss if the last mini-batch's was right.
+        """
         note = resume_note(self.steps_since_resume)
         found = [
             warning
@@ -231,17 +245,20 @@ class RunChecks:
             # The trend is one of several updates already.
             if rule == "stale_trend" or (rule == self._held and self._times >= IN_A_ROW - 1)
         ]
-        if self._scaled is not None and self._scaled_times >= IN_A_ROW:
-            found.append(self._scaled)
+        scaled = self._scaled if of_mini_batch else self._scaled_in_update
+        if scaled is not None:
+            found.append(scaled)
         if self._has_unsampled() and self._unsampled_times >= IN_A_ROW - 1:
             found.append(self._unsampled())
         return [{**warning, "sentence": warning["sentence"] + note} for warning in found]
 
     def state_dict(self) -> dict[str, Any]:
         """What later updates are compared with: the same on every rank and for any number of ranks."""
-        self._end_update()
-        held = {"rule": self._held, "times": self._times}
-        return {"rates": self._rates, "readings": self._readings, "least": self._least, "held": held}
+        # Of a copy: a checkpoint may be saved within an update, and by rank 0 alone.
+        ended = copy.deepcopy(self)
+        ended._end_update()
+        held = {"rule": ended._held, "times": ended._times}
+        return {"rates": ended._rates, "readings": ended._readings, "least": ended._least, "held": held}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores `state_dict` after a resume; with None (no saved state) the next step is the first one seen."""

@@ -24,6 +24,7 @@ class RecordedAggregation:
         self._original: Callable[..., Tensor] | None = None
         self._call: Callable[[Tensor], Tensor] | None = None
         self._mask: Tensor | None = None
+        self._mode = ""
 
     def start(self) -> None:
         """Forgets the call of an earlier loss, and waits for that of the next one."""
@@ -34,7 +35,7 @@ class RecordedAggregation:
         @functools.wraps(original)
         def recorded(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *rest: Any, **options: Any) -> Tensor:
             if self._call is None:  # the loss itself; what follows are figures for the log
-                self._mask = loss_mask.detach()
+                self._mask, self._mode = loss_mask.detach(), loss_agg_mode
                 self._call = lambda x: original(x, loss_mask, loss_agg_mode, *rest, **options)
             return original(loss_mat, loss_mask, loss_agg_mode, *rest, **options)
 
@@ -66,7 +67,7 @@ class RecordedAggregation:
         if call is None:
             return token_weights(functools.partial(_without_a_call, config, response_mask), like)
         weight = token_weights(call, like)
-        if mask is not None and (config.use_kl_loss or config.entropy_coeff != 0):
+        if mask is not None and _has_more_terms(config):
             # Of a token that the loss has rejected, these terms remain.
             whole = token_weights(
                 lambda x: core_algos.agg_loss(x, response_mask, config.loss_agg_mode, **options), like
@@ -74,20 +75,47 @@ class RecordedAggregation:
             weight = torch.where(mask.bool(), weight, whole)
         return weight
 
+    def mode(self, config: Any) -> str:
+        """How the policy loss aggregates: some of verl's losses have a mode of their own, whatever `config` says."""
+        if self._call is None:
+            return _mode_without_a_call(config)
+        return self._mode
+
+    def kept(self, config: Any, response_mask: Tensor) -> Tensor | None:
+        """Which tokens the policy loss has not rejected, bool of the mask's shape; None if `weights` is 0 for the rest.
+
+        Args:
+            config (ActorConfig): verl's configuration of the actor.
+            response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
+        """
+        if self._mask is None or not _has_more_terms(config):
+            return None
+        return self._mask.bool() & response_mask.bool()
+
     def weights_of_call(self, like: Tensor) -> Tensor:
         """The weight that the recorded call gives each token, of the shape and on the device of `like`."""
         assert self._call is not None
         return token_weights(self._call, like)
 
 
+def _has_more_terms(config: Any) -> bool:
+    """Whether the whole loss has more terms than the policy loss: those of KL and entropy."""
+    return config.use_kl_loss or config.entropy_coeff != 0
+
+
 def _without_a_call(config: Any, response_mask: Tensor, losses: Tensor) -> Tensor:
     """The aggregation of a loss that does not call `agg_loss`."""
-    if config.policy_loss.get("loss_mode", "vanilla") == "geo_mean":
-        # A mean over all sequences, also those without a token.
-        mode, options = "seq-mean-token-mean", {"global_batch_size": len(response_mask)}
-    else:
-        mode, options = config.loss_agg_mode, config.global_batch_info
-    return core_algos.agg_loss(losses, response_mask, mode, **options)
+    # The geometric mean counts all sequences, also those without a token.
+    options = {"global_batch_size": len(response_mask)} if _is_geo_mean(config) else config.global_batch_info
+    return core_algos.agg_loss(losses, response_mask, _mode_without_a_call(config), **options)
+
+
+def _mode_without_a_call(config: Any) -> str:
+    return "seq-mean-token-mean" if _is_geo_mean(config) else config.loss_agg_mode
+
+
+def _is_geo_mean(config: Any) -> bool:
+    return config.policy_loss.get("loss_mode", "vanilla") == "geo_mean"
 
 
 def kl_coefficients(

@@ -78,7 +78,7 @@ class Watch:
         sequence_parallel_size: int,
         dtype: torch.dtype,
         grad_clip: float | None,
-        learning_rate: Callable[[], float],
+        learning_rate: Callable[[], float | Tensor],
     ) -> None:
         self.gradloc: GradLoc | None = None
         self.layer_clip: LayerClip | None = None
@@ -111,7 +111,6 @@ class Watch:
                 outliers=None if self.token_clip is None else self.token_clip.outliers,
                 bundle_writer=build_bundle_writer(module, config, rows_of, dtype, grad_clip, self.layer_clip),
                 learning_rate=learning_rate,
-                loss_agg_mode=config.loss_agg_mode,
             )
 
     @property
@@ -184,9 +183,14 @@ class Watch:
             self.gradloc.observe_later(lambda: self._with_derived(read(), factor, options), loss_inputs)
 
     def _with_weights(self, read_tokens: ReadTokens, factor: float, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        tokens = read_tokens()
-        weight = self.aggregation.weights(self._config, tokens["response_mask"], **options) * factor
-        return {**tokens, "weight": weight}
+        tokens, of_loss = dict(read_tokens()), self.aggregation
+        mask = tokens["response_mask"]
+        if self.gradloc is not None:
+            self.gradloc.loss_agg_mode = of_loss.mode(self._config)
+        if (kept := of_loss.kept(self._config, mask)) is not None:
+            tokens["policy_loss_mask"] = kept
+        tokens["weight"] = of_loss.weights(self._config, mask, **options) * factor
+        return tokens
 
     def _with_derived(self, tokens: dict[str, Tensor], factor: float, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tokens with what follows from their values, for GradLoc alone."""

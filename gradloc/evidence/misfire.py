@@ -20,6 +20,9 @@ USUAL_ADVANTAGE = 1.5
 # The causes that say less than a reward does: what other rules hold for is a bug, or the loss itself.
 LESS_SPECIFIC = (None, "advantage", "unlikely", "punished", "layer")
 
+# How the verdict by a data source begins; after its name, the shares follow in the sentence's last brackets.
+_BY_DATA_SOURCE = "The culprits are in responses with the data source "
+
 # (data-parallel rank, row in its mini-batch).
 Place = tuple[int, int]
 
@@ -92,6 +95,15 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
     return None
 
 
+def without_data_source(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A verdict without the name of a data source, whatever the name is; of any cause."""
+    sentence = verdict["sentence"]
+    if verdict["cause"] != "misfire" or not sentence.startswith(_BY_DATA_SOURCE):
+        return verdict
+    rest = sentence.rpartition(" (")[2]
+    return {**verdict, "sentence": f"The culprits are in responses with one data source ({rest}"}
+
+
 def _value(row: RewardedRow, what: str) -> Hashable:
     """A reward, without rounding errors of its sum, or a data source; None if it is not known."""
     if what == "data_source":
@@ -113,14 +125,15 @@ def _is_outlier(reward: Any, others: Collection[Any]) -> bool:
 
 
 def _verdict(what: str, value: Any, share: float, ordinary: float, culprits: int, prompts: int) -> dict[str, Any]:
-    name = f"the reward {value:g}" if what == "reward" else f"the data source {value}"
+    reward = what == "reward"
+    where = f"The culprits are in responses with the reward {value:g}" if reward else f"{_BY_DATA_SOURCE}{value}"
     shares = f"{of_culprits(share, culprits)} in {prompts} prompts, {percent(ordinary)} of the responses"
     return {
         "cause": "misfire",
         "culprits": share,
         "ordinary": ordinary,
-        "sentence": f"The culprits are in responses with {name} ({shares}): read these responses, and look for what "
-        "the reward function takes for right or wrong there.",
+        "sentence": f"{where} ({shares}): read these responses, and look for what the reward function takes for right "
+        "or wrong there.",
         "check": "`bash run_experiment.sh --embedded --fault misfire` shows this with a reward that is wrong for one "
         "kind of responses.",
     }

@@ -21,7 +21,9 @@ _LEAST_TOKENS = 16
 # At most about this many tokens of a rank are looked at.
 _SAMPLE = 2**16
 # How many figures `own_scale_figures` gives.
-SCALE_FIGURES = 6
+SCALE_FIGURES = 7
+# The aggregation modes that promise a sum of weights of 1: over all tokens, in the last over one of each response.
+_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 # How close to a number a factor must be for that number to be named.
 _FITS = 0.01
 
@@ -31,7 +33,9 @@ CHECK = (
 )
 
 
-def own_scale_figures(micro_batches: Sequence[Mapping[str, Tensor]], scale: float | Tensor = 1.0) -> Tensor:
+def own_scale_figures(
+    micro_batches: Sequence[Mapping[str, Tensor]], scale: float | Tensor = 1.0, loss_agg_mode: str | None = None
+) -> Tensor:
     """What one rank knows of the scale of a mini-batch's loss, for `loss_scale_warning`. No host sync.
 
     The expected coefficient of a token whose ratio is near 1 is −w·A·ratio, the KL loss's part apart. Clipped tokens
@@ -40,68 +44,71 @@ def own_scale_figures(micro_batches: Sequence[Mapping[str, Tensor]], scale: floa
     Args:
         micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
             `response_mask`, `weight`, `log_prob`; `coefficient` and `advantage`, and if available `old_log_prob`,
-            `kl_coefficient` and `rollout_is_weight`.
+            `kl_coefficient`, `rollout_is_weight`, and `policy_loss_mask`: a token that the policy loss rejects may have
+            a weight in other terms, which adds to the 1 of the tokens that it keeps.
         scale (float | Tensor): The loss scale of fp16 that the coefficients contain.
+        loss_agg_mode (str, optional): How the loss is aggregated.
 
     Returns:
-        Tensor: float64 of shape (6,): Σ w over the tokens, Σ over the rows of one token's w, the number of tokens of
-            which coefficient over expected coefficient is known, and its 10%, 50% and 90% quantiles (NaN without any).
+        Tensor: float64 of shape (7,): the sum of weights that should be 1 (NaN if the mode promises none, or is None),
+            the mode by number, the number of tokens of which coefficient over expected coefficient is known, and its
+            10%, 50% and 90% quantiles (NaN without any), and the number of micro-batches.
     """
-    device = micro_batches[0]["weight"].device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    mode = _MODES.index(loss_agg_mode) if loss_agg_mode in _MODES else -1
+    total = torch.full(
+        (1,), math.nan if mode < 0 else 0.0, dtype=torch.float64, device=micro_batches[0]["weight"].device
+    )
     ratios = []
     for tokens in micro_batches:
-        weight = torch.where(tokens["response_mask"].bool(), tokens["weight"].double(), 0.0)
-        sums += torch.stack([weight.sum(), weight.amax(1).sum()])
+        weight = torch.where(_in_policy_loss(tokens), tokens["weight"].double(), 0.0)
+        total += (weight.amax(1) if loss_agg_mode == "seq-mean-token-sum" else weight).sum()
         if "coefficient" in tokens and "advantage" in tokens:
             ratios.append(_coefficient_ratios(tokens, scale))
-    found = torch.cat(ratios) if ratios else sums.new_full((1,), math.nan)
+    found = torch.cat(ratios) if ratios else total.new_full((1,), math.nan)
     found = found[:: max(len(found) // _SAMPLE, 1)]
     # One by one: a tensor of the three would be copied to the device, and the host would wait for it.
     quantiles = torch.stack([torch.nanquantile(found, share) for share in (0.1, 0.5, 0.9)])
-    return torch.cat([sums, found.isfinite().sum().double().unsqueeze(0), quantiles])
+    count = found.isfinite().sum().double().unsqueeze(0)
+    return torch.cat([total, total.new_full((1,), mode), count, quantiles, total.new_full((1,), len(micro_batches))])
 
 
 def coefficient_factor(by_rank: Tensor) -> float | None:
     """The factor by which the coefficients are larger than expected; None if they are not all so by the same factor.
 
     Args:
-        by_rank (Tensor): What `own_scale_figures` returned on each rank, shape (ranks, 6), on the CPU.
+        by_rank (Tensor): What `own_scale_figures` returned on each rank, shape (ranks, 7), on the CPU.
     """
     known = by_rank[by_rank[:, 2] > 0]
     if float(known[:, 2].sum()) < _LEAST_TOKENS:
         return None
     factor = float(known[:, 4].median())
-    if factor <= 0 or bool(((known[:, 3:] - factor).abs() > COEFFICIENT_SPREAD * factor).any()):
+    if factor <= 0 or bool(((known[:, 3:6] - factor).abs() > COEFFICIENT_SPREAD * factor).any()):
         return None
     return factor
 
 
-def loss_scale_warning(
-    by_rank: Tensor, loss_agg_mode: str | None, counts: Mapping[str, float] | None = None
-) -> dict[str, str] | None:
-    """A warning if a mini-batch's loss is scaled wrongly.
+def loss_scale_warning(by_rank: Tensor) -> dict[str, str] | None:
+    """A warning if a mini-batch's loss is scaled wrongly, from figures alone that all ranks have: they warn alike.
 
-    Two things are compared: the weights of all tokens with what the aggregation mode promises, a sum of 1 in the mean
-    over the ranks (over one token of each response for `seq-mean-token-sum`), and the coefficients with the weights.
-    Responses that a correction rejects make the first sum smaller, so less than 1 counts only if a number fits.
+    Two things are compared: the weights of all tokens with what the aggregation mode promises, if all ranks have the
+    same one: a sum of 1 in the mean over the ranks (over one token of each response for `seq-mean-token-sum`), and the
+    coefficients with the weights.
+    Responses that a correction rejects make the first sum smaller, so less than 1 counts only if a number fits: that of
+    the ranks, or of micro-batches if all ranks have as many.
 
     Args:
-        by_rank (Tensor): What `own_scale_figures` returned on each rank, shape (ranks, 6), on the CPU.
-        loss_agg_mode (str, optional): How the loss is aggregated; of modes that promise no sum, and of None, only the
-            coefficients are compared.
-        counts (Mapping, optional): Numbers that a factor could be, by what they are, besides the number of ranks.
+        by_rank (Tensor): What `own_scale_figures` returned on each rank, shape (ranks, 7), on the CPU.
 
     Returns:
         dict: `name`, `sentence` and `check`; None if nothing is wrong, or nothing is known.
     """
-    counts = {"ranks": float(len(by_rank)), **(counts or {})}
-    column = {"token-mean": 0, "seq-mean-token-mean": 0, "seq-mean-token-sum": 1}.get(loss_agg_mode or "")
-    of_weights = None if column is None else float(by_rank[:, column].mean())
-    if of_weights is not None and math.isfinite(of_weights) and of_weights > 0:
+    of_ranks = by_rank[:, 6].unique().tolist()
+    counts = {"ranks": len(by_rank), **({"micro-batches": of_ranks[0]} if len(of_ranks) == 1 else {})}
+    modes, of_weights = by_rank[:, 1].unique(), float(by_rank[:, 0].mean())
+    if len(modes) == 1 and math.isfinite(of_weights) and of_weights > 0:
         fitting = fitting_numbers(of_weights, counts)
         if of_weights > CLEAR or (of_weights < 1 / CLEAR and fitting):
-            what = f"the weights of all tokens add up to {of_weights:.4g} instead of 1 ({loss_agg_mode})"
+            what = f"the weights of all tokens add up to {of_weights:.4g} instead of 1 ({_MODES[int(modes[0])]})"
             return _warning(what, fitting)
     of_coefficients = coefficient_factor(by_rank)
     if of_coefficients is not None and not is_one(of_coefficients):
@@ -154,13 +161,18 @@ def _warning(what: str, fitting: Sequence[str]) -> dict[str, str]:
     }
 
 
+def _in_policy_loss(tokens: Mapping[str, Tensor]) -> Tensor:
+    mask = tokens["response_mask"].bool()
+    return mask & tokens["policy_loss_mask"].bool() if "policy_loss_mask" in tokens else mask
+
+
 def _coefficient_ratios(tokens: Mapping[str, Tensor], scale: float | Tensor) -> Tensor:
     """Coefficient over expected coefficient, float64; NaN where it is not known."""
     coefficient = tokens["coefficient"].double() / scale
     if "kl_coefficient" in tokens:
         coefficient = coefficient - tokens["kl_coefficient"].double()
     expected = -tokens["weight"].double() * tokens["advantage"].double()
-    counted = tokens["response_mask"].bool() & (coefficient != 0) & (expected != 0)
+    counted = _in_policy_loss(tokens) & (coefficient != 0) & (expected != 0)
     if "old_log_prob" in tokens:
         log_ratio = tokens["log_prob"].double() - tokens["old_log_prob"].double()
         expected = expected * log_ratio.exp()

@@ -5,6 +5,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .misfire import without_data_source
 from .schema import CLIP, CLIPPED_TOKEN_FIELDS, CULPRIT_FIELDS, EVENT
 
 # Of what the trainer adds to a token, what is no text; and the token alone.
@@ -19,7 +20,10 @@ def without_texts(line: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "culprits" in line:
         culprits = [_named(culprit, (*CULPRIT_FIELDS, *_ADDED)) for culprit in line["culprits"]]
-        return _named(line, EVENT["properties"]) | {"culprits": culprits}
+        bare = _named(line, EVENT["properties"]) | {"culprits": culprits}
+        if bare.get("verdict") is not None:
+            bare["verdict"] = without_data_source(bare["verdict"])
+        return bare
     found = line["token_clip"]
     tokens = [_named(token, (*CLIPPED_TOKEN_FIELDS, *_ADDED)) for token in found["tokens"]]
     known = _named(found, CLIP["properties"]["token_clip"]["properties"]) | {"tokens": tokens}

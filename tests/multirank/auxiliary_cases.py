@@ -13,8 +13,8 @@ from batches import build_batch
 from mini_batches import split_rows
 from oracle import brute_force, layer_of, log_probs_and_entropy
 from torch import Tensor
+from verl.utils.gradloc import GradLocConfig
 from verl.utils.gradloc import gradloc as watching
-from verl.utils.gradloc.evidence.scaling import own_scale_figures
 
 BLOCK = "layers.1.mlp"
 
@@ -88,24 +88,47 @@ def auxiliary(case: Case, scale: float, over: float) -> tuple[str, dict[tuple[in
     return events, {name: norms for of_rank in everywhere for name, norms in of_rank.items()}, json.dumps(same)
 
 
-def scales(case: Case, factor: float = 1.0) -> list[list[float]]:
-    """The figures of an actor's loss on each rank; the loss is that many times as large."""
-    figures: list[Tensor] = []
-    original = watching.own_figures
+def scales(case: Case, factor: float = 1.0) -> list[tuple[list[list[float]], dict[str, str] | None]]:
+    """Of each mini-batch, the figures of an actor's loss on each rank, and the warning that they give.
 
-    def noted(micro_batches: list[Any]) -> Tensor:
-        figures.append(own_scale_figures([micro_batch.tokens for micro_batch in micro_batches]))
-        return original(micro_batches)
+    The loss is that many times as large.
+    """
+    found: list[tuple[list[list[float]], dict[str, str] | None]] = []
+    original, backward = watching.loss_scale_warning, torch.Tensor.backward
 
-    backward = torch.Tensor.backward
+    def noted(by_rank: Tensor, *arguments: Any) -> dict[str, str] | None:
+        warning = original(by_rank, *arguments)
+        found.append((by_rank.tolist(), warning))
+        return warning
+
     torch.Tensor.backward = lambda self, *rest, **options: backward(factor * self, *rest, **options)  # type: ignore
-    watching.own_figures = noted  # type: ignore[assignment]
+    watching.loss_scale_warning = noted  # type: ignore[assignment]
     try:
         actor = build_actor(case, spike_detection=True, grad_norm_threshold=1e6)
         actor.update_policy(build_batch(case, dist.get_rank()))
     finally:
-        watching.own_figures, torch.Tensor.backward = original, backward  # type: ignore
-    (first, *_) = figures
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, first.tolist())
-    return everywhere
+        watching.loss_scale_warning, torch.Tensor.backward = original, backward  # type: ignore
+    return found
+
+
+def warned_with_other_counts() -> list[dict[str, str]]:
+    """The warnings where rank 0 has three micro-batches and the others one, and the weights add up to a third."""
+    micro_batches, shape = 1 if dist.get_rank() else 3, (4, 8)
+    model = torch.nn.Linear(5, 1)
+    gradloc = watching.GradLoc(model, GradLocConfig(grad_norm_threshold=1e6), no_forward, loss_agg_mode="token-mean")
+    weight, advantage = torch.full(shape, 1 / (3 * micro_batches * 32)), torch.ones(shape)
+    tokens = {"response_mask": torch.ones(shape), "token_id": torch.zeros(shape).long(), "advantage": advantage}
+    for step in range(3):
+        gradloc.start_update(step)
+        for _ in range(micro_batches):
+            gradloc.begin_pass({}, range(4))
+            log_prob = torch.nn.functional.logsigmoid(model(torch.randn(*shape, 5))).squeeze(-1)
+            gradloc.observe(log_prob, None, weight, **tokens)
+            (-log_prob * advantage * weight).sum().backward()
+            gradloc.end_pass()
+        gradloc.locate(epoch=0, mini_batch=0)
+    return gradloc.warnings
+
+
+def no_forward(*_: Any) -> Any:
+    raise AssertionError("there is no search")

@@ -11,7 +11,7 @@ from actors import ENGINE, Case
 from test_actor import WRAPS, Launch, cases
 from valid_events import valid_events
 
-from gradloc.evidence.scaling import coefficient_factor, loss_scale_warning
+from gradloc.evidence.scaling import coefficient_factor
 
 
 # The engine of verl 0.9 computes without padding, over which the mean of this auxiliary loss would be another.
@@ -37,20 +37,33 @@ def test_the_gradient_of_an_auxiliary_loss_is_measured(launch: Launch, world: in
     *[(2, Case("fsdp2", loss_agg_mode=mode)) for mode in ("seq-mean-token-mean", "seq-mean-token-sum")],
     *[(2, Case("fsdp2", loss_mode=mode)) for mode in ("gspo", "cispo", "geo_mean")],
     (2, Case("fsdp2", kl=True, entropy=True, rollout=True, rollout_weights=True)),
+    # These two have a mean over sequences of their own, whatever the configuration says.
+    *[(2, Case("fsdp2", loss_mode=mode, loss_agg_mode="seq-mean-token-sum")) for mode in ("gspo", "geo_mean")],
+    # In bypass mode, the policy loss rejects about half of these tokens; the KL loss does not.
+    (2, Case("fsdp2", rows=16, loss_mode="bypass_mode", kl=True)),
 )
 def test_the_losses_of_verl_are_not_scaled_wrongly(launch: Launch, world: int, case: Case) -> None:
-    by_rank = torch.tensor(launch(world, auxiliary_cases.scales, case)[0], dtype=torch.float64)
+    found = launch(world, auxiliary_cases.scales, case)
+    assert found == found[:1] * world
+    by_rank = torch.tensor(found[0][0][0], dtype=torch.float64)
     assert by_rank[:, 4].tolist() == pytest.approx([1.0] * world, rel=0.15 if case.loss_mode == "geo_mean" else 0.02)
     # GMPO's coefficients have the ratio of the response instead, so there is no single factor.
     assert coefficient_factor(by_rank) in ((None,) if case.loss_mode == "geo_mean" else (pytest.approx(1, rel=0.02),))
     # Of verl 0.9.1, GMPO is: it takes the mean of each micro-batch, and the engine adds these up.
-    warning = loss_scale_warning(by_rank, case.loss_agg_mode)
-    assert (warning is not None) == (ENGINE and case.loss_mode == "geo_mean")
+    wrong = ENGINE and case.loss_mode == "geo_mean"
+    assert [warning is not None for _, warning in found[0]] == [wrong] * (case.rows // case.mini_batch)
+    # The mean of the engine is over all tokens, also over those that are rejected.
+    smaller = ENGINE and case.loss_mode == "bypass_mode"
+    assert (float(by_rank[:, 0].mean()) == pytest.approx(1, abs=0.1)) != (wrong or smaller)
 
 
 @pytest.mark.target(version="0.9.1")
 def test_a_loss_that_is_scaled_wrongly_is_named(launch: Launch) -> None:
-    by_rank = torch.tensor(launch(2, auxiliary_cases.scales, Case("fsdp2"), 2.0)[0], dtype=torch.float64)
-    found = loss_scale_warning(by_rank, "token-mean")
-    assert found is not None and "is 2 times what its weights, advantages and ratios give" in found["sentence"]
-    assert "the number of ranks (2)" in found["sentence"]
+    ((_, warning),) = launch(2, auxiliary_cases.scales, Case("fsdp2"), 2.0)[0]
+    assert warning is not None and "is 2 times what its weights, advantages and ratios give" in warning["sentence"]
+    assert "the number of ranks (2)" in warning["sentence"]
+
+
+def test_ranks_with_other_numbers_of_micro_batches_warn_alike(launch: Launch) -> None:
+    first, second = launch(2, auxiliary_cases.warned_with_other_counts)
+    assert first == second == []

@@ -12,6 +12,7 @@ import pytest
 
 from gradloc.evidence.misfire import LEAST_PROMPTS, LESS_SPECIFIC, RewardedRow, _chance, may_misfire, misfire
 from gradloc.evidence.schema import EVENT, conforms
+from gradloc.evidence.texts import without_texts
 from gradloc.evidence.verdict import CAUSES
 
 Rows = dict[tuple[int, int], RewardedRow]
@@ -68,6 +69,29 @@ def test_a_data_source_that_holds_the_culprits_is_named() -> None:
         found is not None and "responses with the data source web (83% of 6 culprits in 6 prompts" in found["sentence"]
     )
     assert found["ordinary"] == 5 / 40
+
+
+@pytest.mark.parametrize("name", ["web", "web (2024): all 6 culprits (sums", "the reward 1 (", ""])
+def test_trackers_do_not_see_the_name_of_a_data_source(name: str) -> None:
+    culprits = [{"rank": 0, "row": row, "data_source": name} for row in range(5)]
+    rows = [RewardedRow(f"uid {row}", 1.0, name if row < 5 else "books", USUAL) for row in range(99)]
+    line = {"verdict": None, "culprits": culprits}
+    line["verdict"] = misfire(line, {(0, row): each for row, each in enumerate(rows)})
+    assert line["verdict"]["sentence"].startswith(f"The culprits are in responses with the data source {name} (all 5")
+    bare = without_texts(line)
+    assert bare["verdict"] == line["verdict"] | {
+        "sentence": "The culprits are in responses with one data source (all 5 culprits in 5 prompts, 5% of the "
+        "responses): read these responses, and look for what the reward function takes for right or wrong there."
+    }
+    assert "data_source" not in bare["culprits"][0]
+
+
+def test_the_names_of_rewards_and_other_verdicts_are_kept() -> None:
+    rows, places = mini_batch()
+    of_reward, other = misfire(event(*places), rows), {"cause": "kl", "sentence": "Of the KL loss (a part)."}
+    for verdict in (of_reward, other, None):
+        assert without_texts({"culprits": [], "verdict": verdict})["verdict"] == verdict
+    assert "verdict" not in without_texts({"culprits": []})
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,23 @@ def test_events_count_the_steps_since_a_resume(state: dict[str, Any] | None) -> 
         assert event["verdict"]["sentence"].endswith(note) == (step <= 3)
 
 
+@pytest.mark.parametrize(("action", "rates"), [("log", 0.25), ("skip", 0.0)])
+def test_learning_rates_are_those_of_the_steps_that_are_taken(action: str, rates: float) -> None:
+    """Some optimizers have a tensor for a learning rate."""
+    forward = Forward(Plain())
+    config = GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_steps=2, spike_action=action)
+    gradloc = GradLoc(forward.logits, config, forward, learning_rate=lambda: torch.tensor(0.25))
+    gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
+    _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
+    ones = torch.ones(ROWS, RESPONSE)
+    gradloc.observe(log_prob, None, ones, response_mask=ones, token_id=forward.ids[:, PROMPT:])
+    log_prob.sum().backward()
+    gradloc.end_pass()
+    assert gradloc.locate(epoch=0, mini_batch=0).take_step == (action == "log")
+    state = gradloc.state_dict()["run_checks"]["rates"]
+    assert (type(state), state) == (float, rates)
+
+
 def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
     """The loss of a training loop that forgets to divide by its two micro-batches, and one that does not."""
     forward = Forward(Plain())
@@ -192,3 +209,47 @@ def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
     (twice,), (thrice,) = warned[2, 1.0, 1.0], warned[1, 1.0, 3.0]
     assert "add up to 2 instead of 1" in twice and "the number of micro-batches (2)" in twice
     assert "3 times what its weights, advantages and ratios give" in thrice
+
+
+def test_an_update_warns_of_its_wrong_mini_batches_though_the_last_is_right() -> None:
+    """The verdict on a spike in that one does not say so."""
+    forward = Forward(Plain())
+    config = GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_steps=2)
+    gradloc = GradLoc(forward.logits, config, forward, loss_agg_mode="token-mean")
+    others = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": forward.ids[:, PROMPT:]}
+    gradloc.start_update(1)
+    for mini_batch, factor in enumerate([3.0, 3.0, 3.0, 3.0, 1.0]):
+        weight = torch.full((ROWS, RESPONSE), factor / (ROWS * RESPONSE))
+        gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
+        _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
+        gradloc.observe(log_prob, None, weight, **others)
+        (-log_prob * weight).sum().backward()
+        gradloc.end_pass()
+        gradloc.locate(0, mini_batch)
+    assert [warning["name"] for warning in gradloc.warnings] == ["loss_scale"]
+    blamed = [event["verdict"]["cause"] == "loss_scale" for event in gradloc.events]
+    assert blamed == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize(("stale_rows", "epochs", "warned"), [(1, 1, []), (1, 4, []), (4, 4, ["stale_weights"])])
+def test_a_response_counts_once_however_many_epochs_train_on_it(
+    stale_rows: int, epochs: int, warned: list[str]
+) -> None:
+    """Of eight responses, some agree with the reference; four make the least number that is warned of."""
+    forward = Forward(Plain())
+    gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e9), forward)
+    mask = torch.ones(ROWS, RESPONSE)
+    for step in range(3):
+        gradloc.start_update(step)
+        for epoch in range(epochs):
+            for stale in (stale_rows, 0):
+                gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
+                _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
+                old = log_prob.detach()
+                rollout = torch.where(torch.arange(ROWS).unsqueeze(1) < stale, old - 0.5, old + 1e-4)
+                others = {"old_log_prob": old, "rollout_log_prob": rollout, "ref_log_prob": rollout.clone()}
+                gradloc.observe(log_prob, None, mask, response_mask=mask, token_id=forward.ids[:, PROMPT:], **others)
+                log_prob.sum().backward()
+                gradloc.end_pass()
+            gradloc.locate(epoch, mini_batch=0)
+    assert [warning["name"] for warning in gradloc.warnings] == warned

@@ -224,7 +224,8 @@ def checked(
     for step, tokens in enumerate(steps(run, count, seed), 1):
         checks.start_update(step)
         parts = [{name: values[rank::ranks] for name, values in tokens.items()} for rank in range(ranks)]
-        checks.take_in(torch.stack([own_sums([part], True, checks.usual_gap) for part in parts]), 1e-6)
+        checks.take_in(torch.stack([own_sums([part], True, checks.usual_gap) for part in parts]))
+        checks.add_step(1e-6)
         found.append(checks.warnings())
     return found
 
@@ -341,7 +342,8 @@ def test_a_single_broken_update_does_not_warn() -> None:
         if step == 3:
             tokens["old_log_prob"] = tokens["log_prob"] = tokens["log_prob"] - 3.0
         checks.start_update(step)
-        checks.take_in(own_sums([tokens], True, checks.usual_gap).unsqueeze(0), 1e-6)
+        checks.take_in(own_sums([tokens], True, checks.usual_gap).unsqueeze(0))
+        checks.add_step(1e-6)
         found.append(checks.warnings())
     assert not any(names(found))
 
@@ -355,7 +357,8 @@ def test_a_resume_keeps_the_readings_and_says_so() -> None:
         if step == 9:
             resumed.load_state_dict(first.state_dict())
         checks.start_update(step)
-        checks.take_in(own_sums([tokens], True, checks.usual_gap).unsqueeze(0), 1e-6)
+        checks.take_in(own_sums([tokens], True, checks.usual_gap).unsqueeze(0))
+        checks.add_step(1e-6)
         found.append(checks.warnings())
     assert names(found) == names(whole) and resumed.steps_since_resume == 4
     for step in (9, 10, 11):
@@ -377,9 +380,42 @@ def test_readings_of_a_long_run_stay_few_and_keep_the_first() -> None:
     sums = own_sums([tokens], True, 0.0).unsqueeze(0)
     for step in range(1, 1001):
         checks.start_update(step)
-        checks.take_in(sums, 1e-6)
+        checks.take_in(sums)
+        checks.add_step(1e-6)
     readings = checks.state_dict()["readings"]
     assert len(readings) <= 64 and readings[0][2] == 1 and readings[-1][2] > 900
+
+
+def test_an_update_keeps_its_warning_of_a_wrongly_scaled_loss() -> None:
+    """Of its eight mini-batches, the last alone is right; an event in that one is not blamed on the others' scale."""
+    warning = {"name": "loss_scale", "sentence": "The loss is scaled wrongly.", "check": ""}
+    checks = RunChecks()
+    checks.start_update(1)
+    for scaled in [None, *[warning] * 6]:
+        checks.take_in(None, scaled)
+    assert checks.warnings() == checks.warnings(of_mini_batch=True) == [warning]
+    checks.take_in(None)
+    assert checks.warnings() == [warning] and checks.warnings(of_mini_batch=True) == []
+    checks.start_update(2)
+    checks.take_in(None, warning)
+    assert checks.warnings() == []
+
+
+def test_a_checkpoint_within_an_update_changes_nothing() -> None:
+    """Rank 0 alone asks for the state."""
+    run = Run(behind=None, rate=0.05, noise=0.02)
+    saving, other = RunChecks(), RunChecks()
+    for step, tokens in enumerate(steps(run, 8), 1):
+        for checks in (saving, other):
+            checks.start_update(step)
+        for _ in range(2):
+            sums = own_sums([tokens], True, other.usual_gap).unsqueeze(0)
+            for checks in (saving, other):
+                checks.take_in(sums)
+                checks.add_step(1e-6)
+            assert saving.state_dict() == saving.state_dict()
+            assert (saving.usual_gap, saving.warnings()) == (other.usual_gap, other.warnings())
+    assert other.warnings() and saving.state_dict() == other.state_dict()
 
 
 def test_without_saved_state_the_first_step_seen_counts() -> None:

@@ -32,6 +32,12 @@ def aggregate(losses: Tensor, mask: Tensor, mode: str) -> Tensor:
     return (sums / mask.sum(1) if mode == "seq-mean-token-mean" else sums).mean()
 
 
+def aggregate_left(losses: Tensor, mask: Tensor, mode: str) -> Tensor:
+    """The same over the rows that have a token left."""
+    left = mask.any(1)
+    return aggregate(losses[left], mask[left], mode)
+
+
 def ranks(mode: str, of_loss: float = 1.0, of_weights: float = 1.0, **changes: Any) -> Tensor:
     """The figures of ranks whose loss is PPO's, by autograd, times a factor after the weights, or in them."""
     torch.manual_seed(0)
@@ -63,7 +69,7 @@ def ranks(mode: str, of_loss: float = 1.0, of_weights: float = 1.0, **changes: A
         micro_batches = [
             {name: value[start : start + ROWS] for name, value in tokens.items()} for start in range(0, shape[0], ROWS)
         ]
-        figures.append(own_scale_figures(micro_batches, changes.get("scale", 1.0)))
+        figures.append(own_scale_figures(micro_batches, changes.get("scale", 1.0), changes.get("of_config", mode)))
     return torch.stack(figures)
 
 
@@ -72,7 +78,7 @@ def ranks(mode: str, of_loss: float = 1.0, of_weights: float = 1.0, **changes: A
 def test_a_loss_as_it_should_be_gives_no_warning(mode: str, changes: dict[str, Any]) -> None:
     by_rank = ranks(mode, **changes)
     assert coefficient_factor(by_rank) == pytest.approx(1, abs=1e-5)
-    assert loss_scale_warning(by_rank, mode) is None
+    assert loss_scale_warning(by_rank) is None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -87,29 +93,50 @@ def test_a_loss_as_it_should_be_gives_no_warning(mode: str, changes: dict[str, A
     ],
 )
 def test_a_wrong_factor_is_found_wherever_it_comes_in(mode: str, factor: float, what: str) -> None:
-    counts = {"micro-batches": MICRO_BATCHES}
-    found = loss_scale_warning(ranks(mode, of_weights=factor), mode, counts)
+    found = loss_scale_warning(ranks(mode, of_weights=factor))
     assert found is not None and found["name"] == "loss_scale"
     assert f"add up to {factor:.4g} instead of 1 ({mode}); it could be {what}." in found["sentence"]
-    found = loss_scale_warning(ranks(mode, of_loss=factor), mode, counts)
+    found = loss_scale_warning(ranks(mode, of_loss=factor))
     assert found is not None and what in found["sentence"]
     assert f"gradient is {factor:.4g} times what its weights, advantages and ratios give" in found["sentence"]
 
 
 def test_a_smaller_sum_of_weights_is_no_fault_where_no_number_fits() -> None:
     """As where a correction rejects responses."""
-    assert loss_scale_warning(ranks("token-mean", of_weights=0.7), "token-mean") is None
-    assert loss_scale_warning(ranks("token-mean", of_weights=1.4), "token-mean") is not None
+    assert loss_scale_warning(ranks("token-mean", of_weights=0.7)) is None
+    assert loss_scale_warning(ranks("token-mean", of_weights=1.4)) is not None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_that_the_policy_loss_rejects_do_not_count(mode: str) -> None:
+    """Their weight is that of the KL loss, a mean over all tokens; those that are left have a mean of their own."""
+    shape = (8, LENGTH)
+    mask, kept = torch.ones(shape), (torch.arange(8) >= 4).float().unsqueeze(1).expand(shape)
+    weight, whole = (token_weights(lambda x, m=m: aggregate_left(x, m, mode), torch.zeros(shape)) for m in (kept, mask))
+    kl_coefficient = torch.rand(shape) * whole
+    tokens = {
+        "response_mask": mask,
+        "weight": torch.where(kept.bool(), weight, whole),
+        "log_prob": torch.zeros(shape),
+        "advantage": torch.ones(shape),
+        "kl_coefficient": kl_coefficient,
+        "coefficient": kl_coefficient * (1 + 1e-7) - weight,  # with an error of rounding
+    }
+    assert loss_scale_warning(own_scale_figures([tokens], loss_agg_mode=mode).unsqueeze(0)) is not None
+    kept_alone = {**tokens, "policy_loss_mask": kept.bool()}
+    by_rank = own_scale_figures([kept_alone], loss_agg_mode=mode).unsqueeze(0)
+    assert loss_scale_warning(by_rank) is None
+    assert by_rank[0, 2] == kept.sum() and coefficient_factor(by_rank) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("factor", [CLEAR - 0.01, 1 / CLEAR + 0.01])
 def test_what_is_near_one_is_called_one(factor: float) -> None:
-    assert loss_scale_warning(ranks("token-mean", of_loss=factor), "token-mean") is None
-    assert loss_scale_warning(ranks("token-mean", of_weights=factor), "token-mean") is None
+    assert loss_scale_warning(ranks("token-mean", of_loss=factor)) is None
+    assert loss_scale_warning(ranks("token-mean", of_weights=factor)) is None
 
 
 def test_a_mode_without_a_promise_and_other_slopes_give_no_warning() -> None:
-    assert loss_scale_warning(ranks("token-mean", of_weights=9.0), "seq-mean-token-sum-norm") is None
+    assert loss_scale_warning(ranks("token-mean", of_weights=9.0, of_config="seq-mean-token-sum-norm")) is None
     assert coefficient_factor(ranks("token-mean", of_loss=9.0, noise=2 * COEFFICIENT_SPREAD)) is None
     assert coefficient_factor(ranks("token-mean", of_loss=9.0, without=["advantage"])) is None
     by_rank = ranks("token-mean")
@@ -117,6 +144,18 @@ def test_a_mode_without_a_promise_and_other_slopes_give_no_warning() -> None:
     assert coefficient_factor(by_rank) is None
     by_rank[:, 2] = 2
     assert coefficient_factor(by_rank) is None
+
+
+def test_ranks_with_other_numbers_of_micro_batches_have_no_number_that_fits() -> None:
+    by_rank = ranks("token-mean", of_weights=1 / MICRO_BATCHES)
+    assert loss_scale_warning(by_rank) is not None
+    by_rank[1, -1] += 1
+    assert loss_scale_warning(by_rank) is None
+
+
+def test_ranks_with_other_modes_have_no_sum_of_weights() -> None:
+    by_rank = torch.cat([ranks(mode, of_weights=9.0)[:1] for mode in MODES[:2]])
+    assert loss_scale_warning(by_rank[:1]) is not None and loss_scale_warning(by_rank) is None
 
 
 def test_only_numbers_that_fit_are_named() -> None:
