@@ -120,7 +120,6 @@ def test_a_run_is_named_by_the_cause_that_was_planted(tmp_path: Path, monkeypatc
         "7",
         "--rows",
         "gradient of one layer",
-        "backward signal of one token",
         "healthy",
     ]
     monkeypatch.setattr(sys, "argv", command)
@@ -128,6 +127,5 @@ def test_a_run_is_named_by_the_cause_that_was_planted(tmp_path: Path, monkeypatc
     runs = json.loads(path.read_text())["runs"]
     assert {name: run["named"] for name, run in runs.items()} == {
         "7 | gradient of one layer": "layer",
-        "7 | backward signal of one token": blind.UNKNOWN,
         "7 | healthy": None,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ if importlib.util.find_spec("verl.workers.actor") is None:
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import simulated_nulls  # noqa: E402
 from rule_shares import LIMITS, culprit_shares, null_cell  # noqa: E402
 from verl.utils.gradloc.evidence.sources import RULES  # noqa: E402
 from verl.utils.gradloc.evidence.verdict import COMMON  # noqa: E402
@@ -41,6 +43,15 @@ def test_the_shares_of_culprits_are_those_of_all_events() -> None:
 
 def test_the_limits_are_those_of_rules() -> None:
     assert LIMITS.keys() <= {rule.name for rule in RULES}
+
+
+def test_rules_that_are_simulated() -> None:
+    """Culprits by chance name no reward; a mismatch of most tokens now and then begins at a turn."""
+    assert all(simulated_nulls.misfires(way, 30, 0) == 0 for way in simulated_nulls.WAYS)
+    assert simulated_nulls.retokenized(0.01, 2000, 0) == 0 < simulated_nulls.retokenized(0.5, 2000, 0) < 20
+    rows = simulated_nulls.mini_batch(random.Random(1))
+    drawn = simulated_nulls.culprits("the largest wrong ones", rows, random.Random(1))
+    assert 3 <= len(drawn) == len(set(drawn)) and all(rows[i].advantage > 0 for i in drawn)
 
 
 def test_natural_runs(tmp_path: Path) -> None:
