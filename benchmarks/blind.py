@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from verl.workers.actor import dp_actor
 
 TUNING = range(20)
-TEST = range(301, 321)
+TEST = range(301, 311)
 STEPS, QUICK_STEPS = 24, 3
 # In which a cause may begin, except for those of a whole run.
 EARLIEST, LATEST = 12, 20

@@ -9,8 +9,9 @@ deviations, and learning rates up to a hundred times the usual one.
 
 Printed for each run: the largest and the smallest gap (the mean difference of the log-probs of rollout and policy), the
 largest share of stale responses and the most of them in a step, the largest growth of the gap, the share of differences
-of one sign and the correlation that come nearest to the limits, and the first step with a warning. Limits are in
-docs/run-causes.md.
+of one sign and the correlation that come nearest to the limits, the most tokens of a step that the policy did not
+produce, how far the sum of the weights and the coefficients are from what they should be (a factor), and the first step
+with a warning. Limits are in docs/run-causes.md.
 
 The patched verl must be importable; after `bash tests/run.sh`:
 
@@ -30,6 +31,8 @@ from grpo_run import Run, Samples, Settings, Variant
 from sums_task import PROMPT, RESPONSE, learn_from_examples, new_model
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
+from verl.utils.gradloc import gradloc as gradloc_module
+from verl.utils.gradloc.evidence.scaling import coefficient_factor
 
 RATE = 1e-4
 
@@ -94,6 +97,14 @@ def run(planted: Planted, weights: dict[str, Tensor], seed: int, steps: int) -> 
     rollout = Rollout(planted, training, seed)
     gradloc = training.actor.gradloc
     assert gradloc is not None
+    scales: list[Tensor] = []
+    check_run = gradloc_module.loss_scale_warning
+
+    def looked_at(by_rank: Tensor, *others: Any) -> dict[str, str] | None:
+        scales.append(by_rank)
+        return check_run(by_rank, *others)
+
+    gradloc_module.loss_scale_warning = looked_at
     figures = []
     for _ in range(steps):
         samples, log_probs = rollout.draw()
@@ -104,8 +115,17 @@ def run(planted: Planted, weights: dict[str, Tensor], seed: int, steps: int) -> 
                 tensors["ref_log_prob"] = rollout.reference(tensors["input_ids"])
 
         training.step("no", samples, change)
-        figures.append({**_figures(gradloc._run_checks), "warnings": [warning["name"] for warning in gradloc.warnings]})
+        found = {**_figures(gradloc._run_checks), "scale": max(map(_off_scale, scales))}
+        figures.append({**found, "warnings": [warning["name"] for warning in gradloc.warnings]})
+        scales.clear()
+    gradloc_module.loss_scale_warning = check_run
     return figures
+
+
+def _off_scale(by_rank: Tensor) -> float:
+    """The larger one of both factors that `loss_scale_warning` looks at, or of one over it."""
+    factors = [float(by_rank[:, 0].mean()), coefficient_factor(by_rank) or 1.0]
+    return max(max(factor, 1 / factor) for factor in factors)
 
 
 class Rollout:
@@ -196,6 +216,7 @@ def _figures(checks: Any) -> dict[str, float]:
         "growth": gap / base if base else 1.0,
         "one_side": max(sums["larger"], sums["smaller"]) / signed if signed else 0.5,
         "correlation": abs(checks._correlation()),
+        "unsampled": sums["unsampled"],
     }
 
 
@@ -209,6 +230,7 @@ def described(figures: list[dict[str, Any]]) -> str:
     return (
         f"gap {least:.3f} to {most['gap']:.3f}  stale {most['share']:4.0%} (at most {most['stale']:.0f})  "
         f"growth {most['growth']:5.1f}  one side {most['one_side']:4.0%}  correlation {most['correlation']:.2f}  "
+        f"unsampled {most['unsampled']:.0f}  scale {most['scale']:.3f}  "
         + (f"{', '.join(names)} in {warned} of {len(figures)} steps, first in {first}" if names else "no warning")
     )
 

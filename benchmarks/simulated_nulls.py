@@ -8,7 +8,9 @@
 - retokenized: responses of 2 to 6 turns of 4 to 60 tokens; each token's log-prob differs from the rollout's by over a
   nat with the same probability, 1% to 70%.
 
-    PYTHONPATH=. python benchmarks/simulated_nulls.py --runs 50000
+The patched verl must be importable; after `bash tests/run.sh`:
+
+    PYTHONPATH=build/verl:. build/venv/bin/python benchmarks/simulated_nulls.py
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ import random
 import statistics
 
 import torch
-
-from gradloc.evidence.misfire import RewardedRow, misfire
-from gradloc.evidence.token_facts import find_mismatch
+from verl.utils.gradloc.evidence.misfire import RewardedRow, misfire
+from verl.utils.gradloc.evidence.token_facts import find_mismatch
 
 WAYS = ("by chance", "by the advantage", "the largest wrong ones")
 OFF = (0.01, 0.05, 0.2, 0.4, 0.5, 0.6, 0.7)

@@ -15,6 +15,7 @@ from .actions import act
 from .bundles.bundle_writer import BundleWriter
 from .config import GradLocConfig
 from .evidence.event import build_event
+from .evidence.ordinary import HOLDS
 from .evidence.scaling import SCALE_FIGURES, loss_scale_warning, own_scale_figures
 from .fsdp import collectives
 from .fsdp.failures import unless_it_fails
@@ -277,7 +278,8 @@ class GradLoc:
         figures = own_figures(micro_batches)
         first = (where["epoch"], where["mini_batch"]) == (0, 0)
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
-        sums = own_sums(tokens, first, self._run_checks.usual_gap, self._run_checks.bypass)
+        checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
+        sums = own_sums(checked, first, self._run_checks.usual_gap, self._run_checks.bypass)
         scale = self._loss_scale()
         all_figures = torch.cat([figures, sums, own_scale_figures(tokens, scale, self.loss_agg_mode)])
         gradient = MiniBatch(self._model, micro_batches, scale, self.config.spike_trigger, all_figures)

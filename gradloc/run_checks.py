@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .evidence.ordinary import HOLDS
-from .evidence.sources import SOURCES
-
 # The limits of the checks, in nats where they are differences of log-probs; docs/run-causes.md has what ordinary runs
 # give.
 LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
@@ -89,8 +86,8 @@ def own_sums(
 
     Args:
         micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
-            `response_mask`, `weight`, `log_prob`, and if available `old_log_prob`, `ref_log_prob`, `rollout_log_prob`,
-            `after_eos`.
+            `response_mask`, `weight`, `log_prob`, `unsampled` (bool: the policy did not produce the token), and if
+            available `old_log_prob`, `ref_log_prob`, `rollout_log_prob`.
         first (bool): Whether it is the update's first mini-batch.
         usual_gap (float): Responses whose mean gap is over this are counted.
         bypass (bool): Whether all earlier mini-batches of the update had the rollout's log-probs for the old ones.
@@ -108,7 +105,7 @@ def own_sums(
 def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float, bypass: bool) -> Tensor:
     log_prob, rollout = tokens["log_prob"].double(), tokens["rollout_log_prob"].double()
     weighted = tokens["response_mask"].bool() & (tokens["weight"] != 0)
-    unsampled = weighted & HOLDS["unsampled"](tokens, {})
+    unsampled = weighted & tokens["unsampled"]
     counted = weighted & ~unsampled & rollout.isfinite()
     differing = torch.zeros_like(counted)
     policy = log_prob
@@ -313,7 +310,7 @@ class RunChecks:
             "name": UNSAMPLED,
             "sentence": f"Tokens that the policy did not produce are trained on ({share:.2%} of the response tokens: "
             "they follow an EOS token, or the rollout gives NaN, or exactly 0 for one that training finds very "
-            f"unlikely). {SOURCES[UNSAMPLED].advice}",
+            "unlikely); set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
             "check": _SEE.format("unsampled"),
         }
 

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.slow
 def test_a_seed_draws_the_same_again_and_another_seed_something_else() -> None:
     drawn = [blind.draw("advantage of NaN", seed, 24) for seed in (101, 101, 102)]
     assert drawn[0] == drawn[1] != drawn[2]
-    assert all(blind.EARLIEST <= each.step < 24 for each in drawn)
+    assert all(blind.EARLIEST <= each.step < blind.LATEST for each in drawn)
+    assert set(blind.TUNING).isdisjoint(blind.TEST)
 
 
 def test_a_scaled_loss_is_the_loss_times_its_factor_while_it_lasts() -> None:
@@ -84,8 +85,9 @@ def test_the_table_counts_what_is_named(
 
     named = {
         "advantage of NaN": ["nonfinite", None],
-        "one outlying reward": ["unlikely", "advantage"],
-        "healthy": [None],
+        "one outlying reward": ["unlikely", blind.UNKNOWN],
+        "backward signal of one token": [blind.UNKNOWN, "unlikely"],
+        "healthy": [blind.UNKNOWN],
     }
     runs = {}
     for row, found in named.items():
@@ -98,10 +100,12 @@ def test_the_table_counts_what_is_named(
     monkeypatch.setattr(sys, "argv", command)
     blind.main()
     table = capsys.readouterr().out
-    assert "| advantage of NaN | 1 of 2 | 1 | - |" in table
-    assert "| one outlying reward | 1 of 2 | - | unlikely 1 |" in table
-    assert "| healthy | 1 of 2 | - | layer 1 |" in table
-    assert "Right: 2 of 4; no known cause: 1." in table and "False names in healthy runs: 1 of 2." in table
+    assert "| advantage of NaN | 1 of 2 | - | 1 | - |" in table
+    assert "| one outlying reward | 0 of 2 | 1 | - | unlikely 1 |" in table
+    assert "| backward signal of one token | 1 of 2 | - | - | unlikely 1 |" in table
+    assert "| healthy | 1 of 2 | - | - | layer 1 |" in table
+    assert "Right: 1 of 4; not named: 2." in table and "False names in healthy runs: 1 of 2." in table
+    assert "False names in runs with a cause that no rule knows: 1 of 2." in table
 
 
 def test_a_run_is_named_by_the_cause_that_was_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
