@@ -74,19 +74,26 @@ def start_update(actor: "DataParallelPPOActor", data: "DataProto") -> None:
 
 
 def begin_pass(
-    actor: "DataParallelPPOActor", model_inputs: dict[str, Any], temperature: float, rows: Sequence[int]
+    actor: "DataParallelPPOActor",
+    mini_batch: "DataProto",
+    model_inputs: dict[str, Any],
+    temperature: float,
+    rows: Sequence[int],
 ) -> None:
     """Called before a micro-batch's forward.
 
     Args:
         actor (DataParallelPPOActor): The actor.
-        model_inputs (dict): The micro-batch.
+        mini_batch (DataProto): The mini-batch, which stays on the host: what a search needs is kept from there.
+        model_inputs (dict): The micro-batch, on the device.
         temperature (float): The rollout's, which the forward divides the logits by.
         rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
     """
     if actor.watch is not None and actor.watch.watches_passes:
-        inputs = {**forward_inputs(model_inputs), "temperature": temperature}
-        actor.watch.begin_pass(inputs, rows, partial(_sequences, model_inputs))
+        columns = forward_inputs({**mini_batch.batch, **mini_batch.non_tensor_batch})
+        indices = [int(row) for row in rows]
+        inputs = {**{key: column[indices] for key, column in columns.items()}, "temperature": temperature}
+        actor.watch.begin_pass(inputs, indices, partial(_sequences, model_inputs))
         actor.watch.aggregation.start()
 
 

@@ -64,7 +64,8 @@ def ragged_rows(inputs: Mapping[str, Any]) -> list[Row]:
     if len(temperatures) == 1:
         temperatures *= count
     rows = zip(inputs["input_ids"], inputs["position_ids"], inputs["response_lengths"], temperatures, strict=True)
-    return [Row(ids.cpu(), positions.cpu(), length, value) for ids, positions, length, value in rows]
+    # Clones: a pickled view takes its whole storage along.
+    return [Row(ids.cpu().clone(), positions.cpu().clone(), length, value) for ids, positions, length, value in rows]
 
 
 def last_checkpoint(dump_dir: str) -> str | None:
@@ -83,8 +84,9 @@ def _unpadded(input_ids: Tensor, position_ids: Tensor, valid: Tensor, prompt_wid
     if stop - start != len(places) or start > prompt_width:
         raise NotReplayableError("an attention mask has a hole, which a replay without padding cannot compute")
     return Row(
-        input_ids[start:stop].cpu(),
-        position_ids[start:stop].cpu(),
+        # Clones: a pickled view takes its whole storage along.
+        input_ids[start:stop].cpu().clone(),
+        position_ids[start:stop].cpu().clone(),
         max(stop - max(start, prompt_width), 0),
         temperature,
     )

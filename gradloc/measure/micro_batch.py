@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 # (rank, index of the micro-batch in its rank's mini-batch).
 MicroBatchName = tuple[int, int]
@@ -48,8 +49,8 @@ class MicroBatch:
 
     def portable(self, scale: float, inputs: bool = True) -> "MicroBatch":
         """A copy on the CPU, with suspicion, without the loss scale, and with or without the inputs."""
-        kept = self.inputs.items() if inputs else ()
-        copies = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in kept}
+        # Clones: a pickled view, such as a row, takes its whole storage along.
+        copies = tree_map_only(Tensor, lambda tensor: tensor.cpu().clone(), self.inputs if inputs else {})
         tokens = {
             name: tensor.cpu() if name == "token_id" else tensor.float().cpu() for name, tensor in self.tokens.items()
         }
