@@ -302,7 +302,8 @@ def test_rollouts_that_agree_to_the_bit_are_not_taken_for_bypass_mode() -> None:
         checks.start_update(step)
         for first, rows in ((True, slice(None, 24)), (False, slice(24, None))):
             part = {name: values[rows] for name, values in tokens.items()}
-            checks.take_in(own_sums([part], first, checks.usual_gap, checks.bypass).unsqueeze(0), 1e-6)
+            checks.take_in(own_sums([part], first, checks.usual_gap, checks.bypass).unsqueeze(0))
+            checks.add_step(1e-6)
         found.append(checks.warnings())
     assert set(names(found)[4:]) == {"partly_stale"}
     assert "For 50% of the responses" in found[-1][0]["sentence"]
@@ -317,7 +318,8 @@ def test_tokens_that_the_policy_did_not_produce_are_told_after_three_updates(cou
             tokens["unsampled"][:count, -1] = True
             tokens["rollout_log_prob"][:count, -1] = 0.0
         checks.start_update(step)
-        checks.take_in(own_sums([tokens], True, checks.usual_gap).unsqueeze(0), 1e-6)
+        checks.take_in(own_sums([tokens], True, checks.usual_gap).unsqueeze(0))
+        checks.add_step(1e-6)
         found.append(checks.warnings())
     told = [""] * 2 + ["unsampled"] * 2 + [""] * 3 + ["unsampled"] * 2
     assert names(found) == (told if warned else [""] * 9)
