@@ -25,7 +25,7 @@ from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from .auxiliary_loss import attach
-from .reloaded import load_each_checkpoint
+from .reloaded import load_a_checkpoint
 from .rollout import HFReplica, HFServer, Sampler, server_name
 from .wrong_backward import break_backward
 
@@ -346,6 +346,6 @@ if NAME == "kernel":
 if NAME == "loss_scale":
     _multiply_the_loss()
 if NAME == "resume":
-    load_each_checkpoint(engine=ENGINE)
+    load_a_checkpoint(engine=ENGINE)
 _name_the_fault_in_events()
 logger.warning("FAULT '%s' IS PLANTED IN THIS RUN ON PURPOSE (EMBEDDED_FAULT)", NAME)

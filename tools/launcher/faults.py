@@ -98,8 +98,8 @@ FAULTS = {
         {"TOTAL_STEPS": "1"},
     ),
     "resume": Fault(
-        "after step 2 a checkpoint is saved and loaded, and the learning rate is 1000 times as large from then on",
-        {"TOTAL_STEPS": "4"},
+        "in step 3, after its responses, training loads the checkpoint of step 2, with the last norm 10 times as large",
+        {"TOTAL_STEPS": "3"},
         ("trainer.save_freq=2",),
     ),
 }
