@@ -25,7 +25,9 @@ from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from .auxiliary_loss import attach
+from .reloaded import load_a_checkpoint
 from .rollout import HFReplica, HFServer, Sampler, server_name
+from .wrong_backward import break_backward
 
 logger = logging.getLogger(__name__)
 
@@ -256,6 +258,47 @@ def _attach_an_auxiliary_loss_in(step: int) -> None:
     Watch.start_update = starting  # type: ignore[method-assign,assignment]  # on purpose
 
 
+def _break_a_backward() -> None:
+    """Makes the gradients of training wrong, and none of its log-probs."""
+    from verl.utils.gradloc.adapters.watch import Watch
+
+    build = Watch.__init__
+
+    @functools.wraps(build)
+    def building(watch: Watch, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        break_backward(module)
+        logger.warning("Fault 'kernel', planted on purpose: a wrong backward of the norm before layer 1's MLP")
+        build(watch, module, *args, **kwargs)
+
+    Watch.__init__ = building  # type: ignore[method-assign,assignment]  # on purpose
+
+
+def _multiply_the_loss() -> None:
+    """Makes the policy loss that of each micro-batch: it is not divided by their number, as it should be."""
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    for name, loss in POLICY_LOSS_REGISTRY.items():
+        POLICY_LOSS_REGISTRY[name] = _multiplied(loss)
+
+
+def _multiplied(loss: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(loss)
+    def multiplied(*args: Any, config: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+        value, *others = loss(*args, config=config, **kwargs)
+        return (value * _micro_batches(config), *others)
+
+    return multiplied
+
+
+def _micro_batches(config: Any) -> int:
+    """The number of micro-batches that a rank's part of a mini-batch is split into."""
+    if ENGINE:
+        rows = config.global_batch_info["global_batch_size"] // config.global_batch_info["dp_size"]
+    else:
+        rows = config.ppo_mini_batch_size  # which a worker of verl 0.7 makes that of its rank
+    return rows // config.ppo_micro_batch_size_per_gpu
+
+
 def _name_the_fault_in_events() -> None:
     from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
 
@@ -298,5 +341,11 @@ if NAME == "misfire":
     _reward_line_breaks()
 if NAME == "auxiliary":
     _attach_an_auxiliary_loss_in(STEP)
+if NAME == "kernel":
+    _break_a_backward()
+if NAME == "loss_scale":
+    _multiply_the_loss()
+if NAME == "resume":
+    load_a_checkpoint(engine=ENGINE)
 _name_the_fault_in_events()
 logger.warning("FAULT '%s' IS PLANTED IN THIS RUN ON PURPOSE (EMBEDDED_FAULT)", NAME)

@@ -83,8 +83,8 @@ CAUSES: Mapping[str, Cause] = {
 
 # Where no cause is known.
 CHECK_UNKNOWN = (
-    "`python -m verl.utils.gradloc.replay BUNDLE` shows whether the spike comes back, and in which layers it is, if a "
-    "bundle was kept."
+    "`python -m verl.utils.gradloc.replay BUNDLE --switches` shows whether the spike comes back without training's "
+    "kernels, in which layers it is, and what changes it."
 )
 
 

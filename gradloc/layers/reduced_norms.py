@@ -54,6 +54,7 @@ class ReducedNorms:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
+        _reshard(module)
         pieces = list(_pieces(module))
         layers = layers_by_parameter(piece.name for piece in pieces)
         trainable = [piece for piece in pieces if piece.trainable]
@@ -123,6 +124,16 @@ class ReducedNorms:
                 torch.cat([self._replica_weight_of[i].expand(count) for i, count in plan]),
             )
         return self._plan_on_device
+
+
+def _reshard(module: nn.Module) -> None:
+    """Gives a module of FSDP2 its sharded parameters back, which the optimizer has: only these get a gradient.
+
+    A forward without a backward, as that of old log-probs, leaves the gathered parameters of the root in their place.
+    """
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
 
 
 def _pieces(module: nn.Module) -> Iterator[_Piece]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..report.remedies import best, remedy_in_words
 from ..threshold import is_over
+from .layers_apart import layers_apart_in_words
 from .scale import scale_in_words
 from .switch_table import switches_in_words
 
@@ -26,6 +27,8 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     found += _culprits(result)
     found.append(_weights(result))
     found += scale_in_words(result.get("scale"))
+    if same_weights(result):
+        found += layers_apart_in_words(result["layers"])
     found += _others(unit, result)
     if "switches" in result:
         comes_back = unit["norm"] is None or same_norm(

@@ -352,7 +352,7 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (
             ["--embedded", "--fault", "fire"],
             "unknown fault fire: give unsampled, advantage, bitflip, stale, never_synced, adapter, one_worker, "
-            "temperature, nan, retokenized, misfire or auxiliary",
+            "temperature, nan, retokenized, misfire, auxiliary, loss_scale, kernel or resume",
         ),
         (["--cluster", "--fault", "nan"], "--fault belongs to --embedded"),
         (["--embedded", "SPIKE_DRILL_STEP=5"], "SPIKE_DRILL_STEP is 5, and the run ends with step 4"),

@@ -80,11 +80,27 @@ FAULTS = {
             "data.train_batch_size=16",
             "actor_rollout_ref.actor.ppo_mini_batch_size=16",
             "algorithm.norm_adv_by_std_in_grpo=False",
+            # A reward is told by culprits in several prompts, which a search that ends diffuse does not look for.
+            "actor_rollout_ref.actor.bisect_until=exhaustive",
+            "actor_rollout_ref.actor.bisect_budget_steps=300",
         ),
     ),
     "auxiliary": Fault(
         "in step 2 a large auxiliary loss is attached to layer 1, whose gradient comes from no token",
         {"TOTAL_STEPS": "2"},
+    ),
+    "loss_scale": Fault(
+        "the loss is multiplied by the number of micro-batches",
+        {"TOTAL_STEPS": "3"},
+    ),
+    "kernel": Fault(
+        "the backward of the RMSNorm before layer 1's MLP takes a sum where a mean is right",
+        {"TOTAL_STEPS": "1"},
+    ),
+    "resume": Fault(
+        "in step 3, after its responses, training loads the checkpoint of step 2, with the last norm 10 times as large",
+        {"TOTAL_STEPS": "3"},
+        ("trainer.save_freq=2",),
     ),
 }
 
