@@ -11,6 +11,12 @@ from typing import Any
 # At most so many different causes are told apart.
 _CAUSES = 64
 
+# Verdicts that name a place or a value: what is said of several with others.
+_OF_SEVERAL = {
+    "auxiliary": "Most of the gradient comes from no token's log-prob",
+    "misfire": "The culprits are in responses with one reward or data source",
+}
+
 
 @dataclass
 class Verdicts:
@@ -18,7 +24,7 @@ class Verdicts:
 
     Attributes:
         events (Counter): How many verdicts name a cause; None stands for no known cause.
-        claims (dict): By cause, what its first verdict says is wrong.
+        claims (dict): By cause, what its first verdict says is wrong, or what is true of several with different ones.
     """
 
     events: Counter[str | None] = field(default_factory=Counter)
@@ -28,7 +34,9 @@ class Verdicts:
         """Adds the verdict of an event; None for one of an older release."""
         if verdict is not None and (verdict["cause"] in self.claims or len(self.claims) < _CAUSES):
             self.events[verdict["cause"]] += 1
-            self.claims.setdefault(verdict["cause"], claim(verdict))
+            first = self.claims.setdefault(verdict["cause"], claim(verdict))
+            if first != claim(verdict):
+                self.claims[verdict["cause"]] = _OF_SEVERAL.get(verdict["cause"] or "", first)
 
     def counts(self) -> list[dict[str, Any]]:
         """The most frequent cause first: `cause`, its `claim`, and the number of `events`."""
@@ -40,7 +48,10 @@ class Verdicts:
 
 def brief(verdict: Mapping[str, Any]) -> str:
     """What is wrong and the shares, without what to do."""
-    return verdict["sentence"].partition(": ")[0].removesuffix(".")
+    # Up to a colon that is not in brackets.
+    said = re.match(r"(?:\([^()]*\)|[^(:]|\(|:(?! ))*", verdict["sentence"])
+    assert said is not None  # it matches the empty string
+    return said.group().removesuffix(".")
 
 
 def claim(verdict: Mapping[str, Any]) -> str:

@@ -56,7 +56,7 @@ def show(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.Monk
 
 
 def test_the_report_on_one_spike_opens_with_its_verdict(show: Any) -> None:
-    found = spike(3, advantage=9.0)
+    found = spike(3, advantage=20.0)
     lines = show(events=[found])
     advice = SOURCES["advantage"].advice
     assert lines[:2] == [
@@ -75,7 +75,7 @@ def test_advice_that_the_verdict_does_not_give_stays_in_the_table(show: Any) -> 
 
 
 def test_the_report_on_many_spikes_opens_with_the_causes_and_the_largest(show: Any) -> None:
-    events = [spike(1, 800.0), spike(2, advantage=9.0), spike(3, 700.0, advantage=9.0), spike(4, 720.0)]
+    events = [spike(1, 800.0), spike(2, advantage=20.0), spike(3, 700.0, advantage=20.0), spike(4, 720.0)]
     events += [of_a_newer_release(spike(5, 750.0)), of_a_newer_release(spike(6, 740.0), "The rollout is 2 steps late.")]
     lines = show(events=[*events, of_an_older_release(spike(7, 710.0))])
     assert lines[0] == (
@@ -151,7 +151,9 @@ def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any) -> N
     bundle = {"replay": "replay/it's step1"}
     lines = show(events=[{**spike(1), **bundle}])
     path = f"{tmp_path}/replay/it'\"'\"'s step1"
-    assert lines[1].startswith(f"`python -m verl.utils.gradloc.replay '{path}'` shows whether the spike comes back")
+    assert lines[1].startswith(
+        f"`python -m verl.utils.gradloc.replay '{path}' --switches` shows whether the spike comes back"
+    )
     (shown,) = page_data(report.read(str(tmp_path / "spikes.jsonl")))["events"]
     assert shown["verdict"]["check"] == lines[1]
 
@@ -170,10 +172,40 @@ def test_a_long_check_with_many_bundles_takes_little_memory(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", CAUSES)
 def test_every_cause_reads_well_in_brief(name: str) -> None:
     found = event(1, [], random.Random(1), ordinary_layer_norms=dict.fromkeys("abcde", 1.0))
-    sources = [{"sources": [name], "layer_norms": {"a": 9.0, "b": 0.1}}] * 2
+    place = {"rank": 0, "micro_batch": 0, "share": 0.4, "grad_norm": 2.0, "threshold": 1.0, "advantage": 30.0}
+    sources = [{"sources": [name], "layer_norms": {"a": 9.0, "b": 0.1}, **place}] * 2
     said = verdict({**found, "culprits": sources}, ORDINARY)
     assert said["cause"] == name and verdicts.claim(said) == CAUSES[name].claim
     assert verdicts.brief(said).startswith(f"{CAUSES[name].claim} (all 2 culprits, ")
+
+
+def test_events_with_other_figures_have_a_claim_that_is_true_of_all() -> None:
+    found = verdicts.Verdicts()
+    for where, value in (("rank 0, micro-batch 2", "layers.1"), ("rank 3, micro-batch 0", "lm_head")):
+        sentence = f"93% of the norm of {where} comes from no token's log-prob, in the layer {value}: look there."
+        found.add({**NEWER, "cause": "auxiliary", "sentence": sentence})
+    sentence = (
+        "The culprits are in responses with the reward 5 (all 3 culprits in 3 prompts, 2% of the responses): read."
+    )
+    found.add({**NEWER, "cause": "misfire", "sentence": sentence})
+    told = verdicts.in_words(found.counts(), 3)
+    assert told == (
+        "Most of the gradient comes from no token's log-prob (2), the culprits are in responses with the reward 5 (1)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sentence", "said"),
+    [
+        ("Tokens are trained on (2% of the tokens: they follow an EOS token). Mask them.", None),
+        ("Advantages are outliers (all 2 culprits): look: there.", "Advantages are outliers (all 2 culprits)"),
+        ("An open bracket (is no reason: to go on", "An open bracket (is no reason"),
+        ("At 12:30 it was late", "At 12:30 it was late"),
+        ("", ""),
+    ],
+)
+def test_a_verdict_in_brief_ends_before_what_to_do(sentence: str, said: str | None) -> None:
+    assert verdicts.brief({**NEWER, "sentence": sentence}) == (sentence.removesuffix(".") if said is None else said)
 
 
 def test_a_sentence_after_a_colon_begins_with_a_small_letter() -> None:
@@ -192,7 +224,7 @@ def test_log_and_trackers_get_the_verdict_before_the_summary() -> None:
 def test_two_runs_open_with_their_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "2000")
     runs = [str(tmp_path / name) for name in "abc"]
-    record_events(runs[0], [spike(1, advantage=9.0), spike(2)])
+    record_events(runs[0], [spike(1, advantage=20.0), spike(2)])
     record_events(runs[1], [of_an_older_release(spike(1))])
     write_steps(tmp_path / "a", 3, {2: [STALE], 3: [STALE]})
     write_steps(tmp_path / "c", 3, {})
