@@ -25,6 +25,7 @@ LIMITS = {
     "advantage": f"over {sources.LARGE_ADVANTAGE:g} medians",
     "weight": f"over {sources.LARGE_WEIGHT:g} medians",
     "unlikely": f"p under {sources.UNLIKELY:g}",
+    "punished": f"negative advantage, p over {sources.CONFIDENT:g}",
     "layer": f"over {sources.LAYER_FRACTION:.0%} of the squared norm in a layer",
 }
 

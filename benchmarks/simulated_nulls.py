@@ -85,7 +85,7 @@ def retokenized(off: float, runs: int, seed: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=50000, help="mini-batches of each kind, and responses")
+    parser.add_argument("--runs", type=int, default=10000, help="mini-batches of each kind, and responses")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     print("| rule | simulated | named |\n|---|---|---|")
