@@ -49,13 +49,12 @@ class Estimate:
                 left = square - known.without(alone[t] for t in removed if t in alone)
                 # Not zero, so that a later measurement can raise it again.
                 scale = max(left / expected, LEAST)
-                if math.isinf(scale):  # after many of the smallest factors, nothing is left to scale
-                    continue
                 factor *= scale
                 for t in free:
                     factors[t] *= scale
-        energies = {**alone, **{t: begun[t] * factors[t] for t in single}}
-        energy *= factor
+        energies = {**alone, **{t: begun[t] * factors[t] if begun[t] else 0.0 for t in single}}
+        # After many of the smallest factors the next one can be infinite, and an energy that was rounded to zero NaN.
+        energy = (energy * factor).nan_to_num(0.0, posinf=math.inf)
         energy[[*energies]] = torch.tensor([*energies.values()], dtype=energy.dtype)
         tau_square = tokens.tau * tokens.tau
         self._gains = energy - tau_square * tokens.square_of
