@@ -24,7 +24,7 @@ from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.passes import Passes
 from .measure.token_weights import usable_tokens
 from .search.investigation import Investigation
-from .search_time import TimeLimit
+from .search.time_limit import TimeLimit
 from .threshold import Threshold
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from .measure.watched_model import WatchedModel
 from .metrics import UpdateMetrics, own_figures
 from .run_checks import RunChecks, own_sums
 from .search.investigation import Investigation
-from .search_time import HEAD_START, SHARE, SearchTime
+from .search.time_limit import HEAD_START, SHARE, SearchTime
 from .threshold import Threshold, is_over
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from ..config import GradLocConfig
 from ..fsdp import collectives
 from ..measure.meter import GroupName
 from ..measure.mini_batch import MiniBatch
-from ..search_time import TimeLimit
 from .broken_rows import BrokenRow, BrokenRows
 from .codes import is_single
 from .groups import Groups, Token
 from .search import Search
+from .time_limit import TimeLimit
 
 
 class WithoutTokens(NamedTuple):

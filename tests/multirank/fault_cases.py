@@ -21,7 +21,7 @@ from batches import build_batch, response_length
 from oracle import brute_force
 from verl import DataProto
 from verl.utils.gradloc.measure import micro_batch
-from verl.utils.gradloc.search_time import SearchTime
+from verl.utils.gradloc.search.time_limit import SearchTime
 
 PLACES = ["before the forward", "in a layer", "after the forward", "in the backward", "in a layer's backward"]
 

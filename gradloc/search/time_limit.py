@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from .checks import is_finite_number
-from .fsdp import collectives
+from ..checks import is_finite_number
+from ..fsdp import collectives
 
 # With "auto", searches may take this fraction of the run's time so far, and this many seconds more, so that the first
 # search of a run is not refused because the run is young.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradloc import GradLoc, GradLocConfig
-from gradloc.search_time import HEAD_START, SHARE, SearchTime, TimeLimit
+from gradloc.search.time_limit import HEAD_START, SHARE, SearchTime, TimeLimit
 
 
 class Clock:
