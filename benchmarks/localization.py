@@ -38,6 +38,7 @@ Planted events (`--parts events`):
 Then it measures the cost of the local norms without a spike (`timings`), the time of communication in a pass
 (`reduction`), and `memory`.
 `--simulate` runs the search without a model, for sizes up to W = 1024 and N = 32768: `localization_simulation.py`.
+`--planning` measures the time that the search takes to decide what to measure next, also without a model.
 
 The real part needs the patched verl, for instance that of the tests:
     bash tests/run.sh -k published_schedule
@@ -111,6 +112,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path, help="write all figures to this file, too")
     parser.add_argument("--simulate", action="store_true", help="the simulation instead of the real part")
+    parser.add_argument("--planning", action="store_true", help="the time of the search's planning alone")
     args = parser.parse_args()
     small = args.quick
     args.world_sizes = args.world_sizes or ([2] if small else [1, 2, 4])
@@ -144,6 +146,11 @@ def main() -> None:
         from localization_simulation import simulate
 
         simulate(args.quick, args.seed, args.until)
+        return
+    if args.planning:
+        from localization_simulation import time_planning
+
+        time_planning(args.quick, args.seed)
         return
     verl = importlib.util.find_spec("verl")
     if verl is None or verl.origin is None or not (Path(verl.origin).parent / "utils/gradloc").is_dir():

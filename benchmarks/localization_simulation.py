@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,9 @@ WAYS = ("gradloc", "published")
 
 # N, with --quick and without.
 SIZES = {True: (512, 4096), False: (512, 4096, 32768)}
+
+# (N, W, groups over their thresholds) of the largest searches that `time_planning` plans.
+LONG = [(32768, 8, 1), (32768, 64, 1), (32768, 64, 64)]
 
 Unit = tuple[int, int]
 
@@ -225,6 +229,53 @@ def simulate(quick: bool, seed: int, untils: Sequence[str]) -> None:
     for until in untils:
         _print_single(quick, count, seed, until)
         _print_recall(quick, count, seed, until)
+
+
+def time_planning(quick: bool, seed: int) -> None:
+    """Prints the CPU time that planning takes in a pass: `next_probes` and `add_measurements`."""
+    torch.set_num_threads(1)  # as Ray sets it for its workers
+    print("CPU time of planning in a pass, mean (worst), for 20 passes, ordinary tokens at τ/18, M = 1\n")
+    print("| N | W | loud groups | until | planning [s] | adding the groups [s] |")
+    print("|---|---|---|---|---|---|")
+    for tokens, width, groups in [(4096, 8, 1)] if quick else [(4096, 8, 1), *LONG]:
+        for until in ("explained", "exhaustive"):
+            adding, times = _planning_times(tokens, width, groups, until, seed)
+            figures = f"{statistics.mean(times):.3f} ({max(times):.3f}) | {adding:.3f}"
+            print(f"| {tokens} | {width} | {groups} | {until} | {figures} |", flush=True)
+
+
+def _planning_times(tokens: int, width: int, groups: int, until: str, seed: int) -> tuple[float, list[float]]:
+    """The CPU seconds for adding groups of heavy-tailed norms, and for each pass after it."""
+    generator = torch.Generator().manual_seed(seed)
+    search = Search(THRESHOLD, until, ordinary=LEVELS[0])
+    vectors: list[Tensor] = []
+    adding, times = 0.0, []
+    for group in range(groups):
+        norms = torch.randn(tokens, generator=generator, dtype=torch.float64).exp()
+        directions = torch.randn(tokens, 16, generator=generator, dtype=torch.float64)
+        vectors.append(directions / directions.norm(dim=1, keepdim=True) * norms[:, None])
+        vectors[-1] *= 1.5 * THRESHOLD * math.sqrt(tokens) / float(vectors[-1].sum(0).norm())
+        noise = (2 * SUSPICION_NOISE * torch.randn(tokens, generator=generator, dtype=torch.float64)).exp()
+        suspicion, norm = vectors[-1].norm(dim=1) * noise, float(vectors[-1].sum(0).norm())
+        begun = time.process_time()
+        search.add_group(group, norm, suspicion, torch.ones(tokens))
+        adding += time.process_time() - begun
+    for _ in range(20):
+        begun = time.process_time()
+        search.has_room(width)
+        probes = search.next_probes(width)
+        times.append(time.process_time() - begun)
+        if not probes:
+            break
+        norms_of = [float((vectors[p.group][list(p.candidates)] * _factors(p)).sum(0).norm()) for p in probes]
+        begun = time.process_time()
+        search.add_measurements(list(zip(probes, norms_of, strict=True)))
+        times[-1] += time.process_time() - begun
+    return adding, times
+
+
+def _factors(probe: Probe) -> Tensor:
+    return torch.ones(1) if probe.factors is None else torch.tensor(probe.factors, dtype=torch.float64)[:, None]
 
 
 def _print_single(quick: bool, count: int, seed: int, until: str) -> None:

@@ -19,6 +19,8 @@ class GradLocConfig:
         grad_norm_threshold (float | str): τ, the gradient norm of one token (its share of the gradient divided by its
             weight in the loss) that counts as a spike; "auto": 5 × the 90th percentile of the last 256 mini-batches.
         bisect_budget_steps (int): Maximum number of extra forward/backward passes per spike.
+        bisect_budget_seconds (float | str, optional): Maximum number of seconds per spike after which no further pass
+            begins; "auto": over the run, 3% of its time and five minutes; None: no limit.
         spike_trigger (str): What starts a search. "unit": any micro-batch of any rank is over its threshold; "global":
             the reduced gradient is.
         bisect_until (str): When a search ends. "explained": a few tokens over τ explain the spike: without them, every
@@ -35,6 +37,7 @@ class GradLocConfig:
 
     grad_norm_threshold: float | str = 640.0
     bisect_budget_steps: int = 128
+    bisect_budget_seconds: float | str | None = "auto"
     spike_trigger: str = "unit"
     bisect_until: str = "explained"
     spike_action: str = "log"
@@ -54,6 +57,13 @@ class GradLocConfig:
             )
         if not is_positive_integer(self.bisect_budget_steps):
             raise ValueError(f"bisect_budget_steps must be an integer of at least 1, got {self.bisect_budget_steps!r}.")
+        if self.bisect_budget_seconds not in (None, "auto") and not (
+            is_finite_number(self.bisect_budget_seconds) and self.bisect_budget_seconds > 0
+        ):
+            raise ValueError(
+                "bisect_budget_seconds must be a positive finite number, auto or null, got "
+                f"{self.bisect_budget_seconds!r}."
+            )
         if self.spike_trigger not in TRIGGERS:
             raise ValueError(f"spike_trigger must be one of {list(TRIGGERS)}, got {self.spike_trigger!r}.")
         if self.bisect_until not in UNTIL:

@@ -24,6 +24,7 @@ from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.passes import Passes
 from .measure.token_weights import usable_tokens
 from .search.investigation import Investigation
+from .search.time_limit import TimeLimit
 from .threshold import Threshold
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ def hold(
     config: GradLocConfig,
     ordinary: OrdinaryGradient,
     where: Mapping[str, Any],
+    time_limit: TimeLimit,
 ) -> dict[str, Any]:
     """Plants a spike in a copy of the mini-batch, searches for it, and restores everything. A collective call.
 
@@ -81,6 +83,7 @@ def hold(
         config (GradLocConfig): How to search.
         ordinary (OrdinaryGradient): What is known of ordinary tokens.
         where (Mapping): `global_step`, `epoch` and `mini_batch`, for the event.
+        time_limit (TimeLimit): How long it may take.
 
     Returns:
         dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place.
@@ -100,11 +103,11 @@ def hold(
             copy = _with_spike(mini_batch, planted, figures, threshold)
             if not copy.is_over(threshold):
                 raise DrillFailedError("the planted token did not put its micro-batch over the threshold")
-            investigation = Investigation(copy, threshold, config, ordinary.token_norm)
+            investigation = Investigation(copy, threshold, config, ordinary.token_norm, time_limit)
             clear_gradients(model.module)  # the drill's own, which is measured by now
             investigation.run()
     except (DrillFailedError, collectives.RankFailedError) as error:
-        investigation = Investigation(mini_batch, threshold, config, ordinary.token_norm)
+        investigation = Investigation(mini_batch, threshold, config, ordinary.token_norm, time_limit)
         investigation.error = str(error)
     event = build_event(investigation, ordinary, where, "log", True, started)
     place = None if planted is None else planted.place()

@@ -27,6 +27,7 @@ from .measure.watched_model import WatchedModel
 from .metrics import UpdateMetrics, own_figures
 from .run_checks import RunChecks, own_sums
 from .search.investigation import Investigation
+from .search.time_limit import HEAD_START, SHARE, SearchTime
 from .threshold import Threshold, is_over
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ class GradLoc:
         self._logged: set[str] = set()
         self._global_step: int | None = None
         self._recorder = PassRecorder(self._model)
+        self._search_time = SearchTime(config.bisect_budget_seconds)
 
     def start_mini_batch(self) -> None:
         """Discards the events of the last mini-batch; the update's metrics still count them."""
@@ -224,8 +226,15 @@ class GradLoc:
         return self._metrics.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been learned of the run: the same on every rank and for any number of ranks."""
-        return {**self._threshold.state_dict(), "run_checks": self._run_checks.state_dict()}
+        """What has been learned of the run: the same for any number of ranks, and on every rank but for the seconds.
+
+        Rank 0's seconds count, so its state is to be saved.
+        """
+        return {
+            **self._threshold.state_dict(),
+            "run_checks": self._run_checks.state_dict(),
+            "search_time": self._search_time.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores `state_dict` after a checkpoint was loaded.
@@ -234,6 +243,7 @@ class GradLoc:
         """
         self._threshold.load_state_dict(state)
         self._run_checks.load_state_dict(None if state is None else state.get("run_checks"))
+        self._search_time.load_state_dict(None if state is None else state.get("search_time"))
 
     def _locate(self, where: dict[str, Any]) -> Located:
         started = time.perf_counter()
@@ -252,13 +262,15 @@ class GradLoc:
             for index, micro_batch in enumerate(gradient.micro_batches):
                 micro_batch.tokens["outlier"] = with_a_column(self._outliers(index))
         model, action = self._model, self.config.spike_action
-        investigation = Investigation(
-            gradient, threshold, self.config, self._ordinary.token_norm, reserve=action == "drop"
-        )
         with undisturbed(model.module, model.device):
-            with SetAside(model.module):
-                investigation.run()
+            with self._search_time.search() as time_limit:
+                investigation = Investigation(
+                    gradient, threshold, self.config, self._ordinary.token_norm, time_limit, reserve=action == "drop"
+                )
+                with SetAside(model.module):
+                    investigation.run()
             applied, squared_norms = act(investigation)
+        self._say_if_cut_short(investigation)
         event = build_event(
             investigation,
             self._ordinary,
@@ -271,6 +283,20 @@ class GradLoc:
         event["replay"] = self._keep_bundle(event, investigation)
         self._add(event)
         return Located(not (action == "skip" and applied), squared_norms, event)
+
+    def _say_if_cut_short(self, investigation: Investigation) -> None:
+        limit = investigation.time_limit
+        if limit.has_ended_search and collectives.rank() == 0:
+            of_run = f" (over the run, {SHARE:.0%} of its time and {HEAD_START:g} seconds)"
+            logger.warning(
+                "Step %s: the search for the tokens behind a gradient spike was ended after %d passes, because "
+                "bisect_budget_seconds=%s%s left it %.0f seconds.",
+                self._global_step,
+                investigation.passes.count,
+                self.config.bisect_budget_seconds,
+                of_run if self.config.bisect_budget_seconds == "auto" else "",
+                limit.seconds,
+            )
 
     def _measure(self, where: Mapping[str, Any]) -> MiniBatch:
         """The gradient of the passes since the last call. A collective call."""
@@ -301,7 +327,7 @@ class GradLoc:
         """Holds a drill. Whatever becomes of it, the real mini-batch is checked as usual. A collective call."""
         self._metrics.drill_found = False
         try:
-            event = drill.hold(gradient, self._threshold, self.config, self._ordinary, where)
+            event = drill.hold(gradient, self._threshold, self.config, self._ordinary, where, self._search_time.drill())
         except Exception as error:
             if collectives.world_size() > 1 and not isinstance(error, collectives.RankFailedError):
                 raise

@@ -94,6 +94,7 @@ class UpdateMetrics:
                 "actor/gradloc/culprits": sum(len(event["culprits"]) for event in spikes),
                 "actor/gradloc/passes": sum(event["passes"] for event in spikes),
                 "actor/gradloc/seconds": sum(event["seconds"] for event in spikes),
+                "actor/gradloc/out_of_time": sum(event["out_of_time"] for event in spikes),
                 "actor/gradloc/skipped": sum(event["action"] == "skip" and event["applied"] for event in spikes),
             }
         )

@@ -75,6 +75,8 @@ def build_event(
             "global_threshold": mini_batch.global_threshold(investigation.threshold),
             **_findings(investigation, medians, ordinary_before),
             "budget": investigation.config.bisect_budget_steps,
+            "budget_seconds": investigation.time_limit.seconds,
+            "out_of_time": investigation.time_limit.has_ended_search,
             "seconds": max(seconds for seconds, _ in clocks),
             "search": model.meter.kind,
             "world_size": model.data_parallel_size,

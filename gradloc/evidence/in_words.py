@@ -159,7 +159,7 @@ def _without_culprits(event: Event) -> str:
         return "no single token is the cause: NaN or Inf is in the log-probs or gradients of all of them"
     if event["diagnosis"] == "diffuse":
         return _everywhere(event) + _spread(event)
-    why = f" ({event['error']})" if event["error"] else ""
+    why = f" ({event['error']})" if event["error"] else " (out of time)" if event.get("out_of_time") else ""
     return (
         f"{_everywhere(event)}the search ended after {_count(event['passes'], 'pass', 'passes')} without a result{why}"
     )

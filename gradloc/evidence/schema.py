@@ -212,6 +212,8 @@ EVENT = {
         without_tokens={"anyOf": [_WITHOUT_TOKENS, {"type": "null"}]},
         verdict={"anyOf": [_VERDICT, {"type": "null"}]},
         steps_since_resume={"type": ["integer", "null"], "minimum": 1},
+        budget_seconds=NUMBER_OR_NULL,
+        out_of_time={"type": "boolean"},
     ),
 }
 

@@ -3,7 +3,6 @@
 """Replays the collective calls of a pass on a rank where an error interrupted it, so that no rank deadlocks."""
 
 import inspect
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .collectives import world_size
+from .memory import allocate, release_frames, release_unused
 
 # All collective functions that a forward or backward pass may call; older torch versions lack some of them.
 _COLLECTIVES = (
@@ -61,7 +61,7 @@ class _Call:
 
     def replay(self) -> None:
         """Repeats the call with dummy data (zeros)."""
-        args, kwargs = tree_map_only(_TensorSpec, _TensorSpec.zeros, self.arguments)
+        args, kwargs = allocate(lambda: tree_map_only(_TensorSpec, _TensorSpec.zeros, self.arguments))
         work = self.function(*args, **kwargs)
         if work is not None:
             work.wait()
@@ -123,9 +123,10 @@ class RecordedCollectives:
         Raises:
             RankLostError: The remaining calls are unknown, or one of them failed as well (another rank has died).
         """
-        traceback.clear_frames(error.__traceback__)  # frees the memory that the frames of the pass hold
+        release_frames(error)
         if world_size() == 1:
             return
+        release_unused()
         done = len(self._calls)
         try:
             if not self._can_replay:

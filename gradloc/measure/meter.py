@@ -17,6 +17,7 @@ from ..threshold import is_over
 from .local_norms import LocalNorms
 from .micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from .passes import Passes
+from .unpadded import Unpadded
 
 # The name of a group: micro-batches that are searched as one. With the local meter, a group is a single micro-batch:
 # (rank, index). The reduced meter cannot separate ranks: a group is the micro-batches of all ranks with the same index:
@@ -278,9 +279,13 @@ class ReducedMeter:
     def obtain(
         self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float
     ) -> dict[MicroBatchName, MicroBatch]:
-        # Every rank computes its own data, so all micro-batches are exchanged at once, without their inputs.
-        everywhere = collectives.exchange(lambda: [mb.portable(scale, inputs=False) for mb in own])
-        everywhere = everywhere[:: self._sequence_parallel_size]
+        # Every rank computes its own data, so all micro-batches are sent at once, without their inputs; one rank sends
+        # for all that work on the same data. (An all-gather would pad what each rank sends to the longest.)
+        senders = range(0, collectives.world_size(), self._sequence_parallel_size)
+        everywhere = [
+            [sent.padded() for sent in collectives.broadcast(partial(_unpadded, own, scale), sender)]
+            for sender in senders
+        ]
         rank = collectives.rank() // self._sequence_parallel_size
         for micro_batch, mine in zip(everywhere[rank], own, strict=True):
             micro_batch.inputs = mine.inputs
@@ -292,3 +297,7 @@ class ReducedMeter:
         own = passes.measure(lambda rank: probe().get(rank), self._reduced_norms.own_squares)
         world_size = collectives.world_size() // self._sequence_parallel_size
         return (self._reduced_norms.add_up(own).cpu() * (world_size / passes.scale) ** 2).unsqueeze(0)
+
+
+def _unpadded(own: Sequence[MicroBatch], scale: float) -> list[Unpadded]:
+    return [Unpadded.of(micro_batch.portable(scale, inputs=False)) for micro_batch in own]

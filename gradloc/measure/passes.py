@@ -3,7 +3,6 @@
 """Extra forward/backward passes over micro-batches of any rank, run by all ranks together."""
 
 import logging
-import traceback
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fsdp import collectives
+from ..fsdp.memory import release_frames
 from ..fsdp.recorded_collectives import RecordedCollectives
 from ..fsdp.state import all_reduced, clear_gradients, has_gradients, reset_fsdp, set_rng_state
 from .micro_batch import MicroBatch, TokenSubset
@@ -108,7 +108,7 @@ class Passes:
             with self._recorded.recording(communicate=False), all_reduced(self._module):
                 self._forward_backward(None)
         except Exception as caught:
-            traceback.clear_frames(caught.__traceback__)
+            release_frames(caught)
             error = caught
         # The parameters that it unsharded are zeros, so they must all be sharded again.
         reset_fsdp(self._module)

@@ -14,7 +14,7 @@ DIAGNOSES = {
     "diffuse": "Look at the responses in the parts listed, at their advantages and at repeated text.",
     "nonfinite": "Look at the weights after the previous step, then at rewards and advantages.",
     "overflow": "The gradient scaler handles it; look at the loss scale if it happens repeatedly.",
-    "incomplete": "Look at the search's error if there is one, or raise bisect_budget_steps.",
+    "incomplete": "Look at the search's error if there is one, or raise bisect_budget_steps (or _seconds).",
 }
 
 # By `spike_action`: what was done, and what was done instead where that was not possible.

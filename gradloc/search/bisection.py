@@ -5,7 +5,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from .candidates import Candidates
 from .codes import Code, Digit, Probe, TokenSet, is_single
@@ -107,8 +106,9 @@ class Bisection:
     @property
     def rest(self) -> tuple[TokenSet, float] | None:
         """The root without the culprits, and the norm of that; None unless it was measured in one probe."""
-        rest = set(self._root.candidates).difference(self.culprits)
-        return next((found for found in self._settled if rest == set(found[0].candidates)), None)
+        culprits = set(self.culprits)
+        rest = tuple(t for t in self._root.candidates if t not in culprits)
+        return next((found for found in self._settled if found[0].candidates == rest), None)
 
     @property
     def has_named(self) -> bool:
@@ -136,6 +136,11 @@ class Bisection:
         ranked = [subset for subset in self._ranked() if not self._open[subset].unusual]
         return ranked + [node.subset for node in self._unsplit]
 
+    @property
+    def open_count(self) -> int:
+        """The number of `open_sets`."""
+        return sum(not node.unusual for node in self._open.values()) + len(self._unsplit)
+
     def next_probes(self, count: int, passes_left: float) -> list[Probe]:
         """At most `count` probes to measure next, best first; none when the search is over."""
         for node in [node for node in self._unsplit if node.code is None]:
@@ -153,9 +158,7 @@ class Bisection:
     def add_measurements(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
         """Records the norms of a pass of up to `count` probes; NaN and Inf count as over the threshold."""
         measured_subsets = [(probe, norm) for probe, norm in measured if probe in self._open]
-        found = any(
-            is_single(subset) and self.tokens.is_over(subset.candidates, norm) for subset, norm in measured_subsets
-        )
+        found = any(is_single(subset) and self.tokens.is_over(subset, norm) for subset, norm in measured_subsets)
         pointed = [self._record(subset, norm) for subset, norm in measured_subsets]
         for probe, norm in measured:
             if isinstance(probe, Digit):
@@ -177,11 +180,11 @@ class Bisection:
     def _record(self, subset: TokenSet, norm: float) -> bool:
         """Records a subset's norm; returns whether it points at a token."""
         parent, tokens = self._open.pop(subset), self.tokens
-        over = tokens.is_over(subset.candidates, norm)
+        over = tokens.is_over(subset, norm)
         self._settled.append((subset, norm))
         parent.open_subsets -= 1
         parent.has_subset_over |= over
-        parent.prior -= tokens.expected(subset.candidates)
+        parent.prior -= tokens.expected(subset)
         if math.isfinite(norm):
             parent.lower_bound -= norm
             parent.energy = max(parent.energy - norm * norm, 0.0)
@@ -189,15 +192,16 @@ class Bisection:
             parent.lower_bound = 0.0
         if len(subset.candidates) > 1 and (over or self._is_unusual(subset, norm)):
             self._nodes.append(_Node(subset, norm, unusual=not over))
-        gains = norm * tokens.threshold(parent.subset.candidates) > parent.norm * tokens.threshold(subset.candidates)
+        gains = norm * tokens.threshold(parent.subset) > parent.norm * tokens.threshold(subset)
         return over and (gains or not math.isfinite(norm))
 
     def _is_unusual(self, subset: TokenSet, norm: float) -> bool:
         if self._ordinary is None:
             return False
-        squares = [self.tokens.squares[t] for t in subset.candidates]
-        square = max(math.fsum(squares), self.tokens.expected(subset.candidates) * math.fsum(self.tokens.squares))
-        return norm > max(self.tokens.tau * math.sqrt(min(squares)), _UNUSUAL * self._ordinary * math.sqrt(square))
+        tokens = self.tokens
+        square = max(tokens.square_in(subset), tokens.expected(subset) * tokens.square)
+        least = tokens.tau * math.sqrt(tokens.least_square_in(subset))
+        return norm > max(least, _UNUSUAL * self._ordinary * math.sqrt(square))
 
     def _code(self, node: _Node, count: int, passes_left: float) -> Code | None:
         """A code for a node's tokens; None if the budget is too small or suspicion already points at a few tokens."""
@@ -206,18 +210,14 @@ class Bisection:
             return None
         code = Code.of(node.subset, node.norm, self.tokens.contrast(node.subset, node.norm, self._ordinary))
         fits = math.ceil(code.digits / count) + 1 <= passes_left
-        return code if fits and (code.digits < count or not self._is_concentrated(node.subset, count)) else None
-
-    def _is_concentrated(self, subset: TokenSet, count: int) -> bool:
-        """Whether `count` tokens have most of a subset's prior."""
-        prior = sorted((self.tokens.prior[t] for t in subset.candidates), reverse=True)
-        return math.fsum(prior[:count]) > _CONCENTRATED * math.fsum(prior)
+        reads = code.digits < count or not self.tokens.is_concentrated(node.subset, count, _CONCENTRATED)
+        return code if fits and reads else None
 
     def _split(self, node: _Node, *subsets: TokenSet) -> None:
         """Opens subsets of a node; by default, its two halves."""
         node.lower_bound, node.energy = node.norm, node.norm**2 if math.isfinite(node.norm) else 1e300
-        node.prior = self.tokens.expected(node.subset.candidates)
-        subsets = subsets or self._halves(node.subset)
+        node.prior = self.tokens.expected(node.subset)
+        subsets = subsets or self.tokens.halves(node.subset)
         node.open_subsets = len(subsets)
         self._open |= dict.fromkeys(subsets, node)
 
@@ -226,16 +226,6 @@ class Bisection:
         node = self._open.pop(subset)
         node.open_subsets += len(subsets) - 1
         self._open |= dict.fromkeys(subsets, node)
-
-    def _halves(self, subset: TokenSet) -> tuple[TokenSet, ...]:
-        """Two halves, with about half of the prior each, likelier tokens first; a single token is returned as it is."""
-        if len(subset.candidates) == 1:
-            return (subset,)
-        tokens = self.tokens
-        ranked = sorted(subset.candidates, key=tokens.likeliest)
-        sums = list(accumulate(tokens.prior[t] for t in ranked))
-        cut = min(range(len(sums) - 1), key=lambda i: abs(sums[i] - sums[-1] / 2)) + 1
-        return tokens.token_set(ranked[:cut]), tokens.token_set(ranked[cut:])
 
     def _suspect(self, candidate: int) -> None:
         """Opens a token as a subset of its own, and the other tokens of its open subset as another."""
@@ -258,7 +248,7 @@ class Bisection:
         if reading:
             self._split(reading[0])
         elif widest is not None:
-            self._replace(widest, *self._halves(widest))
+            self._replace(widest, *self.tokens.halves(widest))
         return bool(reading or widest)
 
     def _infer(self) -> None:
@@ -267,14 +257,14 @@ class Bisection:
             slack = _SLACK * node.norm if math.isfinite(node.norm) else 0.0
             if (
                 node.open_subsets == 1
-                and node.lower_bound > self.tokens.threshold(subset.candidates) + slack
+                and node.lower_bound > self.tokens.threshold(subset) + slack
                 and len(subset.candidates) > 1
             ):
-                self._replace(subset, *self._halves(subset))
+                self._replace(subset, *self.tokens.halves(subset))
 
     def _leave(self) -> None:
         """Gives up all open subsets, except for the likeliest tokens."""
-        sample = set(sorted(range(len(self.tokens.prior)), key=self.tokens.likeliest)[:SAMPLE])
+        sample = set(self.tokens.likeliest[:SAMPLE].tolist())
         sample -= self.tokens.alone.keys()
         for node in self._nodes:
             node.code = None
@@ -294,9 +284,9 @@ class Bisection:
     def _rank(self, subset: TokenSet) -> tuple[bool, float, int]:
         # By density, for a depth-first search: among many culprits of similar size, the subset with the most energy
         # would always be a wide one.
-        density = self._expected_energy(subset) / self.tokens.square(subset.candidates)
+        density = self._expected_energy(subset) / self.tokens.square_in(subset)
         return self._open[subset].unusual, -density, subset.candidates[0]
 
     def _expected_energy(self, subset: TokenSet) -> float:
         node = self._open[subset]
-        return node.energy * self.tokens.expected(subset.candidates) / max(node.prior, 1e-300)
+        return node.energy * self.tokens.expected(subset) / max(node.prior, 1e-300)

@@ -16,6 +16,7 @@ from .broken_rows import BrokenRow, BrokenRows
 from .codes import is_single
 from .groups import Groups, Token
 from .search import Search
+from .time_limit import TimeLimit
 
 
 class WithoutTokens(NamedTuple):
@@ -46,10 +47,11 @@ class Investigation:
         threshold (float): τ.
         config (GradLocConfig): How to search, and how many passes it may take.
         ordinary (float | None): The root mean square of ordinary tokens' gradient norms in an earlier mini-batch.
+        time_limit (TimeLimit): How long it may take.
         reserve (bool): Whether to leave budget for recomputing every micro-batch.
 
     Attributes:
-        mini_batch (MiniBatch), threshold (float), config (GradLocConfig): As given.
+        mini_batch (MiniBatch), threshold (float), config (GradLocConfig), time_limit (TimeLimit): As given.
         search (Search): Decides what to measure.
         error (str | None): The error that stopped it.
         passes (Passes): Runs its passes, and counts them.
@@ -67,6 +69,7 @@ class Investigation:
         threshold: float,
         config: GradLocConfig,
         ordinary: float | None,
+        time_limit: TimeLimit,
         reserve: bool = False,
     ) -> None:
         self.error: str | None = None
@@ -74,6 +77,7 @@ class Investigation:
         self.figures = figures = mini_batch.gather_figures()
         self.measured: dict[Token, list[float]] = {}
         self.config = config
+        self.time_limit = time_limit
         self.threshold = threshold
         self._meter = mini_batch.model.meter
         self.layers = self._meter.layers
@@ -168,17 +172,20 @@ class Investigation:
         return self._broken.culprits + found
 
     def run(self) -> None:
-        """Measures until every suspect group is settled, the budget is spent, or a pass fails. A collective call."""
+        """Measures until every suspect group is settled, the budget is spent, or a pass fails. A collective call.
+
+        The budget is one of passes and of seconds.
+        """
         if self.everything_broken:
             self._waiting = []
         if self.overflow:
             self._waiting = [group for group in self._waiting if self._broken_tokens_of(group)]
         try:
-            if self._waiting:
+            if self._waiting and not self.time_limit.is_up():
                 self.passes.rehearse()
-            if self._is_broken_without_tokens():
-                self._waiting = []
-            self._search_tokens()
+                if self._is_broken_without_tokens():
+                    self._waiting = []
+                self._search_tokens()
             self._measure_micro_batches_of_culprits()
         except collectives.RankFailedError as error:
             self.error = str(error)
@@ -190,10 +197,14 @@ class Investigation:
                 self._open()
             rows = self._broken.unsettled[:width]
             if rows:
+                if self.time_limit.is_up():
+                    return
                 self._narrow(rows)
                 continue
             if self._measure_without_tokens():
                 continue
+            if self.time_limit.has_ended_search:
+                return
             with collectives.same_on_all_ranks():
                 probes = self.search.next_probes(width, self._budget - self.passes.count)
             if not probes:
@@ -201,6 +212,8 @@ class Investigation:
                     return
                 self._open()
                 continue
+            if self.time_limit.is_up():
+                return
             squares = self._meter.measure(self.passes, [partial(self.groups.subsets_of, probe) for probe in probes])
             for probe, norms in zip(probes, squares.sqrt().tolist(), strict=True):
                 if is_single(probe):
@@ -222,7 +235,7 @@ class Investigation:
         """
         suspicious = self.without_tokens is None and self.search.suspicious
         loudest = self.search.loudest() if suspicious else None
-        if loudest is None:
+        if loudest is None or self.time_limit.is_up():
             return False
         group, whole = loudest
         (squares,) = self._meter.measure(self.passes, [partial(self.groups.empty_subsets, group)])
@@ -304,7 +317,7 @@ class Investigation:
     def _measure_micro_batches_of_culprits(self) -> None:
         """Measures the unknown norms of micro-batches with culprits, within the budget. A collective call."""
         for name in sorted({name for name, _, _ in self.culprits if self.figures[name].norm is None}):
-            if self.passes.count >= self._budget:
+            if self.passes.count >= self._budget or self.time_limit.is_up():
                 return
             (squares,) = self._meter.measure(self.passes, [partial(self.groups.whole, name)])
             layer_norms = dict(zip(self._meter.layers, squares.sqrt().tolist(), strict=True))

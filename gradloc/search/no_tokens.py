@@ -18,6 +18,7 @@ class NoTokens:
     """
 
     ended = True
+    open_count = 0
 
     def __init__(self, tokens: Candidates, whole: TokenSet, norm: float) -> None:
         self.tokens = tokens

@@ -49,7 +49,7 @@ class _Group:
         self.search: FewTokens | Bisection | NoTokens | None = None
         self.broken = False
         self.norm: float | None = None
-        self.whole = tokens.token_set(range(len(tokens.squares)))
+        self.whole = tokens.without([])
         self._empty = tokens.token_set([])
         self._until, self._ordinary, self._probe_empty = until, ordinary, probe_empty
         self._exhaustive = until == "exhaustive"
@@ -61,7 +61,7 @@ class _Group:
         """Starts the search if the group's norm is over its threshold."""
         self.norm = norm
         self._look_at(norm)
-        if self.tokens.is_over(self.whole.candidates, norm):
+        if self.tokens.is_over(self.whole, norm):
             kinds: dict[str, type[FewTokens] | type[Bisection]] = {"explained": FewTokens, "exhaustive": Bisection}
             self.search = kinds[self._until](self.tokens, self.whole, norm, self._ordinary)
 
@@ -95,7 +95,7 @@ class _Group:
         return found
 
     def add_measurements(self, measured: Sequence[tuple[Probe, float]], count: int) -> None:
-        self.tokens.alone |= {probe.candidates[0]: norm for probe, norm in measured if is_single(probe)}
+        self.tokens.record_alone({probe.candidates[0]: norm for probe, norm in measured if is_single(probe)})
         first, self.first = self.first, [token_set for token_set in self.first if token_set not in dict(measured)]
         others = [(probe, norm) for probe, norm in measured if probe not in first]
         if self.search is not None and others:
@@ -184,10 +184,10 @@ class Search:
 
     def threshold(self, token_set: TokenSet) -> float:
         """τ(S) = τ·sqrt(Σ w_t²)."""
-        return self._groups[token_set.group].tokens.threshold(token_set.candidates)
+        return self._groups[token_set.group].tokens.threshold(token_set)
 
     def is_over(self, token_set: TokenSet, norm: float) -> bool:
-        return self._groups[token_set.group].tokens.is_over(token_set.candidates, norm)
+        return self._groups[token_set.group].tokens.is_over(token_set, norm)
 
     def more_over(self) -> int | None:
         """Estimates from suspicion how many more tokens are over τ; None if no norm was measured to scale it."""
@@ -201,7 +201,7 @@ class Search:
                     scores.append(suspicion / weight)
                 elif math.isfinite(norm):
                     ratios += [norm / suspicion] if suspicion > 0 else []
-                    more += candidate not in culprits and tokens.is_over([candidate], norm)
+                    more += candidate not in culprits and tokens.is_over_alone(candidate, norm)
         if not ratios:
             return None
         scale = statistics.median(ratios)
@@ -219,7 +219,7 @@ class Search:
     def loudest(self) -> tuple[GroupKey, float] | None:
         """The group with the largest finite norm over its threshold, and that norm; None without any over it."""
         over = [
-            (group.norm / group.tokens.threshold(group.whole.candidates), name, group.norm)
+            (group.norm / group.tokens.threshold(group.whole), name, group.norm)
             for name, group in self._groups.items()
             if group.search is not None and group.norm is not None and math.isfinite(group.norm)
         ]
@@ -233,7 +233,7 @@ class Search:
         """
         state = self._groups[group]
         state.tokens.without_tokens = norm
-        if state.tokens.is_over(state.whole.candidates, norm):
+        if state.tokens.is_over(state.whole, norm):
             self.gave_up = True
             for each in self._groups.values():
                 each.give_up()
@@ -288,7 +288,9 @@ class Search:
 
     def has_room(self, count: int, passes_left: float = math.inf) -> bool:
         """Whether another group should be added before the next pass of `count` probes."""
-        return len(self.open_sets) - len(self._later(count, passes_left)) < count
+        waiting = sum(bool(token_set.candidates) for group in self._groups.values() for token_set in group.first)
+        unsettled = waiting + sum(search.open_count for _, search in self._searches())
+        return unsettled - len(self._later(count, passes_left)) < count
 
     def _later(self, count: int, passes_left: float) -> list[_Group]:
         """The groups with a long search ahead; those whose spike may still turn out to be diffuse come first.

@@ -76,6 +76,14 @@ def test_the_simulation(kind: str, until: str) -> None:
             assert result.published_passes == formula(4, localization_simulation.MICRO_BATCHES, 32)
 
 
+def test_the_time_of_planning_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    localization_simulation.time_planning(quick=True, seed=0)
+    rows = [line.split("|")[1:5] for line in capsys.readouterr().out.splitlines() if line.startswith("| 4096")]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["4096", "8", "1", until] for until in ("explained", "exhaustive")
+    ]
+
+
 def benchmark(records: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
     """Runs the benchmark on two ranks with two micro-batches each; returns its records, and what it printed."""
     command = [sys.executable, BENCHMARKS / "localization.py", "--json", records, "--events", "1"]

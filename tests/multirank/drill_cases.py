@@ -30,7 +30,10 @@ def both(case: Case, options: dict[str, Any]) -> tuple[dict[str, bool], list[lis
 
     def keep_state(actor: Any) -> None:
         def hook(*_: Any) -> None:
-            learned = [actor.gradloc.state_dict(), actor.layer_clip and actor.layer_clip.state_dict()]
+            learned = [
+                actor.gradloc.state_dict() | {"search_time": None},
+                actor.layer_clip and actor.layer_clip.state_dict(),
+            ]
             states.append(repr([learned, actor.scaler and actor.scaler.get_scale()]))
 
         actor.actor_optimizer.register_step_post_hook(hook)

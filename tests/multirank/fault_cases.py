@@ -21,6 +21,7 @@ from batches import build_batch, response_length
 from oracle import brute_force
 from verl import DataProto
 from verl.utils.gradloc.measure import micro_batch
+from verl.utils.gradloc.search.time_limit import SearchTime
 
 PLACES = ["before the forward", "in a layer", "after the forward", "in the backward", "in a layer's backward"]
 
@@ -76,6 +77,24 @@ def failing_search(case: Case, where: str, ranks: list[int], when: int) -> tuple
 
     stock = train(case, stock_dp_actor(), calls=2)
     run = train(case, calls=2, prepare=prepare, **DETECTION)
+    return compare_runs(run, stock), run
+
+
+def out_of_time(case: Case, others: float) -> tuple[dict[str, bool], Run]:
+    """A run whose clock shows a second more at each reading on rank 0, and that many more on the others."""
+
+    def prepare(actor: Any) -> None:
+        now = 1e5 * dist.get_rank()
+
+        def clock() -> float:
+            nonlocal now
+            now += others if dist.get_rank() else 1.0
+            return now
+
+        actor.gradloc._search_time = SearchTime(4.5, clock)
+
+    stock = train(case, stock_dp_actor(), calls=2)
+    run = train(case, calls=2, prepare=prepare, bisect_budget_seconds=4.5, bisect_until="exhaustive", **DETECTION)
     return compare_runs(run, stock), run
 
 

@@ -36,6 +36,22 @@ def test_out_of_memory_in_a_pass_ends_the_search_on_all_ranks(
         assert all(same.values()), same
 
 
+@pytest.mark.target(version="0.9.1")
+@cases((2, Case("fsdp1", planted=THREE)), (2, Case("fsdp2", planted=THREE)))
+@pytest.mark.parametrize("others", [0.0, 1e6])
+def test_a_search_ends_on_all_ranks_when_the_clock_of_the_first_says_so(
+    launch: Launch, world: int, case: Case, others: float
+) -> None:
+    """Other ranks would search on, or not at all, by their own clocks."""
+    results = launch(world, fault_cases.out_of_time, case, others)
+    (event,), second = same_events([run for _, run in results])
+    assert event["out_of_time"] and not event["complete"] and second == []
+    # A reading when it begins, and one before each pass; the rehearsal has none of its own.
+    assert event["budget_seconds"] == 4.5 and event["passes"] == 4 and event["error"] is None
+    for same, _ in results:
+        assert all(same.values()), same
+
+
 AFTER_EVALUATION = [Case(w, stays_unsharded=s, planted=THREE) for w in ("fsdp1", "fsdp2") for s in (False, True)]
 if ENGINE:
     AFTER_EVALUATION.append(Case("fsdp1", stays_unsharded=True, deferred=True, planted=THREE))

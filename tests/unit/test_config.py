@@ -25,6 +25,7 @@ DEFAULTS = {
     "spike_detection": False,
     "grad_norm_threshold": 640.0,
     "bisect_budget_steps": 128,
+    "bisect_budget_seconds": "auto",
     "spike_trigger": "unit",
     "bisect_until": "explained",
     "spike_action": "log",
@@ -90,6 +91,7 @@ def test_keys_are_overridden_without_a_plus() -> None:
     assert (config.grad_norm_threshold, config.bisect_budget_steps) == (80, 9)
     assert (config.spike_trigger, config.spike_action) == ("global", "log")
     assert actor_config("grad_norm_threshold=auto").grad_norm_threshold == "auto"
+    assert [actor_config(f"bisect_budget_seconds={s}").bisect_budget_seconds for s in ("60", "null")] == [60, None]
     assert [actor_config(f"spike_log={value}").spike_log for value in ("True", "texts")] == [True, "texts"]
 
 
@@ -99,6 +101,9 @@ def test_keys_are_overridden_without_a_plus() -> None:
         ("grad_norm_threshold=-1", "grad_norm_threshold must be a positive finite number"),
         ("grad_norm_threshold=null", "grad_norm_threshold must be a positive finite number"),
         ("bisect_budget_steps=0", "bisect_budget_steps must be an integer of at least 1"),
+        ("bisect_budget_seconds=0", "bisect_budget_seconds must be a positive finite number, auto or null, got 0"),
+        ("bisect_budget_seconds=True", "bisect_budget_seconds must be a positive finite number"),
+        ("bisect_budget_seconds=soon", "bisect_budget_seconds must be a positive finite number"),
         ("spike_trigger=sometimes", "spike_trigger must be one of"),
         ("bisect_until=tired", "bisect_until must be one of"),
         ("spike_action=panic", "spike_action must be one of"),

@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Limits the time of searches, on rank 0's clock, so that all ranks stop together."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ..checks import is_finite_number
+from ..fsdp import collectives
+
+# With "auto", searches may take this fraction of the run's time so far, and this many seconds more, so that the first
+# search of a run is not refused because the run is young.
+SHARE = 0.03
+HEAD_START = 300.0
+
+Clock = Callable[[], float]
+
+
+class TimeLimit:
+    """How long one search may take. Making one is a collective call, as is every call of `is_up`, unless unlimited.
+
+    Args:
+        seconds (Callable): Returns the limit in seconds, None for no limit; the value of rank 0 counts.
+        limited (bool): Whether there may be a limit; the same on every rank.
+        clock (Callable): Returns the time in seconds; that of rank 0 counts.
+
+    Attributes:
+        seconds (float | None): The limit, the same on every rank.
+        has_ended_search (bool): Whether the search was told to end.
+    """
+
+    def __init__(self, seconds: Callable[[], float | None], limited: bool, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._begun = clock()
+        self.seconds: float | None = collectives.broadcast(seconds, 0) if limited else None
+        self.has_ended_search = False
+
+    def is_up(self) -> bool:
+        """Whether the search must end, the same on every rank."""
+        if self.seconds is not None and not self.has_ended_search:
+            limit = self.seconds
+            self.has_ended_search = collectives.broadcast(lambda: self._clock() - self._begun >= limit, 0)
+        return self.has_ended_search
+
+
+class SearchTime:
+    """How long the searches of a run took, and how long the next one may take.
+
+    Every rank counts by its own clock, and only what rank 0 has counted is used.
+
+    Args:
+        seconds (float | str | None): `bisect_budget_seconds`.
+        clock (Callable): Returns the time in seconds.
+    """
+
+    def __init__(self, seconds: float | str | None, clock: Clock = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._begun = clock()
+        self._run = self._spent = 0.0
+
+    @contextmanager
+    def search(self) -> Iterator[TimeLimit]:
+        """Wraps a search, whose time is counted, also after an error. A collective call."""
+        begun = self._clock()
+        try:
+            yield TimeLimit(self._left, self._seconds is not None, self._clock)
+        finally:
+            self._spent += self._clock() - begun
+
+    def drill(self) -> TimeLimit:
+        """The limit for a drill, which is not counted: that of a run's first search. A collective call."""
+        first = HEAD_START if self._seconds == "auto" else self._seconds
+        return TimeLimit(lambda: float(first) if is_finite_number(first) else None, first is not None, self._clock)
+
+    def state_dict(self) -> dict[str, float]:
+        """What is known of the run: that of rank 0 is to be saved."""
+        return {"run": self._run_seconds(), "searches": self._spent}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restores `state_dict`; with None the run starts over."""
+        self._begun = self._clock()
+        self._run, self._spent = (0.0, 0.0) if state is None else (float(state["run"]), float(state["searches"]))
+
+    def _run_seconds(self) -> float:
+        return self._run + self._clock() - self._begun
+
+    def _left(self) -> float | None:
+        if self._seconds == "auto":
+            return max(HEAD_START + SHARE * self._run_seconds() - self._spent, 0.0)
+        return float(self._seconds) if is_finite_number(self._seconds) else None

@@ -1,0 +1,108 @@
+"""The sums and estimates of the search, against every token added up again."""
+
+import math
+import random
+from itertools import accumulate
+
+import pytest
+import torch
+
+from gradloc.search.candidates import LEAST, Candidates, _nearest_half
+from gradloc.search.estimate import Estimate
+from gradloc.search.exact_sum import ExactSum
+from gradloc.search.few_tokens import _missing
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sum_without_some_numbers_has_the_bits_of_the_sum_of_the_others(seed: int) -> None:
+    generator = random.Random(seed)
+    values = [generator.gauss(0, 1) * 10 ** generator.uniform(-seed, seed) for _ in range(200)]
+    removed = set(generator.sample(range(200), generator.randint(0, 200)))
+    rest = [value for i, value in enumerate(values) if i not in removed]
+    assert ExactSum(values).without(values[i] for i in removed) == math.fsum(rest)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_cut_is_nearest_to_half_of_the_sum(seed: int) -> None:
+    generator = random.Random(seed)
+    # Values from a few, with zeros and large steps: sums that are equal, and equally near.
+    values = [generator.choice([0.0, 1.0, 1e-20, 2.0, 64.0]) for _ in range(generator.randint(2, 30))]
+    sums = list(accumulate(values))
+    assert _nearest_half(sums) == min(range(len(sums) - 1), key=lambda i: abs(sums[i] - sums[-1] / 2))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_numbers_that_a_sequence_leaves_out(seed: int) -> None:
+    generator = random.Random(seed)
+    size = generator.randint(1, 50)
+    missing = frozenset(generator.sample(range(size), generator.randint(0, size)))
+    assert _missing([i for i in range(size) if i not in missing], size) == missing
+
+
+def candidates(seed: int) -> tuple[Candidates, dict[frozenset[int], float]]:
+    """Random tokens, some measured alone, and random rests; many have equal suspicion."""
+    generator = random.Random(seed)
+    n = generator.randint(2, 60)
+    suspicion = torch.tensor([generator.choice([1.0, 2.0, 0.0, generator.lognormvariate(0, 3)]) for _ in range(n)])
+    weights = torch.tensor([generator.choice([0.1, 1.0, 3.0]) for _ in range(n)])
+    tokens = Candidates("a", 2.0, suspicion, weights)
+    rests = {frozenset(): generator.uniform(1, 100)}
+    for _ in range(generator.randint(0, 6)):
+        removed = frozenset(generator.sample(range(n), generator.randint(1, n)))
+        rests[removed] = generator.choice([generator.uniform(0, 100), generator.uniform(0, 100), math.nan])
+    alone = generator.sample(range(n), generator.randint(0, n // 2))
+    tokens.record_alone({t: generator.choice([generator.uniform(0, 30), math.inf]) for t in alone})
+    return tokens, rests
+
+
+def gains(tokens: Candidates, rests: dict[frozenset[int], float], base: frozenset[int]) -> list[float]:
+    """What the estimate says, with every token scaled and added up for every rest."""
+    energy = [rests[base] ** 2 * float(part) for part in tokens.suspected]
+    for token, norm in tokens.alone.items():
+        energy[token] = norm * norm if math.isfinite(norm) else 0.0
+    for removed, norm in rests.items():
+        kept = [t for t in range(len(energy)) if t not in removed]
+        free = [t for t in kept if t not in tokens.alone]
+        expected = math.fsum(energy[t] for t in free)
+        if math.isfinite(norm) and expected > 0:
+            known = math.fsum(energy[t] for t in kept if t in tokens.alone)
+            for t in free:
+                energy[t] *= max((norm * norm - known) / expected, LEAST)
+    return [e - tokens.tau**2 * square for e, square in zip(energy, tokens.squares, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_estimate_is_that_of_scaling_every_token(seed: int) -> None:
+    tokens, rests = candidates(seed)
+    base = min((removed for removed, norm in rests.items() if math.isfinite(norm)), key=len)
+    estimate, expected = Estimate(tokens, rests, base), gains(tokens, rests, base)
+    n = len(expected)
+    assert [estimate.gain(t) for t in range(n)] == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    outside = math.fsum(gain for t, gain in enumerate(expected) if t not in base)
+    assert estimate.excess == pytest.approx(outside, rel=1e-9, abs=1e-6)
+    possible = [t for t in range(n) if t in tokens.over or t not in tokens.alone]
+    assert estimate.count == len(possible)
+    assert estimate.count_in_base == sum(t in base for t in possible)
+    order = sorted(possible, key=lambda t: (t not in base, -estimate.gain(t), t))
+    assert estimate.sort(possible) == order
+    for count in (1, 5, n):
+        found = estimate.likeliest(count)
+        assert found == order[: len(found)] and len(found) == min(estimate.count_in_base + count, len(order))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_sums_of_token_sets_have_the_bits_of_adding_up_their_tokens(seed: int) -> None:
+    tokens, rests = candidates(seed)
+    n = len(tokens.squares)
+    for removed in rests:
+        rest = tokens.without(removed)
+        kept = [t for t in range(n) if t not in removed]
+        assert list(rest.candidates) == kept
+        pieces = [rest, *(tokens.halves(rest) if kept else ())]
+        assert sorted(t for piece in pieces[1:] for t in piece.candidates) == kept
+        for piece in pieces:
+            assert tokens.square_in(piece) == math.fsum(tokens.squares[t] for t in piece.candidates)
+            assert tokens.expected(piece) == math.fsum(tokens.prior[t] for t in piece.candidates)
+        threshold = tokens.tau * math.sqrt(tokens.square_in(rest))
+        assert not tokens.is_over_without(removed, threshold)
+        assert tokens.is_over_without(removed, math.nextafter(threshold, math.inf))

@@ -1,0 +1,137 @@
+"""What a failed pass leaves in memory, and what is tried before the other ranks are given up."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradloc.fsdp import memory, recorded_collectives
+from gradloc.fsdp.recorded_collectives import RankLostError, RecordedCollectives
+
+
+@pytest.fixture
+def one_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of this process alone, which is taken for one of two ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(recorded_collectives, "world_size", lambda: 2)
+    yield
+    dist.destroy_process_group()
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def interrupted() -> tuple[RecordedCollectives, Exception]:
+    """Recorded calls, and the error that interrupted the second of two."""
+    recorded, tensor = RecordedCollectives(), torch.ones(3)
+    with recorded.recording():
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
+    try:
+        with recorded.recording():
+            dist.all_reduce(tensor)
+            out_of_memory()
+    except torch.OutOfMemoryError as error:
+        return recorded, error
+    raise AssertionError
+
+
+@pytest.mark.parametrize("failures", [0, 2, 4, 5])
+def test_an_allocation_for_the_replay_is_tried_again(
+    one_of_two: None, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    recorded, error = interrupted()
+    zeros, attempts, replayed = torch.zeros, 0, []
+
+    def failing_zeros(*arguments: object, **options: object) -> torch.Tensor:
+        nonlocal attempts
+        attempts += 1
+        if attempts <= failures:
+            out_of_memory()
+        return zeros(*arguments, **options)
+
+    all_reduce = recorded._recorded_calls[1].function
+    monkeypatch.setattr(torch, "zeros", failing_zeros)
+    monkeypatch.setattr(memory, "_PAUSE", 0.0)
+    object.__setattr__(recorded._recorded_calls[1], "function", lambda *a, **k: replayed.append(all_reduce(*a, **k)))
+    if failures == 5:
+        with pytest.raises(RankLostError, match="OutOfMemoryError"):
+            recorded.complete(error)
+    else:
+        recorded.complete(error)
+    assert attempts == min(failures + 1, 5) and len(replayed) == (failures < 5)
+
+
+def test_a_collective_call_that_fails_is_not_made_again(one_of_two: None) -> None:
+    recorded, error = interrupted()
+    calls = 0
+
+    def lost(*_: object, **__: object) -> None:
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("connection closed by peer")
+
+    object.__setattr__(recorded._recorded_calls[1], "function", lost)
+    with pytest.raises(RankLostError, match="connection closed"):
+        recorded.complete(error)
+    assert calls == 1
+
+
+def in_the_context(use: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> None:
+    try:
+        use(tensor)
+    except ValueError:
+        out_of_memory()
+
+
+def in_the_cause(use: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> None:
+    try:
+        use(tensor)
+    except ValueError as error:
+        raise torch.OutOfMemoryError from error
+
+
+@pytest.mark.parametrize("way", [in_the_context, in_the_cause])
+def test_the_frames_of_errors_behind_an_error_let_go_of_their_tensors(way: Callable[..., None]) -> None:
+    def use(tensor: torch.Tensor) -> None:
+        held.append(weakref.ref(activation := tensor * 2))
+        raise ValueError(activation.shape)
+
+    held: list[weakref.ref[torch.Tensor]] = []
+    gc.disable()
+    try:
+        try:
+            way(use, torch.ones(3))
+        except torch.OutOfMemoryError as caught:
+            error = caught
+        assert held[0]() is not None
+        error.__context__.__context__ = error  # errors may form a cycle
+        memory.release_frames(error)
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_other_threads_run_before_an_allocation_is_tried_again() -> None:
+    freed, waiting = threading.Event(), threading.Event()
+
+    def autograd_thread() -> None:
+        waiting.wait()
+        freed.set()
+
+    thread = threading.Thread(target=autograd_thread)
+    thread.start()
+
+    def make() -> bool:
+        waiting.set()
+        if not freed.is_set():
+            out_of_memory()
+        return True
+
+    assert memory.allocate(make)
+    thread.join()

@@ -1,0 +1,145 @@
+"""How long searches may take: by the run's clock, over a resume, and for drills."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradloc import GradLoc, GradLocConfig
+from gradloc.search.time_limit import HEAD_START, SHARE, SearchTime, TimeLimit
+
+
+class Clock:
+    """Shows the time that a test sets."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spend(time: SearchTime, clock: Clock, seconds: float) -> TimeLimit:
+    with time.search() as limit:
+        clock.now += seconds
+    return limit
+
+
+def test_the_first_search_is_not_refused_because_the_run_is_young() -> None:
+    clock = Clock()
+    assert spend(SearchTime("auto", clock), clock, 0).seconds == HEAD_START
+
+
+def test_searches_take_a_share_of_the_run_and_the_head_start() -> None:
+    clock = Clock()
+    time, begun, searching = SearchTime("auto", clock), clock.now, 0.0
+    for _ in range(2000):  # a collapse: a search after every 20 seconds, each until it is told to end
+        clock.now += 20
+        with time.search() as limit:
+            while not limit.is_up():
+                clock.now += 1
+                searching += 1
+    run = clock.now - begun
+    assert HEAD_START + SHARE * run - 1 <= searching <= HEAD_START + SHARE * run + 1
+
+
+def test_a_search_ends_when_its_limit_is_reached_and_not_before() -> None:
+    clock = Clock()
+    with SearchTime(60.0, clock).search() as limit:
+        clock.now += 59.9
+        assert not limit.is_up() and not limit.has_ended_search
+        clock.now += 0.1
+        assert limit.is_up() and limit.has_ended_search
+    assert spend(SearchTime(None, clock), clock, 1e9).is_up() is False
+
+
+def test_each_spike_has_the_seconds_that_are_set() -> None:
+    clock = Clock()
+    time = SearchTime(60.0, clock)
+    assert [spend(time, clock, 100).seconds for _ in range(3)] == [60.0] * 3
+
+
+def test_a_failed_search_counts() -> None:
+    clock = Clock()
+    time = SearchTime("auto", clock)
+    with pytest.raises(RuntimeError), time.search():
+        clock.now += 100
+        raise RuntimeError
+    assert spend(time, clock, 0).seconds == HEAD_START + SHARE * 100 - 100
+
+
+def test_the_count_goes_on_after_a_resume() -> None:
+    clock = Clock()
+    time = SearchTime("auto", clock)
+    clock.now += 10_000
+    spend(time, clock, 400)
+    state = time.state_dict()
+    assert state == {"run": 10_400, "searches": 400}
+    clock = Clock(5.0)  # another machine
+    resumed = SearchTime("auto", clock)
+    clock.now += 77  # before the checkpoint is loaded
+    resumed.load_state_dict(state)
+    assert spend(resumed, clock, 0).seconds == pytest.approx(HEAD_START + SHARE * 10_400 - 400)
+    resumed.load_state_dict(None)  # a checkpoint from before there was a limit
+    assert spend(resumed, clock, 0).seconds == HEAD_START
+
+
+def test_a_drill_is_neither_counted_nor_refused() -> None:
+    clock = Clock()
+    time = SearchTime("auto", clock)
+    spend(time, clock, 1e6)
+    limit = time.drill()
+    assert limit.seconds == HEAD_START and not limit.is_up()
+    clock.now += HEAD_START
+    assert limit.is_up() and time.state_dict()["searches"] == 1e6
+    assert SearchTime(7, clock).drill().seconds == 7 and SearchTime(None, clock).drill().seconds is None
+
+
+def trained(seconds: Any, clock: Clock, a_pass: float) -> tuple[GradLoc, list[dict[str, Any]]]:
+    """Two updates of a model whose every extra pass takes that many seconds; all tokens are over the threshold."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 8)
+    tokens = torch.randn(2, 16, 4)
+
+    def forward(inputs: dict[str, Tensor], rows: list[int], length: int) -> tuple[None, Tensor]:
+        clock.now += a_pass
+        return None, model(inputs["tokens"][rows][:, :length]).log_softmax(-1)[..., 0]
+
+    gradloc = GradLoc(model, GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_seconds=seconds), forward)
+    gradloc._search_time = SearchTime(seconds, clock)
+    events = []
+    for step in (1, 2):
+        gradloc.start_update(step)
+        gradloc.begin_pass({"tokens": tokens}, range(2))
+        log_prob = model(tokens).log_softmax(-1)[..., 0]
+        weight = torch.full_like(log_prob, 1 / 32)
+        ones = torch.ones(2, 16)
+        gradloc.observe(log_prob, None, weight, response_mask=ones, token_id=ones.long(), advantage=ones)
+        log_prob.backward(-weight)
+        gradloc.end_pass()
+        gradloc.locate(0, 0)
+        events += gradloc.events
+    return gradloc, events
+
+
+@pytest.mark.parametrize(("seconds", "a_pass", "passes"), [(10, 4.0, [3, 3]), ("auto", 200.0, [2, 0])])
+def test_a_search_that_is_out_of_time_says_so(
+    seconds: Any, a_pass: float, passes: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        gradloc, events = trained(seconds, Clock(), a_pass)
+    assert [event["passes"] for event in events] == passes
+    for event in events:
+        assert event["out_of_time"] and not event["complete"] and event["diagnosis"] == "incomplete"
+        assert event["units"] and event["open_segments"]
+    assert gradloc.metrics()["actor/gradloc/out_of_time"] == 1
+    assert caplog.text.count(f"bisect_budget_seconds={seconds}") == 2
+
+
+def test_a_search_with_time_left_does_not_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        gradloc, events = trained("auto", Clock(), 0.001)
+    assert [(event["out_of_time"], event["passes"] > 3) for event in events] == [(False, True)] * 2
+    assert gradloc.metrics()["actor/gradloc/out_of_time"] == 0 and "bisect_budget_seconds" not in caplog.text
