@@ -104,7 +104,7 @@ def run(planted: Planted, weights: dict[str, Tensor], seed: int, steps: int) -> 
         scales.append(by_rank)
         return check_run(by_rank, *others)
 
-    gradloc_module.loss_scale_warning = looked_at  # type: ignore[assignment]  # it only looks
+    gradloc_module.loss_scale_warning = looked_at
     figures = []
     for _ in range(steps):
         samples, log_probs = rollout.draw()
