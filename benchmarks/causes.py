@@ -227,6 +227,7 @@ def run(args: argparse.Namespace, seed: int) -> Found:
         spike_detection=True,
         grad_norm_threshold=args.threshold,
         bisect_budget_steps=args.budget,
+        bisect_budget_seconds=None,
         bisect_until=args.until,
     )
     actor: Any = DataParallelPPOActor(config, model, torch.optim.AdamW(model.parameters(), lr=args.lr))

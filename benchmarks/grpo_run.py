@@ -202,6 +202,7 @@ class Run:
             spike_detection=bool(variant.action) or usual is None,
             spike_action=variant.action or "log",
             bisect_budget_steps=64,
+            bisect_budget_seconds=None,
             spike_replay=1 if dump_dir else 0,
             bisect_dump_dir=dump_dir or FSDPActorConfig.bisect_dump_dir,
             grad_norm_threshold=1e9 if usual is None else TOKEN_THRESHOLD * usual.token_norm,

@@ -359,7 +359,13 @@ class Solver:
         gradloc: dict[str, Any] = {"spike_detection": True, "grad_norm_threshold": threshold}
         self._actors = {
             until: build_actor(
-                shape, micro_batches, ranks, **gradloc, bisect_until=until, bisect_budget_steps=BUDGETS[until]
+                shape,
+                micro_batches,
+                ranks,
+                **gradloc,
+                bisect_until=until,
+                bisect_budget_steps=BUDGETS[until],
+                bisect_budget_seconds=None,
             )
             for until in untils
         }

@@ -331,8 +331,8 @@ def build_config(case: Case, **gradloc: Any) -> FSDPActorConfig:
         use_remove_padding=case.packed,
         use_fused_kernels=case.fused,
         fsdp_config=FSDPEngineConfig(dtype=case.precision, use_torch_compile=False, **engine),
-        # Without bundles in the working directory, where no test asks for them.
-        **{"spike_replay": 0, **gradloc},
+        # Without bundles in the working directory, where no test asks for them, and whatever else the machine does.
+        **{"spike_replay": 0, "bisect_budget_seconds": None, **gradloc},
     )
 
 

@@ -83,6 +83,7 @@ FAULTS = {
             # A reward is told by culprits in several prompts, which a search that ends diffuse does not look for.
             "actor_rollout_ref.actor.bisect_until=exhaustive",
             "actor_rollout_ref.actor.bisect_budget_steps=300",
+            "actor_rollout_ref.actor.bisect_budget_seconds=null",
         ),
     ),
     "auxiliary": Fault(
