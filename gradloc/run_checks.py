@@ -72,7 +72,7 @@ _SUMS = (
 
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
 _WEIGHTS = "check that the weights, or the LoRA adapter, of every step reach every rollout worker"
-_SEE = "`bash run_experiment.sh --embedded --fault {}` shows this."
+_SEE = "`bash run_experiment.sh --embedded --fault {}` plants this fault."
 
 
 def own_sums(

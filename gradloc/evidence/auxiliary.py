@@ -22,7 +22,7 @@ ADVICE = (
     "Look at the coefficient and the scale of the auxiliary loss (load balancing, z-loss, MTP or draft heads), and at "
     "what its gradient is multiplied by."
 )
-CHECK = "`bash run_experiment.sh --embedded --fault auxiliary` shows this with a large auxiliary loss."
+CHECK = "`bash run_experiment.sh --embedded --fault auxiliary` plants a large auxiliary loss."
 
 
 def auxiliary_in_words(event: Event) -> str | None:

@@ -134,6 +134,6 @@ def _verdict(what: str, value: Any, share: float, ordinary: float, culprits: int
         "ordinary": ordinary,
         "sentence": f"{where} ({shares}): read these responses, and look for what the reward function takes for right "
         "or wrong there.",
-        "check": "`bash run_experiment.sh --embedded --fault misfire` shows this with a reward that is wrong for one "
+        "check": "`bash run_experiment.sh --embedded --fault misfire` plants a reward that is wrong for one "
         "kind of responses.",
     }

@@ -141,7 +141,7 @@ _WITHOUT_TOKENS = object_with(
 # The cause in one line.
 _VERDICT = object_with(
     {
-        # A rule's name, or that of a warning; newer releases may know more causes.
+        # A rule's name, that of a warning, "misfire" or "auxiliary"; newer releases may know more causes.
         "cause": TEXT_OR_NULL,
         "culprits": NUMBER_OR_NULL,
         "ordinary": NUMBER_OR_NULL,

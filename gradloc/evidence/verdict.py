@@ -108,7 +108,8 @@ def decide(
         event (Mapping): The event's other fields.
         ordinary (Mapping): What `ordinary_shares` returned.
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned. The first one that is about all tokens is the
-            cause, unless gradients are not finite: what is wrong with all tokens comes before what is wrong with a few.
+            cause, unless gradients are not finite or come from no token: what is wrong with all tokens comes before
+            what is wrong with a few.
 
     Returns:
         dict: `cause`, the name of a rule or of a warning, "auxiliary", or None where no cause is known; `culprits` and

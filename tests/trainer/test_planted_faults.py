@@ -214,7 +214,7 @@ def test_what_is_wrong_with_the_whole_run_is_warned_of(name: str, tmp_path: Path
     warned = [{warning["name"] for warning in json.loads(line)["warnings"]} for line in lines]
     assert warned[0] == set() and warned[-1] == {WARNINGS[name]}
     log = (tmp_path / "out/train.log").read_text()
-    assert f"--fault {'never_synced' if name == 'adapter' else name}` shows this" in log
+    assert f"--fault {'never_synced' if name == 'adapter' else name}` plants this fault" in log
 
 
 @pytest.mark.target(version="0.9.1")
