@@ -123,9 +123,9 @@ def run(planted: Planted, weights: dict[str, Tensor], seed: int, steps: int) -> 
 
 
 def _off_scale(by_rank: Tensor) -> float:
-    """The larger one of both factors that `loss_scale_warning` looks at, or of one over it."""
-    factors = [float(by_rank[:, 0].mean()), coefficient_factor(by_rank) or 1.0]
-    return max(max(factor, 1 / factor) for factor in factors)
+    """The larger one of both factors that `loss_scale_warning` looks at, or of one over it; 1 if none is known."""
+    factors = [float(by_rank[:, 0].mean()), coefficient_factor(by_rank)]
+    return max((max(factor, 1 / factor) for factor in factors if factor), default=1.0)
 
 
 class Rollout:

@@ -61,7 +61,8 @@ def misfires(way: str, runs: int, seed: int) -> int:
     numbers, named = random.Random(f"{way} {seed}"), 0
     for _ in range(runs):
         rows = mini_batch(numbers)
-        event = {"culprits": [{"rank": 0, "row": row} for row in culprits(way, rows, numbers)]}
+        culprit = {"rank": 0, "micro_batch": 0, "share": 0.1}
+        event = {"culprits": [{**culprit, "row": row} for row in culprits(way, rows, numbers)]}
         named += misfire(event, {(0, row): of for row, of in enumerate(rows)}) is not None
     return named
 

@@ -102,13 +102,14 @@ class CriticWatch:
         Args:
             value (Tensor): The values v that the loss is computed from.
             weight (Callable): Returns the weight w of each value in the loss, gradient accumulation included; called
-                in `end_pass`, while the device computes the backward.
+                after the backward.
             loss_inputs (Mapping, optional): If the loss is computed from another tensor: for "coefficient", see
                 `PassRecorder.observe`.
             tokens (Tensor): `response_mask`, `returns` and `old_value`.
         """
         given = loss_inputs or {"coefficient": (value, unchanged)}
-        self._recorder.observe_later(lambda: {"value": value, "weight": weight(), **tokens}, given)
+        known = {"value": value.detach(), **tokens}
+        self._recorder.observe_later(lambda: {"weight": weight(), **known}, given)
 
     def check(self, epoch: int, mini_batch: int) -> None:
         """Compares the mini-batch's gradient with τ. A collective call.

@@ -83,7 +83,7 @@ def hold(
         config (GradLocConfig): How to search.
         ordinary (OrdinaryGradient): What is known of ordinary tokens.
         where (Mapping): `global_step`, `epoch` and `mini_batch`, for the event.
-        time_limit (TimeLimit): How long it may take.
+        time_limit (TimeLimit): How long its search may take.
 
     Returns:
         dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place.
@@ -105,6 +105,7 @@ def hold(
                 raise DrillFailedError("the planted token did not put its micro-batch over the threshold")
             investigation = Investigation(copy, threshold, config, ordinary.token_norm, time_limit)
             clear_gradients(model.module)  # the drill's own, which is measured by now
+            time_limit.restart()  # computing the mini-batch again is no part of the search
             investigation.run()
     except (DrillFailedError, collectives.RankFailedError) as error:
         investigation = Investigation(mini_batch, threshold, config, ordinary.token_norm, time_limit)
@@ -115,12 +116,13 @@ def hold(
     if not found and collectives.rank() == 0:
         logger.warning(
             "The spike drill in step %d FAILED: the planted token was not found (diagnosis: %s; error: %s; %d of "
-            "%d passes). Do not rely on spike_detection in this configuration before a drill succeeds.",
+            "%d passes%s). Do not rely on spike_detection in this configuration before a drill succeeds.",
             where["global_step"],
             event["diagnosis"],
             event["error"],
             event["passes"],
             config.bisect_budget_steps,
+            f"; its {time_limit.seconds:.0f} seconds were over" if event["out_of_time"] else "",
         )
     event["drill"] = {"planted": place, "found": found, "passes": event["passes"]}
     # Its cause is the drill.

@@ -130,7 +130,7 @@ class GradLoc:
         """Discards the events and metrics of the last update."""
         self.events = []
         self._metrics = UpdateMetrics()
-        self._recorder.take()
+        self._recorder.discard()
         self._global_step = global_step
         self.warnings = []
         self._run_checks.start_update(global_step)
@@ -208,7 +208,9 @@ class GradLoc:
             "the search for the tokens behind a gradient spike",
         )
         if located.take_step:
-            self._run_checks.add_step(float(self._learning_rate()))  # an optimizer may have a tensor
+            # An optimizer may have a tensor.
+            rate = unless_it_fails(lambda: float(self._learning_rate()), 0.0, "reading the learning rate")
+            self._run_checks.add_step(rate)
         return located
 
     def close(self) -> None:
@@ -286,7 +288,7 @@ class GradLoc:
 
     def _say_if_cut_short(self, investigation: Investigation) -> None:
         limit = investigation.time_limit
-        if limit.has_ended_search and collectives.rank() == 0:
+        if investigation.out_of_time and collectives.rank() == 0:
             of_run = f" (over the run, {SHARE:.0%} of its time and {HEAD_START:g} seconds)"
             logger.warning(
                 "Step %s: the search for the tokens behind a gradient spike was ended after %d passes, because "

@@ -117,10 +117,11 @@ def observe(
     """
     if actor.watch is not None and actor.watch.watches_passes:
         tokens = {name: model_inputs[key] for name, key in EVIDENCE_KEYS.items() if key in model_inputs}
-        tokens |= {"log_prob": log_prob, "old_log_prob": old_log_prob}  # may be the forward's instead of the data's
+        # These may be the forward's instead of the data's. They are kept without a graph.
+        tokens |= {"log_prob": log_prob.detach(), "old_log_prob": old_log_prob.detach()}
         loss_inputs = {"coefficient": (log_prob, unchanged)}
         if entropy is not None:
-            tokens["entropy"] = entropy
+            tokens["entropy"] = entropy.detach()
             loss_inputs["entropy_coefficient"] = entropy, unchanged
         actor.watch.observe(loss_inputs, lambda: tokens, loss_scale_factor)
 

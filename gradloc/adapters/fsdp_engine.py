@@ -198,11 +198,12 @@ class WatchedEngine:
         finally:
             self.watch.aggregation.stop()
         as_response = _ResponseCutter(inputs, data["response_mask"])
+        without_graph = {key: values.detach() for key, values in flat.items()}
 
         def read_tokens() -> dict[str, Tensor]:
             tokens = {name: _padded(data[key]) for name, key in EVIDENCE_KEYS.items() if key in data.keys()}
             names = {"log_probs": "log_prob", "entropy": "entropy"}
-            return tokens | {names[key]: as_response(values.detach()) for key, values in flat.items()}
+            return tokens | {names[key]: as_response(values) for key, values in without_graph.items()}
 
         loss_inputs = {
             name: (flat[key], as_response)

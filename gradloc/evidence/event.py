@@ -76,7 +76,7 @@ def build_event(
             **_findings(investigation, medians, ordinary_before),
             "budget": investigation.config.bisect_budget_steps,
             "budget_seconds": investigation.time_limit.seconds,
-            "out_of_time": investigation.time_limit.has_ended_search,
+            "out_of_time": investigation.out_of_time,
             "seconds": max(seconds for seconds, _ in clocks),
             "search": model.meter.kind,
             "world_size": model.data_parallel_size,

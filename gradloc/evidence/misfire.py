@@ -69,7 +69,8 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
         rows (Mapping): All rows of its mini-batch.
     """
     moving = {place: row for place, row in rows.items() if math.isfinite(row.advantage) and row.advantage > 0}
-    culprits = [place for c in event["culprits"] if (place := (c["rank"], c["row"])) in moving]
+    explaining = explaining_culprits(event["culprits"])
+    culprits = [place for c in explaining if (place := (c["rank"], c["row"])) in moving]
     of_prompts: dict[str, RewardedRow] = {}
     for place in culprits:
         of_prompts.setdefault(moving[place].uid, moving[place])

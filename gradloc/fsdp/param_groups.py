@@ -3,12 +3,14 @@
 """FSDP2's parameter groups: the parameters that it unshards together, and whose gradients it reduces together."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from .torch_compat import FSDPModule
+
+# Where a group keeps what is called before its reduction.
+_ACTIONS = "_gradloc_before_reduction"
 
 
 def param_groups(module: nn.Module) -> list[Any]:
@@ -35,23 +37,25 @@ def parameters_of(param_group: Any) -> Iterator[tuple[nn.Module, str, Any]]:
 def before_reduction(param_group: Any, action: Callable[[], None]) -> Callable[[], None]:
     """Has `action` called before FSDP2 reduces a group's gradients, or keeps them until a later backward reduces them.
 
-    A backward may come there several times, each time with gradients that were not there before.
+    A backward may come there several times, each time with gradients that were not there before. Of several actions,
+    the one that was added last is the first.
 
     Returns:
-        Callable: Ends that. What was added last has to be ended first.
+        Callable: Ends that.
     """
-    added_before = vars(param_group).get("post_backward")
-    reduce = added_before or partial(type(param_group).post_backward, param_group)
+    actions: dict[object, Callable[[], None]] = vars(param_group).setdefault(_ACTIONS, {})
 
     def post_backward(*_: Any) -> None:
-        action()
-        reduce()
+        for each in reversed(actions.copy().values()):
+            each()
+        type(param_group).post_backward(param_group)
 
     def remove() -> None:
-        if added_before is None:
-            del param_group.post_backward
-        else:
-            param_group.post_backward = added_before
+        actions.pop(key, None)
+        if not actions:
+            vars(param_group).pop("post_backward", None)
 
+    key = object()
+    actions[key] = action
     param_group.post_backward = post_backward
     return remove

@@ -29,7 +29,7 @@ class LocalNorms:
 
     Elsewhere each parameter has a tensor hook of its own: without FSDP, and under FSDP2 where a gradient is added to
     that of earlier backwards (see `_Group`). A parameter is always the same leaf there, so it is hooked only once, in
-    a forward pre-hook. No hook is registered during a backward, where gradient checkpointing recomputes the forward.
+    a forward pre-hook: the first with gradients, which with reentrant checkpointing is in the backward.
 
     Args:
         module (nn.Module): The model, wrapped by FSDP1, by FSDP2 or not at all.
@@ -64,7 +64,7 @@ class LocalNorms:
         for flat in self._flats:
             self._hook_flat_parameter(flat)
         for group in self._groups:
-            group.together = False
+            group.together = group.decided = False
         self._recording = True
 
     def stop(self) -> Tensor:
@@ -179,10 +179,13 @@ class LocalNorms:
         groups = list({id(slot.group): slot.group for slot in slots if slot.group is not None}.values())
 
         def hook(_module: nn.Module, _args: object) -> None:
-            if not self._recording or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+            if not self._recording or not torch.is_grad_enabled():
                 return
+            in_backward = torch._C._current_graph_task_id() != -1
             for group in groups:
-                group.together = group.has_only_new_gradients()
+                # A backward recomputes what was decided in the forward; with reentrant checkpointing, nothing was.
+                if not (in_backward and group.decided):
+                    group.together, group.decided = group.has_only_new_gradients(), True
             for slot in slots:
                 if slot.group is None or not slot.group.together:
                     self._hook_parameter(slot)
@@ -246,11 +249,13 @@ class _Group:
         param_group (FSDPParamGroup): torch's object.
         parameters (list): Those that are measured: (index of the layer, FSDPParam).
         together (bool): Whether they are measured together in this pass.
+        decided (bool): Whether that was decided in this pass.
     """
 
     param_group: Any
     parameters: list[tuple[int, Any]] = field(default_factory=list)
     together: bool = False
+    decided: bool = False
 
     def has_only_new_gradients(self) -> bool:
         """Whether the gradients at the start of the reduction will be those of this backward alone.
@@ -259,7 +264,8 @@ class _Group:
         but if that is the dtype that they have, they stay where later ones are added to them. Called when the
         parameters are unsharded.
         """
-        if all(p.reduce_dtype not in (None, p._unsharded_param.dtype) for _, p in self.parameters[:1]):
+        trainable = [p for _, p in self.parameters if p._unsharded_param.requires_grad]
+        if all(p.reduce_dtype not in (None, p._unsharded_param.dtype) for p in trainable):
             return True
         return self.param_group.reduce_grads and all(p._unsharded_param.grad is None for _, p in self.parameters)
 

@@ -89,7 +89,10 @@ class PassRecorder:
 
     def discard(self) -> None:
         """Drops what was recorded since the last `take`, and a pass that was interrupted."""
+        if self.current is not None:
+            self._model.meter.stop()
         self.current, self.micro_batches = None, []
+        self._read_tokens, self._gradients = None, {}
 
     def take(self) -> list[MicroBatch]:
         """The micro-batches recorded since the last call."""

@@ -45,5 +45,6 @@ def layers_apart_in_words(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"With the weights of training, the norm is another than in training in {len(apart)} of {len(told)} layers: "
         f"{names} ({most}: {factors[most]:.3g} times as large in training). So the backward pass was another one: look "
-        f"at kernels, parallelism and model code, at {apart[-1]} first. {SWITCHES}"
+        f"at kernels, parallelism, model code and precision, at {apart[-1]} first; a replay does not have auxiliary "
+        f"losses and TokenClip, either. {SWITCHES}"
     ]

@@ -134,6 +134,11 @@ class Investigation:
         return self.error is None and settled and not self._waiting and not self.search.open_sets
 
     @property
+    def out_of_time(self) -> bool:
+        """Whether the search was ended by its limit in seconds, the same on every rank."""
+        return self.time_limit.has_ended_search and not self.ended
+
+    @property
     def explained(self) -> bool | None:
         """Whether each micro-batch over its threshold was measured under it without the culprits; None if unknown.
 

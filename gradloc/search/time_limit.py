@@ -37,6 +37,10 @@ class TimeLimit:
         self.seconds: float | None = collectives.broadcast(seconds, 0) if limited else None
         self.has_ended_search = False
 
+    def restart(self) -> None:
+        """Counts from now on."""
+        self._begun = self._clock()
+
     def is_up(self) -> bool:
         """Whether the search must end, the same on every rank."""
         if self.seconds is not None and not self.has_ended_search:

@@ -117,13 +117,13 @@ def build_model(name: str, random_weights: bool, attention: str, device: torch.d
     else:
         model = AutoModelForCausalLM.from_pretrained(name, **options)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    shard(model.train(), half, device)
+    shard(model.train(), half, device, collectives.world_size())
     return model
 
 
-def shard(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def shard(model: nn.Module, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
     """Shards a model by FSDP2, layer by layer, so that no more than a layer is whole in float32."""
-    mesh = init_device_mesh(device.type, (collectives.world_size(),))
+    mesh = init_device_mesh(device.type, (ranks,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = set(getattr(model, "_no_split_modules", None) or ())
     for module in [child for child in model.modules() if type(child).__name__ in whole] + [model]:

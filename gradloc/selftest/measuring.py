@@ -23,8 +23,13 @@ NEVER = 1e30
 _THRESHOLD, _SPIKE = 10.0, 30.0
 _WARM_UP = 2
 _LEAST_PAIRS = 3
+_NO_EVENT = "no spike was seen, or the search failed as the log says"
 # As int64, a large parameter would need far more memory than training.
 _PART = 2**22
+
+
+class UnusableError(RuntimeError):
+    """Why nothing can be measured, in one sentence."""
 
 
 class SelfTest:
@@ -45,6 +50,11 @@ class SelfTest:
             for _ in range(_WARM_UP):
                 self._step(gradloc)
             self._ordinary = gradloc.metrics()["actor/gradloc/token_norm_max"]
+        if not 0 < self._ordinary < math.inf:
+            raise UnusableError(
+                f"The gradient norm of random tokens is {self._ordinary:g} with this model: give it other --rows, "
+                "--prompt or --response, or its real weights."
+            )
         result: dict[str, Any] = {"ordinary_token_norm": self._ordinary, **self._cost()}
         result["peak"] = {"off": self._peak(lambda: self._step(None))}
         with self._watched(NEVER) as gradloc:
@@ -60,8 +70,9 @@ class SelfTest:
         Returns:
             dict: Whether that token alone was `found`; `passes`; `error`; the `seconds` of the search; whether the
                 gradient has the `same_gradient` after it; `peak`, the most bytes that were allocated, None on a CPU.
+                For "drop" also `difference`: that to the gradient without the planted token, as a part of its norm.
         """
-        place, advantages = self._planted()
+        place, advantages, without = self._planted()
         taken: dict[str, Any] = {}
         with self._watched(_THRESHOLD * self._ordinary, spike_action=action) as gradloc:
 
@@ -75,14 +86,26 @@ class SelfTest:
 
             peak = self._peak(step)
         found = [{name: culprit[name] for name in place} for event in gradloc.events for culprit in event["culprits"]]
-        return {
+        result = {
             "found": found == [place],
             "passes": sum(event["passes"] for event in gradloc.events),
-            "error": next((event["error"] for event in gradloc.events), "no spike was seen"),
+            "error": next((event["error"] for event in gradloc.events), _NO_EVENT),
             "seconds": taken["seconds"],
             "same_gradient": all(collectives.gather_objects(taken["same"])),
             "peak": peak,
         }
+        return {**result, "difference": self._difference(without)} if action == "drop" else result
+
+    def _difference(self, advantages: Tensor) -> float:
+        """How far the gradient is from that of these advantages, as a part of the latter's norm; that of all ranks."""
+        left = [gradient.cpu() for gradient in _local_gradients(self._loop.model)]
+        self._loop.step(None, advantages)
+        squares = torch.zeros(2, dtype=torch.float64)
+        for ours, wanted in zip(left, _local_gradients(self._loop.model), strict=True):
+            wanted = wanted.cpu().double()
+            squares += torch.stack([(ours.double() - wanted).square().sum(), wanted.square().sum()])
+        difference, norm = torch.stack(collectives.gather_objects(squares)).sum(0).sqrt().tolist()
+        return difference / norm
 
     @contextmanager
     def _watched(self, threshold: float, **options: Any) -> Iterator[GradLoc]:
@@ -144,26 +167,29 @@ class SelfTest:
         call()
         return torch.cuda.max_memory_allocated()
 
-    def _planted(self) -> tuple[dict[str, int], Tensor]:
-        """A token's place, the same on every rank, and advantages in which its own is far too large."""
+    def _planted(self) -> tuple[dict[str, int], Tensor, Tensor]:
+        """A token's place, the same on every rank, advantages in which its own is far too large, and without it."""
         sizes, draw = self._loop.sizes, random.Random(1)
         place = {
             "rank": draw.randrange(collectives.world_size()),
             "row": draw.randrange(sizes.micro_batches * sizes.rows),
             "position": draw.randrange(sizes.response),
         }
-        advantages = self._loop.advantages.clone()
+        advantages, without = self._loop.advantages.clone(), self._loop.advantages.clone()
         if place["rank"] == collectives.rank():
             # Against a unit's threshold, which is τ √(its tokens).
             factor = _SPIKE * _THRESHOLD * math.sqrt(sizes.rows * sizes.response)
             index = (*divmod(place["row"], sizes.rows), place["position"])
             advantages[index] = math.copysign(factor, float(advantages[index]))
-        return place, advantages
+            without[index] = 0.0
+        return place, advantages, without
 
     def _drill(self) -> dict[str, Any]:
         """A step in which GradLoc plants a token itself."""
         with self._watched(_THRESHOLD * self._ordinary, spike_drill_step=1) as gradloc:
             peak = self._peak(lambda: self._step(gradloc, 1))
+        if not gradloc.events:
+            return {"found": False, "passes": 0, "error": _NO_EVENT, "peak": peak}
         (event,) = gradloc.events
         return {"found": event["drill"]["found"], "passes": event["passes"], "error": event["error"], "peak": peak}
 
@@ -171,12 +197,16 @@ class SelfTest:
 def _gradient_sums(model: nn.Module) -> list[tuple[int, int]]:
     """Two sums of the bits of each part of this rank's gradient, one by position: other bits have other sums."""
     sums = []
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            own = getattr(parameter.grad, "_local_tensor", parameter.grad).detach().flatten()
-            bits = own.view({2: torch.int16, 4: torch.int32}[own.element_size()])
-            sums += [_sums(part.long()) for part in bits.split(_PART)]
+    for own in _local_gradients(model):
+        bits = own.flatten().view({2: torch.int16, 4: torch.int32}[own.element_size()])
+        sums += [_sums(part.long()) for part in bits.split(_PART)]
     return sums
+
+
+def _local_gradients(model: nn.Module) -> list[Tensor]:
+    """This rank's part of each gradient."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [getattr(gradient, "_local_tensor", gradient).detach() for gradient in gradients]
 
 
 def _sums(bits: Tensor) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from verl.utils.gradloc.fsdp.param_groups import param_groups
 from verl.utils.gradloc.fsdp.state import flat_handles
 from verl.utils.gradloc.measure import local_norms
@@ -209,3 +210,97 @@ def _shard(model: Unusual, wrap: str, dtype: torch.dtype) -> Any:
     for i, layer in enumerate(model.layers):
         model.layers[i] = FullyShardedDataParallel(layer, **options)
     return FullyShardedDataParallel(model, **options)
+
+
+class FrozenBase(nn.Module):
+    """A layer whose first parameter is frozen and in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        self.adapter = nn.Linear(8, 8, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base(hidden.bfloat16()).float() + self.adapter(hidden)
+
+
+def norms_of_repeated_passes() -> list[float]:
+    """The squared norms of three equal micro-batches, whose reduction is deferred to the last."""
+    torch.manual_seed(3)
+    model = nn.Sequential(FrozenBase())
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
+    fully_shard(model[0], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    norms, found = LocalNorms(model, DEVICE), []
+    for number in range(3):
+        model.set_requires_gradient_sync(number == 2)
+        norms.start()
+        model(torch.ones(2, 8)).square().sum().backward()
+        found.append(float(norms.stop().sum()))
+    norms.remove()
+    return found
+
+
+class Checkpointed(nn.Sequential):
+    """A layer that is computed again in the backward, by a checkpoint around its call."""
+
+    reentrant = False
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return checkpoint(super().__call__, hidden, use_reentrant=self.reentrant)
+
+
+class OfCheckpoints(nn.Module):
+    """An embedding, two such layers and a head."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.embed_tokens, self.lm_head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.layers = nn.ModuleList(Checkpointed(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+        for layer in self.layers:
+            layer.reentrant = reentrant
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed_tokens(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.lm_head(hidden)
+
+
+def norms_with_checkpointing(wrapped: bool, reentrant: bool) -> tuple[list[float], list[float]]:
+    """The layers' squared norms as measured, and those of the model without sharding."""
+    torch.manual_seed(3)
+    model = OfCheckpoints(reentrant)
+    whole, ids = copy.deepcopy(model), torch.arange(8).view(2, 4)
+    if wrapped:
+        mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh)
+    norms = LocalNorms(model, DEVICE)
+    norms.start()
+    model(ids).square().sum().backward()
+    squares = dict(zip(norms.layers, norms.stop().tolist(), strict=True))
+    norms.remove()
+    whole(ids).square().sum().backward()
+    expected = [sum(float(p.grad.double().square().sum()) for p in layer.parameters()) for layer in whole.layers]
+    return [squares[f"layers.{i}"] for i in range(2)], expected
+
+
+def norms_beside_a_closed_one() -> list[list[float]]:
+    """Those of the second of two, before and after the first one was removed; and whether hooks are left."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer, mesh=init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
+    first, second = LocalNorms(model, DEVICE), LocalNorms(model, DEVICE)
+    found = []
+    for _ in range(2):
+        second.start()
+        model(torch.ones(2, 8)).square().sum().backward()
+        found.append(second.stop().tolist())
+        model.zero_grad()
+        first.remove()
+    second.remove()
+    assert not any("post_backward" in vars(group) for group in param_groups(model))
+    return found

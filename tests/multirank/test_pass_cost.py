@@ -67,3 +67,20 @@ def test_norms_of_an_unusual_model(launch: Launch, wrap: str, dtype: str, deferr
             tolerance = 1e-5 if dtype == "float32" else 2e-2
             assert measured == {name: near(square, tolerance) for name, square in expected.items()}
             assert measured["layers.1"] > 0
+
+
+def test_a_frozen_first_parameter_does_not_hide_gradients_that_add_up(launch: Launch) -> None:
+    for first, *others in launch(2, pass_cost_cases.norms_of_repeated_passes):
+        assert first > 0 and others == [near(first, 1e-5)] * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "fsdp2"])
+def test_layers_that_are_computed_again_are_measured(launch: Launch, wrapped: bool, reentrant: bool) -> None:
+    for measured, expected in launch(2, pass_cost_cases.norms_with_checkpointing, wrapped, reentrant):
+        assert measured == [near(square, 1e-5) for square in expected] and min(measured) > 0
+
+
+def test_one_that_is_removed_leaves_the_others(launch: Launch) -> None:
+    for before, after in launch(2, pass_cost_cases.norms_beside_a_closed_one):
+        assert before == after and min(after) > 0

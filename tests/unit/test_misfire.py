@@ -73,7 +73,7 @@ def test_a_data_source_that_holds_the_culprits_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["web", "web (2024): all 6 culprits (sums", "the reward 1 (", ""])
 def test_trackers_do_not_see_the_name_of_a_data_source(name: str) -> None:
-    culprits = [{"rank": 0, "row": row, "data_source": name} for row in range(5)]
+    culprits = [{"rank": 0, "micro_batch": 0, "share": 0.1, "row": row, "data_source": name} for row in range(5)]
     rows = [RewardedRow(f"uid {row}", 1.0, name if row < 5 else "books", USUAL) for row in range(99)]
     line = {"verdict": None, "culprits": culprits}
     line["verdict"] = misfire(line, {(0, row): each for row, each in enumerate(rows)})
@@ -128,6 +128,15 @@ def test_culprits_in_few_prompts_say_nothing(special: int, culprits: int, is_nam
     assert LEAST_PROMPTS == 3
     # Several culprits in a prompt are one.
     assert misfire(event(*places[:2], *places[:2]), rows) is None
+
+
+def test_culprits_that_do_not_explain_the_norm_do_not_count() -> None:
+    rows, places = mini_batch()
+    line = event(*places)
+    assert misfire(line, rows) is not None
+    for culprit in line["culprits"]:
+        culprit["share"] = 0.001
+    assert misfire(line, rows) is None
 
 
 def test_the_chance_is_that_of_drawing_without_replacement() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,7 @@ def test_one_process_finds_what_it_plants(
     assert capsys.readouterr().out.strip() == sentence(result)
     assert all(result[name]["found"] and result[name]["passes"] > 0 for name in ("search", "drop", "drill"))
     assert result["search"]["same_gradient"] and not result["drop"]["same_gradient"]
+    assert result["drop"]["difference"] < 1e-5
     assert result["steps"] == 3 and result["host_seconds"] > 0 and not torch.distributed.is_initialized()
 
 
@@ -75,6 +77,31 @@ def test_a_model_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.Captur
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (torch.OutOfMemoryError("too much"), "smaller --rows or --response may fit. too much"),
+        (None, "is inf with this"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception | None,
+    told: str,
+) -> None:
+    def step(self: Any, *_: Any) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(measuring.SelfTest, "_step", step)
+    monkeypatch.setattr(GradLoc, "metrics", lambda self: {"actor/gradloc/token_norm_max": math.inf})
+    assert main(["--model", model, *SHORT]) == 3
+    assert told in capsys.readouterr().err
+
+
 def test_memory_is_told_where_it_is_known() -> None:
     part = {"found": True, "passes": 4, "error": None, "seconds": 2.0, "same_gradient": True, "peak": 5 * 2**30}
     result = {
@@ -83,10 +110,12 @@ def test_memory_is_told_where_it_is_known() -> None:
         "step_seconds": 1.0,
         "peak": {"off": 2**30, "detection": 2**30},
         "search": part,
-        "drop": {**part, "same_gradient": False},
+        "drop": {**part, "same_gradient": False, "difference": 0.01},
         "drill": part,
     }
     assert not failures(result)
+    wrong = failures({**result, "drop": {**part, "difference": math.nan}})
+    assert wrong == ["what spike_action=drop leaves differs by nan% from the gradient without the token"]
     assert sentence(result) == (
         "GradLoc works here: detection +0.3% (median of 12 pairs of steps); a search of 4 passes takes 2.0 steps; GiB "
         "more than training at the peak: detection 0.0, search 4.0, drop 4.0, drill 4.0."

@@ -55,6 +55,17 @@ def test_a_search_ends_when_its_limit_is_reached_and_not_before() -> None:
     assert spend(SearchTime(None, clock), clock, 1e9).is_up() is False
 
 
+def test_what_comes_before_a_restart_does_not_count() -> None:
+    clock = Clock()
+    limit = SearchTime("auto", clock).drill()
+    clock.now += HEAD_START + 1
+    limit.restart()
+    clock.now += HEAD_START - 1
+    assert not limit.is_up()
+    clock.now += 1
+    assert limit.is_up()
+
+
 def test_each_spike_has_the_seconds_that_are_set() -> None:
     clock = Clock()
     time = SearchTime(60.0, clock)
