@@ -167,6 +167,8 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
         "diffuse": [],
         "passes": random.randrange(2, 14),
         "budget": 128,
+        "budget_seconds": 300.0,
+        "out_of_time": False,
         "complete": True,
         "open_segments": [],
         "action": "log",
