@@ -47,8 +47,10 @@ class RewardedRow:
 def may_misfire(event: Mapping[str, Any]) -> bool:
     """Whether the verdict on an event may become `misfire`, so that the rows of its mini-batch are needed."""
     verdict = event.get("verdict")
+    if verdict is None or verdict["cause"] not in LESS_SPECIFIC:
+        return False
     rows = {(culprit["rank"], culprit["row"]) for culprit in explaining_culprits(event["culprits"])}
-    return verdict is not None and verdict["cause"] in LESS_SPECIFIC and len(rows) >= LEAST_PROMPTS
+    return len(rows) >= LEAST_PROMPTS
 
 
 def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict[str, Any] | None:
