@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .auxiliary import auxiliary_in_words
-from .shares import layer_shares
+from .shares import layer_shares, shares_of_sum
 from .sources import CONFIDENT, LAYER_FRACTION, UNLIKELY
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ def _layer(event: Event) -> str | None:
     if broken:
         whole = len(broken) == len(squares)
         return None if whole or len(broken) > 1 else f"only the gradient of {broken[0]} is NaN or infinite"
-    shares = layer_shares({layer: math.sqrt(square) for layer, square in squares.items()})
+    shares = shares_of_sum(squares)
     if len(shares) < 2:
         return None
     usual = layer_shares(event["ordinary_layer_norms"] or {})

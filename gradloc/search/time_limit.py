@@ -70,14 +70,13 @@ class SearchTime:
         """Wraps a search, whose time is counted, also after an error. A collective call."""
         begun = self._clock()
         try:
-            yield TimeLimit(self._left, self._seconds is not None, self._clock)
+            yield self._limit(self._left)
         finally:
             self._spent += self._clock() - begun
 
     def drill(self) -> TimeLimit:
         """The limit for a drill, which is not counted: that of a run's first search. A collective call."""
-        first = HEAD_START if self._seconds == "auto" else self._seconds
-        return TimeLimit(lambda: float(first) if is_finite_number(first) else None, first is not None, self._clock)
+        return self._limit(lambda: HEAD_START)
 
     def state_dict(self) -> dict[str, float]:
         """What is known of the run: that of rank 0 is to be saved."""
@@ -91,7 +90,15 @@ class SearchTime:
     def _run_seconds(self) -> float:
         return self._run + self._clock() - self._begun
 
-    def _left(self) -> float | None:
-        if self._seconds == "auto":
-            return max(HEAD_START + SHARE * self._run_seconds() - self._spent, 0.0)
-        return float(self._seconds) if is_finite_number(self._seconds) else None
+    def _left(self) -> float:
+        return max(HEAD_START + SHARE * self._run_seconds() - self._spent, 0.0)
+
+    def _limit(self, auto: Callable[[], float]) -> TimeLimit:
+        """One of `bisect_budget_seconds`; with "auto", of what `auto` returns."""
+
+        def seconds() -> float | None:
+            if self._seconds == "auto":
+                return auto()
+            return float(self._seconds) if is_finite_number(self._seconds) else None
+
+        return TimeLimit(seconds, self._seconds is not None, self._clock)
