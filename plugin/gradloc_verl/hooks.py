@@ -242,8 +242,10 @@ _SCORERS = {"math_verify": "guarded_math_verify", "ps_grpo": "ps_grpo"}
 def add_scorers(module: ModuleType) -> None:
     """Adds the data sources `math_verify` and `ps_grpo`."""
     default = expect(module, "default_compute_score", "data_source", "solution_str", "ground_truth", "extra_info")
-    # The scorers' modules get the names that they have in a patched verl.
-    module.__path__.append(os.path.join(os.path.dirname(__file__), "scorers"))
+    # The scorers' modules get the names that they have in a patched verl. A checkout has them in another folder.
+    here = os.path.dirname(os.path.abspath(__file__))
+    folders = (os.path.join(here, "scorers"), os.path.join(here, "..", "..", "rewards"))
+    module.__path__.extend(folder for folder in folders if os.path.isdir(folder))
 
     @functools.wraps(default)
     def compute_score(
