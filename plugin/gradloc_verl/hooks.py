@@ -159,6 +159,7 @@ def end_main_with_exit_code() -> None:
     main_ppo waits for the trainer with ray.get, and Hydra turns every error that leaves main_ppo into exit code 1.
     """
     import ray
+
     from gradloc.adapters.spike_stop import exit_at_repeated_spikes
 
     get = ray.get
@@ -187,9 +188,7 @@ def survive_empty_micro_batches(module: ModuleType) -> None:
     """Rejection sampling may leave no token of a micro-batch; the fix of verl's assertion in fixes.patch."""
     import torch
 
-    compute = expect(
-        module, "compute_offpolicy_metrics", "old_log_prob", "rollout_log_prob", "response_mask"
-    )
+    compute = expect(module, "compute_offpolicy_metrics", "old_log_prob", "rollout_log_prob", "response_mask")
 
     @functools.wraps(compute)
     def compute_or_none(old_log_prob: Any, rollout_log_prob: Any, response_mask: Any, *args: Any, **kw: Any) -> Any:

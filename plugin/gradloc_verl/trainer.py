@@ -8,9 +8,10 @@
 import functools
 from typing import Any
 
+from verl.utils.debug import marked_timer
+
 from gradloc.adapters.spike_stop import SpikeStop
 from gradloc.adapters.trainer_checks import check_trainer
-from verl.utils.debug import marked_timer
 
 from . import status
 from .hooks import anything_is_on
@@ -77,4 +78,6 @@ def check_trainer_class(trainer: type) -> None:
 @functools.cache
 def with_spikes(trainer: type) -> type:
     """The trainer with the mixin, under its own name."""
-    return type(trainer.__name__, (SpikeTrainer, trainer), {"__module__": trainer.__module__, "__doc__": trainer.__doc__})
+    return type(
+        trainer.__name__, (SpikeTrainer, trainer), {"__module__": trainer.__module__, "__doc__": trainer.__doc__}
+    )

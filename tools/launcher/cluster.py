@@ -12,7 +12,7 @@ from .run import ROOT, Run
 
 
 def train(run: Run) -> int:
-    checks.check_verl(run.interpreter, ROOT, run.environment, run.asked.target)
+    checks.check_verl(run.interpreter, ROOT, run.environment, run.asked.target, plugin=run.asked.plugin)
     latest = run.output / "latest_checkpointed_iteration.txt"  # verl's note of its last checkpoint
     given = by_key(run.overrides)
     resumes = given.get("trainer.resume_mode") not in ("disable", "resume_path")
@@ -45,5 +45,5 @@ def _name_evidence(run: Run) -> None:
     else:
         say(f"There is no spikes.jsonl in {run.evidence}: no spike was recorded, or it was written on another node")
         return
-    report = ["-m", "verl.utils.gradloc.report", str(run.evidence), "--html", "report.html"]
+    report = ["-m", f"{run.package}.report", str(run.evidence), "--html", "report.html"]
     print(for_shell([run.interpreter, *report]), flush=True)

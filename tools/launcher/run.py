@@ -52,12 +52,17 @@ class Run:
     @property
     def state(self) -> Path:
         """What the set-up of the embedded profile writes for this verl."""
-        return STATE / self.target
+        return STATE / (f"{self.target}-plugin" if self.asked.plugin else self.target)
 
     @property
     def venv(self) -> Path:
         """The embedded profile's own virtual environment."""
         return self.state / "venv"
+
+    @property
+    def package(self) -> str:
+        """The name of the package with GradLoc's commands."""
+        return "gradloc" if self.asked.plugin else "verl.utils.gradloc"
 
     @property
     def command(self) -> list[str]:
@@ -69,6 +74,7 @@ class Run:
             self.target,
             tiny=self.asked.tiny,
             fault=self.asked.fault,
+            plugin=self.asked.plugin,
             given=self.overrides,
         )
         return [self.interpreter, "-m", "verl.trainer.main_ppo", *overrides]
@@ -132,6 +138,8 @@ def _choose_target(asked: Options, profile: str) -> str:
         targets.check(asked.target, ROOT)
     python = asked.python or ("python3" if profile == "cluster" else None)
     target = targets.choose(asked.target, python, ROOT, os.environ)
+    if asked.plugin and targets.number(target) < targets.number("0.9"):
+        raise Refused(f"--plugin needs verl 0.9.1 and this is for {target}: give --target 0.9.1, or leave --plugin out")
     if profile == "embedded" and python is None:
         check_embedded(target, ROOT)
     return target
