@@ -5,6 +5,7 @@
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -302,12 +303,16 @@ def _guarded(hook: Hook) -> Callable[[ModuleType], None]:
 
 
 def install() -> None:
-    """Makes this process act after verl's imports, unless verl is patched."""
+    """Makes this process act after verl's imports, unless verl is patched, or is there already: then it is too late."""
     if status.installed or status.left_to_patch:
         return
     if is_patched():
         status.left_to_patch = True
         logger.warning("verl is patched with GradLoc, so GradLoc's plugin does nothing: the patch alone acts")
+        return
+    verl = sys.modules.get("verl")
+    if verl is not None and not getattr(verl.__spec__, "_initializing", False):
+        # Something else has imported this package. Parts of verl that hold names of others cannot be reached any more.
         return
     as_main = functools.partial(status.guard, HOOKS[_MAIN].what, end_main_with_exit_code, needed=False)
     AfterImport({name: _guarded(hook) for name, hook in HOOKS.items()}, {_MAIN: as_main}).install()
