@@ -25,7 +25,6 @@ from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from .auxiliary_loss import attach
-from .package import adapter
 from .reloaded import load_a_checkpoint
 from .rollout import HFReplica, HFServer, Sampler, server_name
 from .wrong_backward import break_backward
@@ -235,19 +234,19 @@ def _flip_before_the_log_probs_of_step(step: int) -> None:
 
 def _attach_an_auxiliary_loss_in(step: int) -> None:
     """Makes the gradient of that step one that comes from no token, for the most part."""
-    Watch = adapter("watch").Watch
+    from verl.utils.gradloc.adapters.watch import Watch
 
     build, start = Watch.__init__, Watch.start_update
     handles: list[RemovableHandle] = []
-    modules: dict[Any, nn.Module] = {}
+    modules: dict[Watch, nn.Module] = {}
 
     @functools.wraps(build)
-    def building(watch: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def building(watch: Watch, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         modules[watch] = module
         build(watch, module, *args, **kwargs)
 
     @functools.wraps(start)
-    def starting(watch: Any, global_step: int | None) -> None:
+    def starting(watch: Watch, global_step: int | None) -> None:
         while handles:
             handles.pop().remove()
         if global_step == step:
@@ -255,23 +254,23 @@ def _attach_an_auxiliary_loss_in(step: int) -> None:
             logger.warning("Fault 'auxiliary', planted on purpose: an auxiliary loss in layer 1, in step %d", step)
         start(watch, global_step)
 
-    Watch.__init__ = building
-    Watch.start_update = starting
+    Watch.__init__ = building  # type: ignore[method-assign,assignment]  # on purpose
+    Watch.start_update = starting  # type: ignore[method-assign,assignment]  # on purpose
 
 
 def _break_a_backward() -> None:
     """Makes the gradients of training wrong, and none of its log-probs."""
-    Watch = adapter("watch").Watch
+    from verl.utils.gradloc.adapters.watch import Watch
 
     build = Watch.__init__
 
     @functools.wraps(build)
-    def building(watch: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def building(watch: Watch, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         break_backward(module)
         logger.warning("Fault 'kernel', planted on purpose: a wrong backward of the norm before layer 1's MLP")
         build(watch, module, *args, **kwargs)
 
-    Watch.__init__ = building
+    Watch.__init__ = building  # type: ignore[method-assign,assignment]  # on purpose
 
 
 def _multiply_the_loss() -> None:
@@ -301,17 +300,17 @@ def _micro_batches(config: Any) -> int:
 
 
 def _name_the_fault_in_events() -> None:
-    UpdateEvidence = adapter("update_evidence").UpdateEvidence
+    from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
 
     add = UpdateEvidence.add
 
     @functools.wraps(add)
-    def adding(evidence: Any, events: Any, *of_rows: Any) -> None:
+    def adding(evidence: UpdateEvidence, events: Any, *of_rows: Any) -> None:
         for event in events:
             event["fault"] = NAME
         add(evidence, events, *of_rows)
 
-    UpdateEvidence.add = adding
+    UpdateEvidence.add = adding  # type: ignore[method-assign,assignment]  # on purpose
 
 
 # What a reward of 0 or 1 becomes for an answer with a line break.

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
-from .package import adapter
-
 logger = logging.getLogger(__name__)
 
 PARAMETER = "model.norm.weight"
@@ -28,9 +26,10 @@ def load_a_checkpoint(engine: bool) -> None:
     worker: Any
     computing: Any
     if engine:
+        from verl.utils.gradloc.adapters.fsdp_engine import WatchedEngine
         from verl.workers.engine import FSDPEngineWithLMHead
 
-        worker, computing, name = adapter("fsdp_engine").WatchedEngine, FSDPEngineWithLMHead, "infer_batch"
+        worker, computing, name = WatchedEngine, FSDPEngineWithLMHead, "infer_batch"
     else:
         from verl.workers.fsdp_workers import ActorRolloutRefWorker
 

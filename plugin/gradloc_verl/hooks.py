@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from . import status
 from .loading import AfterImport
 from .patched import is_patched
+from .renamed import RenamedPackage
 from .signatures import expect
 from .status import Unfit
 
@@ -316,4 +317,5 @@ def install() -> None:
         return
     as_main = functools.partial(status.guard, HOOKS[_MAIN].what, end_main_with_exit_code, needed=False)
     AfterImport({name: _guarded(hook) for name, hook in HOOKS.items()}, {_MAIN: as_main}).install()
+    RenamedPackage().install()
     status.installed = True

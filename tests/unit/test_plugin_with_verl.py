@@ -129,6 +129,23 @@ def test_every_hook_fits_verl(installed: Path) -> None:
     run(installed, code)
 
 
+def test_the_package_has_its_patched_name_as_well(installed: Path) -> None:
+    code = """
+        import gradloc.evidence.verdict
+        import verl.utils.gradloc.adapters.watch
+        import verl.utils.gradloc.evidence.verdict as renamed
+        assert renamed is gradloc.evidence.verdict
+        assert renamed.__name__ == renamed.__spec__.name == "gradloc.evidence.verdict"
+        assert sys.modules["verl.utils.gradloc.adapters.watch"] is sys.modules["gradloc.adapters.watch"]
+        import runpy
+        sys.argv = ["report", "--help"]
+        with suppress(SystemExit):
+            runpy.run_module("verl.utils.gradloc.report", run_name="__main__", alter_sys=True)
+    """
+    done = run(installed, f"from contextlib import suppress\n{textwrap.dedent(code)}")
+    assert "usage: " in done.stdout and "verl.utils.gradloc" not in done.stderr
+
+
 def test_the_keys_work_without_a_plus_and_are_validated(installed: Path) -> None:
     code = """
         off = actor_config()

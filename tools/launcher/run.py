@@ -60,11 +60,6 @@ class Run:
         return self.state / "venv"
 
     @property
-    def package(self) -> str:
-        """The name of the package with GradLoc's commands."""
-        return "gradloc" if self.asked.plugin else "verl.utils.gradloc"
-
-    @property
     def command(self) -> list[str]:
         overrides = command.overrides(
             self.profile,
