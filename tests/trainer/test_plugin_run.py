@@ -42,9 +42,9 @@ def test_a_planted_token_is_found(installed: Path, tmp_path: Path) -> None:
     arguments = ["--plugin", "GRAD_NORM_THRESHOLD=80", "TOTAL_STEPS=2", "SPIKE_DRILL_STEP=1"]
     arguments += ["algorithm.adv_estimator=planted_spike"]
     printed, events = finished(tmp_path / "out", *arguments, **modules, **environment(installed))
-    drills = [event for event in events if "drill" in event]
+    drills = [event for event in events if event["drill"]]
     assert [event["drill"]["found"] for event in drills] == [True]
-    (event,) = [event for event in events if "drill" not in event]
+    (event,) = [event for event in events if not event["drill"]]
     token = json.loads(planted.read_text())
     assert event["global_step"] == token["global_step"] and event["diagnosis"] == "tokens"
     (culprit,) = event["culprits"]
