@@ -13,9 +13,16 @@ verl's modules is imported.
 - patched: whether this verl is patched
 - renamed: the package's other name
 - trainer: the trainer's part, as a mixin
-- config, conf/: the configuration's keys
+- config, keys, conf/: the configuration's keys
 """
 
 from . import status
 
-status.guard("the plugin itself", lambda: __import__(f"{__name__}.hooks", fromlist=["install"]).install())
+
+def _install() -> None:
+    from .hooks import install
+
+    install()
+
+
+status.guard("anything", _install)
