@@ -54,7 +54,7 @@ sys.exit(not any(point.value == "gradloc_verl" for point in points))
 
 
 def check_verl(
-    python: str, root: Path, environment: Mapping[str, str], target: str | None, *, plugin: bool = False
+    python: str, root: Path, environment: Mapping[str, str], target: str | None, plugin: bool = False
 ) -> None:
     """Raises Refused if the verl of this Python is not as the patch makes it, or not the target that is asked for.
 

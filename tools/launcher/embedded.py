@@ -31,7 +31,7 @@ def train(run: Run) -> int:
         if run.asked.python is None:
             set_up_venv(run.venv, run.target, ROOT, os.environ, plugin=run.asked.plugin)
             stack.enter_context(compiling(run.venv, os.environ))
-        checks.check_verl(run.interpreter, ROOT, run.environment, run.asked.target, plugin=run.asked.plugin)
+        checks.check_verl(run.interpreter, ROOT, run.environment, run.asked.target, run.asked.plugin)
         if run.asked.python is not None:
             checks.check_packages(run.asked.python, ROOT, run.environment, run.target)
         prepare(run.prepared, run.asked.tiny, run.interpreter, ROOT, run.environment)
