@@ -109,7 +109,7 @@ def refuse_v0(module: ModuleType) -> None:
         if anything_is_on(config):
             raise ValueError(
                 f"GradLoc's plugin does not know {type(self).__name__}, one of verl's older trainers: set "
-                "trainer.use_v1=True, or patch verl (apply_patch.py), or set "
+                "trainer.use_v1=True where verl has it, or patch verl (apply_patch.py), or set "
                 "actor_rollout_ref.actor.spike_detection=False and turn layer_clip and token_clip off."
             )
         build(self, config, *args, **kwargs)

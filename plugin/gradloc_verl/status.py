@@ -9,6 +9,8 @@ logger = logging.getLogger(__name__)
 
 # What the plugin could not do, and why, in the order in which it was tried.
 failures: dict[str, str] = {}
+# The same for what runs can do without.
+lost: dict[str, str] = {}
 # Whether this process acts after verl's imports, and whether it leaves that to a patched verl.
 installed = False
 left_to_patch = False
@@ -27,8 +29,7 @@ def guard(what: str, act: Callable[[], None], needed: bool = True) -> None:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}" if not isinstance(error, Unfit) else str(error)
         logger.error("GradLoc's plugin does not fit this verl, it cannot do %s: %s", what, reason)
-        if needed:
-            failures[what] = reason
+        (failures if needed else lost)[what] = reason
 
 
 class Unfit(Exception):

@@ -1,4 +1,4 @@
-"""The engine's tests on a verl that is not patched, with the plugin."""
+"""The tests of the engine and of the critic on a verl that is not patched, with the plugin."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ pytestmark = [
 ]
 
 
-def test_the_engine_is_watched_without_a_patch() -> None:
+def test_engines_are_watched_without_a_patch() -> None:
     """In a process of its own, whose ranks find the package under the names that the tests use (as_if_patched.py)."""
     path = [trees.BASE_TREE, trees.ROOT, trees.ROOT / "plugin", trees.ROOT / "tests/support"]
     done = trees.run(
-        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/multirank/test_engine.py"),
+        *(
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/multirank/test_engine.py",
+            "tests/multirank/test_critic.py",
+        ),
         cwd=trees.ROOT,
         PYTHONPATH=":".join(map(str, path)),
         VERL_USE_EXTERNAL_MODULES="embedded,gradloc_verl,as_if_patched",

@@ -25,6 +25,7 @@ from gradloc_verl.signatures import expect  # noqa: E402
 @pytest.fixture(autouse=True)
 def fresh_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "failures", {})
+    monkeypatch.setattr(status, "lost", {})
     monkeypatch.setattr(status, "installed", True)
     monkeypatch.setattr(status, "left_to_patch", False)
 
@@ -110,6 +111,7 @@ def test_an_error_is_logged_and_refuses_the_runs_that_need_it(caplog: pytest.Log
 
     status.guard("some repair", fail, needed=False)
     status.require()
+    assert status.lost == {"some repair": "Engine has no optimizer_step"}
     status.guard("the search", fail)
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
     assert "it cannot do the search: Engine has no optimizer_step" in caplog.text

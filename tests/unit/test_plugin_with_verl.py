@@ -169,6 +169,36 @@ def test_the_keys_work_without_a_plus_and_are_validated(installed: Path) -> None
     run(installed, code)
 
 
+def test_a_command_says_what_fits(installed: Path, tmp_path: Path) -> None:
+    def said(*paths: Path) -> subprocess.CompletedProcess:
+        path = ":".join(map(str, [*paths, trees.ROOT, trees.ROOT / "plugin", installed]))
+        command = [sys.executable, "-W", "ignore", "-m", "gradloc_verl"]
+        return trees.run(*command, PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="embedded")
+
+    done = said(trees.BASE_TREE)
+    assert done.returncode == 0, done.stderr
+    version, *hooks = done.stdout.splitlines()
+    assert version.startswith("verl 0.9.1 in ") and len(hooks) == 10 and all(line.endswith(": fits") for line in hooks)
+    # Another verl: the trackers take other arguments, a repair has lost its place.
+    changed = trees.copy_base(tmp_path, None)
+    for file, old, new in (
+        ("utils/tracking.py", "default_backend", "backends"),
+        ("trainer/ppo/rollout_corr_helper.py", "def compute_offpolicy_metrics", "def offpolicy_metrics"),
+    ):
+        path = changed / "verl" / file
+        path.write_text(path.read_text().replace(old, new))
+    done = said(changed)
+    assert done.returncode == 1
+    others = [line.strip() for line in done.stdout.splitlines()[1:] if not line.endswith(": fits")]
+    assert others == [
+        "verl.utils.tracking: does not fit, it cannot do spike_log (Tracking.__init__ takes (self, project_name, "
+        "experiment_name, backends, config), not (self, project_name, experiment_name, default_backend, config, …))",
+        "verl.trainer.ppo.rollout_corr_helper: does not fit, it cannot do the repair of micro-batches without tokens "
+        "(verl.trainer.ppo.rollout_corr_helper has no compute_offpolicy_metrics)",
+    ]
+    assert done.stderr.count("ERROR") == 2
+
+
 def test_a_half_loaded_plugin_refuses_runs_and_says_why(installed: Path) -> None:
     code = """
         from gradloc_verl.loading import AfterImport
