@@ -73,3 +73,24 @@ def test_the_older_trainer_is_refused(installed: Path, tmp_path: Path) -> None:
         printed, _ = script.communicate()
     assert script.returncode == 1
     assert "GradLoc's plugin does not know" in (tmp_path / "out/train.log").read_text(), printed
+
+
+def test_a_critic_is_watched_where_the_actor_is(installed: Path, tmp_path: Path) -> None:
+    """Its τ is so small that every mini-batch is a spike."""
+    output = tmp_path / "out"
+    arguments = [
+        "--plugin",
+        "TOTAL_STEPS=1",
+        "algorithm.adv_estimator=gae",
+        "critic.strategy=fsdp2",
+        f"critic.model.path={ROOT}/.embedded/0.9.1-plugin/tiny/model",
+        "critic.model.use_remove_padding=False",
+        "critic.model.enable_gradient_checkpointing=False",
+        "critic.ppo_micro_batch_size_per_gpu=2",
+        "critic.grad_norm_threshold=1e-4",
+        "critic.fsdp.dtype=float32",
+    ]
+    finished(output, *arguments, VERL_USE_EXTERNAL_MODULES="critic_on_cpu", **environment(installed))
+    spikes = [json.loads(line) for line in (output / "bisect_dump/critic.jsonl").read_text().splitlines()]
+    assert spikes and {spike["global_step"] for spike in spikes} == {1}
+    assert [(spike["epoch"], spike["mini_batch"]) for spike in spikes] == [(0, number) for number in range(len(spikes))]

@@ -52,7 +52,7 @@ class Run:
     @property
     def state(self) -> Path:
         """What the set-up of the embedded profile writes for this verl."""
-        return STATE / (f"{self.target}-plugin" if self.asked.plugin else self.target)
+        return _state(self.asked, self.target)
 
     @property
     def venv(self) -> Path:
@@ -103,7 +103,7 @@ class Run:
 def plan(asked: Options, profile: str) -> Run:
     """Everything about the run; raises Refused for what cannot be run."""
     target = _choose_target(asked, profile)
-    prepared = STATE / target / ("tiny" if asked.tiny else "smollm2")
+    prepared = _state(asked, target) / ("tiny" if asked.tiny else "smollm2")
     overrides = [renamed_keys.translated(override, target) for override in asked.overrides]
     for override, used in zip(asked.overrides, overrides, strict=True):
         if override != used:
@@ -125,6 +125,10 @@ def plan(asked: Options, profile: str) -> Run:
     )
     # Unix sockets lie in Ray's directory, and their names may have no more than 107 characters: keep it short.
     return Run(asked, profile, target, values, overrides, prepared, ray_directory=f"/tmp/gradloc-{os.getpid()}")
+
+
+def _state(asked: Options, target: str) -> Path:
+    return STATE / (f"{target}-plugin" if asked.plugin else target)
 
 
 def _choose_target(asked: Options, profile: str) -> str:
