@@ -413,6 +413,24 @@ def test_the_virtual_environment_is_made_once_and_patched_when_the_patch_changes
     assert made() == VENV + INSTALLS + PATCHES
 
 
+def test_with_the_plugin_verl_stays_as_released(project: Path) -> None:
+    environment = {"PATH": f"{project}/bin:{os.environ['PATH']}"}
+    (project / "gradloc").mkdir()
+    (project / "gradloc/version.py").write_text("one")
+    (project / "pyproject.toml").write_text("one")
+
+    def made() -> list[str]:
+        set_up.set_up_venv(project / "venv", "0.7.0", project, environment, plugin=True)
+        return asked(project)
+
+    installed = [f"{UV} --reinstall --link-mode copy --no-deps {project}"]
+    assert made() == VENV + INSTALLS + installed
+    assert made() == []
+    for file in ("gradloc/version.py", "pyproject.toml"):
+        (project / file).write_text("another")
+        assert made() == installed
+
+
 def set_up_with(project: Path, failing: str = "", configured: str = "") -> list[str]:
     (project / "failing").write_text(failing)
     (project / "pip.conf").write_text(configured)

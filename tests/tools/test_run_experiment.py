@@ -386,6 +386,7 @@ def test_all_missing_paths_are_reported_before_anything_starts(tmp_path: Path) -
         (["LAYER_CLIP=True"], "LAYER_CLIP is 'True': give zscore, ratio, fixed or off"),
         (["OUTPUT_DIR=hdfs://host/run"], "OUTPUT_DIR is 'hdfs://host/run': give a directory"),
         (["actor_rollout_ref.actor.bisect_dump_dir=/x"], "give BISECT_DUMP_DIR=/x"),
+        (["--plugin", "--embedded", "--target", "0.7.1"], "--plugin needs verl 0.9.1 and this is for 0.7.1"),
     ],
 )
 def test_bad_arguments_get_one_sentence(arguments: list[str], sentence: str) -> None:
@@ -438,6 +439,27 @@ def test_a_translated_override_is_told() -> None:
     told = launch("--dry-run", "--embedded", "--target", "0.9.1", "custom_reward_function.path=/r.py")
     assert "for verl 0.9.1, custom_reward_function.path=/r.py is reward.custom_reward_function.path" in told.stderr
     assert launch("--dry-run", "--embedded", "--target", "0.9.1").stderr == ""
+
+
+def test_the_plugin_gives_an_unpatched_verl_its_keys(tmp_path: Path) -> None:
+    dry = ["--dry-run", "--embedded", "--target", "0.9.1"]
+    plain, plugin = (launch(*dry, *more).stdout.splitlines() for more in ([], ["--plugin"]))
+    added = [line.strip(" \\") for line in plugin if line not in plain]
+    groups = ["actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_critic"]
+    assert [line for line in added if "gradloc_dp" in line] == groups
+
+
+@pytest.mark.skipif(trees.TARGET != "0.9.1", reason="the plugin is for verl 0.9")
+@pytest.mark.target(version="0.9.1")
+def test_the_plugin_needs_an_unpatched_verl_and_has_to_be_installed(tmp_path: Path) -> None:
+    arguments = ["--plugin", "--cluster", "--python", sys.executable, *files_that_exist(tmp_path)]
+    for path, sentence in (
+        (os.environ["PYTHONPATH"], "is not as released: give --plugin a verl that is not patched"),
+        (os.environ["GRADLOC_BASE_TREE"], f"has no plugin of GradLoc: run {sys.executable} -m pip install {ROOT}"),
+    ):
+        refused = launch(*arguments, PYTHONPATH=path)
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+        assert sentence in refused.stderr
 
 
 def test_a_folder_left_behind_is_no_patched_verl(tmp_path: Path) -> None:

@@ -46,8 +46,20 @@ def missing_paths(values: Mapping[str, str], prepared: Path | None) -> list[str]
     return missing
 
 
-def check_verl(python: str, root: Path, environment: Mapping[str, str], target: str | None) -> None:
-    """Raises Refused if the verl of this Python is not as the patch makes it, or not the target that is asked for."""
+_IS_PLUGIN_THERE = """
+import importlib.metadata as metadata, sys
+points = metadata.entry_points(group="verl.plugins")
+sys.exit(not any(point.value == "gradloc_verl" for point in points))
+"""
+
+
+def check_verl(
+    python: str, root: Path, environment: Mapping[str, str], target: str | None, plugin: bool = False
+) -> None:
+    """Raises Refused if the verl of this Python is not as the patch makes it, or not the target that is asked for.
+
+    With `plugin`, if it is patched, or this Python lacks the plugin.
+    """
     if shutil.which(python, path=environment.get("PATH")) is None:
         raise Refused(f"there is no Python at {python}: give one with --python")
     found = find_verl(python, environment)
@@ -71,6 +83,9 @@ def check_verl(python: str, root: Path, environment: Mapping[str, str], target: 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+    if plugin:
+        _check_plugin(python, root, environment, found, unpatched=checked.returncode == _APPLICABLE)
+        return
     if checked.returncode == _APPLICABLE:
         raise Refused(f"the verl in {found} is not patched: run {patch_it}")
     if checked.returncode != _APPLIED:
@@ -79,6 +94,14 @@ def check_verl(python: str, root: Path, environment: Mapping[str, str], target: 
             f"the verl in {found} differs from what this patch writes ({said}); "
             "to launch it anyway, run what --dry-run prints"
         )
+
+
+def _check_plugin(python: str, root: Path, environment: Mapping[str, str], verl: str, unpatched: bool) -> None:
+    if not unpatched:
+        raise Refused(f"the verl in {verl} is not as released: give --plugin a verl that is not patched")
+    if subprocess.run([python, "-c", _IS_PLUGIN_THERE], env=environment).returncode:
+        install = for_shell([python, "-m", "pip", "install", str(root)])
+        raise Refused(f"{python} has no plugin of GradLoc: run {install}")
 
 
 def check_packages(python: str, root: Path, environment: Mapping[str, str], target: str) -> None:

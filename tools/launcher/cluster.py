@@ -12,7 +12,7 @@ from .run import ROOT, Run
 
 
 def train(run: Run) -> int:
-    checks.check_verl(run.interpreter, ROOT, run.environment, run.asked.target)
+    checks.check_verl(run.interpreter, ROOT, run.environment, run.asked.target, run.asked.plugin)
     latest = run.output / "latest_checkpointed_iteration.txt"  # verl's note of its last checkpoint
     given = by_key(run.overrides)
     resumes = given.get("trainer.resume_mode") not in ("disable", "resume_path")

@@ -36,6 +36,7 @@ def overrides(
     *,
     tiny: bool = False,
     fault: str | None = None,
+    plugin: bool = False,
     given: Sequence[str] = (),
 ) -> list[str]:
     """The Hydra overrides of a run with verl `target`; those that the user has given come last, so that they win."""
@@ -43,6 +44,7 @@ def overrides(
     own = [
         f"hydra.run.dir={quoted(f'{output}/hydra')}",
         f"+ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR={quoted(f'{output}/tensorboard')}",
+        *(profiles.PLUGIN if plugin else ()),
         *profiles.ALL,
     ]
     if profile == "cluster":

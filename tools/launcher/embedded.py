@@ -29,9 +29,9 @@ def train(run: Run) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(run.state / "lock"))
         if run.asked.python is None:
-            set_up_venv(run.venv, run.target, ROOT, os.environ)
+            set_up_venv(run.venv, run.target, ROOT, os.environ, plugin=run.asked.plugin)
             stack.enter_context(compiling(run.venv, os.environ))
-        checks.check_verl(run.interpreter, ROOT, run.environment, run.asked.target)
+        checks.check_verl(run.interpreter, ROOT, run.environment, run.asked.target, run.asked.plugin)
         if run.asked.python is not None:
             checks.check_packages(run.asked.python, ROOT, run.environment, run.target)
         prepare(run.prepared, run.asked.tiny, run.interpreter, ROOT, run.environment)

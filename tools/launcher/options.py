@@ -21,6 +21,7 @@ class Options:
         fault: The fault to plant; None for none.
         target: The version of verl; None for that of the Python that trains, or the default one.
         python: The Python that trains, or None for the profile's own.
+        plugin: Whether GradLoc is a plugin of a verl that is not patched.
         settings: The arguments NAME=value.
         overrides: What goes to verl as it is.
     """
@@ -32,6 +33,7 @@ class Options:
     fault: str | None = None
     target: str | None = None
     python: str | None = None
+    plugin: bool = False
     dry_run: bool = False
     help: bool = False
     settings: dict[str, str] = field(default_factory=dict)
@@ -63,6 +65,8 @@ def parse(arguments: Sequence[str]) -> Options:
                 options.target = _next(rest, "--target needs a version of verl after it")
             case "--python":
                 options.python = _next(rest, "--python needs the path of a Python interpreter after it")
+            case "--plugin":
+                options.plugin = True
             case "--dry-run":
                 options.dry_run = True
             case "--help" | "-h":

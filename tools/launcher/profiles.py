@@ -15,6 +15,9 @@ ALL = (
     f"{ROLLOUT}.calculate_log_probs=True",
 )
 
+# GradLoc's keys, which a verl that is not patched lacks.
+PLUGIN = ("actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_critic")
+
 CLUSTER = (
     "data.train_batch_size=128",
     "data.max_prompt_length=1024",

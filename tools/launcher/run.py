@@ -52,7 +52,7 @@ class Run:
     @property
     def state(self) -> Path:
         """What the set-up of the embedded profile writes for this verl."""
-        return STATE / self.target
+        return _state(self.asked, self.target)
 
     @property
     def venv(self) -> Path:
@@ -69,6 +69,7 @@ class Run:
             self.target,
             tiny=self.asked.tiny,
             fault=self.asked.fault,
+            plugin=self.asked.plugin,
             given=self.overrides,
         )
         return [self.interpreter, "-m", "verl.trainer.main_ppo", *overrides]
@@ -102,7 +103,7 @@ class Run:
 def plan(asked: Options, profile: str) -> Run:
     """Everything about the run; raises Refused for what cannot be run."""
     target = _choose_target(asked, profile)
-    prepared = STATE / target / ("tiny" if asked.tiny else "smollm2")
+    prepared = _state(asked, target) / ("tiny" if asked.tiny else "smollm2")
     overrides = [renamed_keys.translated(override, target) for override in asked.overrides]
     for override, used in zip(asked.overrides, overrides, strict=True):
         if override != used:
@@ -126,12 +127,18 @@ def plan(asked: Options, profile: str) -> Run:
     return Run(asked, profile, target, values, overrides, prepared, ray_directory=f"/tmp/gradloc-{os.getpid()}")
 
 
+def _state(asked: Options, target: str) -> Path:
+    return STATE / (f"{target}-plugin" if asked.plugin else target)
+
+
 def _choose_target(asked: Options, profile: str) -> str:
     """The version of verl that is asked for, or that training's Python has, or the default one."""
     if asked.target is not None:
         targets.check(asked.target, ROOT)
     python = asked.python or ("python3" if profile == "cluster" else None)
     target = targets.choose(asked.target, python, ROOT, os.environ)
+    if asked.plugin and targets.number(target) < targets.number("0.9"):
+        raise Refused(f"--plugin needs verl 0.9.1 and this is for {target}: give --target 0.9.1, or leave --plugin out")
     if profile == "embedded" and python is None:
         check_embedded(target, ROOT)
     return target

@@ -42,8 +42,8 @@ def _requirements(target: str, root: Path) -> Path:
     return root / "embedded" / f"requirements-{target}.txt"
 
 
-def set_up_venv(venv: Path, target: str, root: Path, environment: Mapping[str, str]) -> None:
-    """Installs the requirements of verl `target` into `venv` and patches the verl in it."""
+def set_up_venv(venv: Path, target: str, root: Path, environment: Mapping[str, str], *, plugin: bool = False) -> None:
+    """Installs the requirements of verl `target` into `venv`, and patches the verl in it or installs the plugin."""
     environment = _for_set_up(environment)
     embedded = root / "embedded"
     python = venv / "bin/python"
@@ -54,13 +54,16 @@ def set_up_venv(venv: Path, target: str, root: Path, environment: Mapping[str, s
     wanted = _hash(version, *_contents(requirements, *others))
     installer = Installer(python, (embedded / "requirements-uv.txt").read_text().strip(), environment)
     if not _is(venv / "ready", wanted):
-        say(f"Installing verl {target} and what it needs into .embedded/{target}/venv (1 to 3 minutes, once)")
+        say(f"Installing verl {target} and what it needs into .embedded/{venv.parent.name}/venv (1 to 3 minutes, once)")
         shutil.rmtree(venv, ignore_errors=True)
         run([base, "-m", "venv", str(venv)], environment)
         # PyPI's torch may bring CUDA along. PIP_EXTRA_INDEX_URL can name an index with torch's CPU builds instead.
         installer.install("-r", str(requirements))
         installer.install("--no-deps", "-r", str(embedded / "requirements-no-deps.txt"))
         _note(venv / "ready", wanted)
+    if plugin:
+        _install_plugin(venv, root, installer)
+        return
     parts = [root / "patches" / part for part in ("package.patch", f"{target}/hooks.patch", f"{target}/fixes.patch")]
     wanted = _hash(*_contents(*parts, venv / "ready"))
     if not _is(venv / "patched", wanted):
@@ -68,6 +71,17 @@ def set_up_venv(venv: Path, target: str, root: Path, environment: Mapping[str, s
         (venv / "patched").unlink(missing_ok=True)
         _restore_verl(python, f"verl=={target}", installer, environment)
         run([str(python), str(root / "apply_patch.py"), "--installed"], environment)
+        _note(venv / "patched", wanted)
+
+
+def _install_plugin(venv: Path, root: Path, installer: Installer) -> None:
+    folders = [root / name for name in ("gradloc", "plugin", "rewards")]
+    files = [root / "pyproject.toml", *(file for folder in folders for file in sorted(folder.rglob("*.*")))]
+    wanted = _hash(*_contents(*(file for file in files if file.is_file() and file.suffix != ".pyc"), venv / "ready"))
+    if not _is(venv / "patched", wanted):
+        say("Installing GradLoc's plugin")
+        (venv / "patched").unlink(missing_ok=True)
+        installer.install_again(str(root))
         _note(venv / "patched", wanted)
 
 

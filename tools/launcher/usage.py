@@ -26,6 +26,7 @@ Usage: bash run_experiment.sh [options] [NAME=value ...] [Hydra overrides ...]
   --fault NAME     with --embedded: plant a fault on purpose, to see what it looks like:
 FAULTS  --target VERSION the verl to launch (default: the one that PYTHON has; with --embedded: DEFAULT)
   --python PYTHON  the Python with the patched verl (default: python3; with --embedded: one made for it)
+  --plugin         GradLoc as a plugin of a verl 0.9.1 that is not patched (docs/plugin.md)
   --dry-run        print the command and stop
   --help           print this
   --               pass everything after it to verl unchanged

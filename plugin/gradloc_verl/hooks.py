@@ -1,0 +1,321 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin does after which import. patches/README.md says why each is needed."""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from . import status
+from .loading import AfterImport
+from .patched import is_patched
+from .renamed import RenamedPackage
+from .signatures import expect
+from .status import Unfit
+
+logger = logging.getLogger(__name__)
+
+
+def watch_engines(module: ModuleType) -> None:
+    """Puts the package's mixins over the registered FSDP engines.
+
+    Not a registration with a vendor of its own: that would need an environment variable on every node, and would take
+    the place that a user may have given to another vendor's engine.
+    """
+    from verl.workers.engine.fsdp import transformer_impl
+
+    expect(expect(module, "EngineRegistry"), "_engines")
+    for name in ("FSDPEngineWithLMHead", "FSDPEngineWithValueHead"):
+        engine = expect(transformer_impl, name)
+        expect(engine, "train_batch", "self", "data", "loss_function")
+        expect(engine, "forward_step", "self", "micro_batch", "loss_function", "forward_only")
+        expect(engine, "optimizer_step", "self")
+        expect(engine, "save_checkpoint", "self", "local_path")
+        expect(engine, "load_checkpoint", "self", "local_path")
+        expect(engine, "is_mp_src_rank_with_outputs", "self")
+
+    from gradloc.adapters.fsdp_engine import WatchedEngine, watch_fsdp_engines
+
+    watch_fsdp_engines()
+    of_actors = module.EngineRegistry._engines["language_model"]
+    if not any(issubclass(each, WatchedEngine) for name in ("fsdp", "fsdp2") for each in of_actors[name].values()):
+        raise Unfit("verl.workers.engine registers no FSDPEngineWithLMHead as fsdp or fsdp2")
+
+
+def name_mini_batches(module: ModuleType) -> None:
+    """Lets each mini-batch of an update say its epoch and its number, as `epoch_and_mini_batch`."""
+    make_iterator = expect(module, "make_iterator", "tensordict", "mini_batch_size", "epochs")
+    assign = expect(module, "assign_non_tensor")
+
+    @functools.wraps(make_iterator)
+    def make_named_iterator(tensordict: Any, mini_batch_size: int, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        mini_batches = make_iterator(tensordict, mini_batch_size, *args, **kwargs)
+        of_epoch = len(tensordict) // mini_batch_size
+
+        def named() -> Iterator[Any]:
+            for number, mini_batch in enumerate(mini_batches):
+                assign(mini_batch, epoch_and_mini_batch=divmod(number, of_epoch))
+                yield mini_batch
+
+        return named()
+
+    module.make_iterator = make_named_iterator  # type: ignore[attr-defined]
+
+
+def extend_v1_trainers(module: ModuleType) -> None:
+    """Puts a mixin over each V1 trainer, under the name that it is registered with: verl compares that with others."""
+    from .trainer import check_trainer_class, with_spikes
+
+    get_trainer_cls = expect(module, "get_trainer_cls", "name")
+    try:
+        check_trainer_class(expect(module, "PPOTrainer"))
+    except Unfit:
+        _refuse_in(getattr(module, "PPOTrainer", None))
+        raise
+
+    @functools.wraps(get_trainer_cls)
+    def get_extended(name: str) -> type:
+        return with_spikes(get_trainer_cls(name))
+
+    module.get_trainer_cls = get_extended  # type: ignore[attr-defined]
+
+
+def _refuse_in(trainer: Any) -> None:
+    """Makes a trainer that could not be extended refuse runs that would need that."""
+    if trainer is None:
+        return
+    build = trainer.__init__
+
+    @functools.wraps(build)
+    def refuse_or_build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if anything_is_on(config):
+            status.require()
+        build(self, config, *args, **kwargs)
+
+    trainer.__init__ = refuse_or_build
+
+
+def refuse_v0(module: ModuleType) -> None:
+    """Makes the older trainer refuse runs that would need the patch."""
+    trainer = expect(module, "RayPPOTrainer")
+    build = expect(trainer, "__init__", "self", "config")
+
+    @functools.wraps(build)
+    def build_without_spikes(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if anything_is_on(config):
+            raise ValueError(
+                f"GradLoc's plugin does not know {type(self).__name__}, one of verl's older trainers: set "
+                "trainer.use_v1=True where verl has it, or patch verl (apply_patch.py), or set "
+                "actor_rollout_ref.actor.spike_detection=False and turn layer_clip and token_clip off."
+            )
+        build(self, config, *args, **kwargs)
+
+    trainer.__init__ = build_without_spikes
+
+
+def anything_is_on(config: Any) -> bool:
+    """Whether verl's whole configuration turns GradLoc, LayerClip or TokenClip on."""
+    actor = config.actor_rollout_ref.actor
+    clips = (actor.get(name) or {} for name in ("layer_clip", "token_clip"))
+    return bool(actor.get("spike_detection", False)) or any(clip.get("enable", False) for clip in clips)
+
+
+def add_spike_log_to_trackers(module: ModuleType) -> None:
+    """Gives the spikes to the loggers of a run, as one more logger."""
+    tracking = expect(module, "Tracking")
+    build = expect(tracking, "__init__", "self", "project_name", "experiment_name", "default_backend", "config")
+
+    @functools.wraps(build)
+    def build_with_spike_log(
+        self: Any, project_name: Any, experiment_name: Any, default_backend: Any = "console", config: Any = None
+    ) -> None:
+        from gradloc.adapters.spike_log import add_spike_log
+
+        build(self, project_name, experiment_name, default_backend, config)
+        add_spike_log(self.logger, config)
+
+    tracking.__init__ = build_with_spike_log
+
+
+def end_with_exit_code(module: ModuleType) -> None:
+    """Gives runs that `spike_action=stop` ends an exit code of their own, where main_ppo is imported."""
+    run_ppo = expect(module, "run_ppo", "config")
+
+    @functools.wraps(run_ppo)
+    def run_until_spikes(*args: Any, **kwargs: Any) -> Any:
+        from gradloc.adapters.spike_stop import exit_at_repeated_spikes
+
+        with exit_at_repeated_spikes():
+            return run_ppo(*args, **kwargs)
+
+    module.run_ppo = run_until_spikes  # type: ignore[attr-defined]
+
+
+def end_main_with_exit_code() -> None:
+    """The same for `python -m verl.trainer.main_ppo`, whose own functions cannot be reached before they run.
+
+    main_ppo waits for the trainer with ray.get, and Hydra turns every error that leaves main_ppo into exit code 1.
+    """
+    import ray
+
+    from gradloc.adapters.spike_stop import exit_at_repeated_spikes
+
+    get = ray.get
+
+    @functools.wraps(get)
+    def get_until_spikes(*args: Any, **kwargs: Any) -> Any:
+        with exit_at_repeated_spikes():
+            return get(*args, **kwargs)
+
+    ray.get = get_until_spikes
+
+
+def mark_tiled_mlps(module: ModuleType) -> None:
+    """Marks the classes whose backward pass runs in pieces."""
+    patch = expect(module, "_patch_mlp_class", "mlp_class", "forward_fn", "num_shards")
+
+    @functools.wraps(patch)
+    def patch_and_mark(mlp_class: type, *args: Any, **kwargs: Any) -> None:
+        patch(mlp_class, *args, **kwargs)
+        mlp_class.is_tiled_mlp = True  # type: ignore[attr-defined]
+
+    module._patch_mlp_class = patch_and_mark  # type: ignore[attr-defined]
+
+
+def survive_empty_micro_batches(module: ModuleType) -> None:
+    """Rejection sampling may leave no token of a micro-batch; the fix of verl's assertion in fixes.patch."""
+    import torch
+
+    compute = expect(module, "compute_offpolicy_metrics", "old_log_prob", "rollout_log_prob", "response_mask")
+
+    @functools.wraps(compute)
+    def compute_or_none(old_log_prob: Any, rollout_log_prob: Any, response_mask: Any, *args: Any, **kw: Any) -> Any:
+        if not response_mask.any():
+            # No difference is reported. Every micro-batch has to report all metrics, or those of different workers
+            # cannot be averaged.
+            old_log_prob = torch.zeros_like(old_log_prob)
+            rollout_log_prob = None if rollout_log_prob is None else torch.zeros_like(rollout_log_prob)
+            response_mask = torch.ones_like(response_mask)
+        return compute(old_log_prob, rollout_log_prob, response_mask, *args, **kw)
+
+    module.compute_offpolicy_metrics = compute_or_none  # type: ignore[attr-defined]
+
+
+def reset_activation_offloading(module: ModuleType) -> None:
+    """Lets the package make the handler forget a pass that was broken off; the fix in fixes.patch."""
+    handler_class = expect(module, "ActivationHandler")
+    enable = expect(module, "enable_activation_offloading", "model")
+    made: list[Any] = []
+
+    class RepairedHandler(handler_class):  # type: ignore[misc,valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+        def reset(self) -> None:
+            """Forget a forward or backward that was broken off by an error."""
+            if self._offload_ctx.inside_context:
+                self._offload_ctx.__exit__(None, None, None)
+            offloading = self._offload_ctx.offload_handler
+            offloading.groupid_reset()
+            offloading.tensor_tag_to_buf.clear()
+            offloading.group_offload_mapping.clear()
+            offloading.offloaded_group_count = 0
+
+    @functools.wraps(enable)
+    def enable_with_reset(model: Any, *args: Any, **kwargs: Any) -> None:
+        made.clear()
+        enable(model, *args, **kwargs)
+        if made:  # not for a model with few layers
+            model.reset_activation_offloading = made.pop().reset
+
+    module.ActivationHandler = RepairedHandler  # type: ignore[attr-defined]
+    module.enable_activation_offloading = enable_with_reset  # type: ignore[attr-defined]
+
+
+_SCORERS = {"math_verify": "guarded_math_verify", "ps_grpo": "ps_grpo"}
+
+
+def add_scorers(module: ModuleType) -> None:
+    """Adds the data sources `math_verify` and `ps_grpo`."""
+    default = expect(module, "default_compute_score", "data_source", "solution_str", "ground_truth", "extra_info")
+    # The scorers' modules get the names that they have in a patched verl. A checkout has them in another folder.
+    here = os.path.dirname(os.path.abspath(__file__))
+    folders = (os.path.join(here, "scorers"), os.path.join(here, "..", "..", "rewards"))
+    module.__path__.extend(folder for folder in folders if os.path.isdir(folder))
+
+    @functools.wraps(default)
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if data_source not in _SCORERS:
+            return default(data_source, solution_str, ground_truth, extra_info, *args, **kwargs)
+        from importlib import import_module
+
+        scorer = import_module(f"{module.__name__}.{_SCORERS[data_source]}")
+        for name in ("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb"):
+            kwargs.pop(name, None)
+        if data_source == "math_verify":
+            return scorer.compute_score(solution_str, ground_truth, **kwargs)
+        return scorer.compute_score(solution_str, ground_truth, extra_info, data_source=data_source, **kwargs)
+
+    module.default_compute_score = compute_score  # type: ignore[attr-defined]
+
+
+class Hook(NamedTuple):
+    """What is done after an import.
+
+    Args:
+        act: Takes the module; raises Unfit if that is not as expected.
+        what: What is lost without it.
+        needed: Whether runs are refused without it.
+    """
+
+    act: Callable[[ModuleType], None]
+    what: str
+    needed: bool = True
+
+
+HOOKS = {
+    "verl.workers.engine": Hook(watch_engines, "the search in the FSDP engines"),
+    "verl.utils.tensordict_utils": Hook(name_mini_batches, "the mini-batch's number in the evidence"),
+    "verl.trainer.ppo.v1.trainer_base": Hook(extend_v1_trainers, "the step's number, spike_action=stop and the checks"),
+    "verl.trainer.ppo.ray_trainer": Hook(refuse_v0, "the refusal of older trainers"),
+    "verl.utils.tracking": Hook(add_spike_log_to_trackers, "spike_log"),
+    "verl.models.transformers.tiled_mlp": Hook(mark_tiled_mlps, "the measurement of a tiled MLP"),
+    "verl.trainer.main_ppo": Hook(end_with_exit_code, "the exit code of spike_action=stop", needed=False),
+    "verl.trainer.ppo.rollout_corr_helper": Hook(
+        survive_empty_micro_batches, "the repair of micro-batches without tokens", needed=False
+    ),
+    "verl.utils.activation_offload": Hook(
+        reset_activation_offloading, "the repair of activation offloading", needed=False
+    ),
+    "verl.utils.reward_score": Hook(add_scorers, "the scorers math_verify and ps_grpo", needed=False),
+}
+_MAIN = "verl.trainer.main_ppo"
+
+
+def _guarded(hook: Hook) -> Callable[[ModuleType], None]:
+    return lambda module: status.guard(hook.what, functools.partial(hook.act, module), hook.needed)
+
+
+def install() -> None:
+    """Makes this process act after verl's imports, unless verl is patched, or is there already: then it is too late."""
+    if status.installed or status.left_to_patch:
+        return
+    if is_patched():
+        status.left_to_patch = True
+        logger.warning("verl is patched with GradLoc, so GradLoc's plugin does nothing: the patch alone acts")
+        return
+    verl = sys.modules.get("verl")
+    if verl is not None and not getattr(verl.__spec__, "_initializing", False):
+        # Something else has imported this package. Parts of verl that hold names of others cannot be reached any more.
+        return
+    as_main = functools.partial(status.guard, HOOKS[_MAIN].what, end_main_with_exit_code, needed=False)
+    AfterImport({name: _guarded(hook) for name, hook in HOOKS.items()}, {_MAIN: as_main}).install()
+    RenamedPackage().install()
+    status.installed = True

@@ -1,0 +1,36 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The configurations of a verl that is not patched, with GradLoc's keys."""
+
+from dataclasses import dataclass
+
+from verl.workers import config
+
+from gradloc.adapters.actor_config import LayerClipConfig, SpikeConfig, TokenClipConfig
+from gradloc.adapters.critic_config import CriticSpikeConfig
+
+from . import status
+
+__all__ = ["FSDPActorConfig", "FSDPCriticConfig", "LayerClipConfig", "TokenClipConfig"]
+
+
+@dataclass
+class FSDPActorConfig(SpikeConfig, config.FSDPActorConfig):  # type: ignore[misc]  # checked with a patched verl
+    """verl's, with the keys of SpikeConfig."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_spike_keys()
+        if self.spike_detection or self.layer_clip.enable or self.token_clip.enable:
+            status.require()
+
+
+@dataclass
+class FSDPCriticConfig(CriticSpikeConfig, config.FSDPCriticConfig):
+    """verl's, with the keys of CriticSpikeConfig."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_spike_keys()
+        if self.spike_detection:
+            status.require("critic")

@@ -1,0 +1,70 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Acts right after a module is imported, before whoever imports it takes names from it."""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, ModuleType
+from typing import Any
+
+Act = Callable[[ModuleType], None]
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """A finder that leaves finding to the others.
+
+    Args:
+        acts (Mapping): What to do after the import of a module, by its name. It must not raise.
+        as_main (Mapping): What to do before a module is run by `python -m`, which imports it under another name.
+    """
+
+    def __init__(self, acts: Mapping[str, Act], as_main: Mapping[str, Callable[[], None]] | None = None) -> None:
+        self._acts = acts
+        self._as_main = as_main or {}
+
+    def install(self) -> None:
+        """Acts on modules that are imported already, and from now on after an import."""
+        sys.meta_path.insert(0, self)
+        for name, act in self._acts.items():
+            module = sys.modules.get(name)
+            if module is not None and not getattr(module.__spec__, "_initializing", False):
+                act(module)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self._acts:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                self._extend(spec.loader, name)
+                return spec
+        return None
+
+    def _extend(self, loader: Any, name: str) -> None:
+        """Makes the loader of one module act; its class, which others may ask for, stays."""
+        execute = loader.exec_module
+        if name in self._as_main:
+            get_code = loader.get_code
+
+            @functools.wraps(get_code)
+            def code_for_main(fullname: str) -> CodeType:
+                # An import asks for the code within exec_module, where this is taken away.
+                self._as_main[name]()
+                return get_code(fullname)
+
+            loader.get_code = code_for_main
+
+        @functools.wraps(execute)
+        def execute_and_act(module: ModuleType) -> None:
+            vars(loader).pop("get_code", None)
+            execute(module)
+            self._acts[name](module)
+
+        loader.exec_module = execute_and_act

@@ -1,0 +1,37 @@
+"""The tests of the engine and of the critic on a verl that is not patched, with the plugin."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import trees
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.target(version="0.9.1"),
+    pytest.mark.skipif(trees.TARGET != "0.9.1", reason="the plugin is for verl 0.9"),
+]
+
+
+def test_engines_are_watched_without_a_patch() -> None:
+    """In a process of its own, whose ranks find the package under the names that the tests use (as_if_patched.py)."""
+    path = [trees.BASE_TREE, trees.ROOT, trees.ROOT / "plugin", trees.ROOT / "tests/support"]
+    done = trees.run(
+        *(
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/multirank/test_engine.py",
+            "tests/multirank/test_critic.py",
+        ),
+        cwd=trees.ROOT,
+        PYTHONPATH=":".join(map(str, path)),
+        VERL_USE_EXTERNAL_MODULES="embedded,gradloc_verl,as_if_patched",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout and " skipped" not in done.stdout

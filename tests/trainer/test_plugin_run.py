@@ -1,0 +1,96 @@
+"""The real `python -m verl.trainer.main_ppo` of a verl that is not patched, with the plugin from its wheel."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import verl
+from runs import ROOT, events_in, finished, started
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.target(version="0.9.1"),
+    pytest.mark.skipif(verl.__version__ != "0.9.1", reason="the plugin is for verl 0.9"),
+]
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, as if it were installed."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", folder, ROOT]
+    subprocess.run(command, check=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def environment(installed: Path) -> dict[str, str]:
+    path = [os.environ["GRADLOC_BASE_TREE"], installed, ROOT / "tests/trainer"]
+    return {"PYTHONPATH": os.pathsep.join(map(str, path))}
+
+
+def test_a_planted_token_is_found(installed: Path, tmp_path: Path) -> None:
+    planted = tmp_path / "planted.json"
+    modules = {"VERL_USE_EXTERNAL_MODULES": "planted_spike", "PLANTED_SPIKE_FILE": str(planted)}
+    arguments = ["--plugin", "GRAD_NORM_THRESHOLD=80", "TOTAL_STEPS=2", "SPIKE_DRILL_STEP=1"]
+    arguments += ["algorithm.adv_estimator=planted_spike"]
+    printed, events = finished(tmp_path / "out", *arguments, **modules, **environment(installed))
+    drills = [event for event in events if event["drill"]]
+    assert [event["drill"]["found"] for event in drills] == [True]
+    (event,) = [event for event in events if not event["drill"]]
+    token = json.loads(planted.read_text())
+    assert event["global_step"] == token["global_step"] and event["diagnosis"] == "tokens"
+    (culprit,) = event["culprits"]
+    assert (culprit["uid"], culprit["position"]) == (token["uid"], token["position"])
+    steps = [json.loads(line) for line in (tmp_path / "out/bisect_dump/steps.jsonl").read_text().splitlines()]
+    assert [step["global_step"] for step in steps] == [1, 2]
+    assert culprit["token"].strip() in printed
+
+
+def test_repeated_spikes_end_a_run_with_a_checkpoint(installed: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    arguments = ["--plugin", "GRAD_NORM_THRESHOLD=0.1", "TOTAL_STEPS=3", "SPIKE_DRILL_STEP=null", "SPIKE_ACTION=stop"]
+    arguments += [f"{ACTOR}.bisect_budget_steps=1", f"{ACTOR}.spike_stop_after=1"]
+    arguments += [f"reward.custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"]
+    with started(output, *arguments, **environment(installed)) as script:
+        printed, _ = script.communicate()
+    assert script.returncode == 76, printed
+    assert {event["global_step"] for event in events_in(output)} == {1}
+    assert printed.splitlines()[-1].startswith("Training ends after step 1, because of ")
+    assert (output / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_the_older_trainer_is_refused(installed: Path, tmp_path: Path) -> None:
+    arguments = ["--plugin", "trainer.use_v1=False"]
+    with started(tmp_path / "out", *arguments, **environment(installed)) as script:
+        printed, _ = script.communicate()
+    assert script.returncode == 1
+    assert "GradLoc's plugin does not know" in (tmp_path / "out/train.log").read_text(), printed
+
+
+def test_a_critic_is_watched_where_the_actor_is(installed: Path, tmp_path: Path) -> None:
+    """Its τ is so small that every mini-batch is a spike."""
+    output = tmp_path / "out"
+    arguments = [
+        "--plugin",
+        "TOTAL_STEPS=1",
+        "algorithm.adv_estimator=gae",
+        "critic.strategy=fsdp2",
+        f"critic.model.path={ROOT}/.embedded/0.9.1-plugin/tiny/model",
+        "critic.model.use_remove_padding=False",
+        "critic.model.enable_gradient_checkpointing=False",
+        "critic.ppo_micro_batch_size_per_gpu=2",
+        "critic.grad_norm_threshold=1e-4",
+        "critic.fsdp.dtype=float32",
+    ]
+    finished(output, *arguments, VERL_USE_EXTERNAL_MODULES="critic_on_cpu", **environment(installed))
+    spikes = [json.loads(line) for line in (output / "bisect_dump/critic.jsonl").read_text().splitlines()]
+    assert spikes and {spike["global_step"] for spike in spikes} == {1}
+    assert [(spike["epoch"], spike["mini_batch"]) for spike in spikes] == [(0, number) for number in range(len(spikes))]

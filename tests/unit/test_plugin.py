@@ -1,0 +1,155 @@
+"""The plugin's parts that need no verl: acting after imports, what does not fit, and its config groups."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trees
+from tools import plugin_config
+
+sys.path.insert(0, str(trees.ROOT / "plugin"))
+from gradloc_verl import status  # noqa: E402
+from gradloc_verl.loading import AfterImport  # noqa: E402
+from gradloc_verl.signatures import expect  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def fresh_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "failures", {})
+    monkeypatch.setattr(status, "lost", {})
+    monkeypatch.setattr(status, "installed", True)
+    monkeypatch.setattr(status, "left_to_patch", False)
+
+
+@pytest.fixture
+def finders() -> Iterator[None]:
+    before = list(sys.meta_path)
+    yield
+    sys.meta_path[:] = before
+
+
+def write(folder: Path, **modules: str) -> None:
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+
+
+def test_a_module_is_changed_before_its_importer_takes_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finders: None
+) -> None:
+    write(tmp_path, late_one="VALUE = 1", late_two="from late_one import VALUE")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+
+    def act(module: types.ModuleType) -> None:
+        seen.append(module.__name__)
+        module.VALUE += 1  # type: ignore[attr-defined]
+
+    AfterImport({"late_one": act}).install()
+    assert seen == []
+    assert importlib.import_module("late_two").VALUE == 2
+    assert seen == ["late_one"]
+    importlib.import_module("late_one")
+    assert seen == ["late_one"]
+
+
+def test_a_module_that_is_there_already_is_changed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finders: None
+) -> None:
+    write(tmp_path, early_one="VALUE = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("early_one")
+    seen: list[types.ModuleType] = []
+    AfterImport({"early_one": seen.append}).install()
+    assert seen == [module]
+
+
+def test_a_module_that_is_run_is_told_apart_from_one_that_is_imported(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        run_one="print('runs as', __name__)",
+        installs="""
+from gradloc_verl.loading import AfterImport
+AfterImport({"run_one": lambda module: print("after", module.__name__)}, {"run_one": lambda: print("main")}).install()
+""",
+    )
+    path = f"{tmp_path}:{trees.ROOT / 'plugin'}"
+
+    def printed(code: str) -> list[str]:
+        done = trees.run(sys.executable, "-c", code, PYTHONPATH=path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    assert printed("import installs, run_one") == ["runs as run_one", "after run_one"]
+    as_main = "import installs, runpy; runpy.run_module('run_one', run_name='__main__', alter_sys=True)"
+    assert printed(as_main) == ["main", "runs as __main__"]
+
+
+def test_what_does_not_fit_is_named() -> None:
+    class Engine:
+        def train_batch(self, data: Any, loss_function: Any, more: int = 0) -> None: ...
+
+    assert expect(Engine, "train_batch", "self", "data", "loss_function") is Engine.train_batch
+    with pytest.raises(status.Unfit, match="^Engine has no optimizer_step$"):
+        expect(Engine, "optimizer_step", "self")
+    with pytest.raises(status.Unfit) as caught:
+        expect(Engine, "train_batch", "self", "batch")
+    assert str(caught.value) == "Engine.train_batch takes (self, data, loss_function, more), not (self, batch, …)"
+
+
+def test_an_error_is_logged_and_refuses_the_runs_that_need_it(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise status.Unfit("Engine has no optimizer_step")
+
+    status.guard("some repair", fail, needed=False)
+    status.require()
+    assert status.lost == {"some repair": "Engine has no optimizer_step"}
+    status.guard("the search", fail)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
+    assert "it cannot do the search: Engine has no optimizer_step" in caplog.text
+    with pytest.raises(
+        RuntimeError, match=r"it cannot do the search \(Engine has no optimizer_step\); without GradLoc"
+    ):
+        status.require()
+
+
+def test_a_process_without_the_plugin_refuses_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "installed", False)
+    with pytest.raises(RuntimeError, match="plugin is not loaded in this process.*VERL_USE_EXTERNAL_MODULES"):
+        status.require()
+
+
+@pytest.mark.parametrize(("group", "target"), plugin_config.GROUPS)
+def test_the_config_groups_are_those_of_the_patch(group: str, target: str) -> None:
+    file = plugin_config.CONF / group / f"gradloc_dp_{group}.yaml"
+    wanted = plugin_config.written(group, target, plugin_config.HOOKS.read_text())
+    assert file.read_text() == wanted, "run python tools/plugin_config.py"
+    assert "spike_detection: " in wanted and "verl.workers" not in wanted
+
+
+def test_the_wheel_has_what_it_needs(tmp_path: Path) -> None:
+    import zipfile
+
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", tmp_path, trees.ROOT]
+    subprocess.run(command, check=True)
+    (wheel,) = tmp_path.glob("gradloc_verl-*.whl")
+    from gradloc.version import __version__
+
+    assert wheel.name.split("-")[1] == __version__
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        info = next(name for name in names if name.endswith("entry_points.txt"))
+        points = archive.read(info).decode()
+    assert "[verl.plugins]\ngradloc = gradloc_verl" in points
+    listed = trees.git(trees.ROOT, "ls-files", "gradloc", "plugin").splitlines()
+    assert {name.removeprefix("plugin/") for name in listed} - {"py.typed"} <= names
+    assert {"gradloc/py.typed", "gradloc_verl/scorers/ps_grpo.py", "gradloc/report/page.js"} <= names
+    assert not [name for name in names if name.startswith(("tests", "tools", "build", "embedded"))]

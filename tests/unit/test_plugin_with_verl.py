@@ -1,0 +1,318 @@
+"""The plugin in processes with a verl 0.9.1 that is not patched, which finds it as verl finds plugins; no training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import trees
+
+pytestmark = [
+    pytest.mark.target(version="0.9.1"),
+    pytest.mark.skipif(trees.TARGET != "0.9.1", reason="the plugin is for verl 0.9"),
+]
+PATCHED = trees.ROOT / "build/0.9.1/verl"
+KEYS = [
+    "actor@actor_rollout_ref.actor=gradloc_dp_actor",
+    "critic=gradloc_dp_critic",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.n=1",
+]
+# What each script may use: the composed configuration, and an actor's configuration as verl makes one.
+PRELUDE = f"""
+import logging, sys
+from types import SimpleNamespace
+import verl
+import gradloc_verl
+from gradloc_verl import status
+
+def composed(*overrides, keys={KEYS!r}):
+    from hydra import compose, initialize_config_module
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[*keys, *overrides])
+
+def actor_config(*overrides):
+    from verl.utils.config import omega_conf_to_dataclass
+    return omega_conf_to_dataclass(composed(*overrides).actor_rollout_ref.actor)
+
+def refusal(act, *arguments):
+    try:
+        act(*arguments)
+    except Exception as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+ON = "actor_rollout_ref.actor.spike_detection=True"
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an installation adds to a checkout: the entry point."""
+    folder = tmp_path_factory.mktemp("site") / "gradloc_verl-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: gradloc-verl\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text("[verl.plugins]\ngradloc = gradloc_verl\n")
+    return folder.parent
+
+
+def run(installed: Path, code: str, tree: Path = trees.BASE_TREE, **environment: str) -> subprocess.CompletedProcess:
+    path = [tree, trees.ROOT, trees.ROOT / "plugin", installed]
+    environment = {"PYTHONPATH": ":".join(map(str, path)), "VERL_USE_EXTERNAL_MODULES": "embedded"} | environment
+    script = PRELUDE + textwrap.dedent(code)
+    done = trees.run(sys.executable, "-W", "ignore", "-c", script, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_verl_loads_it_by_its_entry_point_and_nothing_is_imported_early(installed: Path) -> None:
+    code = """
+        assert status.installed and not status.left_to_patch and not status.failures
+        assert "gradloc" not in sys.modules and "verl.workers.engine" not in sys.modules
+    """
+    assert "GradLoc" not in run(installed, code).stderr
+    code = "assert not any(name.startswith('gradloc') for name in set(sys.modules) - {'gradloc_verl', *OWN})"
+    code = "OWN = {name for name in sys.modules if name.startswith('gradloc_verl.')}\n" + code
+    run(installed, code, VERL_USE_EXTERNAL_PLUGINS="none", VERL_USE_EXTERNAL_MODULES="embedded,gradloc_verl")
+
+
+def test_every_hook_fits_verl(installed: Path) -> None:
+    code = """
+        import importlib
+        from gradloc_verl.hooks import HOOKS
+        for name in HOOKS:
+            importlib.import_module(name)
+        assert not status.failures, status.failures
+
+        from gradloc.adapters.critic_engine import WatchedValueEngine
+        from gradloc.adapters.fsdp_engine import WatchedEngine
+        from verl.workers.engine import EngineRegistry
+        for backend in ("fsdp", "fsdp2"):
+            assert issubclass(EngineRegistry.get_engine_cls("language_model", backend), WatchedEngine)
+            assert issubclass(EngineRegistry.get_engine_cls("value_model", backend), WatchedValueEngine)
+
+        from gradloc_verl.trainer import SpikeTrainer
+        from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
+        assert get_trainer_cls("sync").__mro__[1:3] == (SpikeTrainer, PPOTrainerSync)
+        assert get_trainer_cls("sync") is get_trainer_cls("sync")
+
+        import torch
+        from tensordict import TensorDict
+        from verl.utils import tensordict_utils as tu
+        data = TensorDict({"row": torch.arange(6)}, batch_size=6)
+        places = [tu.get(each, "epoch_and_mini_batch") for each in tu.make_iterator(data, 2, epochs=2, seed=1)]
+        assert places == [(epoch, number) for epoch in range(2) for number in range(3)], places
+
+        from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+        numbers, mask = torch.full((2, 3), -1.0), torch.zeros(2, 3)
+        metrics = compute_offpolicy_metrics(numbers, 2 * numbers, mask)
+        assert metrics["kl"] == 0.0 and metrics.keys() == compute_offpolicy_metrics(numbers, numbers, mask + 1).keys()
+
+        from verl.models.transformers import tiled_mlp
+        class MLP(torch.nn.Module): ...
+        tiled_mlp._patch_mlp_class(MLP, None, 2)
+        assert MLP.is_tiled_mlp
+
+        from verl.utils.tracking import Tracking
+        config = {"actor_rollout_ref": {"actor": {"spike_detection": True, "spike_log": True, "bisect_dump_dir": "x"}}}
+        assert Tracking("project", "name", ["console"], config).logger.keys() == {"console", "gradloc"}
+        assert Tracking("project", "name", "console").logger.keys() == {"console"}
+
+        from verl.utils.reward_score import default_compute_score
+        assert default_compute_score("math_verify", "so it is 13", "13") == 1.0
+        assert default_compute_score("openai/gsm8k", "#### 13", "13") == 1.0
+    """
+    run(installed, code)
+
+
+def test_the_package_has_its_patched_name_as_well(installed: Path) -> None:
+    code = """
+        import gradloc.evidence.verdict
+        import verl.utils.gradloc.adapters.watch
+        import verl.utils.gradloc.evidence.verdict as renamed
+        assert renamed is gradloc.evidence.verdict
+        assert renamed.__name__ == renamed.__spec__.name == "gradloc.evidence.verdict"
+        assert sys.modules["verl.utils.gradloc.adapters.watch"] is sys.modules["gradloc.adapters.watch"]
+        import runpy
+        sys.argv = ["report", "--help"]
+        with suppress(SystemExit):
+            runpy.run_module("verl.utils.gradloc.report", run_name="__main__", alter_sys=True)
+    """
+    done = run(installed, f"from contextlib import suppress\n{textwrap.dedent(code)}")
+    assert "usage: " in done.stdout and "verl.utils.gradloc" not in done.stderr
+
+
+def test_the_keys_work_without_a_plus_and_are_validated(installed: Path) -> None:
+    code = """
+        off = actor_config()
+        from gradloc.adapters.actor_config import SpikeConfig
+        from verl.workers.config import FSDPActorConfig
+        assert isinstance(off, SpikeConfig) and isinstance(off, FSDPActorConfig) and not off.spike_detection
+        on = actor_config(ON, "actor_rollout_ref.actor.grad_norm_threshold=auto",
+                          "actor_rollout_ref.actor.layer_clip.enable=True")
+        assert on.spike_detection and on.grad_norm_threshold == "auto" and on.layer_clip.enable
+        assert "spike_action" in refusal(actor_config, "actor_rollout_ref.actor.spike_action=shout")
+        critic = composed(ON).critic
+        assert critic.spike_detection is True and critic.grad_norm_threshold == "auto"
+        # Everything else is verl's own.
+        plain = composed(keys=[]).actor_rollout_ref.actor
+        ours = composed().actor_rollout_ref.actor
+        from omegaconf import OmegaConf
+        plain, ours = (OmegaConf.to_container(each, resolve=False) for each in (plain, ours))
+        changed = {name for name, value in plain.items() if ours[name] != value}
+        assert changed == {"_target_", "ppo_micro_batch_size_per_gpu"}, changed
+    """
+    run(installed, code)
+
+
+def test_a_command_says_what_fits(installed: Path, tmp_path: Path) -> None:
+    def said(*paths: Path) -> subprocess.CompletedProcess:
+        path = ":".join(map(str, [*paths, trees.ROOT, trees.ROOT / "plugin", installed]))
+        command = [sys.executable, "-W", "ignore", "-m", "gradloc_verl"]
+        return trees.run(*command, PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="embedded")
+
+    done = said(trees.BASE_TREE)
+    assert done.returncode == 0, done.stderr
+    version, *hooks = done.stdout.splitlines()
+    assert version.startswith("verl 0.9.1 in ") and len(hooks) == 10 and all(line.endswith(": fits") for line in hooks)
+    # Another verl: the trackers take other arguments, a repair has lost its place.
+    changed = trees.copy_base(tmp_path, None)
+    for file, old, new in (
+        ("utils/tracking.py", "default_backend", "backends"),
+        ("trainer/ppo/rollout_corr_helper.py", "def compute_offpolicy_metrics", "def offpolicy_metrics"),
+    ):
+        path = changed / "verl" / file
+        path.write_text(path.read_text().replace(old, new))
+    done = said(changed)
+    assert done.returncode == 1
+    others = [line.strip() for line in done.stdout.splitlines()[1:] if not line.endswith(": fits")]
+    assert others == [
+        "verl.utils.tracking: does not fit, it cannot do spike_log (Tracking.__init__ takes (self, project_name, "
+        "experiment_name, backends, config), not (self, project_name, experiment_name, default_backend, config, …))",
+        "verl.trainer.ppo.rollout_corr_helper: does not fit, it cannot do the repair of micro-batches without tokens "
+        "(verl.trainer.ppo.rollout_corr_helper has no compute_offpolicy_metrics)",
+    ]
+    assert done.stderr.count("ERROR") == 2
+
+
+def test_a_half_loaded_plugin_refuses_runs_and_says_why(installed: Path) -> None:
+    code = """
+        from gradloc_verl.loading import AfterImport
+        def change(module):
+            module.FSDPEngineWithLMHead.forward_step = lambda self, micro_batch, loss_function: None
+        AfterImport({"verl.workers.engine.fsdp.transformer_impl": change}).install()
+        import verl.workers.engine
+        actor_config()
+        print(refusal(actor_config, ON))
+    """
+    done = run(installed, code)
+    (logged,) = [line for line in done.stderr.splitlines() if "GradLoc's plugin" in line]
+    assert logged.startswith("ERROR")
+    sentence = (
+        "FSDPEngineWithLMHead.forward_step takes (self, micro_batch, loss_function), "
+        "not (self, micro_batch, loss_function, forward_only, …)"
+    )
+    assert sentence in logged and sentence in done.stdout
+
+
+def test_a_process_in_which_verl_does_not_load_it_refuses_runs(installed: Path) -> None:
+    code = """
+        assert not status.installed  # the script's own import comes too late
+        actor_config()
+        print(refusal(actor_config, ON))
+    """
+    done = run(installed, code, VERL_USE_EXTERNAL_PLUGINS="none")
+    assert "plugin is not loaded in this process" in done.stdout
+
+
+def test_a_trainer_is_extended(installed: Path) -> None:
+    code = """
+        from gradloc_verl.trainer import check_trainer_class, with_spikes
+        said = []
+
+        class Trainer:
+            local_trigger_step, parameter_sync_step, timing_raw, total_training_steps = 1, 2, {}, 9
+
+            def __init__(self, config, save_in=()):
+                self.config, self.save_in, self.global_steps = config, save_in, 0
+
+            def _init_dataloader(self): said.append("data")
+            def on_step_begin(self): said.append(f"begin {self.global_steps}")
+            def on_step_end(self): said.append("end")
+            def on_train_end(self): said.append("over")
+            def _save_checkpoint(self): said.append("save")
+            def step(self, metrics, timing_raw):
+                batch = SimpleNamespace(extra_info={})
+                self._update_critic(batch, metrics)
+                assert batch.extra_info == {"training_step": self.global_steps, "of": "critic"}
+                self._update_actor(batch, metrics)
+                return batch
+            def _update_critic(self, batch, metrics): batch.extra_info["of"] = "critic"
+            def _update_actor(self, batch, metrics):
+                batch.extra_info["of"] = "actor"
+                metrics["actor/gradloc/triggered"] = float(self.global_steps > 1)
+
+            # As verl's: a step, its checkpoint, its end, its log.
+            def fit(self):
+                self._init_dataloader()
+                self.global_steps += 1
+                while self.global_steps < 5:
+                    self.on_step_begin()
+                    info = self.step({}, {}).extra_info
+                    assert info == {"training_step": self.global_steps, "update_of_step": (1, 2), "of": "actor"}
+                    if self.global_steps in self.save_in:
+                        self._save_checkpoint()
+                    self.on_step_end()
+                    said.append(f"log {self.global_steps}")
+                    self.global_steps += 1
+                self.on_train_end()
+
+        check_trainer_class(Trainer)
+        stop = ["actor_rollout_ref.actor.spike_action=stop", "actor_rollout_ref.actor.spike_stop_after=2"]
+        start = ["data", "begin 1", "end", "log 1", "begin 2", "end", "log 2"]
+        for save_in in ((), (3,)):
+            said.clear()
+            trainer = with_spikes(Trainer)(composed(ON, *stop), save_in)
+            assert "Training ends after step 3" in refusal(trainer.fit)
+            assert said == [*start, "begin 3", "save", "end", "log 3"], said
+        said.clear()
+        with_spikes(Trainer)(composed(ON)).fit()
+        assert said == [*start, "begin 3", "end", "log 3", "begin 4", "end", "log 4", "over"], said
+        drill = "actor_rollout_ref.actor.spike_drill_step=99"
+        assert "spike_drill_step=99" in refusal(with_spikes(Trainer)(composed(ON, drill)).fit)
+        status.failures["the search"] = "no reason"
+        assert "it cannot do the search (no reason)" in refusal(with_spikes(Trainer)(composed(ON)).fit)
+        with_spikes(Trainer)(composed()).fit()
+    """
+    run(installed, code)
+
+
+def test_the_older_trainer_refuses_runs(installed: Path) -> None:
+    code = """
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+        print(refusal(RayPPOTrainer, composed(ON), None, {}, None))
+        # Without it, verl's own checks have the word.
+        assert "GradLoc" not in refusal(RayPPOTrainer, composed(), None, {}, None)
+    """
+    assert "does not know RayPPOTrainer" in run(installed, code).stdout
+
+
+def test_a_patched_verl_wins(installed: Path) -> None:
+    code = """
+        assert status.left_to_patch and not status.installed
+        import verl.workers.config
+        import gradloc_verl.config
+        assert gradloc_verl.config.FSDPActorConfig is verl.workers.config.FSDPActorConfig
+        config = actor_config(ON)
+        assert type(config) is verl.workers.config.FSDPActorConfig
+        assert type(config.layer_clip) is verl.workers.config.LayerClipConfig
+        import verl.workers.engine
+        assert "gradloc" not in sys.modules
+    """
+    done = run(installed, code, PATCHED)
+    (logged,) = [line for line in done.stderr.splitlines() if "GradLoc" in line]
+    assert logged.startswith("WARNING") and "verl is patched with GradLoc" in logged
