@@ -36,9 +36,15 @@ BANNED = {
     r"\bend tokens?\b": "'EOS token'",
     r"\ball the same\b": "'anyway'",
     r"\bfor ever\b": "'deadlock', 'without end'",
+    r"\bas ever\b": "'as before'",
+    r"\bto blame\b": "'the cause'",
+    r"\b(hence|thereby|thus)\b": "'so'",
+    r"\bseldom\b": "'rarely'",
+    r"\bat the price of\b": "'costs'",
+    r"\bloud(er|est|ly|ness)?\b": "'over its threshold', 'larger norm'",
 }
 # The answer is what a scorer reads from a response.
-RESPONSE = {r"\banswer(s|ed)?\b": "'response'"}
+RESPONSE = {r"\banswer(s|ed)?\b": "'response'", r"\b(a|all|each|every|the|these) samples?\b": "'response'"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -156,7 +162,11 @@ def strings(module: Path) -> str:
 def test_banned_words_are_found_in_a_text_that_has_them() -> None:
     text = "At most so many passes.\nuv is not to be had here; the ANSWER ends with an end token."
     assert [found.split(":")[0] for found in banned(text, BANNED | RESPONSE)] == ["line 1", *["line 2"] * 3]
-    assert banned("The brooms bend tokens.", BANNED) == []
+    assert banned("All samples are to blame.", BANNED | RESPONSE) == [
+        "line 1: 'to blame': write 'the cause'",
+        "line 1: 'All samples': write 'response'",
+    ]
+    assert banned("The brooms bend tokens; a cloud samples.", BANNED | RESPONSE) == []
     assert banned("The EOS token of a response; maximum number of passes.", BANNED | RESPONSE) == []
 
 
