@@ -110,7 +110,8 @@ def test_each_part_of_the_evidence_has_its_fields_explained(section: str, names:
 
 
 def test_each_field_of_a_clip_line_is_explained_and_no_other() -> None:
-    (text,) = re.findall(r"^## Lines in spikes.jsonl\n(.*?)^## ", (ROOT / "docs/token_clip.md").read_text(), re.M | re.S)
+    page = (ROOT / "docs/token_clip.md").read_text()
+    (text,) = re.findall(r"^## Lines in spikes.jsonl\n(.*?)^## ", page, re.M | re.S)
     first, second = text.split("Each of `tokens`:")
     clip, token = schema.CLIP["properties"], schema.CLIP["properties"]["token_clip"]["properties"]
     of_token = set(token["tokens"]["items"]["properties"])
