@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys of verl's critic configuration that turn the watch over it on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from verl.base_config import BaseConfig
 
-from ..config import GradLocConfig
+from .actor_config import SpikeConfig
 
 
 @dataclass
@@ -26,11 +26,8 @@ class CriticSpikeConfig(BaseConfig):
 
     def check_spike_keys(self) -> None:
         """Raises ValueError for a value out of range; the message names the key."""
-        if not isinstance(self.spike_detection, bool):
-            raise ValueError(f"[critic] spike_detection must be True or False, got {self.spike_detection!r}.")
+        keys = {key.name: getattr(self, key.name) for key in fields(CriticSpikeConfig)}
         try:
-            GradLocConfig(grad_norm_threshold=self.grad_norm_threshold)
+            SpikeConfig(**keys).check_spike_keys()
         except ValueError as error:
-            raise ValueError(f"[critic] {error}") from None
-        if not isinstance(self.bisect_dump_dir, str) or not self.bisect_dump_dir:
-            raise ValueError(f"[critic] bisect_dump_dir must name a folder, got {self.bisect_dump_dir!r}.")
+            raise ValueError(f"[critic] {str(error).removeprefix('[actor] ')}") from None

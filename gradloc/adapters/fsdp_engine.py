@@ -48,7 +48,6 @@ class WatchedEngine:
     # Reads the state of a checkpoint that was loaded before there was a watch.
     _read_state: Callable[[], dict[str, Any]] | None = None
     _watching = False
-    _pass_open = False
     _mini_batches = 0
     _earlier_mini_batches = 0
 
@@ -82,7 +81,7 @@ class WatchedEngine:
         try:
             outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
         finally:
-            self._watching = self._pass_open = False
+            self._watching = False
             self.watch.aggregation.stop()
             data.pop(ROW, None)
         metrics = self.watch.metrics() if last else {}
@@ -104,11 +103,9 @@ class WatchedEngine:
         watch = self.watch
         if watch is None or not watch.watches_passes or not self._watching or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
-        self._end_pass()
         # Before the engine moves it to the device, where reading lengths would wait for the device.
         inputs = _inputs(micro_batch)
         watch.begin_pass(inputs, micro_batch[ROW].tolist(), partial(_sequences, inputs))
-        self._pass_open = True
         return super().forward_step(  # type: ignore[misc]
             micro_batch, partial(self._observed, loss_function, inputs), forward_only
         )
@@ -117,7 +114,6 @@ class WatchedEngine:
         if not self._watching:
             return super().optimizer_step()  # type: ignore[misc]
         assert self.watch is not None
-        self._end_pass()
         return self.watch.step(*self._where, super().optimizer_step)  # type: ignore[misc]
 
     def save_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
@@ -172,12 +168,6 @@ class WatchedEngine:
             self.watch.start_update(training_step)
         else:
             self.watch.start_mini_batch()
-
-    def _end_pass(self) -> None:
-        if self._pass_open:
-            assert self.watch is not None
-            self.watch.end_pass()
-            self._pass_open = False
 
     def _observed(
         self,

@@ -90,6 +90,7 @@ class Watch:
         self._loss_scale = loss_scale
         self._scale: float | None = None
         self._global_step: int | None = None
+        self._pass_open = False
         self._eos_tokens = eos_tokens(module)
         device = get_device_name()
         if config.token_clip.enable:
@@ -125,20 +126,20 @@ class Watch:
 
     def start_update(self, global_step: int | None) -> None:
         """Begins an update, and its first mini-batch."""
-        self.clips, self._global_step = [], global_step
+        self.clips, self._global_step, self._pass_open = [], global_step, False
         if self.gradloc is not None:
             self.gradloc.start_update(global_step)
 
     def start_mini_batch(self) -> None:
         """Begins another mini-batch, whose events are to be told apart."""
-        self.clips = []
+        self.clips, self._pass_open = [], False
         if self.gradloc is not None:
             self.gradloc.start_mini_batch()
 
     def begin_pass(
         self, inputs: dict[str, Any], rows: Sequence[int], sequences: Callable[[], tuple[Tensor, Sequence[int]]]
     ) -> None:
-        """Called before a micro-batch's forward.
+        """Called before a micro-batch's forward. Ends the pass before it.
 
         Args:
             inputs (dict): The inputs of `forward`; see `GradLoc.begin_pass`.
@@ -146,6 +147,8 @@ class Watch:
             sequences (Callable): Returns where its padded sequences have a token, bool of shape (rows, length), and the
                 column of each response's first token.
         """
+        self.end_pass()
+        self._pass_open = True
         if self.gradloc is not None:
             self.gradloc.begin_pass(inputs, rows)
         if self.token_clip is not None:
@@ -153,7 +156,10 @@ class Watch:
             self.token_clip.begin_pass(Positions(*sequences(), collectives.rank() % size, size), rows)
 
     def end_pass(self) -> None:
-        """Called after a micro-batch's backward."""
+        """Called after a micro-batch's backward, unless the next pass or step is to end it."""
+        if not self._pass_open:
+            return
+        self._pass_open = False
         if self.gradloc is not None:
             self.gradloc.end_pass()
         if self.token_clip is not None:
@@ -231,6 +237,7 @@ class Watch:
             tuple[bool, float | None]: Whether to take the optimizer step, and the gradient's norm to log; None if that
                 is the norm that the step itself returns.
         """
+        self.end_pass()
         take_step, squared_norms, event = True, None, None
         if self.gradloc is not None:
             take_step, squared_norms, event = self.gradloc.locate(epoch, mini_batch)

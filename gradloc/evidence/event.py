@@ -16,12 +16,13 @@ from ..measure.mini_batch import OrdinaryGradient
 from ..search.groups import Token
 from ..search.investigation import Investigation
 from ..version import __version__
+from .culprits import CulpritFacts, culprit_facts
 from .in_words import summary
 from .medians import token_medians
 from .ordinary import ordinary_shares
 from .schema import SCHEMA
 from .sources import Medians, classify, has_large_advantage
-from .token_facts import response_kl, response_window, token_evidence
+from .token_facts import response_window
 from .verdict import verdict
 
 # How many of the largest tokens an event lists for a spike without a culprit.
@@ -50,11 +51,12 @@ def build_event(
     """
     mini_batch = investigation.mini_batch
     model = mini_batch.model
+    facts = culprit_facts(investigation)
     medians = token_medians(mini_batch.micro_batches, model.sequence_parallel_size)
     ordinary_tokens = ordinary_shares(
         mini_batch.micro_batches,
-        {(index, row, position) for (rank, index), row, position in investigation.culprits if rank == model.rank},
-        {**medians, "least_advantage": _least_advantage(investigation, medians)},
+        {(index, row, position) for (rank, index), row, position in facts if rank == model.rank},
+        {**medians, "least_advantage": _least_advantage(facts, medians)},
         mini_batch.scale,
         model.sequence_parallel_size,
     )
@@ -73,7 +75,7 @@ def build_event(
             "threshold": investigation.threshold,
             "global_norm": mini_batch.global_norm(),
             "global_threshold": mini_batch.global_threshold(investigation.threshold),
-            **_findings(investigation, medians, ordinary_before),
+            **_findings(investigation, facts, medians, ordinary_before),
             "budget": investigation.config.bisect_budget_steps,
             "budget_seconds": investigation.time_limit.seconds,
             "out_of_time": investigation.out_of_time,
@@ -90,20 +92,14 @@ def build_event(
     return event
 
 
-def _least_advantage(investigation: Investigation, medians: Medians) -> float | None:
+def _least_advantage(facts: Mapping[Token, CulpritFacts], medians: Medians) -> float | None:
     """The smallest |A| of the culprits for which the rule `advantage` holds; None without any.
 
     With rewards that are rarely right, many ordinary tokens have a multiple of the median as well; what makes an
     advantage the cause is that theirs are not as large.
     """
-    found = []
-    for name, row, position in investigation.culprits:
-        tokens = investigation.groups.micro_batches[name].tokens
-        if "advantage" in tokens:
-            advantage = float(tokens["advantage"][row, position])
-            if has_large_advantage({"advantage": advantage}, medians):
-                found.append(abs(advantage))
-    return min(found, default=None)
+    large = (each.evidence["advantage"] for each in facts.values() if has_large_advantage(each.evidence, medians))
+    return min(map(abs, large), default=None)
 
 
 def _trigger(investigation: Investigation) -> dict[str, Any]:
@@ -119,12 +115,16 @@ def _trigger(investigation: Investigation) -> dict[str, Any]:
 
 
 def _findings(
-    investigation: Investigation, medians: Medians, ordinary_before: Mapping[str, float] | None
+    investigation: Investigation,
+    facts: Mapping[Token, CulpritFacts],
+    medians: Medians,
+    ordinary_before: Mapping[str, float] | None,
 ) -> dict[str, Any]:
     """The fields that hold the findings.
 
     Args:
         investigation (Investigation): The search, after its end.
+        facts (Mapping): What `culprit_facts` returned.
         medians (Mapping): What `token_medians` returned.
         ordinary_before (Mapping, optional): Each layer's norm for one ordinary token in an earlier mini-batch.
     """
@@ -139,7 +139,7 @@ def _findings(
             _micro_batch(investigation, name) for name in suspects(investigation.figures, investigation.threshold)
         ],
         "culprits": sorted(
-            (_culprit(investigation, token, medians) for token in investigation.culprits),
+            (_culprit(investigation, token, facts[token], medians) for token in investigation.culprits),
             key=lambda culprit: -_finite(culprit["grad_norm"]),
         ),
         "diffuse": _diffuse(investigation),
@@ -275,11 +275,10 @@ def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
     ]
 
 
-def _culprit(investigation: Investigation, token: Token, medians: Medians) -> dict[str, Any]:
+def _culprit(investigation: Investigation, token: Token, facts: CulpritFacts, medians: Medians) -> dict[str, Any]:
     name, row, position = token
     micro_batch = investigation.groups.micro_batches[name]
-    tokens = micro_batch.tokens
-    suspicion = tokens["suspicion"][row]
+    suspicion, mask = micro_batch.tokens["suspicion"][row], micro_batch.tokens["response_mask"][row]
     layer_norms = [math.nan] * len(investigation.layers)
     if token in investigation.measured:
         layer_norms = [norm / _weight(investigation, token) for norm in investigation.measured[token]]
@@ -292,10 +291,10 @@ def _culprit(investigation: Investigation, token: Token, medians: Medians) -> di
         "threshold": investigation.threshold,
         "suspicion": float(suspicion[position]),
         "share": _share(investigation, token),
-        **token_evidence(tokens, row, position),
+        **facts.evidence,
         "layer_norms": dict(zip(investigation.layers, layer_norms, strict=True)),
-        "response_suspicion": response_window(suspicion, tokens["response_mask"][row], position),
-        "response_kl": response_kl(tokens, row, position),
+        "response_suspicion": response_window(suspicion, mask, position),
+        "response_kl": facts.response_kl,
     }
     sources = classify(found, medians)
     return {**found, "source": sources[0], "sources": sources}

@@ -147,7 +147,10 @@ class Meter(Protocol):
     def obtain(
         self, names: Sequence[MicroBatchName], own: Sequence[MicroBatch], scale: float
     ) -> dict[MicroBatchName, MicroBatch]:
-        """The micro-batches of a group (and perhaps others), with the data this rank needs for probes."""
+        """The micro-batches of a group (and perhaps others), with what a search needs of their tokens.
+
+        And with the data that this rank needs for probes.
+        """
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         """Measures probes in one pass.

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A micro-batch's tokens without padding, as they are sent to other ranks."""
+"""What a search needs of a micro-batch's tokens, without padding, as it is sent to other ranks."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,16 @@ from torch import Tensor
 
 from .micro_batch import MicroBatch
 
+# What a search and a drill read of another rank's tokens. The evidence of culprits comes from the rank that has them.
+_NEEDED = ("response_mask", "weight", "log_prob", "coefficient", "entropy_coefficient", "broken", "suspicion")
+
 # Where one of these is not zero, a position is kept; padding in which a loss leaves a coefficient or NaN, too.
 _KEPT = ("response_mask", "weight", "coefficient", "entropy_coefficient", "broken")
 
 
 @dataclass(frozen=True)
 class Unpadded:
-    """The tokens of a micro-batch that `MicroBatch.portable` returned, without its inputs.
+    """What a search needs of the tokens of a micro-batch that `MicroBatch.portable` returned, without its inputs.
 
     Args:
         rows (list[int]), rng_state (tuple): As in `MicroBatch`.
@@ -34,7 +37,7 @@ class Unpadded:
     def of(cls, micro_batch: MicroBatch) -> "Unpadded":
         tokens = micro_batch.tokens
         kept = torch.stack([tokens[name] != 0 for name in _KEPT]).any(0).flatten()
-        columns = {name: column.flatten()[kept] for name, column in tokens.items()}
+        columns = {name: tokens[name].flatten()[kept] for name in _NEEDED}
         shape = tuple(tokens["response_mask"].shape)
         return cls(micro_batch.rows, micro_batch.rng_state, shape, kept.nonzero().flatten().int(), columns)
 

@@ -236,10 +236,9 @@ class Bisection:
         holder = next((subset for subset in self._open if candidate in subset.candidates), None)
         if holder is None:
             return
-        beside = set(holder.candidates) - {candidate}
-        alone = self.tokens.token_set([candidate])
+        alone, *others = self.tokens.apart(holder, candidate)
         self.named.add(alone)
-        self._replace(holder, alone, *([self.tokens.token_set(beside)] if beside else []))
+        self._replace(holder, alone, *others)
 
     def _widen(self) -> bool:
         """Splits the subset with the most expected energy, to have more probes; returns whether there was one."""

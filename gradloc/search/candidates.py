@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..threshold import is_over
 from .codes import GroupKey, TokenSet
-from .exact_sum import ExactSum
+from .exact_sum import ExactSum, exact_sum
 
 # The fraction of the expected energy that is proportional to suspicion. The rest is proportional to w_t², so that at
 # most about log2(10 n) splits isolate any token, however wrong suspicion is.
@@ -31,8 +31,8 @@ _BASE_UNKNOWN, _BASE_MOST = 8, 64
 class Candidates:
     """The candidates of one group, with the energy (squared norm) that the search expects from each.
 
-    All sums use `math.fsum`, so that every rank makes the same decisions: a tensor sum depends on the number of
-    threads. Tensors are used one element at a time only.
+    All sums use `math.fsum` or `ExactSum`, so that every rank makes the same decisions: a tensor sum of floats depends
+    on the number of threads. Else, tensors are used one element at a time only.
 
     Args:
         name (GroupKey): The group.
@@ -41,9 +41,8 @@ class Candidates:
         weights (Tensor): w_t of each candidate, shape (n,), not zero.
 
     Attributes:
-        squares (list[float]): w_t².
-        square_of (Tensor): The same, float64 of shape (n,).
-        square (float): Their sum.
+        square_of (Tensor): w_t², float64 of shape (n,).
+        exact_square (ExactSum), square (float): Their sum.
         suspected (Tensor): The fraction of the group's energy that suspicion predicts for each candidate, same shape.
         without_tokens (float): The norm of the gradient that every probe of the group contains, whichever tokens it
             keeps; 0 unless it was measured.
@@ -53,18 +52,18 @@ class Candidates:
         self.name = name
         self.tau = tau
         self.square_of = weights.double().square()
-        self.squares: list[float] = self.square_of.tolist()
         energies = suspicion.double().square()
         finite = energies.isfinite()
         ceiling = 10 * float(energies[finite].max()) if finite.any() else 0.0
         self._energies = torch.where(finite, energies, ceiling or 1.0)
-        self._total, self.square = math.fsum(self._energies.tolist()), math.fsum(self.squares)
+        self.exact_square = ExactSum(self.square_of)
+        self._total, self.square = exact_sum(self._energies), self.exact_square.without()
         least = LEAST * (self._total or 1.0) / self.square
         self.suspected = (self._energies + least * self.square_of) / (self._total + least * self.square)
         self.without_tokens = 0.0
         self._alone: dict[int, float] = {}
         self._over: tuple[float, list[int]] | None = None
-        self._all = tuple(range(len(self.squares)))
+        self._all = tuple(range(len(self.square_of)))
         # By token set: the candidates that `without` has left out, Σ w_t², the sum of `prior`, and the candidates in
         # the order of `likeliest`.
         self._left_out: WeakKeyDictionary[TokenSet, list[int]] = WeakKeyDictionary()
@@ -78,41 +77,27 @@ class Candidates:
         return self._energies.sqrt().tolist()
 
     @cached_property
-    def _prior_of(self) -> Tensor:
-        """`prior`, float64 of shape (n,)."""
+    def prior_of(self) -> Tensor:
+        """Like `suspected`, with a part of the energy spread in proportion to w_t² (see `_TRUST`)."""
         trust = _TRUST / self._total if self._total > 0 else 0.0
         even = (1 - trust * self._total) / self.square
         return trust * self._energies + even * self.square_of
 
     @cached_property
-    def prior(self) -> list[float]:
-        """Like `suspected`, with a part of the energy spread in proportion to w_t² (see `_TRUST`)."""
-        return self._prior_of.tolist()
-
-    @cached_property
-    def exact_square(self) -> ExactSum:
-        """The sum of `squares`."""
-        return ExactSum(self.squares)
-
-    @cached_property
     def exact_prior(self) -> ExactSum:
-        """The sum of `prior`."""
-        return ExactSum(self.prior)
+        """The sum of `prior_of`."""
+        return ExactSum(self.prior_of)
 
     @cached_property
     def exact_suspected(self) -> ExactSum:
         """The sum of `suspected`."""
-        return ExactSum(self.suspected.tolist())
+        return ExactSum(self.suspected)
 
     @cached_property
     def likeliest(self) -> Tensor:
         """The candidates, those expected to be furthest over τ first; int64 of shape (n,)."""
-        return (self._prior_of / self.square_of).sort(descending=True, stable=True).indices
-
-    @cached_property
-    def _place(self) -> Tensor:
-        """Each candidate's index in `likeliest`."""
-        return self.likeliest.argsort()
+        # The bits of floats that are not negative have their order, and integers are sorted several times as fast.
+        return (-(self.prior_of / self.square_of).view(torch.int64)).sort(stable=True).indices
 
     @property
     def alone(self) -> Mapping[int, float]:
@@ -137,49 +122,73 @@ class Candidates:
             start = candidate + 1
         token_set = TokenSet(self.name, (*kept, *self._all[start:]))
         self._left_out[token_set] = [*removed]
-        self._squares[token_set] = self.exact_square.without(self.squares[t] for t in removed)
+        self._squares[token_set] = self._square_without(self._left_out[token_set])
         return token_set
+
+    def left_out(self, token_set: TokenSet) -> list[int]:
+        """The candidates that a set is without."""
+        found = self._left_out.get(token_set)
+        return (~self._mask(self._indices(token_set))).nonzero().flatten().tolist() if found is None else found
 
     def halves(self, token_set: TokenSet) -> tuple[TokenSet, ...]:
         """Two halves, with about half of the prior each, likelier tokens first; a single token is returned as it is."""
         if len(token_set.candidates) == 1:
             return (token_set,)
         ranked = self._in_order(token_set)
-        prior = self._prior_of[ranked].tolist()
-        cut = _nearest_half(list(accumulate(prior))) + 1
-        return self._part(ranked[:cut], prior[:cut]), self._part(ranked[cut:], prior[cut:])
+        cut = _nearest_half(list(accumulate(self.prior_of[ranked].tolist()))) + 1
+        return self._part(ranked[:cut]), self._part(ranked[cut:])
 
-    def _part(self, ranked: Tensor, prior: list[float]) -> TokenSet:
-        """The set of these candidates, which are in the order of `likeliest`, with the prior of each."""
-        token_set = TokenSet(self.name, tuple(ranked.sort().values.tolist()))
+    def apart(self, token_set: TokenSet, candidate: int) -> tuple[TokenSet, ...]:
+        """A candidate of a set alone, and the set of the others if there are any."""
+        alone = self.token_set([candidate])
+        if len(token_set.candidates) == 1:
+            return (alone,)
+        if token_set in self._left_out:
+            return alone, self.without([*self._left_out[token_set], candidate])
+        ranked = self._in_order(token_set)
+        return alone, self._part(ranked[ranked != candidate])
+
+    def _part(self, ranked: Tensor) -> TokenSet:
+        """The set of these candidates, which are in the order of `likeliest`."""
+        token_set = TokenSet(self.name, tuple(self._mask(ranked).nonzero().flatten().tolist()))
         self._ranked[token_set] = ranked
-        self._priors[token_set] = math.fsum(prior)
-        self._squares[token_set] = math.fsum(self.square_of[ranked].tolist())
         return token_set
 
     def _in_order(self, token_set: TokenSet) -> Tensor:
         """The candidates of a set, in the order of `likeliest`."""
         found = self._ranked.get(token_set)
         if found is None:
-            if token_set in self._left_out:
-                kept = torch.ones(len(self._all), dtype=torch.bool)
-                kept[self._left_out[token_set]] = False
-                found = self.likeliest[kept[self.likeliest]]
-            else:
-                found = self.likeliest[self._place[torch.tensor(token_set.candidates)].sort().values]
-            self._ranked[token_set] = found
+            among = self._mask(self._indices(token_set))
+            found = self._ranked[token_set] = self.likeliest[among[self.likeliest]]
         return found
+
+    def _indices(self, token_set: TokenSet) -> Tensor:
+        """The candidates of a set, in any order."""
+        if token_set in self._ranked:
+            return self._ranked[token_set]
+        if token_set in self._left_out:
+            return (~self._mask(self._left_out[token_set])).nonzero().flatten()
+        return torch.tensor(token_set.candidates, dtype=torch.int64)
+
+    def _mask(self, candidates: list[int] | Tensor) -> Tensor:
+        """Which candidates these are, bool of shape (n,)."""
+        mask = torch.zeros(len(self._all), dtype=torch.bool)
+        mask[candidates] = True
+        return mask
+
+    def _square_without(self, removed: Collection[int]) -> float:
+        return self.exact_square.without(self.square_of[[*removed]].tolist())
 
     def square_in(self, token_set: TokenSet) -> float:
         """Σ w_t²."""
         found = self._squares.get(token_set)
         if found is None:
-            found = self._squares[token_set] = math.fsum(map(self.squares.__getitem__, token_set.candidates))
+            found = self._squares[token_set] = exact_sum(self.square_of[self._indices(token_set)])
         return found
 
     def least_square_in(self, token_set: TokenSet) -> float:
         """The smallest w_t²."""
-        return min(map(self.squares.__getitem__, token_set.candidates))
+        return float(self.square_of[self._indices(token_set)].min())
 
     def threshold(self, token_set: TokenSet) -> float:
         """τ(S) = τ·sqrt(Σ w_t²)."""
@@ -191,12 +200,11 @@ class Candidates:
 
     def is_over_alone(self, candidate: int, norm: float) -> bool:
         """The same for a single candidate."""
-        return is_over(norm, self.tau * math.sqrt(self.squares[candidate]))
+        return is_over(norm, self.tau * math.sqrt(self.square_of[candidate]))
 
-    def is_over_without(self, removed: Iterable[int], norm: float) -> bool:
+    def is_over_without(self, removed: Collection[int], norm: float) -> bool:
         """The same for all candidates but these."""
-        square = self.exact_square.without(self.squares[t] for t in removed)
-        return is_over(norm, self.tau * math.sqrt(square))
+        return is_over(norm, self.tau * math.sqrt(self._square_without(removed)))
 
     @property
     def over(self) -> list[int]:
@@ -210,12 +218,16 @@ class Candidates:
         """The fraction of the group's energy expected from these candidates."""
         found = self._priors.get(token_set)
         if found is None:
-            found = self._priors[token_set] = math.fsum(map(self.prior.__getitem__, token_set.candidates))
+            if token_set in self._left_out:
+                found = self.exact_prior.without(self.prior_of[self._left_out[token_set]].tolist())
+            else:
+                found = exact_sum(self.prior_of[self._indices(token_set)])
+            self._priors[token_set] = found
         return found
 
     def is_concentrated(self, token_set: TokenSet, count: int, fraction: float) -> bool:
         """Whether `count` of these candidates have more than a fraction of what is expected from all of them."""
-        prior = self._prior_of[self._in_order(token_set)]
+        prior = self.prior_of[self._indices(token_set)]
         return math.fsum(prior.topk(min(count, len(prior))).values.tolist()) > fraction * self.expected(token_set)
 
     def contrast(self, token_set: TokenSet, norm: float, ordinary: float | None) -> int:

@@ -33,11 +33,11 @@ class Estimate:
 
     def __init__(self, tokens: Candidates, rests: Mapping[frozenset[int], float], base: frozenset[int]) -> None:
         self.base = base
-        whole, over, n = rests.get(base, 0.0) ** 2, set(tokens.over), len(tokens.squares)
+        whole, over, n = rests.get(base, 0.0) ** 2, set(tokens.over), len(tokens.square_of)
         alone = {t: norm * norm if math.isfinite(norm) else 0.0 for t, norm in tokens.alone.items()}
         finite = {removed: norm * norm for removed, norm in rests.items() if math.isfinite(norm)}
         single = sorted(frozenset().union(*finite).difference(alone))
-        known = ExactSum(list(alone.values()))
+        known = ExactSum(torch.tensor([*alone.values()], dtype=torch.float64))
         suspected = tokens.suspected[[*alone, *single]].tolist()
         common, energy = whole * tokens.exact_suspected.without(suspected), whole * tokens.suspected
         factor, factors = 1.0, dict.fromkeys(single, 1.0)
@@ -62,7 +62,7 @@ class Estimate:
         self.count = n - len(excluded)
         self.count_in_base = len(base) - sum(t in base for t in excluded)
         left_energy = known.without(alone[t] for t in base if t in alone)
-        left_square = tokens.exact_square.without(tokens.squares[t] for t in base)
+        left_square = tokens.exact_square.without(tokens.square_of[[*base]].tolist())
         others = (energies[t] for t in single if t not in base)
         self.excess = math.fsum([common * factor, *others, left_energy, -tau_square * left_square])
         self._possible = torch.ones(n, dtype=torch.bool)
@@ -80,12 +80,12 @@ class Estimate:
     def sort(self, tokens: Iterable[int]) -> list[int]:
         """Tokens in the order of likelihood, those of `base` first."""
         places = sorted(tokens)
-        gains = dict(zip(places, self._gains[places].tolist(), strict=True))
+        gains = dict(zip(places, self.gains(places), strict=True))
         return sorted(places, key=lambda t: (t not in self.base, -gains[t], t))
 
-    def gain(self, token: int) -> float:
-        """How much of the excess goes without this token."""
-        return float(self._gains[token])
+    def gains(self, tokens: list[int]) -> list[float]:
+        """How much of the excess goes without each of these tokens."""
+        return self._gains[tokens].tolist()
 
 
 def _largest(values: Tensor, among: Tensor, count: int) -> list[int]:

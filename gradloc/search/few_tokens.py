@@ -3,7 +3,6 @@
 """Finds a few tokens, each over τ, without which their group is under its threshold."""
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 
 from .bisection import SAMPLE, Bisection, patience
@@ -167,7 +166,7 @@ class FewTokens:
         for probe, norm in measured:
             removed = self._size - len(probe.candidates)
             if isinstance(probe, TokenSet) and removed <= max(self._most, len(self.tokens.over)):
-                self._add_rest(_missing(probe.candidates, self._size), norm)
+                self._add_rest(frozenset(self.tokens.left_out(probe)), norm)
         singles = {probe.candidates[0] for probe, _ in measured if is_single(probe)}
         found = not singles.isdisjoint(self.tokens.over)
         self._misled = 0 if found else self._misled + len(singles & promising)
@@ -215,9 +214,10 @@ class FewTokens:
 
     def _is_as_expected(self, base: frozenset[int], few: frozenset[int]) -> bool:
         """Whether the likeliest few tokens carry about as much of the energy as suspicion predicts."""
-        expected = self.tokens.prior
+        expected = self.tokens.prior_of
         carried = 1 - (self._rests[few] / self._rests[base]) ** 2
-        part = math.fsum(expected[t] for t in few - base) / self.tokens.exact_prior.without(expected[t] for t in base)
+        rest = self.tokens.exact_prior.without(expected[[*base]].tolist())
+        part = math.fsum(expected[[*few - base]].tolist()) / rest
         return _LEAST_CARRIED * part <= carried <= _MOST_CARRIED * (1 - (1 - part) ** 2)
 
     def _estimate(self) -> Estimate:
@@ -232,10 +232,11 @@ class FewTokens:
         The number is larger than `_most` if even that many are not enough, or if no finite norm is known.
         """
         few, excess = estimate.count_in_base, estimate.excess
+        gains = estimate.gains(order[: self._most + 1])
         while few <= self._most and (excess > 0 or frozenset(order[:few]) in self._rests):
             if few == estimate.count:
                 return self._most + 1
-            excess -= estimate.gain(order[few])
+            excess -= gains[few]
             few += 1
         return few if estimate.base in self._rests else self._most + 1
 
@@ -252,15 +253,3 @@ class FewTokens:
         """The smallest rest that was measured over its threshold."""
         removed = max((r for r in self._rests if r not in self._enough), key=len)
         return self.tokens.without(removed), self._rests[removed]
-
-
-def _missing(candidates: Sequence[int], size: int) -> frozenset[int]:
-    """The numbers below `size` that are not in an ascending sequence, found by their gaps, because they are few."""
-    missing: list[int] = []
-    index = 0
-    while len(missing) < size - len(candidates):
-        # The first index from which on the candidates are ahead of it by more than the gaps so far.
-        index = bisect_right(range(len(candidates)), len(missing), lo=index, key=lambda i: candidates[i] - i)
-        gap_end = candidates[index] if index < len(candidates) else size
-        missing += range(index + len(missing), gap_end)
-    return frozenset(missing)

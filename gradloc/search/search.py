@@ -194,8 +194,10 @@ class Search:
         ratios, scores, more = [], [], 0
         for _, search in self._searches():
             culprits, tokens = set(search.culprits), search.tokens
-            for candidate, suspicion in enumerate(tokens.suspicion):
-                weight = math.sqrt(tokens.squares[candidate])
+            for candidate, (suspicion, square) in enumerate(
+                zip(tokens.suspicion, tokens.square_of.tolist(), strict=True)
+            ):
+                weight = math.sqrt(square)
                 norm = tokens.alone.get(candidate)
                 if norm is None:
                     scores.append(suspicion / weight)

@@ -203,18 +203,24 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
 
     Args:
         case (Case): The actor.
-        what (str): "the units", which are shared before the first probe; "a norm", read after one.
+        what (str): "the units", which are shared before the first probe; "a norm", read after one; "its culprits", of
+            which it tells the other ranks at the end.
     """
 
     def prepare(actor: Any) -> None:
         if dist.get_rank() != 1:
             return
-        if what == "the units":
+        if what != "a norm":
             measure = actor.gradloc._measure
 
             def measured(where: Any) -> Any:
                 mini_batch = measure(where)
-                mini_batch._own_figures = run_out_of_memory
+                if what == "the units":
+                    mini_batch._own_figures = run_out_of_memory
+                for each in mini_batch.micro_batches if what == "its culprits" else ():
+                    portable = each.portable
+                    # With their inputs, they are sent to be searched.
+                    each.portable = lambda scale, inputs=True, p=portable: p(scale) if inputs else run_out_of_memory()
                 return mini_batch
 
             actor.gradloc._measure = measured

@@ -103,7 +103,8 @@ def operations_around_the_backward(case: Case) -> list[tuple[Counter[str], Count
         def counted_end_pass() -> None:
             with Operations() as mode:
                 end_pass()
-            found.append((in_gap, mode.counts))
+            if mode.counts:  # else no pass was open
+                found.append((in_gap, mode.counts))
 
         watch.end_pass = counted_end_pass
         if ENGINE:

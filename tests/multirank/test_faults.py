@@ -120,7 +120,7 @@ def test_ranks_whose_gradients_are_not_averaged_decide_alike(launch: Launch, tri
 
 @pytest.mark.target(version="0.9.1")
 @cases((2, Case("fsdp1", planted=THREE)), (2, Case("fsdp2", planted=THREE)))
-@pytest.mark.parametrize("what", ["the units", "a norm"])
+@pytest.mark.parametrize("what", ["the units", "a norm", "its culprits"])
 def test_out_of_memory_between_passes_ends_the_search_on_all_ranks(
     launch: Launch, world: int, case: Case, what: str
 ) -> None:

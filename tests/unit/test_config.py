@@ -14,6 +14,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.gradloc.adapters.critic_config import CriticSpikeConfig
 from verl.utils.gradloc.adapters.trainer_checks import check_trainer
 from verl.workers.config import FSDPActorConfig
 
@@ -125,6 +126,20 @@ def test_bad_values_are_refused_at_start(override: str, message: str) -> None:
     # Hydra wraps what the dataclass raises.
     with pytest.raises(Exception, match=message):
         actor_config(override)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("spike_detection", 1, "[critic] spike_detection must be True or False, got 1."),
+        ("grad_norm_threshold", -1, "[critic] grad_norm_threshold must be a positive finite number or auto, got -1."),
+        ("bisect_dump_dir", "", "[critic] bisect_dump_dir must name a folder, got ''."),
+    ],
+)
+def test_bad_values_of_the_critic_are_refused(key: str, value: object, message: str) -> None:
+    CriticSpikeConfig().check_spike_keys()
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        CriticSpikeConfig(**{key: value}).check_spike_keys()
 
 
 def test_the_generated_reference_mirrors_the_composed_config() -> None:

@@ -9,17 +9,29 @@ import torch
 
 from gradloc.search.candidates import LEAST, Candidates, _nearest_half
 from gradloc.search.estimate import Estimate
-from gradloc.search.exact_sum import ExactSum
-from gradloc.search.few_tokens import _missing
+from gradloc.search.exact_sum import ExactSum, exact_sum
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_sum_without_some_numbers_has_the_bits_of_the_sum_of_the_others(seed: int) -> None:
     generator = random.Random(seed)
-    values = [generator.gauss(0, 1) * 10 ** generator.uniform(-seed, seed) for _ in range(200)]
-    removed = set(generator.sample(range(200), generator.randint(0, 200)))
+    size = generator.choice([1, 200, 3000])
+    values = [generator.gauss(0, 1) * 10 ** generator.uniform(-10 * seed, 6 * seed) for _ in range(size)]
+    values[0] = generator.choice([0.0, 5e-324, 1e290])
+    removed = set(generator.sample(range(size), generator.randint(0, size)))
     rest = [value for i, value in enumerate(values) if i not in removed]
-    assert ExactSum(values).without(values[i] for i in removed) == math.fsum(rest)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    assert ExactSum(tensor).without(values[i] for i in removed) == math.fsum(rest)
+    assert exact_sum(tensor) == math.fsum(values)
+
+
+@pytest.mark.parametrize("size", [5, 3000])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_sum_of_numbers_that_are_not_finite_is_refused(size: int, bad: float) -> None:
+    values = torch.ones(size, dtype=torch.float64)
+    values[3] = bad
+    with pytest.raises(ValueError, match="not finite"):
+        ExactSum(values)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -29,14 +41,6 @@ def test_the_cut_is_nearest_to_half_of_the_sum(seed: int) -> None:
     values = [generator.choice([0.0, 1.0, 1e-20, 2.0, 64.0]) for _ in range(generator.randint(2, 30))]
     sums = list(accumulate(values))
     assert _nearest_half(sums) == min(range(len(sums) - 1), key=lambda i: abs(sums[i] - sums[-1] / 2))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_numbers_that_a_sequence_leaves_out(seed: int) -> None:
-    generator = random.Random(seed)
-    size = generator.randint(1, 50)
-    missing = frozenset(generator.sample(range(size), generator.randint(0, size)))
-    assert _missing([i for i in range(size) if i not in missing], size) == missing
 
 
 def candidates(seed: int) -> tuple[Candidates, dict[frozenset[int], float]]:
@@ -68,7 +72,7 @@ def gains(tokens: Candidates, rests: dict[frozenset[int], float], base: frozense
             known = math.fsum(energy[t] for t in kept if t in tokens.alone)
             for t in free:
                 energy[t] *= max((norm * norm - known) / expected, LEAST)
-    return [e - tokens.tau**2 * square for e, square in zip(energy, tokens.squares, strict=True)]
+    return [e - tokens.tau**2 * square for e, square in zip(energy, tokens.square_of.tolist(), strict=True)]
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -77,13 +81,14 @@ def test_the_estimate_is_that_of_scaling_every_token(seed: int) -> None:
     base = min((removed for removed, norm in rests.items() if math.isfinite(norm)), key=len)
     estimate, expected = Estimate(tokens, rests, base), gains(tokens, rests, base)
     n = len(expected)
-    assert [estimate.gain(t) for t in range(n)] == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    found_gains = estimate.gains([*range(n)])
+    assert found_gains == pytest.approx(expected, rel=1e-9, abs=1e-9)
     outside = math.fsum(gain for t, gain in enumerate(expected) if t not in base)
     assert estimate.excess == pytest.approx(outside, rel=1e-9, abs=1e-6)
     possible = [t for t in range(n) if t in tokens.over or t not in tokens.alone]
     assert estimate.count == len(possible)
     assert estimate.count_in_base == sum(t in base for t in possible)
-    order = sorted(possible, key=lambda t: (t not in base, -estimate.gain(t), t))
+    order = sorted(possible, key=lambda t: (t not in base, -found_gains[t], t))
     assert estimate.sort(possible) == order
     for count in (1, 5, n):
         found = estimate.likeliest(count)
@@ -93,16 +98,26 @@ def test_the_estimate_is_that_of_scaling_every_token(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_sums_of_token_sets_have_the_bits_of_adding_up_their_tokens(seed: int) -> None:
     tokens, rests = candidates(seed)
-    n = len(tokens.squares)
+    squares, priors = tokens.square_of.tolist(), tokens.prior_of.tolist()
+    n = len(squares)
     for removed in rests:
         rest = tokens.without(removed)
         kept = [t for t in range(n) if t not in removed]
         assert list(rest.candidates) == kept
-        pieces = [rest, *(tokens.halves(rest) if kept else ())]
-        assert sorted(t for piece in pieces[1:] for t in piece.candidates) == kept
-        for piece in pieces:
-            assert tokens.square_in(piece) == math.fsum(tokens.squares[t] for t in piece.candidates)
-            assert tokens.expected(piece) == math.fsum(tokens.prior[t] for t in piece.candidates)
+        halves = tokens.halves(rest) if kept else ()
+        # Of a set whose left-out tokens are known, and of one that is only a list.
+        apart = [tokens.apart(piece, kept[-1]) for piece in (rest, tokens.token_set(kept)) if kept]
+        for pieces in (halves, *apart):
+            assert sorted(t for piece in pieces for t in piece.candidates) == kept
+        for alone, *_ in apart:
+            assert alone.candidates == (kept[-1],)
+        if kept:
+            assert tokens.least_square_in(rest) == min(squares[t] for t in kept)
+        for piece in (rest, *halves, *(piece for pieces in apart for piece in pieces)):
+            assert list(piece.candidates) == sorted(piece.candidates)
+            assert tokens.square_in(piece) == math.fsum(squares[t] for t in piece.candidates)
+            assert tokens.expected(piece) == math.fsum(priors[t] for t in piece.candidates)
+            assert {*tokens.left_out(piece)} == {*range(n)} - {*piece.candidates}
         threshold = tokens.tau * math.sqrt(tokens.square_in(rest))
         assert not tokens.is_over_without(removed, threshold)
         assert tokens.is_over_without(removed, math.nextafter(threshold, math.inf))

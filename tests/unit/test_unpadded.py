@@ -1,6 +1,5 @@
-"""What the reduced meter sends to other ranks."""
+"""What the reduced meter sends to other ranks for a search, and what follows once its culprits are known."""
 
-import io
 import pickle
 from typing import Any
 from unittest.mock import Mock
@@ -9,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradloc.evidence.culprits import culprit_facts
+from gradloc.evidence.token_facts import response_kl, token_evidence
 from gradloc.fsdp import collectives
 from gradloc.measure import meter
 from gradloc.measure.micro_batch import MicroBatch
@@ -32,11 +33,21 @@ def micro_batch(lengths: list[int], seed: int = 0) -> MicroBatch:
         "weight": values() * mask,
         "coefficient": values() * mask,
         "advantage": values(),
+        "old_log_prob": -values(),
+        "ref_log_prob": -values(),
+        "rollout_log_prob": -values(),
+        "rollout_is_weight": values(),
+        "kl_coefficient": values(),
+        "after_eos": mask == 2,
     }
     return MicroBatch({"input_ids": torch.ones(ROWS, LENGTH)}, [3, 1, 2, 0], (torch.ones(16), None), tokens)
 
 
-def test_what_is_sent_is_all_that_is_not_padding() -> None:
+# What a search and a drill read of other ranks' tokens.
+READ = {"response_mask", "weight", "log_prob", "coefficient", "entropy_coefficient", "broken", "suspicion"}
+
+
+def test_what_is_sent_is_what_a_search_reads_of_all_that_is_not_padding() -> None:
     whole = micro_batch([1000, 10, 0, 500])
     whole.tokens["coefficient"][1, 700] = torch.nan  # of padding, as some aggregations leave it
     whole.tokens["log_prob"][2, 3] = -torch.inf
@@ -44,38 +55,80 @@ def test_what_is_sent_is_all_that_is_not_padding() -> None:
     sent = pickle.loads(pickle.dumps(Unpadded.of(portable))).padded()
     kept = whole.tokens["response_mask"].bool()
     kept[1, 700] = kept[2, 3] = True
-    assert sent.rows == portable.rows and sent.tokens.keys() == portable.tokens.keys()
-    for name, column in portable.tokens.items():
+    assert sent.rows == portable.rows and sent.tokens.keys() == READ
+    for name in READ:
+        column = portable.tokens[name]
         assert sent.tokens[name].dtype == column.dtype
         expected = torch.where(kept, column, torch.zeros_like(column))
         assert torch.equal(sent.tokens[name].nan_to_num(7.0), expected.nan_to_num(7.0)), name
 
 
-def sent_bytes(monkeypatch: pytest.MonkeyPatch, world_size: int, sequence_parallel_size: int) -> dict[int, int]:
-    """The bytes that each rank sends when micro-batches are obtained, by rank."""
-    found: dict[int, int] = {}
+class Sent:
+    """Stands in for the collective calls of rank 5, and counts the bytes that each rank sends."""
 
-    def broadcast(make: Any, sender: int) -> Any:
-        file = io.BytesIO()
-        pickle.dump(make(), file)
-        found[sender] = file.tell()
-        return pickle.loads(file.getvalue())
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+        self.bytes: dict[int, int] = {}
+        monkeypatch.setattr(collectives, "world_size", lambda: world_size)
+        monkeypatch.setattr(collectives, "rank", lambda: 5)
+        monkeypatch.setattr(collectives, "broadcast", self.broadcast)
 
-    monkeypatch.setattr(collectives, "world_size", lambda: world_size)
-    monkeypatch.setattr(collectives, "rank", lambda: 5)
-    monkeypatch.setattr(collectives, "broadcast", broadcast)
-    own = [micro_batch([100, 100, 50, 50])]
-    reduced = meter.ReducedMeter(Mock(layers=["a"]), torch.device("cpu"), sequence_parallel_size)
-    obtained = reduced.obtain([], own, 1.0)
-    assert {name for name, each in obtained.items() if each.inputs} == {(5 // sequence_parallel_size, 0)}
-    assert sorted(obtained) == [(rank, 0) for rank in range(world_size // sequence_parallel_size)]
-    return found
+    def broadcast(self, make: Any, sender: int) -> Any:
+        sent = pickle.dumps(make())
+        self.bytes[sender] = len(sent)
+        return pickle.loads(sent)
 
 
-def test_one_of_the_ranks_that_share_data_sends_it_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_ranks = sent_bytes(monkeypatch, world_size=8, sequence_parallel_size=4)
-    assert list(of_ranks) == [0, 4]
-    # 300 tokens of 4000 positions: for each an index, token_id (8 bytes), broken (1), and seven columns of 4 bytes.
-    assert all(300 * 41 <= sent <= 300 * 41 + 6000 for sent in of_ranks.values())
-    whole = len(pickle.dumps(micro_batch([100, 100, 50, 50]).portable(1.0, inputs=False)))
-    assert 8 * whole > 60 * sum(of_ranks.values()) / 2
+# 300 tokens in 4000 positions.
+LENGTHS = [100, 100, 50, 50]
+
+
+def test_one_of_the_ranks_that_share_data_sends_what_a_search_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = Sent(monkeypatch, world_size=8)
+    own = [micro_batch(LENGTHS)]
+    obtained = meter.ReducedMeter(Mock(layers=["a"]), torch.device("cpu"), sequence_parallel_size=4).obtain(
+        [], own, 1.0
+    )
+    assert {name for name, each in obtained.items() if each.inputs} == {(1, 0)}
+    assert sorted(obtained) == [(0, 0), (1, 0)] and list(sent.bytes) == [0, 4]
+    # For each token an index, six columns of 4 bytes, and `broken`; with all columns, it would be 65 bytes.
+    assert all(300 * 29 <= count <= 300 * 29 + 5000 for count in sent.bytes.values())
+    whole = own[0].portable(1.0, inputs=False)
+    assert sum(column.element_size() for column in whole.tokens.values()) + 4 == 65
+    # If every rank sent all columns with their padding:
+    assert 8 * len(pickle.dumps(whole)) > 80 * sum(sent.bytes.values())
+
+
+def investigation(culprits: list[Any], sequence_parallel_size: int) -> Any:
+    """Two micro-batches of each rank: here the same ones."""
+    mini_batch = Mock(scale=2.0, micro_batches=[micro_batch(LENGTHS), micro_batch(LENGTHS, seed=1)])
+    mini_batch.model.sequence_parallel_size = sequence_parallel_size
+    return Mock(mini_batch=mini_batch, culprits=culprits)
+
+
+CULPRITS = [((1, 1), 0, 99), ((0, 0), 3, 7), ((1, 0), 2, 0)]
+
+
+def test_the_ranks_that_have_culprits_tell_of_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = Sent(monkeypatch, world_size=12)
+    found = investigation(CULPRITS, sequence_parallel_size=4)
+    facts = culprit_facts(found)
+    assert set(facts) == set(CULPRITS) and sorted(sent.bytes) == [0, 4]
+    # Most of it are the KL estimates around each: far less than the columns of its micro-batch.
+    assert max(sent.bytes.values()) < 2 * 6000
+    for (_, index), row, position in CULPRITS:
+        tokens = found.mini_batch.micro_batches[index].portable(2.0, inputs=False).tokens
+        evidence, kl = facts[(_, index), row, position]
+        assert evidence == token_evidence(tokens, row, position) and kl == response_kl(tokens, row, position)
+        assert evidence["advantage"] == float(tokens["advantage"][row, position]) and kl is not None
+
+
+def test_without_culprits_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = Sent(monkeypatch, world_size=2)
+    assert culprit_facts(investigation([], sequence_parallel_size=1)) == {} and sent.bytes == {}
+
+
+def test_a_rank_that_cannot_tell_of_its_culprits_fails_on_all() -> None:
+    found = investigation(CULPRITS[1:2], sequence_parallel_size=1)
+    del found.mini_batch.micro_batches[0].tokens["token_id"]
+    with pytest.raises(collectives.RankFailedError, match="rank 0: KeyError: 'token_id'"):
+        culprit_facts(found)

@@ -1,0 +1,57 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The facts about culprits, of which the ranks that have their data tell the others."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..fsdp import collectives
+from ..measure.mini_batch import MiniBatch
+from ..search.groups import Token
+from ..search.investigation import Investigation
+from .token_facts import response_kl, token_evidence
+
+
+class CulpritFacts(NamedTuple):
+    """What is known of a culprit, for which the search has no use.
+
+    Args:
+        evidence (dict): See `token_evidence`.
+        response_kl (dict, optional): See `response_kl`.
+    """
+
+    evidence: dict[str, Any]
+    response_kl: dict[str, list[float]] | None
+
+
+def culprit_facts(investigation: Investigation) -> dict[Token, CulpritFacts]:
+    """The facts about every culprit, the same on every rank. A collective call.
+
+    Args:
+        investigation (Investigation): The search, after its end.
+
+    Raises:
+        RankFailedError: A rank could not tell of its culprits.
+    """
+    mini_batch = investigation.mini_batch
+    by_rank: dict[int, list[Token]] = {}
+    for token in investigation.culprits:
+        by_rank.setdefault(token[0][0], []).append(token)
+    found: dict[Token, CulpritFacts] = {}
+    for rank, tokens in by_rank.items():
+        # Not an all-gather, which would pad what each rank sends to the longest.
+        sender = rank * mini_batch.model.sequence_parallel_size
+        found |= collectives.broadcast(partial(_own_facts, mini_batch, tokens), sender)
+    return found
+
+
+def _own_facts(mini_batch: MiniBatch, culprits: Sequence[Token]) -> dict[Token, CulpritFacts]:
+    indices = {index for (_, index), _, _ in culprits}
+    columns = {i: mini_batch.micro_batches[i].portable(mini_batch.scale, inputs=False).tokens for i in indices}
+    return {
+        (name, row, position): CulpritFacts(
+            token_evidence(columns[name[1]], row, position), response_kl(columns[name[1]], row, position)
+        )
+        for name, row, position in culprits
+    }
