@@ -3,8 +3,11 @@
 import json
 import math
 import os
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -24,6 +27,7 @@ from gradloc.evidence.writer import jsonable
 from gradloc.report.__main__ import main as report
 from gradloc.report.reading import read
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 23
 # Prompt and response of each response.
 LENGTHS = ((3, 5), (2, 7), (4, 4), (3, 6))
@@ -521,3 +525,94 @@ def test_files_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "it has more than tensors and plain values, or is damaged" in refused(file, capsys)
     torch.save([1, 2], tmp_path / "b.pt")
     assert "it has neither format 2 nor 'rollout_data'." in refused(tmp_path / "b.pt", capsys)
+
+
+def snippets() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/other-trainers.md").read_text(), re.S)
+
+
+def test_the_lines_for_nemo_rl_make_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line as `log_batched_dict_as_jsonl` writes it: lists of one entry over the padded sequence, and `idx`."""
+    lines, width = [], max(prompt + response for prompt, response in LENGTHS) + 2
+    for index, record in enumerate(records()):
+        prompt = len(record["prompt_ids"])
+
+        def padded_to(values: list[float], prompt: int = prompt) -> list[float]:
+            return [*([0] * prompt), *values, *([0] * (width - prompt - len(values)))]
+
+        ids = record["prompt_ids"] + record["response_ids"]
+        lines.append(
+            {
+                "content": ["text"],
+                "rewards": [1.0],
+                "input_lengths": [len(ids)],
+                "token_ids": [ids + [0] * (width - len(ids))],
+                "token_loss_mask": [padded_to(record["response_mask"])],
+                "sample_loss_mask": [1.0],
+                "advantages": [padded_to(record["advantages"])],
+                "generation_logprobs": [padded_to(record["rollout_log_probs"])],
+                "prev_logprobs": [padded_to(record["old_log_probs"])],
+                "idx": index,
+            }
+        )
+    lines.append({**lines[0], "sample_loss_mask": [0.0]})
+    write_lines(tmp_path / "train_data_step12.jsonl", lines)
+    monkeypatch.chdir(tmp_path)
+    exec(snippets()[1], {})
+    bundle = convert(tmp_path / "step12.jsonl")
+    for record, coefficient, old in zip(
+        records(), flat(bundle, "coefficient"), flat(bundle, "old_log_prob"), strict=True
+    ):
+        mask = torch.tensor(record["response_mask"], dtype=torch.float32)
+        torch.testing.assert_close(old, torch.tensor(record["old_log_probs"]) * mask)
+        expected = -torch.tensor(record["advantages"]) * mask / sum(sum(r["response_mask"]) for r in records())
+        torch.testing.assert_close(coefficient, expected)
+    assert (bundle.event["suspected"][0]["row"], bundle.event["suspected"][0]["position"]) == BAD
+
+
+class FakeTrainer:
+    """What TRL's trainer has that the lines in the documentation use."""
+
+    accelerator = SimpleNamespace(process_index=0)
+    state = SimpleNamespace(global_step=11)
+
+    def __init__(self, log_probs: Tensor) -> None:
+        self.log_probs = log_probs
+
+    def _get_per_token_logps_and_entropies(self) -> tuple[Tensor, None]:
+        return self.log_probs, None
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        return self._get_per_token_logps_and_entropies()[0].sum()
+
+
+def test_the_lines_for_trl_make_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=FakeTrainer))
+    names: dict[str, Any] = {}
+    exec(snippets()[0], names)
+    lines = records()
+    most = max(prompt for prompt, _ in LENGTHS)
+    ids = [torch.tensor(line["response_ids"]) for line in lines]
+    prompts = torch.zeros(len(lines), most, dtype=torch.int64)
+    for row, line in zip(prompts, lines, strict=True):
+        row[most - len(line["prompt_ids"]) :] = torch.tensor(line["prompt_ids"])
+    lengths = torch.tensor([len(each) for each in ids])
+    inputs = {
+        "prompt_ids": prompts,
+        "prompt_mask": torch.stack([torch.arange(most) >= most - prompt for prompt, _ in LENGTHS]).long(),
+        "completion_ids": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
+        "completion_mask": (torch.arange(int(lengths.max())) < lengths.unsqueeze(1)).long(),
+        "tool_mask": padded(lines, "response_mask").long(),
+        "advantages": torch.tensor([line["advantages"][0] for line in lines]),
+        "old_per_token_logps": padded(lines, "old_log_probs"),
+        "importance_sampling_ratio": torch.full((len(lines), 1), 0.5),
+    }
+    monkeypatch.chdir(tmp_path)
+    names["RecordingTrainer"](padded(lines, "log_probs"))._compute_loss(None, inputs)
+    bundle = convert(tmp_path / "step12-rank0.jsonl", "--clip-low", "9", "--clip-high", "9")
+    tokens = sum(sum(line["response_mask"]) for line in lines)
+    for line, coefficient, weight in zip(lines, flat(bundle, "coefficient"), flat(bundle, "weight"), strict=True):
+        mask = torch.tensor(line["response_mask"])
+        ratio = (torch.tensor(line["log_probs"]) - torch.tensor(line["old_log_probs"])).exp()
+        torch.testing.assert_close(coefficient, -0.5 * line["advantages"][0] * ratio * mask / tokens)
+        torch.testing.assert_close(weight, mask / tokens)
