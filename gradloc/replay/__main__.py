@@ -17,7 +17,7 @@ from ..checks import need
 from ..evidence.writer import jsonable
 from ..report.figures import severity, visible
 from .measuring import Measured, Place, measure, places
-from .memory import free_memory, is_out_of_memory, needed_memory
+from .memory import check_memory, is_out_of_memory, needed_memory
 from .model import (
     ATTENTIONS,
     DTYPES,
@@ -156,10 +156,10 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
         model: Model | None = None  # that of the last variant makes room, also where it ran out of memory
         try:
             if variant in sizes:
-                _check_memory(sizes[variant], device)
+                check_memory(sizes[variant], device)
             model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
             if variant == main_variant:
-                _check_memory(_size(bundle, model, variant), device)
+                check_memory(_size(bundle, model, variant), device)
                 if switches is not None:
                     reloaded = loaded_switches(main_variant, device)
                 later = [*others, *(of_switch for _, of_switch, _ in reloaded)]
@@ -205,7 +205,7 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
             if give is None and variant in measured:
                 switches.append(row(name, bundle, measured[variant], main, culprit))
             else:
-                _check_memory(sizes[variant], device)
+                check_memory(sizes[variant], device)
                 model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
                 if give is not None:
                     give(model.module)
@@ -228,13 +228,6 @@ def _size(bundle: Bundle, model: Model, variant: Variant, loaded: bool = True) -
     dtype = DTYPES[variant.dtype]
     weights = 0 if loaded else sum(p.numel() for p in model.module.parameters()) * dtype.itemsize
     return weights + needed_memory(bundle, model.module, dtype, variant.attention)
-
-
-def _check_memory(size: int, device: str) -> None:
-    """Refuses what cannot fit: the system may end a process that takes too much, without an error."""
-    free = free_memory(device)
-    if free is not None and size > free:
-        raise MemoryError(f"at least {size / 2**30:.1f} GiB are needed, and {free / 2**30:.1f} are free")
 
 
 def _write(bundle: Bundle, result: Mapping[str, object], said: set[str]) -> None:

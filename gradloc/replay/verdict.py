@@ -25,9 +25,9 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     unit = result["units"][0]
     found = [_comes_back(unit, result["dtype"], result["recorded_dtype"])]
     found += _culprits(result)
-    found.append(_weights(result))
+    found.append(weights_in_words(result))
     found += scale_in_words(result.get("scale"))
-    if same_weights(result):
+    if sameweights_in_words(result):
         found += layers_apart_in_words(result["layers"])
     found += _others(unit, result)
     if "switches" in result:
@@ -87,12 +87,13 @@ def _culprits(result: Mapping[str, Any]) -> list[str]:
     return [f"{what} over τ = {threshold:.4g} again."]
 
 
-def _weights(result: Mapping[str, Any]) -> str:
+def weights_in_words(result: Mapping[str, Any]) -> str:
+    """Whether the weights are those of training."""
     distance = result["log_probs"]
     if distance["mean"] is None:
         return "No log-prob is finite, so the weights cannot be compared."
     figures = f"{distance['mean']:.2g} nats from the recorded ones on average, {distance['max']:.2g} at most"
-    if same_weights(result):
+    if sameweights_in_words(result):
         return f"The log-probs are {figures}: these are the weights of training."
     step = "" if result["global_step"] is None else f" The bundle is of step {result['global_step']};"
     checkpoint = result["checkpoint"]
