@@ -21,7 +21,7 @@ from .medians import token_medians
 from .ordinary import ordinary_shares
 from .schema import SCHEMA
 from .sources import Medians, classify, has_large_advantage
-from .token_facts import response_kl, response_window, token_evidence
+from .token_facts import response_evidence, token_evidence
 from .verdict import verdict
 
 # How many of the largest tokens an event lists for a spike without a culprit.
@@ -77,6 +77,7 @@ def build_event(
             "global_norm": mini_batch.global_norm(),
             "global_threshold": mini_batch.global_threshold(investigation.threshold),
             **_findings(investigation, medians, ordinary_before),
+            "suspected": [],
             "budget": investigation.config.bisect_budget_steps,
             "budget_seconds": investigation.time_limit.seconds,
             "out_of_time": investigation.out_of_time,
@@ -282,7 +283,6 @@ def _culprit(investigation: Investigation, token: Token, medians: Medians) -> di
     name, row, position = token
     micro_batch = investigation.groups.micro_batches[name]
     tokens = micro_batch.tokens
-    suspicion = tokens["suspicion"][row]
     layer_norms = [math.nan] * len(investigation.layers)
     if token in investigation.measured:
         layer_norms = [norm / _weight(investigation, token) for norm in investigation.measured[token]]
@@ -293,12 +293,10 @@ def _culprit(investigation: Investigation, token: Token, medians: Medians) -> di
         "position": position,
         "grad_norm": _grad_norm(investigation, token),
         "threshold": investigation.threshold,
-        "suspicion": float(suspicion[position]),
         "share": _share(investigation, token),
         **token_evidence(tokens, row, position),
         "layer_norms": dict(zip(investigation.layers, layer_norms, strict=True)),
-        "response_suspicion": response_window(suspicion, tokens["response_mask"][row], position),
-        "response_kl": response_kl(tokens, row, position),
+        **response_evidence(tokens, row, position),
     }
     sources = classify(found, medians)
     return {**found, "source": sources[0], "sources": sources}

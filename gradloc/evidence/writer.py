@@ -84,7 +84,7 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
 
 def _event_lines(event: Mapping[str, Any]) -> list[bytes]:
     """The line of an event and a note on what it lacks; of one that cannot be written, the note alone."""
-    step, culprits = event.get("global_step"), event.get("culprits", ())
+    step, culprits = event.get("global_step"), event.get("culprits") or event.get("suspected", ())
     bare = max(len(culprits) - CULPRITS_WITH_TEXT, 0)
     try:
         line = _line(_without_texts(event, CULPRITS_WITH_TEXT))
@@ -302,7 +302,10 @@ def _note(kind: str, step: Any, count: int, message: str) -> bytes:
 
 
 def _without_texts(event: Mapping[str, Any], but: int, texts: Sequence[str] = LONG_TEXTS) -> Mapping[str, Any]:
-    """The event with long texts only for its first (largest) culprits."""
-    if not (culprits := event.get("culprits")):
-        return event
-    return {**event, "culprits": [limit_texts(culprit, i, but, texts) for i, culprit in enumerate(culprits)]}
+    """The event with long texts only for its first (largest) culprits; the same for suspected tokens."""
+    limited = {
+        name: [limit_texts(token, i, but, texts) for i, token in enumerate(event[name])]
+        for name in ("culprits", "suspected")
+        if event.get(name)
+    }
+    return {**event, **limited}
