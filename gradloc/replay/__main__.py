@@ -8,6 +8,7 @@ training but for rounding; with other weights, the log-probs show how far they a
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,8 +31,10 @@ from .model import (
     model_path,
     other_variants,
 )
+from .parts import left_out_notes
 from .remedies import Row, measure_remedies
 from .result import build_result, write_result
+from .search_command import processes, run_search
 from .switch_table import AS_REPLAYED
 from .switches import Reloaded, Switch, loaded_switches, measure_switch, row, switches_in_place
 from .temperature import fit_temperature
@@ -53,7 +56,10 @@ _NOT_SWITCHED = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 where the bundle or the model cannot be used."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if problem := _problem(options):
+        parser.error(problem)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     for package in [
@@ -63,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *(["plotly"] if options.html else []),
     ]:
         need(package, "A replay")
+    if options.search:
+        return run_search(options)
     said: set[str] = set()
     try:
         bundle = open_bundle(options.bundle)
@@ -107,10 +115,37 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--switches", action="store_true", help="switch attention, precision, RMSNorm and rotary embedding one by one"
     )
+    parser.add_argument(
+        "--search", action="store_true", help="search the bundle for the tokens behind the spike, and do nothing else"
+    )
+    parser.add_argument("--threshold", metavar="τ", type=_positive, help="for --search: τ (default: the event's)")
+    parser.add_argument(
+        "--budget", metavar="N", type=int, help="for --search: at most N passes (default: as in training)"
+    )
     parser.add_argument("--html", metavar="FILE", help="write a report with the replay to FILE")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's folder run its own code")
     return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError("must be positive and finite")
+    return value
+
+
+def _problem(options: argparse.Namespace) -> str | None:
+    """Which options do not fit together; None if all do."""
+    if options.search:
+        for name in ("remedies", "switches"):
+            if getattr(options, name):
+                return f"--{name} is of a replay without --search"
+        return "--budget must be at least 1" if options.budget is not None and options.budget < 1 else None
+    for name in ("threshold", "budget"):
+        if getattr(options, name) is not None:
+            return f"--{name} is for --search"
+    return "torchrun is for --search" if processes() > 1 else None
 
 
 def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -130,7 +165,7 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
     others = [] if options.only else other_variants(main_variant)
     sizes: dict[Variant, int] = {}
     measured: dict[Variant, Measured] = {}
-    notes: list[str] = []
+    notes = left_out_notes(bundle)
     remedies: tuple[list[Row], list[str]] | None = None
     temperature: dict[str, float] | None = None
     switches: list[Row] | None = [] if options.switches else None
@@ -141,8 +176,6 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
     first = bundle.manifest["micro_batches"][0]
     of_first = [place for place in tokens if place in culprits and place[0] == (first["rank"], first["micro_batch"])]
     culprit = of_first[0] if of_first else None
-    if (left_out := bundle.manifest["left_out"]) > 0:
-        notes.append(f"{left_out} more micro-batches were over their threshold; the bundle does not have them.")
 
     def so_far() -> dict[str, object]:
         ended = [f"Not compared with {variant}" for variant in open_ones]

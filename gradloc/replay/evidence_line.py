@@ -85,8 +85,11 @@ def replace_line(bundle: Bundle, names: Collection[str], event: Mapping[str, Any
         raise NoLineError(str(error)) from error
     for _ in range(_ATTEMPTS):
         line = find_line(bundle, names)
-        if _replace(line, text):
-            return line.path
+        try:
+            if _replace(line, text):
+                return line.path
+        except NotPlainFileError as error:
+            raise NoLineError(str(error)) from error
     raise NoLineError("it changes all the time; try again when training does not write to it")
 
 

@@ -45,7 +45,8 @@ def open_parts(path: str | Path) -> Parts:
         OSError: The given bundle cannot be read.
     """
     bundle = open_bundle(path)
-    parts, notes = [bundle], []
+    parts = [bundle]
+    notes: list[str] = []
     if is_recorded(bundle):
         others, notes = _others(bundle)
         parts += others
@@ -56,9 +57,15 @@ def open_parts(path: str | Path) -> Parts:
                 f"{ranges(missing)} are not here, and their tokens are not searched."
             )
     joined = _joined(parts)
-    if (left_out := joined.manifest["left_out"]) > 0:
-        notes.append(f"{left_out} more micro-batches were over their threshold; the bundle does not have them.")
+    notes += left_out_notes(joined)
     return Parts(joined, [part.path.resolve().name for part in parts], notes)
+
+
+def left_out_notes(bundle: Bundle) -> list[str]:
+    """How many micro-batches a bundle lacks; empty if none."""
+    count = bundle.manifest["left_out"]
+    had = "had tokens with a gradient" if is_recorded(bundle) else "were over their threshold"
+    return [f"{count} more micro-batches {had}; the bundle does not have them."] if count > 0 else []
 
 
 def is_recorded(bundle: Bundle) -> bool:
@@ -85,7 +92,7 @@ def _others(bundle: Bundle) -> tuple[list[Bundle], list[str]]:
             notes.append(f"The part {name} cannot be used: {error}")
             continue
         if (size := size + _size(other)) > limits.TOTAL_BYTES:
-            notes.append(f"The parts from {name} on are left out: with it, they have over {limits.TOTAL_BYTES:,} bytes.")
+            notes.append(f"The parts from {name} on are left out: they have over {limits.TOTAL_BYTES:,} bytes.")
             break
         same = is_recorded(other) and all(other.event[key] == bundle.event[key] for key in _WHERE)
         if same and known.isdisjoint(other.micro_batches):

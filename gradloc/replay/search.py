@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Searches a bundle's micro-batches for the tokens behind its spike, as a search in training does.
 
-Every process has its part of them, and measures a probe of its own in each pass.
+What counts as a pass has as many probes as in training, where each rank measured one. So the search takes the same
+decisions as that in training would, whatever the number of processes, which share the micro-batches and the probes.
 """
 
 import math
@@ -28,12 +29,15 @@ from ..measure.token_weights import movable
 from ..measure.watched_model import WatchedModel
 from ..search.investigation import Investigation
 from ..search.time_limit import TimeLimit
-from .measuring import Place
-from .model import Model, loss_scale
+from .measuring import Place, loss_scale
+from .model import Model
 from .result import log_prob_distance
 
 # How many tokens are measured alone where nothing is over its threshold.
 _TOKENS = 16
+# How many probes count as one pass, at most: those of a recorded spike, for which fewer take less time, and of others.
+_WIDTH_OF_RECORDED, _WIDTH = 8, 64
+_MEDIANS = ("median_advantage", "median_weight")
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,14 @@ class Searched:
             over its threshold.
         largest (Largest | None): The largest norms in that case.
         log_probs (dict): What `log_prob_distance` returned.
+        passes (int): How many forward and backward passes this process has made.
         error (str | None): The error that ended the search.
     """
 
     found: dict[str, Any] | None
     largest: Largest | None
     log_probs: dict[str, Any]
+    passes: int
     error: str | None = None
 
 
@@ -78,9 +84,7 @@ class _Recorded(MiniBatch):
 
     def __init__(self, model: WatchedModel, micro_batches: list[MicroBatch], scale: float, global_norm: float) -> None:
         self._recorded_norm = global_norm
-        super().__init__(
-            model, micro_batches, scale, "unit", torch.zeros(0, dtype=torch.float64, device=model.device)
-        )
+        super().__init__(model, micro_batches, scale, "unit", torch.zeros(0, dtype=torch.float64, device=model.device))
 
     def global_norm(self) -> float:
         return self._recorded_norm
@@ -127,7 +131,7 @@ def search(
     recorded = {(rank, index): name for rank in range(ranks) for index, name in enumerate(names[rank::ranks])}
 
     outputs = _LastOutputs(forward)
-    watched = WatchedModel(model.module, outputs.forward, model.device, None, 1, "local", None, None)
+    watched = WatchedModel(model.module, outputs.forward, model.device, None, 1, "local", None, None, _width(event))
     try:
         passes = watched.passes(own, scale)
         passes.rehearse()
@@ -144,28 +148,39 @@ def search(
         unlimited = TimeLimit(lambda: None, limited=False)
         investigation = Investigation(mini_batch, threshold, config, ordinary.token_norm, unlimited)
         if not investigation.groups.members:
-            return Searched(None, _largest(mini_batch, investigation, passes, recorded), log_probs)
+            return Searched(None, _largest(mini_batch, investigation, passes, recorded), log_probs, outputs.count)
         investigation.run()
         where = {name: event.get(name) for name in ("global_step", "epoch", "mini_batch", "steps_since_resume")}
-        medians = None if own_medians else {name: _number(event[name]) for name in ("median_advantage", "median_weight")}
+        medians = (
+            None if own_medians else {name: _number(event[name]) for name in ("median_advantage", "median_weight")}
+        )
         found = build_event(
             investigation, ordinary, where, event["action"], event["applied"], started, _warnings(event), medians
         )
     finally:
         watched.meter.close()
-    return Searched(_with_names(found, recorded), None, log_probs, investigation.error)
+    return Searched(_with_names(found, recorded), None, log_probs, outputs.count, investigation.error)
+
+
+def _width(event: Mapping[str, Any]) -> int:
+    """How many probes count as one pass: with the reduced gradient, training measured one."""
+    if event["search"] == "reduced":
+        return 1
+    return int(min(event["world_size"], _WIDTH_OF_RECORDED if event["search"] == "recorded" else _WIDTH))
 
 
 class _LastOutputs:
-    """Keeps the log-probs of the last pass."""
+    """Keeps the log-probs of the last pass, and counts the passes."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
+        self.count = 0
         self.rows: list[int] = []
         self.log_prob = torch.zeros(0, 0)
 
     def forward(self, inputs: dict[str, Any], rows: list[int], length: int) -> tuple[Tensor | None, Tensor]:
         entropy, log_prob = self._forward(inputs, rows, length)
+        self.count += 1
         self.rows, self.log_prob = rows, log_prob.detach()
         return entropy, log_prob
 

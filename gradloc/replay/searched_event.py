@@ -8,7 +8,6 @@ from typing import Any
 from ..bundles import layout
 from ..bundles.opening import Bundle
 from ..evidence.in_words import summary
-from ..measure.micro_batch import MicroBatchName
 
 # What a search finds out.
 _FOUND = (
@@ -55,14 +54,14 @@ def searched_event(
     scaled = float(base["global_threshold"]) * threshold / base["threshold"]
     event |= {"threshold": threshold, "global_threshold": scaled}
     texts = _Texts([*base["culprits"], *base.get("suspected", ())])
-    elsewhere = [] if first else [each for each in base["units"] if _name(each) not in bundle.micro_batches]
-    event["units"] = [*found["units"], *elsewhere]
-    elsewhere = [] if first else [each for each in base["culprits"] if _name(each) not in bundle.micro_batches]
-    event["culprits"] = [*(texts.added_to(culprit) for culprit in found["culprits"]), *elsewhere]
+    for name in ("units", "culprits", "diffuse"):
+        elsewhere = [] if first else [each for each in base[name] if _is_elsewhere(each, bundle)]
+        event[name] = [*found[name], *elsewhere]
+    event["culprits"] = [texts.added_to(culprit) for culprit in event["culprits"]]
     if not is_whole:
-        # Of what is missing, nothing is known.
-        event["explained"] = None if event["explained"] else event["explained"]
-        event["complete"] = False
+        # Of what is missing, only an earlier search knows something.
+        event["explained"] = found["explained"] and (None if first else base["explained"])
+        event["complete"] = found["complete"] and not first and base["complete"]
     if first or places(base["culprits"]) != places(event["culprits"]):
         event["verdict"] = found["verdict"]
     if event.get("replay") is None:
@@ -76,8 +75,9 @@ def places(tokens: Collection[Mapping[str, Any]]) -> set[tuple[int, int, int, in
     return {(token["rank"], token["micro_batch"], token["row"], token["position"]) for token in tokens}
 
 
-def _name(each: Mapping[str, Any]) -> MicroBatchName:
-    return each["rank"], each["micro_batch"]
+def _is_elsewhere(each: Mapping[str, Any], bundle: Bundle) -> bool:
+    """Whether something that an earlier search found is in a micro-batch that the bundle does not have."""
+    return each["rank"] is not None and (each["rank"], each["micro_batch"]) not in bundle.micro_batches
 
 
 class _Texts:

@@ -27,7 +27,7 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     found += _culprits(result)
     found.append(weights_in_words(result))
     found += scale_in_words(result.get("scale"))
-    if sameweights_in_words(result):
+    if same_weights(result):
         found += layers_apart_in_words(result["layers"])
     found += _others(unit, result)
     if "switches" in result:
@@ -93,7 +93,7 @@ def weights_in_words(result: Mapping[str, Any]) -> str:
     if distance["mean"] is None:
         return "No log-prob is finite, so the weights cannot be compared."
     figures = f"{distance['mean']:.2g} nats from the recorded ones on average, {distance['max']:.2g} at most"
-    if sameweights_in_words(result):
+    if same_weights(result):
         return f"The log-probs are {figures}: these are the weights of training."
     step = "" if result["global_step"] is None else f" The bundle is of step {result['global_step']};"
     checkpoint = result["checkpoint"]
