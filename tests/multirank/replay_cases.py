@@ -101,4 +101,3 @@ def searched(bundle: str, model: str, *options: str) -> int:
     started = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     with mock.patch.dict(os.environ, started), contextlib.redirect_stdout(io.StringIO()):
         return main([bundle, "--model", model, "--search", *options])
-
