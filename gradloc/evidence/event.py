@@ -36,6 +36,7 @@ def build_event(
     applied: bool,
     started: float,
     warnings: Sequence[Mapping[str, str]] = (),
+    medians: Medians | None = None,
 ) -> dict[str, Any]:
     """The event of a search, the same on every rank. A collective call.
 
@@ -47,10 +48,12 @@ def build_event(
         applied (bool): Whether it was applied.
         started (float): What `time.perf_counter` gave when the search began.
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
+        medians (Mapping, optional): What `token_medians` gave in training; by default, that of this mini-batch.
     """
     mini_batch = investigation.mini_batch
     model = mini_batch.model
-    medians = token_medians(mini_batch.micro_batches, model.sequence_parallel_size)
+    if medians is None:
+        medians = token_medians(mini_batch.micro_batches, model.sequence_parallel_size)
     ordinary_tokens = ordinary_shares(
         mini_batch.micro_batches,
         {(index, row, position) for (rank, index), row, position in investigation.culprits if rank == model.rank},
