@@ -121,21 +121,21 @@ def test_a_line_that_is_not_surely_that_of_the_spike_stays(
 
 
 def test_lines_that_training_adds_in_the_meantime_stay(evidence: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spikes, stat, times = evidence / "spikes.jsonl", os.stat, []
+    spikes, read, times = evidence / "spikes.jsonl", evidence_line._read, []
 
-    def appending(path: Any, **options: Any) -> Any:
-        found = stat(path, **options)
-        if path == spikes and options.get("follow_symlinks") is False:  # not that of looking whether the file exists
-            times.append(path)
-            if len(times) == 1:
-                with open(spikes, "ab") as file:
-                    file.write(b"ished\n")
-        return found
+    def appended(path: Path) -> bytes:
+        data = read(path)
+        times.append(path)
+        # Once for the event so far, once for the line, and once to replace it.
+        if len(times) == 3:
+            with open(spikes, "ab") as file:
+                file.write(b"ished\n")
+        return data
 
-    monkeypatch.setattr(evidence_line.os, "stat", appending)
+    monkeypatch.setattr(evidence_line, "_read", appended)
     assert search(evidence) == 0
     data = spikes.read_bytes()
-    assert len(times) == 4 and data.endswith(b'{"schema": 4, "unfinished\n') and b'"replayed"' in data
+    assert len(times) == 5 and data.endswith(b'{"schema": 4, "unfinished\n') and b'"replayed"' in data
     assert not [path for path in left(evidence) if "unfinished" in path]
 
 
