@@ -123,7 +123,7 @@ def open_bundle(path: str | Path) -> Bundle:
         )
     found = {(entry["rank"], entry["micro_batch"]): _micro_batch(folder, entry) for entry in files}
     bundle = Bundle(folder, manifest, found)
-    _check_places(bundle)
+    check_places(bundle)
     return bundle
 
 
@@ -213,8 +213,12 @@ def _micro_batch(folder: Path, entry: Mapping[str, Any]) -> SavedMicroBatch:
         raise BundleError(f"{name} is damaged: {error}.") from error
 
 
-def _check_places(bundle: Bundle) -> None:
-    """Refuses places of tokens that the micro-batches do not have."""
+def check_places(bundle: Bundle) -> None:
+    """Refuses places of tokens that the micro-batches do not have.
+
+    Raises:
+        BundleError: The manifest, or its event, names such a place.
+    """
     widths = {name: saved.tokens["weight"].shape[1] for name, saved in bundle.micro_batches.items()}
     for token in [*bundle.manifest["measured"], *bundle.event["culprits"], *bundle.event.get("suspected", [])]:
         name = token["rank"], token["micro_batch"]

@@ -31,10 +31,11 @@ from .model import (
     model_path,
     other_variants,
 )
-from .parts import left_out_notes
+from .parts import missing_notes
 from .remedies import Row, measure_remedies
 from .result import build_result, write_result
 from .search_command import processes, run_search
+from .searched_event import with_findings
 from .switch_table import AS_REPLAYED
 from .switches import Reloaded, Switch, loaded_switches, measure_switch, row, switches_in_place
 from .temperature import fit_temperature
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_search(options)
     said: set[str] = set()
     try:
-        bundle = open_bundle(options.bundle)
+        bundle = with_findings(open_bundle(options.bundle))
         for result in _replay(bundle, options):
             _write(bundle, result, said)
     except (BundleError, WrongModelError) as error:
@@ -165,7 +166,7 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
     others = [] if options.only else other_variants(main_variant)
     sizes: dict[Variant, int] = {}
     measured: dict[Variant, Measured] = {}
-    notes = left_out_notes(bundle)
+    notes = missing_notes(bundle)
     remedies: tuple[list[Row], list[str]] | None = None
     temperature: dict[str, float] | None = None
     switches: list[Row] | None = [] if options.switches else None

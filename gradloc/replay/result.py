@@ -124,7 +124,7 @@ def build_result(
             "replayed": measured[main].units[name].layers.get(layer, 0.0),
             "others": [measured[variant].units[name].layers.get(layer, 0.0) for variant in others],
         }
-        for layer in manifest["layers"]
+        for layer in manifest["layers"] or measured[main].units[name].layers
     ]
     if remedies is None:
         result["remedies"] = _remedies(bundle, measured[main].units[name], measured[main].rests.get(name))

@@ -3,11 +3,16 @@
 """The event of a spike after its bundle was searched: what training knew of it, with what the search found."""
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from .. import limits
 from ..bundles import layout
-from ..bundles.opening import Bundle
+from ..bundles.opening import Bundle, BundleError, check_places
+from ..bundles.plain_file import read_plain_file
+from ..evidence.foreign_json import parse
 from ..evidence.in_words import summary
+from ..evidence.schema import EVENT, conforms, current
 
 # What a search finds out.
 _FOUND = (
@@ -28,6 +33,8 @@ _FOUND = (
 )
 # What a recorded spike lacks besides.
 _FOUND_FIRST = ("median_advantage", "median_weight", "ordinary_layer_norms")
+# What an event has in common with that of its bundle.
+_SAME = ("global_step", "epoch", "mini_batch", "loss_scale", "world_size")
 # What the trainer adds to a culprit about the response, and about the token.
 _OF_RESPONSE = ("prompt", "response", "ground_truth", "reward", "data_source", "uid")
 _OF_TOKEN = ("token", "context", "response_tokens", "response_tokens_start")
@@ -68,6 +75,29 @@ def searched_event(
         event["replay"] = f"{layout.FOLDER}/{bundle.path.resolve().name}"
     event["summary"] = summary(event)
     return event
+
+
+def with_findings(bundle: Bundle) -> Bundle:
+    """The bundle of a recorded spike with what a search has found since; as it is without one.
+
+    The event beside the bundle may come from a stranger, too: it is checked like the bundle's own.
+    """
+    if bundle.event["search"] != "recorded":
+        return bundle
+    folder = bundle.path.resolve()
+    try:
+        path = folder.with_name(folder.name + layout.EVENT_SUFFIX)
+        event = current(parse(read_plain_file(path, limits.MANIFEST_BYTES)))
+    except (OSError, ValueError):
+        return bundle
+    if not (conforms(event, EVENT) and all(event[name] == bundle.event[name] for name in _SAME)):
+        return bundle
+    found = replace(bundle, manifest={**bundle.manifest, "event": event})
+    try:
+        check_places(found)
+    except BundleError:
+        return bundle
+    return found
 
 
 def places(tokens: Collection[Mapping[str, Any]]) -> set[tuple[int, int, int, int]]:

@@ -315,7 +315,7 @@ def test_the_work_of_opening_does_not_grow_with_entries_times_layers_or_rows(bun
         manifest["event"] = {**manifest["event"], "culprits": manifest["event"]["culprits"] * entries}
         assert opening._problem(manifest) is None
         whole = Bundle(bundle, manifest, opened.micro_batches)
-        opening._check_places(whole)
+        opening.check_places(whole)
         assert len(places(whole, manifest["event"]["culprits"])) == entries
         return manifest["layers"].times, rows.times
 
