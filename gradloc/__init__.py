@@ -16,7 +16,9 @@ The parts of the package. A file imports from its own part and from those above 
 - bundles: an event's largest micro-batches in a folder that can be taken elsewhere
 - update_figures, metrics: an update's metrics
 - report: the reader of the evidence
-- replay: computes a bundle again in one process; with verl, it asks adapters.remedy_losses for other losses
+- replay: computes a bundle again in one process, and searches it, also in several; with verl, it asks
+  adapters.remedy_losses for other losses
+- convert: bundles from what other trainers write
 - actions: what happens to the gradient after a spike
 - drill: a spike planted on purpose, to see that it is found
 - gradloc: watches the training passes; measures, searches, acts and writes the event

@@ -22,7 +22,7 @@ WINDOW = 256
 
 # τ = 5 × the 90th percentile of the norms. Norms are spread far more widely below their median than above it (a
 # mini-batch of nearly equal rewards has hardly a gradient), so their median and deviation say little of the largest.
-_MARGIN = 5.0
+MARGIN = 5.0
 _EXCEEDING_SHARE = 0.1
 
 # During the warm-up only NaN and Inf are spikes: τ is 10 × the largest finite norm so far, or _UNREACHED without one.
@@ -46,7 +46,7 @@ class AutoThreshold:
         count = len(self._norms)
         if count < WARMUP:
             return None
-        return _MARGIN * sorted(self._norms, reverse=True)[int(_EXCEEDING_SHARE * count)]
+        return MARGIN * sorted(self._norms, reverse=True)[int(_EXCEEDING_SHARE * count)]
 
     def take_in(self, norm: float) -> None:
         """Adds a mini-batch's largest token-equivalent norm; zero and non-finite norms are ignored."""

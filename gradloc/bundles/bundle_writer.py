@@ -2,33 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a bundle of each event while training runs. It needs safetensors, which comes with transformers."""
 
-import hashlib
-import json
 import logging
 import math
-import os
-import platform
-import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from .. import limits
-from ..evidence.writer import jsonable
 from ..fsdp import collectives
 from ..measure.meter import AllFigures, suspects
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch
 from ..search.investigation import Investigation
-from ..version import __version__
 from . import layout
+from .bundle_files import bundle_files, bundles_in, bytes_of_bundles, write_bundle_files
 from .layout import NotReplayableError, Row, SavedMicroBatch
 
 logger = logging.getLogger(__name__)
@@ -167,7 +160,7 @@ class BundleWriter:
 
     def _has_room(self) -> bool:
         try:
-            bundles, used = self._in_time(lambda: (self._bundles(), _size(self._directory)))
+            bundles, used = self._in_time(lambda: (bundles_in(self._directory), bytes_of_bundles(self._directory)))
         except OSError:
             return True  # the write will say what is wrong
         if len(bundles) < self._most and used < limits.TOTAL_BYTES:
@@ -183,95 +176,37 @@ class BundleWriter:
             )
         return False
 
-    def _bundles(self) -> list[Path]:
-        if not self._directory.is_dir():
-            return []
-        return [
-            path for path in self._directory.iterdir() if (path / layout.MANIFEST).is_file() and path.name[0] != "."
-        ]
-
     def _files(self, kept: _Kept) -> dict[str, bytes]:
         """The bundle's files; none if there is nothing to keep."""
-        rows = max((len(micro_batch.rows) for micro_batch in kept.micro_batches.values()), default=0)
-        if len(kept.investigation.layers) > limits.LAYERS or rows > limits.ROWS:
-            raise NotReplayableError(
-                f"it has {len(kept.investigation.layers):,} layers and up to {rows:,} rows in a micro-batch, and "
-                f"{limits.LAYERS:,} and {limits.ROWS:,} are the limits"
-            )
-        tensors = {
-            layout.tensor_file(*name): layout.to_tensors(
-                SavedMicroBatch(self._rows_of(micro_batch.inputs), micro_batch.tokens, micro_batch.rng_state)
-            )
-            for name, micro_batch in kept.micro_batches.items()
-        }
-        if not tensors:
+        if not kept.micro_batches:
             return {}
-        size = sum(tensor.nbytes for of_file in tensors.values() for tensor in of_file.values())
-        if size > limits.BUNDLE_BYTES:
-            raise NotReplayableError(f"it would take {size:,} bytes, and {limits.BUNDLE_BYTES:,} are the limit")
-        from safetensors.torch import save
-
-        files = {file: save(of_file) for file, of_file in tensors.items()}
-        sums = {file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for file, data in files.items()}
-        text = json.dumps(jsonable(self._manifest(kept, sums)), allow_nan=False, indent=1).encode()
-        if len(text) > limits.MANIFEST_BYTES:
-            raise NotReplayableError(f"its manifest would take {len(text):,} bytes")
-        digest = hashlib.sha256(text).hexdigest()
-        return {**files, layout.MANIFEST: text, layout.CHECKSUM: f"{digest}  {layout.MANIFEST}\n".encode()}
-
-    def _write(self, files: Mapping[str, bytes], event: Mapping[str, Any]) -> str:
-        """Writes a bundle with these files. Returns its folder, relative to the evidence."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        name = self._free_name(event)
-        unfinished = self._directory / f".{name}.{os.getpid()}"
-        try:
-            unfinished.mkdir()
-            for file, data in files.items():
-                (unfinished / file).write_bytes(data)
-            unfinished.rename(self._directory / name)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        return f"{layout.FOLDER}/{name}"
-
-    def _free_name(self, event: Mapping[str, Any]) -> str:
-        """A folder's name that is not taken, as it is where a resumed run comes to a step again."""
-        step = "unknown" if event["global_step"] is None else event["global_step"]
-        stem = f"step{step}-epoch{event['epoch']}-mini_batch{event['mini_batch']}"
-        taken = {path.name for path in self._directory.iterdir()}
-        return next(name for name in _numbered(stem) if name not in taken)
-
-    def _manifest(self, kept: _Kept, sums: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         event, investigation = dict(kept.event), kept.investigation
         squared_norms = investigation.mini_batch.squared_norms
         if self._layer_clip is not None and squared_norms is not None:
             event["layer_clip"] = self._layer_clip.preview(squared_norms)
-        context = dict(self._context())
-        versions = {"gradloc": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        return {
-            "format": layout.FORMAT,
-            "kind": layout.KIND,
-            "time": event["time"],
-            "event": event,
+        saved = {
+            name: SavedMicroBatch(self._rows_of(micro_batch.inputs), micro_batch.tokens, micro_batch.rng_state)
+            for name, micro_batch in kept.micro_batches.items()
+        }
+        entries = {
+            name: {
+                "rows": micro_batch.rows,
+                "norm": investigation.figures[name].norm,
+                "layer_norms": investigation.figures[name].layer_norms,
+                "threshold": investigation.threshold * investigation.figures[name].root_square_weight,
+            }
+            for name, micro_batch in kept.micro_batches.items()
+        }
+        findings = {
             "layers": investigation.layers,
-            "micro_batches": [
-                {
-                    "rank": name[0],
-                    "micro_batch": name[1],
-                    "rows": micro_batch.rows,
-                    "norm": investigation.figures[name].norm,
-                    "layer_norms": investigation.figures[name].layer_norms,
-                    "threshold": investigation.threshold * investigation.figures[name].root_square_weight,
-                    "file": layout.tensor_file(*name),
-                    **sums[layout.tensor_file(*name)],
-                }
-                for name, micro_batch in kept.micro_batches.items()
-            ],
             "left_out": kept.left_out,
             "measured": measured_tokens(investigation, kept.micro_batches),
-            **context,
-            "versions": {**versions, **context.get("versions", {})},
         }
+        return bundle_files(event, saved, entries, findings, self._context())
+
+    def _write(self, files: Mapping[str, bytes], event: Mapping[str, Any]) -> str:
+        """Writes a bundle with these files. Returns its folder, relative to the evidence."""
+        return write_bundle_files(self._directory, files, event)
 
 
 def worth_keeping(event: Mapping[str, Any], figures: AllFigures, threshold: float) -> list[MicroBatchName]:
@@ -308,16 +243,3 @@ def measured_tokens(investigation: Investigation, among: Mapping[MicroBatchName,
 
 def _sent(mini_batch: MiniBatch, name: MicroBatchName) -> MicroBatch:
     return mini_batch.micro_batches[name[1]].portable(mini_batch.scale)
-
-
-def _numbered(stem: str) -> Iterator[str]:
-    yield stem
-    number = 2
-    while True:
-        yield f"{stem}-{number}"
-        number += 1
-
-
-def _size(directory: Path) -> int:
-    """The bytes of all bundles in it, those that a killed run left unfinished included."""
-    return sum(path.stat().st_size for path in directory.glob("*/*")) if directory.is_dir() else 0

@@ -22,6 +22,8 @@ CHECKSUM = "manifest.json.sha256"
 FOLDER = "replay"
 # What a replay writes beside the bundle of this name.
 RESULT_SUFFIX = ".result.json"
+# What a search writes beside it.
+EVENT_SUFFIX = ".event.json"
 
 # The names that the values of tokens have in a file begin with this.
 _TOKENS = "tokens."

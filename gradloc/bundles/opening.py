@@ -4,7 +4,7 @@
 
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -123,7 +123,7 @@ def open_bundle(path: str | Path) -> Bundle:
         )
     found = {(entry["rank"], entry["micro_batch"]): _micro_batch(folder, entry) for entry in files}
     bundle = Bundle(folder, manifest, found)
-    _check_places(bundle)
+    check_places(bundle)
     return bundle
 
 
@@ -157,17 +157,36 @@ def _problem(manifest: Mapping[str, Any]) -> str | None:
     if not _LOSS_SCALES[0] <= manifest["event"]["loss_scale"] <= _LOSS_SCALES[1]:
         return f"its loss_scale is {manifest['event']['loss_scale']:g}, which no gradient scaler has"
     layers, files = manifest["layers"], manifest["micro_batches"]
+    recorded = manifest["event"]["search"] == "recorded"
     for what, listed, most in (
         ("layers", layers, limits.LAYERS),
-        ("micro-batches", files, limits.MICRO_BATCHES),
+        ("micro-batches", files, limits.RECORDED_MICRO_BATCHES if recorded else limits.MICRO_BATCHES),
         ("measured tokens", manifest["measured"], limits.MEASURED_TOKENS),
         ("rows in a micro-batch", max((entry["rows"] for entry in files), key=len, default=()), limits.ROWS),
     ):
         if len(listed) > most:
             return f"it has {len(listed):,} {what}, and {most:,} are the limit"
     known = set(layers)
+    if recorded:
+        return _recorded_problem(manifest) or _files_problem(files)
     if not layers or len(known) != len(layers):
         return "its layers are not a list of names"
+    if not all(known.issuperset(entry["layer_norms"]) for entry in [*files, *manifest["measured"]]):
+        return "the layers of its norms are not those of the model"
+    return _files_problem(files)
+
+
+def _recorded_problem(manifest: Mapping[str, Any]) -> str | None:
+    """Why a manifest of a recorded spike claims more than was recorded; None if it does not."""
+    event, files = manifest["event"], manifest["micro_batches"]
+    measured = [manifest["layers"], manifest["measured"], *(event[name] for name in ("units", "culprits", "diffuse"))]
+    if any(measured) or any(entry["norm"] is not None or entry["layer_norms"] for entry in files):
+        return "it has norms, although nothing was searched"
+    return None if event["diagnosis"] == "unsearched" else "it has a diagnosis, although nothing was searched"
+
+
+def _files_problem(files: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong with the files that a manifest names; None if nothing is."""
     if not files:
         return "it has no micro-batch"
     for entry in files:
@@ -175,8 +194,6 @@ def _problem(manifest: Mapping[str, Any]) -> str | None:
             return f"{entry['file']!r} is not the name of the file of its micro-batch"
     if len({entry["file"] for entry in files}) != len(files):
         return "it names a micro-batch twice"
-    if not all(known.issuperset(entry["layer_norms"]) for entry in [*files, *manifest["measured"]]):
-        return "the layers of its norms are not those of the model"
     return None
 
 
@@ -196,10 +213,14 @@ def _micro_batch(folder: Path, entry: Mapping[str, Any]) -> SavedMicroBatch:
         raise BundleError(f"{name} is damaged: {error}.") from error
 
 
-def _check_places(bundle: Bundle) -> None:
-    """Refuses places of tokens that the micro-batches do not have."""
+def check_places(bundle: Bundle) -> None:
+    """Refuses places of tokens that the micro-batches do not have.
+
+    Raises:
+        BundleError: The manifest, or its event, names such a place.
+    """
     widths = {name: saved.tokens["weight"].shape[1] for name, saved in bundle.micro_batches.items()}
-    for token in [*bundle.manifest["measured"], *bundle.event["culprits"]]:
+    for token in [*bundle.manifest["measured"], *bundle.event["culprits"], *bundle.event.get("suspected", [])]:
         name = token["rank"], token["micro_batch"]
         if name in widths:
             if token["row"] not in bundle.row_indices[name] or token["position"] >= widths[name]:

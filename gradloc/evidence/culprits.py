@@ -4,28 +4,19 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..fsdp import collectives
 from ..measure.mini_batch import MiniBatch
 from ..search.groups import Token
 from ..search.investigation import Investigation
-from .token_facts import response_kl, token_evidence
+from .token_facts import response_evidence, token_evidence
+
+# What is known of a culprit, for which the search has no use: see `token_evidence` and `response_evidence`.
+Facts = dict[str, Any]
 
 
-class CulpritFacts(NamedTuple):
-    """What is known of a culprit, for which the search has no use.
-
-    Args:
-        evidence (dict): See `token_evidence`.
-        response_kl (dict, optional): See `response_kl`.
-    """
-
-    evidence: dict[str, Any]
-    response_kl: dict[str, list[float]] | None
-
-
-def culprit_facts(investigation: Investigation) -> dict[Token, CulpritFacts]:
+def culprit_facts(investigation: Investigation) -> dict[Token, Facts]:
     """The facts about every culprit, the same on every rank. A collective call.
 
     Args:
@@ -38,7 +29,7 @@ def culprit_facts(investigation: Investigation) -> dict[Token, CulpritFacts]:
     by_rank: dict[int, list[Token]] = {}
     for token in investigation.culprits:
         by_rank.setdefault(token[0][0], []).append(token)
-    found: dict[Token, CulpritFacts] = {}
+    found: dict[Token, Facts] = {}
     for rank, tokens in by_rank.items():
         # Not an all-gather, which would pad what each rank sends to the longest.
         sender = rank * mini_batch.model.sequence_parallel_size
@@ -46,12 +37,13 @@ def culprit_facts(investigation: Investigation) -> dict[Token, CulpritFacts]:
     return found
 
 
-def _own_facts(mini_batch: MiniBatch, culprits: Sequence[Token]) -> dict[Token, CulpritFacts]:
+def _own_facts(mini_batch: MiniBatch, culprits: Sequence[Token]) -> dict[Token, Facts]:
     indices = {index for (_, index), _, _ in culprits}
     columns = {i: mini_batch.micro_batches[i].portable(mini_batch.scale, inputs=False).tokens for i in indices}
     return {
-        (name, row, position): CulpritFacts(
-            token_evidence(columns[name[1]], row, position), response_kl(columns[name[1]], row, position)
-        )
+        (name, row, position): {
+            **token_evidence(columns[name[1]], row, position),
+            **response_evidence(columns[name[1]], row, position),
+        }
         for name, row, position in culprits
     }

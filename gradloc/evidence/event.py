@@ -16,13 +16,12 @@ from ..measure.mini_batch import OrdinaryGradient
 from ..search.groups import Token
 from ..search.investigation import Investigation
 from ..version import __version__
-from .culprits import CulpritFacts, culprit_facts
+from .culprits import Facts, culprit_facts
 from .in_words import summary
 from .medians import token_medians
 from .ordinary import ordinary_shares
 from .schema import SCHEMA
 from .sources import Medians, classify, has_large_advantage
-from .token_facts import response_window
 from .verdict import verdict
 
 # How many of the largest tokens an event lists for a spike without a culprit.
@@ -37,6 +36,7 @@ def build_event(
     applied: bool,
     started: float,
     warnings: Sequence[Mapping[str, str]] = (),
+    medians: Medians | None = None,
 ) -> dict[str, Any]:
     """The event of a search, the same on every rank. A collective call.
 
@@ -48,11 +48,13 @@ def build_event(
         applied (bool): Whether it was applied.
         started (float): What `time.perf_counter` gave when the search began.
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
+        medians (Mapping, optional): What `token_medians` gave in training; by default, that of this mini-batch.
     """
     mini_batch = investigation.mini_batch
     model = mini_batch.model
     facts = culprit_facts(investigation)
-    medians = token_medians(mini_batch.micro_batches, model.sequence_parallel_size)
+    if medians is None:
+        medians = token_medians(mini_batch.micro_batches, model.sequence_parallel_size)
     ordinary_tokens = ordinary_shares(
         mini_batch.micro_batches,
         {(index, row, position) for (rank, index), row, position in facts if rank == model.rank},
@@ -76,6 +78,7 @@ def build_event(
             "global_norm": mini_batch.global_norm(),
             "global_threshold": mini_batch.global_threshold(investigation.threshold),
             **_findings(investigation, facts, medians, ordinary_before),
+            "suspected": [],
             "budget": investigation.config.bisect_budget_steps,
             "budget_seconds": investigation.time_limit.seconds,
             "out_of_time": investigation.out_of_time,
@@ -92,13 +95,13 @@ def build_event(
     return event
 
 
-def _least_advantage(facts: Mapping[Token, CulpritFacts], medians: Medians) -> float | None:
+def _least_advantage(facts: Mapping[Token, Facts], medians: Medians) -> float | None:
     """The smallest |A| of the culprits for which the rule `advantage` holds; None without any.
 
     With rewards that are rarely right, many ordinary tokens have a multiple of the median as well; what makes an
     advantage the cause is that theirs are not as large.
     """
-    large = (each.evidence["advantage"] for each in facts.values() if has_large_advantage(each.evidence, medians))
+    large = (each["advantage"] for each in facts.values() if has_large_advantage(each, medians))
     return min(map(abs, large), default=None)
 
 
@@ -116,7 +119,7 @@ def _trigger(investigation: Investigation) -> dict[str, Any]:
 
 def _findings(
     investigation: Investigation,
-    facts: Mapping[Token, CulpritFacts],
+    facts: Mapping[Token, Facts],
     medians: Medians,
     ordinary_before: Mapping[str, float] | None,
 ) -> dict[str, Any]:
@@ -275,10 +278,9 @@ def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
     ]
 
 
-def _culprit(investigation: Investigation, token: Token, facts: CulpritFacts, medians: Medians) -> dict[str, Any]:
+def _culprit(investigation: Investigation, token: Token, facts: Facts, medians: Medians) -> dict[str, Any]:
     name, row, position = token
     micro_batch = investigation.groups.micro_batches[name]
-    suspicion, mask = micro_batch.tokens["suspicion"][row], micro_batch.tokens["response_mask"][row]
     layer_norms = [math.nan] * len(investigation.layers)
     if token in investigation.measured:
         layer_norms = [norm / _weight(investigation, token) for norm in investigation.measured[token]]
@@ -289,12 +291,9 @@ def _culprit(investigation: Investigation, token: Token, facts: CulpritFacts, me
         "position": position,
         "grad_norm": _grad_norm(investigation, token),
         "threshold": investigation.threshold,
-        "suspicion": float(suspicion[position]),
         "share": _share(investigation, token),
-        **facts.evidence,
+        **facts,
         "layer_norms": dict(zip(investigation.layers, layer_norms, strict=True)),
-        "response_suspicion": response_window(suspicion, mask, position),
-        "response_kl": facts.response_kl,
     }
     sources = classify(found, medians)
     return {**found, "source": sources[0], "sources": sources}

@@ -153,6 +153,8 @@ def turn_boundary(culprits: Sequence[Culprit]) -> str | None:
 
 
 def _without_culprits(event: Event) -> str:
+    if event["diagnosis"] == "unsearched":
+        return _unsearched(event)
     if event["diagnosis"] == "overflow":
         return "the scaled fp16 gradients overflowed, while log-probs and advantages are finite"
     if event["diagnosis"] == "nonfinite":
@@ -162,6 +164,19 @@ def _without_culprits(event: Event) -> str:
     why = f" ({event['error']})" if event["error"] else " (out of time)" if event.get("out_of_time") else ""
     return (
         f"{_everywhere(event)}the search ended after {_count(event['passes'], 'pass', 'passes')} without a result{why}"
+    )
+
+
+def _unsearched(event: Event) -> str:
+    """What is known of the likeliest token, without a claim that it is the cause."""
+    if not event.get("suspected"):
+        return "recorded, and not searched"
+    token = event["suspected"][0]
+    text = "" if token.get("token") is None else f" {token['token']!r}"
+    place = f"position {token['position']} of row {token['row']} of rank {token['rank']}"
+    probability = math.exp(min(token["log_prob"], 0.0))
+    return (
+        f"recorded, and not searched; the largest suspicion is that of the token{text} (p = {probability:.2g}), {place}"
     )
 
 

@@ -73,56 +73,66 @@ _DIFFUSE = object_with(
     }
 )
 
+# What is known of a token without a gradient.
+_TOKEN_FIELDS = {
+    "rank": INDEX,
+    "micro_batch": INDEX,
+    "row": INDEX,
+    "position": INDEX,
+    "token_id": {"type": "integer"},
+    "weight": NUMBER,
+    "coefficient": NUMBER,
+    "suspicion": NUMBER,
+    "advantage": NUMBER_OR_NULL,
+    "kl_coefficient": NUMBER_OR_NULL,
+    "after_eos": {"type": ["boolean", "null"]},
+    "log_prob": NUMBER,
+    "old_log_prob": NUMBER_OR_NULL,
+    "ratio": NUMBER_OR_NULL,
+    "ref_log_prob": NUMBER_OR_NULL,
+    "entropy": NUMBER_OR_NULL,
+    "rollout_log_prob": NUMBER_OR_NULL,
+    "rollout_ratio": NUMBER_OR_NULL,
+    "sequence_ratio": NUMBER_OR_NULL,
+    "misaligned_share": NUMBER_OR_NULL,
+    "source": _SOURCE,
+    "sources": list_of(_SOURCE),
+    "response_suspicion": {"anyOf": [_NUMBERS, {"type": "null"}]},
+    "response_kl": {"anyOf": [object_with({"k1": _NUMBERS, "k2": _NUMBERS, "k3": _NUMBERS}), {"type": "null"}]},
+}
+# Older events lack these.
+_TURNS = {"turn": INTEGER_OR_NULL, "mismatch_start": INTEGER_OR_NULL, "mismatch_turn": INTEGER_OR_NULL}
+# The trainer adds these.
+_TEXTS = {
+    "token": TEXT_OR_NULL,
+    "context": TEXT_OR_NULL,
+    "prompt": TEXT_OR_NULL,
+    "response": TEXT_OR_NULL,
+    "response_tokens": {"anyOf": [{"type": "array", "items": TEXT}, {"type": "null"}]},
+    "response_tokens_start": INDEX,
+    "ground_truth": {},
+    "reward": NUMBER_OR_NULL,
+    "data_source": TEXT_OR_NULL,
+    "uid": TEXT_OR_NULL,
+}
+
 _CULPRIT = object_with(
     {
-        "rank": INDEX,
-        "micro_batch": INDEX,
-        "row": INDEX,
-        "position": INDEX,
-        "token_id": {"type": "integer"},
+        **_TOKEN_FIELDS,
         "grad_norm": NUMBER,
         "threshold": _POSITIVE,
-        "weight": NUMBER,
-        "coefficient": NUMBER,
-        "suspicion": NUMBER,
         "share": NUMBER_OR_NULL,
-        "advantage": NUMBER_OR_NULL,
-        "kl_coefficient": NUMBER_OR_NULL,
-        "after_eos": {"type": ["boolean", "null"]},
-        "log_prob": NUMBER,
-        "old_log_prob": NUMBER_OR_NULL,
-        "ratio": NUMBER_OR_NULL,
-        "ref_log_prob": NUMBER_OR_NULL,
-        "entropy": NUMBER_OR_NULL,
-        "rollout_log_prob": NUMBER_OR_NULL,
-        "rollout_ratio": NUMBER_OR_NULL,
-        "sequence_ratio": NUMBER_OR_NULL,
-        "misaligned_share": NUMBER_OR_NULL,
         "layer_norms": _NUMBERS_BY_LAYER,
-        "source": _SOURCE,
-        "sources": list_of(_SOURCE),
-        "response_suspicion": {"anyOf": [_NUMBERS, {"type": "null"}]},
-        "response_kl": {"anyOf": [object_with({"k1": _NUMBERS, "k2": _NUMBERS, "k3": _NUMBERS}), {"type": "null"}]},
     },
-    # Older events lack these.
-    turn=INTEGER_OR_NULL,
-    mismatch_start=INTEGER_OR_NULL,
-    mismatch_turn=INTEGER_OR_NULL,
-    # The trainer adds these.
-    token=TEXT_OR_NULL,
-    context=TEXT_OR_NULL,
-    prompt=TEXT_OR_NULL,
-    response=TEXT_OR_NULL,
-    response_tokens={"anyOf": [{"type": "array", "items": TEXT}, {"type": "null"}]},
-    response_tokens_start=INDEX,
-    ground_truth={},
-    reward=NUMBER_OR_NULL,
-    data_source=TEXT_OR_NULL,
-    uid=TEXT_OR_NULL,
+    **_TURNS,
+    **_TEXTS,
 )
 
-# The fields of a culprit that the actor writes. None of them has a text of a sample.
-CULPRIT_FIELDS: tuple[str, ...] = (*_CULPRIT["required"], "turn", "mismatch_start", "mismatch_turn")
+# A token of a recorded spike: a culprit without what only a search measures.
+_SUSPECTED = object_with({**_TOKEN_FIELDS, **_TURNS}, **_TEXTS)
+
+# The fields of a culprit, and of a suspected token, that the actor writes. None of them has a text of a sample.
+CULPRIT_FIELDS: tuple[str, ...] = (*_CULPRIT["required"], *_TURNS)
 
 # A spike that was planted beside training to test the detection.
 _DRILL = object_with(
@@ -168,7 +178,7 @@ EVENT = {
             "global_norm": NUMBER,
             "global_threshold": NUMBER,
             "ordinary_layer_norms": {"anyOf": [_NUMBERS_BY_LAYER, {"type": "null"}]},
-            "diagnosis": {"enum": ["tokens", "diffuse", "nonfinite", "overflow", "incomplete"]},
+            "diagnosis": {"enum": ["tokens", "diffuse", "nonfinite", "overflow", "incomplete", "unsearched"]},
             "until": {"enum": ["explained", "exhaustive"]},
             "explained": {"type": ["boolean", "null"]},
             "more_tokens": {"type": ["integer", "null"], "minimum": 0},
@@ -199,7 +209,8 @@ EVENT = {
             "median_advantage": NUMBER_OR_NULL,
             "median_weight": NUMBER_OR_NULL,
             "seconds": {"type": "number"},
-            "search": {"enum": ["local", "reduced"]},
+            # "recorded": nothing was searched; "replayed": a recorded spike, searched later.
+            "search": {"enum": ["local", "reduced", "recorded", "replayed"]},
             "world_size": {"type": "integer", "minimum": 1},
             "loss_scale": _POSITIVE,
             "error": TEXT_OR_NULL,
@@ -214,6 +225,7 @@ EVENT = {
         steps_since_resume={"type": ["integer", "null"], "minimum": 1},
         budget_seconds=NUMBER_OR_NULL,
         out_of_time={"type": "boolean"},
+        suspected=list_of(_SUSPECTED),
     ),
 }
 

@@ -19,8 +19,10 @@ def without_texts(line: Mapping[str, Any]) -> dict[str, Any]:
     not know, are left out.
     """
     if "culprits" in line:
-        culprits = [_named(culprit, (*CULPRIT_FIELDS, *_ADDED)) for culprit in line["culprits"]]
-        bare = _named(line, EVENT["properties"]) | {"culprits": culprits}
+        bare = _named(line, EVENT["properties"])
+        for name in ("culprits", "suspected"):
+            if name in line:
+                bare[name] = [_named(token, (*CULPRIT_FIELDS, *_ADDED)) for token in line[name]]
         if bare.get("verdict") is not None:
             bare["verdict"] = without_data_source(bare["verdict"])
         return bare

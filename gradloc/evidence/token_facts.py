@@ -73,6 +73,22 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
     }
 
 
+def response_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[str, Any]:
+    """A token's suspicion, and what is known of the tokens around it: `response_suspicion` and `response_kl`.
+
+    Args:
+        tokens (Mapping[str, Tensor]): As `token_evidence` takes them, with `suspicion`.
+        row (int): The row in them.
+        position (int): The index in the response.
+    """
+    suspicion = tokens["suspicion"][row]
+    return {
+        "suspicion": float(suspicion[position]),
+        "response_suspicion": response_window(suspicion, tokens["response_mask"][row], position),
+        "response_kl": response_kl(tokens, row, position),
+    }
+
+
 def find_after_eos(token_id: Tensor, response_mask: Tensor, eos_tokens: Collection[int]) -> Tensor:
     """Which tokens the response mask includes although the turn has ended before them.
 

@@ -88,6 +88,12 @@ CHECK_UNKNOWN = (
 )
 
 
+# Where nothing was searched.
+CHECK_UNSEARCHED = (
+    "`python -m verl.utils.gradloc.replay BUNDLE --search` finds the tokens, with the weights that this step had."
+)
+
+
 def verdict(
     event: Mapping[str, Any], ordinary: Mapping[str, float | None], warnings: Sequence[Mapping[str, str]] = ()
 ) -> dict[str, Any] | None:
@@ -116,6 +122,8 @@ def decide(
             `ordinary`, the shares for which it holds (None where unknown); `sentence`, with what to do; `check`, a
             command that checks it.
     """
+    if event.get("diagnosis") == "unsearched":
+        return _unsearched(event, ordinary, [each for each in warnings if each["name"] not in CAUSES])
     auxiliary = auxiliary_verdict(event)
     if auxiliary is not None:
         return auxiliary
@@ -154,6 +162,16 @@ def decide(
         "sentence": f"{claim} ({shares}): {advice[0].lower()}{advice[1:]}{note}",
         "check": CAUSES[cause].check,
     }
+
+
+def _unsearched(
+    event: Mapping[str, Any], ordinary: Mapping[str, float | None], warnings: Sequence[Mapping[str, str]]
+) -> dict[str, Any]:
+    """The verdict on a recorded spike: a warning about the run, or none until it is searched."""
+    if warnings:
+        return _of_warning(event, ordinary, warnings[0])
+    sentence = f"Not searched yet: no token was measured.{resume_note(event.get('steps_since_resume'))}"
+    return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": CHECK_UNSEARCHED}
 
 
 def _without_culprits(event: Mapping[str, Any]) -> str:

@@ -84,21 +84,37 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
 
 def _event_lines(event: Mapping[str, Any]) -> list[bytes]:
     """The line of an event and a note on what it lacks; of one that cannot be written, the note alone."""
-    step, culprits = event.get("global_step"), event.get("culprits", ())
-    bare = max(len(culprits) - CULPRITS_WITH_TEXT, 0)
+    step = event.get("global_step")
     try:
-        line = _line(_without_texts(event, CULPRITS_WITH_TEXT))
-        if len(line) > LINE_BYTES:
-            bare = len(culprits)
-            line = _line(_without_texts(event, 0, (*LONG_TEXTS, "context", "ground_truth")))
-        if len(line) > LINE_BYTES:
-            raise ValueError(f"its line would take {len(line):,} bytes, and {LINE_BYTES:,} are the limit")
+        line, bare = _line_and_bare(event)
     except Exception as error:  # whatever a ground truth is, training goes on
         message = f"a spike is not written: {type(error).__name__}: {str(error)[:200]}"
         logger.warning("step %s: %s", step, message)
         return [_note("unwritable", step, 1, message)]
     message = f"of a spike, the {bare} smallest culprits are written without their texts"
     return [line, _note("text_limit", step, bare, message)] if bare else [line]
+
+
+def event_line(event: Mapping[str, Any]) -> bytes:
+    """An event as `record_events` writes it, without the note on what it lacks.
+
+    Raises:
+        ValueError: It is too long.
+    """
+    return _line_and_bare(event)[0]
+
+
+def _line_and_bare(event: Mapping[str, Any]) -> tuple[bytes, int]:
+    """The line of an event, and how many tokens have no texts in it."""
+    tokens = event.get("culprits") or event.get("suspected", ())
+    bare = max(len(tokens) - CULPRITS_WITH_TEXT, 0)
+    line = _line(_without_texts(event, CULPRITS_WITH_TEXT))
+    if len(line) > LINE_BYTES:
+        bare = len(tokens)
+        line = _line(_without_texts(event, 0, (*LONG_TEXTS, "context", "ground_truth")))
+    if len(line) > LINE_BYTES:
+        raise ValueError(f"its line would take {len(line):,} bytes, and {LINE_BYTES:,} are the limit")
+    return line, bare
 
 
 def record_step(
@@ -302,7 +318,10 @@ def _note(kind: str, step: Any, count: int, message: str) -> bytes:
 
 
 def _without_texts(event: Mapping[str, Any], but: int, texts: Sequence[str] = LONG_TEXTS) -> Mapping[str, Any]:
-    """The event with long texts only for its first (largest) culprits."""
-    if not (culprits := event.get("culprits")):
-        return event
-    return {**event, "culprits": [limit_texts(culprit, i, but, texts) for i, culprit in enumerate(culprits)]}
+    """The event with long texts only for its first (largest) culprits; the same for suspected tokens."""
+    limited = {
+        name: [limit_texts(token, i, but, texts) for i, token in enumerate(event[name])]
+        for name in ("culprits", "suspected")
+        if event.get(name)
+    }
+    return {**event, **limited}

@@ -169,13 +169,20 @@ class Meter(Protocol):
 
 
 class LocalMeter:
-    """Measures each rank's local gradient before FSDP averages it: in one pass, every rank measures another probe."""
+    """Measures each rank's local gradient before FSDP averages it: in one pass, every rank measures another probe.
+
+    Args:
+        local_norms (LocalNorms): Measures the local gradient.
+        device (torch.device): The device that the model computes on.
+        width (int, optional): How many probes count as one pass; by default, as many as there are ranks. More than that
+            are measured one after the other.
+    """
 
     kind = "local"
 
-    def __init__(self, local_norms: LocalNorms, device: torch.device) -> None:
+    def __init__(self, local_norms: LocalNorms, device: torch.device, width: int | None = None) -> None:
         self.layers = local_norms.layers
-        self.width = collectives.world_size()
+        self.width = width or collectives.world_size()
         self._local_norms = local_norms
         self._device = device
 
@@ -215,6 +222,13 @@ class LocalMeter:
         return {(rank, index): collectives.broadcast(partial(portable, index), rank) for rank, index in names}
 
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
+        count, ranks = passes.count, collectives.world_size()
+        parts = [probes[start : start + ranks] for start in range(0, len(probes), ranks)]
+        squares = torch.cat([self._measure_one_each(passes, part) for part in parts])
+        passes.count = count + 1
+        return squares
+
+    def _measure_one_each(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         def subset_of(rank: int) -> TokenSubset | None:
             if rank >= len(probes):
                 return None

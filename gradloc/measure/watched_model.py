@@ -19,7 +19,7 @@ from .passes import Cut, Forward, Passes
 class WatchedModel:
     """A model, how its trainer runs it, and the meter that measures its gradients.
 
-    Args: see `GradLoc`.
+    Args: see `GradLoc`, and for `width` see `LocalMeter`.
 
     Attributes:
         module (nn.Module): The model.
@@ -40,6 +40,7 @@ class WatchedModel:
         meter: str,
         recover: Callable[[], None] | None,
         cut: Cut | None,
+        width: int | None = None,
     ) -> None:
         self.module = module
         self.device = device
@@ -57,7 +58,7 @@ class WatchedModel:
         self.meter: Meter = (
             ReducedMeter(reduced_norms, device, sequence_parallel_size)
             if reduced
-            else LocalMeter(LocalNorms(module, device), device)
+            else LocalMeter(LocalNorms(module, device), device, width)
         )
 
     def passes(self, own: Sequence[MicroBatch], scale: float) -> Passes:

@@ -8,6 +8,7 @@ training but for rounding; with other weights, the log-probs show how far they a
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from ..checks import need
 from ..evidence.writer import jsonable
 from ..report.figures import severity, visible
 from .measuring import Measured, Place, measure, places
-from .memory import free_memory, is_out_of_memory, needed_memory
+from .memory import check_memory, is_out_of_memory, needed_memory
 from .model import (
     ATTENTIONS,
     DTYPES,
@@ -30,8 +31,11 @@ from .model import (
     model_path,
     other_variants,
 )
+from .parts import missing_notes
 from .remedies import Row, measure_remedies
 from .result import build_result, write_result
+from .search_command import processes, run_search
+from .searched_event import with_findings
 from .switch_table import AS_REPLAYED
 from .switches import Reloaded, Switch, loaded_switches, measure_switch, row, switches_in_place
 from .temperature import fit_temperature
@@ -53,7 +57,10 @@ _NOT_SWITCHED = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 where the bundle or the model cannot be used."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if problem := _problem(options):
+        parser.error(problem)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     for package in [
@@ -63,9 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *(["plotly"] if options.html else []),
     ]:
         need(package, "A replay")
+    if options.search:
+        return run_search(options)
     said: set[str] = set()
     try:
-        bundle = open_bundle(options.bundle)
+        bundle = with_findings(open_bundle(options.bundle))
         for result in _replay(bundle, options):
             _write(bundle, result, said)
     except (BundleError, WrongModelError) as error:
@@ -107,10 +116,37 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--switches", action="store_true", help="switch attention, precision, RMSNorm and rotary embedding one by one"
     )
+    parser.add_argument(
+        "--search", action="store_true", help="search the bundle for the tokens behind the spike, and do nothing else"
+    )
+    parser.add_argument("--threshold", metavar="τ", type=_positive, help="for --search: τ (default: the event's)")
+    parser.add_argument(
+        "--budget", metavar="N", type=int, help="for --search: at most N passes (default: as in training)"
+    )
     parser.add_argument("--html", metavar="FILE", help="write a report with the replay to FILE")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's folder run its own code")
     return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError("must be positive and finite")
+    return value
+
+
+def _problem(options: argparse.Namespace) -> str | None:
+    """Which options do not fit together; None if all do."""
+    if options.search:
+        for name in ("remedies", "switches"):
+            if getattr(options, name):
+                return f"--{name} is of a replay without --search"
+        return "--budget must be at least 1" if options.budget is not None and options.budget < 1 else None
+    for name in ("threshold", "budget"):
+        if getattr(options, name) is not None:
+            return f"--{name} is for --search"
+    return "torchrun is for --search" if processes() > 1 else None
 
 
 def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -130,7 +166,7 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
     others = [] if options.only else other_variants(main_variant)
     sizes: dict[Variant, int] = {}
     measured: dict[Variant, Measured] = {}
-    notes: list[str] = []
+    notes = missing_notes(bundle)
     remedies: tuple[list[Row], list[str]] | None = None
     temperature: dict[str, float] | None = None
     switches: list[Row] | None = [] if options.switches else None
@@ -141,8 +177,6 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
     first = bundle.manifest["micro_batches"][0]
     of_first = [place for place in tokens if place in culprits and place[0] == (first["rank"], first["micro_batch"])]
     culprit = of_first[0] if of_first else None
-    if (left_out := bundle.manifest["left_out"]) > 0:
-        notes.append(f"{left_out} more micro-batches were over their threshold; the bundle does not have them.")
 
     def so_far() -> dict[str, object]:
         ended = [f"Not compared with {variant}" for variant in open_ones]
@@ -156,10 +190,10 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
         model: Model | None = None  # that of the last variant makes room, also where it ran out of memory
         try:
             if variant in sizes:
-                _check_memory(sizes[variant], device)
+                check_memory(sizes[variant], device)
             model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
             if variant == main_variant:
-                _check_memory(_size(bundle, model, variant), device)
+                check_memory(_size(bundle, model, variant), device)
                 if switches is not None:
                     reloaded = loaded_switches(main_variant, device)
                 later = [*others, *(of_switch for _, of_switch, _ in reloaded)]
@@ -205,7 +239,7 @@ def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, o
             if give is None and variant in measured:
                 switches.append(row(name, bundle, measured[variant], main, culprit))
             else:
-                _check_memory(sizes[variant], device)
+                check_memory(sizes[variant], device)
                 model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
                 if give is not None:
                     give(model.module)
@@ -228,13 +262,6 @@ def _size(bundle: Bundle, model: Model, variant: Variant, loaded: bool = True) -
     dtype = DTYPES[variant.dtype]
     weights = 0 if loaded else sum(p.numel() for p in model.module.parameters()) * dtype.itemsize
     return weights + needed_memory(bundle, model.module, dtype, variant.attention)
-
-
-def _check_memory(size: int, device: str) -> None:
-    """Refuses what cannot fit: the system may end a process that takes too much, without an error."""
-    free = free_memory(device)
-    if free is not None and size > free:
-        raise MemoryError(f"at least {size / 2**30:.1f} GiB are needed, and {free / 2**30:.1f} are free")
 
 
 def _write(bundle: Bundle, result: Mapping[str, object], said: set[str]) -> None:

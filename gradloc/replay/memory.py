@@ -66,6 +66,17 @@ def free_memory(device: str) -> int | None:
     return min(found, default=None)
 
 
+def check_memory(size: int, device: str) -> None:
+    """Refuses what cannot fit: the system may end a process that takes too much, without an error.
+
+    Raises:
+        MemoryError: There are not so many bytes.
+    """
+    free = free_memory(device)
+    if free is not None and size > free:
+        raise MemoryError(f"at least {size / 2**30:.1f} GiB are needed, and {free / 2**30:.1f} are free")
+
+
 def _of_system() -> int | None:
     try:
         lines = (_PROC / "meminfo").read_text().splitlines()

@@ -157,14 +157,15 @@ def load(
         if layers[name] in frozen:
             parameter.requires_grad_(False)
     layer_of = {p: layers[name] for name, p in module.named_parameters() if p.requires_grad}
-    if unknown := sorted(set(layers.values()) ^ set(bundle.manifest["layers"])):
+    known = set(bundle.manifest["layers"])
+    if known and (unknown := sorted(set(layers.values()) ^ known)):
         raise WrongModelError(
             f"The model {path} is not the bundle's: its layers differ in {', '.join(unknown[:4])}"
             f"{' and others' if len(unknown) > 4 else ''}."
         )
     if frozen:
         notes.append(f"Layers without a gradient in training are frozen here too: {', '.join(sorted(frozen))}.")
-    if _has_dropout(module):
+    if has_dropout(module):
         notes.append("The model has dropout, and a replay leaves it out: norms and log-probs differ by that.")
     return Model(module, layer_of, torch.device(device), DTYPES[variant.dtype], notes)
 
@@ -211,20 +212,37 @@ def forward(
         tuple: Log-probs of shape (length - prompt,), and entropies of the same shape or None. A response that has no
             token before it has no log-prob for its first token: it is 0.
     """
+    ids = input_ids.to(model.device).unsqueeze(0)
+    (logits,) = compute_logits(model, ids, torch.ones_like(ids), position_ids.to(model.device).unsqueeze(0))
+    return response_log_probs(logits, ids[0], prompt, temperature, entropy)
+
+
+def compute_logits(model: Model, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+    """The logits of rows, shape (rows, length, vocabulary).
+
+    Args:
+        model (Model): The model.
+        input_ids (Tensor): Shape (rows, length), on the model's device, as are the others.
+        attention_mask (Tensor): Same shape; 0 in the padding.
+        position_ids (Tensor): Same shape.
+    """
     half = model.dtype in (torch.float16, torch.bfloat16)
-    ids = input_ids.to(model.device)
     with torch.autocast(model.device.type, dtype=model.dtype if half else torch.bfloat16, enabled=half):
-        logits = model.module(
-            input_ids=ids.unsqueeze(0),
-            attention_mask=torch.ones_like(ids).unsqueeze(0),
-            position_ids=position_ids.to(model.device).unsqueeze(0),
-            use_cache=False,
-        ).logits[0]
+        found: Tensor = model.module(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        ).logits
+    return found
+
+
+def response_log_probs(
+    logits: Tensor, input_ids: Tensor, prompt: int, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What `forward` returns, from the logits of the row, shape (length, vocabulary)."""
     missing = 1 if prompt == 0 else 0
     logits = logits[max(prompt - 1, 0) : -1] / temperature
-    logits = logits if model.dtype == torch.float64 else logits.float()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     every = logits.log_softmax(-1)
-    log_prob = every.gather(-1, ids[max(prompt, 1) :].unsqueeze(-1)).squeeze(-1)
+    log_prob = every.gather(-1, input_ids[max(prompt, 1) :].unsqueeze(-1)).squeeze(-1)
     entropies = -(every.exp() * every).sum(-1) if entropy else None
     if missing:
         log_prob = torch.cat([log_prob.new_zeros(1), log_prob])
@@ -295,7 +313,8 @@ def _frozen_layers(bundle: Bundle) -> set[str]:
     return zero if len(zero) < len(bundle.manifest["layers"]) else set()
 
 
-def _has_dropout(module: nn.Module) -> bool:
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a model in training mode would drop something out."""
     return any(
         (isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0)
         or any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(child).items())

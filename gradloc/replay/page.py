@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the report with a replay in it. It needs plotly."""
+"""Writes the report with a replay in it, which needs plotly."""
 
 import json
 import tempfile
@@ -21,14 +21,15 @@ def write_replay_page(bundle: Bundle, result: Mapping[str, Any], out: str) -> No
         OSError: The page cannot be written.
     """
     directory = bundle.path.resolve().parent.parent
-    evidence = read(str(directory)) if evidence_files(str(directory)) else _of_event(bundle)
+    evidence = read(str(directory)) if evidence_files(str(directory)) else evidence_of(bundle.event)
     # Its own result may not have been written beside the bundle.
     plain = jsonable(result)
     evidence.replays = [plain, *(other for other in evidence.replays if other["bundle"] != plain["bundle"])]
     write_page(evidence, out)
 
 
-def _of_event(bundle: Bundle) -> Evidence:
+def evidence_of(event: Mapping[str, Any]) -> Evidence:
+    """The evidence of one event."""
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "spikes.jsonl").write_text(json.dumps(jsonable(bundle.event), allow_nan=False) + "\n")
+        (Path(directory) / "spikes.jsonl").write_text(json.dumps(jsonable(event), allow_nan=False) + "\n")
         return read(directory)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..bundles import layout
 from ..bundles.opening import Bundle
@@ -123,7 +124,7 @@ def build_result(
             "replayed": measured[main].units[name].layers.get(layer, 0.0),
             "others": [measured[variant].units[name].layers.get(layer, 0.0) for variant in others],
         }
-        for layer in manifest["layers"]
+        for layer in manifest["layers"] or measured[main].units[name].layers
     ]
     if remedies is None:
         result["remedies"] = _remedies(bundle, measured[main].units[name], measured[main].rests.get(name))
@@ -155,11 +156,19 @@ def _distance(bundle: Bundle, measured: Measured) -> dict[str, Any]:
         lengths = torch.tensor([row.response_length for row in saved.rows]).unsqueeze(1)
         mask = saved.tokens["response_mask"].bool() & (torch.arange(saved.tokens["weight"].shape[1]) < lengths)
         differences.append((measured.log_probs[name] - saved.tokens["log_prob"].double())[mask].abs())
-    every = torch.cat(differences)
-    finite = every[every.isfinite()]
+    return log_prob_distance(torch.cat(differences))
+
+
+def log_prob_distance(differences: Tensor) -> dict[str, Any]:
+    """How far log-probs are from the recorded ones.
+
+    Args:
+        differences (Tensor): Their absolute differences, shape (tokens,).
+    """
+    finite = differences[differences.isfinite()]
     return {
-        "tokens": len(every),
-        "nonfinite": len(every) - len(finite),
+        "tokens": len(differences),
+        "nonfinite": len(differences) - len(finite),
         "mean": float(finite.mean()) if len(finite) else None,
         "max": float(finite.max()) if len(finite) else None,
     }

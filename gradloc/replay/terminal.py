@@ -2,14 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints a replay's result to the terminal. It needs rich."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from ..report.__main__ import TABLE_ROWS
 from ..report.figures import short, visible
-from ..report.terminal import new_console, titled
+from ..report.summary import summarize
+from ..report.terminal import new_console, print_summary, titled
+from .page import evidence_of
 
 # The columns of texts.
 _TEXTS = ("layer", "largest layer", "by", "remedy", "meaning", "switch")
@@ -43,6 +46,32 @@ def print_result(result: Mapping[str, Any]) -> None:
         for note in [*notes, *result["remedy_notes"]]:
             console.print(Text(visible(note), style="yellow"))
     console.print()
+
+
+def print_search(
+    bundle: str, where: str, sentences: Sequence[str], notes: Sequence[str], event: Mapping[str, Any] | None
+) -> None:
+    """Prints what a search found.
+
+    Args:
+        bundle (str): The bundle's name.
+        where (str): With which model, and how, it was computed.
+        sentences (Sequence[str]): What is to be said.
+        notes (Sequence[str]): What is missing.
+        event (Mapping, optional): The event, which is printed as the report does; None if nothing was found.
+    """
+    console = new_console()
+    console.print(Text.assemble("\n", (f"Search of {visible(bundle)}", "bold")))
+    console.print(Text(visible(where), style="dim"))
+    console.print()
+    for sentence in sentences:
+        console.print(Text(visible(sentence)))
+    for note in notes:
+        console.print(Text(visible(note), style="yellow"))
+    if event is None:
+        console.print()
+    else:
+        print_summary(summarize(evidence_of(event), TABLE_ROWS))
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -25,7 +25,7 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     unit = result["units"][0]
     found = [_comes_back(unit, result["dtype"], result["recorded_dtype"])]
     found += _culprits(result)
-    found.append(_weights(result))
+    found.append(weights_in_words(result))
     found += scale_in_words(result.get("scale"))
     if same_weights(result):
         found += layers_apart_in_words(result["layers"])
@@ -87,7 +87,8 @@ def _culprits(result: Mapping[str, Any]) -> list[str]:
     return [f"{what} over τ = {threshold:.4g} again."]
 
 
-def _weights(result: Mapping[str, Any]) -> str:
+def weights_in_words(result: Mapping[str, Any]) -> str:
+    """Whether the weights are those of training."""
     distance = result["log_probs"]
     if distance["mean"] is None:
         return "No log-prob is finite, so the weights cannot be compared."

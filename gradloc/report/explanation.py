@@ -15,6 +15,8 @@ Culprit = Mapping[str, Any]
 
 def ended_early(event: Event) -> bool:
     """Whether the search ended before it was done. "No small set of tokens explains the spike" is a result."""
+    if event["diagnosis"] == "unsearched":
+        return False
     done = event["until"] == "explained" and event["diagnosis"] in ("diffuse", "nonfinite", "overflow")
     return not event["complete"] and not done
 
@@ -25,7 +27,7 @@ def explanation(event: Event) -> str | None:
     Args:
         event (Mapping): An event as the evidence has it.
     """
-    if event["diagnosis"] in ("nonfinite", "overflow"):
+    if event["diagnosis"] in ("nonfinite", "overflow", "unsearched"):
         return None
     if event["diagnosis"] == "diffuse":
         facts = _diffuse(event)

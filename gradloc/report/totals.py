@@ -63,7 +63,8 @@ class Totals:
         self.thresholds.add(number(event["threshold"]))
         self.verdicts.add(event["verdict"])
         self.diagnoses[event["diagnosis"]] += 1
-        if not event["applied"]:
+        # Nothing is to be applied with "log"; a recorded spike has nothing to apply.
+        if not event["applied"] and event["action"] != "log":
             self.not_applied[event["action"]] += 1
         if event["error"] is not None:
             count_bounded(self.errors, event["error"], _ERRORS)

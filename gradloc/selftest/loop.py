@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ..fsdp import collectives
+from ..fsdp.sharding import shard
 from ..gradloc import GradLoc
 from ..replay.model import loaded_in
 
@@ -119,15 +117,3 @@ def build_model(name: str, random_weights: bool, attention: str, device: torch.d
     model.gradient_checkpointing_enable({"use_reentrant": False})
     shard(model.train(), half, device, collectives.world_size())
     return model
-
-
-def shard(model: nn.Module, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
-    """Shards a model by FSDP2, layer by layer, so that no more than a layer is whole in float32."""
-    mesh = init_device_mesh(device.type, (ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    whole = set(getattr(model, "_no_split_modules", None) or ())
-    for module in [child for child in model.modules() if type(child).__name__ in whole] + [model]:
-        for parameter in module.parameters():
-            if not isinstance(parameter, DTensor):
-                parameter.data = parameter.data.float()
-        fully_shard(module, mesh=mesh, mp_policy=policy)

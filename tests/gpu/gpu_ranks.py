@@ -39,10 +39,11 @@ from transformers import (
 
 from gradloc import GradLoc
 from gradloc.fsdp import collectives, recorded_collectives
+from gradloc.fsdp.sharding import shard
 from gradloc.layers import reduced_norms
 from gradloc.selftest import loop as loop_module
 from gradloc.selftest.__main__ import failures, sentence
-from gradloc.selftest.loop import Loop, Sizes, shard
+from gradloc.selftest.loop import Loop, Sizes
 from gradloc.selftest.measuring import SelfTest
 
 DEVICE = torch.device(os.environ.get("GRADLOC_TEST_DEVICE", "cpu"))

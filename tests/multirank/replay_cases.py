@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from actor_cases import Run, compare_runs, search, train
 from actors import IDENTITY_THRESHOLD, Case, build_model, stock_dp_actor
-from oracle import Unit
+from batches import build_batch
+from oracle import Unit, brute_force
 from verl.utils.gradloc.bundles import bundle_writer
+from verl.utils.gradloc.replay.__main__ import main
 
 
 def save_model(case: Case, directory: Path) -> None:
@@ -70,3 +76,28 @@ def stalled(directory: str) -> tuple[dict[str, bool], list[str | None]]:
         bundle_writer.PATIENCE = 60.0
         answers.set()
     return compare_runs(run, train(case, stock_dp_actor())), [event["replay"] for event in events_of(run)]
+
+
+def kept(case: Case, directory: str, threshold: float) -> Run:
+    """A run that keeps bundles, and the model."""
+    path = Path(directory)
+    if dist.get_rank() == 0:
+        save_model(case, path)
+    detection = {"spike_detection": True, "grad_norm_threshold": threshold, "bisect_budget_steps": 500}
+    run = train(case, bisect_dump_dir=str(path / "dump"), spike_replay=4, **detection)
+    dist.barrier()
+    return run
+
+
+def natural(case: Case, directory: str, share: float) -> tuple[list[Unit], float, Run]:
+    """Every unit and token by brute force, τ as a share of the largest unit's norm, and a run that keeps bundles."""
+    units, _ = brute_force(case, build_batch(case, dist.get_rank()), tokens=True)
+    threshold = share * max(unit.norm / unit.weight for unit in units if unit.weight)
+    return units, threshold, kept(case, directory, threshold)
+
+
+def searched(bundle: str, model: str, *options: str) -> int:
+    """The search of a bundle in the processes of this cluster, as torchrun starts it; its exit code."""
+    started = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    with mock.patch.dict(os.environ, started), contextlib.redirect_stdout(io.StringIO()):
+        return main([bundle, "--model", model, "--search", *options])

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "gradloc"
 # Imported where they are needed, so that the package does without them.
 LAZY = {
     "bundles": {"safetensors"},
+    "convert": {"pyarrow"},
     "report": {"numpy", "plotly", "rich"},
     "replay": {"peft", "transformers"},
     "selftest": {"transformers"},

@@ -315,7 +315,7 @@ def test_the_work_of_opening_does_not_grow_with_entries_times_layers_or_rows(bun
         manifest["event"] = {**manifest["event"], "culprits": manifest["event"]["culprits"] * entries}
         assert opening._problem(manifest) is None
         whole = Bundle(bundle, manifest, opened.micro_batches)
-        opening._check_places(whole)
+        opening.check_places(whole)
         assert len(places(whole, manifest["event"]["culprits"])) == entries
         return manifest["layers"].times, rows.times
 
@@ -511,7 +511,7 @@ def test_a_replay_that_needs_more_memory_than_is_free_is_refused(
     free = iter([2**40, 0, 0])
     monkeypatch.setattr(command, "load", loaded)
     monkeypatch.setattr(command, "measure", measured)
-    monkeypatch.setattr(command, "free_memory", lambda device: next(free))
+    monkeypatch.setattr(memory, "free_memory", lambda device: next(free))
     assert main([str(bundle), "--model", str(kept / "model"), "--json"]) == 0
     assert variants == ["float32, sdpa"]
     figures = "at least 0.0 GiB are needed, and 0.0 are free"

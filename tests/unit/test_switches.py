@@ -25,7 +25,7 @@ from gradloc.bundles.opening import open_bundle
 from gradloc.bundles.results import RESULT
 from gradloc.evidence.schema import conforms
 from gradloc.replay import __main__ as command
-from gradloc.replay import switches
+from gradloc.replay import memory, switches
 from gradloc.replay.__main__ import main
 from gradloc.replay.measuring import measure_first
 from gradloc.replay.model import Variant, load
@@ -273,7 +273,7 @@ def test_a_model_that_cannot_fit_is_not_loaded_for_a_switch(
         return model
 
     monkeypatch.setattr(command, "load", loaded)
-    monkeypatch.setattr(command, "free_memory", lambda device: free)
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
     result = replayed(arguments, capsys)
     assert variants == ["float32, sdpa", "float32, eager", "bfloat16, sdpa"]
     assert [row["name"] for row in result["switches"]][-2:] == ["attention: eager", "precision: bfloat16"]

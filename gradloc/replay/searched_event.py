@@ -1,0 +1,127 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The event of a spike after its bundle was searched: what training knew of it, with what the search found."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from .. import limits
+from ..bundles import layout
+from ..bundles.opening import Bundle, BundleError, check_places
+from ..bundles.plain_file import read_plain_file
+from ..evidence.foreign_json import parse
+from ..evidence.in_words import summary
+from ..evidence.schema import EVENT, conforms, current
+
+# What a search finds out.
+_FOUND = (
+    "diagnosis",
+    "until",
+    "explained",
+    "more_tokens",
+    "diffuse",
+    "passes",
+    "budget",
+    "budget_seconds",
+    "out_of_time",
+    "complete",
+    "open_segments",
+    "without_tokens",
+    "seconds",
+    "error",
+)
+# What a recorded spike lacks besides.
+_FOUND_FIRST = ("median_advantage", "median_weight", "ordinary_layer_norms")
+# What an event has in common with that of its bundle.
+_SAME = ("global_step", "epoch", "mini_batch", "loss_scale", "world_size")
+# What the trainer adds to a culprit about the response, and about the token.
+_OF_RESPONSE = ("prompt", "response", "ground_truth", "reward", "data_source", "uid")
+_OF_TOKEN = ("token", "context", "response_tokens", "response_tokens_start")
+
+
+def searched_event(
+    base: Mapping[str, Any], found: Mapping[str, Any], bundle: Bundle, threshold: float, is_whole: bool
+) -> dict[str, Any]:
+    """The event after a search.
+
+    What the bundle does not have stays as it was: the culprits of other micro-batches, if training has searched.
+
+    Args:
+        base (Mapping): The event so far: that of the bundle, or of the evidence, where it may have texts.
+        found (Mapping): What `search` found.
+        bundle (Bundle): The bundle that was searched.
+        threshold (float): τ.
+        is_whole (bool): Whether the bundle has every micro-batch that was over its threshold, as far as is known.
+    """
+    first = bundle.event["search"] == "recorded"
+    event = {**base, **{name: found[name] for name in _FOUND}, "search": "replayed", "suspected": []}
+    if first:
+        event |= {name: found[name] for name in _FOUND_FIRST} | {"micro_batches": bundle.event["micro_batches"]}
+    scaled = float(base["global_threshold"]) * threshold / base["threshold"]
+    event |= {"threshold": threshold, "global_threshold": scaled}
+    texts = _Texts([*base["culprits"], *base.get("suspected", ())])
+    for name in ("units", "culprits", "diffuse"):
+        elsewhere = [] if first else [each for each in base[name] if _is_elsewhere(each, bundle)]
+        event[name] = [*found[name], *elsewhere]
+    event["culprits"] = [texts.added_to(culprit) for culprit in event["culprits"]]
+    if not is_whole:
+        # Of what is missing, only an earlier search knows something.
+        event["explained"] = found["explained"] and (None if first else base["explained"])
+        event["complete"] = found["complete"] and not first and base["complete"]
+    if first or places(base["culprits"]) != places(event["culprits"]):
+        event["verdict"] = found["verdict"]
+    if event.get("replay") is None:
+        event["replay"] = f"{layout.FOLDER}/{bundle.path.resolve().name}"
+    event["summary"] = summary(event)
+    return event
+
+
+def with_findings(bundle: Bundle) -> Bundle:
+    """The bundle of a recorded spike with what a search has found since; as it is without one.
+
+    The event beside the bundle may come from a stranger, too: it is checked like the bundle's own.
+    """
+    if bundle.event["search"] != "recorded":
+        return bundle
+    folder = bundle.path.resolve()
+    try:
+        path = folder.with_name(folder.name + layout.EVENT_SUFFIX)
+        event = current(parse(read_plain_file(path, limits.MANIFEST_BYTES)))
+    except (OSError, ValueError):
+        return bundle
+    if not (conforms(event, EVENT) and all(event[name] == bundle.event[name] for name in _SAME)):
+        return bundle
+    found = replace(bundle, manifest={**bundle.manifest, "event": event})
+    try:
+        check_places(found)
+    except BundleError:
+        return bundle
+    return found
+
+
+def places(tokens: Collection[Mapping[str, Any]]) -> set[tuple[int, int, int, int]]:
+    """Where tokens are: (rank, micro-batch, row, position)."""
+    return {(token["rank"], token["micro_batch"], token["row"], token["position"]) for token in tokens}
+
+
+def _is_elsewhere(each: Mapping[str, Any], bundle: Bundle) -> bool:
+    """Whether something that an earlier search found is in a micro-batch that the bundle does not have."""
+    return each["rank"] is not None and (each["rank"], each["micro_batch"]) not in bundle.micro_batches
+
+
+class _Texts:
+    """What the trainer has added to tokens of a spike."""
+
+    def __init__(self, known: Collection[Mapping[str, Any]]) -> None:
+        self._tokens = {(token["rank"], token["row"], token["position"]): token for token in known}
+        self._responses = {(token["rank"], token["row"]): token for token in reversed([*known])}
+
+    def added_to(self, culprit: Mapping[str, Any]) -> dict[str, Any]:
+        """The culprit, with what is known of its response and of itself."""
+        return {**culprit, **dict(self._of(culprit))}
+
+    def _of(self, culprit: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        place = culprit["rank"], culprit["row"], culprit["position"]
+        for names, token in ((_OF_RESPONSE, self._responses.get(place[:2])), (_OF_TOKEN, self._tokens.get(place))):
+            yield from ((name, token[name]) for name in names if token is not None and name in token)

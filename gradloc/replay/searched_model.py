@@ -1,0 +1,112 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The model of a search: in one process as a replay computes it, or sharded by FSDP2 over the processes of torchrun."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..bundles.layout import Row
+from ..fsdp import collectives
+from ..measure.passes import Forward
+from .model import Model, compute_logits, has_dropout, response_log_probs
+from .model import forward as forward_row
+
+# Log-probs and entropies of a row's response.
+_Outputs = tuple[Tensor, Tensor | None]
+
+
+def build_forward(model: Model) -> Forward:
+    """The forward of a model in one process: one row after the other, without padding, as a replay computes them.
+
+    Of several rows, one at a time is computed again in the backward, so that they take the memory of one.
+
+    Its inputs are `rows`, the `Row`s of a micro-batch, and `entropy`, whether the loss has entropies.
+    """
+
+    def of_row(row: Row, stop: int, entropy: bool) -> _Outputs:
+        ids, positions = _cut(row, stop)
+        return forward_row(model, ids, positions, row.prompt_length, row.temperature, entropy)
+
+    def forward(inputs: Mapping[str, Any], rows: Sequence[int], response_length: int) -> tuple[Tensor | None, Tensor]:
+        found = []
+        for row in (inputs["rows"][index] for index in rows):
+            arguments = row, min(row.response_length, response_length), inputs["entropy"]
+            found.append(_again_in_backward(of_row, *arguments) if len(rows) > 1 else of_row(*arguments))
+        return _stacked(found, response_length)
+
+    return forward
+
+
+def shard_model(model: Model, device: torch.device) -> tuple[Model, Forward]:
+    """Shards a model on the CPU by FSDP2 over all processes; decoder layers compute again in the backward.
+
+    Its forward computes all rows at once, padded on the right: FSDP would reduce the gradient of each row alone.
+
+    Args:
+        model (Model): The model, whose parameters are replaced.
+        device (torch.device): Where it computes from now on.
+
+    Returns:
+        tuple[Model, Forward]: The sharded model, and its forward with the inputs of `build_forward`.
+    """
+    from ..fsdp.sharding import shard  # needs FSDP2
+
+    module: Any = model.module
+    if hasattr(module, "gradient_checkpointing_enable") and not has_dropout(module):
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+        for child in module.modules():
+            if getattr(child, "gradient_checkpointing", False):
+                child.training = True  # alone: without it, transformers does not compute the layer again
+    shard(module, model.dtype, device, collectives.world_size())
+    sharded = replace(model, device=device, layer_of={})
+
+    def forward(inputs: Mapping[str, Any], rows: Sequence[int], response_length: int) -> tuple[Tensor | None, Tensor]:
+        chosen = [inputs["rows"][index] for index in rows]
+        cut = [_cut(row, min(row.response_length, response_length)) for row in chosen]
+        ids = nn.utils.rnn.pad_sequence([ids for ids, _ in cut], batch_first=True).to(device)
+        positions = nn.utils.rnn.pad_sequence([positions for _, positions in cut], batch_first=True).to(device)
+        lengths = torch.tensor([len(ids) for ids, _ in cut])
+        mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).to(ids)
+        logits = compute_logits(sharded, ids, mask, positions)
+        found = [
+            _again_in_backward(
+                response_log_probs,
+                logits[i, :length],
+                ids[i, :length],
+                row.prompt_length,
+                row.temperature,
+                inputs["entropy"],
+            )
+            for i, (row, length) in enumerate(zip(chosen, lengths.tolist(), strict=True))
+        ]
+        return _stacked(found, response_length)
+
+    return sharded, forward
+
+
+def _cut(row: Row, stop: int) -> tuple[Tensor, Tensor]:
+    """Ids and positions of a row with its response cut to a length; at least one token, which a model needs."""
+    length = row.prompt_length + stop
+    if not length:
+        return torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    return row.input_ids[:length], row.position_ids[:length]
+
+
+def _again_in_backward(function: Callable[..., _Outputs], *arguments: Any) -> _Outputs:
+    found: _Outputs = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+def _stacked(found: Sequence[_Outputs], length: int) -> tuple[Tensor | None, Tensor]:
+    """Entropies, if there are any, and log-probs of rows, each with zeros up to a length: (rows, length)."""
+
+    def stack(values: Sequence[Tensor]) -> Tensor:
+        return torch.stack([nn.functional.pad(each, (0, length - len(each))) for each in values])
+
+    entropies = [entropy for _, entropy in found if entropy is not None]
+    return stack(entropies) if entropies else None, stack([log_prob[:length] for log_prob, _ in found])

@@ -1,0 +1,155 @@
+"""The search of a bundle names what the search in training named: held against it, and against the brute force."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import replay_cases
+from actors import IDENTITY_THRESHOLD, Case
+from oracle import Unit
+from stripped_bundles import strip
+from test_actor import ONE, THREE, Launch, same_events
+
+from gradloc.replay.__main__ import main
+
+pytestmark = pytest.mark.target(version="0.9.1")
+
+# As in test_replay_ranks.py: rounding alone lies between the two.
+TOLERANCE = 1e-4
+PLANTED = [
+    Case("fsdp2", kl=True, entropy=True, rollout=True, planted=THREE),
+    Case("fsdp1", tied=True, dynamic=True, planted=THREE),
+    Case("fsdp2", model="lora", planted=ONE),
+    # Training measures the gradient after its reduction alone.
+    Case("fsdp2", model="tiled", planted=ONE),
+]
+# With a KL and an entropy term, and without; shares of the largest norm that leave few units over τ, and most of them.
+NATURAL = [(Case("fsdp2"), 0.95), (Case("fsdp1", kl=True, entropy=True), 0.6)]
+
+
+def places(tokens: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
+    return [(token["rank"], token["micro_batch"], token["row"], token["position"]) for token in tokens]
+
+
+def search(bundle: Path, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    """The event after a search in this process."""
+    capsys.readouterr()  # in tests/gpu/ the run has printed into the same process
+    adapter = ["--adapter", str(folder / "adapter")] if (folder / "adapter").exists() else []
+    assert main([str(bundle), "--model", str(folder / "model"), *adapter, "--search", "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def check_same(found: dict[str, Any], trained: dict[str, Any]) -> None:
+    """The same findings as those of training."""
+    assert found["search"] == "replayed" and found["error"] is None
+    assert places(found["culprits"]) == places(trained["culprits"])
+    for culprit, before in zip(found["culprits"], trained["culprits"], strict=True):
+        assert float(culprit["grad_norm"]) == pytest.approx(before["grad_norm"], rel=TOLERANCE, nan_ok=True)
+        for layer, norm in before["layer_norms"].items():
+            scale = max((n for n in before["layer_norms"].values() if math.isfinite(n)), default=0)
+            of_layer = float(culprit["layer_norms"][layer])
+            assert of_layer == pytest.approx(norm, rel=TOLERANCE, abs=TOLERANCE * scale, nan_ok=True)
+    for name in ("diagnosis", "explained", "complete"):
+        assert found[name] == trained[name], name
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in PLANTED])
+def test_planted_tokens_are_found_again(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case
+) -> None:
+    results = launch(2, replay_cases.spiked, case, str(tmp_path))
+    units, threshold, _ = results[0]
+    ((trained,),) = same_events([run for *_, run in results])
+    dump = tmp_path / "dump"
+    bundle = dump / trained["replay"]
+    found = search(bundle, tmp_path, capsys)
+    check_same(found, trained)
+    assert found["verdict"] == trained["verdict"]
+    check_brute_force(found, units, threshold, len(case.planted))
+    (line,) = [each for each in (dump / "spikes.jsonl").read_text().splitlines() if '"culprits"' in each]
+    assert json.loads(line)["search"] == "replayed" and json.loads(line)["culprits"] == found["culprits"]
+    assert json.loads((bundle.parent / f"{bundle.name}.event.json").read_text()) == found
+
+    # A recorded spike has the same micro-batches, without what was measured of them: a bundle for each rank.
+    parts = strip(bundle, tmp_path / "recorded")
+    of_recorded = search(parts[-1], tmp_path, capsys)
+    is_whole = len(parts) == 2
+    check_same(of_recorded, {**trained, "complete": is_whole, "explained": trained["explained"] if is_whole else None})
+    assert of_recorded["suspected"] == []
+
+
+def check_brute_force(event: dict[str, Any], units: list[Unit], threshold: float, planted: int) -> None:
+    tokens = {
+        (unit.rank, unit.micro_batch, token.row, token.position): token.norm
+        for unit in units
+        for token in unit.each
+        if token.norm > threshold
+    }
+    assert len(event["culprits"]) == planted
+    for place, culprit in zip(places(event["culprits"]), event["culprits"], strict=True):
+        assert culprit["grad_norm"] == pytest.approx(tokens[place], rel=TOLERANCE)
+    norms = {(unit.rank, unit.micro_batch): unit.norm for unit in units}
+    for unit in event["units"]:
+        assert unit["norm"] == pytest.approx(norms[unit["rank"], unit["micro_batch"]], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("case", "share"), [pytest.param(*pair, id=pair[0].id) for pair in NATURAL])
+def test_the_search_of_a_natural_spike_takes_the_same_decisions(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case, share: float
+) -> None:
+    results = launch(2, replay_cases.natural, case, str(tmp_path), share)
+    ((trained,),) = same_events([run for *_, run in results])
+    assert trained["diagnosis"] == ("tokens" if share > 0.9 else "diffuse")
+    bundle = tmp_path / "dump" / trained["replay"]
+    alone = search(bundle, tmp_path, capsys)
+    check_same(alone, trained)
+    for part, before in zip(alone["diffuse"], trained["diffuse"], strict=True):
+        assert (part["rank"], part["rows"], part["tokens"]) == (before["rank"], before["rows"], before["tokens"])
+        assert part["norm"] == pytest.approx(before["norm"], rel=TOLERANCE)
+    # Training has found out first which collective calls a pass makes.
+    assert alone["passes"] == trained["passes"] - 1
+
+    # The same in two processes, the model sharded by FSDP2.
+    beside = bundle.parent / f"{bundle.name}.event.json"
+    beside.unlink()
+    assert launch(2, replay_cases.searched, str(bundle), str(tmp_path / "model")) == [0, 0]
+    check_same(json.loads(beside.read_text()), {**trained, "explained": alone["explained"]})
+
+
+def test_a_nan_is_found_again(launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case("fsdp2", nan=((1, 3, 0),), planted=((0, 0, 4),))
+    runs = launch(2, replay_cases.kept, case, str(tmp_path), IDENTITY_THRESHOLD)
+    ((trained,),) = same_events(runs)
+    bundle = tmp_path / "dump" / trained["replay"]
+    assert (1, 3, 0) in [(culprit["rank"], culprit["row"], culprit["position"]) for culprit in trained["culprits"]]
+    found = search(bundle, tmp_path, capsys)
+    assert sorted(places(found["culprits"])) == sorted(places(trained["culprits"]))
+    assert found["diagnosis"] == trained["diagnosis"]
+    for one, other in zip(found["culprits"], trained["culprits"], strict=True):
+        assert one["sources"] == other["sources"]
+    assert launch(2, replay_cases.searched, str(bundle), str(tmp_path / "model")) == [0, 0]
+    in_two = json.loads((bundle.parent / f"{bundle.name}.event.json").read_text())
+    assert sorted(places(in_two["culprits"])) == sorted(places(trained["culprits"]))
+
+
+def test_what_a_bundle_has_no_room_for_stays_as_training_found_it(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted = tuple((rank, row, 0) for rank in range(2) for row in range(0, 10, 2))
+    case = Case("fsdp2", rows=10, mini_batch=10, planted=planted)
+    runs = launch(2, replay_cases.kept, case, str(tmp_path), IDENTITY_THRESHOLD)
+    ((trained,),) = same_events(runs)
+    assert len(trained["culprits"]) == len(trained["units"]) == 10
+    found = search(tmp_path / "dump" / trained["replay"], tmp_path, capsys)
+    assert sorted(places(found["culprits"])) == sorted(places(trained["culprits"]))
+    assert len(found["units"]) == 10 and found["explained"] and found["complete"] == trained["complete"]
+    # Of a recorded spike nothing else is known.
+    (part, other) = strip(tmp_path / "dump" / trained["replay"], tmp_path / "recorded")
+    shutil.rmtree(other)
+    assert main([str(part), "--model", str(tmp_path / "model"), "--search"]) == 0
+    assert "Of 2 ranks, the bundles of rank 1 are not here" in capsys.readouterr().out

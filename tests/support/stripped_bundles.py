@@ -1,0 +1,42 @@
+"""Bundles of a search in training, without all that it has measured: those of a recorded spike, one for each rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradloc.bundles.opening import open_bundle
+from gradloc.bundles.recorded import write_recorded_bundle
+from gradloc.evidence.recorded_event import recorded_event
+from gradloc.measure.micro_batch import MicroBatch
+
+
+def strip(path: Path, evidence: Path) -> list[Path]:
+    """Writes the parts of a recorded spike with the micro-batches of a bundle to a folder of evidence.
+
+    Args:
+        path (Path): The bundle.
+        evidence (Path): The folder, which gets `replay/<name>` for each rank.
+    """
+    bundle = open_bundle(path)
+    event = bundle.event
+    found = []
+    for rank in sorted({rank for rank, _ in bundle.micro_batches}):
+        mine = {name: saved for name, saved in bundle.micro_batches.items() if name[0] == rank}
+        recorded = recorded_event(
+            {
+                name: MicroBatch({}, bundle.rows[name], saved.rng_state, dict(saved.tokens))
+                for name, saved in mine.items()
+            },
+            where={name: event[name] for name in ("global_step", "epoch", "mini_batch")},
+            threshold=event["threshold"],
+            global_norm=float(event["global_norm"]),
+            global_threshold=float(event["global_threshold"]),
+            world_size=event["world_size"],
+            loss_scale=event["loss_scale"],
+        )
+        context = {
+            name: bundle.manifest[name] for name in ("model", "dtype", "actor", "checkpoint", "grad_clip", "versions")
+        }
+        name = write_recorded_bundle(evidence, recorded, mine, bundle.rows, context, suffix=f"-rank{rank}")
+        found.append(evidence / name)
+    return found

@@ -1,0 +1,673 @@
+"""Bundles from other trainers' files: what they hold, what is refused, and that the search takes them."""
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gradloc import limits
+from gradloc.bundles.opening import Bundle, open_bundle
+from gradloc.convert import plain_files
+from gradloc.convert.__main__ import main
+from gradloc.convert.loss import AGG_MODES, KL_LOSSES
+from gradloc.evidence.foreign_json import LINE_BYTES
+from gradloc.evidence.schema import EVENT, conforms
+from gradloc.evidence.writer import jsonable
+from gradloc.replay.__main__ import main as replay
+from gradloc.report.__main__ import main as report
+from gradloc.report.reading import read
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 23
+# Prompt and response of each response.
+LENGTHS = ((3, 5), (2, 7), (4, 4), (3, 6))
+# A response and a position in it.
+BAD = (1, 3)
+
+
+def records(**changes: Any) -> list[dict[str, Any]]:
+    """Responses of one prompt with a planted advantage; a tool's output in the third."""
+    torch.manual_seed(0)
+    found = []
+    for index, (prompt, response) in enumerate(LENGTHS):
+        old = -3 * torch.rand(response)
+        advantages = [1.0 - 0.4 * index] * response
+        if index == BAD[0]:
+            advantages[BAD[1]] = -2e4
+        record = {
+            "prompt_ids": torch.randint(VOCABULARY, (prompt,)).tolist(),
+            "response_ids": torch.randint(VOCABULARY, (response,)).tolist(),
+            "response_mask": [1] * response,
+            "advantages": advantages,
+            "log_probs": (old + 0.3 * torch.randn(response)).clamp(max=0).tolist(),
+            "old_log_probs": old.tolist(),
+            "ref_log_probs": (old + 0.2 * torch.randn(response)).clamp(max=0).tolist(),
+            "rollout_log_probs": old.tolist(),
+            "uid": f"prompt {index // 2}",
+        }
+        if index == 2:
+            record["response_mask"] = [1, 0, 0, 1]
+        found.append({**record, **changes})
+    return found
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def convert(file: Path, *options: str) -> Bundle:
+    """The bundle of a file; its event is the one in the evidence."""
+    out = file.parent / "out"
+    assert main([str(file), "--out", str(out), *options]) == 0
+    event = json.loads((out / "spikes.jsonl").read_text().splitlines()[-1])
+    assert conforms(event, EVENT)
+    bundle = open_bundle(out / event["replay"])
+    assert jsonable({**bundle.event, "replay": event["replay"]}) == event
+    return bundle
+
+
+def refused(file: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """The sentence with which a file is refused; nothing is written."""
+    out = file.parent / "refused"
+    assert main([str(file), "--out", str(out), *options]) == 2
+    written, error = capsys.readouterr()
+    assert written == "" and error.count("\n") == 1, error
+    assert not out.exists()
+    return error
+
+
+def flat(bundle: Bundle, name: str) -> list[Tensor]:
+    """The values of each response, in the records' order."""
+    found = {}
+    for micro_batch, saved in bundle.micro_batches.items():
+        for index, (row, place) in enumerate(zip(saved.rows, bundle.rows[micro_batch], strict=True)):
+            found[micro_batch[0], place] = saved.tokens[name][index, : row.response_length]
+    return [found[place] for place in sorted(found)]
+
+
+def padded(lines: list[dict[str, Any]], name: str) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(line[name], dtype=torch.float64) for line in lines], batch_first=True
+    )
+
+
+def written_loss(log_prob: Tensor, lines: list[dict[str, Any]], mode: str, clip_c: float | None) -> Tensor:
+    """PPO's clipped loss with a KL loss, as a trainer computes it over padded tensors."""
+    mask, advantage = padded(lines, "response_mask"), padded(lines, "advantages")
+    ratio = (log_prob - padded(lines, "old_log_probs")).exp()
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
+    if clip_c is not None:
+        loss = torch.where(advantage < 0, torch.minimum(loss, -advantage * clip_c), loss)
+    r = padded(lines, "ref_log_probs") - log_prob
+    loss = loss + 0.1 * (r.exp() - r - 1)
+    by_response = (loss * mask).sum(1)
+    return {
+        "token-mean": (loss * mask).sum() / mask.sum(),
+        "token-sum": (loss * mask).sum(),
+        "seq-mean-token-sum": by_response.mean(),
+        "seq-mean-token-mean": (by_response / mask.sum(1)).mean(),
+        "seq-mean-token-sum-norm": by_response.mean() / 16,
+    }[mode]
+
+
+@pytest.mark.parametrize("clip_c", [None, 3.0])
+@pytest.mark.parametrize("mode", AGG_MODES)
+def test_coefficients_are_those_of_the_loss(tmp_path: Path, mode: str, clip_c: float | None) -> None:
+    lines = records()
+    options = ["--loss-agg-mode", mode, "--clip-high", "0.28", "--kl-coef", "0.1", "--kl-type", "k3"]
+    options += ["--loss-scale-factor", "16"] + ([] if clip_c is None else ["--clip-c", str(clip_c)])
+    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), *options)
+    log_prob = padded(lines, "log_probs").requires_grad_()
+    (expected,) = torch.autograd.grad(written_loss(log_prob, lines, mode, clip_c), log_prob)
+    assert int((expected == 0).sum()) > 0  # clipped, masked, padded
+    coefficients = flat(bundle, "coefficient")
+    for index, coefficient in enumerate(coefficients):
+        torch.testing.assert_close(coefficient.double(), expected[index, : len(coefficient)], rtol=1e-6, atol=1e-12)
+    kl = written_loss(log_prob, [{**line, "advantages": [0.0] * len(line["advantages"])} for line in lines], mode, None)
+    (expected,) = torch.autograd.grad(kl, log_prob)
+    for index, coefficient in enumerate(flat(bundle, "kl_coefficient")):
+        torch.testing.assert_close(coefficient.double(), expected[index, : len(coefficient)], rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KL_LOSSES)
+def test_a_kl_loss_has_the_slope_of_its_estimate(kind: str) -> None:
+    r = torch.linspace(-15, 5, 41, dtype=torch.float64)
+    step = 1e-6
+    slope = (KL_LOSSES[kind](r + step) - KL_LOSSES[kind](r - step)) / (2 * step)
+    x = r.clone().requires_grad_()
+    (found,) = torch.autograd.grad(KL_LOSSES[kind](x).sum(), x)
+    torch.testing.assert_close(found, slope, rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_have_their_share_of_the_mean(tmp_path: Path) -> None:
+    lines = records()
+    alone = convert(write_lines(tmp_path / "a.jsonl", lines))
+    for index, line in enumerate(lines):
+        line["rank"], line["micro_batch"] = index % 2, 0
+    (tmp_path / "two").mkdir()
+    ranks = convert(write_lines(tmp_path / "two" / "a.jsonl", lines))
+    assert ranks.event["world_size"] == 2 and ranks.rows == {(0, 0): [0, 1], (1, 0): [0, 1]}
+    order = [0, 2, 1, 3]
+    for name in ("weight", "coefficient"):
+        for index, values in zip(order, flat(ranks, name), strict=True):
+            torch.testing.assert_close(values, 2 * flat(alone, name)[index])
+    assert ranks.event["global_threshold"] == pytest.approx(alone.event["global_threshold"])
+
+
+def test_a_bundle_has_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = records()
+    lines[0]["temperature"] = 0.7
+    options = [
+        "--step",
+        "12",
+        "--grad-norm",
+        "500",
+        "--usual-norm",
+        "0.5",
+        "--model",
+        "weights",
+        "--temperature",
+        "0.9",
+    ]
+    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), *options)
+    (saved, *_) = bundle.micro_batches.values()
+    assert saved.rows[0].input_ids.tolist() == lines[0]["prompt_ids"] + lines[0]["response_ids"]
+    assert saved.rows[0].response_length == LENGTHS[0][1]
+    rows = [row for each in bundle.micro_batches.values() for row in each.rows]
+    assert [row.temperature for row in rows] == [0.7, 0.9, 0.9, 0.9]
+    assert len(bundle.micro_batches) == len(lines)  # a micro-batch for each, as none is named
+    for name in ("old_log_prob", "ref_log_prob", "rollout_log_prob", "advantage", "response_mask"):
+        key = f"{name}s" if name != "response_mask" else name
+        for line, values in zip(lines, flat(bundle, name), strict=True):
+            mask = torch.tensor(line["response_mask"], dtype=torch.float32)
+            torch.testing.assert_close(values, torch.tensor(line[key], dtype=torch.float32) * mask)
+    event = bundle.event
+    assert event["global_step"] == 12 and event["global_norm"] == 500.0
+    # Five times what the usual norm is for a token that all are like.
+    assert event["global_threshold"] == pytest.approx(2.5)
+    first = event["suspected"][0]
+    assert (first["row"], first["position"], first["uid"]) == (*BAD, "prompt 0")
+    assert bundle.manifest["model"]["path"] == os.path.abspath("weights")
+    assert "The coefficients are computed from the loss" in " ".join(bundle.manifest["converted"]["notes"])
+    shown = capsys.readouterr().out
+    assert "--search --model weights" in shown
+    out = str(tmp_path / "out")
+    assert report([out]) == 0 and read(out).skipped == 0
+    assert "unsearched" in capsys.readouterr().out
+
+
+def test_parquet_and_json_give_the_same_bundle(tmp_path: Path) -> None:
+    lines = records()
+    one = convert(write_lines(tmp_path / "a.jsonl", lines))
+    (tmp_path / "b").mkdir()
+    file = tmp_path / "b" / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(lines), file)
+    other = convert(file)
+    for name, saved in one.micro_batches.items():
+        assert saved.tokens.keys() == other.micro_batches[name].tokens.keys()
+        for key, values in saved.tokens.items():
+            torch.testing.assert_close(values, other.micro_batches[name].tokens[key], rtol=0, atol=0)
+
+
+def test_given_coefficients_and_weights_are_taken_as_they_are(tmp_path: Path) -> None:
+    lines = records()
+    for line in lines:
+        count = len(line["response_ids"])
+        line["coefficients"], line["weights"] = [-0.5] * count, [0.25] * count
+        del line["advantages"]
+    bundle = convert(write_lines(tmp_path / "a.jsonl", lines))
+    for line, coefficient, weight in zip(lines, flat(bundle, "coefficient"), flat(bundle, "weight"), strict=True):
+        mask = torch.tensor(line["response_mask"])
+        torch.testing.assert_close(coefficient, -0.5 * mask)
+        torch.testing.assert_close(weight, 0.25 * mask)
+    assert bundle.event["suspected"][0]["advantage"] is None
+
+
+def test_without_old_log_probs_ratios_are_one(tmp_path: Path) -> None:
+    lines = records()
+    for line in lines:
+        del line["old_log_probs"]
+    bundle = convert(write_lines(tmp_path / "a.jsonl", lines))
+    tokens = sum(sum(line["response_mask"]) for line in lines)
+    for line, coefficient in zip(lines, flat(bundle, "coefficient"), strict=True):
+        expected = -torch.tensor(line["advantages"]) / tokens * torch.tensor(line["response_mask"])
+        torch.testing.assert_close(coefficient, expected)
+    assert "all ratios are 1" in " ".join(bundle.manifest["converted"]["notes"])
+    assert bundle.event["suspected"][0]["ratio"] is None
+
+
+def test_without_log_probs_of_training_the_old_ones_are_taken(tmp_path: Path) -> None:
+    lines = records()
+    for line in lines:
+        del line["log_probs"]
+    bundle = convert(write_lines(tmp_path / "a.jsonl", lines))
+    assert "old_log_probs are taken instead" in " ".join(bundle.manifest["converted"]["notes"])
+    assert bundle.event["suspected"][0]["ratio"] == 1.0
+
+
+def test_the_ratio_may_be_to_the_rollout(tmp_path: Path) -> None:
+    lines = records()
+    for line in lines:
+        line["rollout_log_probs"] = [value - 0.1 for value in line["log_probs"]]
+    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), "--old-from-rollout")
+    assert bundle.event["suspected"][0]["ratio"] == pytest.approx(math.exp(0.1))
+
+
+def test_a_norm_under_its_threshold_is_noted(tmp_path: Path) -> None:
+    bundle = convert(write_lines(tmp_path / "a.jsonl", records()), "--grad-norm", "1")
+    assert "The gradient norm 1 is under its threshold" in " ".join(bundle.manifest["converted"]["notes"])
+
+
+def test_micro_batches_have_the_size_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_lines(tmp_path / "a.jsonl", records())
+    assert list(convert(file, "--micro-batch-size", "3").rows.values()) == [[0, 1, 2], [3]]
+    monkeypatch.setattr(limits, "RECORDED_MICRO_BATCHES", 2)
+    assert list(convert(file).rows.values()) == [[0, 1], [2, 3]]
+
+
+def changed(index: int, **changes: Any) -> Callable[[list[dict[str, Any]]], None]:
+    def change(lines: list[dict[str, Any]]) -> None:
+        lines[index].update(changes)
+
+    return change
+
+
+def without(index: int, *names: str) -> Callable[[list[dict[str, Any]]], None]:
+    def change(lines: list[dict[str, Any]]) -> None:
+        for name in names:
+            del lines[index][name]
+
+    return change
+
+
+NAN = [math.nan, *[1.0] * 6]
+BROKEN: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
+    "too short": (changed(1, log_probs=[-1.0]), "line 2, field 'log_probs': it has 1 values for 7 response tokens."),
+    "too long": (changed(1, advantages=[1.0] * 8), "line 2, field 'advantages': it has 8 values for 7"),
+    "NaN": (changed(1, advantages=NAN), "line 2, field 'advantages': it is nan at index 0; if training had that"),
+    "infinite": (changed(1, advantages=math.inf), "line 2, field 'advantages': it is inf at index 0"),
+    "a text": (changed(1, advantages=["1"] * 7), "line 2, field 'advantages': it must be a list of numbers."),
+    "a string": (changed(1, log_probs="-1234567"), "line 2, field 'log_probs': it must be a list of numbers."),
+    "an object": (changed(1, advantages={"a": 1}), "line 2, field 'advantages': it must be a list of numbers."),
+    "a huge number": (
+        changed(1, advantages=[10**400] * 7),
+        "line 2, field 'advantages': it must be a list of numbers.",
+    ),
+    "a positive log-prob": (changed(1, log_probs=[0.5] * 7), "line 2, field 'log_probs': a log-prob is not positive"),
+    "a negative id": (changed(2, response_ids=[1, 2, -3, 4]), "line 3, field 'response_ids': token ids must be from 0"),
+    "a broken id": (
+        changed(2, response_ids=[1, 2, 3.5, 4]),
+        "line 3, field 'response_ids': it must be a list of token",
+    ),
+    "a huge id": (
+        changed(2, response_ids=[1, 2, 2**40, 4]),
+        "line 3, field 'response_ids': it must be a list of token",
+    ),
+    "a true id": (changed(2, response_ids=[1, 2, True, 4]), "line 3, field 'response_ids': it must be a list of"),
+    "no response": (
+        changed(2, response_ids=[]),
+        "line 3, field 'response_length': the response must have at",
+    ),
+    "no prompt": (changed(2, prompt_ids=[]), "line 3, field 'response_length': the response must have at"),
+    "no ids": (without(0, "response_ids"), "line 1, field 'response_ids': a record needs prompt_ids and response_ids"),
+    "no advantage": (without(0, "advantages"), "line 1, field 'advantages': it is missing, and so is 'coefficients'."),
+    "half of the log-probs": (without(3, "ref_log_probs"), "line 1 has values for 'ref_log_prob', and"),
+    "a mask of halves": (changed(0, response_mask=[0.5] * 5), "field 'response_mask': it must be of zeros and ones."),
+    "a rank": (changed(0, rank=-1), "line 1, field 'rank': it must be a whole number from 0 to 65,536, and is -1."),
+    "a micro-batch": (changed(0, micro_batch=1), "line 1 names a micro-batch, and"),
+    "a temperature": (
+        changed(0, temperature=0),
+        "line 1, field 'temperature': it must be a positive number, and",
+    ),
+    "a uid": (changed(0, uid=["x"]), "line 1, field 'uid': it must be a text or a whole number, and is ['x']."),
+    "no records": (lambda lines: lines.clear(), "There is no record."),
+    "no gradient": (
+        lambda lines: [line.update(advantages=0.0) for line in lines],
+        "No token can move: all advantages or coefficients are zero, or clipped.",
+    ),
+    "no log-prob at all": (
+        lambda lines: [line.pop(name) for line in lines for name in [*line] if name.endswith("log_probs")],
+        "line 1, field 'log_probs': it is missing, and so are",
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
+    lines = records()
+    change, message = BROKEN[broken]
+    change(lines)
+    assert message in refused(write_lines(tmp_path / "a.jsonl", lines), capsys)
+
+
+def test_nan_is_kept_on_request(tmp_path: Path) -> None:
+    lines = records()
+    lines[1]["advantages"] = NAN
+    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), "--keep-nonfinite")
+    first = bundle.event["suspected"][0]
+    assert (first["row"], first["position"], first["source"]) == (1, 0, "nonfinite")
+
+
+def test_what_the_mask_leaves_out_may_be_anything(tmp_path: Path) -> None:
+    lines = records()
+    lines[2]["log_probs"][1] = math.nan
+    lines[2]["advantages"] = [-0.0, None, math.inf, -0.0]
+    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), "--kl-coef", "0.1")
+    assert all(bool(values.isfinite().all()) for values in flat(bundle, "coefficient"))
+
+
+def test_files_that_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def text(name: str, content: bytes) -> Path:
+        (tmp_path / name).write_bytes(content)
+        return tmp_path / name
+
+    assert "line 2 cannot be parsed" in refused(text("b.jsonl", b"\n{"), capsys)
+    assert "line 1 is not an object with fields." in refused(text("c.jsonl", b"[1]\n"), capsys)
+    assert "line 1 cannot be parsed: it nests too deep." in refused(text("d.jsonl", b"[" * 10**5), capsys)
+    assert f"line 1 has over {LINE_BYTES:,} bytes." in refused(text("e.jsonl", b" " * (LINE_BYTES + 1)), capsys)
+    assert "its name does not say what it is: give --format." in refused(text("f.txt", b"{}"), capsys)
+    assert "cannot be read as a Parquet file" in refused(text("g.parquet", b"PAR1 and no more"), capsys)
+    assert "No such file" in refused(tmp_path / "gone.jsonl", capsys)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "is not an ordinary file." in refused(tmp_path / "pipe.jsonl", capsys)
+    with (tmp_path / "huge.jsonl").open("wb") as file:
+        file.truncate(plain_files.FILE_BYTES + 1)
+    assert "bytes, and 2,147,483,648 are the limit." in refused(tmp_path / "huge.jsonl", capsys)
+
+
+def test_a_parquet_file_that_grows_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.parquet"
+    values = pyarrow.array([[0] * 10**6], type=pyarrow.list_(pyarrow.int64()))
+    parquet.write_table(pyarrow.table({"prompt_ids": values}), file, compression="zstd", use_dictionary=False)
+    assert file.stat().st_size < 10**5
+    monkeypatch.setattr(plain_files, "FILE_BYTES", 10**6)
+    assert "bytes without compression, and 1,000,000 are the limit." in refused(file, capsys)
+
+
+# slime's form since 681b3adca: `_build_dump_payload` in slime/observability/train_data_utils.py.
+def slime_file(path: Path, **changes: Any) -> Path:
+    """Two data-parallel ranks with two steps; the samples of a rollout share the sum of their masks."""
+    samples = []
+    for index, line in enumerate(records()):
+        length = len(line["response_ids"])
+        samples.append(
+            {
+                "data_parallel_rank": index % 2,
+                "rollout_position": index,
+                "sample_index": index,
+                "tokens": torch.tensor(line["prompt_ids"] + line["response_ids"]),
+                "total_lengths": length + len(line["prompt_ids"]),
+                "response_lengths": length,
+                "loss_masks": torch.tensor(line["response_mask"], dtype=torch.int32),
+                "rollout_ids": index // 2,
+                "rollout_mask_sums": torch.tensor(12.0 if index < 2 else 8.0),
+                "log_probs": torch.tensor(line["log_probs"]),
+                "rollout_log_probs": torch.tensor(line["rollout_log_probs"]),
+                "advantages": torch.tensor(line["advantages"]),
+                "rewards": 1.0,
+                "truncated": 0,
+            }
+        )
+    shards = [
+        {
+            "rank": 2 * rank,
+            "data_parallel_rank": rank,
+            "sample_indices": [rank, rank + 2],
+            "partition": [rank, rank + 2],
+            "micro_batch_indices": [[0], [1]],
+            "num_microbatches": [1, 1],
+            "global_batch_sizes": [1, 1],
+        }
+        for rank in range(2)
+    ]
+    data = {
+        "format_version": 2,
+        "rollout_id": 31,
+        "rank": 0,
+        "samples": samples,
+        "dp_shards": shards,
+        "raw_reward": [1],
+    }
+    torch.save({**data, **changes}, path)
+    return path
+
+
+def test_slime_train_data(tmp_path: Path) -> None:
+    bundle = convert(slime_file(tmp_path / "31.pt"))
+    event = bundle.event
+    assert (event["global_step"], event["mini_batch"], event["world_size"]) == (31, 0, 2)
+    assert bundle.rows == {(0, 0): [0], (1, 0): [0]}  # the first of each rank's two samples: the first step
+    lines = records()
+    for index, (weight, coefficient) in enumerate(
+        zip(flat(bundle, "weight"), flat(bundle, "coefficient"), strict=True)
+    ):
+        # The rollout's mean over its 12 tokens, one rollout in the step; a rank's loss is two times its share.
+        torch.testing.assert_close(weight, torch.full_like(weight, 2 / 12))
+        torch.testing.assert_close(coefficient, -weight * torch.tensor(lines[index]["advantages"]))
+    assert event["suspected"][0]["position"] == BAD[1] and event["suspected"][0]["rank"] == 1
+    notes = " ".join(bundle.manifest["converted"]["notes"])
+    assert "2 optimizer steps, and this is number 0" in notes
+    (tmp_path / "second").mkdir()
+    second = convert(slime_file(tmp_path / "second" / "31.pt"), "--slime-step", "1", "--loss-agg-mode", "token-mean")
+    assert [len(values) for values in flat(second, "weight")] == [4, 6] and second.event["mini_batch"] == 1
+    torch.testing.assert_close(flat(second, "weight")[1], torch.full((6,), 2 / 8))
+
+
+def test_slime_train_data_of_its_earlier_form(tmp_path: Path) -> None:
+    lines = records()
+    columns = {
+        "tokens": [torch.tensor(line["prompt_ids"] + line["response_ids"]) for line in lines],
+        "total_lengths": [sum(length) for length in LENGTHS],
+        "response_lengths": [response for _, response in LENGTHS],
+        "loss_masks": [torch.tensor(line["response_mask"]) for line in lines],
+        **{
+            name: [torch.tensor(line[name]) for line in lines]
+            for name in ("log_probs", "rollout_log_probs", "advantages")
+        },
+    }
+    torch.save({"rollout_id": 4, "rank": 0, "rollout_data": columns}, tmp_path / "4_0.pt")
+    bundle = convert(tmp_path / "4_0.pt")
+    assert bundle.event["global_step"] == 4 and bundle.event["world_size"] == 1
+    for length, mask, weight in zip((5, 7, 2, 6), columns["loss_masks"], flat(bundle, "weight"), strict=True):
+        torch.testing.assert_close(weight, mask / (length * 4))
+
+
+class Pickled:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_pickle_with_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    marker = tmp_path / "marker"
+    file = slime_file(tmp_path / "a.pt", more=Pickled(marker))
+    torch.load(file, weights_only=False)
+    marker.rmdir()  # so it works
+    assert "it has more than tensors and plain values, or is damaged" in refused(file, capsys)
+    assert not marker.exists()
+
+
+SLIME: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "no samples": ({"samples": []}, (), "is not train data of slime that fits together"),
+    "no shards": ({"dp_shards": []}, (), "There is no record."),
+    "another format": ({"format_version": 3}, (), "it has neither format 2 nor 'rollout_data'."),
+    "no lists": ({"samples": 5}, (), "is not train data of slime that fits together"),
+    "another step": ({}, ("--slime-step", "7"), "has 2 optimizer steps, and none with the number 7."),
+}
+
+
+@pytest.mark.parametrize("broken", SLIME)
+def test_broken_train_data_of_slime(tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
+    changes, options, message = SLIME[broken]
+    assert message in refused(slime_file(tmp_path / "a.pt", **changes), capsys, *options)
+
+
+def test_files_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = slime_file(tmp_path / "a.pt")
+    file.write_bytes(file.read_bytes()[:1000])
+    assert "it has more than tensors and plain values, or is damaged" in refused(file, capsys)
+    torch.save([1, 2], tmp_path / "b.pt")
+    assert "it has neither format 2 nor 'rollout_data'." in refused(tmp_path / "b.pt", capsys)
+
+
+def snippets() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/other-trainers.md").read_text(), re.S)
+
+
+def test_the_lines_for_nemo_rl_make_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line as `log_batched_dict_as_jsonl` writes it: lists of one entry over the padded sequence, and `idx`."""
+    lines, width = [], max(prompt + response for prompt, response in LENGTHS) + 2
+    for index, record in enumerate(records()):
+        prompt = len(record["prompt_ids"])
+
+        def padded_to(values: list[float], prompt: int = prompt) -> list[float]:
+            return [*([0] * prompt), *values, *([0] * (width - prompt - len(values)))]
+
+        ids = record["prompt_ids"] + record["response_ids"]
+        lines.append(
+            {
+                "content": ["text"],
+                "rewards": [1.0],
+                "input_lengths": [len(ids)],
+                "token_ids": [ids + [0] * (width - len(ids))],
+                "token_loss_mask": [padded_to(record["response_mask"])],
+                "sample_loss_mask": [1.0],
+                "advantages": [padded_to(record["advantages"])],
+                "generation_logprobs": [padded_to(record["rollout_log_probs"])],
+                "prev_logprobs": [padded_to(record["old_log_probs"])],
+                "idx": index,
+            }
+        )
+    lines.append({**lines[0], "sample_loss_mask": [0.0]})
+    write_lines(tmp_path / "train_data_step12.jsonl", lines)
+    monkeypatch.chdir(tmp_path)
+    exec(snippets()[1], {})
+    bundle = convert(tmp_path / "step12.jsonl")
+    for record, coefficient, old in zip(
+        records(), flat(bundle, "coefficient"), flat(bundle, "old_log_prob"), strict=True
+    ):
+        mask = torch.tensor(record["response_mask"], dtype=torch.float32)
+        torch.testing.assert_close(old, torch.tensor(record["old_log_probs"]) * mask)
+        expected = -torch.tensor(record["advantages"]) * mask / sum(sum(r["response_mask"]) for r in records())
+        torch.testing.assert_close(coefficient, expected)
+    assert (bundle.event["suspected"][0]["row"], bundle.event["suspected"][0]["position"]) == BAD
+
+
+class FakeTrainer:
+    """What TRL's trainer has that the lines in the documentation use."""
+
+    accelerator = SimpleNamespace(process_index=0)
+    state = SimpleNamespace(global_step=11)
+
+    def __init__(self, log_probs: Tensor) -> None:
+        self.log_probs = log_probs
+
+    def _get_per_token_logps_and_entropies(self) -> tuple[Tensor, None]:
+        return self.log_probs, None
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        return self._get_per_token_logps_and_entropies()[0].sum()
+
+
+def test_the_lines_for_trl_make_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=FakeTrainer))
+    names: dict[str, Any] = {}
+    exec(snippets()[0], names)
+    lines = records()
+    most = max(prompt for prompt, _ in LENGTHS)
+    ids = [torch.tensor(line["response_ids"]) for line in lines]
+    prompts = torch.zeros(len(lines), most, dtype=torch.int64)
+    for row, line in zip(prompts, lines, strict=True):
+        row[most - len(line["prompt_ids"]) :] = torch.tensor(line["prompt_ids"])
+    lengths = torch.tensor([len(each) for each in ids])
+    inputs = {
+        "prompt_ids": prompts,
+        "prompt_mask": torch.stack([torch.arange(most) >= most - prompt for prompt, _ in LENGTHS]).long(),
+        "completion_ids": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
+        "completion_mask": (torch.arange(int(lengths.max())) < lengths.unsqueeze(1)).long(),
+        "tool_mask": padded(lines, "response_mask").long(),
+        "advantages": torch.tensor([line["advantages"][0] for line in lines]),
+        "old_per_token_logps": padded(lines, "old_log_probs"),
+        "importance_sampling_ratio": torch.full((len(lines), 1), 0.5),
+    }
+    monkeypatch.chdir(tmp_path)
+    names["RecordingTrainer"](padded(lines, "log_probs"))._compute_loss(None, inputs)
+    bundle = convert(tmp_path / "step12-rank0.jsonl", "--clip-low", "9", "--clip-high", "9")
+    tokens = sum(sum(line["response_mask"]) for line in lines)
+    for line, coefficient, weight in zip(lines, flat(bundle, "coefficient"), flat(bundle, "weight"), strict=True):
+        mask = torch.tensor(line["response_mask"])
+        ratio = (torch.tensor(line["log_probs"]) - torch.tensor(line["old_log_probs"])).exp()
+        torch.testing.assert_close(coefficient, -0.5 * line["advantages"][0] * ratio * mask / tokens)
+        torch.testing.assert_close(weight, mask / tokens)
+
+
+def small_model(folder: Path) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.3, **sizes))
+    model.save_pretrained(folder)
+    return model
+
+
+def log_probs_of(model: LlamaForCausalLM, record: dict[str, Any], temperature: float) -> Tensor:
+    prompt, response = record["prompt_ids"], torch.tensor(record["response_ids"])
+    logits = model(torch.tensor([*prompt, *response.tolist()]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(-1, response.unsqueeze(-1)).squeeze(-1)
+
+
+def grpo_loss(log_probs: list[Tensor], lines: list[dict[str, Any]]) -> Tensor:
+    """token-mean, with ratios of 1."""
+    parts = [
+        (log_prob * torch.tensor(line["advantages"]) * torch.tensor(line["response_mask"])).sum()
+        for log_prob, line in zip(log_probs, lines, strict=True)
+    ]
+    return -torch.stack(parts).sum() / sum(sum(line["response_mask"]) for line in lines)
+
+
+def norm_of(model: LlamaForCausalLM, loss: Tensor) -> float:
+    gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    return math.hypot(*(float(gradient.norm()) for gradient in gradients))
+
+
+def test_a_search_of_the_bundle_finds_the_planted_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, lines = small_model(tmp_path / "model"), records()
+    log_probs = [log_probs_of(model, line, 0.8) for line in lines]
+    for line, log_prob in zip(lines, log_probs, strict=True):
+        line["log_probs"] = line["old_log_probs"] = log_prob.tolist()
+        del line["ref_log_probs"], line["rollout_log_probs"]
+    norm = norm_of(model, grpo_loss(log_probs, lines))
+    planted = lines[BAD[0]]["advantages"][BAD[1]]
+    lines[BAD[0]]["advantages"][BAD[1]] = lines[BAD[0]]["advantages"][0]
+    usual_norm = norm_of(model, grpo_loss(log_probs, lines))
+    lines[BAD[0]]["advantages"][BAD[1]] = planted
+    token_norm = norm_of(model, planted * log_probs[BAD[0]][BAD[1]])
+
+    options = ["--model", str(tmp_path / "model"), "--temperature", "0.8", "--grad-norm", str(norm), "--step", "3"]
+    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), *options, "--usual-norm", str(usual_norm))
+    assert replay([str(bundle.path), "--search", "--model", str(tmp_path / "model")]) == 0, capsys.readouterr().err
+    (line,) = (tmp_path / "out" / "spikes.jsonl").read_text().splitlines()
+    event = json.loads(line)
+    assert (event["search"], event["diagnosis"], event["suspected"]) == ("replayed", "tokens", [])
+    (culprit,) = event["culprits"]
+    assert (culprit["row"], culprit["position"]) == BAD
+    assert culprit["grad_norm"] == pytest.approx(token_norm, rel=1e-4)
+    assert event["global_step"] == 3 and event["global_norm"] == pytest.approx(norm)

@@ -1,0 +1,259 @@
+"""Recorded spikes: the event, the bundle, and what of them is read. In one process, without verl."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+
+from gradloc import limits, record_events
+from gradloc.bundles import layout
+from gradloc.bundles.layout import NotReplayableError, Row, SavedMicroBatch
+from gradloc.bundles.opening import BundleError, open_bundle
+from gradloc.bundles.recorded import write_recorded_bundle
+from gradloc.evidence.recorded_event import SUSPECTED, recorded_event
+from gradloc.evidence.schema import EVENT, conforms
+from gradloc.evidence.texts import without_texts
+from gradloc.evidence.verdict import CHECK_UNSEARCHED
+from gradloc.evidence.writer import jsonable
+from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
+from gradloc.report.__main__ import main as report
+from gradloc.report.reading import read
+
+ROWS, PROMPT, RESPONSE = 2, 3, 12
+BAD = (1, 2)
+CONTEXT = {
+    "model": {"path": None},
+    "dtype": "float32",
+    "grad_clip": None,
+    "checkpoint": None,
+    "actor": {},
+    "versions": {"trainer": "another 1.0"},
+}
+
+Parts = dict[MicroBatchName, MicroBatch]
+
+
+def micro_batch(seed: int, rows: list[int] | None = None) -> MicroBatch:
+    torch.manual_seed(seed)
+    log_prob = -torch.rand(ROWS, RESPONSE)
+    weight = torch.full_like(log_prob, 1 / log_prob.numel())
+    advantage = torch.ones(ROWS, RESPONSE)
+    tokens = {
+        "token_id": torch.randint(23, (ROWS, RESPONSE)),
+        "response_mask": torch.ones(ROWS, RESPONSE),
+        "log_prob": log_prob,
+        "old_log_prob": log_prob.clone(),
+        "weight": weight,
+        "advantage": advantage,
+        "coefficient": -weight * advantage,
+        "entropy_coefficient": torch.zeros_like(weight),
+        "broken": torch.zeros(ROWS, RESPONSE, dtype=torch.bool),
+    }
+    tokens["suspicion"] = suspicion(tokens)
+    return MicroBatch({}, rows or [0, 1], (torch.get_rng_state(), None), tokens)
+
+
+def planted(parts: Parts, value: float = 1e4) -> Parts:
+    """The same with a token whose coefficient is `value`."""
+    tokens = parts[0, 1].tokens
+    tokens["coefficient"][BAD] = value
+    tokens["advantage"][BAD] = -value * RESPONSE * ROWS
+    tokens["log_prob"][BAD] = tokens["old_log_prob"][BAD] = -9.0
+    tokens["suspicion"] = suspicion(tokens)
+    return parts
+
+
+def micro_batches(count: int = 3) -> Parts:
+    return planted({(0, index): micro_batch(index, [2 * index, 2 * index + 1]) for index in range(count)})
+
+
+def event_of(parts: Parts, **changes: Any) -> dict[str, Any]:
+    where = {"global_step": 7, "epoch": 0, "mini_batch": 1}
+    figures = {"threshold": 640.0, "global_norm": 5e3, "global_threshold": 75.0, "world_size": 1}
+    return recorded_event(parts, where=where, **{**figures, **changes})
+
+
+def saved(parts: Parts) -> dict[MicroBatchName, SavedMicroBatch]:
+    ids = torch.arange(PROMPT + RESPONSE)
+    return {
+        name: SavedMicroBatch([Row(ids, ids, RESPONSE, 1.0) for _ in part.rows], part.tokens, part.rng_state)
+        for name, part in parts.items()
+    }
+
+
+def write(directory: Path, parts: Parts, suffix: str = "", **changes: Any) -> str:
+    rows = {name: part.rows for name, part in parts.items()}
+    return write_recorded_bundle(directory, event_of(parts, **changes), saved(parts), rows, CONTEXT, suffix)
+
+
+def resign(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the manifest, with a checksum that fits again."""
+    manifest = json.loads((bundle / layout.MANIFEST).read_text())
+    change(manifest)
+    text = json.dumps(manifest).encode()
+    (bundle / layout.MANIFEST).write_bytes(text)
+    (bundle / layout.CHECKSUM).write_text(f"{hashlib.sha256(text).hexdigest()}  {layout.MANIFEST}\n")
+
+
+def test_the_event_claims_nothing_that_was_not_measured() -> None:
+    event = event_of(micro_batches())
+    Draft202012Validator(EVENT).validate(jsonable(event))
+    assert conforms(jsonable(event), EVENT)
+    for name in ("units", "culprits", "diffuse", "open_segments"):
+        assert event[name] == []
+    for name in ("without_tokens", "more_tokens", "ordinary_layer_norms"):
+        assert event[name] is None
+    assert (event["search"], event["diagnosis"], event["passes"]) == ("recorded", "unsearched", 0)
+    assert not (event["complete"] or event["explained"] or event["out_of_time"] or event["applied"])
+    assert event["trigger"] == {"kind": "global", "norm": 5e3, "threshold": 75.0}
+    assert event["verdict"]["cause"] is None and event["verdict"]["check"] == CHECK_UNSEARCHED
+    assert event["summary"] == (
+        "Recorded, and not searched; the largest suspicion is that of the token (p = 0.00012), position 2 of row 3 of "
+        "rank 0."
+    )
+
+
+def test_suspected_tokens_are_ordered_by_suspicion() -> None:
+    parts = micro_batches()
+    found = event_of(parts)["suspected"]
+    assert len(found) == SUSPECTED
+    first = found[0]
+    assert (first["rank"], first["micro_batch"], first["row"], first["position"]) == (0, 1, 3, 2)
+    assert first["suspicion"] == pytest.approx(1e4 * (1 - math.exp(-9)))
+    assert first["sources"][0] == "advantage" and "unlikely" in first["sources"]
+    assert not {"grad_norm", "share", "threshold", "layer_norms"} & first.keys()
+    expected = torch.cat([part.tokens["suspicion"].flatten() for part in parts.values()]).topk(SUSPECTED).values
+    assert [token["suspicion"] for token in found] == expected.tolist()
+
+
+def test_a_token_that_is_not_finite_comes_first() -> None:
+    parts = micro_batches()
+    parts[0, 2].tokens["coefficient"][0, 5] = math.nan
+    parts[0, 2].tokens["suspicion"] = suspicion(parts[0, 2].tokens)
+    first = event_of(parts)["suspected"][0]
+    assert (first["row"], first["position"], first["source"]) == (4, 5, "nonfinite")
+
+
+def test_a_token_that_cannot_move_is_not_suspected() -> None:
+    parts = {(0, 0): micro_batch(0)}
+    tokens = parts[0, 0].tokens
+    tokens["coefficient"] = torch.zeros_like(tokens["coefficient"])
+    tokens["coefficient"][0, 3] = tokens["coefficient"][0, 4] = -1.0
+    tokens["weight"][0, 4] = 0.0
+    tokens["suspicion"] = suspicion(tokens)
+    assert [token["position"] for token in event_of(parts)["suspected"]] == [3]
+
+
+def test_a_warning_about_the_run_is_the_verdict() -> None:
+    warning = {"name": "stale_weights", "sentence": "The rollout is stale.", "check": "Look."}
+    verdict = event_of(micro_batches(), warnings=[warning])["verdict"]
+    assert (verdict["cause"], verdict["sentence"], verdict["check"]) == ("stale_weights", warning["sentence"], "Look.")
+
+
+def test_texts_of_suspected_tokens_can_be_left_out() -> None:
+    event = event_of(micro_batches())
+    event["suspected"][0] |= {"token": "x", "prompt": "secret", "response": "secret", "context": "secret"}
+    bare = without_texts(event)
+    assert bare["suspected"][0]["token"] == "x" and "secret" not in json.dumps(jsonable(bare))
+
+
+def test_a_bundle_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    parts = micro_batches()
+    name = write(tmp_path, parts)
+    assert name == "replay/step7-epoch0-mini_batch1"
+    bundle = open_bundle(tmp_path / name)
+    assert bundle.manifest["layers"] == [] and bundle.manifest["measured"] == [] and bundle.manifest["left_out"] == 0
+    assert bundle.manifest["versions"]["trainer"] == "another 1.0" and bundle.manifest["versions"]["gradloc"]
+    assert bundle.rows == {part: each.rows for part, each in parts.items()}
+    for part, each in bundle.micro_batches.items():
+        assert each.tokens.keys() == parts[part].tokens.keys()
+        for key, values in each.tokens.items():
+            torch.testing.assert_close(values, parts[part].tokens[key], rtol=0, atol=0)
+    for entry in bundle.manifest["micro_batches"]:
+        assert entry["norm"] is None and entry["layer_norms"] == {}
+        assert entry["threshold"] == pytest.approx(640 / math.sqrt(ROWS * RESPONSE))
+    suspected = [{**token, "suspicion": float(token["suspicion"])} for token in event_of(parts)["suspected"]]
+    assert bundle.event["suspected"] == suspected
+
+
+def test_the_parts_of_ranks_lie_side_by_side(tmp_path: Path) -> None:
+    parts = micro_batches()
+    names = [write(tmp_path, parts, suffix) for suffix in ("-rank0", "-rank1", "-rank0")]
+    stem = "replay/step7-epoch0-mini_batch1"
+    assert names == [f"{stem}-rank0", f"{stem}-rank1", f"{stem}-2-rank0"]
+    assert all(open_bundle(tmp_path / name).event["global_step"] == 7 for name in names)
+
+
+def test_of_many_micro_batches_the_likeliest_are_kept(tmp_path: Path) -> None:
+    count = limits.RECORDED_MICRO_BATCHES + 3
+    parts = micro_batches(count)
+    quiet = parts[0, count - 1].tokens
+    quiet["coefficient"] = torch.zeros_like(quiet["coefficient"])  # a prompt whose responses have the same reward
+    bundle = open_bundle(tmp_path / write(tmp_path, parts))
+    assert len(bundle.micro_batches) == limits.RECORDED_MICRO_BATCHES and bundle.manifest["left_out"] == 2
+    assert (0, 1) in bundle.micro_batches and (0, count - 1) not in bundle.micro_batches
+    assert list(bundle.micro_batches) == sorted(bundle.micro_batches)
+
+
+def test_what_a_bundle_may_not_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = micro_batches()
+    size = sum(tensor.nbytes for tensor in layout.to_tensors(saved(parts)[0, 1]).values())
+    monkeypatch.setattr(limits, "BUNDLE_BYTES", size)
+    name = write(tmp_path, parts)
+    assert list(open_bundle(tmp_path / name).micro_batches) == [(0, 1)]  # the likeliest alone
+    monkeypatch.setattr(limits, "BUNDLE_BYTES", size - 1)
+    with pytest.raises(NotReplayableError, match="it would take"):
+        write(tmp_path, parts)
+    monkeypatch.setattr(limits, "TOTAL_BYTES", 1)
+    with pytest.raises(NotReplayableError, match="move some away"):
+        write(tmp_path, parts)
+    still = {(0, 0): micro_batch(0)}
+    still[0, 0].tokens["coefficient"] = torch.zeros(ROWS, RESPONSE)
+    with pytest.raises(NotReplayableError, match="no token with a gradient"):
+        write(tmp_path, still)
+    assert [path.name for path in (tmp_path / "replay").iterdir()] == [Path(name).name]
+
+
+CLAIMS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "layers": lambda m: m.update(layers=["a"]),
+    "a norm": lambda m: m["micro_batches"][0].update(norm=1.0),
+    "norms of layers": lambda m: m["micro_batches"][0].update(layer_norms={"a": 1.0}),
+    "a diagnosis": lambda m: m["event"].update(diagnosis="diffuse"),
+    "a measured token": lambda m: m["measured"].append(
+        {"rank": 0, "micro_batch": 0, "row": 0, "position": 0, "grad_norm": 1.0, "layer_norms": {}}
+    ),
+    "a token elsewhere": lambda m: m["event"]["suspected"][0].update(position=RESPONSE),
+    "another search": lambda m: m["event"].update(search="local"),
+    "a file twice": lambda m: m["micro_batches"].append(m["micro_batches"][0]),
+    "no micro-batch": lambda m: m.update(micro_batches=[]),
+    "another file": lambda m: m["micro_batches"][0].update(file="../secret"),
+    "a long list": lambda m: m.update(micro_batches=m["micro_batches"] * 30),
+    "a field": lambda m: m["event"]["suspected"][0].pop("weight"),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_bundle_that_claims_more_is_refused(tmp_path: Path, claim: str) -> None:
+    bundle = tmp_path / write(tmp_path, micro_batches())
+    open_bundle(bundle)
+    resign(bundle, CLAIMS[claim])
+    with pytest.raises(BundleError, match="is damaged"):
+        open_bundle(bundle)
+
+
+def test_the_report_shows_it_and_blames_no_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    event = event_of(micro_batches())
+    record_events(str(tmp_path), [event])
+    evidence = read(str(tmp_path))
+    assert evidence.totals.events == 1 and evidence.skipped == 0 and not evidence.sources
+    assert evidence.totals.ended_early == 0 and not evidence.totals.not_applied
+    assert report([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "unsearched" in shown and "ended early" not in shown
+    assert report([str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0

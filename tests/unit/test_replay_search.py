@@ -1,0 +1,382 @@
+"""The search of a bundle in one process and under torchrun: what it writes, what it says, and what it refuses."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stripped_bundles import strip
+from test_replay import BAD, DAMAGES, THRESHOLD, bundle, kept, resave, resign, small_model, tensors_of
+
+from gradloc.evidence.schema import EVENT, conforms
+from gradloc.measure.passes import Passes
+from gradloc.replay import evidence_line, memory
+from gradloc.replay.__main__ import main
+
+__all__ = ["bundle", "kept"]
+
+# transformers 4 and 5 load models in different ways.
+pytestmark = pytest.mark.target(version="0.9.1")
+
+NAME = "step1-epoch0-mini_batch0"
+OTHER = b'{"not": "an event"}\n\xff\xfe malformed\n'
+
+
+@pytest.fixture
+def evidence(kept: Path, tmp_path: Path) -> Path:
+    """A copy of the evidence, with other lines around that of the spike."""
+    folder = tmp_path / "dump"
+    shutil.copytree(kept, folder)
+    spikes = folder / "spikes.jsonl"
+    spikes.write_bytes(OTHER + spikes.read_bytes() + OTHER + b'{"schema": 4, "unfin')
+    return folder
+
+
+def search(folder: Path, *options: str, name: str = NAME) -> int:
+    return main([str(folder / "replay" / name), "--model", str(folder / "model"), "--search", *options])
+
+
+def line_of(folder: Path) -> dict[str, Any]:
+    """The event in the evidence; everything else is as it was."""
+    data = (folder / "spikes.jsonl").read_bytes()
+    assert data.startswith(OTHER) and data.endswith(b"\n" + OTHER + b'{"schema": 4, "unfin')
+    return json.loads(data.removeprefix(OTHER).split(b"\n")[0])
+
+
+def change_line(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    event = line_of(folder)
+    change(event)
+    (folder / "spikes.jsonl").write_bytes(OTHER + json.dumps(event).encode() + b"\n" + OTHER + b'{"schema": 4, "unfin')
+
+
+def left(folder: Path) -> set[str]:
+    """The files around the bundle."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and NAME not in path.parts}
+
+
+def test_the_event_is_rewritten_beside_the_bundle_and_in_the_evidence(
+    evidence: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {"token": "bad", "context": "a «bad» one", "reward": 1.0, "prompt": "what?"}
+    change_line(evidence, lambda event: event["culprits"][0].update(texts))
+    before, mode = line_of(evidence), (evidence / "spikes.jsonl").stat().st_mode
+    assert search(evidence) == 0
+    out = capsys.readouterr().out
+    event = line_of(evidence)
+    assert conforms(event, EVENT) and event["search"] == "replayed"
+    (culprit,) = event["culprits"]
+    assert (culprit["row"], culprit["position"]) == BAD and texts.items() <= culprit.items()
+    assert culprit["grad_norm"] == pytest.approx(before["culprits"][0]["grad_norm"], rel=1e-4)
+    same = set(before) - {"search", "culprits", "units", "seconds", "budget_seconds", "passes", "suspected", "summary"}
+    assert {name: event[name] for name in same} == {name: before[name] for name in same}
+    assert json.loads((evidence / "replay" / f"{NAME}.event.json").read_text()) == event
+    assert (evidence / "spikes.jsonl").stat().st_mode == mode
+    assert left(evidence) == {"spikes.jsonl", f"replay/{NAME}.event.json"} | {
+        path for path in left(evidence) if path.split("/")[0] in ("model", "wider", "deeper")
+    }
+    assert "The culprits" in out and "«bad»" in out and "these are the weights of training" in out
+    assert "The search in training named the same tokens." in out and "Its line is replaced in" in out
+
+
+def several(folder: Path) -> None:
+    data = (folder / "spikes.jsonl").read_bytes().split(b"\n")
+    (folder / "spikes.1.jsonl").write_bytes(data[2] + b"\n")
+
+
+def linked(folder: Path) -> None:
+    (folder / "spikes.jsonl").rename(folder.parent / "elsewhere.jsonl")
+    (folder / "spikes.jsonl").symlink_to(folder.parent / "elsewhere.jsonl")
+
+
+LINES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "gone": (lambda f: (f / "spikes.jsonl").unlink(), "there is none around the bundle"),
+    "another step": (lambda f: change_line(f, lambda e: e.update(global_step=2)), "no line of it is of this spike"),
+    "another epoch": (lambda f: change_line(f, lambda e: e.update(epoch=1)), "no line of it is of this spike"),
+    "another bundle": (lambda f: change_line(f, lambda e: e.update(replay="replay/x")), "no line of it is"),
+    "no event": (lambda f: change_line(f, lambda e: e.pop("trigger")), "no line of it is of this spike"),
+    "twice": (several, "more than one line (2) of it is of this spike"),
+    "a link": (linked, "is not an ordinary file"),
+}
+
+
+@pytest.mark.parametrize("change", LINES)
+def test_a_line_that_is_not_surely_that_of_the_spike_stays(
+    evidence: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    LINES[change][0](evidence)
+    files = {path: path.read_bytes() for path in [*evidence.glob("*.jsonl"), *evidence.parent.glob("*.jsonl")]}
+    assert search(evidence, "--json") == 0
+    out, error = capsys.readouterr()
+    assert "spikes.jsonl is as it was: " in error and LINES[change][1] in error, error
+    assert {path: path.read_bytes() for path in files} == files
+    event = json.loads(out)
+    assert event["search"] == "replayed" and event["replay"] == f"replay/{NAME}"
+    assert json.loads((evidence / "replay" / f"{NAME}.event.json").read_text()) == event
+
+
+def test_lines_that_training_adds_in_the_meantime_stay(evidence: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spikes, read, times = evidence / "spikes.jsonl", evidence_line._read, []
+
+    def appended(path: Path) -> bytes:
+        data = read(path)
+        times.append(path)
+        # Once for the event so far, once for the line, and once to replace it.
+        if len(times) == 3:
+            with open(spikes, "ab") as file:
+                file.write(b"ished\n")
+        return data
+
+    monkeypatch.setattr(evidence_line, "_read", appended)
+    assert search(evidence) == 0
+    data = spikes.read_bytes()
+    assert len(times) == 5 and data.endswith(b'{"schema": 4, "unfinished\n') and b'"replayed"' in data
+    assert not [path for path in left(evidence) if "unfinished" in path]
+
+
+def test_other_weights_do_not_replace_what_training_has_found(
+    evidence: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = small_model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    other.save_pretrained(tmp_path / "other")
+    before = line_of(evidence)
+    command = [str(evidence / "replay" / NAME), "--model", str(tmp_path / "other"), "--search"]
+    assert main(command) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the tokens are those of these weights, which need not be those of training." in out
+    assert "it would lose what training has found" in out and line_of(evidence) == before
+    # A recorded spike has nothing to lose.
+    (part,) = strip(evidence / "replay" / NAME, tmp_path / "recorded")
+    assert main([str(part), "--model", str(tmp_path / "other"), "--search"]) == 0
+
+
+def test_a_threshold_that_nothing_exceeds_leads_to_one_that_finds_it(
+    evidence: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = left(evidence)
+    assert search(evidence, "--threshold", "1e9", "--json") == 0
+    out, error = capsys.readouterr()
+    assert "No micro-batch is over τ = 1e+09: the largest, micro-batch 0 of rank 0, has 0.000282 τ; " in error
+    assert "the largest of 10 tokens measured alone has 0.0008917 τ (row 1, position 2)." in error
+    assert left(evidence) == files and json.loads(out)["search"] == "local"
+    suggested = error.partition("--threshold ")[2].partition("\n")[0].rstrip(".")
+    assert search(evidence, "--threshold", suggested, "--json") == 0
+    event = json.loads(capsys.readouterr().out)
+    assert [(culprit["row"], culprit["position"]) for culprit in event["culprits"]] == [BAD]
+    assert event["threshold"] == event["culprits"][0]["threshold"] == float(suggested)
+
+
+def test_a_budget_bounds_the_search(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert search(evidence, "--budget", "1", "--json") == 0
+    event = json.loads(capsys.readouterr().out)
+    assert event["passes"] == event["budget"] == 1 and event["diagnosis"] == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--search", "--remedies"], "--remedies is of a replay without --search"),
+        (["--search", "--switches"], "--switches is of a replay without --search"),
+        (["--search", "--budget", "0"], "--budget must be at least 1"),
+        (["--search", "--threshold", "nan"], "must be positive and finite"),
+        (["--threshold", "1"], "--threshold is for --search"),
+        (["--budget", "1"], "--budget is for --search"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(
+    bundle: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([str(bundle), *options])
+    assert exit.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_torchrun_is_for_the_search(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        main([str(bundle)])
+    assert "torchrun is for --search" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_bundle_is_not_searched(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    change, message = DAMAGES[damage]
+    change(bundle)
+    assert main([str(bundle), "--model", str(kept / "model"), "--search"]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1 and message in error, error
+    assert not list(bundle.parent.glob("*.event.json"))
+
+
+def test_a_pass_that_fails_ends_it_in_one_sentence(
+    evidence: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted failure\nwith more lines")
+
+    files, run = left(evidence), Passes._run
+    for fails_at in (1, 2):
+        passes: list[None] = []
+
+        def failing(*arguments: Any, at: int = fails_at, made: list[None] = passes) -> None:
+            made.append(None)
+            fail() if len(made) == at else run(*arguments)
+
+        monkeypatch.setattr(Passes, "_run", failing)
+        assert search(evidence) == 2
+        out, error = capsys.readouterr()
+        assert out == "" and error == "The search failed: rank 0: RuntimeError: planted failure.\n"
+    monkeypatch.setattr(Passes, "_run", run)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 0)
+    assert search(evidence) == 2
+    assert capsys.readouterr().err.startswith("float32, sdpa takes more memory than there is: at least 0.0 GiB")
+    assert left(evidence) == files
+
+
+def test_what_a_stranger_may_write_into_a_bundle_does_no_harm(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A random state that torch would refuse, and a run on a thousand million ranks."""
+    resave(bundle, lambda tensors: tensors.update({"rng.cpu": torch.zeros(3, dtype=torch.uint8)}))
+    resign(bundle, lambda manifest: manifest["event"].update(world_size=10**9, until="exhaustive"))
+    assert main([str(bundle), "--model", str(kept / "model"), "--search", "--json"]) == 0
+    event = json.loads(capsys.readouterr().out)
+    assert [(culprit["row"], culprit["position"]) for culprit in event["culprits"]] == [BAD]
+
+
+@pytest.fixture
+def parts(kept: Path, tmp_path: Path) -> list[Path]:
+    """The parts of a recorded spike of three ranks, of which two are there."""
+    source = tmp_path / "source"
+    shutil.copytree(kept / "replay" / NAME, source)
+    resign(source, lambda manifest: manifest["event"].update(world_size=3))
+    found = strip(source, tmp_path / "dump")
+    path = tensors_of(source)
+    path.rename(source / "rank2-micro_batch0.safetensors")
+
+    def move(manifest: dict[str, Any]) -> None:
+        manifest["micro_batches"][0].update(rank=2, file="rank2-micro_batch0.safetensors")
+        for token in [*manifest["measured"], *manifest["event"]["culprits"]]:
+            token["rank"] = 2
+
+    resign(source, move)
+    found += strip(source, tmp_path / "dump")
+    assert [part.name for part in found] == [f"{NAME}-rank0", f"{NAME}-rank2"]
+    return found
+
+
+def searched_parts(
+    part: Path, kept: Path, capsys: pytest.CaptureFixture[str], *options: str
+) -> tuple[dict[str, Any], str]:
+    assert main([str(part), "--model", str(kept / "model"), "--search", "--json", *options]) == 0
+    out, error = capsys.readouterr()
+    return json.loads(out), error
+
+
+def test_the_parts_of_a_spike_are_searched_as_one(
+    parts: list[Path], kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    event, error = searched_parts(parts[1], kept, capsys)
+    assert {(c["rank"], c["row"], c["position"]) for c in event["culprits"]} == {(0, *BAD), (2, *BAD)}
+    assert conforms(event, EVENT) and event["search"] == "replayed" and event["suspected"] == []
+    assert event["micro_batches"] == len(event["units"]) == 2 and event["explained"] is None
+    assert "Searched 2 micro-batches (rank 0, 2) in 2 bundles: " in error
+    assert "Of 3 ranks, the bundles of rank 1 are not here, and their tokens are not searched." in error
+    assert (parts[1].parent / f"{parts[1].name}.event.json").exists()
+
+
+def damaged(part: Path) -> None:
+    tensors_of(part).write_bytes(b"")
+
+
+def of_another_step(part: Path) -> None:
+    resign(part, lambda manifest: manifest["event"].update(global_step=99))
+
+
+def of_the_same_rank(part: Path) -> None:
+    shutil.rmtree(part)
+    shutil.copytree(part.with_name(f"{NAME}-rank0"), part)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (damaged, f"The part {NAME}-rank2 cannot be used: rank2-micro_batch0.safetensors is cut off"),
+        (of_another_step, f"The part {NAME}-rank2 is of another spike."),
+        (of_the_same_rank, f"The part {NAME}-rank2 is of another spike."),
+        (lambda part: part.rename(part.with_name(f"{NAME}-rank2-2")), "Of 3 ranks, the bundles of ranks 1 to 2"),
+        (lambda part: part.rename(part.with_name("step9-epoch0-mini_batch0-rank2")), "bundles of ranks 1 to 2"),
+    ],
+)
+def test_a_part_that_cannot_be_used_is_named(
+    parts: list[Path],
+    kept: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path], Any],
+    message: str,
+) -> None:
+    change(parts[1])
+    event, error = searched_parts(parts[0], kept, capsys)
+    assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [(0, *BAD)]
+    assert message in error and "Of 3 ranks, the bundles of ranks 1 to 2 are not here" in error
+
+
+def test_the_page_shows_the_rewritten_event(parts: list[Path], kept: Path, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page = tmp_path / "page.html"
+    assert main([str(parts[0]), "--model", str(kept / "model"), "--search", "--html", str(page)]) == 0
+    assert '"diagnosis":"tokens"' in page.read_text()
+
+
+def test_a_replay_after_the_search_of_a_recorded_spike_has_its_culprits(
+    parts: list[Path], kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def replayed() -> dict[str, Any]:
+        assert main([str(parts[0]), "--model", str(kept / "model"), "--only", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    before = replayed()
+    assert before["tokens"] == [] and any("--search finds the tokens" in note for note in before["notes"])
+    assert [layer["norm"] for layer in before["layers"]] == [None] * 5
+    searched_parts(parts[0], kept, capsys)
+    found = replayed()
+    (culprit,) = found["tokens"]
+    assert culprit["culprit"] and (culprit["row"], culprit["position"]) == BAD and found["notes"] == []
+    assert culprit["replayed"] == pytest.approx(culprit["grad_norm"], rel=1e-4)
+    # It may be of another bundle, or come from a stranger.
+    path = parts[0].with_name(f"{parts[0].name}.event.json")
+    event = json.loads(path.read_text())
+    for change in ({"global_step": 5}, {"culprits": [{**event["culprits"][0], "position": 99}]}, {"units": "x"}):
+        path.write_text(json.dumps({**event, **change}))
+        assert replayed()["tokens"] == []
+
+
+def test_two_processes_of_torchrun_find_the_same(evidence: Path) -> None:
+    """As users start it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gradloc.replay"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [*command, str(evidence / "replay" / NAME), "--model", str(evidence / "model"), "--search", "--json"],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    event = json.loads(done.stdout)
+    (culprit,) = event["culprits"]
+    assert (culprit["row"], culprit["position"]) == BAD and culprit["grad_norm"] > THRESHOLD
+    assert line_of(evidence) == event
