@@ -26,7 +26,7 @@ from ..report.figures import visible
 from ..threshold import MARGIN
 from .batch import Batch, build_batch
 from .loss import AGG_MODES, KL_LOSSES, Loss
-from .plain_files import RECORDS, json_lines, parquet_rows
+from .plain_files import RECORDS, RESPONSE_TOKENS, json_lines, parquet_rows
 from .records import Record, RecordError, read_record
 from .slime import read_slime
 
@@ -134,6 +134,7 @@ def _read(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]]:
     found: dict[str, Any] = {"notes": [], "ranks": 1, "step": options.step, "mini_batch": 0, "formats": []}
     found["agg_mode"] = options.loss_agg_mode or "token-mean"
     records: list[Record] = []
+    tokens = 0
     for file in options.files:
         path = Path(file)
         form = options.format or _FORMATS.get(path.suffix.lower())
@@ -160,6 +161,9 @@ def _read(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]]:
             records.append(read_record(fields, place, options.temperature, options.keep_nonfinite))
             if len(records) > RECORDS:
                 raise RecordError(f"{place} is one too many: {RECORDS:,} records are the limit.")
+            tokens += records[-1].row.response_length
+            if tokens > RESPONSE_TOKENS:
+                raise RecordError(f"{place} is one too many: {RESPONSE_TOKENS:,} response tokens are the limit.")
     return records, found
 
 

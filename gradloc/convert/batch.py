@@ -15,9 +15,6 @@ from ..measure.micro_batch import MicroBatch, MicroBatchName
 from .loss import Loss
 from .records import Record, RecordError
 
-# All together, of the tensors that a bundle may have before the likeliest micro-batches are chosen.
-_TOKENS = 2**27
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -67,8 +64,6 @@ def build_batch(
     """
     if not records:
         raise RecordError("There is no record.")
-    if sum(record.row.response_length for record in records) > _TOKENS:
-        raise RecordError(f"The records have over {_TOKENS:,} response tokens.")
     _check_alike(records)
     notes = _unknown_fields(records)
     records, more = _with_log_probs(records, old_from_rollout)

@@ -14,7 +14,7 @@ from .records import RecordError
 # Of a file; of a Parquet file, also without its compression.
 FILE_BYTES = 2 * 2**30
 # Of all files together.
-RECORDS = 2**20
+RECORDS, RESPONSE_TOKENS = 2**20, 2**24
 
 _BATCH = 16
 
@@ -80,5 +80,5 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise RecordError(f"{path} cannot be read as a Parquet file: {str(error).splitlines()[0][:200]}.") from error

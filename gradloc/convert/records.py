@@ -135,8 +135,7 @@ def _ids(known: Mapping[str, Any], place: str) -> tuple[Tensor, int]:
 
 def _token_ids(value: Any, name: str, place: str) -> Tensor:
     if isinstance(value, Tensor):
-        whole = value.dim() == 1 and not value.dtype.is_floating_point and not value.dtype.is_complex
-        whole = whole and value.dtype != torch.bool
+        whole = _is_plain(value) and not value.dtype.is_floating_point and value.dtype != torch.bool
     else:
         whole = isinstance(value, Sequence) and all(type(each) is int and abs(each) < _TOKEN_IDS for each in value)
     if not whole:
@@ -170,7 +169,7 @@ def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: boo
 def _numbers(value: Any, name: str, length: int, place: str) -> Tensor:
     """Numbers as float64 of shape (length,); null is 0."""
     if isinstance(value, Tensor):
-        fits = value.dim() == 1 and not value.dtype.is_complex
+        fits = _is_plain(value)
     else:
         fits = isinstance(value, Sequence) and not isinstance(value, str)
         # A float may be NaN or infinite; an int may be larger than any float.
@@ -185,6 +184,12 @@ def _numbers(value: Any, name: str, length: int, place: str) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().double()
     return torch.tensor([0.0 if each is None else float(each) for each in value], dtype=torch.float64)
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Whether it is a list of numbers of a length that is not absurd: one number may be repeated without memory."""
+    plain = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
+    return plain and value.dim() == 1 and not value.dtype.is_complex and len(value) <= _TOKENS_IN_A_ROW
 
 
 def _index(known: Mapping[str, Any], name: str, place: str) -> int | None:

@@ -76,7 +76,7 @@ def read_slime(path: Path, step: int = 0, own_weights: bool = True) -> TrainData
             found = _of_rank(path, data, step, own_weights)
         else:
             raise RecordError(f"{path} is not train data of slime: it has neither format 2 nor 'rollout_data'.")
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         if isinstance(error, RecordError):
             raise
         raise RecordError(f"{path} is not train data of slime that fits together: {error!r:.200}.") from error

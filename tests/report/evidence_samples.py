@@ -165,6 +165,7 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
         "units": units,
         "culprits": culprits,
         "diffuse": [],
+        "suspected": [],
         "passes": random.randrange(2, 14),
         "budget": 128,
         "budget_seconds": 300.0,

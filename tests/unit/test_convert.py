@@ -15,6 +15,7 @@ import pytest
 import torch
 from pyarrow import parquet
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradloc import limits
 from gradloc.bundles.opening import Bundle, open_bundle
@@ -24,6 +25,7 @@ from gradloc.convert.loss import AGG_MODES, KL_LOSSES
 from gradloc.evidence.foreign_json import LINE_BYTES
 from gradloc.evidence.schema import EVENT, conforms
 from gradloc.evidence.writer import jsonable
+from gradloc.replay.__main__ import main as replay
 from gradloc.report.__main__ import main as report
 from gradloc.report.reading import read
 
@@ -616,3 +618,56 @@ def test_the_lines_for_trl_make_records(tmp_path: Path, monkeypatch: pytest.Monk
         ratio = (torch.tensor(line["log_probs"]) - torch.tensor(line["old_log_probs"])).exp()
         torch.testing.assert_close(coefficient, -0.5 * line["advantages"][0] * ratio * mask / tokens)
         torch.testing.assert_close(weight, mask / tokens)
+
+
+def small_model(folder: Path) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.3, **sizes))
+    model.save_pretrained(folder)
+    return model
+
+
+def log_probs_of(model: LlamaForCausalLM, record: dict[str, Any], temperature: float) -> Tensor:
+    prompt, response = record["prompt_ids"], torch.tensor(record["response_ids"])
+    logits = model(torch.tensor([*prompt, *response.tolist()]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(-1, response.unsqueeze(-1)).squeeze(-1)
+
+
+def grpo_loss(log_probs: list[Tensor], lines: list[dict[str, Any]]) -> Tensor:
+    """token-mean, with ratios of 1."""
+    parts = [
+        (log_prob * torch.tensor(line["advantages"]) * torch.tensor(line["response_mask"])).sum()
+        for log_prob, line in zip(log_probs, lines, strict=True)
+    ]
+    return -torch.stack(parts).sum() / sum(sum(line["response_mask"]) for line in lines)
+
+
+def norm_of(model: LlamaForCausalLM, loss: Tensor) -> float:
+    gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    return math.hypot(*(float(gradient.norm()) for gradient in gradients))
+
+
+def test_a_search_of_the_bundle_finds_the_planted_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, lines = small_model(tmp_path / "model"), records()
+    log_probs = [log_probs_of(model, line, 0.8) for line in lines]
+    for line, log_prob in zip(lines, log_probs, strict=True):
+        line["log_probs"] = line["old_log_probs"] = log_prob.tolist()
+        del line["ref_log_probs"], line["rollout_log_probs"]
+    norm = norm_of(model, grpo_loss(log_probs, lines))
+    planted = lines[BAD[0]]["advantages"][BAD[1]]
+    lines[BAD[0]]["advantages"][BAD[1]] = lines[BAD[0]]["advantages"][0]
+    usual_norm = norm_of(model, grpo_loss(log_probs, lines))
+    lines[BAD[0]]["advantages"][BAD[1]] = planted
+    token_norm = norm_of(model, planted * log_probs[BAD[0]][BAD[1]])
+
+    options = ["--model", str(tmp_path / "model"), "--temperature", "0.8", "--grad-norm", str(norm), "--step", "3"]
+    bundle = convert(write_lines(tmp_path / "a.jsonl", lines), *options, "--usual-norm", str(usual_norm))
+    assert replay([str(bundle.path), "--search", "--model", str(tmp_path / "model")]) == 0, capsys.readouterr().err
+    (line,) = (tmp_path / "out" / "spikes.jsonl").read_text().splitlines()
+    event = json.loads(line)
+    assert (event["search"], event["diagnosis"], event["suspected"]) == ("replayed", "tokens", [])
+    (culprit,) = event["culprits"]
+    assert (culprit["row"], culprit["position"]) == BAD
+    assert culprit["grad_norm"] == pytest.approx(token_norm, rel=1e-4)
+    assert event["global_step"] == 3 and event["global_norm"] == pytest.approx(norm)
