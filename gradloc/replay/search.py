@@ -198,6 +198,9 @@ def _micro_batch(bundle: Bundle, name: MicroBatchName, device: torch.device, sca
     tokens = dict(saved.tokens)
     for coefficient in ("coefficient", "entropy_coefficient"):
         tokens[coefficient] = tokens[coefficient] * scale
+        # The loss scale made it overflow in half precision, for which `broken` does not count it.
+        if scale != 1 and "broken" in tokens and (tokens[coefficient].isinf() & ~tokens["broken"]).any():
+            tokens[coefficient] = tokens[coefficient].half()
     inputs = {"rows": saved.rows, "entropy": bool((saved.tokens["entropy_coefficient"] != 0).any())}
     # Nothing is random in evaluation mode, so the random state is not needed.
     return MicroBatch(inputs, bundle.rows[name], get_rng_state(device), tokens)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +19,8 @@ from actors import IDENTITY_THRESHOLD, Case, build_model, stock_dp_actor
 from batches import build_batch
 from oracle import Unit, brute_force
 from verl.utils.gradloc.bundles import bundle_writer
+from verl.utils.gradloc.measure.passes import Passes
+from verl.utils.gradloc.replay import search_command
 from verl.utils.gradloc.replay.__main__ import main
 
 
@@ -101,3 +105,26 @@ def searched(bundle: str, model: str, *options: str) -> int:
     started = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     with mock.patch.dict(os.environ, started), contextlib.redirect_stdout(io.StringIO()):
         return main([bundle, "--model", model, "--search", *options])
+
+
+def failing(bundle: str, model: str) -> list[tuple[int, str]]:
+    """The exit codes of searches in which rank 1 alone fails: while it loads, and in its first three passes."""
+    found = []
+    for owner, name, at in ((search_command, "load", 1), *((Passes, "_run", at) for at in (1, 2, 3))):
+        errors = io.StringIO()
+        failure = mock.patch.object(owner, name, _failing_at(at, getattr(owner, name)))
+        with failure, contextlib.redirect_stderr(errors):
+            found.append((searched(bundle, model), errors.getvalue()))
+    return found
+
+
+def _failing_at(at: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose call of this number fails on rank 1."""
+    calls = itertools.count(1)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == at and dist.get_rank() == 1:
+            raise RuntimeError("planted failure")
+        return function(*arguments, **options)
+
+    return called

@@ -118,7 +118,12 @@ def test_the_search_of_a_natural_spike_takes_the_same_decisions(
     beside = bundle.parent / f"{bundle.name}.event.json"
     beside.unlink()
     assert launch(2, replay_cases.searched, str(bundle), str(tmp_path / "model")) == [0, 0]
-    check_same(json.loads(beside.read_text()), {**trained, "explained": alone["explained"]})
+    in_two = json.loads(beside.read_text())
+    check_same(in_two, trained)
+    units = {(unit.rank, unit.micro_batch): unit.norm for unit in results[0][0]}
+    for event in (alone, in_two):
+        for unit in event["units"]:
+            assert unit["norm"] == pytest.approx(units[unit["rank"], unit["micro_batch"]], rel=TOLERANCE)
 
 
 def test_a_nan_is_found_again(launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +140,39 @@ def test_a_nan_is_found_again(launch: Launch, tmp_path: Path, capsys: pytest.Cap
     assert launch(2, replay_cases.searched, str(bundle), str(tmp_path / "model")) == [0, 0]
     in_two = json.loads((bundle.parent / f"{bundle.name}.event.json").read_text())
     assert sorted(places(in_two["culprits"])) == sorted(places(trained["culprits"]))
+
+
+@pytest.mark.parametrize(
+    ("case", "diagnosis"),
+    [
+        (Case("fsdp2", precision="bfloat16", planted=ONE), "tokens"),
+        (Case("fsdp2", precision="float16", loss_scale=2.0**4, planted=ONE), "tokens"),
+        # The loss scale makes the planted token's coefficient overflow: it is not what is wrong.
+        (Case("fsdp2", precision="float16", loss_scale=2.0**12, planted=ONE), "overflow"),
+    ],
+    ids=["bfloat16", "float16", "overflow"],
+)
+def test_half_precision_is_searched_with_the_loss_scale(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case, diagnosis: str
+) -> None:
+    ((trained,),) = same_events(launch(2, replay_cases.kept, case, str(tmp_path), IDENTITY_THRESHOLD))
+    found = search(tmp_path / "dump" / trained["replay"], tmp_path, capsys)
+    assert found["diagnosis"] == trained["diagnosis"] == diagnosis
+    assert places(found["culprits"]) == places(trained["culprits"])
+    for culprit, before in zip(found["culprits"], trained["culprits"], strict=True):
+        assert culprit["grad_norm"] == pytest.approx(before["grad_norm"], rel=case.tolerance)
+
+
+def test_a_failure_of_one_process_ends_all(launch: Launch, tmp_path: Path) -> None:
+    runs = launch(2, replay_cases.kept, Case("fsdp2", planted=ONE), str(tmp_path), IDENTITY_THRESHOLD)
+    ((trained,),) = same_events(runs)
+    bundle, model = tmp_path / "dump" / trained["replay"], tmp_path / "model"
+    first, second = launch(2, replay_cases.failing, str(bundle), str(model))
+    assert [code for code, _ in first] == [code for code, _ in second] == [2, 2, 2, 2]
+    for _, error in first:
+        assert error.count("\n") == 1 and "planted failure" in error
+    assert [error for _, error in second] == ["", "", "", ""]
+    assert not list(bundle.parent.glob("*.event.json"))
 
 
 def test_what_a_bundle_has_no_room_for_stays_as_training_found_it(
