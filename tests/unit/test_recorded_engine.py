@@ -22,6 +22,7 @@ pytestmark = [
 ]
 if trees.TARGET == "0.9.1":
     from tensordict import TensorDict
+    from valid_events import valid_events
     from verl.utils import tensordict_utils as tu
     from verl.utils.gradloc.adapters import spike_recorder
     from verl.utils.gradloc.adapters.recorded_engine import RecordedEngine
@@ -30,8 +31,6 @@ if trees.TARGET == "0.9.1":
     from verl.workers.engine import BaseEngine
     from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
     from verl.workers.utils.losses import ppo_loss
-
-    from valid_events import valid_events
 else:
     BaseEngine = RecordedEngine = object
 
