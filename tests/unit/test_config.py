@@ -28,6 +28,7 @@ DEFAULTS = {
     "bisect_budget_seconds": "auto",
     "spike_trigger": "unit",
     "bisect_until": "explained",
+    "spike_search": "training",
     "spike_action": "log",
     "spike_stop_after": 5,
     "spike_drill_step": None,
