@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import verl
@@ -107,6 +108,7 @@ def test_keys_are_overridden_without_a_plus() -> None:
         ("bisect_budget_seconds=soon", "bisect_budget_seconds must be a positive finite number"),
         ("spike_trigger=sometimes", "spike_trigger must be one of"),
         ("bisect_until=tired", "bisect_until must be one of"),
+        ("spike_search=later", "spike_search must be one of"),
         ("spike_action=panic", "spike_action must be one of"),
         ("bisect_dump_dir=''", "bisect_dump_dir must name a folder"),
         ("spike_detection=maybe", "spike_detection must be True or False"),
@@ -126,6 +128,47 @@ def test_bad_values_are_refused_at_start(override: str, message: str) -> None:
     # Hydra wraps what the dataclass raises.
     with pytest.raises(Exception, match=message):
         actor_config(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["spike_action=skip"], "spike_action=skip needs spike_search=training"),
+        (["spike_action=drop"], "spike_action=drop needs spike_search=training"),
+        (["spike_drill_step=2", "spike_detection=True"], "spike_drill_step tests the search in training"),
+        (["spike_action=stop", "spike_detection=True", "layer_clip.enable=True"], None),
+    ],
+)
+def test_what_needs_a_search_in_training_is_refused(overrides: list[str], message: str | None) -> None:
+    with contextlib.nullcontext() if message is None else pytest.raises(Exception, match=message):
+        config = actor_config("spike_search=replay", *overrides)
+        assert config.records_spikes and not config.searches_in_training
+
+
+@pytest.mark.skipif(not ENGINE, reason="verl 0.7 has no such engines")
+@pytest.mark.parametrize("engine", ["megatron", "veomni", "torchtitan"])
+def test_other_engines_only_record(engine: str) -> None:
+    def config(*overrides: str) -> Any:
+        composed_with = composed(
+            f"model_engine={engine}",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+            *(f"actor_rollout_ref.actor.{override}" for override in overrides),
+        )
+        generated = OmegaConf.load(CONFIG_DIR / f"_generated_ppo_{engine}_trainer.yaml").actor_rollout_ref.actor
+        assert list(generated) == [key for key in composed_with.actor_rollout_ref.actor if key in generated]
+        return omega_conf_to_dataclass(composed_with.actor_rollout_ref.actor)
+
+    found = config("spike_detection=True", "grad_norm_threshold=auto", "spike_action=stop")
+    assert found.spike_search == "replay" and found.records_spikes and found.strategy == engine
+    assert not config().records_spikes
+    for override, message in (
+        ("spike_search=training", "spike_search=training needs the FSDP engine, not strategy="),
+        ("+layer_clip.enable=True", "layer_clip needs the FSDP engine"),
+        ("+token_clip.enable=True", "token_clip needs the FSDP engine"),
+        ("spike_action=drop", "spike_action=drop needs spike_search=training"),
+    ):
+        with pytest.raises(Exception, match=message):
+            config(override)
 
 
 def test_the_generated_reference_mirrors_the_composed_config() -> None:
@@ -158,6 +201,7 @@ OF_THE_ENGINE = [
     (["actor_rollout_ref.actor.strategy=fsdp_turbo", LAYER_CLIP], "does not know strategy=fsdp_turbo"),
     (["distillation.enabled=True", DETECTION], "does not know distillation losses"),
     (["distillation.enabled=True"], None),
+    (["actor_rollout_ref.actor.strategy=fsdp_turbo", DETECTION, "actor_rollout_ref.actor.spike_search=replay"], None),
 ]
 
 
