@@ -70,7 +70,7 @@ class SpikeConfig(BaseConfig, GradLocConfig):
             raise ValueError(f"[actor] spike_detection must be True or False, got {self.spike_detection!r}.")
         if self.spike_log not in (None, True, False, "texts"):
             raise ValueError(f"[actor] spike_log must be True, False, texts or null, got {self.spike_log!r}.")
-        if self.token_clip.enable and getattr(self, "use_prefix_grouper", False):
+        if self.token_clip.get("enable", False) and getattr(self, "use_prefix_grouper", False):
             raise ValueError("[actor] token_clip does not know use_prefix_grouper: set token_clip.enable=False.")
         if self.spike_drill_step is not None and not self.spike_detection:
             raise ValueError("[actor] spike_drill_step needs spike_detection=True.")
@@ -94,7 +94,6 @@ class RecordedSpikeConfig(SpikeConfig):
 
     def check_spike_keys(self) -> None:
         """Raises ValueError for a value out of range; the message names the key."""
-        super().check_spike_keys()
         strategy = getattr(self, "strategy", "this strategy")
         if self.spike_search != "replay":
             raise ValueError(
@@ -102,7 +101,8 @@ class RecordedSpikeConfig(SpikeConfig):
                 "set spike_search=replay."
             )
         for clip in ("layer_clip", "token_clip"):
-            if getattr(self, clip).enable:
+            if getattr(self, clip).get("enable", False):  # a dict where verl's yaml lacks the key
                 raise ValueError(
                     f"[actor] {clip} needs the FSDP engine, not strategy={strategy}: set {clip}.enable=False."
                 )
+        super().check_spike_keys()

@@ -102,7 +102,7 @@ class RecordedEngine:
             where, last = self._recorder_places.next(data)
             recorder.start_mini_batch(where)
             failed = partial(recorder.warn_once, "a mini-batch is not recorded")
-            config = loss_function.keywords["config"]  # type: ignore[attr-defined]
+            config = loss_function.keywords["config"]
             data[ROW] = torch.arange(len(data))
             return _MiniBatch(RecordedLoss(loss_function, config, failed), where, last)
         except Exception as error:

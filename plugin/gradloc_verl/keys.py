@@ -34,7 +34,7 @@ class FSDPActorConfig(SpikeConfig, config.FSDPActorConfig):  # type: ignore[misc
 
 
 @dataclass
-class McoreActorConfig(RecordedSpikeConfig, config.McoreActorConfig):  # type: ignore[misc]
+class McoreActorConfig(RecordedSpikeConfig, config.McoreActorConfig):
     """verl's, with the keys of RecordedSpikeConfig."""
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class McoreActorConfig(RecordedSpikeConfig, config.McoreActorConfig):  # type: i
 
 
 @dataclass
-class VeOmniActorConfig(RecordedSpikeConfig, config.VeOmniActorConfig):  # type: ignore[misc]
+class VeOmniActorConfig(RecordedSpikeConfig, config.VeOmniActorConfig):  # type: ignore[name-defined]
     """verl's, with the keys of RecordedSpikeConfig."""
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class VeOmniActorConfig(RecordedSpikeConfig, config.VeOmniActorConfig):  # type:
 
 
 @dataclass
-class TorchTitanActorConfig(RecordedSpikeConfig, config.TorchTitanActorConfig):  # type: ignore[misc]
+class TorchTitanActorConfig(RecordedSpikeConfig, config.TorchTitanActorConfig):  # type: ignore[name-defined]
     """verl's, with the keys of RecordedSpikeConfig."""
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from verl.workers.config import FSDPActorConfig
 pytestmark = pytest.mark.every_target
 # Since verl 0.8, an engine trains the actor.
 ENGINE = importlib.util.find_spec("verl.workers.actor") is None
+ACTOR = "actor_rollout_ref.actor"
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 DEFAULTS = {
     "spike_detection": False,
@@ -151,21 +152,21 @@ def test_other_engines_only_record(engine: str) -> None:
     def config(*overrides: str) -> Any:
         composed_with = composed(
             f"model_engine={engine}",
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-            *(f"actor_rollout_ref.actor.{override}" for override in overrides),
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+            *overrides,
         )
         generated = OmegaConf.load(CONFIG_DIR / f"_generated_ppo_{engine}_trainer.yaml").actor_rollout_ref.actor
         assert list(generated) == [key for key in composed_with.actor_rollout_ref.actor if key in generated]
         return omega_conf_to_dataclass(composed_with.actor_rollout_ref.actor)
 
-    found = config("spike_detection=True", "grad_norm_threshold=auto", "spike_action=stop")
+    found = config(f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=auto", f"{ACTOR}.spike_action=stop")
     assert found.spike_search == "replay" and found.records_spikes and found.strategy == engine
     assert not config().records_spikes
     for override, message in (
-        ("spike_search=training", "spike_search=training needs the FSDP engine, not strategy="),
-        ("+layer_clip.enable=True", "layer_clip needs the FSDP engine"),
-        ("+token_clip.enable=True", "token_clip needs the FSDP engine"),
-        ("spike_action=drop", "spike_action=drop needs spike_search=training"),
+        (f"{ACTOR}.spike_search=training", "spike_search=training needs the FSDP engine, not strategy="),
+        (f"+{ACTOR}.layer_clip.enable=True", "layer_clip needs the FSDP engine"),
+        (f"+{ACTOR}.token_clip.enable=True", "token_clip needs the FSDP engine"),
+        (f"{ACTOR}.spike_action=drop", "spike_action=drop needs spike_search=training"),
     ):
         with pytest.raises(Exception, match=message):
             config(override)
