@@ -9,6 +9,7 @@ from .checks import is_finite_number, is_positive_integer
 TRIGGERS = ("unit", "global")
 ACTIONS = ("log", "skip", "drop", "stop")
 UNTIL = ("explained", "exhaustive")
+SEARCHES = ("training", "replay")
 
 
 @dataclass(kw_only=True)
@@ -25,6 +26,8 @@ class GradLocConfig:
             the reduced gradient is.
         bisect_until (str): When a search ends. "explained": a few tokens over τ explain the spike: without them, every
             micro-batch is measured under its threshold; "exhaustive": every token over τ is found.
+        spike_search (str): When the tokens are searched. "training": in extra passes, before the optimizer step;
+            "replay": the spike is only recorded, and its bundle is searched later.
         spike_action (str): What happens to the optimizer step. "log": step as usual; "skip": skip it; "drop": step
             without the culprits' gradient; "stop": step as usual, and end the run after repeated spikes.
         spike_stop_after (int): For "stop": save a checkpoint and end the run after N spikes within N steps.
@@ -40,6 +43,7 @@ class GradLocConfig:
     bisect_budget_seconds: float | str | None = "auto"
     spike_trigger: str = "unit"
     bisect_until: str = "explained"
+    spike_search: str = "training"
     spike_action: str = "log"
     spike_stop_after: int = 5
     spike_drill_step: int | None = None
@@ -68,9 +72,21 @@ class GradLocConfig:
             raise ValueError(f"spike_trigger must be one of {list(TRIGGERS)}, got {self.spike_trigger!r}.")
         if self.bisect_until not in UNTIL:
             raise ValueError(f"bisect_until must be one of {list(UNTIL)}, got {self.bisect_until!r}.")
+        if self.spike_search not in SEARCHES:
+            raise ValueError(f"spike_search must be one of {list(SEARCHES)}, got {self.spike_search!r}.")
         if self.spike_action not in ACTIONS:
             raise ValueError(f"spike_action must be one of {list(ACTIONS)}, got {self.spike_action!r}.")
         if not is_positive_integer(self.spike_stop_after):
             raise ValueError(f"spike_stop_after must be an integer of at least 1, got {self.spike_stop_after!r}.")
         if self.spike_drill_step is not None and not is_positive_integer(self.spike_drill_step):
             raise ValueError(f"spike_drill_step must be null or a step, from 1 on, got {self.spike_drill_step!r}.")
+        if self.spike_search == "replay":
+            if self.spike_action in ("skip", "drop"):
+                raise ValueError(
+                    f"spike_action={self.spike_action} needs spike_search=training, because spike_search=replay sees a "
+                    "spike only after the optimizer step: set spike_action to log or stop."
+                )
+            if self.spike_drill_step is not None:
+                raise ValueError(
+                    "spike_drill_step tests the search in training: set it to null, or spike_search=training."
+                )

@@ -14,6 +14,12 @@ ROOT = Path(__file__).resolve().parents[1]
 HOOKS = ROOT / "patches/0.9.1/hooks.patch"
 CONF = ROOT / "plugin/gradloc_verl/conf"
 GROUPS = (("actor", "FSDPActorConfig"), ("critic", "FSDPCriticConfig"))
+# The engines whose spikes are only recorded: their keys are those that the patch adds to actor.yaml.
+RECORDED = (
+    ("megatron", "McoreActorConfig"),
+    ("veomni", "VeOmniActorConfig"),
+    ("torchtitan", "TorchTitanActorConfig"),
+)
 
 
 def added_lines(patch: str, file: str) -> list[str]:
@@ -28,16 +34,18 @@ def added_lines(patch: str, file: str) -> list[str]:
     return lines
 
 
-def written(group: str, target: str, patch: str) -> str:
-    """The text of a group's yaml."""
-    keys = "\n".join(added_lines(patch, f"verl/trainer/config/{group}/dp_{group}.yaml")).strip()
+def written(group: str, target: str, patch: str, engine: str = "dp", source: str | None = None) -> str:
+    """The text of a group's yaml, for an engine; `source` is the yaml to which the patch adds the keys."""
+    own = f"{engine}_{group}"
+    source = f"{source or own}.yaml"
+    keys = "\n".join(added_lines(patch, f"verl/trainer/config/{group}/{source}")).strip()
     if not keys:
-        raise ValueError(f"the patch adds no keys to dp_{group}.yaml")
-    return f"""# Written by tools/plugin_config.py from what the patch adds to dp_{group}.yaml.
-# {group}@...=gradloc_dp_{group} is verl's dp_{group} with GradLoc's keys.
+        raise ValueError(f"the patch adds no keys to {source}")
+    return f"""# Written by tools/plugin_config.py from what the patch adds to {source}.
+# {group}@...=gradloc_{own} is verl's {own} with GradLoc's keys.
 defaults:
 
-  - dp_{group}
+  - {own}
 
   - _self_
 
@@ -50,9 +58,11 @@ _target_: gradloc_verl.config.{target}
 
 def main() -> int:
     stale = []
-    for group, target in GROUPS:
-        file = CONF / group / f"gradloc_dp_{group}.yaml"
-        text = written(group, target, HOOKS.read_text())
+    patch = HOOKS.read_text()
+    texts = {CONF / group / f"gradloc_dp_{group}.yaml": written(group, target, patch) for group, target in GROUPS}
+    for engine, target in RECORDED:
+        texts[CONF / f"actor/gradloc_{engine}_actor.yaml"] = written("actor", target, patch, engine, "actor")
+    for file, text in texts.items():
         if not file.is_file() or file.read_text() != text:
             stale.append(file)
             if "--check" not in sys.argv[1:]:

@@ -53,6 +53,16 @@ class SpikeConfig(BaseConfig, GradLocConfig):
     layer_clip: LayerClipConfig = field(default_factory=LayerClipConfig)
     token_clip: TokenClipConfig = field(default_factory=TokenClipConfig)
 
+    @property
+    def searches_in_training(self) -> bool:
+        """Whether GradLoc searches spikes where they happen, before the optimizer step."""
+        return self.spike_detection and self.spike_search == "training"
+
+    @property
+    def records_spikes(self) -> bool:
+        """Whether spikes are only recorded, and searched later."""
+        return self.spike_detection and self.spike_search == "replay"
+
     def check_spike_keys(self) -> None:
         """Raises ValueError for a value out of range; the message names the key."""
         self.check()
@@ -60,7 +70,7 @@ class SpikeConfig(BaseConfig, GradLocConfig):
             raise ValueError(f"[actor] spike_detection must be True or False, got {self.spike_detection!r}.")
         if self.spike_log not in (None, True, False, "texts"):
             raise ValueError(f"[actor] spike_log must be True, False, texts or null, got {self.spike_log!r}.")
-        if self.token_clip.enable and getattr(self, "use_prefix_grouper", False):
+        if self.token_clip.get("enable", False) and getattr(self, "use_prefix_grouper", False):
             raise ValueError("[actor] token_clip does not know use_prefix_grouper: set token_clip.enable=False.")
         if self.spike_drill_step is not None and not self.spike_detection:
             raise ValueError("[actor] spike_drill_step needs spike_detection=True.")
@@ -70,3 +80,29 @@ class SpikeConfig(BaseConfig, GradLocConfig):
             raise ValueError(
                 f"[actor] spike_replay must be a number of bundles, 0 for none, got {self.spike_replay!r}."
             )
+
+
+@dataclass
+class RecordedSpikeConfig(SpikeConfig):
+    """The same for the actors of engines that GradLoc does not search in: their spikes are only recorded.
+
+    Args:
+        spike_search (str): "replay".
+    """
+
+    spike_search: str = "replay"
+
+    def check_spike_keys(self) -> None:
+        """Raises ValueError for a value out of range; the message names the key."""
+        strategy = getattr(self, "strategy", "this strategy")
+        if self.spike_search != "replay":
+            raise ValueError(
+                f"[actor] spike_search={self.spike_search} needs the FSDP engine, not strategy={strategy}: "
+                "set spike_search=replay."
+            )
+        for clip in ("layer_clip", "token_clip"):
+            if getattr(self, clip).get("enable", False):  # a dict where verl's yaml lacks the key
+                raise ValueError(
+                    f"[actor] {clip} needs the FSDP engine, not strategy={strategy}: set {clip}.enable=False."
+                )
+        super().check_spike_keys()

@@ -35,6 +35,8 @@ def build(actor: "DataParallelPPOActor") -> tuple[Watch | None, GradLoc | None, 
     on = config.get("spike_detection", False) or any(clips)
     if actor.actor_optimizer is None or not on:
         return None, None, None
+    if config.get("spike_search", "training") == "replay":
+        raise ValueError("spike_search=replay needs an engine of verl 0.9: set spike_search=training.")
     watch = Watch(
         actor.actor_module,
         config,

@@ -6,8 +6,8 @@
 # mypy: disable-error-code="attr-defined"
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from ..fsdp import collectives
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from .actor_config import SpikeConfig
-from .critic_engine import WatchedValueEngine
-from .engine_data import ROW, as_metric, loss_scale, rewards_of_rows, sample_of_row
+from .engine_data import ROW, MiniBatchPlaces, as_metric, loss_scale, rewards_of_rows, sample_of_row
+from .ragged import ResponseCutter, inputs_of, padded, sequences
 from .replay_bundles import ragged_rows
 from .update_evidence import UpdateEvidence
 from .watch import EVIDENCE_KEYS, Watch, read_state
@@ -48,8 +48,6 @@ class WatchedEngine:
     # Reads the state of a checkpoint that was loaded before there was a watch.
     _read_state: Callable[[], dict[str, Any]] | None = None
     _watching = False
-    _mini_batches = 0
-    _earlier_mini_batches = 0
 
     @property
     def gradloc(self) -> GradLoc | None:
@@ -70,9 +68,7 @@ class WatchedEngine:
             self._build(config)
         if self.watch is None:
             return super().train_batch(data, loss_function)  # type: ignore[misc]
-        update, updates = tu.get(data, "update_of_step", (0, 1))
-        self._place(tu.get(data, "epoch_and_mini_batch", (0, 0)), update)
-        last = tu.get(data, "update_lr_scheduler", True) and update == updates - 1
+        self._where, last = self._places.next(data)
         step = tu.get(data, "training_step")
         if self.watch.watches_passes:
             self._start(step)
@@ -104,8 +100,8 @@ class WatchedEngine:
         if watch is None or not watch.watches_passes or not self._watching or forward_only:
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         # Before the engine moves it to the device, where reading lengths would wait for the device.
-        inputs = _inputs(micro_batch)
-        watch.begin_pass(inputs, micro_batch[ROW].tolist(), partial(_sequences, inputs))
+        inputs = inputs_of(micro_batch)
+        watch.begin_pass(inputs, micro_batch[ROW].tolist(), partial(sequences, inputs))
         return super().forward_step(  # type: ignore[misc]
             micro_batch, partial(self._observed, loss_function, inputs), forward_only
         )
@@ -131,8 +127,8 @@ class WatchedEngine:
             self._read_state = read
 
     def _build(self, config: Any) -> None:
-        self._settings = config
-        if not (config.spike_detection or config.layer_clip.enable or config.token_clip.enable):
+        self._settings, self._places = config, MiniBatchPlaces()
+        if not (config.searches_in_training or config.layer_clip.enable or config.token_clip.enable):
             return
         group_size: int = self.ulysses_sequence_parallel_size
         self.watch = Watch(
@@ -150,14 +146,6 @@ class WatchedEngine:
         self._evidence = UpdateEvidence(config.bisect_dump_dir, tokenizer, group_size)
         if self._read_state is not None:
             self.watch.load(self._read_state)
-
-    def _place(self, epoch_and_mini_batch: Sequence[int], update: int) -> None:
-        """Sets the mini-batch's place in its step, from that in its update."""
-        epoch, mini_batch = epoch_and_mini_batch
-        if (epoch, mini_batch) == (0, 0):
-            self._earlier_mini_batches = self._mini_batches if update else 0
-        self._where = epoch, self._earlier_mini_batches + mini_batch
-        self._mini_batches = self._where[1] + 1
 
     def _start(self, training_step: int | None) -> None:
         """Begins a mini-batch; the first one begins a step."""
@@ -187,11 +175,11 @@ class WatchedEngine:
             loss = loss_function(model_output={**model_output, **flat}, data=data, dp_group=dp_group)
         finally:
             self.watch.aggregation.stop()
-        as_response = _ResponseCutter(inputs, data["response_mask"])
+        as_response = ResponseCutter(inputs, data["response_mask"])
         without_graph = {key: values.detach() for key, values in flat.items()}
 
         def read_tokens() -> dict[str, Tensor]:
-            tokens = {name: _padded(data[key]) for name, key in EVIDENCE_KEYS.items() if key in data.keys()}
+            tokens = {name: padded(data[key]) for name, key in EVIDENCE_KEYS.items() if key in data.keys()}
             names = {"log_probs": "log_prob", "entropy": "entropy"}
             return tokens | {names[key]: as_response(values) for key, values in without_graph.items()}
 
@@ -208,74 +196,6 @@ def _actor_config(loss_function: Callable[..., Any]) -> Any:
     """The actor's configuration that the loss is bound to; None for another loss."""
     config = getattr(loss_function, "keywords", {}).get("config")
     return config if isinstance(config, SpikeConfig) else None
-
-
-def _padded(values: Tensor) -> Tensor:
-    """A column of the responses, of shape (rows, response length)."""
-    return values.to_padded_tensor(0) if values.is_nested else values
-
-
-class _ResponseCutter:
-    """Cuts the responses out of flat values of whole sequences; no host sync.
-
-    A token's log-prob stands at the position before it.
-
-    Args:
-        inputs (Mapping): What `_inputs` gave.
-        mask (Tensor): The response mask, padded or nested, on the values' device.
-    """
-
-    def __init__(self, inputs: Mapping[str, Any], mask: Tensor) -> None:
-        self._lengths = inputs["response_lengths"], [len(row) for row in inputs["input_ids"]]
-        self._width = max(inputs["response_lengths"]) if mask.is_nested else mask.shape[1]
-        self._device = mask.device
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """The values of the responses, shape (rows, response length); 0 behind a response's end."""
-        is_response, index = self._index
-        return torch.where(is_response, values[index], 0.0)
-
-    @cached_property
-    def _index(self) -> tuple[Tensor, Tensor]:
-        responses, sequences = torch.tensor(self._lengths).to(self._device, non_blocking=True).unsqueeze(2)
-        position = torch.arange(self._width, device=self._device)
-        is_response = position < responses
-        return is_response, torch.where(is_response, sequences.cumsum(0) - responses - 1 + position, 0)
-
-
-# What a forward needs besides the tokens: settings of the batch.
-_FORWARD_SETTINGS = (
-    "use_remove_padding",
-    "pad_mode",
-    "use_fused_kernels",
-    "temperature",
-    "pad_token_id",
-    "max_response_len",
-    "multi_modal_inputs",
-)
-
-
-def _inputs(micro_batch: TensorDict) -> dict[str, Any]:
-    """The part of a micro-batch that a forward needs; without nested tensors, so that it can be sent."""
-    responses = micro_batch["responses"]
-    if responses.is_nested:
-        lengths = responses.offsets().diff()
-    else:
-        lengths = micro_batch["attention_mask"][:, -responses.shape[1] :].sum(1)
-    return {
-        "input_ids": [row.detach() for row in micro_batch["input_ids"].unbind()],
-        "position_ids": [row.detach() for row in micro_batch["position_ids"].unbind()],
-        "response_lengths": lengths.tolist(),
-        "settings": {key: tu.get(micro_batch, key) for key in _FORWARD_SETTINGS if key in micro_batch.keys()},
-    }
-
-
-def _sequences(inputs: Mapping[str, Any]) -> tuple[Tensor, list[int]]:
-    """Where a micro-batch has tokens, padded on the right, and the column of each response's first one."""
-    lengths = torch.tensor([len(row) for row in inputs["input_ids"]])
-    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
-    starts = (lengths - torch.tensor(inputs["response_lengths"])).tolist()
-    return mask.to(get_device_id(), non_blocking=True), starts
 
 
 def _forward_rows(
@@ -320,20 +240,3 @@ def _forward_rows(
     unwatched = super(WatchedEngine, engine).forward_step  # type: ignore[misc]
     unwatched(batch, capture, False)
     return captured.get("entropy"), captured["log_probs"]
-
-
-def watch_fsdp_engines() -> None:
-    """Puts a mixin over the FSDP engines that verl has registered for language models and for critics."""
-    from verl.workers.engine.base import EngineRegistry
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
-
-    for model_type, mixin, unwatched in (
-        ("language_model", WatchedEngine, FSDPEngineWithLMHead),
-        ("value_model", WatchedValueEngine, FSDPEngineWithValueHead),
-    ):
-        watched = type(unwatched.__name__, (mixin, unwatched), {"__module__": __name__})
-        for backend in ("fsdp", "fsdp2"):
-            registered = EngineRegistry._engines[model_type][backend]
-            for key, engine in registered.items():
-                if engine is unwatched:
-                    registered[key] = watched

@@ -3,13 +3,14 @@
 """How much each token counts in verl's losses."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from verl.trainer.ppo import core_algos
 
+from ..evidence.token_facts import find_after_eos
 from ..measure.token_weights import token_weights
 
 
@@ -142,3 +143,50 @@ def kl_coefficients(
         estimate = penalty(logprob=x, ref_logprob=ref_log_prob, kl_penalty=config.kl_loss_type)
         loss = core_algos.agg_loss(estimate, response_mask, config.loss_agg_mode, **options)
         return torch.autograd.grad(loss * config.kl_loss_coef, x)[0]
+
+
+def with_weights(
+    tokens: Mapping[str, Tensor],
+    aggregation: RecordedAggregation,
+    config: Any,
+    factor: float,
+    options: Mapping[str, Any],
+) -> dict[str, Tensor]:
+    """The tokens with `weight`, and where the policy loss has rejected some, `policy_loss_mask`.
+
+    Args:
+        tokens (Mapping): By the evidence's names, each of shape (rows, response length); at least `response_mask`.
+        aggregation (RecordedAggregation): What their loss called.
+        config (ActorConfig): verl's configuration of the actor.
+        factor (float): The micro-batch's part in the mini-batch's loss.
+        options (Mapping): More arguments with which verl aggregates the terms of KL and entropy.
+    """
+    mask = tokens["response_mask"]
+    kept = aggregation.kept(config, mask)
+    found = dict(tokens) if kept is None else {**tokens, "policy_loss_mask": kept}
+    return {**found, "weight": aggregation.weights(config, mask, **options) * factor}
+
+
+def with_derived(
+    tokens: Mapping[str, Tensor],
+    config: Any,
+    eos_tokens: Collection[int],
+    factor: float,
+    options: Mapping[str, Any],
+) -> dict[str, Tensor]:
+    """The tokens with what follows from their values: the KL loss's part of the coefficient, and what is after an end.
+
+    Args:
+        tokens (Mapping): As `with_weights` takes them, with `log_prob` and `token_id`; with a KL loss, `ref_log_prob`.
+        config (ActorConfig): verl's configuration of the actor.
+        eos_tokens (Collection[int]): Where a rollout stops.
+        factor (float): As `with_weights` takes it.
+        options (Mapping): The same.
+    """
+    derived, mask = {}, tokens["response_mask"]
+    if config.use_kl_loss:
+        kl = kl_coefficients(config, mask, tokens["log_prob"], tokens["ref_log_prob"], **options)
+        derived["kl_coefficient"] = kl * factor
+    if eos_tokens:
+        derived["after_eos"] = find_after_eos(tokens["token_id"], mask, eos_tokens)
+    return {**tokens, **derived}

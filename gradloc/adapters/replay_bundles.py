@@ -40,7 +40,7 @@ def build_bundle_writer(
     """
     if not config.spike_replay:
         return None
-    context = partial(_context, module, config, str(dtype).removeprefix("torch."), grad_clip)
+    context = partial(_context, partial(_model_facts, module), config, str(dtype).removeprefix("torch."), grad_clip)
     return BundleWriter(config.bisect_dump_dir, config.spike_replay, rows_of, context, layer_clip)
 
 
@@ -97,9 +97,30 @@ def _refuse_images(images: Any, wide_positions: bool) -> None:
         raise NotReplayableError("inputs with images cannot be replayed")
 
 
-def _context(module: nn.Module, config: Any, dtype: str, grad_clip: float | None) -> dict[str, Any]:
+def engine_context(engine: Any, config: Any) -> dict[str, Any]:
+    """What a bundle of a recorded spike has of an engine of verl 0.9.
+
+    Args:
+        engine (BaseEngine): Any engine; only FSDP's tells its adapters.
+        config (ActorConfig): verl's configuration of the actor.
+    """
+    module = getattr(engine, "module", None)
+    dtype = getattr(engine, "_autocast_dtype", None) or getattr(engine.engine_config, "dtype", torch.bfloat16)
+    grad_clip = getattr(engine.optimizer_config, "clip_grad", None)
+
+    def facts() -> dict[str, Any]:
+        if isinstance(module, nn.Module) and hasattr(module, "config"):
+            return _model_facts(module)
+        return _facts_of_config(getattr(engine.model_config, "hf_config", None), {})
+
+    return _context(facts, config, str(dtype).removeprefix("torch."), grad_clip)
+
+
+def _context(
+    model_facts: Callable[[], dict[str, Any]], config: Any, dtype: str, grad_clip: float | None
+) -> dict[str, Any]:
     return {
-        "model": _model_facts(module),
+        "model": model_facts(),
         "dtype": dtype,
         "grad_clip": grad_clip,
         "checkpoint": last_checkpoint(config.bisect_dump_dir),
@@ -110,9 +131,11 @@ def _context(module: nn.Module, config: Any, dtype: str, grad_clip: float | None
 
 
 def _model_facts(module: nn.Module) -> dict[str, Any]:
-    config = getattr(module, "config", None)
+    return _facts_of_config(getattr(module, "config", None), getattr(module, "peft_config", None) or {})
+
+
+def _facts_of_config(config: Any, adapters: Mapping[str, Any]) -> dict[str, Any]:
     names = ("model_type", "architectures", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
-    adapters = getattr(module, "peft_config", None) or {}
     path = getattr(config, "name_or_path", None) or None
     return {
         # A replay takes no relative path.

@@ -28,7 +28,7 @@ _ALERT_SECONDS = 600
 
 # The columns of the tables: fields of a line, and of a culprit or of a token in a clip line. The last ones are sent
 # only with texts.
-_NUMBERS = ("grad_norm", "threshold", "share", "advantage", "ratio", "log_prob", "reward")
+_NUMBERS = ("grad_norm", "threshold", "share", "suspicion", "advantage", "ratio", "log_prob", "reward")
 _CLIP_NUMBERS = ("multiple", "advantage", "log_prob", "old_log_prob", "rollout_log_prob", "reward")
 _TEXTS = ("context", "uid")
 COLUMNS = (
@@ -135,11 +135,12 @@ class StepSpikes:
 
 
 def table_rows(event: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any]]:
-    """The rows of an event's largest culprits with these columns; none for a drill or a clip line."""
+    """The rows of an event's largest culprits, or of its suspected tokens, with these columns; none for a drill or a
+    clip line."""
     if "token_clip" in event or event.get("drill") is not None:
         return []
     of_event = {"step": event["global_step"], "diagnosis": event["diagnosis"], "action": event["action"]}
-    return _rows(event["culprits"], of_event, columns)
+    return _rows(event["culprits"] or event.get("suspected", ()), of_event, columns)
 
 
 def clip_rows(line: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any]]:

@@ -36,7 +36,7 @@ def _unsupported(config: Any) -> str | None:
     if config.trainer.get("use_legacy_worker_impl", "auto") == "disable":  # verl 0.7
         return "needs the FSDP workers: set trainer.use_legacy_worker_impl=auto"
     strategy = config.actor_rollout_ref.actor.get("strategy", "fsdp")
-    if strategy not in ("fsdp", "fsdp2"):
+    if strategy not in ("fsdp", "fsdp2") and config.actor_rollout_ref.actor.get("spike_search") != "replay":
         return f"needs the FSDP engine and does not know strategy={strategy}: set {_ACTOR}.strategy=fsdp2"
     if (config.get("distillation") or {}).get("enabled", False):
         return "does not know distillation losses: set distillation.enabled=False"

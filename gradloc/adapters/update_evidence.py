@@ -133,7 +133,7 @@ class UpdateEvidence:
         sample = sample_of(event, culprit)
         if "token_clip" in event:
             return facts_of_token(sample, culprit["position"], self._tokenizer)
-        return limit_texts(_facts(sample, culprit["position"], self._tokenizer), index)
+        return limit_texts(facts_of_culprit(sample, culprit["position"], self._tokenizer), index)
 
 
 def add_facts(
@@ -213,7 +213,8 @@ def facts_of_token(sample: Sample, position: int, tokenizer: Any) -> dict[str, A
     return {**texts, **_facts_of_row(sample)}
 
 
-def _facts(sample: Sample, position: int, tokenizer: Any) -> dict[str, Any]:
+def facts_of_culprit(sample: Sample, position: int, tokenizer: Any) -> dict[str, Any]:
+    """What is written of a culprit, or of a suspected token: its text, and what its sample was rewarded for."""
     reward_model = sample.columns.get("reward_model")
     return {
         **(text_evidence(tokenizer, sample.prompt, sample.response, position) if tokenizer is not None else {}),

@@ -13,7 +13,6 @@ from verl.utils.device import get_device_name
 
 from ..bundles.layout import Row
 from ..evidence.clips import clip_line
-from ..evidence.token_facts import find_after_eos
 from ..fsdp import collectives
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
@@ -22,7 +21,7 @@ from ..measure.passes import Forward
 from ..token_clip.positions import Positions
 from ..token_clip.token_clip import TokenClip
 from .eos_tokens import eos_tokens
-from .loss_weights import RecordedAggregation, kl_coefficients
+from .loss_weights import RecordedAggregation, with_derived, with_weights
 from .meter_kind import meter_kind
 from .replay_bundles import build_bundle_writer
 
@@ -97,7 +96,7 @@ class Watch:
             self.token_clip = TokenClip(module, config.token_clip, device, sequence_parallel_size)
         if config.layer_clip.enable:
             self.layer_clip = LayerClip(module, config.layer_clip, device=device)
-        if config.spike_detection:
+        if config.searches_in_training:
             self.gradloc = GradLoc(
                 module,
                 config,
@@ -186,27 +185,14 @@ class Watch:
             others = {name: tensor for name, tensor in tokens.items() if name not in ("weight", "entropy")}
             self.token_clip.observe(loss_inputs["coefficient"][0], tokens["weight"], self._scale, others)
         if self.gradloc is not None:
-            self.gradloc.observe_later(lambda: self._with_derived(read(), factor, options), loss_inputs)
+            derive = partial(with_derived, config=self._config, eos_tokens=self._eos_tokens)
+            self.gradloc.observe_later(lambda: derive(read(), factor=factor, options=options), loss_inputs)
 
     def _with_weights(self, read_tokens: ReadTokens, factor: float, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        tokens, of_loss = dict(read_tokens()), self.aggregation
-        mask = tokens["response_mask"]
+        tokens = read_tokens()
         if self.gradloc is not None:
-            self.gradloc.loss_agg_mode = of_loss.mode(self._config)
-        if (kept := of_loss.kept(self._config, mask)) is not None:
-            tokens["policy_loss_mask"] = kept
-        tokens["weight"] = of_loss.weights(self._config, mask, **options) * factor
-        return tokens
-
-    def _with_derived(self, tokens: dict[str, Tensor], factor: float, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tokens with what follows from their values, for GradLoc alone."""
-        derived, mask = {}, tokens["response_mask"]
-        if self._config.use_kl_loss:
-            kl = kl_coefficients(self._config, mask, tokens["log_prob"], tokens["ref_log_prob"], **options)
-            derived["kl_coefficient"] = kl * factor
-        if self._eos_tokens:
-            derived["after_eos"] = find_after_eos(tokens["token_id"], mask, self._eos_tokens)
-        return {**tokens, **derived}
+            self.gradloc.loss_agg_mode = self.aggregation.mode(self._config)
+        return with_weights(tokens, self.aggregation, self._config, factor, options)
 
     def step(self, epoch: int, mini_batch: int, optimizer_step: Callable[[], Norm]) -> Norm | float:
         """Takes the optimizer step, unless `spike_action` leaves it out. A collective call.

@@ -4,9 +4,7 @@
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Mapping
-from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from ..search.investigation import Investigation
 from . import layout
 from .bundle_files import bundle_files, bundles_in, bytes_of_bundles, write_bundle_files
 from .layout import NotReplayableError, Row, SavedMicroBatch
+from .patient_disk import PatientDisk
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class BundleWriter:
         self._context = context
         self._layer_clip = layer_clip
         self._said_full = self._failed = False
-        self._disk_work: futures.Future[Any] | None = None
+        self._disk = PatientDisk(self._directory)
 
     def keep(self, event: Mapping[str, Any], investigation: Investigation) -> str | None:
         """Keeps the micro-batches of an event that `worth_keeping` names. A collective call.
@@ -135,28 +134,7 @@ class BundleWriter:
             return None
 
     def _in_time(self, work: Callable[[], _Value]) -> _Value:
-        """What `work` returns, which uses the disk. If it takes too long, it goes on beside training.
-
-        Raises:
-            TimeoutError: It, or earlier work, has not ended within `PATIENCE`.
-        """
-        result: futures.Future[_Value] = futures.Future()
-
-        def run() -> None:
-            try:
-                result.set_result(work())
-            except BaseException as error:  # raised again below
-                result.set_exception(error)
-
-        if self._disk_work is None or self._disk_work.done():
-            self._disk_work = result
-            threading.Thread(target=run, daemon=True).start()
-            try:
-                return result.result(PATIENCE)
-            except futures.TimeoutError:
-                if result.done():
-                    raise
-        raise TimeoutError(f"{self._directory} does not respond within {PATIENCE:g} seconds")
+        return self._disk.run(work, PATIENCE)
 
     def _has_room(self) -> bool:
         try:

@@ -36,6 +36,10 @@ _ROW_FIELDS: tuple[str, ...] = ("rank", "micro_batch", "row", "position", "token
 _ROW_FIELDS += ("threshold", "weight", "coefficient", "suspicion", "share", "advantage", "log_prob", "old_log_prob")
 _ROW_FIELDS += ("ratio", "ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "sequence_ratio")
 _ROW_FIELDS += ("misaligned_share", "turn", "mismatch_turn", "source", "reward")
+_SUSPECTED_FIELDS: tuple[str, ...] = ("rank", "micro_batch", "row", "position", "token_id", "suspicion", "advantage")
+_SUSPECTED_FIELDS += ("log_prob", "ratio", "source", "reward")
+# How many suspected tokens are kept.
+_SUSPECTED = 16
 _SHORT_TEXTS = ("token", "data_source", "uid")
 _LONG_TEXTS = ("prompt", "response", "ground_truth")
 # What a row has for the report itself.
@@ -56,7 +60,8 @@ def condensed_event(
         dict: The event with new fields: `level` (the token-equivalent norm that triggered it), `size` (the largest
             culprit's norm, or without a culprit the largest token-equivalent norm), `explanation`, `ended_early`,
             `open_tokens`, `culprits_in_all`, `diffuse_in_all`. Of its units, the largest that have the micro-batch of
-            a culprit; `of_ranks` is on how many ranks that micro-batch was over its threshold.
+            a culprit; `of_ranks` is on how many ranks that micro-batch was over its threshold. Of a recorded spike,
+            `suspected` lists tokens.
     """
     ordinary = event["ordinary_layer_norms"]
     # The units may not be known.
@@ -81,6 +86,7 @@ def condensed_event(
         "size": max(map(severity, norms)),
         "diffuse": [_part(part) for part in parts],
         "diffuse_in_all": len(event["diffuse"]),
+        "suspected": [_suspected(token) for token in event.get("suspected", ())[:_SUSPECTED]],
     }
 
 
@@ -146,6 +152,15 @@ def _units(event: Mapping[str, Any]) -> list[dict[str, Any]]:
     ranks = Counter(unit["micro_batch"] for unit in units)
     largest = heapq.nlargest(UNITS, units, key=excess)
     return [_fields(unit, _UNIT_FIELDS) | {"of_ranks": ranks[unit["micro_batch"]]} for unit in largest]
+
+
+def _suspected(token: Mapping[str, Any]) -> dict[str, Any]:
+    """A token of a recorded spike as one row of a table."""
+    return {
+        **_fields(token, _SUSPECTED_FIELDS),
+        "token": clipped(token.get("token"), _SHORT_CHARACTERS),
+        "context": clipped(token.get("context"), _SHORT_CHARACTERS),
+    }
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -313,7 +313,11 @@ function lead() {
     return [clips ? `${noSpike} ${clips.sentences[0]}` : noSpike];
   }
   const verdict = data.verdict === null ? "" : visible(data.verdict) + ". ";
-  if (!culprits.length) return [make("b", {}, verdict), "No single token was found to be over the threshold."];
+  if (!culprits.length) {
+    const searched = events.some((event) => event.diagnosis !== "unsearched");
+    const found = searched ? "No single token was found to be over the threshold." : "No token was measured.";
+    return [make("b", {}, verdict), found];
+  }
   const worst = culprits[0];
   const many = `${count(totals.culprits, "token")} stand out in ${
     totals.events === 1 ? "it" : "them"
@@ -987,7 +991,9 @@ function bareTrace() {
     x: bareEvents.map(place),
     y: bareEvents.map((event) => timelineScale.height(number(event.size))),
     customdata: bareEvents.map((event) => ({ event: event.index })),
-    text: bareEvents.map((event) => `<b>no culprit found</b><br>a single token would need norm ${short(event.size)}`),
+    text: bareEvents.map((event) =>
+      `<b>${withoutCulprit(event)}</b><br>a single token would need norm ${short(event.size)}`
+    ),
     hovertemplate: "%{text}<extra></extra>",
     marker: {
       symbol: "line-ns-open",
@@ -1128,8 +1134,12 @@ function fillEventList() {
 
 function eventName(event) {
   const worst = event.culprits?.[0];
-  const found = worst ? `${tokenName(worst).slice(0, 20)}  ${timesOrNotFinite(worst.times)}` : "no culprit found";
+  const found = worst ? `${tokenName(worst).slice(0, 20)}  ${timesOrNotFinite(worst.times)}` : withoutCulprit(event);
   return `${placeInWords(event)}: ${found}`;
+}
+
+function withoutCulprit(event) {
+  return event.diagnosis === "unsearched" ? "not searched" : "no culprit found";
 }
 
 function moveToEvent(by, pressed, other) {
@@ -1181,6 +1191,7 @@ function showSpike() {
   showWhatToDo(event);
   showBefore(event);
   showParts(event);
+  showSuspected(event);
   showChips(event);
   get("culprit").hidden = get("details").hidden = current === null;
   if (current) showCulprit();
@@ -1208,7 +1219,9 @@ function story(event) {
     : "";
   const sentences = [
     `${cause} had norm ${short(norm)}, over its threshold of ${short(threshold)}.`,
-    `${passes} (${short(number(event.seconds).toFixed(2))} s) found ${found}${early}${left}.`,
+    event.diagnosis === "unsearched"
+      ? "It was recorded, and not searched."
+      : `${passes} (${short(number(event.seconds).toFixed(2))} s) found ${found}${early}${left}.`,
   ];
   if (event.error) sentences.push(`The search failed with an error: ${event.error.replace(/\.+$/, "")}.`);
   sentences.push((event.applied ? data.applied : data.not_applied)[event.action]);
@@ -1309,6 +1322,22 @@ function makePart(part) {
 function measuredToken({ row, position, grad_norm, share }) {
   const carried = Number.isFinite(number(share)) ? `, ${percent(share)} of the norm` : "";
   return `token ${position} of row ${row}: ${short(grad_norm)}${carried}`;
+}
+
+// The tokens of a spike that was only recorded.
+function showSuspected({ suspected }) {
+  get("suspected").hidden = !suspected.length;
+  get("suspected-rows").replaceChildren(...suspected.map(makeSuspected));
+}
+
+function makeSuspected(token) {
+  const cells = [
+    [[makeToken(token), make("small", {}, token.context === null ? "" : ` ${visible(token.context)}`)], null],
+    ...["suspicion", "ratio", "advantage", "reward"].map((name) => [short(number(token[name])), "num"]),
+    ...["rank", "row", "position"].map((name) => [String(token[name]), "num"]),
+    [makeBadge(token.source), null],
+  ];
+  return make("tr", {}, ...cells.map(([content, kind]) => make("td", { class: kind }, ...[content].flat())));
 }
 
 // A button for each culprit of the event.

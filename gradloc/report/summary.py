@@ -60,6 +60,9 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
             {name: event[name] for name in _EVENT_FIELDS} | {"culprits": event["culprits_in_all"]} for event in largest
         ],
         "diffuse": totals.largest_parts(top),
+        "suspected": [
+            {"global_step": event["global_step"], **token} for event in largest for token in event["suspected"]
+        ][:top],
         "sources": dict(evidence.sources.most_common()),
         "tokens": [
             {"token": token_name({"token": token, "token_id": token_id}), "culprits": count}

@@ -154,6 +154,8 @@ def _tables(console: Console, summary: Summary) -> Iterator[Table]:
         yield _sentences(title, ((event, event["explanation"]) for event in explained))
     if summary["diffuse"]:
         yield _diffuse_parts(summary["diffuse"])
+    if summary["suspected"]:
+        yield _suspected(summary["suspected"], console.width)
     if summary["culprits"]:
         yield _sources(summary)
         yield _culprits(summary, console.width)
@@ -205,6 +207,30 @@ def _diffuse_parts(parts: Sequence[Mapping[str, Any]]) -> Table:
 def _measured_token(token: Mapping[str, Any]) -> str:
     share = "" if token["share"] is None else f", {percent(number(token['share']))}"
     return f"{token['row']}, {token['position']}: {short(token['grad_norm'])}{share}"
+
+
+def _suspected(tokens: Sequence[Summary], width: int) -> Table:
+    """The tokens of spikes that were only recorded, with as many columns as the terminal is wide enough for."""
+    table = titled("Suspected tokens: recorded, not measured")
+    with_context, with_figures = width >= 110, width >= 80
+    figures = ("ratio", "advantage", "reward") if with_figures else ()
+    for name in ("step", "rank", "row", "position"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("token in its context" if with_context else "token", no_wrap=True)
+    for name in ("suspicion", *figures):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("source", no_wrap=True)
+    for row in tokens:
+        context = visible(f"  {_context_around(row)}") if with_context else ""
+        words = Text.assemble((quoted(token_name(row)), "bold"), context)
+        words.truncate(width - 95 if with_context else 14, overflow="ellipsis")
+        table.add_row(
+            *(_step(row), str(row["rank"]), str(row["row"]), str(row["position"])),
+            words,
+            *(short(row[name]) for name in ("suspicion", *figures)),
+            row["source"],
+        )
+    return table
 
 
 def _sources(summary: Summary) -> Table:

@@ -13,6 +13,7 @@ _CAUSES = 64
 
 # Verdicts that name a place or a value: what is said of several with others.
 _OF_SEVERAL = {
+    "": "No known cause yet",
     "auxiliary": "Most of the gradient comes from no token's log-prob",
     "misfire": "The culprits are in responses with one reward or data source",
 }

@@ -10,6 +10,9 @@ from .patched import is_patched
 # A patched verl's own have the keys already.
 _classes: Any = importlib.import_module("verl.workers.config" if is_patched() else "gradloc_verl.keys")
 
+McoreActorConfig = _classes.McoreActorConfig
+VeOmniActorConfig = _classes.VeOmniActorConfig
+TorchTitanActorConfig = _classes.TorchTitanActorConfig
 FSDPActorConfig = _classes.FSDPActorConfig
 FSDPCriticConfig = _classes.FSDPCriticConfig
 LayerClipConfig = _classes.LayerClipConfig

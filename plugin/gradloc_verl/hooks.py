@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def watch_engines(module: ModuleType) -> None:
-    """Puts the package's mixins over the registered FSDP engines.
+    """Puts the package's mixins over the registered engines.
 
     Not a registration with a vendor of its own: that would need an environment variable on every node, and would take
     the place that a user may have given to another vendor's engine.
@@ -38,9 +38,10 @@ def watch_engines(module: ModuleType) -> None:
         expect(engine, "load_checkpoint", "self", "local_path")
         expect(engine, "is_mp_src_rank_with_outputs", "self")
 
-    from gradloc.adapters.fsdp_engine import WatchedEngine, watch_fsdp_engines
+    from gradloc.adapters import watched_engines
+    from gradloc.adapters.fsdp_engine import WatchedEngine
 
-    watch_fsdp_engines()
+    watched_engines.watch_engines()
     of_actors = module.EngineRegistry._engines["language_model"]
     if not any(issubclass(each, WatchedEngine) for name in ("fsdp", "fsdp2") for each in of_actors[name].values()):
         raise Unfit("verl.workers.engine registers no FSDPEngineWithLMHead as fsdp or fsdp2")

@@ -18,6 +18,7 @@ from verl import DataProto
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.gradloc.adapters.fsdp_engine import WatchedEngine
+from verl.utils.gradloc.adapters.recorded_engine import RecordedEngine
 from verl.utils.metric import Metric
 from verl.utils.profiler import DistProfiler
 from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig
@@ -70,7 +71,7 @@ def with_given_parts(engine: type[FSDPEngineWithLMHead], watched: bool) -> type[
             self.scaler = self.actor.scaler  # tests give their own
             super().optimizer_zero_grad()
 
-    return type("TestedEngine", (WatchedEngine, GivenParts), {}) if watched else GivenParts
+    return type("TestedEngine", (RecordedEngine, WatchedEngine, GivenParts), {}) if watched else GivenParts
 
 
 class EngineActor:

@@ -164,8 +164,8 @@ def event(step: int, culprits: list[dict[str, Any]], random: random.Random, **ch
         "micro_batches": max(len(units), 24),
         "units": units,
         "culprits": culprits,
-        "diffuse": [],
         "suspected": [],
+        "diffuse": [],
         "passes": random.randrange(2, 14),
         "budget": 128,
         "budget_seconds": 300.0,
@@ -205,6 +205,24 @@ def without_culprits(step: int, diagnosis: str, random: random.Random, **changes
         changes = {"passes": 128, "open_segments": [token_set]} | changes
     found = event(step, [], random, **changes)
     return {**found, "trigger": {**found["trigger"], "norm": norm}}
+
+
+def unsearched(step: int, tokens: list[dict[str, Any]], random: random.Random, **changes: Any) -> dict[str, Any]:
+    """An event that was only recorded; the culprits given become its suspected tokens."""
+    root = math.sqrt(TOKENS) / (TOKENS * 24)
+    measured = ("grad_norm", "threshold", "share", "layer_norms")
+    suspected = [{name: value for name, value in each.items() if name not in measured} for each in tokens]
+    changes = {"suspected": suspected, "replay": f"replay/step{step}-epoch0-mini_batch0-rank0"} | changes
+    changes |= {"diagnosis": "unsearched", "search": "recorded", "units": [], "passes": 0, "complete": False}
+    changes |= {
+        "explained": False,
+        "more_tokens": None,
+        "ordinary_layer_norms": None,
+        "global_norm": 4 * THRESHOLD * root,
+    }
+    found = event(step, [], random, **changes)
+    trigger = {"kind": "global", "norm": found["global_norm"], "threshold": THRESHOLD * root}
+    return {**found, "trigger": trigger}
 
 
 def samples(count: int, seed: int = 1) -> list[dict[str, Any]]:

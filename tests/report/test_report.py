@@ -23,6 +23,7 @@ from evidence_samples import (
     event,
     replay_result,
     samples,
+    unsearched,
     without_culprits,
     write_replay,
 )
@@ -593,6 +594,21 @@ def test_the_summary_says_what_was_found_and_done_where_there_is_no_culprit(run:
     summary = json.loads(run("--json"))
     assert summary["diagnoses"] == dict.fromkeys(meanings.DIAGNOSES, 1)
     assert [part["rank"] for part in summary["diffuse"]] == [1, None]
+
+
+def test_a_spike_that_was_only_recorded_names_what_it_suspects(run: Any, tmp_path: Path) -> None:
+    generator, tokens = random.Random(4), ["2", " plus", " two", " is", " five"]
+    suspected = [culprit(4, tokens, 9e4, generator, advantage=7.5), culprit(2, tokens, 8e4, generator)]
+    found = unsearched(40, suspected, generator)
+    valid_events(json.dumps([found]))
+    text = " ".join(run(events=[found]).split())
+    assert "1 gradient spike in step 40: not searched yet: no token was measured." in text
+    assert "replay/step40-epoch0-mini_batch0-rank0 --search" in text
+    assert "Suspected tokens: recorded, not measured" in text and " 7.5 " in text
+    assert "ended early" not in text and "No known cause" not in text
+    page = data_of_page(reading.read(str(tmp_path)))
+    assert [each["position"] for each in page["events"][0]["suspected"]] == [4, 2]
+    assert page["culprits"] == []
 
 
 def test_every_diagnosis_source_and_action_of_the_schema_is_explained() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from evidence_samples import clip, clipped_token, culprit, drill, event
+from evidence_samples import clip, clipped_token, culprit, drill, event, unsearched
 from gradloc import record_events
 from gradloc.adapters import spike_log, trackers
 from gradloc.adapters.spike_log import SpikeLog, add_spike_log
@@ -440,3 +440,13 @@ def test_other_runs_have_no_spikes(config: Any) -> None:
     found: dict[str, Any] = {"wandb": None}
     add_spike_log(found, config)
     assert list(found) == ["wandb"]
+
+
+def test_suspected_tokens_are_rows_of_the_table() -> None:
+    generator = random.Random(4)
+    found = unsearched(40, [culprit(1, ["one", " plus"], 9e4, generator)], generator)
+    names = trackers.COLUMNS
+    (row,) = (dict(zip(names, row, strict=True)) for row in trackers.table_rows(found, names))
+    token = found["suspected"][0]
+    assert (row["diagnosis"], row["position"], row["suspicion"]) == ("unsearched", 1, token["suspicion"])
+    assert row["grad_norm"] is None and row["source"] == token["source"]

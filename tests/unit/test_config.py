@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import verl
@@ -21,6 +22,7 @@ from verl.workers.config import FSDPActorConfig
 pytestmark = pytest.mark.every_target
 # Since verl 0.8, an engine trains the actor.
 ENGINE = importlib.util.find_spec("verl.workers.actor") is None
+ACTOR = "actor_rollout_ref.actor"
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 DEFAULTS = {
     "spike_detection": False,
@@ -29,6 +31,7 @@ DEFAULTS = {
     "bisect_budget_seconds": "auto",
     "spike_trigger": "unit",
     "bisect_until": "explained",
+    "spike_search": "training",
     "spike_action": "log",
     "spike_stop_after": 5,
     "spike_drill_step": None,
@@ -107,6 +110,7 @@ def test_keys_are_overridden_without_a_plus() -> None:
         ("bisect_budget_seconds=soon", "bisect_budget_seconds must be a positive finite number"),
         ("spike_trigger=sometimes", "spike_trigger must be one of"),
         ("bisect_until=tired", "bisect_until must be one of"),
+        ("spike_search=later", "spike_search must be one of"),
         ("spike_action=panic", "spike_action must be one of"),
         ("bisect_dump_dir=''", "bisect_dump_dir must name a folder"),
         ("spike_detection=maybe", "spike_detection must be True or False"),
@@ -142,6 +146,47 @@ def test_bad_values_of_the_critic_are_refused(key: str, value: object, message: 
         CriticSpikeConfig(**{key: value}).check_spike_keys()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["spike_action=skip"], "spike_action=skip needs spike_search=training"),
+        (["spike_action=drop"], "spike_action=drop needs spike_search=training"),
+        (["spike_drill_step=2", "spike_detection=True"], "spike_drill_step tests the search in training"),
+        (["spike_action=stop", "spike_detection=True", "layer_clip.enable=True"], None),
+    ],
+)
+def test_what_needs_a_search_in_training_is_refused(overrides: list[str], message: str | None) -> None:
+    with contextlib.nullcontext() if message is None else pytest.raises(Exception, match=message):
+        config = actor_config("spike_search=replay", *overrides)
+        assert config.records_spikes and not config.searches_in_training
+
+
+@pytest.mark.skipif(not ENGINE, reason="verl 0.7 has no such engines")
+@pytest.mark.parametrize("engine", ["megatron", "veomni", "torchtitan"])
+def test_other_engines_only_record(engine: str) -> None:
+    def config(*overrides: str) -> Any:
+        composed_with = composed(
+            f"model_engine={engine}",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+            *overrides,
+        )
+        generated = OmegaConf.load(CONFIG_DIR / f"_generated_ppo_{engine}_trainer.yaml").actor_rollout_ref.actor
+        assert list(generated) == [key for key in composed_with.actor_rollout_ref.actor if key in generated]
+        return omega_conf_to_dataclass(composed_with.actor_rollout_ref.actor)
+
+    found = config(f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=auto", f"{ACTOR}.spike_action=stop")
+    assert found.spike_search == "replay" and found.records_spikes and found.strategy == engine
+    assert not config().records_spikes
+    for override, message in (
+        (f"{ACTOR}.spike_search=training", "spike_search=training needs the FSDP engine, not strategy="),
+        (f"+{ACTOR}.layer_clip.enable=True", "layer_clip needs the FSDP engine"),
+        (f"+{ACTOR}.token_clip.enable=True", "token_clip needs the FSDP engine"),
+        (f"{ACTOR}.spike_action=drop", "spike_action=drop needs spike_search=training"),
+    ):
+        with pytest.raises(Exception, match=message):
+            config(override)
+
+
 def test_the_generated_reference_mirrors_the_composed_config() -> None:
     generated = OmegaConf.load(CONFIG_DIR / "_generated_ppo_trainer.yaml")
     ours = [*DEFAULTS, "bisect_dump_dir"]
@@ -172,6 +217,7 @@ OF_THE_ENGINE = [
     (["actor_rollout_ref.actor.strategy=fsdp_turbo", LAYER_CLIP], "does not know strategy=fsdp_turbo"),
     (["distillation.enabled=True", DETECTION], "does not know distillation losses"),
     (["distillation.enabled=True"], None),
+    (["actor_rollout_ref.actor.strategy=fsdp_turbo", DETECTION, "actor_rollout_ref.actor.spike_search=replay"], None),
 ]
 
 

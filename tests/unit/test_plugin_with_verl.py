@@ -316,3 +316,16 @@ def test_a_patched_verl_wins(installed: Path) -> None:
     done = run(installed, code, PATCHED)
     (logged,) = [line for line in done.stderr.splitlines() if "GradLoc" in line]
     assert logged.startswith("WARNING") and "verl is patched with GradLoc" in logged
+
+
+def test_other_engines_have_their_keys(installed: Path) -> None:
+    code = """
+        from verl.utils.config import omega_conf_to_dataclass
+
+        for engine in ("megatron", "veomni", "torchtitan"):
+            keys = [f"model_engine={engine}", f"actor@actor_rollout_ref.actor=gradloc_{engine}_actor"]
+            others = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.n=1"]
+            actor = omega_conf_to_dataclass(composed(ON, keys=keys + others).actor_rollout_ref.actor)
+            assert actor.records_spikes and actor.strategy == engine
+    """
+    run(installed, code)

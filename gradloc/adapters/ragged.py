@@ -1,0 +1,84 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The ragged sequences of verl 0.9's micro-batches: inputs of a forward, and responses cut out of flat values."""
+
+# The types are checked against verl 0.7, which lacks some of these names.
+# mypy: disable-error-code="attr-defined"
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+
+
+def padded(values: Tensor) -> Tensor:
+    """A column of the responses, of shape (rows, response length)."""
+    return values.to_padded_tensor(0) if values.is_nested else values
+
+
+class ResponseCutter:
+    """Cuts the responses out of flat values of whole sequences; no host sync.
+
+    A token's log-prob stands at the position before it.
+
+    Args:
+        inputs (Mapping): What `inputs_of` gave.
+        mask (Tensor): The response mask, padded or nested, on the values' device.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], mask: Tensor) -> None:
+        self._lengths = inputs["response_lengths"], [len(row) for row in inputs["input_ids"]]
+        self._width = max(inputs["response_lengths"]) if mask.is_nested else mask.shape[1]
+        self._device = mask.device
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """The values of the responses, shape (rows, response length); 0 behind a response's end."""
+        is_response, index = self._index
+        return torch.where(is_response, values[index], 0.0)
+
+    @cached_property
+    def _index(self) -> tuple[Tensor, Tensor]:
+        responses, sequences = torch.tensor(self._lengths).to(self._device, non_blocking=True).unsqueeze(2)
+        position = torch.arange(self._width, device=self._device)
+        is_response = position < responses
+        return is_response, torch.where(is_response, sequences.cumsum(0) - responses - 1 + position, 0)
+
+
+# What a forward needs besides the tokens: settings of the batch.
+_FORWARD_SETTINGS = (
+    "use_remove_padding",
+    "pad_mode",
+    "use_fused_kernels",
+    "temperature",
+    "pad_token_id",
+    "max_response_len",
+    "multi_modal_inputs",
+)
+
+
+def inputs_of(micro_batch: TensorDict | Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a micro-batch that a forward needs; without nested tensors, so that it can be sent."""
+    responses = micro_batch["responses"]
+    if responses.is_nested:
+        lengths = responses.offsets().diff()
+    else:
+        lengths = micro_batch["attention_mask"][:, -responses.shape[1] :].sum(1)
+    return {
+        "input_ids": [row.detach() for row in micro_batch["input_ids"].unbind()],
+        "position_ids": [row.detach() for row in micro_batch["position_ids"].unbind()],
+        "response_lengths": lengths.tolist(),
+        "settings": {key: tu.get(micro_batch, key) for key in _FORWARD_SETTINGS if key in micro_batch.keys()},
+    }
+
+
+def sequences(inputs: Mapping[str, Any]) -> tuple[Tensor, list[int]]:
+    """Where a micro-batch has tokens, padded on the right, and the column of each response's first one."""
+    lengths = torch.tensor([len(row) for row in inputs["input_ids"]])
+    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    starts = (lengths - torch.tensor(inputs["response_lengths"])).tolist()
+    return mask.to(get_device_id(), non_blocking=True), starts

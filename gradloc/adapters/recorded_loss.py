@@ -1,0 +1,185 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Records the micro-batches of a mini-batch from within the loss function that verl's engines are given."""
+
+# The types are checked against verl 0.7, which lacks some of these names.
+# mypy: disable-error-code="attr-defined"
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+from ..measure.micro_batch import MicroBatch
+from .engine_data import ROW
+from .loss_weights import RecordedAggregation, with_derived, with_weights
+from .ragged import ResponseCutter, inputs_of, padded
+from .watch import EVIDENCE_KEYS
+
+# What is kept of a micro-batch's data. Images are not: a bundle cannot have them.
+_SETTINGS = ("use_remove_padding", "pad_mode", "use_fused_kernels", "temperature", "pad_token_id", "max_response_len")
+_COLUMNS = (*EVIDENCE_KEYS.values(), "input_ids", "position_ids", "attention_mask", ROW, *_SETTINGS)
+
+
+class NotRecordedError(ValueError):
+    """A micro-batch that cannot be recorded; the message says why."""
+
+
+@dataclass
+class RecordedMicroBatch:
+    """References to what a micro-batch's loss is computed from; nothing is copied before `read`.
+
+    Args:
+        data (TensorDict): The columns and settings of the micro-batch, on its device.
+        has_images (list[bool]): For each row; empty without such a column.
+        flat (dict[str, Tensor]): Log-probs and entropies of whole sequences, one after the other, without a graph.
+        aggregation (RecordedAggregation): What the loss called.
+        options (dict): More arguments with which verl aggregates the terms of KL and entropy.
+        gradients (dict[str, Tensor]): Those of `flat`, after the backward.
+        factor (list[Tensor]): The derivative of what the engine computes the backward of with respect to the loss.
+    """
+
+    data: TensorDict
+    has_images: list[bool]
+    flat: dict[str, Tensor]
+    aggregation: RecordedAggregation
+    options: dict[str, Any] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    factor: list[Tensor] = field(default_factory=list)
+
+    def read(self, config: Any, eos_tokens: set[int], rng_state: Tensor) -> tuple[MicroBatch, float]:
+        """The micro-batch as a training pass records it, and what to divide its coefficients by.
+
+        Engines multiply the loss before the backward: by fp16's scale, by the number of micro-batches, by that of
+        tokens. The derivative with respect to the loss itself says by how much, so that coefficients are those of the
+        loss of a data-parallel rank, whatever the engine does.
+
+        Args:
+            config (ActorConfig): verl's configuration of the actor.
+            eos_tokens (set[int]): Where a rollout stops.
+            rng_state (Tensor): torch's random state on the CPU at the start of the mini-batch.
+        """
+        data = self.data
+        if "position_ids" not in data.keys():
+            rows = [torch.arange(len(row), device=row.device) for row in data["input_ids"].unbind()]
+            data["position_ids"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        inputs = inputs_of(data)
+        if self.has_images:
+            inputs["settings"]["multi_modal_inputs"] = self.has_images
+        as_response = ResponseCutter(inputs, data["response_mask"])
+        tokens = {name: padded(data[key]) for name, key in EVIDENCE_KEYS.items() if key in data.keys()}
+        names = {"log_probs": "log_prob", "entropy": "entropy"}
+        tokens |= {names[key]: as_response(values) for key, values in self.flat.items()}
+        tokens = with_weights(tokens, self.aggregation, config, 1.0, self.options)
+        tokens = with_derived(tokens, config, eos_tokens, 1.0, self.options)
+        names = {"log_probs": "coefficient", "entropy": "entropy_coefficient"}
+        tokens |= {names[key]: as_response(gradient) for key, gradient in self.gradients.items()}
+        factor = float(self.factor[0]) if self.factor else 1.0
+        if not (math.isfinite(factor) and factor > 0):
+            raise NotRecordedError(f"the engine multiplies the loss by {factor}")
+        micro_batch = MicroBatch(inputs, data[ROW].tolist(), (rng_state, None))
+        micro_batch.tokens = tokens
+        return micro_batch, factor
+
+
+class RecordedLoss:
+    """The loss function that an engine is given, which records each micro-batch beside computing its loss.
+
+    Its result is that of the loss function, which it is in all other respects, too: verl reads the configuration that
+    it is bound to, and engines may call it with other arguments to process logits. An error in recording is given to
+    `failed`, and nothing more is recorded.
+
+    Args:
+        loss_function (Callable): verl's.
+        config (ActorConfig): verl's configuration of the actor.
+        failed (Callable): Takes an error.
+
+    Attributes:
+        micro_batches (list[RecordedMicroBatch]): In the order of their losses.
+        tokens_of_mini_batch (float | None): The number of tokens that the loss divides by, of all ranks.
+    """
+
+    def __init__(self, loss_function: Callable[..., Any], config: Any, failed: Callable[[Exception], None]) -> None:
+        self.micro_batches: list[RecordedMicroBatch] = []
+        self.tokens_of_mini_batch: float | None = None
+        self._loss_function = loss_function
+        self._config = config
+        self._failed: Callable[[Exception], None] | None = failed
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of an object that is not complete yet
+            raise AttributeError(name)
+        return getattr(self._loss_function, name)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self._failed is None or "model_output" not in named or "data" not in named:
+            return self._loss_function(*arguments, **named)
+        try:
+            flat, recorded = self._begin(named["model_output"], named["data"])
+        except Exception as error:
+            self._fail(error)
+            return self._loss_function(*arguments, **named)
+        # Only a tensor that the loss was given itself sees its gradient.
+        named["model_output"] = {**named["model_output"], **flat}
+        recorded.aggregation.start()
+        try:
+            result = self._loss_function(*arguments, **named)
+        finally:
+            recorded.aggregation.stop()
+        try:
+            self._observe(result, flat, recorded)
+        except Exception as error:
+            self._fail(error)
+        return result
+
+    def _fail(self, error: Exception) -> None:
+        self.micro_batches = []
+        failed, self._failed = self._failed, None
+        assert failed is not None
+        failed(error)
+
+    def _begin(self, model_output: Mapping[str, Tensor], data: TensorDict) -> tuple[dict[str, Tensor], Any]:
+        if self.tokens_of_mini_batch is None and (count := tu.get(data, "batch_num_tokens")) is not None:
+            self.tokens_of_mini_batch = float(count)
+        if "log_probs" not in model_output:
+            raise NotRecordedError("the loss has no log-probs")
+        if ROW not in data.keys():
+            raise NotRecordedError("the engine does not hand all columns of the data to the loss")
+        flat = {name: _flat(model_output[name]) for name in ("log_probs", "entropy") if name in model_output}
+        images = tu.get(data, "multi_modal_inputs") if "multi_modal_inputs" in data.keys() else ()
+        recorded = RecordedMicroBatch(
+            data.select(*(key for key in _COLUMNS if key in data.keys())),
+            [bool(of_row) for of_row in images],
+            {name: values.detach() for name, values in flat.items()},
+            RecordedAggregation(),
+        )
+        return flat, recorded
+
+    def _observe(self, result: Any, flat: Mapping[str, Tensor], recorded: RecordedMicroBatch) -> None:
+        loss = result[0] if isinstance(result, tuple) else result
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: recorded.factor.append(gradient.detach()))
+        for name, values in flat.items():
+            if values.requires_grad:
+                values.register_hook(_keep(recorded.gradients, name))
+        recorded.options = dict(self._config.global_batch_info)
+        self.micro_batches.append(recorded)
+
+
+def _flat(values: Tensor) -> Tensor:
+    flat = values.values() if values.is_nested else values
+    if flat.dim() != 1:
+        raise NotRecordedError(f"log-probs or entropies have the shape {tuple(flat.shape)}: they are not one per token")
+    return flat
+
+
+def _keep(gradients: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
+    def hook(gradient: Tensor) -> None:
+        gradients[name] = gradient.detach()
+
+    return hook

@@ -1,0 +1,98 @@
+"""Spikes of the FSDP engine that are only recorded: what is written is what the search in training saw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import actors
+import pytest
+import torch
+from actors import Case
+from test_actor import THREE, Launch, cases
+from valid_events import valid_events
+
+from gradloc.bundles.opening import Bundle, open_bundle
+
+pytestmark = [
+    pytest.mark.target(version="0.9.1"),
+    pytest.mark.skipif(not actors.ENGINE, reason="this verl trains with its legacy actor"),
+]
+
+if actors.ENGINE:
+    import recorded_cases
+
+SMALL = Case(mini_batch=4, planted=THREE)
+
+
+def written(folder: Path) -> list[dict[str, Any]]:
+    return valid_events(f"[{','.join((folder / 'spikes.jsonl').read_text().splitlines())}]")
+
+
+def parts_of(event: dict[str, Any], folder: Path, world: int) -> list[Bundle]:
+    stem = (folder / event["replay"]).name.removesuffix("-rank0")
+    return [open_bundle(folder / "replay" / f"{stem}-rank{rank}") for rank in range(world)]
+
+
+@cases(
+    (2, Case(mini_batch=4, optimizer="adamw", planted=THREE)),
+    (2, Case(nested=True, mini_batch=4, kl=True, entropy=True, rollout=True, planted=THREE)),
+    (2, Case(dynamic=True, deferred=True, loss_agg_mode="seq-mean-token-mean", planted=THREE)),
+    (2, Case("fsdp1", precision="float16", loss_scale=64.0, planted=THREE)),
+)
+def test_what_is_recorded_is_what_the_search_saw(launch: Launch, tmp_path: Path, world: int, case: Case) -> None:
+    results = launch(world, recorded_cases.recorded_and_searched, case, str(tmp_path))
+    for same, searched, recorded in results:
+        assert all(same.values()), same
+        for ours, theirs in zip(recorded, searched, strict=True):
+            assert ours["actor/gradloc/triggered"] == theirs["actor/gradloc/triggered"]
+    searched, recorded = written(tmp_path / "searched"), written(tmp_path / "recorded")
+    assert [event["mini_batch"] for event in recorded] == [event["mini_batch"] for event in searched]
+    for event, other in zip(recorded, searched, strict=True):
+        parts = parts_of(event, tmp_path / "recorded", world)
+        whole = open_bundle(tmp_path / "searched" / other["replay"])
+        assert event["global_norm"] == pytest.approx(other["global_norm"], rel=1e-4)
+        assert (event["action"], event["world_size"], event["loss_scale"]) == ("log", world, case.loss_scale)
+        planted = {place for place in case.planted if place[1] // case.mini_batch == event["mini_batch"]}
+        for part in parts:
+            first = part.event["suspected"][0]
+            place = first["rank"], event["mini_batch"] * case.mini_batch + first["row"], first["position"]
+            assert place in planted or not any(rank == first["rank"] for rank, *_ in planted)
+        compared = 0
+        for name, saved in whole.micro_batches.items():
+            ours = parts[name[0]].micro_batches[name]
+            assert parts[name[0]].rows[name] == whole.rows[name]
+            assert set(ours.tokens) == set(saved.tokens)
+            for column, values in saved.tokens.items():
+                assert torch.equal(ours.tokens[column].nan_to_num(), values.nan_to_num()), column
+            for row, theirs in zip(ours.rows, saved.rows, strict=True):
+                assert torch.equal(row.input_ids, theirs.input_ids)
+                assert torch.equal(row.position_ids, theirs.position_ids)
+                assert (row.response_length, row.temperature) == (theirs.response_length, theirs.temperature)
+            compared += 1
+        assert compared
+        manifest, others = parts[0].manifest, whole.manifest
+        assert {key: manifest[key] for key in ("model", "dtype", "grad_clip")} == {
+            key: others[key] for key in ("model", "dtype", "grad_clip")
+        }
+
+
+def test_no_collective_call_is_made(launch: Launch, tmp_path: Path) -> None:
+    for calls in launch(2, recorded_cases.collective_calls, SMALL, str(tmp_path)):
+        assert calls["recorded"] == calls["stock"]
+        assert len(calls["searched"]) > len(calls["stock"]) > 0
+    assert len(written(tmp_path / "recorded")) == 2
+
+
+def test_a_rank_whose_disk_is_full_trains_on(launch: Launch, tmp_path: Path) -> None:
+    for same, bundles in launch(2, recorded_cases.one_full_disk, SMALL, str(tmp_path)):
+        assert all(same.values()), same
+        assert bundles == ["step7-epoch0-mini_batch0-rank0", "step7-epoch0-mini_batch1-rank0"]
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [step["triggered"] for step in steps] == [2]
+
+
+def test_layer_clip_works_beside_it(launch: Launch, tmp_path: Path) -> None:
+    for layers, events in launch(2, recorded_cases.with_layer_clip, SMALL, str(tmp_path)):
+        assert layers and events == 2

@@ -1,0 +1,375 @@
+"""Recorded spikes of an engine that has only verl's base interface; no GPU, no other ranks, no FSDP."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import trees
+
+pytestmark = [
+    pytest.mark.target(version="0.9.1"),
+    pytest.mark.skipif(trees.TARGET != "0.9.1", reason="verl 0.7 trains without such engines"),
+]
+if trees.TARGET == "0.9.1":
+    from tensordict import TensorDict
+    from valid_events import valid_events
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.gradloc.adapters import spike_recorder
+    from verl.utils.gradloc.adapters.recorded_engine import RecordedEngine
+    from verl.utils.gradloc.bundles.opening import open_bundle
+    from verl.workers.config import McoreActorConfig
+    from verl.workers.engine import BaseEngine
+    from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
+    from verl.workers.utils.losses import ppo_loss
+else:
+    BaseEngine = RecordedEngine = object
+
+VOCABULARY, ROWS, PROMPT = 23, 6, 3
+TAU = 100.0
+PLANTED = (4, 2)
+
+
+class StandIn(BaseEngine):
+    """Trains a tiny model in one process. Its loss function sees what verl's engines show it."""
+
+    def __init__(self, optimizer_step: Callable[[], None] = lambda: None) -> None:
+        torch.manual_seed(3)
+        self.module = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        self.engine_config = SimpleNamespace(dtype="float32")
+        self.optimizer_config = SimpleNamespace(clip_grad=1.0)
+        self.model_config = SimpleNamespace(hf_config=None, tokenizer=None)
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return True
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_size(self) -> int:
+        return 1
+
+    def optimizer_zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def optimizer_step(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        self.optimizer.step()
+        return norm.item()
+
+    def model_output(self, micro_batch: Any) -> dict[str, torch.Tensor]:
+        ids = micro_batch["input_ids"]
+        log_probs = self.module(ids.values()).log_softmax(-1)
+        labels = ids.values().roll(-1)
+        chosen = log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        return {"log_probs": torch.nested.nested_tensor_from_jagged(chosen, ids.offsets())}
+
+    def backward(self, loss: torch.Tensor, count: int) -> None:
+        loss.backward()
+
+    def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
+        tu.assign_non_tensor(data, batch_num_tokens=data["loss_mask"].values().sum().item(), dp_size=1)
+        micro_batches, indices = prepare_micro_batches(data)
+        outputs = []
+        for micro_batch in micro_batches:
+            output = self.model_output(micro_batch)
+            loss, metrics = loss_function(model_output=output, data=micro_batch, dp_group=None)
+            self.backward(loss, len(micro_batches))
+            outputs.append({"loss": loss.item(), "metrics": metrics})
+        return postprocess_batch_func(outputs, indices, data)
+
+    def save_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
+        Path(local_path).mkdir(parents=True, exist_ok=True)
+
+    def load_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
+        pass
+
+
+class LikeMegatron(StandIn):
+    """The loss times the number of micro-batches, which the schedule divides by again; fp16's scale."""
+
+    scale = 1024.0
+
+    def backward(self, loss: torch.Tensor, count: int) -> None:
+        scaled = loss * count
+        output = scaled * self.scale
+        output /= count
+        output.backward()
+
+    def optimizer_step(self) -> float:
+        for parameter in self.module.parameters():
+            parameter.grad /= self.scale
+        return super().optimizer_step()
+
+
+class PerToken(LikeMegatron):
+    """A loss in sums of tokens, which the gradient is divided by once all of them are known."""
+
+    scale = 17.0
+
+    def backward(self, loss: torch.Tensor, count: int) -> None:
+        (loss * self.scale).backward()
+
+
+def batch(planted: bool = True, micro_batch: int = 2) -> TensorDict:
+    """Rows of several lengths; one of their tokens has an advantage that makes a spike."""
+    random = torch.Generator().manual_seed(8)
+    lengths = [2, 5, 1, 3, 6, 4]
+
+    def ragged(values: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([values(length) for length in lengths], layout=torch.jagged)
+
+    prompts = ragged(lambda _: torch.randint(0, VOCABULARY, (PROMPT,), generator=random))
+    responses = ragged(lambda length: torch.randint(0, VOCABULARY, (length,), generator=random))
+    rows = [torch.cat(pair) for pair in zip(prompts.unbind(), responses.unbind(), strict=True)]
+    advantages = [torch.randn(length, generator=random) for length in lengths]
+    if planted:
+        advantages[PLANTED[0]][PLANTED[1]] = 5e3
+    mask = ragged(lambda length: torch.ones(length))
+    columns = {
+        "input_ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
+        "position_ids": torch.nested.as_nested_tensor([torch.arange(len(row)) for row in rows], layout=torch.jagged),
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": mask,
+        "loss_mask": mask,
+        "old_log_probs": ragged(lambda length: torch.full((length,), -3.0)),
+        "advantages": torch.nested.as_nested_tensor(advantages, layout=torch.jagged),
+    }
+    settings = {
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": micro_batch,
+        "global_batch_size": ROWS,
+        "temperature": 1.0,
+        "training_step": 7,
+    }
+    return tu.get_tensordict(columns, settings)
+
+
+def actor_config(directory: Path, **options: Any) -> McoreActorConfig:
+    keys = {"spike_detection": True, "grad_norm_threshold": TAU, "bisect_dump_dir": str(directory), **options}
+    return McoreActorConfig(
+        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=2, clip_ratio_high=1e9, **keys
+    )
+
+
+def recorded(engine: type[StandIn]) -> Any:
+    return type("Recorded", (RecordedEngine, engine), {})()
+
+
+def trained(engine: Any, directory: Path, batches: list[TensorDict], **options: Any) -> list[dict[str, Any]]:
+    loss = functools.partial(options.pop("loss", ppo_loss), config=actor_config(directory, **options))
+    return [engine.train_batch(data, loss) for data in batches]
+
+
+def lines(directory: Path, name: str = "spikes") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", [StandIn, LikeMegatron, PerToken])
+def test_a_spike_is_recorded_and_training_is_as_without(kind: type[StandIn], tmp_path: Path) -> None:
+    engine, plain = recorded(kind), kind()
+    first, second = trained(engine, tmp_path, [batch(), batch(planted=False)])
+    others = trained(plain, tmp_path, [batch(), batch(planted=False)])
+    assert [output["metrics"]["grad_norm"] for output in others] == [
+        output["metrics"]["grad_norm"] for output in (first, second)
+    ]
+    for ours, theirs in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+    (event,) = valid_events(f"[{','.join((tmp_path / 'spikes.jsonl').read_text().splitlines())}]")
+    assert event["diagnosis"] == "unsearched" and event["search"] == "recorded" and event["global_step"] == 7
+    assert event["global_norm"] == first["metrics"]["grad_norm"]
+    count = 21
+    assert event["global_threshold"] == pytest.approx(TAU / math.sqrt(count))
+    assert (event["suspected"][0]["row"], event["suspected"][0]["position"]) == PLANTED
+    assert first["metrics"]["actor/gradloc/triggered"].aggregate() == 1
+    assert first["metrics"]["actor/gradloc/token_norm_max"].aggregate() == pytest.approx(
+        event["global_norm"] * math.sqrt(count)
+    )
+    assert second["metrics"]["actor/gradloc/triggered"].aggregate() == 0
+    assert [step["triggered"] for step in lines(tmp_path, "steps")] == [1, 0]
+
+    bundle = open_bundle(tmp_path / event["replay"])
+    assert Path(event["replay"]).name == "step7-epoch0-mini_batch0-rank0"
+    data, model = batch(), kind()
+    tu.assign_non_tensor(data, batch_num_tokens=count, dp_size=1)
+    micro_batches, _ = prepare_micro_batches(data)
+    assert {name: entry["rows"] for name, entry in bundle_entries(bundle).items()} == {
+        (0, index): [2 * index, 2 * index + 1] for index in range(3)
+    }
+    for index, micro_batch in enumerate(micro_batches):
+        output = model.model_output(micro_batch)
+        flat = output["log_probs"].values().detach().requires_grad_()
+        loss, _ = ppo_loss(actor_config(tmp_path), {"log_probs": flat}, micro_batch)
+        (gradient,) = torch.autograd.grad(loss, flat)
+        tokens = bundle.micro_batches[0, index].tokens
+        start = 0
+        for row, response in enumerate(micro_batch["responses"].unbind()):
+            at = slice(start + PROMPT - 1, start + PROMPT - 1 + len(response))
+            assert torch.equal(tokens["log_prob"][row, : len(response)], flat.detach()[at])
+            assert torch.allclose(tokens["coefficient"][row, : len(response)], gradient[at], rtol=1e-6, atol=0)
+            assert torch.equal(tokens["token_id"][row, : len(response)], response)
+            assert torch.allclose(tokens["weight"][row, : len(response)], torch.tensor(1 / count))
+            start += PROMPT + len(response)
+
+
+def bundle_entries(bundle: Any) -> dict[tuple[int, int], dict[str, Any]]:
+    return {(each["rank"], each["micro_batch"]): each for each in bundle.manifest["micro_batches"]}
+
+
+def test_a_loss_without_log_probs_is_an_event_without_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def loss_of_logits(config: Any, model_output: dict[str, Any], data: Any, dp_group: Any = None) -> Any:
+        return model_output["logits"].sum() * 1e3, {}
+
+    class OfLogits(StandIn):
+        def model_output(self, micro_batch: Any) -> dict[str, torch.Tensor]:
+            return {"logits": self.module(micro_batch["input_ids"].values())}
+
+    engine, plain = recorded(OfLogits), OfLogits()
+    for each in (engine, plain):
+        trained(each, tmp_path, [batch(), batch()], loss=loss_of_logits)
+    for ours, theirs in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert [record.getMessage() for record in caplog.records if "log-probs" in record.getMessage()] == [
+        "data-parallel rank 0: a mini-batch is not recorded, and no warning follows for later ones: the loss has no "
+        "log-probs"
+    ]
+    assert [(event["suspected"], event["replay"]) for event in lines(tmp_path)] == [([], None)] * 2
+
+
+@pytest.mark.parametrize("what", ["_begin", "_observe", "read", "end_mini_batch", "_write", "end_step"])
+def test_an_error_of_ours_is_a_warning(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from verl.utils.gradloc.adapters import recorded_loss
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise KeyError("broken")
+
+    owners = {
+        "_begin": recorded_loss.RecordedLoss,
+        "_observe": recorded_loss.RecordedLoss,
+        "read": recorded_loss.RecordedMicroBatch,
+    }
+    monkeypatch.setattr(owners.get(what, spike_recorder.SpikeRecorder), what, fail)
+    engine, plain = recorded(StandIn), StandIn()
+    for each in (engine, plain):
+        trained(each, tmp_path, [batch(), batch()])
+    for ours, theirs in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING and record.exc_info]) == 1
+
+
+def test_an_error_of_the_loss_is_raised_as_it_is_and_verl_has_its_function_back(tmp_path: Path) -> None:
+    from verl.trainer.ppo import core_algos
+
+    def broken(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        raise ZeroDivisionError("of the loss")
+
+    before = core_algos.agg_loss
+    with pytest.raises(ZeroDivisionError, match="of the loss"):
+        trained(recorded(StandIn), tmp_path, [batch()], loss=broken)
+    assert core_algos.agg_loss is before
+
+
+def test_a_full_disk_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(spike_recorder, "write_recorded_bundle", full)
+    (output,) = trained(recorded(StandIn), tmp_path, [batch()])
+    assert output["metrics"]["actor/gradloc/triggered"].aggregate() == 1
+    assert [event["replay"] for event in lines(tmp_path)] == [None]
+    assert "no replay bundle is kept of a gradient spike" in caplog.text and "No space left" in caplog.text
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import threading
+
+    answers = threading.Event()
+    monkeypatch.setattr(spike_recorder, "write_recorded_bundle", lambda *_: answers.wait())
+    monkeypatch.setattr(spike_recorder.bundle_writer, "PATIENCE", 0.05)
+    try:
+        trained(recorded(StandIn), tmp_path, [batch(), batch()])
+    finally:
+        answers.set()
+    assert [event["replay"] for event in lines(tmp_path)] == [None] * 2
+    assert "does not respond" in caplog.text
+
+
+def test_no_more_bundles_than_wanted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(recorded(StandIn), tmp_path, [batch(), batch(), batch()], spike_replay=2)
+    assert [event["replay"] is None for event in lines(tmp_path)] == [False, False, True]
+    assert "has 2 of this rank, of 2 (spike_replay)" in caplog.text
+
+
+def test_a_norm_that_is_not_finite_is_a_spike(tmp_path: Path) -> None:
+    data = batch()
+    data["advantages"].values()[3] = math.nan
+    trained(recorded(StandIn), tmp_path, [data])
+    (event,) = lines(tmp_path)
+    assert event["global_norm"] == "NaN" and event["suspected"][0]["source"] == "nonfinite"
+    (step,) = lines(tmp_path, "steps")
+    assert step["token_norm_max"] == "Infinity"
+
+
+def test_an_automatic_threshold_survives_a_checkpoint(tmp_path: Path) -> None:
+    engine = recorded(StandIn)
+    trained(engine, tmp_path, [batch(planted=False) for _ in range(3)], grad_norm_threshold="auto")
+    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    other = recorded(StandIn)
+    other.load_checkpoint(str(tmp_path / "checkpoint"))
+    trained(other, tmp_path, [batch(planted=False)], grad_norm_threshold="auto")
+    saved, loaded = (each.recorder._threshold.state_dict()["token_norms"] for each in (engine, other))
+    assert len(saved) == 3 and loaded[:3] == saved and len(loaded) == 4
+    (tmp_path / "checkpoint" / spike_recorder.STATE_FILE).write_text("no json")
+    third = recorded(StandIn)
+    third.load_checkpoint(str(tmp_path / "checkpoint"))  # a warning
+    trained(third, tmp_path, [batch(planted=False)], grad_norm_threshold="auto")
+    assert len(third.recorder._threshold.state_dict()["token_norms"]) == 1
+
+
+@pytest.mark.parametrize("change", ["off", "not_a_source", "dynamic"])
+def test_where_nothing_is_recorded_the_loss_is_verls(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = recorded(StandIn)
+    seen = []
+    engine.forward_backward_batch = lambda data, loss, forward_only: (
+        seen.append((loss, "gradloc_row" in data.keys())) or {"metrics": {}}
+    )
+    if change == "not_a_source":
+        engine.is_mp_src_rank_with_outputs = lambda: False
+    if change == "dynamic":
+        engine.engine_config.dynamic_context_parallel = True
+    loss = functools.partial(ppo_loss, config=actor_config(tmp_path, spike_detection=change != "off"))
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(2):
+        engine.train_batch(batch(), loss)
+    assert seen == [(loss, False)] * 2
+    assert caplog.text.count("dynamic_context_parallel") == (change == "dynamic")
+
+
+def test_an_engine_can_read_the_loss_function_and_call_it_otherwise(tmp_path: Path) -> None:
+    from verl.utils.gradloc.adapters.recorded_loss import RecordedLoss
+
+    inner = functools.partial(lambda *arguments, config, **named: (arguments, named), config=actor_config(tmp_path))
+    loss = RecordedLoss(inner, inner.keywords["config"], pytest.fail)
+    assert loss.keywords is inner.keywords and loss.func is inner.func
+    assert loss(student_logits=1, data=2) == ((), {"student_logits": 1, "data": 2})
