@@ -93,6 +93,15 @@ def kept(case: Case, directory: str, threshold: float) -> Run:
     return run
 
 
+def spiked_and_recorded(case: Case, directory: str) -> tuple[list[Unit], float, Run]:
+    """As `spiked`, and the same run once more, whose spike is only recorded."""
+    found = spiked(case, directory)
+    detection = {"spike_detection": True, "grad_norm_threshold": found[1], "spike_search": "replay", "spike_replay": 4}
+    train(case, bisect_dump_dir=f"{directory}/recorded", **detection)
+    dist.barrier()
+    return found
+
+
 def natural(case: Case, directory: str, share: float) -> tuple[list[Unit], float, Run]:
     """Every unit and token by brute force, τ as a share of the largest unit's norm, and a run that keeps bundles."""
     units, _ = brute_force(case, build_batch(case, dist.get_rank()), tokens=True)

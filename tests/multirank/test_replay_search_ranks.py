@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import replay_cases
-from actors import IDENTITY_THRESHOLD, Case
+from actors import ENGINE, IDENTITY_THRESHOLD, Case
 from oracle import Unit
 from stripped_bundles import strip
 from test_actor import ONE, THREE, Launch, same_events
@@ -81,6 +81,33 @@ def test_planted_tokens_are_found_again(
     is_whole = len(parts) == 2
     check_same(of_recorded, {**trained, "complete": is_whole, "explained": trained["explained"] if is_whole else None})
     assert of_recorded["suspected"] == []
+
+
+@pytest.mark.skipif(not ENGINE, reason="verl 0.7 searches in training alone")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.id)
+        for case in (
+            Case("fsdp2", planted=THREE),
+            Case("fsdp1", dynamic=True, kl=True, entropy=True, rollout=True, planted=THREE),
+        )
+    ],
+)
+def test_what_training_only_recorded_is_found_at_home(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case
+) -> None:
+    results = launch(2, replay_cases.spiked_and_recorded, case, str(tmp_path))
+    units, threshold, _ = results[0]
+    ((trained,),) = same_events([run for *_, run in results])
+    dump = tmp_path / "recorded"
+    (recorded,) = map(json.loads, (dump / "spikes.jsonl").read_text().splitlines())
+    assert recorded["diagnosis"] == "unsearched" and recorded["culprits"] == []
+    found = search(dump / recorded["replay"], tmp_path, capsys)
+    check_same(found, trained)
+    check_brute_force(found, units, threshold, len(case.planted))
+    (line,) = map(json.loads, (dump / "spikes.jsonl").read_text().splitlines())
+    assert line["culprits"] and {**line, "culprits": []} == {**found, "culprits": []}
 
 
 def check_brute_force(event: dict[str, Any], units: list[Unit], threshold: float, planted: int) -> None:
