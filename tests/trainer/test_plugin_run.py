@@ -24,7 +24,8 @@ ACTOR = "actor_rollout_ref.actor"
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, as if it were installed."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", folder, ROOT]
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    command += ["--wheel-dir", folder, ROOT]
     subprocess.run(command, check=True)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
