@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-TOOLS = "basename bash cat cp cut dirname flock ln mkdir mv rm sed sha256sum".split()
+TOOLS = "basename bash cat cp cut dirname flock ln mkdir mv nproc rm sed sha256sum sleep".split()
 
 
 def write(file: Path, text: str, mode: int = 0o644) -> None:
@@ -131,7 +131,7 @@ def test_which_tests_run_against_which_target(project: Path) -> None:
     add_target(project, "0.9.1")
     make_venv(project, "0.9.1")
     default = ["MARKED 0.7.0", "NAMED 0.7.0", "OTHER 0.7.0"]
-    assert ran(project) == [*default, "MARKED 0.7.1", "MARKED 0.9.1", "NAMED 0.9.1"]
+    assert ran(project) == ["MARKED 0.9.1", "NAMED 0.9.1", "MARKED 0.7.1", *default]
     assert ran(project, "-k", "test_marked") == ["MARKED 0.7.0"]
     assert ran(project, "--target", "0.7.1") == ["MARKED 0.7.1", "NAMED 0.7.1", "OTHER 0.7.1"]
     shutil.rmtree(project / "build/venv")
@@ -203,8 +203,19 @@ def test_a_failing_test_of_another_target_fails_the_run(project: Path) -> None:
         "import os, pytest\n@pytest.mark.every_target\ndef test_it():\n    assert '0.7.0' in os.environ['PYTHONPATH']\n"
     )
     write(project / "tests/test_other.py", test)
+    write(project / "tests/multirank/test_ranks.py", "def test_ranks():\n    pass\n")
     environment = os.environ | {"PATH": str(project / "bin")}
     done = subprocess.run(
         [project / "bin/bash", project / "tests/run.sh"], env=environment, capture_output=True, text=True
     )
+    parts = re.findall(r"pytest, verl (\S+), (\S+)|(\d (?:passed|failed))", done.stdout)
+    expected = [
+        "0.7.0 tests/multirank",
+        "1 passed",
+        "0.7.1 -m",
+        "1 failed",
+        "0.7.0 --ignore=tests/multirank",
+        "1 passed",
+    ]
+    assert [f"{version} {first}".strip() or result for version, first, result in parts] == expected
     assert done.returncode == 1 and "1 passed" in done.stdout and "1 failed" in done.stdout, done.stdout
