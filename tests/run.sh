@@ -4,9 +4,9 @@
 #        bash tests/run.sh --gpu [options of tests/gpu/run.py]     nothing of the above: what a GPU shows, on one
 # The tests run against the verl of patches/DEFAULT; without arguments, those that are marked every_target also run
 # against each other verl that there is a patch for, and those marked target against the one that they name: in parts,
-# two at a time, with four cores three; their logs are in build/logs. --target
-# takes one verl, for everything. --quick is for each commit, and takes 4 minutes at most: against one verl, without the
-# tests that are marked slow, and of each file in tests/multirank one case with ranks.
+# two at a time, with four cores three; their logs are in build/logs. --target takes one verl, for everything. --quick is
+# for each commit, and takes 4 minutes at most: against one verl, without the tests that are marked slow, and of each file
+# in tests/multirank one case with ranks.
 # Exit code: 0 if everything passes, the failing step's own code otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
