@@ -16,6 +16,9 @@ from verl.utils.fs import copy_to_local
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
+# Parameters; below, one thread is faster than several.
+TINY = 10_000_000
+
 
 class Sampler(LogitsProcessor):
     """Samples tokens and records their log-probs.
@@ -58,9 +61,10 @@ class HFServer:
     sampler_class: type[Sampler] = Sampler
 
     def __init__(self, model_path: str, response_length: int):
-        # Training is idle during the rollout, so all cores are free.
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        # Training is idle during the rollout, so all cores are free. A tiny model's threads would only wait.
+        tiny = self.model.num_parameters() < TINY
+        torch.set_num_threads(1 if tiny else len(os.sched_getaffinity(0)))
         tokenizer = hf_tokenizer(model_path)
         self.eos, self.pad = tokenizer.eos_token_id, tokenizer.pad_token_id
         self.response_length = response_length

@@ -3,9 +3,10 @@
 # Usage: bash tests/run.sh [--quick] [--target VERSION] [pytest arguments]
 #        bash tests/run.sh --gpu [options of tests/gpu/run.py]     nothing of the above: what a GPU shows, on one
 # The tests run against the verl of patches/DEFAULT; without arguments, those that are marked every_target also run
-# against each other verl that there is a patch for, and those marked target against the one that they name. --target
-# takes one verl, for everything. --quick is for each commit, and takes 4 minutes at most: against one verl, without the
-# tests that are marked slow, and of each file in tests/multirank one case with ranks.
+# against each other verl that there is a patch for, and those marked target against the one that they name: in parts,
+# two at a time, with four cores three; their logs are in build/logs. --target takes one verl, for everything. --quick is
+# for each commit, and takes 4 minutes at most: against one verl, without the tests that are marked slow, and of each file
+# in tests/multirank one case with ranks.
 # Exit code: 0 if everything passes, the failing step's own code otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -126,8 +127,12 @@ for pin in patches/*/PIN; do targets+=("$(basename "$(dirname "$pin")")"); done
 target=$default
 others=()
 quick=
+whole=
+cores=$(nproc)
 if ((!$#)); then
-    for version in "${targets[@]}"; do [[ $version == "$default" ]] || others+=("$version"); done
+    whole=1
+    # The newest one first, which has most of the marked tests.
+    for version in "${targets[@]}"; do [[ $version == "$default" ]] || others=("$version" "${others[@]}"); done
 fi
 while [[ ${1-} == --quick || ${1-} == --target ]]; do
     if [[ $1 == --quick ]]; then
@@ -169,29 +174,79 @@ fi
 [[ $quick ]] || set_up_browser "$@"
 exec 9>&-
 
-# The others run beside the default one: neither keeps two cores busy all the time.
-test_others() {
-    local version code=0
-    for version in "${others[@]}"; do
-        use_target "$version"
-        say "pytest, verl $version"
-        "$venv/bin/python" -m pytest -m "every_target or target(version='$version')" || code=$?
+# A part of the whole run: a verl, and what of the tests. WITH_PROCESSES are the folders whose tests start many.
+WITH_PROCESSES="tests/multirank tests/trainer"
+test_part() {
+    local version=$1 what=$2 folder arguments=()
+    use_target "$version"
+    case $what in
+        processes) for folder in $WITH_PROCESSES; do [[ ! -d $folder ]] || arguments+=("$folder"); done ;;
+        rest) for folder in $WITH_PROCESSES; do arguments+=("--ignore=$folder"); done ;;
+        marked) arguments=(-m "every_target or target(version='$version')") ;;
+    esac
+    say "pytest, verl $version, ${arguments[*]}"
+    "$venv/bin/python" -m pytest "${arguments[@]}"
+}
+
+# Runs parts until all are taken: who makes the folder has the part.
+work() {
+    local number code
+    for number in "${!parts[@]}"; do
+        mkdir "$logs/$number" 2>/dev/null || continue
+        code=0
+        # shellcheck disable=SC2086 # a verl, and what
+        test_part ${parts[number]} >"$logs/$number/log" 2>&1 </dev/null || code=$?
+        echo "$code" >"$logs/$number/code.new"
+        mv "$logs/$number/code.new" "$logs/$number/code"
     done
-    return "$code"
+}
+
+# Prints the log of a part while it is written; the exit code is the part's.
+follow() {
+    local part=$logs/$1
+    until [[ -f $part/log ]] || ! at_work; do sleep 0.2; done
+    exec 8<"$part/log"
+    while [[ ! -f $part/code ]] && at_work; do
+        cat <&8 # each from where the one before has ended
+        sleep 1
+    done
+    cat <&8
+    exec 8<&-
+    if [[ ! -f $part/code ]]; then
+        say "the part of ${parts[$1]} was ended" >&2
+        return 1
+    fi
+    return "$(<"$part/code")"
+}
+
+at_work() {
+    local worker
+    for worker in "${workers[@]}"; do kill -0 "$worker" 2>/dev/null && return 0; done
+    return 1
 }
 
 code=0
-if ((${#others[@]})); then
-    set -m # a process group of its own, which ends with this one
-    test_others >"$build/others.log" 2>&1 </dev/null &
-    set +m
-    beside=$!
-    trap 'kill -- "-$beside" 2>/dev/null || true' EXIT
+if [[ ! $whole ]]; then
+    say "pytest, verl $target"
+    "$venv/bin/python" -m pytest ${quick:+"$quick"} "$@" || code=$?
+    exit "$code"
 fi
-say "pytest, verl $target"
-"$venv/bin/python" -m pytest ${quick:+"$quick"} "$@" || code=$?
-if ((${#others[@]})); then
-    wait "$beside" || code=$?
-    cat "$build/others.log"
-fi
+
+# The longest parts come first. None keeps two cores busy all the time; a process of torch takes up to 1 GB.
+parts=()
+for folder in $WITH_PROCESSES; do [[ ! -d $folder ]] || parts=("$target processes"); done
+for version in "${others[@]}"; do parts+=("$version marked"); done
+parts+=("$target rest")
+logs=$build/logs
+rm -rf "$logs"
+mkdir "$logs"
+workers=()
+set -m # each in a process group of its own, which ends with this one
+for ((worker = 0; worker < (cores < 4 ? 2 : 3); worker++)); do
+    work &
+    workers+=($!)
+done
+set +m
+trap 'for worker in "${workers[@]}"; do kill -- "-$worker" 2>/dev/null || true; done' EXIT
+for number in "${!parts[@]}"; do follow "$number" || code=$?; done
 exit "$code"

@@ -176,7 +176,7 @@ def test_ranks_with_unequal_lengths_make_the_same_number_of_passes(launch: Launc
         assert all(same.values()), same
 
 
-DRAWS = {2: range(30 if ENGINE else 170), 3: range(1000, 1006 if ENGINE else 1030)}
+DRAWS = {2: range(30 if ENGINE else 60), 3: range(1000, 1006 if ENGINE else 1012)}
 
 
 @pytest.mark.target(version="0.9.1")

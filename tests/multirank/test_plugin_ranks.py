@@ -1,4 +1,4 @@
-"""The tests of the engine and of the critic on a verl that is not patched, with the plugin."""
+"""Tests of the engine and of the critic on a verl that is not patched, with the plugin."""
 
 from __future__ import annotations
 
@@ -13,6 +13,22 @@ pytestmark = [
     pytest.mark.target(version="0.9.1"),
     pytest.mark.skipif(trees.TARGET != "0.9.1", reason="the plugin is for verl 0.9"),
 ]
+# What each hook serves, on two ranks: a search in either kind of columns and reduction, what it leaves of training,
+# evidence in and out of order, counts, checkpoints, and all of the critic. The patched verl has the other cases.
+CASES = " or ".join(
+    [
+        "planted_tokens and fsdp2 and not dynamic",
+        "bit_identical and fsdp1 and not orig",
+        "describes and in_order and padded",
+        "describes and shuffled and nested",
+        "counted_together",
+        "resumes",
+        "plain_autograd and mini_batch_4 and not orig",
+        "planted_return",
+        "tiled",
+        "released",
+    ]
+)
 
 
 def test_engines_are_watched_without_a_patch() -> None:
@@ -28,10 +44,12 @@ def test_engines_are_watched_without_a_patch() -> None:
             "no:cacheprovider",
             "tests/multirank/test_engine.py",
             "tests/multirank/test_critic.py",
+            "-k",
+            CASES,
         ),
         cwd=trees.ROOT,
         PYTHONPATH=":".join(map(str, path)),
         VERL_USE_EXTERNAL_MODULES="embedded,gradloc_verl,as_if_patched",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout and " skipped" not in done.stdout
+    assert "18 passed" in done.stdout and " skipped" not in done.stdout

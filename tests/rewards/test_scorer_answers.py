@@ -146,8 +146,9 @@ def watched_memory() -> Iterator[dict[int, int]]:
 @pytest.mark.timeout(3600)
 @pytest.mark.slow
 def test_every_hostile_answer_returns_within_its_limit_and_memory(hostile_pool: None) -> None:
-    """Each is a call of its own, as in verl's reward loop."""
+    """Each is a call of its own, as in verl's reward loop. Without limits, hardly any of the powers alone would end."""
     hostile = hostile_answers()
+    assert len(hostile) >= 300
 
     def timed(answer: str) -> tuple[float, float]:
         begun = time.monotonic()
@@ -166,13 +167,12 @@ def test_every_hostile_answer_returns_within_its_limit_and_memory(hostile_pool: 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.slow
-def test_hostile_answers(hostile_pool: None) -> None:
-    """Without limits, hardly any of the powers alone would end within the test's time."""
-    hostile = hostile_answers()
-    assert len(hostile) >= 300
+def test_hostile_answers_in_a_batch(hostile_pool: None) -> None:
+    """Every third of them, of each kind some, among ordinary ones; the test above has all."""
+    hostile = dict(list(hostile_answers().items())[::3])
     scores, wrong = among_hostile(list(hostile.values()), seed=0)
     assert not [name for name, score in zip(hostile, scores, strict=True) if score not in (0.0, TIMED_OUT)]
-    assert scores.count(TIMED_OUT) > 50
+    assert scores.count(TIMED_OUT) > 15
     assert not wrong
 
 

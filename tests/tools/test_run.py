@@ -13,7 +13,10 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-TOOLS = "basename bash cat cp cut dirname flock ln mkdir mv rm sed sha256sum".split()
+TOOLS = "basename bash cat cp cut dirname flock ln mkdir mv nproc rm sed sha256sum sleep".split()
+
+# pytest's plugins take two seconds to import.
+QUICK_START = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 def write(file: Path, text: str, mode: int = 0o644) -> None:
@@ -72,7 +75,7 @@ def project(tmp_path: Path) -> Path:
 
 def run(project: Path, user: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     write(project / "bin/id", f"#!/bin/sh\necho {user}\n", 0o755)
-    environment = os.environ | {"PATH": str(project / "bin")}
+    environment = os.environ | QUICK_START | {"PATH": str(project / "bin")}
     command = [project / "bin/bash", project / "tests/run.sh", "-p", "no:cacheprovider", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
@@ -113,7 +116,7 @@ def ran(project: Path, *arguments: str) -> list[str]:
     write(project / "pyproject.toml", f'[tool.pytest.ini_options]\nmarkers = {markers}\naddopts = "-s -q"\n')
     shutil.rmtree(project / "tests/report", ignore_errors=True)
     write(project / "tests/test_other.py", WHICH)
-    environment = os.environ | {"PATH": str(project / "bin")}
+    environment = os.environ | QUICK_START | {"PATH": str(project / "bin")}
     done = subprocess.run(
         [project / "bin/bash", project / "tests/run.sh", *arguments], env=environment, capture_output=True, text=True
     )
@@ -131,7 +134,7 @@ def test_which_tests_run_against_which_target(project: Path) -> None:
     add_target(project, "0.9.1")
     make_venv(project, "0.9.1")
     default = ["MARKED 0.7.0", "NAMED 0.7.0", "OTHER 0.7.0"]
-    assert ran(project) == [*default, "MARKED 0.7.1", "MARKED 0.9.1", "NAMED 0.9.1"]
+    assert ran(project) == ["MARKED 0.9.1", "NAMED 0.9.1", "MARKED 0.7.1", *default]
     assert ran(project, "-k", "test_marked") == ["MARKED 0.7.0"]
     assert ran(project, "--target", "0.7.1") == ["MARKED 0.7.1", "NAMED 0.7.1", "OTHER 0.7.1"]
     shutil.rmtree(project / "build/venv")
@@ -179,7 +182,9 @@ def test_quick_leaves_out_slow_tests_and_all_but_one_case_with_ranks(project: Pa
         write(project / "tests" / name, (ROOT / "tests" / name).read_text())
     write(project / "tests/one/test_first.py", QUICK)
     write(project / "tests/two/test_second.py", QUICK)
-    environment = os.environ | {"PATH": str(project / "bin"), "PYTHONPATH": str(project / "tests/support")}
+    environment = (
+        os.environ | QUICK_START | {"PATH": str(project / "bin"), "PYTHONPATH": str(project / "tests/support")}
+    )
     command = [project / "bin/bash", project / "tests/run.sh", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -189,7 +194,7 @@ def test_quick_leaves_out_slow_tests_and_all_but_one_case_with_ranks(project: Pa
 
 
 def test_an_unknown_target(project: Path) -> None:
-    environment = os.environ | {"PATH": str(project / "bin")}
+    environment = os.environ | QUICK_START | {"PATH": str(project / "bin")}
     command = [project / "bin/bash", project / "tests/run.sh", "--target", "0.6.0"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "--target takes one of: 0.7.0" in done.stderr
@@ -203,8 +208,19 @@ def test_a_failing_test_of_another_target_fails_the_run(project: Path) -> None:
         "import os, pytest\n@pytest.mark.every_target\ndef test_it():\n    assert '0.7.0' in os.environ['PYTHONPATH']\n"
     )
     write(project / "tests/test_other.py", test)
-    environment = os.environ | {"PATH": str(project / "bin")}
+    write(project / "tests/multirank/test_ranks.py", "def test_ranks():\n    pass\n")
+    environment = os.environ | QUICK_START | {"PATH": str(project / "bin")}
     done = subprocess.run(
         [project / "bin/bash", project / "tests/run.sh"], env=environment, capture_output=True, text=True
     )
+    parts = re.findall(r"pytest, verl (\S+), (\S+)|(\d (?:passed|failed))", done.stdout)
+    expected = [
+        "0.7.0 tests/multirank",
+        "1 passed",
+        "0.7.1 -m",
+        "1 failed",
+        "0.7.0 --ignore=tests/multirank",
+        "1 passed",
+    ]
+    assert [f"{version} {first}".strip() or result for version, first, result in parts] == expected
     assert done.returncode == 1 and "1 passed" in done.stdout and "1 failed" in done.stdout, done.stdout

@@ -110,7 +110,7 @@ DIRECTORIES = TEXTS.filter(lambda text: "://" not in text)
 ITEMS = st.lists(TEXTS.map(lambda text: text.replace(",", "") or "x"), min_size=1, max_size=3)
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(TEXTS, ITEMS, ITEMS, DIRECTORIES, st.booleans())
 @example("20250115", ["null", "True"], ["nan"], "7", True)
 @example("0x10", [".5", "1_0"], ["None", "~", "-1", "1e3"], "false", False)

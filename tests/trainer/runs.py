@@ -14,15 +14,26 @@ from valid_events import valid_events
 from gradloc.evidence.schema import CLIP, conforms
 
 ROOT = Path(__file__).parents[2]
+warm_interpreter: Path | None = None  # what conftest.py has made
 
 
 @contextlib.contextmanager
-def started(output: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen]:
-    """A run, which is ended with the block if it still goes on."""
+def started(output: Path, *arguments: str, warm: bool = True, **environment: str) -> Iterator[subprocess.Popen]:
+    """A run, which is ended with the block if it still goes on.
+
+    Args:
+        output (Path): Its folder.
+        arguments (str): Those of run_experiment.sh.
+        warm (bool): Its processes, Ray's workers included, are forked from one that has imported what they need.
+        environment (str): Variables on top of the environment.
+    """
     search_path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "tests/trainer")])
+    own = [f"OUTPUT_DIR={output}"]
+    if warm:
+        own.append(f"+ray_kwargs.ray_init.runtime_env.py_executable={warm_interpreter}")
     script = subprocess.Popen(
-        ["bash", ROOT / "run_experiment.sh", "--embedded", "--tiny", "--python", sys.executable]
-        + [f"OUTPUT_DIR={output}", *arguments],
+        ["bash", ROOT / "run_experiment.sh", "--embedded", "--tiny"]
+        + ["--python", warm_interpreter if warm else sys.executable, *own, *arguments],
         env=os.environ | {"PYTHONPATH": search_path} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,7 +12,7 @@ from runs import ROOT, finished
 
 from gradloc.evidence.schema import CRITIC, conforms
 
-pytestmark = [pytest.mark.slow, pytest.mark.target(version="0.9.1")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm"), pytest.mark.target(version="0.9.1")]
 
 ENGINE = verl.__version__ == "0.9.1"
 

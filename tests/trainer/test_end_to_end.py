@@ -19,9 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gradloc.replay.__main__ import main as replay
 
-pytestmark = [pytest.mark.slow, pytest.mark.target(version="0.9.1")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm"), pytest.mark.target(version="0.9.1")]
 
 ROOT = Path(__file__).parents[2]
+DEFAULT = (ROOT / "patches/DEFAULT").read_text().strip()
 PREPARED = ROOT / ".embedded" / verl.__version__ / "tiny"
 THRESHOLD = 80.0
 ANSWERS, STEPS = 16, 3
@@ -71,7 +72,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "VERL_USE_EXTERNAL_MODULES": "planted_spike,right_answers",
         "PLANTED_SPIKE_FILE": str(directory / "planted.json"),
     }
-    with started(directory / "out", *arguments, **environment) as script:
+    plain = request.param == "Ray" and verl.__version__ == DEFAULT  # as a user starts it
+    with started(directory / "out", *arguments, warm=not plain, **environment) as script:
         output, _ = script.communicate()
     assert script.returncode == 0, output
     events = events_in(directory / "out")
@@ -221,7 +223,7 @@ def test_nothing_of_ray_is_left(run: dict) -> None:
 
 def test_an_interrupt_ends_ray_too(tmp_path: Path) -> None:
     log = tmp_path / "out/train.log"
-    with started(tmp_path / "out") as script:
+    with started(tmp_path / "out", warm=False) as script:
         ray = f"/tmp/gradloc-{script.pid}"
         while not (log.exists() and "(TaskRunner" in log.read_text()):
             assert script.poll() is None

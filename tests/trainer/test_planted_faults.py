@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tools.launcher.faults import FAULTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 
 ENGINE = verl.__version__ == "0.9.1"
 REWARDS = [f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"]

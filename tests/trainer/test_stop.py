@@ -7,7 +7,7 @@ import pytest
 import verl
 from runs import ROOT, events_in, started
 
-pytestmark = [pytest.mark.slow, pytest.mark.target(version="0.9.1")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm"), pytest.mark.target(version="0.9.1")]
 
 TRAINERS = {"V1": [], "V0": ["trainer.use_v1=False"]} if verl.__version__ == "0.9.1" else {"Ray": []}
 

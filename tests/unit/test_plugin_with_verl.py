@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
+import tempfile
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import trees
+from warm_python import warm_python
 
 pytestmark = [
     pytest.mark.target(version="0.9.1"),
@@ -24,7 +27,8 @@ KEYS = [
 ]
 # What each script may use: the composed configuration, and an actor's configuration as verl makes one.
 PRELUDE = f"""
-import logging, sys
+import logging, sys, warnings
+warnings.simplefilter("ignore")
 from types import SimpleNamespace
 import verl
 import gradloc_verl
@@ -50,6 +54,17 @@ ON = "actor_rollout_ref.actor.spike_detection=True"
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def interpreter() -> Iterator[Path]:
+    global _interpreter
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder, warm_python(Path(folder), os.environ) as path:
+        _interpreter = path
+        yield path
+
+
+_interpreter: Path
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What an installation adds to a checkout: the entry point."""
@@ -64,7 +79,7 @@ def run(installed: Path, code: str, tree: Path = trees.BASE_TREE, **environment:
     path = [tree, trees.ROOT, trees.ROOT / "plugin", installed]
     environment = {"PYTHONPATH": ":".join(map(str, path)), "VERL_USE_EXTERNAL_MODULES": "embedded"} | environment
     script = PRELUDE + textwrap.dedent(code)
-    done = trees.run(sys.executable, "-W", "ignore", "-c", script, **environment)
+    done = trees.run(_interpreter, "-X", "fork", "-c", script, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -172,7 +187,7 @@ def test_the_keys_work_without_a_plus_and_are_validated(installed: Path) -> None
 def test_a_command_says_what_fits(installed: Path, tmp_path: Path) -> None:
     def said(*paths: Path) -> subprocess.CompletedProcess:
         path = ":".join(map(str, [*paths, trees.ROOT, trees.ROOT / "plugin", installed]))
-        command = [sys.executable, "-W", "ignore", "-m", "gradloc_verl"]
+        command = [_interpreter, "-X", "fork", "-m", "gradloc_verl"]
         return trees.run(*command, PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="embedded")
 
     done = said(trees.BASE_TREE)
