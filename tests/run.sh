@@ -2,9 +2,10 @@
 # Sets up build/ on first use and runs every check of the project: ruff, deno, the patches against their sources, mypy, pytest.
 # Usage: bash tests/run.sh [--quick] [--target VERSION] [pytest arguments]
 #        bash tests/run.sh --gpu [options of tests/gpu/run.py]     nothing of the above: what a GPU shows, on one
-# The tests run against the verl of patches/DEFAULT; without arguments, those that are marked every_target also run
-# against each other verl that there is a patch for, and those marked target against the one that they name. --target
-# takes one verl, for everything. --quick is for each commit, and takes 4 minutes at most: against one verl, without the
+# The tests run against the verl of patches/DEFAULT. Without arguments, those that are marked smoke also run against each
+# other verl that there is a patch for, those marked every_target against each that has requirements of its own, and
+# those marked target against the one that they name. --target takes one verl, for everything. One that has no wheel is
+# left out, unless VERL_CLONE names a clone of verl that has its commit. --quick is for each commit, and takes 4 minutes at most: against one verl, without the
 # tests that are marked slow, and of each file in tests/multirank one case with ranks.
 # Exit code: 0 if everything passes, the failing step's own code otherwise.
 set -euo pipefail
@@ -15,12 +16,14 @@ source embedded/find_python.sh
 [[ ${1-} != --gpu ]] || exec python3 tests/gpu/run.py "${@:2}"
 say() { printf '%s\n' "run.sh: $*"; }
 
+# A line of a target's PIN; nothing where it has none.
+pinned() { [[ ! -f patches/$1/PIN ]] || sed -n "s/^$2=//p" "patches/$1/PIN"; }
+
 # The verl whose requirements a target shares.
 environment_of() {
-    case $1 in
-        0.7.*) echo 0.7.0 ;;
-        *) echo "$1" ;;
-    esac
+    local shared
+    shared=$(pinned "$1" REQUIREMENTS)
+    echo "${shared:-$1}"
 }
 
 # The virtual environment of a target: build/venv for verl 0.7, build/venv-VERSION for others.
@@ -62,6 +65,14 @@ set_up_base() {
     say "unpacking verl $version into build/$version/base"
     mkdir -p "$place"
     rm -rf "$place/base" "$place/base.new" "$build/wheel.new"
+    if [[ ! $(pinned "$version" WHEEL_SHA256) ]]; then
+        mkdir -p "$place/base.new"
+        git -C "${VERL_CLONE:?must name a clone of verl, as verl $version has no wheel}" archive \
+            "$(pinned "$version" COMMIT)" verl | tar -x -C "$place/base.new"
+        echo "$version" >"$place/base.new/ready"
+        mv "$place/base.new" "$place/base"
+        return 0
+    fi
     if [[ ! -f $wheel ]]; then
         "$venv/bin/python" -m pip download -q --no-deps --only-binary :all: -d "$build/wheel.new" "verl==$version"
         mkdir -p "$build/wheel"
@@ -69,7 +80,7 @@ set_up_base() {
         rmdir "$build/wheel.new"
     fi
     sum=$(sha256sum "$wheel" | cut -d' ' -f1)
-    if [[ $sum != "$(sed -n 's/^WHEEL_SHA256=//p' "patches/$version/PIN")" ]]; then
+    if [[ $sum != "$(pinned "$version" WHEEL_SHA256)" ]]; then
         say "$wheel has SHA-256 $sum, not that of patches/$version/PIN; delete it and run again" >&2
         return 1
     fi
@@ -122,7 +133,11 @@ use_target() {
 
 default=$(<patches/DEFAULT)
 targets=()
-for pin in patches/*/PIN; do targets+=("$(basename "$(dirname "$pin")")"); done
+for pin in patches/*/PIN; do
+    version=$(basename "$(dirname "$pin")")
+    [[ $(pinned "$version" WHEEL_SHA256) || -f $build/$version/base/ready || ${VERL_CLONE-} ]] || continue
+    targets+=("$version")
+done
 target=$default
 others=()
 quick=
@@ -136,7 +151,7 @@ while [[ ${1-} == --quick || ${1-} == --target ]]; do
         continue
     fi
     target=${2-}
-    if [[ ! -f patches/$target/PIN ]]; then
+    if [[ " ${targets[*]} " != *" $target "* ]]; then
         say "--target takes one of: ${targets[*]}" >&2
         exit 2
     fi
@@ -171,11 +186,13 @@ exec 9>&-
 
 # The others run beside the default one: neither keeps two cores busy all the time.
 test_others() {
-    local version code=0
+    local version chosen code=0
     for version in "${others[@]}"; do
         use_target "$version"
         say "pytest, verl $version"
-        "$venv/bin/python" -m pytest -m "every_target or target(version='$version')" || code=$?
+        chosen="smoke or target(version='$version')"
+        [[ $(environment_of "$version") != "$version" ]] || chosen="every_target or $chosen"
+        "$venv/bin/python" -m pytest -m "$chosen" || code=$?
     done
     return "$code"
 }
