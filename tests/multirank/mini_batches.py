@@ -40,7 +40,7 @@ def token_weights(case: Case, mask: torch.Tensor, factor: float, info: dict[str,
     """How much each token's own loss counts in the loss that is differentiated.
 
     verl 0.9's engine takes its means over the whole mini-batch of all ranks, whose sizes are in `info`. Of the losses
-    with an aggregation of their own, it has left two theirs: sapo and geo_mean.
+    with an aggregation of their own, it has left theirs to sapo and geo_mean, and in other releases than 0.9.1 to gspo.
     """
     lengths = mask.sum(-1, keepdim=True)
     if ENGINE and case.loss_mode != "geo_mean":
