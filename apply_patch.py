@@ -690,6 +690,8 @@ def moved_patch(patch: FilePatch, content: bytes | None) -> FilePatch | None:
     if content is None or patch.new is None:
         return None
     back = patch.reversed()
+    before: bytes | None
+    after: bytes | None
     if moved := patch.moved_to(content):
         before, after = content, moved.result(content)
     elif taken_out := back.moved_to(content):

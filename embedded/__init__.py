@@ -3,9 +3,9 @@
 """Lets verl train on a machine without a GPU. verl loads it when VERL_USE_EXTERNAL_MODULES names it.
 
 verl expects the functions of torch.cuda in its device's module, and creates process groups with NCCL. This package
-adds the missing functions to torch.cpu, replaces NCCL by gloo, registers the `hf` rollout (rollout.py), and stands in
-for flash attention's padding functions (padding.py). For verl 0.9, cpu_platform.py adds the platform, and v1_trainer.py
-makes runs of its V1 trainer repeatable. verl's own files stay as they are.
+adds the missing functions to torch.cpu, replaces NCCL by gloo, and registers the `hf` rollout (rollout.py). For verl
+0.8 and 0.9.0, padding.py stands in for flash attention's functions; for 0.9, cpu_platform.py adds the platform, and
+v1_trainer.py makes runs of its V1 trainer repeatable. verl's own files stay as they are.
 """
 
 import functools
@@ -93,5 +93,6 @@ if importlib.util.find_spec("verl.plugin") is not None:
     importlib.import_module("embedded.cpu_platform")
 elif importlib.util.find_spec("verl.workers.actor") is None:
     _register_engines()
-importlib.import_module("embedded.padding")
+if importlib.util.find_spec("verl.workers.actor") is None:
+    importlib.import_module("embedded.padding")
 _register_rollout()

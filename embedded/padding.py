@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Flash attention's padding functions in plain torch. verl before 0.9.1 has none of its own for a CPU, and from 0.8 on
-its workers take the padding out of every batch.
+"""Flash attention's padding functions in plain torch, for verl 0.8 and 0.9.0: their workers take the padding out of
+every batch, and have no functions of their own for a CPU.
 """
 
 from collections.abc import Callable
@@ -31,13 +31,11 @@ def pad_input(values: Tensor, indices: Tensor, rows: int, columns: int) -> Tenso
     return padded.unflatten(0, (rows, columns))
 
 
-def rearrange(*arguments: Any, **lengths: int) -> Any:
-    from einops import rearrange as rearranged  # which nothing else here needs
-
-    return rearranged(*arguments, **lengths)
+def rearrange(*_arguments: Any, **_lengths: int) -> Any:
+    raise NotImplementedError("verl's engines do not call it")
 
 
-def _functions() -> tuple[Callable[..., Any], ...]:
+def _functions() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     return index_first_axis, pad_input, rearrange, unpad_input
 
 
