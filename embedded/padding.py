@@ -24,19 +24,12 @@ def unpad_input(values: Tensor, mask: Tensor) -> tuple[Any, ...]:
     return values.flatten(0, 1)[indices], indices, starts, int(lengths.max()), lengths
 
 
-def pad_input(values: Tensor, indices: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse of `unpad_input`."""
-    padded = values.new_zeros(rows * columns, *values.shape[1:])
-    padded[indices] = values
-    return padded.unflatten(0, (rows, columns))
-
-
-def rearrange(*_arguments: Any, **_lengths: int) -> Any:
-    raise NotImplementedError("verl's engines do not call it")
+def _not_called(*_arguments: Any, **_options: Any) -> Any:
+    raise NotImplementedError("verl's engines call index_first_axis and unpad_input only")
 
 
 def _functions() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    return index_first_axis, pad_input, rearrange, unpad_input
+    return index_first_axis, _not_called, _not_called, unpad_input
 
 
 try:

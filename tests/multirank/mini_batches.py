@@ -43,7 +43,7 @@ def token_weights(case: Case, mask: torch.Tensor, factor: float, info: dict[str,
     with an aggregation of their own, it has left theirs to sapo and geo_mean, and in other releases than 0.9.1 to gspo.
     """
     lengths = mask.sum(-1, keepdim=True)
-    if ENGINE and case.loss_mode != "geo_mean":
+    if info and case.loss_mode != "geo_mean":
         fixed = ("sapo",) if GSPO_MODE_IS_FREE else ("sapo", "gspo")
         of_sequence = info["dp_size"] / info["global_batch_size"]
         weight = {
