@@ -753,7 +753,8 @@ def check_content(tree: Path, found: Situation, reverse: bool) -> None:
         raise Stop(f"the patch is not applied to {tree} ({listing(found.other)} differ), so it cannot be reversed")
     if found.other:
         raise Stop(
-            f"not as in the base: {listing(found.other)}; undo local changes, or use the base commit", WRONG_BASE
+            f"not as in the base: {listing(found.other)}; undo local changes, use the base commit, or try --unpinned",
+            WRONG_BASE,
         )
 
 
@@ -803,7 +804,8 @@ def check_head(tree: Path, commit: str | None) -> bool:
         raise Stop(f"{tree}/.git is not a repository of its own (git finds {top} instead); repair or remove it")
     tagged = git(tree, "for-each-ref", "--format=%(objectname)%(*objectname)", "refs/tags/gradloc-base").strip()
     if commit is not None and head not in (commit, tagged[-40:]):
-        raise Stop(f"HEAD of {tree} is {head}, not the base commit {commit}; check that out, or --force", WRONG_BASE)
+        advice = "check that out, or pass --force or, for another verl, --unpinned"
+        raise Stop(f"HEAD of {tree} is {head}, not the base commit {commit}; {advice}", WRONG_BASE)
     return True
 
 
@@ -1103,7 +1105,9 @@ def inspect(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -
     """Finds the target. Raises Stop unless its patch can be applied (or reversed), or already is."""
     chosen, found = choose(args, tree, candidates)
     target = chosen.target
-    if chosen.unpinned and not args.reverse:
+    # A commit may have all files as the target's, and other files of its own.
+    other_commit = args.unpinned and target.commit and head_of(tree) not in (None, target.commit)
+    if (chosen.unpinned or other_commit) and not args.reverse:
         say_once(
             f"the verl in {tree} ({release_of(tree) or 'of unknown version'}) is none that this patch was tested with: "
             f"the lines that the patch for {target.version} expects are there, but nobody has tested whether the code "
@@ -1115,7 +1119,7 @@ def inspect(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -
     if len(done) == len(chosen.patches):
         return chosen, found
     start = found.left_behind or not found.patched  # with other files patched, that is what there is to say
-    commit = None if chosen.unpinned else target.commit
+    commit = None if args.unpinned else target.commit
     checkout = not args.reverse and not args.force and start and check_head(tree, commit)
     check_content(tree, found, args.reverse)
     if checkout:

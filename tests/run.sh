@@ -5,8 +5,9 @@
 # The tests run against the verl of patches/DEFAULT. Without arguments, those that are marked smoke also run against each
 # other verl that there is a patch for, those marked every_target against each that has requirements of its own, and
 # those marked target against the one that they name. --target takes one verl, for everything. One that has no wheel is
-# left out, unless VERL_CLONE names a clone of verl that has its commit. --quick is for each commit, and takes 4 minutes at most: against one verl, without the
-# tests that are marked slow, and of each file in tests/multirank one case with ranks.
+# left out, unless VERL_CLONE names a clone of verl that has its commit. --quick is for each commit, and takes 4 minutes
+# at most: against one verl, without the tests that are marked slow, and of each file in tests/multirank one case with
+# ranks.
 # Exit code: 0 if everything passes, the failing step's own code otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -128,6 +128,14 @@ def test_a_checkout_may_be_at_any_commit_but_has_no_local_changes(project: Proje
     said(project, "--repo", fork, "--unpinned", "--force")
 
 
+def test_another_commit_in_which_no_file_of_the_patch_differs(project: Project, tree: Path) -> None:
+    trees.commit_all(tree)
+    refused(project.apply("--repo", tree), 3, "not the base commit", "--unpinned")
+    told = said(project, "--repo", tree, "--unpinned")
+    assert UNTESTED in told and "(verl 0.7.0, " in told
+    assert UNTESTED not in said(project, "--repo", tree, "--unpinned", "--reverse")
+
+
 def test_an_installed_verl(project: Project, fork: Path) -> None:
     refused(project.apply("--installed", PYTHONPATH=str(fork)), 3, "is 0.7.9")
     for arguments in ([], ["--reverse"]):
