@@ -8,7 +8,10 @@ For each supported release of verl, a target, the patch has three parts, which a
   - with --installed: the one for the installed version;
   - with --repo: the one for the commit of HEAD; else the one that all the files it changes fit, patched or not; else
     the one for the version that verl/version/version says. --force and --reverse do not look at HEAD.
-A verl of no target is refused, with the supported versions and, for --repo, what differs from each.
+A verl of no target is refused, with the supported versions and, for --repo, what differs from each. --unpinned takes
+it if every hunk of a target's patch fits: the lines that it expects are there exactly and once, if perhaps further up
+or down. Of several targets that fit, the newest is taken. Nobody has tested such a verl, and the output says so.
+--check, --reverse and a second run need --unpinned as well. tools/which_hooks_fit.py says why a hunk does not fit.
 
 What is checked before anything is written:
   - each part has the required SHA-256, is a plain git diff with full blob hashes and changes files below verl/ only;
@@ -123,30 +126,71 @@ class FilePatch:
         """Applies the hunks without any tolerance and proves the result by its hash."""
         data = content or b""
         for hunks in self.parts:
-            lines = io.BytesIO(data).readlines()
-            done: list[bytes] = []
-            at = 0
-            for hunk in hunks:
-                start = hunk.old_start - 1 if hunk.old else hunk.old_start
-                if start < at or lines[start : start + len(hunk.old)] != hunk.old:
-                    raise Stop(f"the patch is inconsistent: a hunk of {self.path} does not fit that file")
-                done += lines[at:start] + hunk.new
-                at = start + len(hunk.old)
-            data = b"".join(done + lines[at:])
+            data = self._changed(hunks, data)
         result = None if self.new is None and not data else data
         if blob_hash(result) != self.new:
             raise Stop(f"the patch is inconsistent: its hunks do not produce the {self.path} that its hash says")
         return result
 
+    def _changed(self, hunks: list[Hunk], data: bytes) -> bytes:
+        lines = io.BytesIO(data).readlines()
+        done: list[bytes] = []
+        at = 0
+        for hunk in hunks:
+            start = hunk.old_start - 1 if hunk.old else hunk.old_start
+            if start < at or lines[start : start + len(hunk.old)] != hunk.old:
+                raise Stop(f"the patch is inconsistent: a hunk of {self.path} does not fit that file")
+            done += lines[at:start] + hunk.new
+            at = start + len(hunk.old)
+        return b"".join(done + lines[at:])
+
+    def moved_to(self, content: bytes) -> FilePatch | None:
+        """The same hunks for other content, at the lines where they fit it; None unless all of them do."""
+        data, parts = content, []
+        for hunks in self.parts:
+            starts = places(hunks, io.BytesIO(data).readlines())
+            moved, shift = [], 0
+            for hunk, start in zip(hunks, starts, strict=True):
+                if start is None:
+                    return None
+                moved.append(Hunk(start + bool(hunk.old), hunk.old, hunk.new, start + shift + bool(hunk.new)))
+                shift += len(hunk.new) - len(hunk.old)
+            parts.append(moved)
+            data = self._changed(moved, data)
+        return FilePatch(self.path, blob_hash(content), blob_hash(data), self.mode, parts)
+
+
+def places(hunks: list[Hunk], lines: list[bytes]) -> list[int | None]:
+    """Where the hunks of a part fit a file, as indices of lines; None for one that does not.
+
+    What a hunk expects has to be there once, behind the hunks before it. As in git, a hunk that begins with the file's
+    first line belongs there, and one without unchanged lines at its end belongs at the file's end.
+    """
+    found: list[int | None] = []
+    at = 0
+    for hunk in hunks:
+        length = len(hunk.old)
+        last = len(lines) - length
+        at_start = hunk.old_start <= 1
+        at_end = not hunk.old or not hunk.new or hunk.old[-1] != hunk.new[-1]
+        starts = [
+            start
+            for start in range(at, last + 1)
+            if lines[start : start + length] == hunk.old and not (at_start and start) and not (at_end and start < last)
+        ]
+        found.append(starts[0] if len(starts) == 1 else None)
+        at = starts[0] + length if len(starts) == 1 else at
+    return found
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A release of verl that there is a patch for."""
+    """A release of verl, or a commit, that there is a patch for."""
 
     folder: Path
     version: str
     commit: str | None  # None where it is not known
-    wheel_sha256: str
+    wheel_sha256: str | None  # None for a commit that was not released
 
     @property
     def hooks(self) -> Path:
@@ -168,6 +212,11 @@ class Candidate:
 
     target: Target
     patches: list[FilePatch]
+    unpinned: bool = False  # whether the patch was moved to a verl that is not the target
+
+    @property
+    def name(self) -> str:
+        return f"{'as for ' * self.unpinned}verl {self.target.version}"
 
 
 def blob_hash(content: bytes | None) -> str | None:
@@ -439,15 +488,17 @@ def read_pin(path: Path) -> Target:
         len(lines) != len(text.splitlines())
         or version != path.parent.name
         or not re.fullmatch(r"[0-9][0-9A-Za-z.]*", version)
-        or not re.fullmatch(r"[0-9a-f]{64}", wheel)
+        or not {"COMMIT", "WHEEL_SHA256"} & lines.keys()
+        or "WHEEL_SHA256" in lines
+        and not re.fullmatch(r"[0-9a-f]{64}", wheel)
         or "COMMIT" in lines
         and not re.fullmatch(r"[0-9a-f]{40}", commit)
     ):
         raise Stop(
-            f"{path} must hold the lines VERSION={path.parent.name}, WHEEL_SHA256=<64 hex digits> and, where it is "
-            "known, COMMIT=<40 hex digits>; restore it"
+            f"{path} must hold the lines VERSION={path.parent.name}, WHEEL_SHA256=<64 hex digits> where there is a "
+            "wheel and COMMIT=<40 hex digits> where that is known; restore it"
         )
-    return Target(path.parent, version, commit or None, wheel)
+    return Target(path.parent, version, commit or None, wheel or None)
 
 
 def narrowed(targets: list[Target], version: str | None) -> list[Target]:
@@ -587,6 +638,8 @@ def choose(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) ->
         Stop: if it is of none, or of several by content and of none by its version.
     """
     found = [(candidate, survey(tree, candidate.patches)) for candidate in candidates]
+    if args.unpinned and not any(at.created.issuperset(at.other) for _, at in found):
+        return moved_candidate(tree, candidates)
     if len(found) == 1:
         return found[0]
     if not args.installed:
@@ -605,6 +658,53 @@ def choose(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) ->
     raise no_target(tree, found, differences=not args.installed)
 
 
+def moved_candidate(tree: Path, candidates: list[Candidate]) -> tuple[Candidate, Situation]:
+    """A target whose patch fits a tree that is of none, moved to it, and how its files stand.
+
+    The first choice is the one for the version that the tree says it is, then the newest.
+
+    Raises:
+        Stop: if no patch fits, with what rejects each.
+    """
+    rejected = []
+    release = release_of(tree)
+    for candidate in sorted(reversed(candidates), key=lambda each: not is_release(release, each.target.version)):
+        moved = [moved_patch(patch, read_target(tree, patch.path)) for patch in candidate.patches]
+        bad = [patch.path for patch, other in zip(candidate.patches, moved, strict=True) if other is None]
+        if not bad:
+            candidate = Candidate(candidate.target, [patch for patch in moved if patch], unpinned=True)
+            return candidate, survey(tree, candidate.patches)
+        rejected.append((len(bad), candidate.target.version, listing(bad)))
+    _, version, files = min(rejected, key=lambda entry: entry[0])
+    raise Stop(
+        f"no patch fits the verl in {tree} ({release or 'of unknown version'}): nearest is that for {version}, which "
+        f"does not fit {files}; python {HERE / 'tools/which_hooks_fit.py'} {tree} says why",
+        WRONG_BASE,
+    )
+
+
+def moved_patch(patch: FilePatch, content: bytes | None) -> FilePatch | None:
+    """The change as one of this content, which is to have it, or has it; None if not every hunk fits."""
+    if blob_hash(content) in (patch.old, patch.new) or patch.old is None:
+        return patch
+    if content is None or patch.new is None:
+        return None
+    back = patch.reversed()
+    before: bytes | None
+    after: bytes | None
+    if moved := patch.moved_to(content):
+        before, after = content, moved.result(content)
+    elif taken_out := back.moved_to(content):
+        before, after = taken_out.result(content), content
+        moved = taken_out.reversed()
+    else:
+        return None
+    assert before is not None and after is not None
+    # What was put in has to be found again, and nothing else, or --reverse would not bring the file back.
+    ways = patch.moved_to(before), back.moved_to(after), patch.moved_to(after), back.moved_to(before)
+    return moved if ways == (moved, moved.reversed(), None, None) else None
+
+
 def no_target(tree: Path, found: list[tuple[Candidate, Situation]], differences: bool) -> Stop:
     """Says which verl is there and which ones there are patches for; also how to remove what a patched one left."""
     targets = [candidate.target for candidate, _ in found]
@@ -616,7 +716,7 @@ def no_target(tree: Path, found: list[tuple[Candidate, Situation]], differences:
     also = ""
     if left:
         also = "; a patched verl left files in it; if they hold no work of yours, delete them: " + clean_up(tree, left)
-    install = "install one of these" if several else "install that"
+    install = f"install {'one of these' if several else 'that'}, or try --unpinned"
     return Stop(
         f"the verl in {tree} is {release_of(tree) or 'of unknown version'}, but {only}; {install}{also}", WRONG_BASE
     )
@@ -639,7 +739,8 @@ def check_content(tree: Path, found: Situation, reverse: bool) -> None:
         raise Stop(
             f"{tree} is patched, but not as by this patch ({listing(found.other)}); if an older version of the patch "
             "is in it, take that out with the project it came from (apply_patch.py --reverse); if you changed these "
-            "files, restore all of verl from git or by reinstalling it; then run again",
+            "files, restore all of verl from git or by reinstalling it; then run again (where --unpinned was given, "
+            "it is needed here, too)",
             PARTLY,
         )
     if found.patched and found.base:
@@ -652,7 +753,8 @@ def check_content(tree: Path, found: Situation, reverse: bool) -> None:
         raise Stop(f"the patch is not applied to {tree} ({listing(found.other)} differ), so it cannot be reversed")
     if found.other:
         raise Stop(
-            f"not as in the base: {listing(found.other)}; undo local changes, or use the base commit", WRONG_BASE
+            f"not as in the base: {listing(found.other)}; undo local changes, use the base commit, or try --unpinned",
+            WRONG_BASE,
         )
 
 
@@ -702,7 +804,8 @@ def check_head(tree: Path, commit: str | None) -> bool:
         raise Stop(f"{tree}/.git is not a repository of its own (git finds {top} instead); repair or remove it")
     tagged = git(tree, "for-each-ref", "--format=%(objectname)%(*objectname)", "refs/tags/gradloc-base").strip()
     if commit is not None and head not in (commit, tagged[-40:]):
-        raise Stop(f"HEAD of {tree} is {head}, not the base commit {commit}; check that out, or --force", WRONG_BASE)
+        advice = "check that out, or pass --force or, for another verl, --unpinned"
+        raise Stop(f"HEAD of {tree} is {head}, not the base commit {commit}; {advice}", WRONG_BASE)
     return True
 
 
@@ -986,6 +1089,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="only report the state of the tree; write nothing")
     action.add_argument("--reverse", action="store_true", help="remove the patch")
+    parser.add_argument(
+        "--unpinned", action="store_true", help="also take a verl that is no target, if every hunk of a patch fits it"
+    )
     parser.add_argument("--force", action="store_true", help="skip the check of git HEAD and clean tree (only that)")
     args = parser.parse_args(arguments)
     if args.patch_url and not (args.patch_sha256 or args.sha256_file):
@@ -999,13 +1105,22 @@ def inspect(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -
     """Finds the target. Raises Stop unless its patch can be applied (or reversed), or already is."""
     chosen, found = choose(args, tree, candidates)
     target = chosen.target
-    if (args.installed or found.unknown) and not is_release(release_of(tree), target.version):
+    # A commit may have all files as the target's, and other files of its own.
+    other_commit = args.unpinned and target.commit and head_of(tree) not in (None, target.commit)
+    if (chosen.unpinned or other_commit) and not args.reverse:
+        say_once(
+            f"the verl in {tree} ({release_of(tree) or 'of unknown version'}) is none that this patch was tested with: "
+            f"the lines that the patch for {target.version} expects are there, but nobody has tested whether the code "
+            "around them does what it does there; plant a spike (spike_drill_step) before you rely on it"
+        )
+    if (args.installed or found.unknown) and not (chosen.unpinned or is_release(release_of(tree), target.version)):
         raise no_target(tree, [(chosen, found)], differences=False)
     done = found.base if args.reverse else found.patched
     if len(done) == len(chosen.patches):
         return chosen, found
     start = found.left_behind or not found.patched  # with other files patched, that is what there is to say
-    checkout = not args.reverse and not args.force and start and check_head(tree, target.commit)
+    commit = None if args.unpinned else target.commit
+    checkout = not args.reverse and not args.force and start and check_head(tree, commit)
     check_content(tree, found, args.reverse)
     if checkout:
         check_clean(tree, found.patched)
@@ -1019,12 +1134,12 @@ def check(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -> 
         raise Stop(f"{tree}: a run is at work or was interrupted; run again without --check to put it right", PARTLY)
     chosen, found = inspect(args, tree, candidates)
     if not found.base:
-        say(f"already applied to {tree} (verl {chosen.target.version})")
+        say(f"already applied to {tree} ({chosen.name})")
         return APPLIED
     for patch in chosen.patches:
         if patch.path in found.base:
             patch.result(read_target(tree, patch.path))
-    say(f"applicable to {tree} (verl {chosen.target.version}, {len(found.base)} files)")
+    say(f"applicable to {tree} ({chosen.name}, {len(found.base)} files)")
     return 0
 
 
@@ -1034,17 +1149,17 @@ def change(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) ->
         paths = found.patched if args.reverse else found.base
         if not paths:
             say(f"not applied to {tree}; nothing to reverse" if args.reverse else f"already applied to {tree}")
-        return chosen.target.version, [patch for patch in chosen.patches if patch.path in paths]
+        return chosen.name, [patch for patch in chosen.patches if patch.path in paths]
 
     # A first look, so that a refused or needless run does not touch the tree, which may be read-only.
     if not (tree / STATE).exists() and not pending()[1]:
         return 0
     with locked(tree) as state:
-        version, todo = pending()
+        name, todo = pending()
         if todo:
             replace_files(tree, state, [patch.reversed() for patch in todo] if args.reverse else todo)
             done = "reversed in" if args.reverse else "applied to"
-            say(f"{done} {tree} (verl {version}, {len(todo)} files, all verified)")
+            say(f"{done} {tree} ({name}, {len(todo)} files, all verified)")
     return 0
 
 

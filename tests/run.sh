@@ -2,11 +2,12 @@
 # Sets up build/ on first use and runs every check of the project: ruff, deno, the patches against their sources, mypy, pytest.
 # Usage: bash tests/run.sh [--quick] [--target VERSION] [pytest arguments]
 #        bash tests/run.sh --gpu [options of tests/gpu/run.py]     nothing of the above: what a GPU shows, on one
-# The tests run against the verl of patches/DEFAULT; without arguments, those that are marked every_target also run
-# against each other verl that there is a patch for, and those marked target against the one that they name: in parts,
-# two at a time, with four cores three; their logs are in build/logs. --target takes one verl, for everything. --quick is
-# for each commit, and takes 4 minutes at most: against one verl, without the tests that are marked slow, and of each file
-# in tests/multirank one case with ranks.
+# The tests run against the verl of patches/DEFAULT. Without arguments, those that are marked smoke also run against each
+# other verl that there is a patch for, those marked every_target against each that has requirements of its own, and
+# those marked target against the one that they name: in parts, two at a time, with four cores three; their logs are in
+# build/logs. --target takes one verl, for everything. One that has no wheel is left out, unless VERL_CLONE names a clone
+# of verl that has its commit. --quick is for each commit, and takes 4 minutes at most: against one verl, without the
+# tests that are marked slow, and of each file in tests/multirank one case with ranks.
 # Exit code: 0 if everything passes, the failing step's own code otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,12 +17,14 @@ source embedded/find_python.sh
 [[ ${1-} != --gpu ]] || exec python3 tests/gpu/run.py "${@:2}"
 say() { printf '%s\n' "run.sh: $*"; }
 
+# A line of a target's PIN; nothing where it has none.
+pinned() { [[ ! -f patches/$1/PIN ]] || sed -n "s/^$2=//p" "patches/$1/PIN"; }
+
 # The verl whose requirements a target shares.
 environment_of() {
-    case $1 in
-        0.7.*) echo 0.7.0 ;;
-        *) echo "$1" ;;
-    esac
+    local shared
+    shared=$(pinned "$1" REQUIREMENTS)
+    echo "${shared:-$1}"
 }
 
 # The virtual environment of a target: build/venv for verl 0.7, build/venv-VERSION for others.
@@ -63,6 +66,14 @@ set_up_base() {
     say "unpacking verl $version into build/$version/base"
     mkdir -p "$place"
     rm -rf "$place/base" "$place/base.new" "$build/wheel.new"
+    if [[ ! $(pinned "$version" WHEEL_SHA256) ]]; then
+        mkdir -p "$place/base.new"
+        git -C "${VERL_CLONE:?must name a clone of verl, as verl $version has no wheel}" archive \
+            "$(pinned "$version" COMMIT)" verl | tar -x -C "$place/base.new"
+        echo "$version" >"$place/base.new/ready"
+        mv "$place/base.new" "$place/base"
+        return 0
+    fi
     if [[ ! -f $wheel ]]; then
         "$venv/bin/python" -m pip download -q --no-deps --only-binary :all: -d "$build/wheel.new" "verl==$version"
         mkdir -p "$build/wheel"
@@ -70,7 +81,7 @@ set_up_base() {
         rmdir "$build/wheel.new"
     fi
     sum=$(sha256sum "$wheel" | cut -d' ' -f1)
-    if [[ $sum != "$(sed -n 's/^WHEEL_SHA256=//p' "patches/$version/PIN")" ]]; then
+    if [[ $sum != "$(pinned "$version" WHEEL_SHA256)" ]]; then
         say "$wheel has SHA-256 $sum, not that of patches/$version/PIN; delete it and run again" >&2
         return 1
     fi
@@ -123,7 +134,11 @@ use_target() {
 
 default=$(<patches/DEFAULT)
 targets=()
-for pin in patches/*/PIN; do targets+=("$(basename "$(dirname "$pin")")"); done
+for pin in patches/*/PIN; do
+    version=$(basename "$(dirname "$pin")")
+    [[ $(pinned "$version" WHEEL_SHA256) || -f $build/$version/base/ready || ${VERL_CLONE-} ]] || continue
+    targets+=("$version")
+done
 target=$default
 others=()
 quick=
@@ -141,7 +156,7 @@ while [[ ${1-} == --quick || ${1-} == --target ]]; do
         continue
     fi
     target=${2-}
-    if [[ ! -f patches/$target/PIN ]]; then
+    if [[ " ${targets[*]} " != *" $target "* ]]; then
         say "--target takes one of: ${targets[*]}" >&2
         exit 2
     fi
@@ -177,12 +192,13 @@ exec 9>&-
 # A part of the whole run: a verl, and what of the tests. WITH_PROCESSES are the folders whose tests start many.
 WITH_PROCESSES="tests/multirank tests/trainer"
 test_part() {
-    local version=$1 what=$2 folder arguments=()
+    local version=$1 what=$2 folder marked="smoke or target(version='$1')" arguments=()
+    [[ $(environment_of "$version") != "$version" ]] || marked="every_target or $marked"
     use_target "$version"
     case $what in
         processes) for folder in $WITH_PROCESSES; do [[ ! -d $folder ]] || arguments+=("$folder"); done ;;
         rest) for folder in $WITH_PROCESSES; do arguments+=("--ignore=$folder"); done ;;
-        marked) arguments=(-m "every_target or target(version='$version')") ;;
+        marked) arguments=(-m "$marked") ;;
     esac
     say "pytest, verl $version, ${arguments[*]}"
     "$venv/bin/python" -m pytest "${arguments[@]}"

@@ -69,6 +69,8 @@ KL_COEF, ENTROPY_COEF = 0.3, 0.05
 # Tokens whose ratio is further from 1 are rejected in bypass_mode.
 BYPASS_RATIO = 1.03
 FIRST_RELEASE = verl.__version__.startswith("0.7.0")
+# In other releases, gspo is a mean over sequences whatever `loss_agg_mode` says.
+GSPO_MODE_IS_FREE = verl.__version__.startswith("0.9.1")
 # Rejection by a token's ratio: 0.7.1 has more kinds, under other names.
 TOKEN_REJECTION = "token" if FIRST_RELEASE else "token_k1"
 # What a planted token's advantage is multiplied with: far above the spread of ordinary tokens, weights included.
@@ -312,7 +314,9 @@ def strategy(case: Case) -> str:
 
 
 def build_config(case: Case, **gradloc: Any) -> FSDPActorConfig:
-    engine = {"use_no_sync_for_gradient_accumulation": case.deferred} if ENGINE else {}
+    # verl 0.8 reduces the gradient in every micro-batch, and 0.9.0 in the last one alone; neither has the setting.
+    choices = {field.name for field in dataclasses.fields(FSDPEngineConfig)}
+    engine = {key: case.deferred for key in ("use_no_sync_for_gradient_accumulation",) if key in choices}
     return FSDPActorConfig(
         strategy=strategy(case),
         rollout_n=1,

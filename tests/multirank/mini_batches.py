@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actors import DEVICE, ENGINE, FIRST_RELEASE, Case
+from actors import DEVICE, ENGINE, FIRST_RELEASE, GSPO_MODE_IS_FREE, Case
 from verl import DataProto
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from verl.workers.config import FSDPActorConfig
@@ -40,17 +40,18 @@ def token_weights(case: Case, mask: torch.Tensor, factor: float, info: dict[str,
     """How much each token's own loss counts in the loss that is differentiated.
 
     verl 0.9's engine takes its means over the whole mini-batch of all ranks, whose sizes are in `info`. Of the losses
-    with an aggregation of their own, it has left two theirs: sapo and geo_mean.
+    with an aggregation of their own, it has left theirs to sapo and geo_mean, and in other releases than 0.9.1 to gspo.
     """
     lengths = mask.sum(-1, keepdim=True)
-    if ENGINE and case.loss_mode != "geo_mean":
+    if info and case.loss_mode != "geo_mean":
+        fixed = ("sapo",) if GSPO_MODE_IS_FREE else ("sapo", "gspo")
         of_sequence = info["dp_size"] / info["global_batch_size"]
         weight = {
             "token-mean": torch.tensor(info["dp_size"] / info["batch_num_tokens"]),
             "seq-mean-token-sum": torch.tensor(of_sequence),
             "seq-mean-token-mean": of_sequence / lengths.clamp(min=1),
             "seq-mean-token-sum-norm": torch.tensor(of_sequence / mask.shape[1]),
-        }["seq-mean-token-mean" if case.loss_mode == "sapo" else case.loss_agg_mode]
+        }["seq-mean-token-mean" if case.loss_mode in fixed else case.loss_agg_mode]
         return torch.where(mask > 0, weight, 0.0)
     # The geometric mean alone counts sequences without a token, too.
     sequences = len(mask) if case.loss_mode == "geo_mean" else (lengths > 0).sum()

@@ -107,7 +107,10 @@ def test_norms_of_micro_batches_are_those_of_the_oracle(launch: Launch, world: i
 
 
 SEARCH_CASES = [
-    *[(2, Case(wrap, planted=THREE), *[pytest.mark.every_target] * (wrap == "fsdp2")) for wrap in WRAPS],
+    *[
+        (2, Case(wrap, planted=THREE), *[pytest.mark.every_target, pytest.mark.smoke] * (wrap == "fsdp2"))
+        for wrap in WRAPS
+    ],
     *[(2, Case(wrap, checkpointing=True, mini_batch=4, kl=True, entropy=True, planted=ONE)) for wrap in WRAPS],
     *[(2, Case(loss_agg_mode=mode, dynamic=True, planted=THREE)) for mode in MODES],
     (2, Case("fsdp2", grouped=True, planted=THREE)),

@@ -52,6 +52,7 @@ def weights_and_gradient(
 
 
 @pytest.mark.every_target
+@pytest.mark.smoke
 @pytest.mark.parametrize("info", [{}, WHOLE_BATCH], ids=["local", "global"])
 @pytest.mark.parametrize("agg_mode", MODES)
 @pytest.mark.parametrize("mode", list(POLICY_LOSS_REGISTRY))

@@ -640,6 +640,8 @@ GOOD_PIN = f"VERSION=0.7.0\nWHEEL_SHA256={'0' * 64}\n"
         GOOD_PIN.replace("0.7.0", "0.7.1"),
         GOOD_PIN.replace("=00", "="),
         f"{GOOD_PIN}COMMIT=abc\n",
+        "VERSION=0.7.0\nCOMMIT=abc\n",
+        f"VERSION=0.7.0\nWHEEL_SHA256=\nCOMMIT={'0' * 40}\n",
         f"{GOOD_PIN}VERSION=0.7.0\n",
         "\udcff",
         None,
@@ -973,6 +975,7 @@ def test_byte_code_that_cannot_be_removed(small_patch: Patch, unchecked: bool) -
 
 
 @pytest.mark.every_target
+@pytest.mark.smoke
 def test_the_real_patch(base_tree: Path, tmp_path: Path) -> None:
     tree = trees.copy_base(tmp_path / "tree", files=None)
     before = snapshot(tree)

@@ -73,6 +73,7 @@ def test_settings_and_their_keys_are_named_once() -> None:
 
 
 @pytest.mark.every_target
+@pytest.mark.smoke
 def test_every_key_is_one_of_verls() -> None:
     from importlib.util import find_spec
 
@@ -352,6 +353,7 @@ def project(tmp_path: Path) -> Path:
     for name in ("embedded/prepare.py", "embedded/requirements-no-deps.txt", *(f"patches/{part}" for part in patches)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
+    (tmp_path / "patches/0.7.0/PIN").write_text("VERSION=0.7.0\n")
     (tmp_path / "embedded/requirements-0.7.0.txt").write_text("torch==2\nverl==0.7.0\n")
     (tmp_path / "embedded/requirements-uv.txt").write_text("uv==1\n")
     (tmp_path / "embedded/find_python.sh").symlink_to(ROOT / "embedded/find_python.sh")

@@ -148,6 +148,22 @@ def test_a_clone_with_the_commit_of_a_target(two: Two, tmp_path: Path) -> None:
     refused(two.project.make("--init", tmp_path / "newer"), 3, "DEFAULT must hold one of 0.7.0 and 0.7.1")
 
 
+def test_a_commit_that_was_not_released(two: Two, tmp_path: Path) -> None:
+    """Where its tree is not there, its hooks are checked by their checksums alone, and --check says so."""
+    commit = trees.commit_all(release(tmp_path / "clone", "0.7.1"))
+    (two.project.place / "patches/0.7.1/PIN").write_text(f"VERSION=0.7.1\nCOMMIT={commit}\n")
+    assert "the patch for verl 0.7.1 is what the sources produce" in two.make("--check")
+    shutil.rmtree(two.bases["0.7.1"])
+    unchecked = f"not checked beyond the checksums: verl 0.7.1 is the commit {commit}, which was not released"
+    assert unchecked in two.make("--check")
+    refused(two.project.make("--release", "0.7.1"), 3, commit, "give a tree with --base-tree")
+    refused(two.project.make("--init", tmp_path / "new", "--target", "0.7.1"), 3, commit, "--base")
+    two.make("--init", tmp_path / "new", "--base", tmp_path / "clone")
+    hooks = two.project.parts("0.7.1")[1]
+    hooks.write_bytes(hooks.read_bytes() + b"\n")
+    refused(two.project.make("--check"), 1, "patches/0.7.1/hooks.patch.sha256")
+
+
 def test_a_wheel_that_is_not_the_pinned_one(two: Two, tmp_path: Path) -> None:
     wheel = two.project.place / "build/wheel/verl-0.7.0-py3-none-any.whl"
     wheel.parent.mkdir()

@@ -23,7 +23,7 @@ class Place(NamedTuple):
     kind: str  # Hooks or Fixes
     path: str
     code: str  # part of what is added there
-    releases: tuple[str, ...]  # 0.7 for all that begin so
+    releases: str  # 0.7 for all that begin so; "0.8 on" for these and later ones; "all"
 
 
 def entries() -> list[Place]:
@@ -32,10 +32,10 @@ def entries() -> list[Place]:
     for line in (trees.ROOT / "patches/README.md").read_text().splitlines():
         if match := re.fullmatch(r"(##|###) (.+)", line):
             kind, path = (match[2], "") if match[1] == "##" else (kind, match[2])
-        elif path and (match := re.match(r"\| `([^`]+)` \| ([\d., ]+) \|", line)):
+        elif path and (match := re.match(r"\| `([^`]+)` \| ([\d.]+(?: on)?|all) \|", line)):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             assert len(cells) == COLUMNS[kind] and all(cells), line
-            found.append(Place(kind, path, match[1], tuple(match[2].split(", "))))
+            found.append(Place(kind, path, match[1], match[2]))
     return found
 
 
@@ -54,7 +54,9 @@ def hunks(target: Target, kind: str) -> list[tuple[str, str]]:
 
 
 def concerns(place: Place, target: Target) -> bool:
-    return any(f"{target.version}.".startswith(f"{release}.") for release in place.releases)
+    release, _, later = place.releases.partition(" ")
+    number, first = ([int(part) for part in re.findall(r"\d+", text)] for text in (target.version, release))
+    return release == "all" or number[: len(first)] == first or bool(later) and number > first
 
 
 @pytest.mark.parametrize("kind", COLUMNS)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+import trees
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TOOLS = "basename bash cat cp cut dirname flock ln mkdir mv nproc rm sed sha256sum sleep".split()
 
@@ -25,7 +26,7 @@ def write(file: Path, text: str, mode: int = 0o644) -> None:
     file.chmod(mode)
 
 
-def add_target(project: Path, version: str) -> None:
+def add_target(project: Path, version: str, shares: str | None = None) -> None:
     for name in (
         f"patches/{version}/PIN",
         "patches/package.patch",
@@ -35,6 +36,9 @@ def add_target(project: Path, version: str) -> None:
     ):
         write(project / name, "")
     write(project / f"build/{version}/base/ready", f"{version}\n")
+    write(project / f"patches/{version}/PIN", f"WHEEL_SHA256={'0' * 64}\n")
+    if shares:
+        write(project / f"patches/{version}/PIN", f"WHEEL_SHA256={'0' * 64}\nREQUIREMENTS={shares}\n")
 
 
 def make_venv(project: Path, version: str) -> None:
@@ -101,6 +105,10 @@ WHICH = """import os, pytest
 def test_marked():
     print("MARKED", os.environ["GRADLOC_BASE_TREE"], os.environ["PYTHONPATH"])
 
+@pytest.mark.smoke
+def test_smoke():
+    print("SMOKE", os.environ["GRADLOC_BASE_TREE"], os.environ["PYTHONPATH"])
+
 @pytest.mark.target(version="0.9.1")
 def test_named():
     print("NAMED", os.environ["GRADLOC_BASE_TREE"], os.environ["PYTHONPATH"])
@@ -111,8 +119,8 @@ def test_other():
 
 
 def ran(project: Path, *arguments: str) -> list[str]:
-    """What of the three tests ran against which verl."""
-    markers = '["every_target", "target(version)"]'
+    """What of the four tests ran against which verl."""
+    markers = '["every_target", "smoke", "target(version)"]'
     write(project / "pyproject.toml", f'[tool.pytest.ini_options]\nmarkers = {markers}\naddopts = "-s -q"\n')
     shutil.rmtree(project / "tests/report", ignore_errors=True)
     write(project / "tests/test_other.py", WHICH)
@@ -121,7 +129,9 @@ def ran(project: Path, *arguments: str) -> list[str]:
         [project / "bin/bash", project / "tests/run.sh", *arguments], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.lstrip(".").split() for line in done.stdout.splitlines() if re.search("MARKED|NAMED|OTHER", line)]
+    lines = [
+        line.lstrip(".").split() for line in done.stdout.splitlines() if re.search("MARKED|SMOKE|NAMED|OTHER", line)
+    ]
     for line in lines:
         version = Path(line[1]).parent.name
         assert Path(line[1]) == project / f"build/{version}/base"
@@ -130,15 +140,21 @@ def ran(project: Path, *arguments: str) -> list[str]:
 
 
 def test_which_tests_run_against_which_target(project: Path) -> None:
-    add_target(project, "0.7.1")
+    """One that shares its requirements with another gets few tests, and one without a wheel none."""
+    add_target(project, "0.7.1", shares="0.7.0")
     add_target(project, "0.9.1")
+    write(project / "patches/0.10.0.dev/PIN", f"COMMIT={'0' * 40}\nREQUIREMENTS=0.9.1\n")
     make_venv(project, "0.9.1")
-    default = ["MARKED 0.7.0", "NAMED 0.7.0", "OTHER 0.7.0"]
-    assert ran(project) == ["MARKED 0.9.1", "NAMED 0.9.1", "MARKED 0.7.1", *default]
+
+    def all_of(version: str) -> list[str]:
+        return [f"{name} {version}" for name in ("MARKED", "SMOKE", "NAMED", "OTHER")]
+
+    default = [*all_of("0.7.0")]
+    assert ran(project) == [*all_of("0.9.1")[:3], "SMOKE 0.7.1", *default]
     assert ran(project, "-k", "test_marked") == ["MARKED 0.7.0"]
-    assert ran(project, "--target", "0.7.1") == ["MARKED 0.7.1", "NAMED 0.7.1", "OTHER 0.7.1"]
+    assert ran(project, "--target", "0.7.1") == all_of("0.7.1")
     shutil.rmtree(project / "build/venv")
-    assert ran(project, "--target", "0.9.1") == ["MARKED 0.9.1", "NAMED 0.9.1", "OTHER 0.9.1"]
+    assert ran(project, "--target", "0.9.1") == all_of("0.9.1")
     assert (project / "build/base").resolve() == project / "build/0.7.0/base"
     assert (project / "build/verl").resolve() == project / "build/0.7.0/verl"
 
@@ -170,7 +186,7 @@ def test_on_two_ranks(launch):
 
 @pytest.mark.parametrize("arguments", [["--quick"], ["--target", "0.7.1", "--quick"], ["--quick", "--target", "0.7.1"]])
 def test_quick_leaves_out_slow_tests_and_all_but_one_case_with_ranks(project: Path, arguments: list[str]) -> None:
-    add_target(project, "0.7.1")
+    add_target(project, "0.7.1", shares="0.7.0")
     shutil.rmtree(project / "build/venv-trackers")
     shutil.rmtree(project / "tests/report")
     write(
@@ -193,6 +209,27 @@ def test_quick_leaves_out_slow_tests_and_all_but_one_case_with_ranks(project: Pa
     assert ("pytest, verl 0.7.1" in done.stdout) == ("--target" in arguments)
 
 
+def test_a_target_without_a_wheel_is_taken_from_a_clone(project: Path, tmp_path: Path) -> None:
+    for name in ("git", "tar"):
+        (project / "bin" / name).symlink_to(shutil.which(name))
+    clone = tmp_path / "clone"
+    write(clone / "verl/__init__.py", "# of the commit\n")
+    commit = trees.commit_all(clone)
+    write(clone / "verl/__init__.py", "# later\n")
+    trees.commit_all(clone)
+    add_target(project, "0.10.0.dev", shares="0.7.0")
+    shutil.rmtree(project / "build/0.10.0.dev")
+    write(project / "patches/0.10.0.dev/PIN", f"COMMIT={commit}\nREQUIREMENTS=0.7.0\n")
+    environment = os.environ | {"PATH": str(project / "bin")}
+    command = [project / "bin/bash", project / "tests/run.sh", "--target", "0.10.0.dev", "-k", "test_other"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "--target takes one of: 0.7.0" in done.stderr
+    environment["VERL_CLONE"] = str(clone)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "pytest, verl 0.10.0.dev" in done.stdout, done.stdout + done.stderr
+    assert (project / "build/0.10.0.dev/base/verl/__init__.py").read_text() == "# of the commit\n"
+
+
 def test_an_unknown_target(project: Path) -> None:
     environment = os.environ | QUICK_START | {"PATH": str(project / "bin")}
     command = [project / "bin/bash", project / "tests/run.sh", "--target", "0.6.0"]
@@ -201,12 +238,10 @@ def test_an_unknown_target(project: Path) -> None:
 
 
 def test_a_failing_test_of_another_target_fails_the_run(project: Path) -> None:
-    add_target(project, "0.7.1")
-    write(project / "pyproject.toml", '[tool.pytest.ini_options]\nmarkers = ["every_target"]\n')
+    add_target(project, "0.7.1", shares="0.7.0")
+    write(project / "pyproject.toml", '[tool.pytest.ini_options]\nmarkers = ["smoke"]\n')
     shutil.rmtree(project / "tests/report")
-    test = (
-        "import os, pytest\n@pytest.mark.every_target\ndef test_it():\n    assert '0.7.0' in os.environ['PYTHONPATH']\n"
-    )
+    test = "import os, pytest\n@pytest.mark.smoke\ndef test_it():\n    assert '0.7.0' in os.environ['PYTHONPATH']\n"
     write(project / "tests/test_other.py", test)
     write(project / "tests/multirank/test_ranks.py", "def test_ranks():\n    pass\n")
     environment = os.environ | QUICK_START | {"PATH": str(project / "bin")}

@@ -176,7 +176,14 @@ def test_only_the_patch_for_the_installed_version_has_to_be_whole(two: Project, 
 
 def test_the_real_targets() -> None:
     targets = apply_patch.read_targets()
-    assert [target.version for target in targets] == ["0.7.0", "0.7.1", "0.9.1"]
+    assert [target.version for target in targets] == [
+        "0.7.0",
+        "0.7.1",
+        "0.8.0",
+        "0.9.0",
+        "0.9.1",
+        "0.10.0.dev",
+    ]
     assert (apply_patch.PATCHES / "DEFAULT").read_text().strip() == "0.7.0"
     for target in targets:
         assert NEW in {change.path for change in apply_patch.load_target(target)}

@@ -13,7 +13,7 @@ from .command import for_shell
 from .errors import Refused
 from .hydra import split_list
 from .settings import BY_NAME
-from .targets import default_version, find_verl, one_of, release_of, supported
+from .targets import find_verl, one_of, release_of, requirements_of, supported
 from .values import Text
 
 _HUGGING_FACE_ID = r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?"
@@ -107,8 +107,7 @@ def _check_plugin(python: str, root: Path, environment: Mapping[str, str], verl:
 def check_packages(python: str, root: Path, environment: Mapping[str, str], target: str) -> None:
     """Raises Refused if this Python, of the user's, lacks a package that the embedded profile needs."""
     embedded = root / "embedded"
-    # 0.7.1 has no file of its own, and needs what 0.7.0 needs.
-    release = target if (embedded / f"requirements-{target}.in").is_file() else default_version(root)
+    release = requirements_of(target, root)
     files = (embedded / f"requirements-{release}.in", embedded / "requirements-no-deps.txt")
     lines = [line for file in files for line in file.read_text().splitlines()]
     # verl has been checked, and a checkout of it need not be installed.

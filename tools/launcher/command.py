@@ -80,12 +80,12 @@ def _for_embedded(values: Mapping[str, str], ray_directory: str, root: Path) -> 
 
 
 def _log_prob_rows(values: Mapping[str, str], target: str) -> int:
-    """The responses in a micro-batch of log-probs, which have to divide a rank's responses evenly for verl 0.9."""
+    """The responses in a micro-batch of log-probs, which have to divide a rank's responses evenly since verl 0.8."""
     keys = (f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", "trainer.n_gpus_per_node")
     numbers = [int(values[key]) for key in keys if re.fullmatch("[1-9][0-9]*", values[key])]
     # One divides them also where an override is no plain number.
     of_a_rank = numbers[0] * numbers[1] // numbers[2] if len(numbers) == len(keys) else 1
-    return max(rows for rows in range(1, 9) if number(target) < number("0.9") or of_a_rank % rows == 0)
+    return max(rows for rows in range(1, 9) if number(target) < number("0.8") or of_a_rank % rows == 0)
 
 
 def added_environment(

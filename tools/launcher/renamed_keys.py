@@ -29,7 +29,7 @@ RENAMED = (
     Renamed("0.7.1", f"{_REJECTION}=token", f"{_REJECTION}=token_k1"),
     Renamed("0.7.1", f"{_REJECTION}=sequence", f"{_REJECTION}=seq_sum_k1"),
     Renamed("0.7.1", f"{_REJECTION}=geometric", f"{_REJECTION}=seq_mean_k1"),
-    # 0.7.1 takes the old names, too. 0.9.1 has them in its configuration, and does not read them.
+    # 0.7.1 takes the old names, too. From 0.8.0 on they are in the configuration and not read.
     Renamed("0.7.1", "custom_reward_function.", "reward.custom_reward_function."),
     Renamed("0.7.1", "reward_model.num_workers", "reward.num_workers"),
     Renamed("0.7.1", "reward_model.reward_manager", "reward.reward_manager.name"),
@@ -46,18 +46,18 @@ RENAMED = (
         "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
     ),
-    Renamed("0.9.1", "critic.model.fsdp_config.", "critic.fsdp."),
-    # These are still in 0.9.1's configuration, and its engine does not read them.
+    Renamed("0.8.0", "critic.model.fsdp_config.", "critic.fsdp."),
+    # These are still in the configuration, and the engine does not read them.
     *(
-        Renamed("0.9.1", f"{model}.{old}", new.format(f"{model}.fsdp_config"))
+        Renamed("0.8.0", f"{model}.{old}", new.format(f"{model}.fsdp_config"))
         for model in ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
         for old, new in (
             ("fsdp_config.dtype", "++{}.mixed_precision.param_dtype"),
             ("use_torch_compile", "{}.use_torch_compile"),
         )
     ),
-    Renamed("0.9.1", "actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
-    Renamed("0.9.1", "critic.grad_clip", "critic.optim.clip_grad"),
+    Renamed("0.8.0", "actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
+    Renamed("0.8.0", "critic.grad_clip", "critic.optim.clip_grad"),
 )
 
 

@@ -137,7 +137,7 @@ def _choose_target(asked: Options, profile: str) -> str:
         targets.check(asked.target, ROOT)
     python = asked.python or ("python3" if profile == "cluster" else None)
     target = targets.choose(asked.target, python, ROOT, os.environ)
-    if asked.plugin and targets.number(target) < targets.number("0.9"):
+    if asked.plugin and targets.number(target) < targets.number("0.9.1"):
         raise Refused(f"--plugin needs verl 0.9.1 and this is for {target}: give --target 0.9.1, or leave --plugin out")
     if profile == "embedded" and python is None:
         check_embedded(target, ROOT)

@@ -17,7 +17,7 @@ from .errors import Refused
 from .installer import Installer
 from .log import say
 from .processes import run, step
-from .targets import one_of, supported
+from .targets import one_of, released, requirements_of, supported
 
 
 @contextlib.contextmanager
@@ -30,8 +30,8 @@ def locked(file: Path) -> Iterator[None]:
 
 def check_embedded(target: str, root: Path) -> None:
     """Raises Refused if the embedded profile cannot install this verl."""
-    if not _requirements(target, root).is_file():
-        versions = [version for version in supported(root) if _requirements(version, root).is_file()]
+    if not released(target, root):
+        versions = [version for version in supported(root) if released(version, root)]
         raise Refused(
             f"--embedded installs verl {one_of(versions)} only: give one of them with --target, "
             f"or a Python that has verl {target} with --python"
@@ -39,7 +39,7 @@ def check_embedded(target: str, root: Path) -> None:
 
 
 def _requirements(target: str, root: Path) -> Path:
-    return root / "embedded" / f"requirements-{target}.txt"
+    return root / "embedded" / f"requirements-{requirements_of(target, root)}.txt"
 
 
 def set_up_venv(venv: Path, target: str, root: Path, environment: Mapping[str, str], *, plugin: bool = False) -> None:
@@ -65,7 +65,7 @@ def set_up_venv(venv: Path, target: str, root: Path, environment: Mapping[str, s
         _install_plugin(venv, root, installer)
         return
     parts = [root / "patches" / part for part in ("package.patch", f"{target}/hooks.patch", f"{target}/fixes.patch")]
-    wanted = _hash(*_contents(*parts, venv / "ready"))
+    wanted = _hash(target.encode(), *_contents(*parts, venv / "ready"))
     if not _is(venv / "patched", wanted):
         say("Patching verl")
         (venv / "patched").unlink(missing_ok=True)

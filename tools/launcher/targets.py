@@ -32,6 +32,17 @@ def default_version(root: Path) -> str:
     return (root / "patches/DEFAULT").read_text().strip()
 
 
+def requirements_of(version: str, root: Path) -> str:
+    """The version whose requirement files hold for this one, which its PIN names; itself where it names none."""
+    pin = dict(line.partition("=")[::2] for line in (root / f"patches/{version}/PIN").read_text().splitlines())
+    return pin.get("REQUIREMENTS", version)
+
+
+def released(version: str, root: Path) -> bool:
+    """Whether pip can install this verl: a commit that was not released has no wheel."""
+    return "WHEEL_SHA256=" in (root / f"patches/{version}/PIN").read_text()
+
+
 def check(version: str, root: Path) -> None:
     """Raises Refused if there is no patch for this verl."""
     versions = supported(root)

@@ -31,7 +31,10 @@ def check(tree: Path | None, targets: list[Target], scratch: Scratch) -> None:
         try:
             base_tree = tree if tree and target == given else find_base(target, scratch.folder)
         except NoWheel as error:
-            unchecked.append(str(error))
+            if target.wheel_sha256 is None:
+                say(f"not checked beyond the checksums: {error}; give its tree with --base-tree")
+            else:
+                unchecked.append(str(error))
             continue
         check_target(target, base_tree, patches, ours, scratch)
     if unchecked:

@@ -65,6 +65,8 @@ class NoWheel(Exception):
 
 def fetch_wheel(target: Target, scratch: Path) -> Path:
     """Downloads the wheel of the base, once, into build/."""
+    if target.wheel_sha256 is None:
+        raise NoWheel(f"verl {target.version} is the commit {target.commit}, which was not released")
     wheel = ROOT / "build/wheel" / f"verl-{target.version}-py3-none-any.whl"
     if wheel.is_file():
         refuse_other_wheel(wheel, target)
