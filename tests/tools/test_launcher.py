@@ -746,6 +746,10 @@ def test_what_token_clip_found_is_evidence_but_no_spike(tmp_path: Path) -> None:
     assert (found.spikes, found.clips, found.drills, found.has_evidence) == (0, 1, [], True)
     last_words = " ".join(found.last_words("null", "unsampled"))
     assert "It did not raise any gradient over the threshold." in last_words
+    assert "python apply_patch.py --installed, and" in last_words and "gradloc_dp_actor" not in last_words
+    *_, of_plugin = found.last_words("null", None, "0.9.1", plugin=True)
+    assert "--embedded --target 0.9.1 --plugin --fault unsampled" in of_plugin and "apply_patch" not in of_plugin
+    assert "actor@actor_rollout_ref.actor=gradloc_dp_actor\n" in of_plugin
 
 
 def test_the_verdict_is_that_of_this_run(tmp_path: Path) -> None:

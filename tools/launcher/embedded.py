@@ -68,7 +68,8 @@ def train(run: Run) -> int:
         if status:
             _print_why(status, log)
         else:
-            for line in outcome.last_words(run.values["SPIKE_DRILL_STEP"], run.asked.fault, run.asked.target):
+            asked = run.asked
+            for line in outcome.last_words(run.values["SPIKE_DRILL_STEP"], asked.fault, asked.target, asked.plugin):
                 print(line, flush=True)
     return status
 

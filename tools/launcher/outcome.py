@@ -8,17 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import profiles
 from .faults import FAULTS
 from .log import say
 
 NEXT = """\
 What next:
-  natural spikes of this model  bash run_experiment.sh --embedded{target} GRAD_NORM_THRESHOLD=90
-  what a fault looks like       bash run_experiment.sh --embedded{target} --fault unsampled   (or {others})
-  your own run                  python apply_patch.py --installed, and add to your launch command:
-                                  actor_rollout_ref.actor.spike_detection=True
-                                  actor_rollout_ref.actor.grad_norm_threshold=auto
-                                  actor_rollout_ref.actor.bisect_dump_dir=DIRECTORY"""
+  natural spikes of this model  bash run_experiment.sh --embedded{options} GRAD_NORM_THRESHOLD=90
+  what a fault looks like       bash run_experiment.sh --embedded{options} --fault unsampled   (or {others})
+  your own run                  {install}, and add to your launch command:
+                                  {keys}"""
+
+OF_PATCH = "python apply_patch.py --installed"
+OF_PLUGIN = "python -m pip install '.[report]'"
+KEYS = (
+    "actor_rollout_ref.actor.spike_detection=True",
+    "actor_rollout_ref.actor.grad_norm_threshold=auto",
+    "actor_rollout_ref.actor.bisect_dump_dir=DIRECTORY",
+)
 
 
 # The files of a directory of evidence: their names begin with these words.
@@ -83,7 +90,9 @@ class Outcome:
                 return f"Drill in step {step}: the planted token was {found} ({passes}, {seconds:.0f} s)"
         return f"THE DRILL OF STEP {drill_step} LEFT NO EVIDENCE, so detection was not tested: see the log"
 
-    def last_words(self, drill_step: str, fault: str | None, target: str | None = None) -> Iterator[str]:
+    def last_words(
+        self, drill_step: str, fault: str | None, target: str | None = None, plugin: bool = False
+    ) -> Iterator[str]:
         """The lines at the end of a run; `target` where the command named one."""
         yield ""
         if drill_step != "null":
@@ -93,7 +102,12 @@ class Outcome:
             if not self.spikes:
                 yield "It did not raise any gradient over the threshold."
         others = ", ".join(name for name in FAULTS if name != "unsampled")
-        yield NEXT.format(others=others, target=f" --target {target}" if target else "")
+        yield NEXT.format(
+            options=(f" --target {target}" if target else "") + " --plugin" * plugin,
+            others=others,
+            install=OF_PLUGIN if plugin else OF_PATCH,
+            keys=f"\n{' ' * 34}".join((*profiles.PLUGIN, *KEYS) if plugin else KEYS),
+        )
 
 
 def _files(evidence: Path, name: str) -> list[Path]:
