@@ -2,6 +2,7 @@
 # Sets up build/ on first use and runs every check of the project: ruff, deno, the patches against their sources, mypy, pytest.
 # Usage: bash tests/run.sh [--quick] [--target VERSION] [pytest arguments]
 #        bash tests/run.sh --gpu [options of tests/gpu/run.py]     nothing of the above: what a GPU shows, on one
+#        bash tests/run.sh --plugin CHECKOUT      of pytest only the plugin's tests, with the verl of a checkout (of main, say)
 # The tests run against the verl of patches/DEFAULT. Without arguments, those that are marked smoke also run against each
 # other verl that there is a patch for, those marked every_target against each that has requirements of its own, and
 # those marked target against the one that they name: in parts, two at a time, with four cores three; their logs are in
@@ -141,6 +142,12 @@ for pin in patches/*/PIN; do
 done
 target=$default
 others=()
+plugin=
+if [[ ${1-} == --plugin ]]; then
+    plugin=$(cd "${2:?must name a checkout of verl}" && pwd)
+    target=0.9.1
+    set -- tests/unit/test_plugin_with_verl.py tests/multirank/test_plugin_ranks.py tests/trainer/test_plugin_run.py
+fi
 quick=
 whole=
 cores=$(nproc)
@@ -168,7 +175,7 @@ exec 9>"$build/lock"
 flock 9 # two runs side by side must not set up the same files
 venv=$(venv_of "$target")
 for version in "$target" "${others[@]}"; do set_up_venv "$version"; done
-[[ $quick ]] || set_up_venv trackers
+[[ $quick || $plugin ]] || set_up_venv trackers
 for version in "${targets[@]}"; do set_up_base "$version"; done
 
 say "ruff"
@@ -186,7 +193,7 @@ if [[ $venv == "$build/venv" ]]; then # types are those of verl 0.7
     say "mypy"
     (unset PYTHONPATH && "$venv/bin/mypy") # which would take what is on it for installed
 fi
-[[ $quick ]] || set_up_browser "$@"
+[[ $quick || $plugin ]] || set_up_browser "$@"
 exec 9>&-
 
 # A part of the whole run: a verl, and what of the tests. WITH_PROCESSES are the folders whose tests start many.
@@ -243,7 +250,8 @@ at_work() {
 
 code=0
 if [[ ! $whole ]]; then
-    say "pytest, verl $target"
+    say "pytest, verl ${plugin:-$target}"
+    [[ ! $plugin ]] || export GRADLOC_BASE_TREE=$plugin
     "$venv/bin/python" -m pytest ${quick:+"$quick"} "$@" || code=$?
     exit "$code"
 fi

@@ -230,6 +230,24 @@ def test_a_target_without_a_wheel_is_taken_from_a_clone(project: Path, tmp_path:
     assert (project / "build/0.10.0.dev/base/verl/__init__.py").read_text() == "# of the commit\n"
 
 
+def test_the_plugins_tests_with_another_verl(project: Path, tmp_path: Path) -> None:
+    add_target(project, "0.9.1")
+    make_venv(project, "0.9.1")
+    for name in ("unit/test_plugin_with_verl", "multirank/test_plugin_ranks", "trainer/test_plugin_run"):
+        code = (
+            "import os\ndef test_it():\n    print('BASE', os.environ['GRADLOC_BASE_TREE'], os.environ['PYTHONPATH'])\n"
+        )
+        write(project / f"tests/{name}.py", code)
+    (tmp_path / "main").mkdir()
+    environment = os.environ | QUICK_START | {"PATH": str(project / "bin"), "PYTEST_ADDOPTS": "-s"}
+    command = [project / "bin/bash", project / "tests/run.sh", "--plugin"]
+    done = subprocess.run([*command, tmp_path / "main"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count(f"BASE {tmp_path}/main {project}/build/0.9.1/verl:") == 3
+    done = subprocess.run([*command, tmp_path / "none"], env=environment, capture_output=True, text=True)
+    assert done.returncode and "none: No such file" in done.stderr
+
+
 def test_an_unknown_target(project: Path) -> None:
     environment = os.environ | QUICK_START | {"PATH": str(project / "bin")}
     command = [project / "bin/bash", project / "tests/run.sh", "--target", "0.6.0"]

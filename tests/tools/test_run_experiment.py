@@ -457,7 +457,7 @@ def test_the_plugin_gives_an_unpatched_verl_its_keys(tmp_path: Path) -> None:
 def test_the_plugin_needs_an_unpatched_verl_and_has_to_be_installed(tmp_path: Path) -> None:
     arguments = ["--plugin", "--cluster", "--python", sys.executable, *files_that_exist(tmp_path)]
     for path, sentence in (
-        (os.environ["PYTHONPATH"], "is not as released: give --plugin a verl that is not patched"),
+        (os.environ["PYTHONPATH"], "is patched: give --plugin one that is not"),
         (os.environ["GRADLOC_BASE_TREE"], f"has no plugin of GradLoc: run {sys.executable} -m pip install {ROOT}"),
     ):
         refused = launch(*arguments, PYTHONPATH=path)

@@ -27,7 +27,7 @@ for name in sys.argv[1:]:
     except metadata.PackageNotFoundError:
         print(name)
 """
-_APPLIED, _APPLICABLE = 10, 0  # exit codes of apply_patch.py --check
+_APPLIED, _PARTLY, _APPLICABLE = 10, 11, 0  # exit codes of apply_patch.py --check
 
 
 def missing_paths(values: Mapping[str, str], prepared: Path | None) -> list[str]:
@@ -58,7 +58,7 @@ def check_verl(
 ) -> None:
     """Raises Refused if the verl of this Python is not as the patch makes it, or not the target that is asked for.
 
-    With `plugin`, if it is patched, or this Python lacks the plugin.
+    With `plugin`, if it is patched, or this Python lacks the plugin, which itself looks whether it fits another verl.
     """
     if shutil.which(python, path=environment.get("PATH")) is None:
         raise Refused(f"there is no Python at {python}: give one with --python")
@@ -70,7 +70,7 @@ def check_verl(
     patch_it = for_shell([*apply_patch, *(["--installed"] if in_packages else ["--repo", os.path.dirname(found)])])
     if not found:
         raise Refused(f"{python} has no verl: install verl {one_of(supported(root))} there and run: {patch_it}")
-    if target is not None and (installed := release_of(found)) != target:
+    if target is not None and not plugin and (installed := release_of(found)) != target:
         raise Refused(
             f"--target is {target}, and the verl in {found} is {installed}: leave --target out, "
             "or name another Python with --python"
@@ -84,7 +84,7 @@ def check_verl(
         stderr=subprocess.STDOUT,
     )
     if plugin:
-        _check_plugin(python, root, environment, found, unpatched=checked.returncode == _APPLICABLE)
+        _check_plugin(python, root, environment, found, patched=checked.returncode in (_APPLIED, _PARTLY))
         return
     if checked.returncode == _APPLICABLE:
         raise Refused(f"the verl in {found} is not patched: run {patch_it}")
@@ -96,9 +96,9 @@ def check_verl(
         )
 
 
-def _check_plugin(python: str, root: Path, environment: Mapping[str, str], verl: str, unpatched: bool) -> None:
-    if not unpatched:
-        raise Refused(f"the verl in {verl} is not as released: give --plugin a verl that is not patched")
+def _check_plugin(python: str, root: Path, environment: Mapping[str, str], verl: str, patched: bool) -> None:
+    if patched:
+        raise Refused(f"the verl in {verl} is patched: give --plugin one that is not")
     if subprocess.run([python, "-c", _IS_PLUGIN_THERE], env=environment).returncode:
         install = for_shell([python, "-m", "pip", "install", str(root)])
         raise Refused(f"{python} has no plugin of GradLoc: run {install}")
