@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HOOKS = ROOT / "patches/0.9.1/hooks.patch"
 CONF = ROOT / "plugin/gradloc_verl/conf"
 GROUPS = (("actor", "FSDPActorConfig"), ("critic", "FSDPCriticConfig"))
-# The engines whose spikes are only recorded: their keys are those that the patch adds to actor.yaml.
+# The engines whose spikes are only recorded.
 RECORDED = (
     ("megatron", "McoreActorConfig"),
     ("veomni", "VeOmniActorConfig"),
@@ -34,10 +34,10 @@ def added_lines(patch: str, file: str) -> list[str]:
     return lines
 
 
-def written(group: str, target: str, patch: str, engine: str = "dp", source: str | None = None) -> str:
-    """The text of a group's yaml, for an engine; `source` is the yaml to which the patch adds the keys."""
+def written(group: str, target: str, patch: str, engine: str = "dp") -> str:
+    """The text of a group's yaml, for an engine."""
     own = f"{engine}_{group}"
-    source = f"{source or own}.yaml"
+    source = f"{own}.yaml"
     keys = "\n".join(added_lines(patch, f"verl/trainer/config/{group}/{source}")).strip()
     if not keys:
         raise ValueError(f"the patch adds no keys to {source}")
@@ -61,7 +61,7 @@ def main() -> int:
     patch = HOOKS.read_text()
     texts = {CONF / group / f"gradloc_dp_{group}.yaml": written(group, target, patch) for group, target in GROUPS}
     for engine, target in RECORDED:
-        texts[CONF / f"actor/gradloc_{engine}_actor.yaml"] = written("actor", target, patch, engine, "actor")
+        texts[CONF / f"actor/gradloc_{engine}_actor.yaml"] = written("actor", target, patch, engine)
     for file, text in texts.items():
         if not file.is_file() or file.read_text() != text:
             stale.append(file)

@@ -71,8 +71,9 @@ def test_planted_tokens_are_found_again(
     check_same(found, trained)
     assert found["verdict"] == trained["verdict"]
     check_brute_force(found, units, threshold, len(case.planted))
-    (line,) = [each for each in (dump / "spikes.jsonl").read_text().splitlines() if '"culprits"' in each]
-    assert json.loads(line)["search"] == "replayed" and json.loads(line)["culprits"] == found["culprits"]
+    if ENGINE:  # the actor of verl 0.7 leaves the evidence to its worker, which is not here
+        (line,) = [each for each in (dump / "spikes.jsonl").read_text().splitlines() if '"culprits"' in each]
+        assert json.loads(line)["search"] == "replayed" and json.loads(line)["culprits"] == found["culprits"]
     assert json.loads((bundle.parent / f"{bundle.name}.event.json").read_text()) == found
 
     # A recorded spike has the same micro-batches, without what was measured of them: a bundle for each rank.

@@ -163,6 +163,12 @@ def test_what_needs_a_search_in_training_is_refused(overrides: list[str], messag
         assert config.records_spikes and not config.searches_in_training
 
 
+def test_the_configuration_of_an_engine_of_ones_own_has_no_key_of_ours() -> None:
+    """Its class, which derives from verl's ActorConfig, would not know them."""
+    keys = (CONFIG_DIR / "actor/actor.yaml").read_text()
+    assert "spike_" not in keys and "optim" in keys
+
+
 @pytest.mark.skipif(not ENGINE, reason="verl 0.7 has no such engines")
 @pytest.mark.parametrize("engine", ["megatron", "veomni", "torchtitan"])
 def test_other_engines_only_record(engine: str) -> None:

@@ -138,7 +138,7 @@ def test_the_config_groups_are_those_of_the_patch(group: str, target: str) -> No
 @pytest.mark.parametrize(("engine", "target"), plugin_config.RECORDED)
 def test_the_config_groups_of_other_engines_are_those_of_the_patch(engine: str, target: str) -> None:
     file = plugin_config.CONF / f"actor/gradloc_{engine}_actor.yaml"
-    wanted = plugin_config.written("actor", target, plugin_config.HOOKS.read_text(), engine, "actor")
+    wanted = plugin_config.written("actor", target, plugin_config.HOOKS.read_text(), engine)
     assert file.read_text() == wanted, "run python tools/plugin_config.py"
     assert "spike_search: replay" in wanted and f"gradloc_verl.config.{target}" in wanted
 
