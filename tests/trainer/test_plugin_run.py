@@ -48,7 +48,7 @@ def test_a_planted_token_is_found_and_the_critic_is_watched(installed: Path, tmp
         "algorithm.adv_estimator=planted_spike",
         "critic.enable=True",
         "critic.strategy=fsdp2",
-        f"critic.model.path={ROOT}/.embedded/0.9.1-plugin/tiny/model",
+        f"critic.model.path={ROOT}/.embedded/{trees.TARGET}-plugin/tiny/model",
         "critic.model.use_remove_padding=False",
         "critic.model.enable_gradient_checkpointing=False",
         "critic.ppo_micro_batch_size_per_gpu=2",

@@ -193,7 +193,11 @@ def test_a_command_says_what_fits(installed: Path, tmp_path: Path) -> None:
     done = said(trees.BASE_TREE)
     assert done.returncode == 0, done.stderr
     version, *hooks = done.stdout.splitlines()
-    assert version.startswith("verl 0.9.1 in ") and len(hooks) == 10 and all(line.endswith(": fits") for line in hooks)
+    assert (
+        version.startswith(f"verl {trees.TARGET} in ")
+        and len(hooks) == 10
+        and all(line.endswith(": fits") for line in hooks)
+    )
     # Another verl: the trackers take other arguments, a repair has lost its place.
     changed = trees.copy_base(tmp_path, None)
     for file, old, new in (
