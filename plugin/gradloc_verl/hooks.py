@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from . import status
-from .loading import AfterImport
+from .loading import AfterImport, replace
 from .patched import is_patched
 from .renamed import RenamedPackage
 from .signatures import expect
@@ -42,9 +42,25 @@ def watch_engines(module: ModuleType) -> None:
     from gradloc.adapters.fsdp_engine import WatchedEngine
 
     watched_engines.watch_engines()
+    WatchedEngine._start = _started_with_step(WatchedEngine._start)  # type: ignore[method-assign]
     of_actors = module.EngineRegistry._engines["language_model"]
     if not any(issubclass(each, WatchedEngine) for name in ("fsdp", "fsdp2") for each in of_actors[name].values()):
         raise Unfit("verl.workers.engine registers no FSDPEngineWithLMHead as fsdp or fsdp2")
+
+
+def _started_with_step(start: Callable[[Any, int | None], None]) -> Callable[[Any, int | None], None]:
+    """An engine is watched, and the trainer is not: its checks, its stop and its spikes' steps would be missing."""
+
+    @functools.wraps(start)
+    def start_with_step(self: Any, training_step: int | None) -> None:
+        if training_step is None:
+            raise RuntimeError(
+                "GradLoc's plugin watches this engine, but not the trainer, which passes no step number: let verl load "
+                "the plugin in the trainer's process, and use a trainer that it knows."
+            )
+        start(self, training_step)
+
+    return start_with_step
 
 
 def name_mini_batches(module: ModuleType) -> None:
@@ -64,7 +80,7 @@ def name_mini_batches(module: ModuleType) -> None:
 
         return named()
 
-    module.make_iterator = make_named_iterator  # type: ignore[attr-defined]
+    replace(module, "make_iterator", make_named_iterator)
 
 
 def extend_v1_trainers(module: ModuleType) -> None:
@@ -82,7 +98,7 @@ def extend_v1_trainers(module: ModuleType) -> None:
     def get_extended(name: str) -> type:
         return with_spikes(get_trainer_cls(name))
 
-    module.get_trainer_cls = get_extended  # type: ignore[attr-defined]
+    replace(module, "get_trainer_cls", get_extended)
 
 
 def _refuse_in(trainer: Any) -> None:
@@ -153,7 +169,7 @@ def end_with_exit_code(module: ModuleType) -> None:
         with exit_at_repeated_spikes():
             return run_ppo(*args, **kwargs)
 
-    module.run_ppo = run_until_spikes  # type: ignore[attr-defined]
+    replace(module, "run_ppo", run_until_spikes)
 
 
 def end_main_with_exit_code() -> None:
@@ -184,7 +200,7 @@ def mark_tiled_mlps(module: ModuleType) -> None:
         patch(mlp_class, *args, **kwargs)
         mlp_class.is_tiled_mlp = True  # type: ignore[attr-defined]
 
-    module._patch_mlp_class = patch_and_mark  # type: ignore[attr-defined]
+    replace(module, "_patch_mlp_class", patch_and_mark)
 
 
 def survive_empty_micro_batches(module: ModuleType) -> None:
@@ -203,7 +219,7 @@ def survive_empty_micro_batches(module: ModuleType) -> None:
             response_mask = torch.ones_like(response_mask)
         return compute(old_log_prob, rollout_log_prob, response_mask, *args, **kw)
 
-    module.compute_offpolicy_metrics = compute_or_none  # type: ignore[attr-defined]
+    replace(module, "compute_offpolicy_metrics", compute_or_none)
 
 
 def reset_activation_offloading(module: ModuleType) -> None:
@@ -234,8 +250,8 @@ def reset_activation_offloading(module: ModuleType) -> None:
         if made:  # not for a model with few layers
             model.reset_activation_offloading = made.pop().reset
 
-    module.ActivationHandler = RepairedHandler  # type: ignore[attr-defined]
-    module.enable_activation_offloading = enable_with_reset  # type: ignore[attr-defined]
+    replace(module, "ActivationHandler", RepairedHandler)
+    replace(module, "enable_activation_offloading", enable_with_reset)
 
 
 _SCORERS = {"math_verify": "guarded_math_verify", "ps_grpo": "ps_grpo"}
@@ -264,7 +280,7 @@ def add_scorers(module: ModuleType) -> None:
             return scorer.compute_score(solution_str, ground_truth, **kwargs)
         return scorer.compute_score(solution_str, ground_truth, extra_info, data_source=data_source, **kwargs)
 
-    module.default_compute_score = compute_score  # type: ignore[attr-defined]
+    replace(module, "default_compute_score", compute_score)
 
 
 class Hook(NamedTuple):

@@ -144,6 +144,44 @@ def test_every_hook_fits_verl(installed: Path) -> None:
     run(installed, code)
 
 
+def test_a_module_of_the_user_may_import_parts_of_verl_first(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "of_the_user.py").write_text("""
+import sys
+import verl.trainer.ppo.v1
+import verl.workers.engine
+import verl.experimental.reward_loop.reward_manager.naive
+assert "gradloc_verl" not in sys.modules
+""")
+    code = """
+        assert "of_the_user" in sys.modules and status.installed and not status.failures, status.failures
+        from gradloc_verl.trainer import SpikeTrainer
+        from verl.trainer.ppo import v1
+        assert v1.get_trainer_cls is v1.trainer_base.get_trainer_cls
+        assert issubclass(v1.get_trainer_cls("sync"), SpikeTrainer)
+        from verl.experimental.reward_loop.reward_manager.naive import default_compute_score
+        assert default_compute_score("math_verify", "so it is 13", "13") == 1.0
+        from verl.utils import activation_offload
+        from verl.workers.engine.fsdp.transformer_impl import enable_activation_offloading
+        assert enable_activation_offloading is activation_offload.enable_activation_offloading
+        assert hasattr(enable_activation_offloading, "__wrapped__")
+    """
+    path = ":".join(map(str, [trees.BASE_TREE, trees.ROOT, trees.ROOT / "plugin", installed, tmp_path]))
+    run(installed, code, PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="embedded,of_the_user")
+
+
+def test_an_engine_is_not_watched_without_the_trainer(installed: Path) -> None:
+    code = """
+        import verl.workers.engine
+        from gradloc.adapters.fsdp_engine import WatchedEngine
+        started = []
+        engine = SimpleNamespace(_where=(0, 0), watch=SimpleNamespace(start_update=started.append))
+        WatchedEngine._start(engine, 3)
+        assert "the trainer, which passes no step number" in refusal(WatchedEngine._start, engine, None)
+        assert started == [3]
+    """
+    run(installed, code)
+
+
 def test_the_package_has_its_patched_name_as_well(installed: Path) -> None:
     code = """
         import gradloc.evidence.verdict
