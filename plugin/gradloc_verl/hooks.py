@@ -3,6 +3,7 @@
 """What the plugin does after which import. patches/README.md says why each is needed."""
 
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from . import status
 from .loading import AfterImport, replace
-from .patched import is_patched
+from .patched import has_module, is_patched
 from .renamed import RenamedPackage
 from .signatures import expect
 from .status import Unfit
@@ -42,7 +43,7 @@ def watch_engines(module: ModuleType) -> None:
     from gradloc.adapters.fsdp_engine import WatchedEngine
 
     watched_engines.watch_engines()
-    WatchedEngine._start = _started_with_step(WatchedEngine._start)  # type: ignore[method-assign]
+    WatchedEngine._start = _started_with_step(WatchedEngine._start)  # type: ignore[assignment,method-assign]
     of_actors = module.EngineRegistry._engines["language_model"]
     if not any(issubclass(each, WatchedEngine) for name in ("fsdp", "fsdp2") for each in of_actors[name].values()):
         raise Unfit("verl.workers.engine registers no FSDPEngineWithLMHead as fsdp or fsdp2")
@@ -117,21 +118,40 @@ def _refuse_in(trainer: Any) -> None:
 
 
 def refuse_v0(module: ModuleType) -> None:
-    """Makes the older trainer refuse runs that would need the patch."""
+    """Makes the older trainer, and those derived from it, refuse runs that would need the patch."""
     trainer = expect(module, "RayPPOTrainer")
-    build = expect(trainer, "__init__", "self", "config")
+    expect(trainer, "__init__", "self", "config")
+
+    def init_subclass(cls: Any, **kwargs: Any) -> None:
+        super(trainer, cls).__init_subclass__(**kwargs)
+        _refuse_without_patch(cls)
+
+    trainer.__init_subclass__ = classmethod(init_subclass)
+    there = [trainer]
+    for each in there:
+        there += each.__subclasses__()
+        _refuse_without_patch(each)
+
+
+def _refuse_without_patch(trainer: Any) -> None:
+    """In each class, because not all of them call the constructor that they inherit."""
+    build = vars(trainer).get("__init__")
+    if build is None:
+        return
+    signature = inspect.signature(build)
 
     @functools.wraps(build)
-    def build_without_spikes(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if anything_is_on(config):
+    def refuse_or_build(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = signature.bind_partial(self, *args, **kwargs).arguments.get("config")
+        if config is not None and anything_is_on(config):
             raise ValueError(
                 f"GradLoc's plugin does not know {type(self).__name__}, one of verl's older trainers: set "
                 "trainer.use_v1=True where verl has it, or patch verl (apply_patch.py), or set "
                 "actor_rollout_ref.actor.spike_detection=False and turn layer_clip and token_clip off."
             )
-        build(self, config, *args, **kwargs)
+        build(self, *args, **kwargs)
 
-    trainer.__init__ = build_without_spikes
+    trainer.__init__ = refuse_or_build
 
 
 def anything_is_on(config: Any) -> bool:
@@ -320,6 +340,11 @@ def _guarded(hook: Hook) -> Callable[[ModuleType], None]:
     return lambda module: status.guard(hook.what, functools.partial(hook.act, module), hook.needed)
 
 
+def _refuse_missing(name: str) -> None:
+    if not has_module(name):
+        raise Unfit(f"there is no {name}")
+
+
 def install() -> None:
     """Makes this process act after verl's imports, unless verl is patched, or is there already: then it is too late."""
     if status.installed or status.left_to_patch:
@@ -332,6 +357,9 @@ def install() -> None:
     if verl is not None and not getattr(verl.__spec__, "_initializing", False):
         # Something else has imported this package. Parts of verl that hold names of others cannot be reached any more.
         return
+    for name, hook in HOOKS.items():
+        if hook.needed:  # one whose module is not there never acts, and so never fails
+            status.guard(hook.what, functools.partial(_refuse_missing, name))
     as_main = functools.partial(status.guard, HOOKS[_MAIN].what, end_main_with_exit_code, needed=False)
     AfterImport({name: _guarded(hook) for name, hook in HOOKS.items()}, {_MAIN: as_main}).install()
     RenamedPackage().install()

@@ -150,6 +150,11 @@ import sys
 import verl.trainer.ppo.v1
 import verl.workers.engine
 import verl.experimental.reward_loop.reward_manager.naive
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+class Early(RayPPOTrainer):
+    def __init__(self, config):
+        pass
 assert "gradloc_verl" not in sys.modules
 """)
     code = """
@@ -164,6 +169,8 @@ assert "gradloc_verl" not in sys.modules
         from verl.workers.engine.fsdp.transformer_impl import enable_activation_offloading
         assert enable_activation_offloading is activation_offload.enable_activation_offloading
         assert hasattr(enable_activation_offloading, "__wrapped__")
+        from of_the_user import Early
+        assert "does not know Early" in refusal(Early, composed(ON))
     """
     path = ":".join(map(str, [trees.BASE_TREE, trees.ROOT, trees.ROOT / "plugin", installed, tmp_path]))
     run(installed, code, PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="embedded,of_the_user")
@@ -350,8 +357,27 @@ def test_the_older_trainer_refuses_runs(installed: Path) -> None:
         print(refusal(RayPPOTrainer, composed(ON), None, {}, None))
         # Without it, verl's own checks have the word.
         assert "GradLoc" not in refusal(RayPPOTrainer, composed(), None, {}, None)
+
+        class Separate(RayPPOTrainer):
+            def __init__(self, workers, config):
+                self.workers = workers
+        class Derived(Separate): ...
+        import cloudpickle  # as Ray does with actors
+        for trainer in (Separate, Derived, cloudpickle.loads(cloudpickle.dumps(Derived))):
+            assert f"does not know {trainer.__name__}" in refusal(trainer, None, composed(ON))
+            assert trainer(1, config=composed()).workers == 1
     """
     assert "does not know RayPPOTrainer" in run(installed, code).stdout
+
+
+def test_a_verl_without_a_module_of_a_hook_refuses_runs(installed: Path, tmp_path: Path) -> None:
+    changed = trees.copy_base(tmp_path, None)
+    (changed / "verl/trainer/ppo/v1/trainer_base.py").unlink()
+    code = """
+        actor_config()
+        print(refusal(actor_config, ON))
+    """
+    assert "(there is no verl.trainer.ppo.v1.trainer_base)" in run(installed, code, changed).stdout
 
 
 def test_a_patched_verl_wins(installed: Path) -> None:
