@@ -705,6 +705,15 @@ def moved_patch(patch: FilePatch, content: bytes | None) -> FilePatch | None:
     return moved if ways == (moved, moved.reversed(), None, None) else None
 
 
+def patched_unpinned(tree: Path, candidates: list[Candidate]) -> bool:
+    """Whether verl's own files have a patch that was moved to them."""
+    try:
+        _, at = moved_candidate(tree, candidates)
+    except Stop:
+        return False
+    return not at.created.issuperset(at.patched)
+
+
 def no_target(tree: Path, found: list[tuple[Candidate, Situation]], differences: bool) -> Stop:
     """Says which verl is there and which ones there are patches for; also how to remove what a patched one left."""
     targets = [candidate.target for candidate, _ in found]
@@ -713,13 +722,14 @@ def no_target(tree: Path, found: list[tuple[Candidate, Situation]], differences:
     if differences and several:
         only += f" ({'; '.join(f'{each.target.version} differs in {listing(at.other)}' for each, at in found)})"
     left = sorted({path for _, at in found for path in at.patched + at.other if path in at.created})
+    said = f"the verl in {tree} is {release_of(tree) or 'of unknown version'}, but {only}"
+    if left and patched_unpinned(tree, [candidate for candidate, _ in found]):
+        return Stop(f"{said}; it is patched with --unpinned: give that here, too", WRONG_BASE)
     also = ""
     if left:
         also = "; a patched verl left files in it; if they hold no work of yours, delete them: " + clean_up(tree, left)
     install = f"install {'one of these' if several else 'that'}, or try --unpinned"
-    return Stop(
-        f"the verl in {tree} is {release_of(tree) or 'of unknown version'}, but {only}; {install}{also}", WRONG_BASE
-    )
+    return Stop(f"{said}; {install}{also}", WRONG_BASE)
 
 
 def check_content(tree: Path, found: Situation, reverse: bool) -> None:

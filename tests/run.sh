@@ -2,7 +2,7 @@
 # Sets up build/ on first use and runs every check of the project: ruff, deno, the patches against their sources, mypy, pytest.
 # Usage: bash tests/run.sh [--quick] [--target VERSION] [pytest arguments]
 #        bash tests/run.sh --gpu [options of tests/gpu/run.py]     nothing of the above: what a GPU shows, on one
-#        bash tests/run.sh --plugin CHECKOUT      of pytest only the plugin's tests, with the verl of a checkout (of main, say)
+#        bash tests/run.sh --plugin CHECKOUT [pytest arguments]      of pytest only the plugin's tests, with the verl of a checkout (of main, say)
 # The tests run against the verl of patches/DEFAULT. Without arguments, those that are marked smoke also run against each
 # other verl that there is a patch for, those marked every_target against each that has requirements of its own, and
 # those marked target against the one that they name: in parts, two at a time, with four cores three; their logs are in
@@ -146,7 +146,7 @@ plugin=
 if [[ ${1-} == --plugin ]]; then
     plugin=$(cd "${2:?must name a checkout of verl}" && pwd)
     target=0.9.1
-    set -- tests/unit/test_plugin_with_verl.py tests/multirank/test_plugin_ranks.py tests/trainer/test_plugin_run.py
+    set -- tests/unit/test_plugin_with_verl.py tests/multirank/test_plugin_ranks.py tests/trainer/test_plugin_run.py "${@:3}"
 fi
 quick=
 whole=
@@ -194,6 +194,15 @@ if [[ $venv == "$build/venv" ]]; then # types are those of verl 0.7
     (unset PYTHONPATH && "$venv/bin/mypy") # which would take what is on it for installed
 fi
 [[ $quick || $plugin ]] || set_up_browser "$@"
+if [[ $whole ]]; then
+    # Each run has a folder of its own, locked until it and all its processes end; build/logs is that of the newest.
+    for logs in "$build"/logs.*; do [[ ! -d $logs ]] || flock -n "$logs" rm -rf "$logs" || true; done
+    logs=$(mktemp -d "$build/logs.XXXXXX")
+    exec 7<"$logs"
+    flock 7
+    [[ -L $build/logs ]] || rm -rf "$build/logs"
+    ln -sfn "${logs##*/}" "$build/logs"
+fi
 exec 9>&-
 
 # A part of the whole run: a verl, and what of the tests. WITH_PROCESSES are the folders whose tests start many.
@@ -261,9 +270,6 @@ parts=()
 for folder in $WITH_PROCESSES; do [[ ! -d $folder ]] || parts=("$target processes"); done
 for version in "${others[@]}"; do parts+=("$version marked"); done
 parts+=("$target rest")
-logs=$build/logs
-rm -rf "$logs"
-mkdir "$logs"
 workers=()
 set -m # each in a process group of its own, which ends with this one
 for ((worker = 0; worker < (cores < 4 ? 2 : 3); worker++)); do

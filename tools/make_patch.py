@@ -34,7 +34,8 @@ Usage:
       errors, are to the byte what --repo writes, and reverse to the base.
 
 TREE is the unpatched verl of one target; for the others, and without it, build/VERSION/base or the wheel is
-used. If no base can be had, --check checks only the checksums and package.patch, and the exit code is 3.
+used. If no base can be had, --check checks only the checksums and package.patch, and the exit code is 3;
+but a target without a wheel, if --target does not name it, is left out with a message.
 
 The sources hold Python files, and .html, .css and .js files, which become one module page_files.py for each
 folder of verl; edits of its texts in DIR come back to the files. A README.md in the sources stays where it is
@@ -171,7 +172,7 @@ def act(args: argparse.Namespace, scratch: Scratch) -> None:
         new_checkout.init(args.init, Path(args.base) if args.base else None, named, scratch.folder)
     elif args.action == "check":
         try:
-            check.check(args.base_tree, named, scratch)
+            check.check(args.base_tree, named, scratch, named=args.target is not None)
         except OutOfDate:
             if not scratch.room_left():
                 raise Refused(f"the disk of {scratch.folder} is full; set TMPDIR to another") from None

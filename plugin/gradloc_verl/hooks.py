@@ -3,6 +3,7 @@
 """What the plugin does after which import. patches/README.md says why each is needed."""
 
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -11,8 +12,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from . import status
-from .loading import AfterImport
-from .patched import is_patched
+from .loading import AfterImport, replace
+from .patched import has_module, is_patched
 from .renamed import RenamedPackage
 from .signatures import expect
 from .status import Unfit
@@ -42,9 +43,25 @@ def watch_engines(module: ModuleType) -> None:
     from gradloc.adapters.fsdp_engine import WatchedEngine
 
     watched_engines.watch_engines()
+    WatchedEngine._start = _started_with_step(WatchedEngine._start)  # type: ignore[assignment,method-assign]
     of_actors = module.EngineRegistry._engines["language_model"]
     if not any(issubclass(each, WatchedEngine) for name in ("fsdp", "fsdp2") for each in of_actors[name].values()):
         raise Unfit("verl.workers.engine registers no FSDPEngineWithLMHead as fsdp or fsdp2")
+
+
+def _started_with_step(start: Callable[[Any, int | None], None]) -> Callable[[Any, int | None], None]:
+    """An engine is watched, and the trainer is not: its checks, its stop and its spikes' steps would be missing."""
+
+    @functools.wraps(start)
+    def start_with_step(self: Any, training_step: int | None) -> None:
+        if training_step is None:
+            raise RuntimeError(
+                "GradLoc's plugin watches this engine, but not the trainer, which passes no step number: let verl load "
+                "the plugin in the trainer's process, and use a trainer that it knows."
+            )
+        start(self, training_step)
+
+    return start_with_step
 
 
 def name_mini_batches(module: ModuleType) -> None:
@@ -64,7 +81,7 @@ def name_mini_batches(module: ModuleType) -> None:
 
         return named()
 
-    module.make_iterator = make_named_iterator  # type: ignore[attr-defined]
+    replace(module, "make_iterator", make_named_iterator)
 
 
 def extend_v1_trainers(module: ModuleType) -> None:
@@ -82,7 +99,7 @@ def extend_v1_trainers(module: ModuleType) -> None:
     def get_extended(name: str) -> type:
         return with_spikes(get_trainer_cls(name))
 
-    module.get_trainer_cls = get_extended  # type: ignore[attr-defined]
+    replace(module, "get_trainer_cls", get_extended)
 
 
 def _refuse_in(trainer: Any) -> None:
@@ -101,21 +118,40 @@ def _refuse_in(trainer: Any) -> None:
 
 
 def refuse_v0(module: ModuleType) -> None:
-    """Makes the older trainer refuse runs that would need the patch."""
+    """Makes the older trainer, and those derived from it, refuse runs that would need the patch."""
     trainer = expect(module, "RayPPOTrainer")
-    build = expect(trainer, "__init__", "self", "config")
+    expect(trainer, "__init__", "self", "config")
+
+    def init_subclass(cls: Any, **kwargs: Any) -> None:
+        super(trainer, cls).__init_subclass__(**kwargs)
+        _refuse_without_patch(cls)
+
+    trainer.__init_subclass__ = classmethod(init_subclass)
+    there = [trainer]
+    for each in there:
+        there += each.__subclasses__()
+        _refuse_without_patch(each)
+
+
+def _refuse_without_patch(trainer: Any) -> None:
+    """In each class, because not all of them call the constructor that they inherit."""
+    build = vars(trainer).get("__init__")
+    if build is None:
+        return
+    signature = inspect.signature(build)
 
     @functools.wraps(build)
-    def build_without_spikes(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if anything_is_on(config):
+    def refuse_or_build(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = signature.bind_partial(self, *args, **kwargs).arguments.get("config")
+        if config is not None and anything_is_on(config):
             raise ValueError(
                 f"GradLoc's plugin does not know {type(self).__name__}, one of verl's older trainers: set "
                 "trainer.use_v1=True where verl has it, or patch verl (apply_patch.py), or set "
                 "actor_rollout_ref.actor.spike_detection=False and turn layer_clip and token_clip off."
             )
-        build(self, config, *args, **kwargs)
+        build(self, *args, **kwargs)
 
-    trainer.__init__ = build_without_spikes
+    trainer.__init__ = refuse_or_build
 
 
 def anything_is_on(config: Any) -> bool:
@@ -153,7 +189,7 @@ def end_with_exit_code(module: ModuleType) -> None:
         with exit_at_repeated_spikes():
             return run_ppo(*args, **kwargs)
 
-    module.run_ppo = run_until_spikes  # type: ignore[attr-defined]
+    replace(module, "run_ppo", run_until_spikes)
 
 
 def end_main_with_exit_code() -> None:
@@ -184,7 +220,7 @@ def mark_tiled_mlps(module: ModuleType) -> None:
         patch(mlp_class, *args, **kwargs)
         mlp_class.is_tiled_mlp = True  # type: ignore[attr-defined]
 
-    module._patch_mlp_class = patch_and_mark  # type: ignore[attr-defined]
+    replace(module, "_patch_mlp_class", patch_and_mark)
 
 
 def survive_empty_micro_batches(module: ModuleType) -> None:
@@ -203,7 +239,7 @@ def survive_empty_micro_batches(module: ModuleType) -> None:
             response_mask = torch.ones_like(response_mask)
         return compute(old_log_prob, rollout_log_prob, response_mask, *args, **kw)
 
-    module.compute_offpolicy_metrics = compute_or_none  # type: ignore[attr-defined]
+    replace(module, "compute_offpolicy_metrics", compute_or_none)
 
 
 def reset_activation_offloading(module: ModuleType) -> None:
@@ -234,8 +270,8 @@ def reset_activation_offloading(module: ModuleType) -> None:
         if made:  # not for a model with few layers
             model.reset_activation_offloading = made.pop().reset
 
-    module.ActivationHandler = RepairedHandler  # type: ignore[attr-defined]
-    module.enable_activation_offloading = enable_with_reset  # type: ignore[attr-defined]
+    replace(module, "ActivationHandler", RepairedHandler)
+    replace(module, "enable_activation_offloading", enable_with_reset)
 
 
 _SCORERS = {"math_verify": "guarded_math_verify", "ps_grpo": "ps_grpo"}
@@ -264,7 +300,7 @@ def add_scorers(module: ModuleType) -> None:
             return scorer.compute_score(solution_str, ground_truth, **kwargs)
         return scorer.compute_score(solution_str, ground_truth, extra_info, data_source=data_source, **kwargs)
 
-    module.default_compute_score = compute_score  # type: ignore[attr-defined]
+    replace(module, "default_compute_score", compute_score)
 
 
 class Hook(NamedTuple):
@@ -304,6 +340,11 @@ def _guarded(hook: Hook) -> Callable[[ModuleType], None]:
     return lambda module: status.guard(hook.what, functools.partial(hook.act, module), hook.needed)
 
 
+def _refuse_missing(name: str) -> None:
+    if not has_module(name):
+        raise Unfit(f"there is no {name}")
+
+
 def install() -> None:
     """Makes this process act after verl's imports, unless verl is patched, or is there already: then it is too late."""
     if status.installed or status.left_to_patch:
@@ -316,6 +357,9 @@ def install() -> None:
     if verl is not None and not getattr(verl.__spec__, "_initializing", False):
         # Something else has imported this package. Parts of verl that hold names of others cannot be reached any more.
         return
+    for name, hook in HOOKS.items():
+        if hook.needed:  # one whose module is not there never acts, and so never fails
+            status.guard(hook.what, functools.partial(_refuse_missing, name))
     as_main = functools.partial(status.guard, HOOKS[_MAIN].what, end_main_with_exit_code, needed=False)
     AfterImport({name: _guarded(hook) for name, hook in HOOKS.items()}, {_MAIN: as_main}).install()
     RenamedPackage().install()

@@ -13,6 +13,19 @@ from typing import Any
 Act = Callable[[ModuleType], None]
 
 
+def replace(module: ModuleType, name: str, new: Any) -> None:
+    """Puts something in the place of what a module has, also in modules of verl that have taken it from there.
+
+    A user's module, which verl imports before its plugins, may have imported them.
+    """
+    old = getattr(module, name)
+    setattr(module, name, new)
+    for other in [each for key, each in list(sys.modules.items()) if key.startswith("verl.")]:
+        for key, value in list(getattr(other, "__dict__", {}).items()):
+            if value is old:
+                setattr(other, key, new)
+
+
 class AfterImport(importlib.abc.MetaPathFinder):
     """A finder that leaves finding to the others.
 

@@ -79,6 +79,7 @@ def test_no_token_is_blamed_for_a_non_finite_weight(launch: Launch, value: str, 
     assert event["complete"] and len(event["units"]) == 8
 
 
+@pytest.mark.target(version="0.9.1")
 def test_a_nan_in_an_embedding_is_traced_to_its_token(launch: Launch) -> None:
     runs = launch(2, action_cases.broken_weight, Case(), float("nan"), "model.embed_tokens.weight", TOKEN * 32)
     ((event,),) = same_events(runs)

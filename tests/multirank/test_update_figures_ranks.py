@@ -30,7 +30,7 @@ def expected(case: Case, units: list[Unit]) -> dict[str, float]:
 
 @cases(
     *[(2, Case(wrap, mini_batch=4, rollout=True)) for wrap in WRAPS],
-    (2, Case(rollout=True)),
+    (2, Case(rollout=True), pytest.mark.target(version="0.9.1")),
     (2, Case(mini_batch=4, epochs=2, dynamic=True, loss_agg_mode="seq-mean-token-mean")),
     # Micro-batches without a response token.
     (2, Case("fsdp1", mini_batch=4, micro_batch=1, kl=True, entropy=True, rollout=True)),

@@ -92,7 +92,11 @@ def serve(address: str) -> Callable[[], None]:
             if key.fileobj is listener:
                 connection, _ = listener.accept()
                 connection = socket.socket(fileno=_raised(connection.detach()))
-                request = Request.read(connection)
+                try:
+                    request = Request.read(connection)
+                except EOFError:
+                    connection.close()
+                    continue
                 child = os.fork()
                 if not child:
                     selector.close()
@@ -101,7 +105,8 @@ def serve(address: str) -> Callable[[], None]:
                     return lambda: request.run(base)
                 for file in request.files.values():
                     os.close(file)
-                connection.sendall(child.to_bytes(8, "little"))
+                with contextlib.suppress(OSError):  # a client that is gone is seen below
+                    connection.sendall(child.to_bytes(8, "little"))
                 clients[child] = connection
                 selector.register(connection, selectors.EVENT_READ, child)
             elif key.fileobj is woken:
@@ -169,9 +174,16 @@ class Request:
     @classmethod
     def read(cls, connection: socket.socket) -> Request:
         size, files, _, _ = socket.recv_fds(connection, 8, 250)
+        if not size:
+            raise EOFError("the client has asked for nothing")
         message, remaining = b"", int.from_bytes(size, "little")
         while len(message) < remaining:
-            message += connection.recv(remaining - len(message))
+            part = connection.recv(remaining - len(message))
+            if not part:
+                for file in files:
+                    os.close(file)
+                raise EOFError("the client has ended in the middle of its request")
+            message += part
         executable, directory, umask, numbers, count, *rest = message.decode(errors="surrogateescape").split("\0")
         environment = dict(line.split("=", 1) for line in rest[int(count) :])
         received = dict(zip(map(int, numbers.split(",")), map(_raised, files), strict=True))

@@ -54,6 +54,17 @@ def state(project: Project, checkout: Path) -> list[dict[str, tuple[int, bytes]]
     return [snapshot(project.place), snapshot(checkout)]
 
 
+def test_a_target_without_a_wheel_is_checked_if_it_is_named(made: tuple[Project, Path], source: Path) -> None:
+    project, _ = made
+    patches = project.place / "patches"
+    shutil.copytree(patches / "0.7.0", patches / "0.10.0.dev")
+    (patches / "0.10.0.dev/PIN").write_text(f"VERSION=0.10.0.dev\nCOMMIT={'0' * 40}\n")
+    (patches / "DEFAULT").write_text("0.7.0\n")
+    done = project.make("--check", "--base-tree", source)
+    assert done.returncode == 0 and "not checked beyond the checksums" in done.stdout, done.stderr
+    refused(project.make("--check", "--target", "0.10.0.dev"), 3, "the rest cannot be checked", "--base-tree")
+
+
 def test_first_generation(made: tuple[Project, Path], source: Path, tmp_path: Path) -> None:
     project, checkout = made
     assert (project.place / "gradloc/__init__.py").read_text() == "x = 1\n"

@@ -1,5 +1,6 @@
 """tests/run.sh: which tests it runs, and what it does without a browser. What it sets up is there already."""
 
+import fcntl
 import hashlib
 import os
 import re
@@ -14,7 +15,7 @@ import trees
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-TOOLS = "basename bash cat cp cut dirname flock ln mkdir mv nproc rm sed sha256sum sleep".split()
+TOOLS = "basename bash cat cp cut dirname flock ln mkdir mktemp mv nproc rm sed sha256sum sleep".split()
 
 # pytest's plugins take two seconds to import.
 QUICK_START = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -159,6 +160,21 @@ def test_which_tests_run_against_which_target(project: Path) -> None:
     assert (project / "build/verl").resolve() == project / "build/0.7.0/verl"
 
 
+def test_each_run_has_logs_of_its_own(project: Path) -> None:
+    """Those of a run that is at work stay, and those of one that has ended go."""
+    for name in ("used", "ended"):
+        write(project / f"build/logs.{name}/0/log", name)
+    other = os.open(project / "build/logs.used", os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        ran(project)
+    finally:
+        os.close(other)
+    logs = project / "build/logs"
+    assert {path.name for path in logs.parent.glob("logs.*")} == {"logs.used", logs.readlink().name}
+    assert (project / "build/logs.used/0/log").read_text() == "used" and (logs / "0/code").read_text() == "0\n"
+
+
 QUICK = """import pytest
 from types import SimpleNamespace
 
@@ -244,6 +260,9 @@ def test_the_plugins_tests_with_another_verl(project: Path, tmp_path: Path) -> N
     done = subprocess.run([*command, tmp_path / "main"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
     assert done.stdout.count(f"BASE {tmp_path}/main {project}/build/0.9.1/verl:") == 3
+    chosen = [*command, tmp_path / "main", "-k", "test_plugin_run"]
+    done = subprocess.run(chosen, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 passed, 2 deselected" in done.stdout, done.stdout + done.stderr
     done = subprocess.run([*command, tmp_path / "none"], env=environment, capture_output=True, text=True)
     assert done.returncode and "none: No such file" in done.stderr
 

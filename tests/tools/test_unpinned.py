@@ -143,6 +143,29 @@ def test_an_installed_verl(project: Project, fork: Path) -> None:
         assert done.returncode == 0 and "(as for verl 0.7.0, " in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("place", ["--installed", "--repo"])
+def test_without_the_option_no_file_in_use_is_called_left_behind(
+    project: Project, fork: Path, small_patch: Patch, place: str
+) -> None:
+    if place == "--repo":
+        project.add_target("0.7.1", small_patch)
+    command = [place] if place == "--installed" else [place, fork]
+    paths = {"PYTHONPATH": str(fork)} if place == "--installed" else {}
+    before = snapshot(fork)
+    assert project.apply(*command, "--unpinned", **paths).returncode == 0
+    for arguments, code in (([], 3), (["--reverse"], 3), (["--check"], 12)):
+        done = project.apply(*command, *arguments, **paths)
+        refused(done, code, "it is patched with --unpinned: give that here, too")
+        assert "rm -r" not in done.stderr and "left" not in done.stderr
+    # Where verl's own files are as they were, the new ones are left behind.
+    new = (fork / NEW).read_bytes()
+    assert project.apply(*command, "--unpinned", "--reverse", **paths).returncode == 0
+    assert snapshot(fork) == before
+    (fork / NEW).parent.mkdir(parents=True, exist_ok=True)
+    (fork / NEW).write_bytes(new)
+    refused(project.apply(*command, **paths), 3, "left files in it", "rm -r")
+
+
 def test_which_target_is_taken(project: Project, fork: Path, small_patch: Patch) -> None:
     """The one for the version that the tree says it is, the one that is named, or the newest."""
     project.add_target("0.7.1", small_patch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import tempfile
 import textwrap
@@ -63,6 +64,14 @@ def interpreter() -> Iterator[Path]:
 
 
 _interpreter: Path
+
+
+def test_the_interpreter_survives_a_client_that_asks_for_nothing() -> None:
+    for message in (b"", (100).to_bytes(8, "little") + b"half"):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(_interpreter.parent / "socket"))
+            client.sendall(message)
+    assert trees.run(_interpreter, "-c", "print(1)").stdout == "1\n"
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +149,51 @@ def test_every_hook_fits_verl(installed: Path) -> None:
         from verl.utils.reward_score import default_compute_score
         assert default_compute_score("math_verify", "so it is 13", "13") == 1.0
         assert default_compute_score("openai/gsm8k", "#### 13", "13") == 1.0
+    """
+    run(installed, code)
+
+
+def test_a_module_of_the_user_may_import_parts_of_verl_first(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "of_the_user.py").write_text("""
+import sys
+import verl.trainer.ppo.v1
+import verl.workers.engine
+import verl.experimental.reward_loop.reward_manager.naive
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+class Early(RayPPOTrainer):
+    def __init__(self, config):
+        pass
+assert "gradloc_verl" not in sys.modules
+""")
+    code = """
+        assert "of_the_user" in sys.modules and status.installed and not status.failures, status.failures
+        from gradloc_verl.trainer import SpikeTrainer
+        from verl.trainer.ppo import v1
+        assert v1.get_trainer_cls is v1.trainer_base.get_trainer_cls
+        assert issubclass(v1.get_trainer_cls("sync"), SpikeTrainer)
+        from verl.experimental.reward_loop.reward_manager.naive import default_compute_score
+        assert default_compute_score("math_verify", "so it is 13", "13") == 1.0
+        from verl.utils import activation_offload
+        from verl.workers.engine.fsdp.transformer_impl import enable_activation_offloading
+        assert enable_activation_offloading is activation_offload.enable_activation_offloading
+        assert hasattr(enable_activation_offloading, "__wrapped__")
+        from of_the_user import Early
+        assert "does not know Early" in refusal(Early, composed(ON))
+    """
+    path = ":".join(map(str, [trees.BASE_TREE, trees.ROOT, trees.ROOT / "plugin", installed, tmp_path]))
+    run(installed, code, PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="embedded,of_the_user")
+
+
+def test_an_engine_is_not_watched_without_the_trainer(installed: Path) -> None:
+    code = """
+        import verl.workers.engine
+        from gradloc.adapters.fsdp_engine import WatchedEngine
+        started = []
+        engine = SimpleNamespace(_where=(0, 0), watch=SimpleNamespace(start_update=started.append))
+        WatchedEngine._start(engine, 3)
+        assert "the trainer, which passes no step number" in refusal(WatchedEngine._start, engine, None)
+        assert started == [3]
     """
     run(installed, code)
 
@@ -316,8 +370,27 @@ def test_the_older_trainer_refuses_runs(installed: Path) -> None:
         print(refusal(RayPPOTrainer, composed(ON), None, {}, None))
         # Without it, verl's own checks have the word.
         assert "GradLoc" not in refusal(RayPPOTrainer, composed(), None, {}, None)
+
+        class Separate(RayPPOTrainer):
+            def __init__(self, workers, config):
+                self.workers = workers
+        class Derived(Separate): ...
+        import cloudpickle  # as Ray does with actors
+        for trainer in (Separate, Derived, cloudpickle.loads(cloudpickle.dumps(Derived))):
+            assert f"does not know {trainer.__name__}" in refusal(trainer, None, composed(ON))
+            assert trainer(1, config=composed()).workers == 1
     """
     assert "does not know RayPPOTrainer" in run(installed, code).stdout
+
+
+def test_a_verl_without_a_module_of_a_hook_refuses_runs(installed: Path, tmp_path: Path) -> None:
+    changed = trees.copy_base(tmp_path, None)
+    (changed / "verl/trainer/ppo/v1/trainer_base.py").unlink()
+    code = """
+        actor_config()
+        print(refusal(actor_config, ON))
+    """
+    assert "(there is no verl.trainer.ppo.v1.trainer_base)" in run(installed, code, changed).stdout
 
 
 def test_a_patched_verl_wins(installed: Path) -> None:

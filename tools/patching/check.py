@@ -16,11 +16,12 @@ from tools.patching.scratch_git import GitFailed, Scratch
 from tools.patching.sources import SOURCES, Files, Source
 
 
-def check(tree: Path | None, targets: list[Target], scratch: Scratch) -> None:
+def check(tree: Path | None, targets: list[Target], scratch: Scratch, named: bool = False) -> None:
     """Checks the package, and every target's hooks and fixes.
 
     Args:
         tree: the base of the target that it is of; without one, see `find_base`.
+        named: whether the target was asked for by name, and so may not be left out.
     """
     given = given_base(tree, targets) if tree is not None else None
     ours = {source: project_files(source, scratch) for source in SOURCES}
@@ -31,7 +32,7 @@ def check(tree: Path | None, targets: list[Target], scratch: Scratch) -> None:
         try:
             base_tree = tree if tree and target == given else find_base(target, scratch.folder)
         except NoWheel as error:
-            if target.wheel_sha256 is None:
+            if target.wheel_sha256 is None and not named:
                 say(f"not checked beyond the checksums: {error}; give its tree with --base-tree")
             else:
                 unchecked.append(str(error))
