@@ -120,8 +120,20 @@ def bundles_in(directory: Path) -> list[Path]:
 
 
 def bytes_of_bundles(directory: Path) -> int:
-    """The bytes of all bundles in a folder, those that a killed run left unfinished included."""
-    return sum(path.stat().st_size for path in directory.glob("*/*")) if directory.is_dir() else 0
+    """The bytes of all bundles in a folder, those that a killed run left unfinished included.
+
+    Other ranks may write into the same folder: what they rename or remove in the meantime is left out.
+    """
+    if not directory.is_dir():
+        return 0
+    size = 0
+    for bundle in list(directory.iterdir()):
+        try:
+            for path in list(bundle.iterdir()):
+                size += path.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return size
 
 
 def _free_name(directory: Path, event: Mapping[str, Any], suffix: str) -> str:

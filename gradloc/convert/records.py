@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One response and its figures, checked: a record of the plain format."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,7 +168,7 @@ def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: boo
 
 
 def _numbers(value: Any, name: str, length: int, place: str) -> Tensor:
-    """Numbers as float64 of shape (length,); null is 0."""
+    """Numbers as float64 of shape (length,); null, which pandas writes for NaN, is NaN."""
     if isinstance(value, Tensor):
         fits = _is_plain(value)
     else:
@@ -183,7 +184,7 @@ def _numbers(value: Any, name: str, length: int, place: str) -> Tensor:
         raise RecordError(f"{place}, field {name!r}: it has {len(value):,} values for {length:,} response tokens.")
     if isinstance(value, Tensor):
         return value.detach().double()
-    return torch.tensor([0.0 if each is None else float(each) for each in value], dtype=torch.float64)
+    return torch.tensor([math.nan if each is None else float(each) for each in value], dtype=torch.float64)
 
 
 def _is_plain(value: Tensor) -> bool:

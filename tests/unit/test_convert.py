@@ -298,6 +298,13 @@ BROKEN: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
     "too short": (changed(1, log_probs=[-1.0]), "line 2, field 'log_probs': it has 1 values for 7 response tokens."),
     "too long": (changed(1, advantages=[1.0] * 8), "line 2, field 'advantages': it has 8 values for 7"),
     "NaN": (changed(1, advantages=NAN), "line 2, field 'advantages': it is nan at index 0; if training had that"),
+    "null": (changed(1, log_probs=[-1.0, None, *[-1.0] * 5]), "line 2, field 'log_probs': it is nan at index 1; if"),
+    "null coefficients": (
+        changed(1, coefficients=[1.0, None, *[1.0] * 5]),
+        "line 2, field 'coefficients': it is nan at index 1",
+    ),
+    "null weights": (changed(1, weights=[None, *[1.0] * 6]), "line 2, field 'weights': it is nan at index 0"),
+    "null in a mask": (changed(1, response_mask=[None, *[1] * 6]), "'response_mask': it must be of zeros and ones."),
     "infinite": (changed(1, advantages=math.inf), "line 2, field 'advantages': it is inf at index 0"),
     "a text": (changed(1, advantages=["1"] * 7), "line 2, field 'advantages': it must be a list of numbers."),
     "a string": (changed(1, log_probs="-1234567"), "line 2, field 'log_probs': it must be a list of numbers."),
