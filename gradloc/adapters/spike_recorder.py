@@ -22,7 +22,7 @@ from ..bundles import bundle_writer, layout
 from ..bundles.bundle_files import bundles_in
 from ..bundles.layout import NotReplayableError, SavedMicroBatch
 from ..bundles.patient_disk import PatientDisk
-from ..bundles.recorded import write_recorded_bundle
+from ..bundles.recorded import NothingMovesError, write_recorded_bundle
 from ..evidence.in_words import summary
 from ..evidence.recorded_event import recorded_event
 from ..evidence.writer import STEP_FIGURES, limit_texts
@@ -200,6 +200,8 @@ class SpikeRecorder:
             }
             rows = {name: each.rows for name, each in micro_batches.items()}
             return self._disk.run(partial(self._write, event, saved, rows), bundle_writer.PATIENCE)
+        except NothingMovesError:
+            return None
         except Exception as error:
             self.warn_once("no replay bundle is kept of a gradient spike", error)
             return None

@@ -244,6 +244,22 @@ def test_a_folder_that_another_rank_renames_meanwhile_is_not_counted(
     assert bytes_of_bundles(tmp_path) == 7 and not unfinished.exists()
 
 
+def test_each_rank_has_a_share_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = micro_batches()
+    write(tmp_path, parts, "-rank0", world_size=2)
+    (tmp_path / "replay" / ".step-rank1.99").mkdir()
+    (tmp_path / "replay" / ".step-rank1.99" / "file").write_bytes(b"1234")
+    size = bytes_of_bundles(tmp_path / "replay", "-rank0")
+    assert bytes_of_bundles(tmp_path / "replay", "-rank1") == 4
+    assert bytes_of_bundles(tmp_path / "replay") == size + 4
+    monkeypatch.setattr(limits, "TOTAL_BYTES", 2 * size)
+    write(tmp_path, parts, "-rank1", world_size=2)
+    with pytest.raises(NotReplayableError, match=r"-rank0 take .* move some away"):
+        write(tmp_path, parts, "-rank0", world_size=2)
+    monkeypatch.setattr(limits, "TOTAL_BYTES", 2 * size + 2)
+    write(tmp_path, parts, "-rank0", world_size=2)
+
+
 CLAIMS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "layers": lambda m: m.update(layers=["a"]),
     "a norm": lambda m: m["micro_batches"][0].update(norm=1.0),

@@ -450,3 +450,19 @@ def test_a_disk_that_hangs_while_the_context_is_read_is_not_waited_for(
         assert [event["replay"] for event in lines(tmp_path)] == [None] and "does not respond" in caplog.text
     finally:
         answers.set()
+
+
+class OfAnotherRank(StandIn):
+    """Its gradient's norm is that of all ranks, and the spike is on another one."""
+
+    def optimizer_step(self) -> float:
+        super().optimizer_step()
+        return 1e4
+
+
+def test_a_rank_without_a_token_that_can_move_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = batch(planted=False)
+    data["advantages"].values().zero_()
+    trained(recorded(OfAnotherRank), tmp_path, [data, batch(planted=False)])
+    assert [event["replay"] is None for event in lines(tmp_path)] == [True, False]
+    assert "gradient spike" not in caplog.text
