@@ -112,6 +112,10 @@ def _replace(line: EvidenceLine, text: bytes) -> bool:
     try:
         with open(descriptor, "wb") as file:
             file.writelines([data[: line.start], text, data[line.stop :]])
+            try:
+                os.fchown(file.fileno(), before.st_uid, before.st_gid)
+            except PermissionError:
+                pass  # only root may give files away; the file is then that of whoever searches
             os.fchmod(file.fileno(), before.st_mode & 0o777)
         after = os.stat(line.path, follow_symlinks=False)
         same = all(getattr(before, name) == getattr(after, name) for name in ("st_ino", "st_size", "st_mtime_ns"))

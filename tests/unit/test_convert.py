@@ -368,6 +368,26 @@ def test_nan_is_kept_on_request(tmp_path: Path) -> None:
     assert (first["row"], first["position"], first["source"]) == (1, 0, "nonfinite")
 
 
+@pytest.mark.parametrize(("weight", "name"), [(math.nan, "nan"), (math.inf, "inf"), (None, "nan")])
+def test_weights_are_finite_on_any_request(
+    weight: float | None, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = records()
+    for line in lines:
+        line["weights"] = [0.1] * len(line["advantages"])
+    lines[1]["weights"][2] = weight
+    error = refused(write_lines(tmp_path / "a.jsonl", lines), capsys, "--keep-nonfinite")
+    assert f"line 2, field 'weights': it is {name} at index 2." in error
+
+
+def test_a_threshold_that_is_not_finite_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = records()
+    for line in lines:
+        line["weights"] = [1e200] * len(line["advantages"])
+    error = refused(write_lines(tmp_path / "a.jsonl", lines), capsys, "--usual-norm", "1")
+    assert "both must be positive and finite" in error
+
+
 def test_what_the_mask_leaves_out_may_be_anything(tmp_path: Path) -> None:
     lines = records()
     lines[2]["log_probs"][1] = math.nan

@@ -142,6 +142,23 @@ def test_lines_that_training_adds_in_the_meantime_stay(evidence: Path, monkeypat
     assert not [path for path in left(evidence) if "unfinished" in path]
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_file_keeps_its_owner_where_possible(
+    evidence: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    owners = []
+
+    def chown(descriptor: int, user: int, group: int) -> None:
+        owners.append((user, group))
+        if not allowed:
+            raise PermissionError
+
+    monkeypatch.setattr(evidence_line.os, "fchown", chown)
+    status = (evidence / "spikes.jsonl").stat()
+    assert search(evidence) == 0 and line_of(evidence)["search"] == "replayed"
+    assert owners == [(status.st_uid, status.st_gid)]
+
+
 def test_other_weights_do_not_replace_what_training_has_found(
     evidence: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
