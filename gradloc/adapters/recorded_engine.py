@@ -17,7 +17,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from .actor_config import SpikeConfig
-from .engine_data import ROW, MiniBatchPlaces, as_metric, loss_scale
+from .engine_data import ROW, MiniBatchPlaces, as_metric
 from .eos_tokens import eos_tokens
 from .recorded_loss import NotRecordedError, RecordedLoss
 from .replay_bundles import engine_context
@@ -31,12 +31,10 @@ class _MiniBatch:
 
     Args:
         loss (RecordedLoss): The loss function that the engine is given.
-        where (tuple[int, int]): Its PPO epoch, and its number in the step.
-        last (bool): Whether the step ends with it.
     """
 
-    def __init__(self, loss: RecordedLoss, where: tuple[int, int], last: bool) -> None:
-        self.loss, self.where, self.last = loss, where, last
+    def __init__(self, loss: RecordedLoss) -> None:
+        self.loss = loss
         self.norm: Any = None
         self.rng_state: Tensor = torch.get_rng_state()
 
@@ -62,15 +60,16 @@ class RecordedEngine:
         recorder = self._recorder_of(loss_function)
         if recorder is None:
             return super().train_batch(data, loss_function)  # type: ignore[misc]
-        self._recorded = mini_batch = self._begin(recorder, data, loss_function)
+        place = self._place(recorder, data)
+        self._recorded = mini_batch = None if place is None else self._begin(recorder, data, loss_function, place[0])
         try:
             loss = loss_function if mini_batch is None else mini_batch.loss
             outputs = super().train_batch(data, loss)  # type: ignore[misc]
         finally:
             self._recorded = None
             data.pop(ROW, None)
-        if mini_batch is not None:
-            metrics = self._end(recorder, data, mini_batch)
+        if place is not None:
+            metrics = self._end(recorder, data, mini_batch, *place)
             outputs["metrics"].update({name: as_metric(value) for name, value in metrics.items()})
         return outputs
 
@@ -97,29 +96,47 @@ class RecordedEngine:
         if self.recorder is not None and self._recorder_state is not None:
             self.recorder.load(self._recorder_state)
 
-    def _begin(self, recorder: SpikeRecorder, data: TensorDict, loss_function: Callable[..., Any]) -> _MiniBatch | None:
+    def _place(self, recorder: SpikeRecorder, data: TensorDict) -> tuple[tuple[int, int], bool] | None:
+        """A mini-batch's PPO epoch and number in the step, and whether the step ends with it; None after an error."""
         try:
-            where, last = self._recorder_places.next(data)
-            recorder.start_mini_batch(where)
-            failed = partial(recorder.warn_once, "a mini-batch is not recorded")
-            config = loss_function.keywords["config"]
-            data[ROW] = torch.arange(len(data))
-            return _MiniBatch(RecordedLoss(loss_function, config, failed), where, last)
+            return self._recorder_places.next(data)
         except Exception as error:
             recorder.warn_once("a mini-batch is not recorded", error)
             return None
 
-    def _end(self, recorder: SpikeRecorder, data: TensorDict, mini_batch: _MiniBatch) -> dict[str, float]:
-        """The metrics of a step that ends with this mini-batch; none after an error."""
-        step = tu.get(data, "training_step")
-        place = {"global_step": step, "epoch": mini_batch.where[0], "mini_batch": mini_batch.where[1]}
+    def _begin(
+        self, recorder: SpikeRecorder, data: TensorDict, loss_function: Callable[..., Any], where: tuple[int, int]
+    ) -> _MiniBatch | None:
         try:
-            norm, rng_state = mini_batch.norm, mini_batch.rng_state
-            recorder.end_mini_batch(data, mini_batch.loss, norm, place, loss_scale(self), rng_state)
+            recorder.start_mini_batch(where)
+            failed = partial(recorder.warn_once, "a mini-batch is not recorded")
+            config = loss_function.keywords["config"]
+            data[ROW] = torch.arange(len(data))
+            return _MiniBatch(RecordedLoss(loss_function, config, failed))
+        except Exception as error:
+            recorder.warn_once("a mini-batch is not recorded", error)
+            return None
+
+    def _end(
+        self,
+        recorder: SpikeRecorder,
+        data: TensorDict,
+        mini_batch: _MiniBatch | None,
+        where: tuple[int, int],
+        last: bool,
+    ) -> dict[str, float]:
+        """The metrics of a step that ends with this mini-batch; none after an error."""
+        try:
+            step = tu.get(data, "training_step")
+            if mini_batch is not None:
+                place = {"global_step": step, "epoch": where[0], "mini_batch": where[1]}
+                norm, rng_state = mini_batch.norm, mini_batch.rng_state
+                has_scaler = getattr(self, "scaler", None) is not None
+                recorder.end_mini_batch(data, mini_batch.loss, norm, place, has_scaler, rng_state)
         except Exception as error:
             recorder.warn_once("a mini-batch is not recorded", error)
         try:
-            return recorder.end_step(step) if mini_batch.last else {}
+            return recorder.end_step(tu.get(data, "training_step")) if last else {}
         except Exception as error:
             recorder.warn_once("the figures of a step are not written", error)
             return {}

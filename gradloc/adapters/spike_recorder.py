@@ -22,7 +22,7 @@ from ..bundles import bundle_writer, layout
 from ..bundles.bundle_files import bundles_in
 from ..bundles.layout import NotReplayableError, SavedMicroBatch
 from ..bundles.patient_disk import PatientDisk
-from ..bundles.recorded import write_recorded_bundle
+from ..bundles.recorded import NothingMovesError, write_recorded_bundle
 from ..evidence.in_words import summary
 from ..evidence.recorded_event import recorded_event
 from ..evidence.writer import STEP_FIGURES, limit_texts
@@ -107,7 +107,7 @@ class SpikeRecorder:
         loss: RecordedLoss,
         norm: Any,
         where: Mapping[str, Any],
-        loss_scale: float,
+        has_scaler: bool,
         rng_state: Tensor,
     ) -> None:
         """Checks a mini-batch after its optimizer step, and on a spike writes its bundle.
@@ -117,7 +117,8 @@ class SpikeRecorder:
             loss (RecordedLoss): What its losses left.
             norm (float | Tensor): The norm of its gradient, of all ranks.
             where (Mapping): `global_step`, `epoch` and `mini_batch`.
-            loss_scale (float): The loss scale of fp16.
+            has_scaler (bool): Whether the engine has fp16's scaler, so that what it multiplies the loss by is the scale
+                of this mini-batch; the scaler's own may have changed with the optimizer step.
             rng_state (Tensor): torch's random state on the CPU at its start.
         """
         started = time.perf_counter()
@@ -132,7 +133,7 @@ class SpikeRecorder:
         self._metrics.take_in_level(Level(level, finite, level, False), self._threshold.last)
         if not is_over(level, threshold):
             return
-        micro_batches = self._read(loss, rng_state)
+        micro_batches, factor = self._read(loss, rng_state)
         event = recorded_event(
             micro_batches,
             where=where,
@@ -140,7 +141,7 @@ class SpikeRecorder:
             global_norm=norm,
             global_threshold=threshold / root if root else threshold,
             world_size=self._world_size,
-            loss_scale=loss_scale,
+            loss_scale=factor if has_scaler else 1.0,
         )
         # The optimizer step was taken as usual, which is all that the possible actions ask for.
         event |= {"action": self._config.spike_action, "applied": True}
@@ -172,17 +173,21 @@ class SpikeRecorder:
         """Restores what `save` wrote and `read_state` read."""
         self._threshold.load_state_dict(state)
 
-    def _read(self, loss: RecordedLoss, rng_state: Tensor) -> dict[MicroBatchName, MicroBatch]:
-        """This rank's micro-batches on the CPU; none if they cannot be read."""
-        found = {}
+    def _read(self, loss: RecordedLoss, rng_state: Tensor) -> tuple[dict[MicroBatchName, MicroBatch], float]:
+        """This rank's micro-batches on the CPU, none if they cannot be read, and what their losses were multiplied by.
+
+        That factor is 1 where no loss had a gradient, and the same for all others.
+        """
+        found, scale = {}, 1.0
         try:
             for index, recorded in enumerate(loss.micro_batches):
                 micro_batch, factor = recorded.read(self._config, self._eos_tokens, rng_state)
                 found[self._rank, index] = micro_batch.portable(factor)
+                scale = factor if recorded.factor else scale
         except Exception as error:
             self.warn_once("the tokens of a gradient spike are not recorded", error)
-            return {}
-        return found
+            return {}, 1.0
+        return found, scale
 
     def _keep_bundle(self, event: Mapping[str, Any], micro_batches: Mapping[MicroBatchName, MicroBatch]) -> str | None:
         """The folder that this rank's bundle of the event is in, relative to the evidence; None without one."""
@@ -194,19 +199,21 @@ class SpikeRecorder:
                 for name, each in micro_batches.items()
             }
             rows = {name: each.rows for name, each in micro_batches.items()}
-            context = self._context()
-            return self._disk.run(partial(self._write, event, saved, rows, context), bundle_writer.PATIENCE)
+            return self._disk.run(partial(self._write, event, saved, rows), bundle_writer.PATIENCE)
+        except NothingMovesError:
+            return None
         except Exception as error:
             self.warn_once("no replay bundle is kept of a gradient spike", error)
             return None
 
-    def _write(self, event: Mapping[str, Any], saved: Any, rows: Any, context: Mapping[str, Any]) -> str:
+    def _write(self, event: Mapping[str, Any], saved: Any, rows: Any) -> str:
+        """Writes the bundle; also what it says of the trainer is read from the disk."""
         directory, suffix = Path(self._config.bisect_dump_dir), f"-rank{self._rank}"
         folder, most = directory / layout.FOLDER, self._config.spike_replay
         kept = [path for path in bundles_in(folder) if path.name.endswith(suffix)]
         if len(kept) >= most:
             raise NotReplayableError(f"{folder} has {len(kept)} of this rank, of {most} (spike_replay): move some away")
-        return write_recorded_bundle(directory, event, saved, rows, context, suffix)
+        return write_recorded_bundle(directory, event, saved, rows, self._context(), suffix)
 
     def _add_facts(self, event: dict[str, Any], data: TensorDict) -> None:
         """On rank 0, which writes the event: what the data say of its suspected tokens."""

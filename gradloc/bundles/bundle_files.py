@@ -119,9 +119,26 @@ def bundles_in(directory: Path) -> list[Path]:
     return [path for path in directory.iterdir() if (path / layout.MANIFEST).is_file() and path.name[0] != "."]
 
 
-def bytes_of_bundles(directory: Path) -> int:
-    """The bytes of all bundles in a folder, those that a killed run left unfinished included."""
-    return sum(path.stat().st_size for path in directory.glob("*/*")) if directory.is_dir() else 0
+def bytes_of_bundles(directory: Path, suffix: str = "") -> int:
+    """The bytes of all bundles in a folder, those that a killed run left unfinished included.
+
+    With a suffix, those alone whose names end with it, or did so before they were finished.
+
+    Other ranks may write into the same folder: what they rename or remove in the meantime is left out.
+    """
+    if not directory.is_dir():
+        return 0
+    size = 0
+    for bundle in list(directory.iterdir()):
+        # An unfinished one has the id of its process at the end: see `write_bundle_files`.
+        if not (bundle.name.rpartition(".")[0] if bundle.name[0] == "." else bundle.name).endswith(suffix):
+            continue
+        try:
+            for path in list(bundle.iterdir()):
+                size += path.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return size
 
 
 def _free_name(directory: Path, event: Mapping[str, Any], suffix: str) -> str:

@@ -18,6 +18,10 @@ from .bundle_files import bundle_files, bytes_of_bundles, write_bundle_files
 from .layout import NotReplayableError, SavedMicroBatch
 
 
+class NothingMovesError(NotReplayableError):
+    """No token has a gradient, as where all responses of each prompt have the same reward: nothing is missing."""
+
+
 def write_recorded_bundle(
     directory: Path,
     event: Mapping[str, Any],
@@ -44,15 +48,18 @@ def write_recorded_bundle(
         str: The bundle's folder, relative to the evidence.
 
     Raises:
+        NothingMovesError: No token has a gradient.
         NotReplayableError: It would be over a limit, or a replay could not compute it.
         OSError: It cannot be written.
     """
     folder = directory / layout.FOLDER
     moving = {name: saved for name, saved in micro_batches.items() if bool(movable(saved.tokens).any())}
     if not moving:
-        raise NotReplayableError("it has no token with a gradient")
-    if bytes_of_bundles(folder) >= limits.TOTAL_BYTES:
-        raise NotReplayableError(f"the bundles in {folder} take {limits.TOTAL_BYTES:,} bytes already: move some away")
+        raise NothingMovesError("it has no token with a gradient")
+    # Ranks write at the same time, so each has a share of its own.
+    share = limits.TOTAL_BYTES // event["world_size"] if suffix else limits.TOTAL_BYTES
+    if bytes_of_bundles(folder, suffix) >= share:
+        raise NotReplayableError(f"the bundles {folder}/*{suffix} take {share:,} bytes already: move some away")
     kept = _largest(moving)
     entries = {
         name: {

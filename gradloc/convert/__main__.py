@@ -174,6 +174,11 @@ def _event(batch: Batch, options: argparse.Namespace, found: Mapping[str, Any]) 
     if not unit:
         raise RecordError("No token can move: all advantages or coefficients are zero, or clipped.")
     threshold = options.threshold or (MARGIN * options.usual_norm / unit if options.usual_norm else THRESHOLD)
+    if not (0 < threshold < math.inf and 0 < threshold * unit < math.inf):
+        raise RecordError(
+            f"The weights lead to a threshold of {threshold:g} for tokens and of {threshold * unit:g} for the "
+            "gradient: both must be positive and finite."
+        )
     norm = math.nan if options.grad_norm is None else options.grad_norm
     if norm <= threshold * unit:
         batch.notes.append(

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One response and its figures, checked: a record of the plain format."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,7 @@ def read_record(fields: Any, place: str, temperature: float = 1.0, keep_nonfinit
         fields (Any): What a file has for it: an object with `FIELDS`; lists may be tensors, and nulls count as missing.
         place (str): The file and the record, for messages.
         temperature (float): That of records that name none.
-        keep_nonfinite (bool): Whether NaN and infinities are taken instead of refused.
+        keep_nonfinite (bool): Whether NaN and infinities are taken instead of refused; weights are always finite.
 
     Raises:
         RecordError: A field is missing or malformed.
@@ -151,8 +152,10 @@ def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: boo
     if name == "advantages" and not isinstance(value, (Sequence, Tensor)):
         value = [value] * len(mask)
     found = torch.where(mask == 1, _numbers(value, name, len(mask), place), 0.0)
-    if not keep_nonfinite and not bool(found.isfinite().all()):
+    if not (keep_nonfinite and name != "weights") and not bool(found.isfinite().all()):
         position = int((~found.isfinite()).nonzero()[0])
+        if name == "weights":  # the threshold is computed from all of them
+            raise RecordError(f"{place}, field 'weights': it is {float(found[position])} at index {position}.")
         raise RecordError(
             f"{place}, field {name!r}: it is {float(found[position])} at index {position}; if training had that, too, "
             "take --keep-nonfinite."
@@ -167,7 +170,7 @@ def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: boo
 
 
 def _numbers(value: Any, name: str, length: int, place: str) -> Tensor:
-    """Numbers as float64 of shape (length,); null is 0."""
+    """Numbers as float64 of shape (length,); null, which pandas writes for NaN, is NaN."""
     if isinstance(value, Tensor):
         fits = _is_plain(value)
     else:
@@ -183,7 +186,7 @@ def _numbers(value: Any, name: str, length: int, place: str) -> Tensor:
         raise RecordError(f"{place}, field {name!r}: it has {len(value):,} values for {length:,} response tokens.")
     if isinstance(value, Tensor):
         return value.detach().double()
-    return torch.tensor([0.0 if each is None else float(each) for each in value], dtype=torch.float64)
+    return torch.tensor([math.nan if each is None else float(each) for each in value], dtype=torch.float64)
 
 
 def _is_plain(value: Tensor) -> bool:

@@ -3,23 +3,34 @@
 """Reads the events and clip lines that are appended to spikes.jsonl while a run goes on."""
 
 import os
-from typing import Any
+from itertools import islice
+from typing import Any, BinaryIO
 
 from .foreign_json import parse
+from .writer import evidence_files
 
 # A field of each kind of line that is read.
 _KINDS = ("culprits", "token_clip")
+# How many of the bytes that were read last are compared.
+_TAIL = 4096
 
 
 class AppendedEvents:
     """The events and clip lines of `<directory>/spikes.jsonl` that were appended since the last call of `read`.
 
-    What is in the file at the start, as an earlier run has left it, is not read.
+    What is in the file at the start, as an earlier run has left it, is not read. A search of a bundle replaces the file
+    with one in which a line differs: of that, only what is new is read.
     """
 
     def __init__(self, directory: str) -> None:
-        self.path = os.path.join(directory, "spikes.jsonl")
-        self._end = os.path.getsize(self.path) if os.path.isfile(self.path) else 0
+        self._directory = directory or "."
+        self.path = os.path.join(self._directory, "spikes.jsonl")
+        self._end = self._lines = 0
+        self._inode: int | None = None
+        self._tail = b""
+        if os.path.isfile(self.path):
+            with open(self.path, "rb") as file:
+                self._advance(file, file.read())
 
     def read(self) -> list[dict[str, Any]]:
         """The new events and clip lines, oldest first. A line that is still being written is left for the next call.
@@ -28,14 +39,39 @@ class AppendedEvents:
             OSError: There is no such file, or it cannot be read.
         """
         with open(self.path, "rb") as file:
-            if file.seek(0, os.SEEK_END) < self._end:
-                self._end = 0  # the full file was renamed, and this is the next one
+            if not self._is_continued(file):
+                self._start_again(file)
             file.seek(self._end)
             data = file.read()
-        finished = data[: data.rfind(b"\n") + 1]
-        self._end += len(finished)
+            finished = data[: data.rfind(b"\n") + 1]
+            self._advance(file, finished)
         entries = map(_parsed, finished.splitlines())
         return [entry for entry in entries if isinstance(entry, dict) and not entry.keys().isdisjoint(_KINDS)]
+
+    def _is_continued(self, file: BinaryIO) -> bool:
+        """Whether a file is the one that was read, with what was read in its place."""
+        # The number of a file that was removed may be given to another one.
+        file.seek(self._end - len(self._tail))
+        return os.fstat(file.fileno()).st_ino == self._inode and file.read(len(self._tail)) == self._tail
+
+    def _start_again(self, file: BinaryIO) -> None:
+        """Sets what is read next of another file: its new lines if it replaced the one that was read, or else all."""
+        others = (path for path in evidence_files(self._directory) if path != self.path)
+        renamed = any(os.stat(path).st_ino == self._inode for path in others)
+        file.seek(0)
+        known = [] if renamed else list(islice(file, self._lines))
+        replaced = len(known) == self._lines and all(line.endswith(b"\n") for line in known)
+        self._end = self._lines = 0
+        self._tail = b""
+        if replaced:
+            self._advance(file, b"".join(known))
+
+    def _advance(self, file: BinaryIO, data: bytes) -> None:
+        """Counts data as read."""
+        self._inode = os.fstat(file.fileno()).st_ino
+        self._end += len(data)
+        self._lines += data.count(b"\n")
+        self._tail = (self._tail + data[-_TAIL:])[-_TAIL:]
 
 
 def _parsed(line: bytes) -> Any:

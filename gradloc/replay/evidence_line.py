@@ -15,6 +15,7 @@ from ..bundles.plain_file import NotPlainFileError, read_plain_file
 from ..evidence.foreign_json import LINE_BYTES, parse
 from ..evidence.schema import EVENT, conforms, current
 from ..evidence.writer import FILE_BYTES, event_line, evidence_files
+from .parts import same_number
 
 _WHERE = ("global_step", "epoch", "mini_batch")
 # Training may append to the file in the same moment.
@@ -45,6 +46,9 @@ class EvidenceLine:
 def find_line(bundle: Bundle, names: Collection[str]) -> EvidenceLine:
     """The line of a bundle's spike: that of its step, epoch and mini-batch, whose `replay` is one of some bundles.
 
+    The rank that writes the evidence may have no bundle of a recorded spike. Where no line names one of the bundles,
+    it is the line of a recorded spike that names none and has the same norm.
+
     Args:
         bundle (Bundle): The bundle.
         names (Collection[str]): The names of the folders of its parts.
@@ -65,6 +69,8 @@ def find_line(bundle: Bundle, names: Collection[str]) -> EvidenceLine:
         raise NoLineError(f"it cannot be read: {error}") from error
     if not files:
         raise NoLineError("there is none around the bundle")
+    named = [line for line in found if line.event.get("replay") is not None]
+    found = named or found
     if len(found) != 1:
         raise NoLineError(f"{'no line' if not found else f'more than one line ({len(found)})'} of it is of this spike")
     return found[0]
@@ -106,6 +112,10 @@ def _replace(line: EvidenceLine, text: bytes) -> bool:
     try:
         with open(descriptor, "wb") as file:
             file.writelines([data[: line.start], text, data[line.stop :]])
+            try:
+                os.fchown(file.fileno(), before.st_uid, before.st_gid)
+            except PermissionError:
+                pass  # only root may give files away; the file is then that of whoever searches
             os.fchmod(file.fileno(), before.st_mode & 0o777)
         after = os.stat(line.path, follow_symlinks=False)
         same = all(getattr(before, name) == getattr(after, name) for name in ("st_ino", "st_size", "st_mtime_ns"))
@@ -128,12 +138,18 @@ def _lines_of(path: Path, event: Mapping[str, Any], replays: Collection[str]) ->
             of_line = _event(data[start:stop])
             if (
                 of_line is not None
-                and of_line.get("replay") in replays
                 and all(of_line[name] == event[name] for name in _WHERE)
+                and (of_line.get("replay") in replays or _names_no_bundle(of_line, event))
             ):
                 found.append(EvidenceLine(path, of_line, start, stop))
         start = stop
     return found
+
+
+def _names_no_bundle(line: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
+    """Whether a line may be that of a recorded spike of which the rank that wrote it has no bundle."""
+    recorded = line.get("search") == event["search"] == "recorded" and line.get("replay") is None
+    return recorded and same_number(line["global_norm"], event["global_norm"])
 
 
 def _read(path: Path) -> bytes:

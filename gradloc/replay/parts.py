@@ -2,16 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the parts of a recorded spike: ranks that do not communicate write a bundle each."""
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from .. import limits
 from ..bundles.opening import Bundle, BundleError, open_bundle
 from ..report.figures import ranges
 
-# The name of a part: that of the spike, the rank, and a number if a resumed run came to the step again.
-_PART = re.compile(r"(?P<spike>.+)-rank(?P<rank>\d{1,9})(?P<again>-\d{1,9})?")
+# The name of a part: that of the spike, a number if a resumed run came to the step again, and the rank.
+_PART = re.compile(r"(?P<spike>.+?)(?P<again>-\d{1,9})?-rank(?P<rank>\d{1,9})")
 _WHERE = ("global_step", "epoch", "mini_batch")
 # How many parts are opened: a folder may have any number.
 _MOST = 4096
@@ -79,6 +82,23 @@ def is_recorded(bundle: Bundle) -> bool:
     return bool(bundle.event["search"] == "recorded")
 
 
+def same_number(one: Any, other: Any) -> bool:
+    """Whether two numbers of events are equal; NaN is equal to NaN."""
+    try:
+        one, other = float(one), float(other)
+    except OverflowError:  # an int of any size
+        return False
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def _same_spike(event: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two ranks wrote these events of one spike: its norm and threshold are the same on all."""
+    figures = ("global_norm", "threshold")
+    return all(event[key] == other[key] for key in (*_WHERE, "world_size")) and all(
+        same_number(event[key], other[key]) for key in figures
+    )
+
+
 def _others(bundle: Bundle) -> tuple[list[Bundle], list[str]]:
     """The other parts of a bundle's spike, and why some cannot be used."""
     folder = bundle.path.resolve()
@@ -88,24 +108,25 @@ def _others(bundle: Bundle) -> tuple[list[Bundle], list[str]]:
     found: list[Bundle] = []
     notes = []
     known, size = set(bundle.micro_batches), _size(bundle)
-    names = sorted(path.name for path in folder.parent.iterdir() if _is_part(path.name, match))
-    for name in names[:_MOST]:
-        if name == folder.name:
-            continue
+    for name, again in _names_of_parts(folder, match)[:_MOST]:
+        # Ranks number repeats alone, so a part may have another number. Most of those are of another run: no note.
+        surely = again == match["again"]
         try:
             other = open_bundle(folder.parent / name)
         except (BundleError, OSError) as error:
-            notes.append(f"The part {name} cannot be used: {error}")
+            if surely:
+                notes.append(f"The part {name} cannot be used: {error}")
+            continue
+        same = is_recorded(other) and _same_spike(other.event, bundle.event)
+        if not (same and known.isdisjoint(other.micro_batches)):
+            if surely:
+                notes.append(f"The part {name} is of another spike.")
             continue
         if (size := size + _size(other)) > limits.TOTAL_BYTES:
             notes.append(f"The parts from {name} on are left out: they have over {limits.TOTAL_BYTES:,} bytes.")
             break
-        same = is_recorded(other) and all(other.event[key] == bundle.event[key] for key in _WHERE)
-        if same and known.isdisjoint(other.micro_batches):
-            found.append(other)
-            known |= set(other.micro_batches)
-        else:
-            notes.append(f"The part {name} is of another spike.")
+        found.append(other)
+        known |= set(other.micro_batches)
     return found, notes
 
 
@@ -113,9 +134,11 @@ def _size(bundle: Bundle) -> int:
     return sum(entry["bytes"] for entry in bundle.manifest["micro_batches"])
 
 
-def _is_part(name: str, of: re.Match[str]) -> bool:
-    match = _PART.fullmatch(name)
-    return match is not None and (match["spike"], match["again"]) == (of["spike"], of["again"])
+def _names_of_parts(folder: Path, of: re.Match[str]) -> list[tuple[str, str | None]]:
+    """The folders beside a part that may be of its spike, and their numbers; those with the same number first."""
+    matches = [_PART.fullmatch(path.name) for path in folder.parent.iterdir() if path.name != folder.name]
+    found = [(match[0], match["again"]) for match in matches if match is not None and match["spike"] == of["spike"]]
+    return sorted(found, key=lambda each: (each[1] != of["again"], each[0]))
 
 
 def _joined(parts: list[Bundle]) -> Bundle:

@@ -298,6 +298,13 @@ BROKEN: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
     "too short": (changed(1, log_probs=[-1.0]), "line 2, field 'log_probs': it has 1 values for 7 response tokens."),
     "too long": (changed(1, advantages=[1.0] * 8), "line 2, field 'advantages': it has 8 values for 7"),
     "NaN": (changed(1, advantages=NAN), "line 2, field 'advantages': it is nan at index 0; if training had that"),
+    "null": (changed(1, log_probs=[-1.0, None, *[-1.0] * 5]), "line 2, field 'log_probs': it is nan at index 1; if"),
+    "null coefficients": (
+        changed(1, coefficients=[1.0, None, *[1.0] * 5]),
+        "line 2, field 'coefficients': it is nan at index 1",
+    ),
+    "null weights": (changed(1, weights=[None, *[1.0] * 6]), "line 2, field 'weights': it is nan at index 0"),
+    "null in a mask": (changed(1, response_mask=[None, *[1] * 6]), "'response_mask': it must be of zeros and ones."),
     "infinite": (changed(1, advantages=math.inf), "line 2, field 'advantages': it is inf at index 0"),
     "a text": (changed(1, advantages=["1"] * 7), "line 2, field 'advantages': it must be a list of numbers."),
     "a string": (changed(1, log_probs="-1234567"), "line 2, field 'log_probs': it must be a list of numbers."),
@@ -359,6 +366,26 @@ def test_nan_is_kept_on_request(tmp_path: Path) -> None:
     bundle = convert(write_lines(tmp_path / "a.jsonl", lines), "--keep-nonfinite")
     first = bundle.event["suspected"][0]
     assert (first["row"], first["position"], first["source"]) == (1, 0, "nonfinite")
+
+
+@pytest.mark.parametrize(("weight", "name"), [(math.nan, "nan"), (math.inf, "inf"), (None, "nan")])
+def test_weights_are_finite_on_any_request(
+    weight: float | None, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = records()
+    for line in lines:
+        line["weights"] = [0.1] * len(line["advantages"])
+    lines[1]["weights"][2] = weight
+    error = refused(write_lines(tmp_path / "a.jsonl", lines), capsys, "--keep-nonfinite")
+    assert f"line 2, field 'weights': it is {name} at index 2." in error
+
+
+def test_a_threshold_that_is_not_finite_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = records()
+    for line in lines:
+        line["weights"] = [1e200] * len(line["advantages"])
+    error = refused(write_lines(tmp_path / "a.jsonl", lines), capsys, "--usual-norm", "1")
+    assert "both must be positive and finite" in error
 
 
 def test_what_the_mask_leaves_out_may_be_anything(tmp_path: Path) -> None:

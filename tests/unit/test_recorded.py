@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 
 from gradloc import limits, record_events
 from gradloc.bundles import layout
+from gradloc.bundles.bundle_files import bytes_of_bundles
 from gradloc.bundles.layout import NotReplayableError, Row, SavedMicroBatch
 from gradloc.bundles.opening import BundleError, open_bundle
 from gradloc.bundles.recorded import write_recorded_bundle
@@ -218,6 +219,45 @@ def test_what_a_bundle_may_not_have_is_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(NotReplayableError, match="no token with a gradient"):
         write(tmp_path, still)
     assert [path.name for path in (tmp_path / "replay").iterdir()] == [Path(name).name]
+
+
+def test_a_folder_that_another_rank_renames_meanwhile_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a-rank0").mkdir()
+    (tmp_path / "a-rank0" / "file").write_bytes(b"123")
+    unfinished = tmp_path / ".a-rank1.99"
+    unfinished.mkdir()
+    for name in ("one", "two"):
+        (unfinished / name).write_bytes(b"12")
+    (tmp_path / "a.event.json").write_text("{}")
+    stat = Path.stat
+
+    def renamed(path: Path, **options: Any) -> Any:
+        if path.parent == unfinished and unfinished.exists():
+            unfinished.rename(tmp_path / "a-rank1")
+        return stat(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", renamed)
+        assert bytes_of_bundles(tmp_path) == 3
+    assert bytes_of_bundles(tmp_path) == 7 and not unfinished.exists()
+
+
+def test_each_rank_has_a_share_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = micro_batches()
+    write(tmp_path, parts, "-rank0", world_size=2)
+    (tmp_path / "replay" / ".step-rank1.99").mkdir()
+    (tmp_path / "replay" / ".step-rank1.99" / "file").write_bytes(b"1234")
+    size = bytes_of_bundles(tmp_path / "replay", "-rank0")
+    assert bytes_of_bundles(tmp_path / "replay", "-rank1") == 4
+    assert bytes_of_bundles(tmp_path / "replay") == size + 4
+    monkeypatch.setattr(limits, "TOTAL_BYTES", 2 * size)
+    write(tmp_path, parts, "-rank1", world_size=2)
+    with pytest.raises(NotReplayableError, match=r"-rank0 take .* move some away"):
+        write(tmp_path, parts, "-rank0", world_size=2)
+    monkeypatch.setattr(limits, "TOTAL_BYTES", 2 * size + 2)
+    write(tmp_path, parts, "-rank0", world_size=2)
 
 
 CLAIMS: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -373,3 +373,96 @@ def test_an_engine_can_read_the_loss_function_and_call_it_otherwise(tmp_path: Pa
     loss = RecordedLoss(inner, inner.keywords["config"], pytest.fail)
     assert loss.keywords is inner.keywords and loss.func is inner.func
     assert loss(student_logits=1, data=2) == ((), {"student_logits": 1, "data": 2})
+
+
+class WithScaler(StandIn):
+    """fp16's scaler, as FSDP's engine has it; its scale changes with every optimizer step."""
+
+    overflows = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4096.0, growth_interval=1)
+        self.read_scales: list[float] = []
+        get_scale = self.scaler.get_scale
+        self.scaler.get_scale = lambda: self.read_scales.append(get_scale()) or self.read_scales[-1]
+
+    def backward(self, loss: torch.Tensor, count: int) -> None:
+        self.scaler.scale(loss).backward()
+        if self.overflows:
+            next(self.module.parameters()).grad[0, 0] = math.inf
+
+    def optimizer_step(self) -> float:
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return norm.item()
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_the_scale_is_that_of_the_spike(overflows: bool, tmp_path: Path) -> None:
+    engine = recorded(WithScaler)
+    engine.overflows = overflows
+    trained(engine, tmp_path, [batch(), batch()])
+    second = 2048.0 if overflows else 8192.0
+    assert [event["loss_scale"] for event in lines(tmp_path)] == [4096.0, second]
+    assert engine.read_scales == []
+
+
+def test_a_last_mini_batch_that_is_not_recorded_ends_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from verl.utils.gradloc.adapters import recorded_engine
+
+    batches = [batch(), batch()]
+    for index, data in enumerate(batches):
+        tu.assign_non_tensor(data, epoch_and_mini_batch=(0, index), update_lr_scheduler=index == 1)
+    built = []
+
+    def once(*arguments: Any) -> Any:
+        if built:
+            raise KeyError("broken")
+        built.append(RecordedLoss(*arguments))
+        return built[0]
+
+    RecordedLoss = recorded_engine.RecordedLoss
+    monkeypatch.setattr(recorded_engine, "RecordedLoss", once)
+    first, second = trained(recorded(StandIn), tmp_path, batches)
+    assert "actor/gradloc/triggered" not in first["metrics"]
+    assert second["metrics"]["actor/gradloc/triggered"].aggregate() == 1
+    assert [event["mini_batch"] for event in lines(tmp_path)] == [0]
+    assert len(lines(tmp_path, "steps")) == 1 and "a mini-batch is not recorded" in caplog.text
+
+
+def test_a_disk_that_hangs_while_the_context_is_read_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import threading
+
+    from verl.utils.gradloc.adapters import replay_bundles
+
+    answers = threading.Event()
+    monkeypatch.setattr(replay_bundles, "last_checkpoint", lambda _: answers.wait(60) and None)
+    monkeypatch.setattr(spike_recorder.bundle_writer, "PATIENCE", 0.05)
+    try:
+        trained(recorded(StandIn), tmp_path, [batch()])
+        assert [event["replay"] for event in lines(tmp_path)] == [None] and "does not respond" in caplog.text
+    finally:
+        answers.set()
+
+
+class OfAnotherRank(StandIn):
+    """Its gradient's norm is that of all ranks, and the spike is on another one."""
+
+    def optimizer_step(self) -> float:
+        super().optimizer_step()
+        return 1e4
+
+
+def test_a_rank_without_a_token_that_can_move_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = batch(planted=False)
+    data["advantages"].values().zero_()
+    trained(recorded(OfAnotherRank), tmp_path, [data, batch(planted=False)])
+    assert [event["replay"] is None for event in lines(tmp_path)] == [True, False]
+    assert "gradient spike" not in caplog.text

@@ -14,10 +14,13 @@ import torch
 from stripped_bundles import strip
 from test_replay import BAD, DAMAGES, THRESHOLD, bundle, kept, resave, resign, small_model, tensors_of
 
+from gradloc.bundles.opening import open_bundle
 from gradloc.evidence.schema import EVENT, conforms
+from gradloc.evidence.writer import jsonable
 from gradloc.measure.passes import Passes
 from gradloc.replay import evidence_line, memory
 from gradloc.replay.__main__ import main
+from gradloc.replay.parts import open_parts
 
 __all__ = ["bundle", "kept"]
 
@@ -137,6 +140,23 @@ def test_lines_that_training_adds_in_the_meantime_stay(evidence: Path, monkeypat
     data = spikes.read_bytes()
     assert len(times) == 5 and data.endswith(b'{"schema": 4, "unfinished\n') and b'"replayed"' in data
     assert not [path for path in left(evidence) if "unfinished" in path]
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_file_keeps_its_owner_where_possible(
+    evidence: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    owners = []
+
+    def chown(descriptor: int, user: int, group: int) -> None:
+        owners.append((user, group))
+        if not allowed:
+            raise PermissionError
+
+    monkeypatch.setattr(evidence_line.os, "fchown", chown)
+    status = (evidence / "spikes.jsonl").stat()
+    assert search(evidence) == 0 and line_of(evidence)["search"] == "replayed"
+    assert owners == [(status.st_uid, status.st_gid)]
 
 
 def test_other_weights_do_not_replace_what_training_has_found(
@@ -306,6 +326,14 @@ def of_another_step(part: Path) -> None:
     resign(part, lambda manifest: manifest["event"].update(global_step=99))
 
 
+def of_another_run(part: Path) -> None:
+    resign(part, lambda manifest: manifest["event"].update(global_norm=12.5))
+
+
+def of_another_threshold(part: Path) -> None:
+    resign(part, lambda manifest: manifest["event"].update(threshold=12.5))
+
+
 def of_the_same_rank(part: Path) -> None:
     shutil.rmtree(part)
     shutil.copytree(part.with_name(f"{NAME}-rank0"), part)
@@ -316,6 +344,8 @@ def of_the_same_rank(part: Path) -> None:
     [
         (damaged, f"The part {NAME}-rank2 cannot be used: rank2-micro_batch0.safetensors is cut off"),
         (of_another_step, f"The part {NAME}-rank2 is of another spike."),
+        (of_another_run, f"The part {NAME}-rank2 is of another spike."),
+        (of_another_threshold, f"The part {NAME}-rank2 is of another spike."),
         (of_the_same_rank, f"The part {NAME}-rank2 is of another spike."),
         (lambda part: part.rename(part.with_name(f"{NAME}-rank2-2")), "Of 3 ranks, the bundles of ranks 1 to 2"),
         (lambda part: part.rename(part.with_name("step9-epoch0-mini_batch0-rank2")), "bundles of ranks 1 to 2"),
@@ -332,6 +362,39 @@ def test_a_part_that_cannot_be_used_is_named(
     event, error = searched_parts(parts[0], kept, capsys)
     assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [(0, *BAD)]
     assert message in error and "Of 3 ranks, the bundles of ranks 1 to 2 are not here" in error
+
+
+def test_a_part_may_have_the_number_of_another_repeat(parts: list[Path]) -> None:
+    other = parts[1].with_name(f"{NAME}-2-rank2")
+    parts[1].rename(other)
+    shutil.copytree(parts[0], parts[0].with_name(f"{NAME}-3-rank0"))
+    found = open_parts(parts[0])
+    assert found.names == [parts[0].name, other.name]
+    assert found.notes == [
+        "Of 3 ranks, the bundles of rank 1 are not here, and their tokens are not searched.",
+    ]
+    of_another_run(other)
+    assert open_parts(parts[0]).names == [parts[0].name]
+
+
+def test_a_norm_that_is_not_a_number_is_that_of_the_other_part(parts: list[Path]) -> None:
+    for part in parts:
+        resign(part, lambda manifest: manifest["event"].update(global_norm="NaN"))
+    assert len(open_parts(parts[0]).names) == 2
+
+
+def test_the_line_of_a_spike_of_which_its_rank_has_no_bundle(
+    parts: list[Path], kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump = parts[0].parent.parent
+    event = jsonable({**open_bundle(parts[0]).event, "replay": None})
+    shutil.rmtree(parts[0])
+    other = {**event, "global_norm": 2 * event["global_norm"]}
+    (dump / "spikes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (other, event)))
+    for _ in range(2):
+        found, _ = searched_parts(parts[1], kept, capsys)
+        lines = [json.loads(line) for line in (dump / "spikes.jsonl").read_text().splitlines()]
+        assert lines == [other, found] and found["search"] == "replayed"
 
 
 def test_the_page_shows_the_rewritten_event(parts: list[Path], kept: Path, tmp_path: Path) -> None:
