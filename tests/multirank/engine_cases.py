@@ -154,6 +154,7 @@ def resumed(directory: str, shared: bool) -> tuple[dict[str, Any], dict[str, Any
             use_dynamic_bsz=False,
             micro_batch_size_per_gpu=2,
             use_fused_kernels=False,
+            training_step=7,
         )
         with engine.train_mode():
             engine.train_batch(data, loss_function=partial(ppo_loss, config=config))
