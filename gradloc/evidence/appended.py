@@ -23,8 +23,7 @@ class AppendedEvents:
     """
 
     def __init__(self, directory: str) -> None:
-        self._directory = directory or "."
-        self.path = os.path.join(self._directory, "spikes.jsonl")
+        self.path = os.path.join(directory or ".", "spikes.jsonl")
         self._end = self._lines = 0
         self._inode: int | None = None
         self._tail = b""
@@ -56,7 +55,7 @@ class AppendedEvents:
 
     def _start_again(self, file: BinaryIO) -> None:
         """Sets what is read next of another file: its new lines if it replaced the one that was read, or else all."""
-        others = (path for path in evidence_files(self._directory) if path != self.path)
+        others = (path for path in evidence_files(os.path.dirname(self.path)) if path != self.path)
         renamed = any(os.stat(path).st_ino == self._inode for path in others)
         file.seek(0)
         known = [] if renamed else list(islice(file, self._lines))
