@@ -3,7 +3,7 @@
 import json
 import math
 import os
-import re
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -556,11 +556,11 @@ def test_files_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "it has neither format 2 nor 'rollout_data'." in refused(tmp_path / "b.pt", capsys)
 
 
-def snippets() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/other-trainers.md").read_text(), re.S)
+def example(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "examples" / name))
 
 
-def test_the_lines_for_nemo_rl_make_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_for_nemo_rl_makes_records(tmp_path: Path) -> None:
     """A line as `log_batched_dict_as_jsonl` writes it: lists of one entry over the padded sequence, and `idx`."""
     lines, width = [], max(prompt + response for prompt, response in LENGTHS) + 2
     for index, record in enumerate(records()):
@@ -586,8 +586,7 @@ def test_the_lines_for_nemo_rl_make_records(tmp_path: Path, monkeypatch: pytest.
         )
     lines.append({**lines[0], "sample_loss_mask": [0.0]})
     write_lines(tmp_path / "train_data_step12.jsonl", lines)
-    monkeypatch.chdir(tmp_path)
-    exec(snippets()[1], {})
+    example("nemo_rl_records.py")["main"](tmp_path / "train_data_step12.jsonl", tmp_path / "step12.jsonl")
     bundle = convert(tmp_path / "step12.jsonl")
     for record, coefficient, old in zip(
         records(), flat(bundle, "coefficient"), flat(bundle, "old_log_prob"), strict=True
@@ -600,7 +599,7 @@ def test_the_lines_for_nemo_rl_make_records(tmp_path: Path, monkeypatch: pytest.
 
 
 class FakeTrainer:
-    """What TRL's trainer has that the lines in the documentation use."""
+    """What TRL's trainer has that the example uses."""
 
     accelerator = SimpleNamespace(process_index=0)
     state = SimpleNamespace(global_step=11)
@@ -615,10 +614,9 @@ class FakeTrainer:
         return self._get_per_token_logps_and_entropies()[0].sum()
 
 
-def test_the_lines_for_trl_make_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_for_trl_makes_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=FakeTrainer))
-    names: dict[str, Any] = {}
-    exec(snippets()[0], names)
+    trainer = example("trl_records.py")["RecordingTrainer"]
     lines = records()
     most = max(prompt for prompt, _ in LENGTHS)
     ids = [torch.tensor(line["response_ids"]) for line in lines]
@@ -637,7 +635,7 @@ def test_the_lines_for_trl_make_records(tmp_path: Path, monkeypatch: pytest.Monk
         "importance_sampling_ratio": torch.full((len(lines), 1), 0.5),
     }
     monkeypatch.chdir(tmp_path)
-    names["RecordingTrainer"](padded(lines, "log_probs"))._compute_loss(None, inputs)
+    trainer(padded(lines, "log_probs"))._compute_loss(None, inputs)
     bundle = convert(tmp_path / "step12-rank0.jsonl", "--clip-low", "9", "--clip-high", "9")
     tokens = sum(sum(line["response_mask"]) for line in lines)
     for line, coefficient, weight in zip(lines, flat(bundle, "coefficient"), flat(bundle, "weight"), strict=True):
