@@ -103,13 +103,11 @@ def test_the_documentation_has_the_settings() -> None:
     assert table == usage.markdown(), "write it again: PYTHONPATH=tools python -m launcher.usage"
 
 
-def test_the_documentation_shows_every_value() -> None:
+def test_the_documentation_shows_every_setting() -> None:
     rows = {row.split("`")[1]: row for row in usage.markdown().splitlines() if row.startswith("| `")}
     assert set(rows) == set(BY_NAME)
     for name, setting in BY_NAME.items():
-        words = [] if isinstance(setting.allowed, values.Text) else setting.allowed
-        shown = [word for word in words if isinstance(word, str)] + [setting.tiny, setting.remedy, setting.key]
-        assert all(word in rows[name] for word in shown if word)
+        assert all(word in rows[name] for word in (setting.tiny, setting.remedy, setting.key) if word)
 
 
 def test_help_lists_every_setting_with_its_defaults() -> None:

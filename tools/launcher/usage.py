@@ -13,7 +13,6 @@ from pathlib import Path
 from .faults import FAULTS
 from .settings import SETTINGS, Setting
 from .targets import default_version
-from .values import Text, description
 
 USAGE = """\
 Usage: bash run_experiment.sh [options] [NAME=value ...] [Hydra overrides ...]
@@ -66,24 +65,19 @@ def _meaning(setting: Setting) -> str:
 
 
 def markdown() -> str:
-    """The settings as a table for the documentation."""
-    rows = ["| setting | cluster | embedded | values | meaning | verl's key |", "|---|---|---|---|---|---|"]
+    """The settings as a table for the documentation. What each means, --help says."""
+    rows = ["| setting | cluster | embedded | verl's key |", "|---|---|---|---|"]
     for setting in SETTINGS:
-        defaults = [
-            _shown(setting, profile, nodes="1", run="MODEL-grpo", now="TIME") for profile in ("cluster", "embedded")
+        cells = [
+            _code(_shown(setting, profile, nodes="1", run="MODEL-grpo", now="TIME"))
+            for profile in ("cluster", "embedded")
         ]
-        cells = [_code(setting.name), *map(_code, defaults)]
         if setting.tiny:
-            cells[2] += f" (`--tiny`: {_code(setting.tiny)})"
-        kind = description(setting.allowed) if isinstance(setting.allowed, Text) else _choices(setting)
-        rows.append(f"| {' | '.join([*cells, kind, _meaning(setting), _code(setting.key)])} |")
+            cells[1] += f" (`--tiny`: {_code(setting.tiny)})"
+        if setting.remedy:
+            cells = [f"{cell} (`--remedy`: {_code(setting.remedy)})" for cell in cells]
+        rows.append(f"| {_code(setting.name)} | {' | '.join(cells)} | {_code(setting.key)} |")
     return "\n".join(rows) + "\n"
-
-
-def _choices(setting: Setting) -> str:
-    assert not isinstance(setting.allowed, Text)
-    shown = [_code(choice) if isinstance(choice, str) else choice for choice in setting.allowed]
-    return description(tuple(shown))
 
 
 def _code(text: str) -> str:
