@@ -11,7 +11,7 @@ Printed for each run: the largest and the smallest gap (the mean difference of t
 largest share of stale responses and the most of them in a step, the largest growth of the gap, the share of differences
 of one sign and the correlation that come nearest to the limits, the most tokens of a step that the policy did not
 produce, how far the sum of the weights and the coefficients are from what they should be (a factor), and the first step
-with a warning. Limits are in docs/run-causes.md.
+with a warning. Limits are in docs/verdict.md.
 
 The patched verl must be importable; after `bash tests/run.sh`:
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The limits of the checks, in nats where they are differences of log-probs; docs/run-causes.md has what ordinary runs
-# give.
+# The limits of the checks, in nats where they are differences of log-probs; what ordinary runs give:
+# docs/verdict-figures.md.
 LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
 STALE_RATIO = 0.5
 INITIAL_RATIO = 0.2

@@ -23,7 +23,7 @@ LARGE_ADVANTAGE = 2.5
 LARGE_WEIGHT = 5.0
 # A token to which the rollout gave probability 1 and training one under this: the rollout did not sample it.
 UNSAMPLED = 1e-3
-# How often each rule holds for natural culprits and for ordinary tokens: docs/causes.md.
+# How often each rule holds for natural culprits and for ordinary tokens: docs/verdict-figures.md.
 UNLIKELY = 0.05
 CONFIDENT = 0.9
 
