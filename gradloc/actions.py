@@ -55,11 +55,12 @@ def drop(investigation: Investigation) -> Tensor | None:
     mini_batch, passes = investigation.mini_batch, investigation.passes
     budget = investigation.config.bisect_budget_steps
     count = 1 + max(index for _, index in investigation.figures)
-    if passes.count + count > budget:
+    needed = count + passes.rehearsals_due(True)
+    if passes.count + needed > budget:
         logger.warning(
             "spike_action=drop was not applied: it takes %d passes, and the search has used %d of "
             "bisect_budget_steps=%d.",
-            count,
+            needed,
             passes.count,
             budget,
         )
@@ -75,6 +76,7 @@ def drop(investigation: Investigation) -> Tensor | None:
 
     try:
         with SetAside(mini_batch.model.module) as gradient:
+            passes.rehearse(True)
             for index in range(count):
                 passes.accumulate(partial(without_culprits, index=index), lambda: None, own=index)
             squared_norms = mini_batch.model.reduced_squares(mini_batch.scale)

@@ -97,7 +97,8 @@ def hold(
         with undisturbed(model.module, model.device), SetAside(model.module):
             figures = mini_batch.gather_figures()
             passes = model.passes(mini_batch.micro_batches, mini_batch.scale)
-            passes.rehearse()
+            for reduce in {model.meter.reduces, True}:  # `choose` measures, `rerun` accumulates
+                passes.rehearse(reduce)
             planted = choose(figures, model.meter, passes, mini_batch.micro_batches, where["global_step"])
             threshold = tau.of(mini_batch.level.finite, planted.norm)
             copy = _with_spike(mini_batch, planted, figures, threshold)

@@ -112,11 +112,13 @@ class Meter(Protocol):
         kind (str): Its name in the evidence.
         layers (list[str]): The layers, in the order of the norms.
         width (int): How many probes one pass measures.
+        reduces (bool): Whether FSDP reduces the gradient of a probe.
     """
 
     kind: str
     layers: list[str]
     width: int
+    reduces: bool
 
     def start(self) -> None:
         """Starts recording a training pass."""
@@ -179,6 +181,7 @@ class LocalMeter:
     """
 
     kind = "local"
+    reduces = False
 
     def __init__(self, local_norms: LocalNorms, device: torch.device, width: int | None = None) -> None:
         self.layers = local_norms.layers
@@ -237,7 +240,9 @@ class LocalMeter:
 
         self._local_norms.start()
         try:
-            own = passes.measure(subset_of, lambda: self._local_norms.stop().to(self._device) / passes.scale**2)
+            own = passes.measure(
+                subset_of, lambda: self._local_norms.stop().to(self._device) / passes.scale**2, self.reduces
+            )
         finally:
             self._local_norms.cancel()
         return torch.stack(collectives.gather(own))[: len(probes)]
@@ -256,6 +261,7 @@ class ReducedMeter:
 
     kind = "reduced"
     width = 1
+    reduces = True
 
     def __init__(self, reduced_norms: ReducedNorms, device: torch.device, sequence_parallel_size: int) -> None:
         self.layers = reduced_norms.layers
@@ -311,7 +317,7 @@ class ReducedMeter:
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         (probe,) = probes
         passes.check_dummy_inputs(lambda: probe().keys())
-        own = passes.measure(lambda rank: probe().get(rank), self._reduced_norms.own_squares)
+        own = passes.measure(lambda rank: probe().get(rank), self._reduced_norms.own_squares, self.reduces)
         world_size = collectives.world_size() // self._sequence_parallel_size
         return (self._reduced_norms.add_up(own).cpu() * (world_size / passes.scale) ** 2).unsqueeze(0)
 

@@ -134,7 +134,7 @@ def search(
     watched = WatchedModel(model.module, outputs.forward, model.device, None, 1, "local", None, None, _width(event))
     try:
         passes = watched.passes(own, scale)
-        passes.rehearse()
+        passes.rehearse(watched.meter.reduces)
         differences = _measure_wholes(watched, passes, own, len(mine), -(-len(names) // ranks), outputs)
         log_probs = log_prob_distance(torch.cat(collectives.exchange(lambda: torch.cat(differences))))
         mini_batch = _Recorded(watched, own, scale, float(event["global_norm"]))
@@ -241,7 +241,7 @@ def _measure_wholes(
     for index in range(most):
         model.meter.start()
         try:
-            squares = passes.measure(partial(whole, index), model.meter.stop)
+            squares = passes.measure(partial(whole, index), model.meter.stop, model.meter.reduces)
         finally:
             model.meter.stop()
         if index < count:

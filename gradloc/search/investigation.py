@@ -82,7 +82,7 @@ class Investigation:
         self._meter = mini_batch.model.meter
         self.layers = self._meter.layers
         self.passes = mini_batch.model.passes(mini_batch.micro_batches, mini_batch.scale)
-        recomputed = 1 + max(index for _, index in figures) if reserve else 0
+        recomputed = 1 + max(index for _, index in figures) + self.passes.rehearsals_due(True) if reserve else 0
         budget = config.bisect_budget_steps
         self._budget = budget - recomputed if recomputed < budget else budget
         self._scale = mini_batch.scale
@@ -187,7 +187,7 @@ class Investigation:
             self._waiting = [group for group in self._waiting if self._broken_tokens_of(group)]
         try:
             if self._waiting and not self.time_limit.is_up():
-                self.passes.rehearse()
+                self.passes.rehearse(self._meter.reduces)
                 if self._is_broken_without_tokens():
                     self._waiting = []
                 self._search_tokens()
