@@ -93,7 +93,7 @@ class Passes:
             RuntimeError("a gradient was left before a pass of the search, which would add to it") if left else None
         )
         try:
-            return self._run(subset_of, read, reduce)
+            return self._pass(subset_of, read, reduce)
         finally:
             clear_gradients(self._module)
 
@@ -150,9 +150,9 @@ class Passes:
         Raises:
             RankFailedError: The pass failed on some rank.
         """
-        return self._run(subset_of, read, True, own)
+        return self._pass(subset_of, read, True, own)
 
-    def _run(
+    def _pass(
         self,
         subset_of: Callable[[int], TokenSubset | None],
         read: Callable[[], _Read],
@@ -205,9 +205,9 @@ class Passes:
         if subset is not None and own is not None and self._cut_as_in_training is not None:
             context = self._cut_as_in_training(own, rows, length)
         with context:
-            self._compute(micro_batch, keep, rows, length, scale)
+            self._run(micro_batch, keep, rows, length, scale)
 
-    def _compute(self, micro_batch: MicroBatch, keep: Tensor, rows: list[int], length: int, scale: float) -> None:
+    def _run(self, micro_batch: MicroBatch, keep: Tensor, rows: list[int], length: int, scale: float) -> None:
         set_rng_state(micro_batch.rng_state, self._device)
         entropy, log_prob = self._forward(micro_batch.inputs, rows, length)
         keep = keep[rows, :length]
