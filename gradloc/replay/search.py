@@ -155,7 +155,14 @@ def search(
             None if own_medians else {name: _number(event[name]) for name in ("median_advantage", "median_weight")}
         )
         found = build_event(
-            investigation, ordinary, where, event["action"], event["applied"], started, _warnings(event), medians
+            investigation,
+            ordinary,
+            where,
+            event["action"],
+            event["applied"],
+            started,
+            _warnings(event),
+            medians,
         )
     finally:
         watched.meter.close()
@@ -268,7 +275,7 @@ def _largest(
         return None
     micro_batch = meter.obtain([name], mini_batch.micro_batches, mini_batch.scale)[name]
     tokens = micro_batch.tokens
-    with collectives.same_on_all_ranks():
+    with collectives.raised_on_all_ranks():
         likely = torch.where(movable(tokens), tokens["suspicion"] / tokens["weight"].abs(), -1.0)
         best = [index for index in likely.flatten().argsort(descending=True)[:_TOKENS].tolist()]
         places = [divmod(index, likely.shape[1]) for index in best if likely.flatten()[index] >= 0]
