@@ -35,7 +35,7 @@ Planted events (`--parts events`):
   planted ones, a sample of the others, and every other token that either method names. Whether an event is explained is
   checked by a backward pass for each micro-batch over its threshold, without the named tokens.
 
-Then it measures the cost of the local norms without a spike (`timings`), the time of communication in a pass
+Then it measures the cost of the local norms without a spike (`timings`), the time of the reduction in a pass
 (`reduction`), and `memory`.
 `--simulate` runs the search without a model, for sizes up to W = 1024 and N = 32768: `localization_simulation.py`.
 `--planning` measures the time that the search takes to decide what to measure next, also without a model.
@@ -465,7 +465,7 @@ def print_reduction(records: list[Record]) -> None:
         shares = [1 - without / whole for whole, without in zip(times["with"], times["without"], strict=True)]
         seconds = f"{median(times['with']):.3f}"
         rows.append([str(record["shape"]["hidden"]), tokens_of(record), seconds, middle_half(shares)])
-    print("Share of the communication of the gradient reduction in a pass, median (quartiles):\n")
+    print("Share of the gradient reduction in a pass, median (quartiles):\n")
     table(["hidden size", "tokens", "seconds of a pass", "share"], rows)
 
 

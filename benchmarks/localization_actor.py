@@ -11,7 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from verl import DataProto
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_clip_grad_norm_, get_fsdp_wrap_policy, get_shard_placement_fn
+from verl.utils.gradloc.fsdp.state import unreduced
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
 
 # (rank, micro-batch, token): the token is an index into the micro-batch's response tokens, row by row.
@@ -710,14 +711,14 @@ def measure_memory(ranks: Ranks, shape: Shape, micro_batches: int) -> dict[str, 
 
 
 def measure_reduction(ranks: Ranks, shape: Shape, rounds: int) -> dict[str, Any]:
-    """The time of a whole micro-batch's pass, with and without the communication of FSDP's gradient reduction."""
+    """The time of a whole micro-batch's pass, with and without FSDP's gradient reduction."""
     actor = build_actor(shape, 1, ranks)
     batch = build_batch(shape, 1, ranks, seed=0)
     tensors = {name: tensor.to(ranks.device) for name, tensor in batch.batch.items()}
     times: dict[str, list[float]] = {"with": [], "without": []}
     for number in range(-1, rounds):
         for name in random.Random(number).sample(sorted(times), 2):
-            with _no_reduction() if name == "without" else nullcontext():
+            with unreduced(actor.actor_module) if name == "without" else nullcontext():
                 started = ranks.clock()
                 log_probs(actor, tensors, temperature=1.0).sum().backward()
                 seconds = ranks.clock() - started
@@ -725,17 +726,6 @@ def measure_reduction(ranks: Ranks, shape: Shape, rounds: int) -> dict[str, Any]
             if number >= 0:
                 times[name].append(seconds)
     return {"shape": asdict(shape), "W": ranks.world_size, "times": times}
-
-
-@contextmanager
-def _no_reduction() -> Iterator[None]:
-    """FSDP's reduce-scatter does nothing; the reduced gradient is then whatever was in its memory."""
-    original = dist.reduce_scatter_tensor
-    dist.reduce_scatter_tensor = lambda *_args, **_kwargs: None
-    try:
-        yield
-    finally:
-        dist.reduce_scatter_tensor = original
 
 
 def _peak(device: torch.device, call: Callable[[], Any]) -> tuple[int, Any]:

@@ -5,35 +5,57 @@
 import logging
 import math
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .fsdp import collectives
 from .fsdp.state import SetAside
 from .measure.micro_batch import TokenSubset
+from .measure.mini_batch import MiniBatch
 from .search.investigation import Investigation
 
 logger = logging.getLogger(__name__)
 
 
-def act(investigation: Investigation) -> tuple[bool, Tensor | None]:
-    """Applies `spike_action` to the current gradient. A collective call.
+class Done(NamedTuple):
+    """What became of `spike_action`; the same on every rank.
+
+    Args:
+        applied (bool): Whether it was applied.
+        squared_norms (Tensor | None): The squared norms by layer of the gradient that is left.
+        error (str | None): The error that prevented it.
+    """
+
+    applied: bool
+    squared_norms: Tensor | None = None
+    error: str | None = None
+
+
+def act(investigation: Investigation) -> Done:
+    """Applies `spike_action` to the current gradient, but for a skipped step. A collective call.
 
     Args:
         investigation (Investigation): The search, after its end.
-
-    Returns:
-        tuple[bool, Tensor | None]: Whether it was applied, the same on every rank, and the squared norms by layer of
-            the gradient that is left.
     """
     mini_batch, action = investigation.mini_batch, investigation.config.spike_action
     if action == "skip":
-        # After an overflow the gradient scaler skips the step itself, and must see the overflow to lower its scale.
-        return mini_batch.scale == 1 or math.isfinite(mini_batch.global_norm()), mini_batch.squared_norms
+        return Done(can_skip(mini_batch), mini_batch.squared_norms)
     if action == "drop":
-        left = drop(investigation)
-        return left is not None, mini_batch.squared_norms if left is None else left
-    return True, mini_batch.squared_norms
+        try:
+            left = drop(investigation)
+        except collectives.RankFailedError as error:
+            return Done(False, mini_batch.squared_norms, str(error))
+        return Done(left is not None, mini_batch.squared_norms if left is None else left)
+    return Done(True, mini_batch.squared_norms)
+
+
+def can_skip(mini_batch: MiniBatch) -> bool:
+    """Whether the optimizer step can be skipped. A collective call.
+
+    After an overflow the gradient scaler skips the step itself, and must see the overflow to lower its scale.
+    """
+    return mini_batch.scale == 1 or math.isfinite(mini_batch.global_norm())
 
 
 def drop(investigation: Investigation) -> Tensor | None:
@@ -48,6 +70,9 @@ def drop(investigation: Investigation) -> Tensor | None:
     Returns:
         Tensor | None: The squared norms by layer of the gradient without the culprits, which has replaced the current
             one; None if that is unchanged.
+
+    Raises:
+        RankFailedError: A pass failed on some rank; the gradient is unchanged.
     """
     culprits = investigation.groups.subsets_by_micro_batch(investigation.culprits)
     if not culprits or investigation.error is not None:
@@ -55,11 +80,12 @@ def drop(investigation: Investigation) -> Tensor | None:
     mini_batch, passes = investigation.mini_batch, investigation.passes
     budget = investigation.config.bisect_budget_steps
     count = 1 + max(index for _, index in investigation.figures)
-    if passes.count + count > budget:
+    needed = count + passes.rehearsals_due(True)
+    if passes.count + needed > budget:
         logger.warning(
             "spike_action=drop was not applied: it takes %d passes, and the search has used %d of "
             "bisect_budget_steps=%d.",
-            count,
+            needed,
             passes.count,
             budget,
         )
@@ -73,15 +99,12 @@ def drop(investigation: Investigation) -> Tensor | None:
         culprit = culprits.get((rank, index))
         return TokenSubset(micro_batch, keep if culprit is None else keep & ~culprit.keep)
 
-    try:
-        with SetAside(mini_batch.model.module) as gradient:
-            for index in range(count):
-                passes.accumulate(partial(without_culprits, index=index), lambda: None, own=index)
-            squared_norms = mini_batch.model.reduced_squares(mini_batch.scale)
-            if not math.isfinite(math.fsum(squared_norms.tolist())):
-                return None
-            gradient.replace()
-        return squared_norms
-    except collectives.RankFailedError as error:
-        investigation.error = str(error)
-        return None
+    with SetAside(mini_batch.model.module) as kept:
+        passes.rehearse(True)
+        for index in range(count):
+            passes.accumulate(partial(without_culprits, index=index), lambda: None, own=index)
+        squared_norms = mini_batch.model.reduced_squares(mini_batch.scale)
+        if not math.isfinite(math.fsum(squared_norms.tolist())):
+            return None
+        kept.replace()
+    return squared_norms

@@ -97,7 +97,8 @@ def hold(
         with undisturbed(model.module, model.device), SetAside(model.module):
             figures = mini_batch.gather_figures()
             passes = model.passes(mini_batch.micro_batches, mini_batch.scale)
-            passes.rehearse()
+            for reduce in {model.meter.reduces, True}:  # `choose` measures, `rerun` accumulates
+                passes.rehearse(reduce)
             planted = choose(figures, model.meter, passes, mini_batch.micro_batches, where["global_step"])
             threshold = tau.of(mini_batch.level.finite, planted.norm)
             copy = _with_spike(mini_batch, planted, figures, threshold)
@@ -190,7 +191,7 @@ def choose(
     name = generator.choice([name for name in usable if name[0] == rank])
     micro_batch = meter.obtain([name], own, passes.scale)[name]
     tokens = micro_batch.tokens
-    with collectives.same_on_all_ranks():
+    with collectives.raised_on_all_ranks():
         possible = usable_tokens(tokens, tokens["broken"].bool())
         unsure = possible & (tokens["log_prob"] < math.log(_SURE))
         row, position = generator.choice((unsure if unsure.any() else possible).nonzero().tolist())

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from . import drill
-from .actions import act
+from .actions import act, can_skip
 from .bundles.bundle_writer import BundleWriter
 from .config import GradLocConfig
 from .evidence.event import build_event
 from .evidence.ordinary import HOLDS
 from .evidence.scaling import SCALE_FIGURES, loss_scale_warning, own_scale_figures
 from .fsdp import collectives
-from .fsdp.failures import unless_it_fails
+from .fsdp.failures import is_known_on_all_ranks, unless_it_fails
 from .fsdp.state import SetAside, undisturbed
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import LossInputs, PassRecorder, ReadTokens, unchanged, with_a_column
@@ -28,7 +28,7 @@ from .metrics import UpdateMetrics, own_figures
 from .run_checks import RunChecks, own_sums
 from .search.investigation import Investigation
 from .search.time_limit import HEAD_START, SHARE, SearchTime
-from .threshold import Threshold, is_over
+from .threshold import Threshold
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,14 @@ class Located(NamedTuple):
         take_step (bool): Whether to take the optimizer step.
         squared_norms (Tensor | None): The squared norms by layer of the gradient that is left, without the loss scale;
             None if they were not measured.
-        event (dict | None): The event, which may be added to; None without a spike.
+        event (dict | None): The event, which may be added to; None without a spike, or where an error prevented it.
+        norm (float | None): With a spike, the norm of the reduced gradient before anything was done to it.
     """
 
     take_step: bool
     squared_norms: Tensor | None = None
     event: dict[str, Any] | None = None
+    norm: float | None = None
 
 
 class GradLoc:
@@ -123,8 +125,9 @@ class GradLoc:
         self._search_time = SearchTime(config.bisect_budget_seconds)
 
     def start_mini_batch(self) -> None:
-        """Discards the events of the last mini-batch; the update's metrics still count them."""
+        """Discards the events and passes of the last mini-batch; the update's metrics still count the events."""
         self.events = []
+        self._recorder.discard()
 
     def start_update(self, global_step: int | None = None) -> None:
         """Discards the events and metrics of the last update."""
@@ -208,9 +211,7 @@ class GradLoc:
             "the search for the tokens behind a gradient spike",
         )
         if located.take_step:
-            # An optimizer may have a tensor.
-            rate = unless_it_fails(lambda: float(self._learning_rate()), 0.0, "reading the learning rate")
-            self._run_checks.add_step(rate)
+            self._run_checks.add_step(self._next_learning_rate())
         return located
 
     def close(self) -> None:
@@ -255,36 +256,62 @@ class GradLoc:
             started = time.perf_counter()
         threshold = self._threshold.next(gradient.level.token_norm, gradient.level.finite)
         self._metrics.take_in_level(gradient.level, self._threshold.last)
-        if not gradient.is_over(threshold):
-            if not is_over(gradient.level.token_norm, threshold):
-                self._ordinary.take_in(gradient)
-            return Located(True, gradient.squared_norms)
+        if gradient.is_over(threshold):
+            return self._explain(gradient, threshold, where, started)
+        if gradient.is_ordinary(threshold):
+            self._ordinary.take_in(gradient)
+        return Located(True, gradient.squared_norms)
 
+    def _explain(self, gradient: MiniBatch, threshold: float, where: dict[str, Any], started: float) -> Located:
+        """Searches for the tokens behind a spike, applies the action and keeps the event. A collective call.
+
+        An error in the search or the event, known on all ranks, leaves the spike without an event. It still counts, and
+        is skipped where that is the action.
+        """
         if self._outliers is not None:
             for index, micro_batch in enumerate(gradient.micro_batches):
                 micro_batch.tokens["outlier"] = with_a_column(self._outliers(index))
         model, action = self._model, self.config.spike_action
-        with undisturbed(model.module, model.device):
-            with self._search_time.search() as time_limit:
+        norm = gradient.global_norm()
+        located = Located(not (action == "skip" and can_skip(gradient)), gradient.squared_norms, None, norm)
+        try:
+            with undisturbed(model.module, model.device), self._search_time.search() as time_limit:
                 investigation = Investigation(
                     gradient, threshold, self.config, self._ordinary.token_norm, time_limit, reserve=action == "drop"
                 )
                 with SetAside(model.module):
                     investigation.run()
-            applied, squared_norms = act(investigation)
-        self._say_if_cut_short(investigation)
-        event = build_event(
-            investigation,
-            self._ordinary,
-            {**where, "steps_since_resume": self._run_checks.steps_since_resume},
-            action,
-            applied,
-            started,
-            self._run_checks.warnings(of_mini_batch=True),
-        )
+                done = act(investigation)
+            located = located._replace(squared_norms=done.squared_norms)
+            self._say_if_cut_short(investigation)
+            event = build_event(
+                investigation,
+                self._ordinary,
+                {**where, "steps_since_resume": self._run_checks.steps_since_resume},
+                action,
+                done.applied,
+                started,
+                self._run_checks.warnings(of_mini_batch=True),
+                error=done.error,
+            )
+        except Exception as failure:
+            if not is_known_on_all_ranks(failure):
+                raise
+            logger.warning("a gradient spike in step %s has no event", where["global_step"], exc_info=True)
+            self._metrics.add_spike_without_event(skipped=not located.take_step)
+            return located
         event["replay"] = self._keep_bundle(event, investigation)
         self._add(event)
-        return Located(not (action == "skip" and applied), squared_norms, event)
+        return located._replace(event=event)
+
+    def _next_learning_rate(self) -> float:
+        try:
+            return float(self._learning_rate())  # an optimizer may have a tensor
+        except Exception:
+            if "learning_rate" not in self._logged:
+                logger.warning("the learning rate cannot be read; run checks take it for 0", exc_info=True)
+            self._logged.add("learning_rate")
+            return 0.0
 
     def _say_if_cut_short(self, investigation: Investigation) -> None:
         limit = investigation.time_limit
@@ -331,7 +358,7 @@ class GradLoc:
         try:
             event = drill.hold(gradient, self._threshold, self.config, self._ordinary, where, self._search_time.drill())
         except Exception as error:
-            if collectives.world_size() > 1 and not isinstance(error, collectives.RankFailedError):
+            if not is_known_on_all_ranks(error):
                 raise
             logger.warning("the spike drill failed; training continues", exc_info=True)
         else:

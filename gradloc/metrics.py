@@ -47,6 +47,8 @@ class UpdateMetrics:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.drill_found: bool | None = None
+        # Spikes that an error left without an event, and how many of them were skipped.
+        self._without_event = self._skipped_without_event = 0
         self._misaligned = self._compared = 0.0
         self._token_norm_max = 0.0
         # τ of the mini-batch with the largest norm, and of the last one.
@@ -76,6 +78,11 @@ class UpdateMetrics:
             self._token_norm_max, self._threshold_of_max = level.token_norm, threshold
         self._figures.take_in_margin(level.token_norm, threshold)
 
+    def add_spike_without_event(self, skipped: bool) -> None:
+        """Counts a spike that an error left without an event, and whether its step was skipped."""
+        self._without_event += 1
+        self._skipped_without_event += skipped
+
     def metrics(self) -> dict[str, float]:
         """The metrics; see `GradLoc.metrics`."""
         optional = {"actor/gradloc/misaligned_share": self._misaligned / self._compared} if self._compared else {}
@@ -90,11 +97,12 @@ class UpdateMetrics:
             | self._figures.metrics()
             | {
                 "actor/gradloc/token_norm_max": self._token_norm_max,
-                "actor/gradloc/triggered": len(spikes),
+                "actor/gradloc/triggered": len(spikes) + self._without_event,
                 "actor/gradloc/culprits": sum(len(event["culprits"]) for event in spikes),
                 "actor/gradloc/passes": sum(event["passes"] for event in spikes),
                 "actor/gradloc/seconds": sum(event["seconds"] for event in spikes),
                 "actor/gradloc/out_of_time": sum(event["out_of_time"] for event in spikes),
-                "actor/gradloc/skipped": sum(event["action"] == "skip" and event["applied"] for event in spikes),
+                "actor/gradloc/skipped": self._skipped_without_event
+                + sum(event["action"] == "skip" and event["applied"] for event in spikes),
             }
         )

@@ -14,7 +14,7 @@ from verl.utils.device import get_device_name
 from ..bundles.layout import Row
 from ..evidence.clips import clip_line
 from ..fsdp import collectives
-from ..gradloc import GradLoc
+from ..gradloc import GradLoc, Located
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
@@ -224,10 +224,11 @@ class Watch:
                 is the norm that the step itself returns.
         """
         self.end_pass()
-        take_step, squared_norms, event = True, None, None
+        located = Located(take_step=True)
         if self.gradloc is not None:
-            take_step, squared_norms, event = self.gradloc.locate(epoch, mini_batch)
-        norm = None if take_step or event is None else float(event["global_norm"])
+            located = self.gradloc.locate(epoch, mini_batch)
+        take_step, squared_norms, event, _ = located
+        norm = None if take_step else located.norm
         if self.layer_clip is not None:
             if squared_norms is None:
                 squared_norms = self.layer_clip.squared_norms() / self._loss_scale() ** 2

@@ -105,7 +105,7 @@ class BundleWriter:
         mini_batch = investigation.mini_batch
         if not collectives.broadcast(self._has_room, 0):
             return None
-        with collectives.same_on_all_ranks():
+        with collectives.raised_on_all_ranks():
             names = worth_keeping(event, investigation.figures, investigation.threshold)
         micro_batches = {}
         for name in names[: limits.MICRO_BATCHES]:

@@ -37,6 +37,7 @@ def build_event(
     started: float,
     warnings: Sequence[Mapping[str, str]] = (),
     medians: Medians | None = None,
+    error: str | None = None,
 ) -> dict[str, Any]:
     """The event of a search, the same on every rank. A collective call.
 
@@ -49,6 +50,7 @@ def build_event(
         started (float): What `time.perf_counter` gave when the search began.
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
         medians (Mapping, optional): What `token_medians` gave in training; by default, that of this mini-batch.
+        error (str, optional): What prevented the action.
     """
     mini_batch = investigation.mini_batch
     model = mini_batch.model
@@ -64,7 +66,7 @@ def build_event(
     )
     ordinary_before = ordinary.layer_norms(model)
     clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
-    with collectives.same_on_all_ranks():
+    with collectives.raised_on_all_ranks():
         event = {
             "schema": SCHEMA,
             "gradloc_version": __version__,
@@ -78,6 +80,7 @@ def build_event(
             "global_norm": mini_batch.global_norm(),
             "global_threshold": mini_batch.global_threshold(investigation.threshold),
             **_findings(investigation, facts, medians, ordinary_before),
+            "error": investigation.error or error,
             "suspected": [],
             "budget": investigation.config.bisect_budget_steps,
             "budget_seconds": investigation.time_limit.seconds,
@@ -150,7 +153,6 @@ def _findings(
         "complete": investigation.complete,
         "open_segments": _open_segments(investigation),
         "ordinary_layer_norms": _ordinary_layer_norms(investigation) or ordinary_before,
-        "error": investigation.error,
         **medians,
     }
 
@@ -198,7 +200,9 @@ def _ordinary_layer_norms(investigation: Investigation) -> dict[str, float] | No
         dict: By layer; None if no micro-batch under its threshold has a known, nonzero norm.
     """
     ordinary = [
-        each for each in investigation.figures.values() if each.norm and not each.is_over(investigation.threshold)
+        each
+        for each in investigation.figures.values()
+        if each.norm and each.root_square_weight and not each.is_over(investigation.threshold)
     ]
     if not ordinary:
         return None

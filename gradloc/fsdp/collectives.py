@@ -59,16 +59,21 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 @contextmanager
-def same_on_all_ranks() -> Iterator[None]:
-    """Wraps code that does the same on every rank, so an error in it is raised on every rank.
+def raised_on_all_ranks() -> Iterator[None]:
+    """Wraps code without collective calls; an error in it on one rank is raised on every rank. A collective call.
 
     Raises:
-        RankFailedError: Instead of any other exception.
+        RankFailedError: Instead of any other exception, with the same message.
     """
+    failure: Exception | None = None
     try:
         yield
-    except Exception as error:
-        raise RankFailedError(f"{type(error).__name__}: {error}") from error
+    except Exception as error:  # raised below, once all ranks know of it
+        failure = error
+    messages = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RankFailedError(f"rank {rank}: {message}") from failure
 
 
 def exchange(make: Callable[[], Any]) -> list[Any]:

@@ -14,6 +14,11 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
+def is_known_on_all_ranks(error: Exception) -> bool:
+    """Whether all ranks have met this error, so that training can go on without one waiting for another."""
+    return collectives.world_size() == 1 or isinstance(error, collectives.RankFailedError)
+
+
 def unless_it_fails(run: Callable[[], Result], otherwise: Result, what: str) -> Result:
     """Calls `run`, which makes collective calls; if it fails on all ranks, logs that and returns `otherwise`.
 
@@ -31,7 +36,7 @@ def unless_it_fails(run: Callable[[], Result], otherwise: Result, what: str) -> 
     except RankLostError:
         raise
     except Exception as error:
-        if collectives.world_size() > 1 and not isinstance(error, collectives.RankFailedError):
+        if not is_known_on_all_ranks(error):
             raise RankLostError(
                 f"{what} failed on this rank ({type(error).__name__}: {error}), which cannot be propagated to the "
                 "other ranks"

@@ -34,28 +34,32 @@ def parameters_of(param_group: Any) -> Iterator[tuple[nn.Module, str, Any]]:
             yield owner, attribute, parameter
 
 
-def before_reduction(param_group: Any, action: Callable[[], None]) -> Callable[[], None]:
+def before_reduction(param_group: Any, action: Callable[[], None], last: bool = False) -> Callable[[], None]:
     """Has `action` called before FSDP2 reduces a group's gradients, or keeps them until a later backward reduces them.
 
-    A backward may come there several times, each time with gradients that were not there before. Of several actions,
-    the one that was added last is the first.
+    A backward may come there several times, each time with gradients that were not there before.
+
+    Args:
+        param_group (FSDPParamGroup): The group.
+        action (Callable): Called without arguments.
+        last (bool): Whether it is called after all others that there are now, and not before them.
 
     Returns:
         Callable: Ends that.
     """
-    actions: dict[object, Callable[[], None]] = vars(param_group).setdefault(_ACTIONS, {})
+    actions: list[Callable[[], None]] = vars(param_group).setdefault(_ACTIONS, [])
 
     def post_backward(*_: Any) -> None:
-        for each in reversed(actions.copy().values()):
+        for each in actions.copy():
             each()
         type(param_group).post_backward(param_group)
 
     def remove() -> None:
-        actions.pop(key, None)
+        if action in actions:
+            actions.remove(action)
         if not actions:
             vars(param_group).pop("post_backward", None)
 
-    key = object()
-    actions[key] = action
+    actions.insert(len(actions) if last else 0, action)
     param_group.post_backward = post_backward
     return remove

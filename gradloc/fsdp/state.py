@@ -3,7 +3,7 @@
 """Saves and restores what an extra pass must not change: gradients, FSDP's state, buffers, flags and random state."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -178,12 +178,36 @@ def all_reduced(module: nn.Module) -> Iterator[None]:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
 
-    removers = [before_reduction(param_group, partial(fill_in, param_group)) for param_group in param_groups(module)]
-    try:
+    with ExitStack() as ended:
+        for param_group in param_groups(module):
+            ended.callback(before_reduction(param_group, partial(fill_in, param_group)))
         yield
-    finally:
-        for remove in removers:
-            remove()
+
+
+@contextmanager
+def unreduced(module: nn.Module) -> Iterator[None]:
+    """Makes FSDP drop gradients where it would reduce them: a backward communicates only to unshard parameters.
+
+    FSDP2 then leaves no gradient, and takes no memory for one. FSDP1, which reshards a flat parameter only if it has a
+    gradient, leaves a meaningless one, to be cleared.
+    """
+
+    def drop(param_group: Any) -> None:
+        for parameter in param_group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+    with ExitStack() as ended:
+        for param_group in param_groups(module):
+            ended.callback(before_reduction(param_group, partial(drop, param_group), last=True))
+        for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
+            ended.callback(setattr, fsdp_module, "_comm_hook", fsdp_module._comm_hook)
+            fsdp_module._comm_hook = _reduce_nothing
+        yield
+
+
+def _reduce_nothing(_state: object, *_gradients: Tensor) -> None:
+    """A communication hook of FSDP1: the reduced gradient is what its memory held before."""
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class MicroBatchFigures:
         rows (int): The number of rows.
         tokens (int): The number of response tokens.
         broken_tokens (int): The number of response tokens with a non-finite log-prob or coefficient.
-        root_square_weight (float): sqrt(Σ w_t²) over the tokens that can move.
+        root_square_weight (float): sqrt(Σ w_t²) over the tokens that can move, or over all if none can.
         norm (float | None): The norm of its gradient; None while it has not been measured.
         layer_norms (dict[str, float]): The norm in each layer.
         usable_tokens (int): The number of response tokens with a weight in the loss and finite log-probs and
@@ -53,13 +53,28 @@ class MicroBatchFigures:
 
     @property
     def token_equivalent(self) -> float:
-        if self.root_square_weight > 0 and self.norm is not None and math.isfinite(self.norm):
-            return self.norm / self.root_square_weight
-        return 0.0 if self.norm == 0 else math.inf
+        """Its norm/sqrt(Σ w_t²), infinite while its norm is unknown; see `token_equivalents`."""
+        if self.norm is None:
+            return math.inf
+        return float(token_equivalents(*torch.tensor([self.norm, self.root_square_weight], dtype=torch.float64)))
 
     def is_over(self, threshold: float) -> bool:
         """Whether its norm is known and over its threshold for this τ."""
         return self.norm is not None and is_over(self.token_equivalent, threshold)
+
+
+def token_equivalents(norms: Tensor, root_square_weights: Tensor) -> Tensor:
+    """norm/sqrt(Σ w_t²) of micro-batches, which is compared with τ. No host sync.
+
+    Args:
+        norms (Tensor): The norms of their gradients, float64.
+        root_square_weights (Tensor): sqrt(Σ w_t²) over the tokens that their thresholds count, same shape.
+
+    Returns:
+        Tensor: Same shape. A norm that is not finite counts as infinite, and one of a micro-batch without tokens as 0.
+    """
+    ratio = torch.where(root_square_weights == 0, 0.0, norms / root_square_weights)
+    return torch.where(norms.isfinite(), ratio.nan_to_num(nan=math.inf, posinf=math.inf), math.inf)
 
 
 # Of the micro-batches of all ranks.
@@ -96,13 +111,27 @@ class Level:
         token_norm (float): The largest measured token-equivalent norm; NaN counts as infinite.
         finite (float): The largest finite token-equivalent norm, or 0.
         root_mean_square (float | None): norm/sqrt(Σw²) of the whole mini-batch; None if no token can move.
-        by_micro_batch (bool): Whether `token_norm` is the norm of a micro-batch, and not of the reduced gradient.
+        by_micro_batch (bool): Whether micro-batches were measured alone.
     """
 
     token_norm: float
     finite: float
     root_mean_square: float | None
     by_micro_batch: bool
+
+
+def level_of_reduced(norms: RankNorms, reduced_norm: float) -> Level:
+    """The level where the reduced gradient is compared with τ.
+
+    Args:
+        norms (RankNorms): What every rank measured in training.
+        reduced_norm (float): The norm of the reduced gradient.
+    """
+    # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
+    square_weight, ranks = float(norms.square_weight.sum()), len(norms.square_weight)
+    whole = MicroBatchFigures(0, 0, 0, math.sqrt(square_weight), reduced_norm * ranks).token_equivalent
+    finite = whole if math.isfinite(whole) else 0.0
+    return Level(whole, finite, whole if square_weight else None, by_micro_batch=False)
 
 
 class Meter(Protocol):
@@ -112,11 +141,13 @@ class Meter(Protocol):
         kind (str): Its name in the evidence.
         layers (list[str]): The layers, in the order of the norms.
         width (int): How many probes one pass measures.
+        reduces (bool): Whether FSDP reduces the gradient of a probe.
     """
 
     kind: str
     layers: list[str]
     width: int
+    reduces: bool
 
     def start(self) -> None:
         """Starts recording a training pass."""
@@ -135,8 +166,8 @@ class Meter(Protocol):
             reduced_norm (Callable): Measures the reduced gradient.
         """
 
-    def norms(self, squares: Sequence[float]) -> tuple[float | None, dict[str, float]]:
-        """A micro-batch's norm and its norms by layer, from what `stop` returned; (None, {}) if it was not measured."""
+    def layer_norms(self, squares: Sequence[float]) -> dict[str, float]:
+        """A micro-batch's norms by layer, from what `stop` returned; none if it was not measured alone."""
 
     def wholes(self, figures: AllFigures, global_norm: float) -> list[tuple[float, int]]:
         """The norms measured in training, each with its number of broken tokens."""
@@ -179,6 +210,7 @@ class LocalMeter:
     """
 
     kind = "local"
+    reduces = False
 
     def __init__(self, local_norms: LocalNorms, device: torch.device, width: int | None = None) -> None:
         self.layers = local_norms.layers
@@ -202,10 +234,8 @@ class LocalMeter:
             float(norms.largest.max()), float(norms.largest_finite.max()), root_mean_square, by_micro_batch=True
         )
 
-    def norms(self, squares: Sequence[float]) -> tuple[float | None, dict[str, float]]:
-        return math.sqrt(sum(squares)), {
-            layer: math.sqrt(square) for layer, square in zip(self.layers, squares, strict=True)
-        }
+    def layer_norms(self, squares: Sequence[float]) -> dict[str, float]:
+        return {layer: math.sqrt(square) for layer, square in zip(self.layers, squares, strict=True)}
 
     def wholes(self, figures: AllFigures, global_norm: float) -> list[tuple[float, int]]:
         return [(each.norm, each.broken_tokens) for each in figures.values() if each.tokens and each.norm is not None]
@@ -237,7 +267,9 @@ class LocalMeter:
 
         self._local_norms.start()
         try:
-            own = passes.measure(subset_of, lambda: self._local_norms.stop().to(self._device) / passes.scale**2)
+            own = passes.measure(
+                subset_of, lambda: self._local_norms.stop().to(self._device) / passes.scale**2, self.reduces
+            )
         finally:
             self._local_norms.cancel()
         return torch.stack(collectives.gather(own))[: len(probes)]
@@ -256,6 +288,7 @@ class ReducedMeter:
 
     kind = "reduced"
     width = 1
+    reduces = True
 
     def __init__(self, reduced_norms: ReducedNorms, device: torch.device, sequence_parallel_size: int) -> None:
         self.layers = reduced_norms.layers
@@ -273,16 +306,10 @@ class ReducedMeter:
         pass
 
     def level(self, norms: RankNorms, reduced_norm: Callable[[], float]) -> Level:
-        # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
-        global_norm, square_weight = reduced_norm(), float(norms.square_weight.sum())
-        whole = MicroBatchFigures(
-            0, 0, 0, math.sqrt(square_weight), global_norm * len(norms.square_weight)
-        ).token_equivalent
-        finite = whole if math.isfinite(whole) else 0.0
-        return Level(whole, finite, whole if square_weight else None, by_micro_batch=False)
+        return level_of_reduced(norms, reduced_norm())
 
-    def norms(self, squares: Sequence[float]) -> tuple[float | None, dict[str, float]]:
-        return None, {}
+    def layer_norms(self, squares: Sequence[float]) -> dict[str, float]:
+        return {}
 
     def wholes(self, figures: AllFigures, global_norm: float) -> list[tuple[float, int]]:
         return [(global_norm, sum(each.broken_tokens for each in figures.values()))]
@@ -311,7 +338,7 @@ class ReducedMeter:
     def measure(self, passes: Passes, probes: Sequence[MakeProbe]) -> Tensor:
         (probe,) = probes
         passes.check_dummy_inputs(lambda: probe().keys())
-        own = passes.measure(lambda rank: probe().get(rank), self._reduced_norms.own_squares)
+        own = passes.measure(lambda rank: probe().get(rank), self._reduced_norms.own_squares, self.reduces)
         world_size = collectives.world_size() // self._sequence_parallel_size
         return (self._reduced_norms.add_up(own).cpu() * (world_size / passes.scale) ** 2).unsqueeze(0)
 

@@ -3,15 +3,16 @@
 """The gradient of a mini-batch before its optimizer step: its norms, its weights and its thresholds."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..fsdp import collectives
 from ..threshold import is_over
-from .meter import Level, MicroBatchFigures, RankNorms
+from .meter import Level, MicroBatchFigures, RankNorms, level_of_reduced, token_equivalents
 from .micro_batch import MicroBatch, MicroBatchName
-from .token_weights import square_weight, usable_tokens
+from .token_weights import square_weight, threshold_square_weight, usable_tokens
 from .watched_model import WatchedModel
 
 
@@ -43,13 +44,18 @@ class MiniBatch:
         self.squared_norms: Tensor | None = None
         self._global_norm: float | None = None
         self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
-        self._square_weights = torch.stack([square_weight(micro_batch.tokens) for micro_batch in micro_batches])
-        norms = torch.stack(_own_norms(self._squares.sum(1), self._square_weights))
+        self._own_norms = self._squares.sum(1).sqrt()
+        self._square_weight = torch.stack([square_weight(each.tokens) for each in micro_batches]).sum()
+        self._root_square_weights = torch.stack([threshold_square_weight(each.tokens) for each in micro_batches]).sqrt()
+        norms = torch.stack(self._norms_of_rank())
         gathered = collectives.gather(torch.cat([norms, update_figures]).to(model.device))
         by_rank = torch.stack(gathered)[:: model.sequence_parallel_size]
         self._norms, self.update_figures = RankNorms(*by_rank[:, : len(norms)].unbind(1)), by_rank[:, len(norms) :]
         self.level: Level = model.meter.level(self._norms, self.global_norm)
         self.trigger = trigger if self.level.by_micro_batch else "global"
+        if self.trigger == "global" and self.level.by_micro_batch:
+            of_reduced = level_of_reduced(self._norms, self.global_norm())
+            self.level = replace(self.level, token_norm=of_reduced.token_norm, finite=of_reduced.finite)
 
     def global_norm(self) -> float:
         """The reduced gradient's norm, measured on the first call, which is collective."""
@@ -64,10 +70,13 @@ class MiniBatch:
         return threshold * math.sqrt(float(self._norms.square_weight.sum())) / self.model.data_parallel_size
 
     def is_over(self, threshold: float) -> bool:
-        """Whether it is a spike for this τ. A collective call."""
-        if self.trigger == "unit":
-            return is_over(self.level.token_norm, threshold)
-        return is_over(self.global_norm(), self.global_threshold(threshold))
+        """Whether it is a spike for this τ."""
+        return is_over(self.level.token_norm, threshold)
+
+    def is_ordinary(self, threshold: float) -> bool:
+        """Whether neither it nor a micro-batch that was measured alone is over its threshold for this τ."""
+        largest = float(self._norms.largest.max()) if self.level.by_micro_batch else 0.0
+        return not (self.is_over(threshold) or is_over(largest, threshold))
 
     def gather_figures(self) -> dict[MicroBatchName, MicroBatchFigures]:
         """The micro-batches of all ranks. A collective call."""
@@ -76,15 +85,18 @@ class MiniBatch:
 
     def layer_sums(self) -> tuple[Tensor, Tensor]:
         """This rank's squared norms by layer, shape (layers,), and its Σ w_t², shape (); over all its micro-batches."""
-        return self._squares.sum(0), self._square_weights.sum()
+        return self._squares.sum(0), self._square_weight
 
     def _own_figures(self) -> list[MicroBatchFigures]:
         own = []
-        for micro_batch, by_layer, square in zip(
-            self.micro_batches, self._squares.tolist(), self._square_weights.tolist(), strict=True
+        for micro_batch, by_layer, norm, root_square_weight in zip(
+            self.micro_batches,
+            self._squares.tolist(),
+            self._own_norms.tolist(),
+            self._root_square_weights.tolist(),
+            strict=True,
         ):
             mask = micro_batch.tokens["response_mask"].bool()
-            norm, layer_norms = self.model.meter.norms(by_layer)
             broken = micro_batch.broken(self.scale != 1)
             own.append(
                 MicroBatchFigures(
@@ -92,12 +104,18 @@ class MiniBatch:
                     tokens=int(mask.sum()),
                     broken_tokens=int((broken & mask).sum()),
                     usable_tokens=int(usable_tokens(micro_batch.tokens, broken).sum()),
-                    root_square_weight=math.sqrt(square),
-                    norm=norm,
-                    layer_norms=layer_norms,
+                    root_square_weight=root_square_weight,
+                    norm=norm if self.level.by_micro_batch else None,
+                    layer_norms=self.model.meter.layer_norms(by_layer),
                 )
             )
         return own
+
+    def _norms_of_rank(self) -> RankNorms:
+        """This rank's, each of shape (). No host sync."""
+        ratios = token_equivalents(self._own_norms, self._root_square_weights)
+        largest_finite = torch.where(ratios.isfinite(), ratios, 0.0).max()
+        return RankNorms(ratios.max(), largest_finite, self._squares.sum(), self._square_weight)
 
 
 class OrdinaryGradient:
@@ -128,17 +146,3 @@ class OrdinaryGradient:
             return None
         layers = zip(model.meter.layers, of_layers, strict=True)
         return {layer: math.sqrt(square / total) for layer, square in layers}
-
-
-def _own_norms(squares: Tensor, square_weights: Tensor) -> RankNorms:
-    """A rank's `RankNorms`, each of shape (). No host sync.
-
-    Args:
-        squares (Tensor): The squared norms of its micro-batches, shape (micro-batches,).
-        square_weights (Tensor): Their Σ w_t² over the tokens that can move, same shape.
-    """
-    ratio = (squares / square_weights).sqrt()
-    ratio = torch.where((squares == 0) & (square_weights == 0), 0.0, ratio)
-    largest = ratio.nan_to_num(nan=math.inf, posinf=math.inf).max()
-    largest_finite = torch.where(ratio.isfinite(), ratio, 0.0).max()
-    return RankNorms(largest, largest_finite, squares.sum(), square_weights.sum())

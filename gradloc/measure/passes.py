@@ -3,7 +3,7 @@
 """Extra forward/backward passes over micro-batches of any rank, run by all ranks together."""
 
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..fsdp import collectives
 from ..fsdp.memory import release_frames
 from ..fsdp.recorded_collectives import RecordedCollectives
-from ..fsdp.state import all_reduced, clear_gradients, has_gradients, reset_fsdp, set_rng_state
+from ..fsdp.state import all_reduced, clear_gradients, has_gradients, reset_fsdp, set_rng_state, unreduced
 from .micro_batch import MicroBatch, TokenSubset
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Passes:
         module (nn.Module): The model.
         forward (Forward): Computes (entropy, log_prob).
         device (torch.device): The device that the model computes on.
-        recorded (RecordedCollectives): The collective calls of an earlier pass.
+        recorded (Mapping): The collective calls of earlier passes, by whether these reduced their gradients.
         scale (float): The loss scale of the training pass.
         own (list[MicroBatch]): This rank's micro-batches; one of their rows is the dummy input if it has no probe.
         sequence_parallel_size (int): How many neighbouring ranks work on the same data.
@@ -58,7 +58,7 @@ class Passes:
         module: nn.Module,
         forward: Forward,
         device: torch.device,
-        recorded: RecordedCollectives,
+        recorded: Mapping[bool, RecordedCollectives],
         scale: float,
         own: Sequence[MicroBatch],
         sequence_parallel_size: int = 1,
@@ -81,31 +81,44 @@ class Passes:
         self._broken_ranks: list[int] | None = None
         self._cut = not _depends_on_the_whole(module)
 
-    def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read]) -> _Read:
-        """Like `accumulate`, but of the pass's gradient alone, which is cleared after it. A collective call."""
+    def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read], reduce: bool) -> _Read:
+        """Like `accumulate`, but of the pass's gradient alone, which is cleared after it. A collective call.
+
+        Args:
+            subset_of (Callable), read (Callable): See `accumulate`.
+            reduce (bool): Whether FSDP reduces the gradient; otherwise only the local one can be measured.
+        """
         left = has_gradients(self._module)
         self._raise_on_all_ranks(
             RuntimeError("a gradient was left before a pass of the search, which would add to it") if left else None
         )
         try:
-            return self.accumulate(subset_of, read)
+            return self._pass(subset_of, read, reduce)
         finally:
             clear_gradients(self._module)
 
-    def rehearse(self) -> None:
+    def rehearsals_due(self, reduce: bool) -> int:
+        """How many passes `rehearse` would take: 0 or 1, the same on every rank."""
+        return int(collectives.world_size() > 1 and self._recorded[reduce].needs_rehearsal)
+
+    def rehearse(self, reduce: bool) -> None:
         """Finds out which collective calls a pass makes, unless that is known. A collective call.
 
         It is a pass on a dummy input, in which no rank communicates: an error in it leaves no other rank waiting.
 
+        Args:
+            reduce (bool): Whether FSDP reduces the gradient in it.
+
         Raises:
             RankFailedError: The pass failed on some rank; the calls are still unknown on all ranks.
         """
-        if collectives.world_size() == 1 or not self._recorded.needs_rehearsal:
+        if not self.rehearsals_due(reduce):
             return
+        recorded = self._recorded[reduce]
         self.count += 1
         error: Exception | None = None
         try:
-            with self._recorded.recording(communicate=False), all_reduced(self._module):
+            with recorded.recording(communicate=False), self._reduction(reduce):
                 self._forward_backward(None)
         except Exception as caught:
             release_frames(caught)
@@ -118,7 +131,7 @@ class Passes:
         try:
             self._raise_on_all_ranks(error)
         except collectives.RankFailedError:
-            self._recorded.forget()
+            recorded.forget()
             raise
 
     def accumulate(
@@ -137,16 +150,26 @@ class Passes:
         Raises:
             RankFailedError: The pass failed on some rank.
         """
+        return self._pass(subset_of, read, True, own)
+
+    def _pass(
+        self,
+        subset_of: Callable[[int], TokenSubset | None],
+        read: Callable[[], _Read],
+        reduce: bool,
+        own: int | None = None,
+    ) -> _Read:
         self.count += 1
         error: Exception | None = None
         result: _Read | None = None
+        recorded = self._recorded[reduce]
         try:
-            with self._recorded.recording(), all_reduced(self._module):
+            with recorded.recording(), self._reduction(reduce):
                 self._forward_backward(subset_of(self.rank), own)
             result = read()
         except Exception as caught:
             try:
-                self._recorded.complete(caught)
+                recorded.complete(caught)
             finally:  # without this, restoring the gradients would fail, and that error would hide this one
                 reset_fsdp(self._module)
                 if self._recover is not None:
@@ -154,6 +177,9 @@ class Passes:
             error = caught
         self._raise_on_all_ranks(error)
         return cast(_Read, result)  # no rank has an error, so `read` has returned on this rank
+
+    def _reduction(self, reduce: bool) -> AbstractContextManager[None]:
+        return all_reduced(self._module) if reduce else unreduced(self._module)
 
     def _raise_on_all_ranks(self, error: Exception | None) -> None:
         """Raises `RankFailedError` on all ranks if some rank has an error in its pass. A collective call."""

@@ -57,6 +57,22 @@ def square_weight(tokens: Mapping[str, Tensor]) -> Tensor:
     return torch.where(movable(tokens), tokens["weight"].double(), 0.0).square().sum()
 
 
+def threshold_square_weight(tokens: Mapping[str, Tensor]) -> Tensor:
+    """What the threshold of a whole micro-batch counts: Σ w_t² over the tokens that can move, or over all if none can.
+
+    The latter's gradient comes from no token (an auxiliary loss has one, say): it is a spike if it would be one of
+    tokens.
+
+    Args:
+        tokens (Mapping[str, Tensor]): As `movable` takes them.
+
+    Returns:
+        Tensor: float64 of shape (). No host sync.
+    """
+    of_movable = square_weight(tokens)
+    return torch.where(of_movable == 0, tokens["weight"].double().square().sum(), of_movable)
+
+
 def usable_tokens(tokens: Mapping[str, Tensor], broken: Tensor) -> Tensor:
     """Where a response token has a weight in the loss and is not broken; bool of shape (rows, response length).
 

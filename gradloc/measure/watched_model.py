@@ -50,7 +50,9 @@ class WatchedModel:
         self._forward = forward
         self._recover = recover
         self._cut = cut
-        self._recorded = RecordedCollectives(can_replay=sequence_parallel_size == 1)
+        self._recorded = {
+            reduce: RecordedCollectives(can_replay=sequence_parallel_size == 1) for reduce in (True, False)
+        }
         reduced_norms = ReducedNorms(module, device)
         self._reduced_layers = reduced_norms.layers
         self._reduced_squares = squared_norms or reduced_norms.squared_norms

@@ -134,7 +134,7 @@ def search(
     watched = WatchedModel(model.module, outputs.forward, model.device, None, 1, "local", None, None, _width(event))
     try:
         passes = watched.passes(own, scale)
-        passes.rehearse()
+        passes.rehearse(watched.meter.reduces)
         differences = _measure_wholes(watched, passes, own, len(mine), -(-len(names) // ranks), outputs)
         log_probs = log_prob_distance(torch.cat(collectives.exchange(lambda: torch.cat(differences))))
         mini_batch = _Recorded(watched, own, scale, float(event["global_norm"]))
@@ -155,7 +155,14 @@ def search(
             None if own_medians else {name: _number(event[name]) for name in ("median_advantage", "median_weight")}
         )
         found = build_event(
-            investigation, ordinary, where, event["action"], event["applied"], started, _warnings(event), medians
+            investigation,
+            ordinary,
+            where,
+            event["action"],
+            event["applied"],
+            started,
+            _warnings(event),
+            medians,
         )
     finally:
         watched.meter.close()
@@ -241,7 +248,7 @@ def _measure_wholes(
     for index in range(most):
         model.meter.start()
         try:
-            squares = passes.measure(partial(whole, index), model.meter.stop)
+            squares = passes.measure(partial(whole, index), model.meter.stop, model.meter.reduces)
         finally:
             model.meter.stop()
         if index < count:
@@ -268,7 +275,7 @@ def _largest(
         return None
     micro_batch = meter.obtain([name], mini_batch.micro_batches, mini_batch.scale)[name]
     tokens = micro_batch.tokens
-    with collectives.same_on_all_ranks():
+    with collectives.raised_on_all_ranks():
         likely = torch.where(movable(tokens), tokens["suspicion"] / tokens["weight"].abs(), -1.0)
         best = [index for index in likely.flatten().argsort(descending=True)[:_TOKENS].tolist()]
         places = [divmod(index, likely.shape[1]) for index in best if likely.flatten()[index] >= 0]

@@ -82,13 +82,14 @@ class Investigation:
         self._meter = mini_batch.model.meter
         self.layers = self._meter.layers
         self.passes = mini_batch.model.passes(mini_batch.micro_batches, mini_batch.scale)
-        recomputed = 1 + max(index for _, index in figures) if reserve else 0
+        recomputed = 1 + max(index for _, index in figures) + self.passes.rehearsals_due(True) if reserve else 0
         budget = config.bisect_budget_steps
         self._budget = budget - recomputed if recomputed < budget else budget
         self._scale = mini_batch.scale
         self._global_norm = mini_batch.global_norm()
         # The other micro-batches give a better estimate for ordinary tokens than an earlier mini-batch.
-        levels = [each.token_equivalent for each in figures.values() if each.norm and not each.is_over(threshold)]
+        below = [each.token_equivalent for each in figures.values() if each.norm and not each.is_over(threshold)]
+        levels = [level for level in below if level]
         self.search = Search(threshold, config.bisect_until, statistics.median(levels) if levels else ordinary)
         self.groups = Groups(mini_batch, figures, threshold)
         self._waiting = list(self.groups.members)
@@ -148,6 +149,8 @@ class Investigation:
         if not (self.culprits and self.ended):
             return False
         broken, members = {row.micro_batch for row in self._broken.rows}, self.groups.members
+        if any(self._is_over_without_tokens(group) for group in self.groups.candidates):
+            return False
         rests = [
             self.search.rest(group) if self.search.knows(group) and not broken & set(members[group]) else None
             for group in self.groups.candidates
@@ -187,7 +190,7 @@ class Investigation:
             self._waiting = [group for group in self._waiting if self._broken_tokens_of(group)]
         try:
             if self._waiting and not self.time_limit.is_up():
-                self.passes.rehearse()
+                self.passes.rehearse(self._meter.reduces)
                 if self._is_broken_without_tokens():
                     self._waiting = []
                 self._search_tokens()
@@ -210,7 +213,7 @@ class Investigation:
                 continue
             if self.time_limit.has_ended_search:
                 return
-            with collectives.same_on_all_ranks():
+            with collectives.raised_on_all_ranks():
                 probes = self.search.next_probes(width, self._budget - self.passes.count)
             if not probes:
                 if not self._waiting:
@@ -224,7 +227,7 @@ class Investigation:
                 if is_single(probe):
                     self.measured[self.groups.tokens_of(probe)[0]] = norms
             known = set(self.search.broken)
-            with collectives.same_on_all_ranks():
+            with collectives.raised_on_all_ranks():
                 self.search.add_measurements(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
                 for group in self.search.broken:
                     if group not in known:
@@ -244,7 +247,7 @@ class Investigation:
             return False
         group, whole = loudest
         (squares,) = self._meter.measure(self.passes, [partial(self.groups.empty_subsets, group)])
-        with collectives.same_on_all_ranks():
+        with collectives.raised_on_all_ranks():
             layer_norms = dict(zip(self.layers, squares.sqrt().tolist(), strict=True))
             self.without_tokens = found = WithoutTokens(group, whole, layer_norms)
             if math.isfinite(found.norm):
@@ -252,6 +255,12 @@ class Investigation:
             if self.search.gave_up:
                 self._waiting = []
         return True
+
+    def _is_over_without_tokens(self, group: GroupName) -> bool:
+        """Whether a group over its threshold has no token that can move, so that there was nothing to search."""
+        norm = self.figures[self.groups.members[group][0]].norm
+        searched = self.search.knows(group) or self._broken_tokens_of(group)
+        return not searched and norm is not None and math.isfinite(norm)
 
     def _broken_tokens_of(self, group: GroupName) -> int:
         return sum(self.figures[name].broken_tokens for name in self.groups.members[group])
@@ -285,7 +294,7 @@ class Investigation:
             groups = self._waiting
         for group in groups:
             self.groups.obtain(group)
-        with collectives.same_on_all_ranks():
+        with collectives.raised_on_all_ranks():
             for group in groups if known else sorted(groups, key=self.groups.suspicion, reverse=True):
                 for name, tokens in zip(self.groups.members[group], self.groups.tokens(group), strict=True):
                     self._broken.look_into(name, tokens)

@@ -376,7 +376,8 @@ def build_actor(
     if ENGINE:
         actor.nested = case.nested
     if getattr(actor, "gradloc", None) is not None:
-        compare_collective_calls(actor.gradloc._model._recorded)
+        for reduces, replay in actor.gradloc._model._recorded.items():
+            check_collective_calls(replay, reduces)
     if case.precision == "float16":
         # The actor's own is for GPUs, and disabled on a CPU.
         actor.scaler = grad_scaler(case.loss_scale)
@@ -387,8 +388,11 @@ class OtherCallsError(BaseException):
     """No `Exception`, so that no search takes it for an error of its own."""
 
 
-def compare_collective_calls(replay: RecordedCollectives) -> None:
-    """Has every pass of a search raise an error if it makes other collective calls than those recorded before it."""
+def check_collective_calls(replay: RecordedCollectives, reduces: bool) -> None:
+    """Has every pass of a search raise an error if it makes other collective calls than those recorded before it.
+
+    And if it reduces something, but its gradient is not to be reduced.
+    """
     recording = replay.recording
 
     @contextmanager
@@ -400,6 +404,9 @@ def compare_collective_calls(replay: RecordedCollectives) -> None:
             before, now = ([call.signature for call in calls] for calls in (recorded, replay._recorded_calls))
             if before != now:
                 raise OtherCallsError(f"{before} were recorded, {now} were made")
+        names = {call.signature[0] for call in replay._recorded_calls or ()}
+        if not reduces and any("reduce" in name for name in names):
+            raise OtherCallsError(f"a pass without reduction made the calls {names}")
 
     replay.recording = comparing
 

@@ -10,6 +10,7 @@ import random
 import signal
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import reduced_meter_cases
 import torch
@@ -20,6 +21,7 @@ from actors import ENGINE, PROMPT, Case, stock_dp_actor, with_hook_on_log_probs
 from batches import build_batch, response_length
 from oracle import brute_force
 from verl import DataProto
+from verl.utils.gradloc.evidence import event
 from verl.utils.gradloc.measure import micro_batch
 from verl.utils.gradloc.search.time_limit import SearchTime
 
@@ -64,7 +66,7 @@ def disturb(actor: Any, where: str, when: int, disturbance: Callable[[], None]) 
         actor._forward_micro_batch = striking_forward
 
 
-def run_out_of_memory() -> None:
+def run_out_of_memory(*_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
@@ -204,13 +206,17 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
     Args:
         case (Case): The actor.
         what (str): "the units", which are shared before the first probe; "a norm", read after one; "its culprits", of
-            which it tells the other ranks at the end.
+            which it tells the other ranks at the end; "the event", which each rank writes down for itself.
     """
 
     def prepare(actor: Any) -> None:
         if dist.get_rank() != 1:
             return
-        if what != "a norm":
+        if what == "a norm":
+            norms = actor.gradloc._model.meter._local_norms
+            stop = norms.stop
+            norms.stop = lambda: stop() if actor.gradloc._recorder.current else run_out_of_memory()
+        elif what != "the event":
             measure = actor.gradloc._measure
 
             def measured(where: Any) -> Any:
@@ -224,13 +230,11 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
                 return mini_batch
 
             actor.gradloc._measure = measured
-        else:
-            norms = actor.gradloc._model.meter._local_norms
-            stop = norms.stop
-            norms.stop = lambda: stop() if actor.gradloc._recorder.current else run_out_of_memory()
 
+    fails = what == "the event" and dist.get_rank() == 1
     stock = train(case, stock_dp_actor(), calls=2)
-    run = train(case, calls=2, prepare=prepare, **DETECTION)
+    with mock.patch.object(event, "_diagnosis", run_out_of_memory) if fails else contextlib.nullcontext():
+        run = train(case, calls=2, prepare=prepare, **DETECTION)
     return compare_runs(run, stock), run
 
 

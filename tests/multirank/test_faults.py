@@ -120,7 +120,7 @@ def test_ranks_whose_gradients_are_not_averaged_decide_alike(launch: Launch, tri
 
 @pytest.mark.target(version="0.9.1")
 @cases((2, Case("fsdp1", planted=THREE)), (2, Case("fsdp2", planted=THREE)))
-@pytest.mark.parametrize("what", ["the units", "a norm", "its culprits"])
+@pytest.mark.parametrize("what", ["the units", "a norm", "its culprits", "the event"])
 def test_out_of_memory_between_passes_ends_the_search_on_all_ranks(
     launch: Launch, world: int, case: Case, what: str
 ) -> None:
@@ -131,7 +131,7 @@ def test_out_of_memory_between_passes_ends_the_search_on_all_ranks(
         (event,) = first
         assert "OutOfMemoryError" in event["error"] and not event["complete"]
     else:
-        assert first == []
+        assert first == [] and [run.metrics[0]["actor/gradloc/triggered"] for _, run in results] == [1, 1]
     for same, _ in results:
         assert all(same.values()), same
 

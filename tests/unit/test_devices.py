@@ -79,7 +79,7 @@ class Training:
             self.gradloc.end_pass()
             if self.token_clip:
                 self.token_clip.end_pass()
-        take_step, squared_norms, _ = self.gradloc.locate(0, 0)
+        take_step, squared_norms, *_ = self.gradloc.locate(0, 0)
         if self.layer_clip and take_step:
             self.layer_clip.clip(squared_norms)
         if self.token_clip:

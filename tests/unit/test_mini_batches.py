@@ -1,0 +1,171 @@
+"""Mini-batches out of the ordinary in a plain training loop: what is a spike in them, and what is done about it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_without_tokens import PROMPT, RESPONSE, VOCABULARY, Model
+from torch import Tensor
+
+from gradloc import GradLoc, GradLocConfig
+from gradloc.evidence import event as events
+from gradloc.fsdp import collectives
+from gradloc.gradloc import Located
+from gradloc.search.investigation import Investigation
+
+UNITS = 4
+WEIGHT = 1 / (UNITS * RESPONSE)
+
+
+class Loop:
+    """Trains on micro-batches of one row, without ever taking a step. `auxiliary` scales the model's own loss."""
+
+    def __init__(self, auxiliary: float = 0.0, learning_rate: Any = lambda: 1.0, **settings: Any) -> None:
+        self.model = Model(auxiliary)
+        self.ids = torch.randint(VOCABULARY, (UNITS, PROMPT + RESPONSE), generator=torch.Generator().manual_seed(1))
+        self.gradloc = GradLoc(self.model, GradLocConfig(**settings), self.forward, learning_rate=learning_rate)
+        self.steps = 0
+
+    def forward(self, inputs: dict[str, Any], rows: Sequence[int], length: int) -> tuple[None, Tensor]:
+        return None, self.model(inputs["ids"][list(rows)][:, : PROMPT + length])
+
+    def backward(self, advantages: Sequence[float], outlier: float = 1.0) -> None:
+        """The passes of a mini-batch; the advantage of one token of the last row is multiplied by `outlier`."""
+        self.model.zero_grad()
+        for row, advantage in enumerate(advantages):
+            inputs = {"ids": self.ids[row : row + 1]}
+            self.gradloc.begin_pass(inputs, [row])
+            _, log_prob = self.forward(inputs, [0], RESPONSE)
+            advantages_of_row = torch.full_like(log_prob, advantage)
+            if row == UNITS - 1:
+                advantages_of_row[0, 3] *= outlier
+            tokens = {"response_mask": torch.ones_like(log_prob), "token_id": inputs["ids"][:, PROMPT:]}
+            self.gradloc.observe(log_prob, None, torch.full_like(log_prob, WEIGHT), **tokens)
+            log_prob.backward(-WEIGHT * advantages_of_row)
+            self.gradloc.end_pass()
+
+    def step(self, advantages: Sequence[float], outlier: float = 1.0) -> Located:
+        self.gradloc.start_update(self.steps)
+        self.steps += 1
+        self.backward(advantages, outlier)
+        return self.gradloc.locate(0, 0)
+
+    def norm(self) -> float:
+        """Of the gradient that there is."""
+        return math.hypot(*(float(p.grad.norm()) for p in self.model.parameters() if p.grad is not None))
+
+
+def usual_norm() -> float:
+    """The largest norm for one token without a spike."""
+    loop = Loop(grad_norm_threshold=1e9)
+    loop.step([1.0, -1.0, 1.0, -1.0])
+    return loop.gradloc.metrics()["actor/gradloc/token_norm_max"]
+
+
+def norms_of_auxiliary(scale: float, ids: Tensor) -> list[float]:
+    """By row, the norm of the gradient without any token."""
+    norms = []
+    for row in range(UNITS):
+        model = Model(scale)
+        model(ids[row : row + 1]).backward(torch.zeros(1, RESPONSE))
+        norms.append(math.hypot(*(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)))
+    return norms
+
+
+@pytest.mark.parametrize("auxiliary", [0.0, 0.1])
+def test_a_micro_batch_that_cannot_move_is_measured_by_its_tokens(auxiliary: float) -> None:
+    """All responses to its prompt got the same reward; an auxiliary loss has a small gradient all the same."""
+    loop = Loop(auxiliary, grad_norm_threshold="auto", spike_action="skip")
+    for _ in range(25):
+        assert loop.step([1.0, 0.0, -1.0, 0.5]).take_step
+        assert loop.gradloc.events == [] and loop.gradloc.metrics()["actor/gradloc/triggered"] == 0
+    loop.step([0.0] * UNITS)
+    expected = max(norms_of_auxiliary(auxiliary, loop.ids)) / (WEIGHT * math.sqrt(RESPONSE))
+    assert loop.gradloc.metrics()["actor/gradloc/token_norm_max"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_micro_batch_over_its_threshold_without_a_token_is_not_explained_by_another() -> None:
+    """Only the first is over by its auxiliary loss, and none of its tokens can move; the last has a culprit."""
+    first, *others = norms_of_auxiliary(1.0, Loop(grad_norm_threshold=1e9).ids)
+    assert first > 1.02 * max(others)
+    loop = Loop(1.0, grad_norm_threshold=(first + max(others)) / 2 / (WEIGHT * math.sqrt(RESPONSE)))
+    loop.step([0.0, 1e-3, 1e-3, 1e-3], outlier=1e7)
+    (event,) = loop.gradloc.events
+    assert {unit["micro_batch"] for unit in event["units"]} == {0, 3}
+    assert [(culprit["row"], culprit["position"]) for culprit in event["culprits"]] == [(3, 3)]
+    assert event["explained"] is False
+
+
+@pytest.mark.parametrize("action", ["log", "skip"])
+@pytest.mark.parametrize("where", ["the search", "the event"])
+def test_a_spike_that_an_error_leaves_without_an_event_is_counted_and_skipped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, action: str, where: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise collectives.RankFailedError("rank 1: MemoryError: a planted one")
+
+    owner, name = (Investigation, "__init__") if where == "the search" else (events, "culprit_facts")
+    monkeypatch.setattr(owner, name, fail)
+    loop = Loop(grad_norm_threshold=1e-3, spike_action=action)
+    located = loop.step([1.0, -1.0, 1.0, -1.0])
+    assert located.take_step == (action == "log") and located.event is None and loop.gradloc.events == []
+    assert located.norm == pytest.approx(loop.norm(), rel=1e-6)
+    metrics = loop.gradloc.metrics()
+    assert metrics["actor/gradloc/triggered"] == 1 and metrics["actor/gradloc/skipped"] == (action == "skip")
+    assert "has no event" in caplog.text and "a planted one" in caplog.text
+
+
+def test_a_drop_that_fails_leaves_the_finding_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise collectives.RankFailedError("rank 1: OutOfMemoryError: a planted one")
+
+    found = {}
+    for fails in (False, True):
+        loop = Loop(grad_norm_threshold=3 * usual_norm(), spike_action="drop")
+        if fails:
+            monkeypatch.setattr("gradloc.measure.passes.Passes.accumulate", failing)
+        loop.step([1.0, -1.0, 1.0, -1.0], outlier=1e3)
+        (found[fails],) = loop.gradloc.events
+    assert found[False]["applied"] and not found[True]["applied"]
+    assert found[False]["error"] is None and "a planted one" in found[True]["error"]
+    assert found[True]["diagnosis"] == "tokens" and found[True]["explained"] and found[True]["complete"]
+
+
+def test_an_automatic_threshold_of_the_reduced_gradient_comes_from_that() -> None:
+    """Micro-batches whose gradients point elsewhere add up to less than the largest of them times their number."""
+    loop = Loop(grad_norm_threshold="auto", spike_trigger="global")
+    for number in range(24):
+        scale = 1 + 0.1 * (number % 3)
+        loop.step([scale, -scale, scale, -scale])
+        expected = loop.norm() / (WEIGHT * math.sqrt(UNITS * RESPONSE))
+        assert loop.gradloc.metrics()["actor/gradloc/token_norm_max"] == pytest.approx(expected, rel=1e-5)
+    threshold = loop.gradloc.metrics()["actor/gradloc/threshold"]
+    assert threshold == pytest.approx(5 * 1.2 / scale * expected, rel=0.2)
+    loop.step([8 * scale, -8 * scale, 8 * scale, -8 * scale])
+    metrics = loop.gradloc.metrics()
+    assert metrics["actor/gradloc/triggered"] == 1
+    assert metrics["actor/gradloc/token_norm_max"] / metrics["actor/gradloc/threshold"] > 1
+
+
+def test_a_learning_rate_that_cannot_be_read_is_only_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> float:
+        raise KeyError("lr")
+
+    loop = Loop(learning_rate=broken, grad_norm_threshold=1e9)
+    with caplog.at_level(logging.WARNING):
+        assert loop.step([1.0] * UNITS).take_step and loop.step([1.0] * UNITS).take_step
+    assert caplog.text.count("the learning rate cannot be read") == 1
+
+
+def test_a_mini_batch_that_was_thrown_away_is_forgotten() -> None:
+    loop = Loop(grad_norm_threshold=3 * usual_norm())
+    loop.gradloc.start_update(1)
+    loop.backward([1.0, -1.0, 1.0, -1.0], outlier=1e4)
+    loop.gradloc.start_mini_batch()
+    loop.backward([1.0, -1.0, 1.0, -1.0])
+    assert loop.gradloc.locate(0, 1).event is None
