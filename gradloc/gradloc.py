@@ -89,7 +89,14 @@ class GradLoc:
         self.warnings: list[dict[str, str]] = []
         self.loss_agg_mode = loss_agg_mode
         self._model = WatchedModel(
-            module, forward, torch.device(device), squared_norms, sequence_parallel_size, meter, recover, cut
+            module,
+            forward,
+            torch.device(device),
+            squared_norms=squared_norms,
+            sequence_parallel_size=sequence_parallel_size,
+            meter=meter,
+            recover=recover,
+            cut=cut,
         )
         self._loss_scale = loss_scale
         self._outliers = outliers
