@@ -102,7 +102,7 @@ def drop(investigation: Investigation) -> Tensor | None:
     with SetAside(mini_batch.model.module) as kept:
         passes.rehearse(True)
         for index in range(count):
-            passes.accumulate(partial(without_culprits, index=index), lambda: None, own=index)
+            passes.accumulate(partial(without_culprits, index=index), lambda: None, own_index=index)
         squared_norms = mini_batch.model.reduced_squares(mini_batch.scale)
         if not math.isfinite(math.fsum(squared_norms.tolist())):
             return None

@@ -65,7 +65,7 @@ class CriticWatch:
     ) -> None:
         self.spikes: list[dict[str, Any]] = []
         self._model = WatchedModel(
-            module, _no_search, torch.device(device), None, sequence_parallel_size, meter, None, None
+            module, _no_search, torch.device(device), sequence_parallel_size=sequence_parallel_size, meter=meter
         )
         self._recorder = PassRecorder(self._model)
         self._loss_scale = loss_scale

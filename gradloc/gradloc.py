@@ -5,49 +5,29 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import drill
-from .actions import act, can_skip
 from .bundles.bundle_writer import BundleWriter
 from .config import GradLocConfig
-from .evidence.event import build_event
 from .evidence.ordinary import HOLDS
 from .evidence.scaling import SCALE_FIGURES, loss_scale_warning, own_scale_figures
 from .fsdp import collectives
 from .fsdp.failures import is_known_on_all_ranks, unless_it_fails
-from .fsdp.state import SetAside, undisturbed
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import LossInputs, PassRecorder, ReadTokens, unchanged, with_a_column
 from .measure.passes import Cut, Forward
 from .measure.watched_model import WatchedModel
 from .metrics import UpdateMetrics, own_figures
 from .run_checks import RunChecks, own_sums
-from .search.investigation import Investigation
-from .search.time_limit import HEAD_START, SHARE, SearchTime
+from .search.time_limit import SearchTime
+from .spike import Located, explain
 from .threshold import Threshold
 
 logger = logging.getLogger(__name__)
-
-
-class Located(NamedTuple):
-    """What `GradLoc.locate` found; the same on every rank.
-
-    Args:
-        take_step (bool): Whether to take the optimizer step.
-        squared_norms (Tensor | None): The squared norms by layer of the gradient that is left, without the loss scale;
-            None if they were not measured.
-        event (dict | None): The event, which may be added to; None without a spike, or where an error prevented it.
-        norm (float | None): With a spike, the norm of the reduced gradient before anything was done to it.
-    """
-
-    take_step: bool
-    squared_norms: Tensor | None = None
-    event: dict[str, Any] | None = None
-    norm: float | None = None
 
 
 class GradLoc:
@@ -109,7 +89,14 @@ class GradLoc:
         self.warnings: list[dict[str, str]] = []
         self.loss_agg_mode = loss_agg_mode
         self._model = WatchedModel(
-            module, forward, torch.device(device), squared_norms, sequence_parallel_size, meter, recover, cut
+            module,
+            forward,
+            torch.device(device),
+            squared_norms=squared_norms,
+            sequence_parallel_size=sequence_parallel_size,
+            meter=meter,
+            recover=recover,
+            cut=cut,
         )
         self._loss_scale = loss_scale
         self._outliers = outliers
@@ -256,53 +243,29 @@ class GradLoc:
             started = time.perf_counter()
         threshold = self._threshold.next(gradient.level.token_norm, gradient.level.finite)
         self._metrics.take_in_level(gradient.level, self._threshold.last)
-        if gradient.is_over(threshold):
-            return self._explain(gradient, threshold, where, started)
-        if gradient.is_ordinary(threshold):
-            self._ordinary.take_in(gradient)
-        return Located(True, gradient.squared_norms)
-
-    def _explain(self, gradient: MiniBatch, threshold: float, where: dict[str, Any], started: float) -> Located:
-        """Searches for the tokens behind a spike, applies the action and keeps the event. A collective call.
-
-        An error in the search or the event, known on all ranks, leaves the spike without an event. It still counts, and
-        is skipped where that is the action.
-        """
+        if not gradient.is_over(threshold):
+            if gradient.is_ordinary(threshold):
+                self._ordinary.take_in(gradient)
+            return Located(True, gradient.squared_norms)
         if self._outliers is not None:
             for index, micro_batch in enumerate(gradient.micro_batches):
                 micro_batch.tokens["outlier"] = with_a_column(self._outliers(index))
-        model, action = self._model, self.config.spike_action
-        norm = gradient.global_norm()
-        located = Located(not (action == "skip" and can_skip(gradient)), gradient.squared_norms, None, norm)
-        try:
-            with undisturbed(model.module, model.device), self._search_time.search() as time_limit:
-                investigation = Investigation(
-                    gradient, threshold, self.config, self._ordinary.token_norm, time_limit, reserve=action == "drop"
-                )
-                with SetAside(model.module):
-                    investigation.run()
-                done = act(investigation)
-            located = located._replace(squared_norms=done.squared_norms)
-            self._say_if_cut_short(investigation)
-            event = build_event(
-                investigation,
-                self._ordinary,
-                {**where, "steps_since_resume": self._run_checks.steps_since_resume},
-                action,
-                done.applied,
-                started,
-                self._run_checks.warnings(of_mini_batch=True),
-                error=done.error,
-            )
-        except Exception as failure:
-            if not is_known_on_all_ranks(failure):
-                raise
-            logger.warning("a gradient spike in step %s has no event", where["global_step"], exc_info=True)
+        located = explain(
+            gradient,
+            threshold,
+            self.config,
+            self._ordinary,
+            {**where, "steps_since_resume": self._run_checks.steps_since_resume},
+            started,
+            self._search_time,
+            self._run_checks.warnings(of_mini_batch=True),
+            self._bundle_writer,
+        )
+        if located.event is None:
             self._metrics.add_spike_without_event(skipped=not located.take_step)
-            return located
-        event["replay"] = self._keep_bundle(event, investigation)
-        self._add(event)
-        return located._replace(event=event)
+        else:
+            self._add(located.event)
+        return located
 
     def _next_learning_rate(self) -> float:
         try:
@@ -312,20 +275,6 @@ class GradLoc:
                 logger.warning("the learning rate cannot be read; run checks take it for 0", exc_info=True)
             self._logged.add("learning_rate")
             return 0.0
-
-    def _say_if_cut_short(self, investigation: Investigation) -> None:
-        limit = investigation.time_limit
-        if investigation.out_of_time and collectives.rank() == 0:
-            of_run = f" (over the run, {SHARE:.0%} of its time and {HEAD_START:g} seconds)"
-            logger.warning(
-                "Step %s: the search for the tokens behind a gradient spike was ended after %d passes, because "
-                "bisect_budget_seconds=%s%s left it %.0f seconds.",
-                self._global_step,
-                investigation.passes.count,
-                self.config.bisect_budget_seconds,
-                of_run if self.config.bisect_budget_seconds == "auto" else "",
-                limit.seconds,
-            )
 
     def _measure(self, where: Mapping[str, Any]) -> MiniBatch:
         """The gradient of the passes since the last call. A collective call."""
@@ -364,16 +313,6 @@ class GradLoc:
         else:
             self._add(event)
             self._metrics.drill_found = event["drill"]["found"]
-
-    def _keep_bundle(self, event: Mapping[str, Any], investigation: Investigation) -> str | None:
-        """The folder that the event's bundle is in; None without one. A collective call."""
-        if self._bundle_writer is None:
-            return None
-        try:
-            return self._bundle_writer.keep(event, investigation)
-        except collectives.RankFailedError:
-            logger.warning("a gradient spike is reported without a replay bundle", exc_info=True)
-            return None
 
     def _add(self, event: dict[str, Any]) -> None:
         self.events.append(event)

@@ -14,10 +14,11 @@ from verl.utils.device import get_device_name
 from ..bundles.layout import Row
 from ..evidence.clips import clip_line
 from ..fsdp import collectives
-from ..gradloc import GradLoc, Located
+from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
+from ..spike import Located
 from ..token_clip.positions import Positions
 from ..token_clip.token_clip import TokenClip
 from .eos_tokens import eos_tokens

@@ -79,7 +79,7 @@ class Passes:
         self._sequence_parallel_size = sequence_parallel_size
         # The ranks without a finite dummy input; None until `check_dummy_inputs` has gathered them.
         self._broken_ranks: list[int] | None = None
-        self._cut = not _depends_on_the_whole(module)
+        self._may_truncate = not _depends_on_the_whole(module)
 
     def measure(self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read], reduce: bool) -> _Read:
         """Like `accumulate`, but of the pass's gradient alone, which is cleared after it. A collective call.
@@ -135,7 +135,7 @@ class Passes:
             raise
 
     def accumulate(
-        self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read], own: int | None = None
+        self, subset_of: Callable[[int], TokenSubset | None], read: Callable[[], _Read], own_index: int | None = None
     ) -> _Read:
         """Runs a pass that adds the gradient of every rank's subset, averaged over the ranks, to the current gradient.
 
@@ -144,20 +144,20 @@ class Passes:
         Args:
             subset_of (Callable): Returns the subset of a rank; called for this rank only.
             read (Callable): Called after the pass; its result is returned.
-            own (int, optional): The index of the micro-batch that each rank's subset is of, if it is the rank's own and
-                its signals are to be cut as in training.
+            own_index (int, optional): The index of the rank's own micro-batch that its subset is of, if its signals are
+                to be cut as in training.
 
         Raises:
             RankFailedError: The pass failed on some rank.
         """
-        return self._pass(subset_of, read, True, own)
+        return self._pass(subset_of, read, True, own_index)
 
     def _pass(
         self,
         subset_of: Callable[[int], TokenSubset | None],
         read: Callable[[], _Read],
         reduce: bool,
-        own: int | None = None,
+        own_index: int | None = None,
     ) -> _Read:
         self.count += 1
         error: Exception | None = None
@@ -165,7 +165,7 @@ class Passes:
         recorded = self._recorded[reduce]
         try:
             with recorded.recording(), self._reduction(reduce):
-                self._forward_backward(subset_of(self.rank), own)
+                self._forward_backward(subset_of(self.rank), own_index)
             result = read()
         except Exception as caught:
             try:
@@ -193,7 +193,7 @@ class Passes:
             next(f"rank {rank}: {m}" for rank, m in enumerate(messages) if m is not None)
         ) from error
 
-    def _forward_backward(self, subset: TokenSubset | None, own: int | None = None) -> None:
+    def _forward_backward(self, subset: TokenSubset | None, own_index: int | None = None) -> None:
         if subset is None:
             micro_batch, row = self._dummy_input or (self._own[0], 0)
             keep = torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool)
@@ -202,8 +202,8 @@ class Passes:
             micro_batch, keep, scale = subset.micro_batch, subset.keep, self.scale
             rows, length = self._extent(keep)
         context: AbstractContextManager[None] = nullcontext()
-        if subset is not None and own is not None and self._cut_as_in_training is not None:
-            context = self._cut_as_in_training(own, rows, length)
+        if subset is not None and own_index is not None and self._cut_as_in_training is not None:
+            context = self._cut_as_in_training(own_index, rows, length)
         with context:
             self._run(micro_batch, keep, rows, length, scale)
 
@@ -240,7 +240,7 @@ class Passes:
 
     def _extent(self, keep: Tensor) -> tuple[list[int], int]:
         """The rows to compute and their length; the whole micro-batch if no token is kept or it must not be cut."""
-        if not self._cut or not keep.any():
+        if not self._may_truncate or not keep.any():
             return list(range(len(keep))), keep.shape[1]
         used = keep != 0
         rows = used.any(1).nonzero().flatten().tolist()

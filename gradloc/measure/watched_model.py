@@ -35,11 +35,12 @@ class WatchedModel:
         module: nn.Module,
         forward: Forward,
         device: torch.device,
-        squared_norms: Callable[[], Tensor] | None,
-        sequence_parallel_size: int,
-        meter: str,
-        recover: Callable[[], None] | None,
-        cut: Cut | None,
+        *,
+        squared_norms: Callable[[], Tensor] | None = None,
+        sequence_parallel_size: int = 1,
+        meter: str = "local",
+        recover: Callable[[], None] | None = None,
+        cut: Cut | None = None,
         width: int | None = None,
     ) -> None:
         self.module = module

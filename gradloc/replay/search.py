@@ -131,7 +131,7 @@ def search(
     recorded = {(rank, index): name for rank in range(ranks) for index, name in enumerate(names[rank::ranks])}
 
     outputs = _LastOutputs(forward)
-    watched = WatchedModel(model.module, outputs.forward, model.device, None, 1, "local", None, None, _width(event))
+    watched = WatchedModel(model.module, outputs.forward, model.device, width=_width(event))
     try:
         passes = watched.passes(own, scale)
         passes.rehearse(watched.meter.reduces)
