@@ -198,6 +198,26 @@ def test_other_engines_only_record(engine: str) -> None:
             config(override)
 
 
+OWN = """
+defaults: [ppo_trainer, _self_]
+hydra: {searchpath: ["pkg://verl.trainer.config"]}
+actor_rollout_ref: {actor: {spike_action: stop}}
+"""
+
+
+def test_configurations_of_a_users_own_have_the_keys(tmp_path: Path) -> None:
+    """Of folders elsewhere: one on top of verl's, and an actor on top of verl's."""
+    (tmp_path / "own.yaml").write_text(OWN)
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor/own_actor.yaml").write_text("defaults: [dp_actor, _self_]\nspike_stop_after: 9\n")
+    for group, stop_after in (("dp_actor", 5), ("own_actor", 9)):
+        overrides = [f"actor@{ACTOR}={group}", f"{ACTOR}.spike_detection=True", f"{ACTOR}.token_clip.enable=True"]
+        with initialize_config_dir(str(tmp_path), version_base=None):
+            actor = compose("own", overrides=overrides).actor_rollout_ref.actor
+        assert actor.spike_detection and actor.token_clip.enable
+        assert (actor.spike_action, actor.spike_stop_after) == ("stop", stop_after)
+
+
 @pytest.mark.smoke
 def test_the_generated_reference_mirrors_the_composed_config() -> None:
     generated = OmegaConf.load(CONFIG_DIR / "_generated_ppo_trainer.yaml")
