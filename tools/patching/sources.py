@@ -47,6 +47,7 @@ class Source:
 SOURCES = (
     Source("gradloc", "verl/utils/gradloc"),
     Source("rewards", "verl/utils/reward_score"),
+    # verl's packaging takes the .yaml files of the folders in trainer/config, and none from further below.
     Source("config/gradloc", "verl/trainer/config/gradloc", ".yaml"),
 )
 
