@@ -4,13 +4,13 @@
 """Makes the patches in patches/, with their checksums, from the sources and an edited verl checkout.
 
 A target is a release of verl that there is a patch for. Its patch has three parts, applied in this order:
-package.patch (new files, the same for every target, from gradloc/ and rewards/), VERSION/hooks.patch (calls
-into the package, in verl's own files) and VERSION/fixes.patch (repairs of verl's own faults). VERSION/PIN and
-DEFAULT, the version that is meant where nothing says which, are written by hand.
+package.patch (new files, the same for every target, from the sources: gradloc/, rewards/ and config/gradloc/),
+VERSION/hooks.patch (calls into the package, in verl's own files) and VERSION/fixes.patch (repairs of verl's own
+faults). VERSION/PIN and DEFAULT, the version that is meant where nothing says which, are written by hand.
 
 Usage:
   make_patch.sh --sources
-      Write package.patch from gradloc/ and rewards/. This is all that an edit there needs.
+      Write package.patch from the sources. This is all that an edit there needs.
   make_patch.sh --init DIR [--target VERSION] [--base SRC]
       Prepare a development checkout in the new directory DIR: a git tree with the base commit tagged
       gradloc-base and the target's patch, as far as there is one, applied as uncommitted edits. SRC is a
@@ -21,25 +21,26 @@ Usage:
       working tree (or --head REV), new files included, to package.patch and to the target's hooks.patch
       and fixes.patch. DIR knows which target it was made for. New edits of verl's own files are hooks;
       with --fixes, they are fixes, and the hooks stay. The sources and DIR are brought together first:
-      gradloc/ with DIR's verl/utils/gradloc, rewards/ with what is ours in its verl/utils/reward_score. A
-      file changed on one side is taken from that side, and one changed on both stops the run.
+      gradloc/ with DIR's verl/utils/gradloc, rewards/ with what is ours in its verl/utils/reward_score,
+      config/gradloc/ with its verl/trainer/config/gradloc. A file changed on one side is taken from that
+      side, and one changed on both stops the run.
       With --output FILE, only FILE and FILE.sha256 are written, from DIR as it is.
       --force goes on although hooks or fixes have changed since DIR was last brought together with them.
   make_patch.sh --release VERSION [--base-tree TREE] [--output FILE]
       Write the target's patch in one file, for a release page or a URL, to FILE (default:
       build/gradloc-VERSION.patch) and FILE.sha256.
   make_patch.sh --check [--target VERSION] [--base-tree TREE]
-      Check that patches/ is what the sources produce: the checksums match; package.patch is gradloc/ and
-      rewards/ to the byte; and for each target, the three parts apply to the base without whitespace
-      errors, are to the byte what --repo writes, and reverse to the base.
+      Check that patches/ is what the sources produce: the checksums match; package.patch is the sources to
+      the byte; and for each target, the three parts apply to the base without whitespace errors, are to the
+      byte what --repo writes, and reverse to the base.
 
 TREE is the unpatched verl of one target; for the others, and without it, build/VERSION/base or the wheel is
 used. If no base can be had, --check checks only the checksums and package.patch, and the exit code is 3;
 but a target without a wheel, if --target does not name it, is left out with a message.
 
-The sources hold Python files, and .html, .css and .js files, which become one module page_files.py for each
-folder of verl; edits of its texts in DIR come back to the files. A README.md in the sources stays where it is
-and is not part of the patch.
+config/gradloc/ holds .yaml files. The other sources hold Python files, and .html, .css and .js files, which
+become one module page_files.py for each folder of verl; edits of its texts in DIR come back to the files. A
+README.md in the sources stays where it is and is not part of the patch.
 
 Exit codes: 0 done, 1 the check failed, 2 usage, 3 refused or failed (one sentence says why).
 """

@@ -30,7 +30,7 @@ class TokenClipConfig(BaseConfig, token_clip.TokenClipConfig):
 
 @dataclass
 class SpikeConfig(BaseConfig, GradLocConfig):
-    """A base of the actor's configuration. Its `__post_init__` is to call `check_spike_keys`.
+    """A base of the actor's configuration, before verl's own.
 
     The other fields, and their validation, are those of verl.utils.gradloc.GradLocConfig.
 
@@ -52,6 +52,10 @@ class SpikeConfig(BaseConfig, GradLocConfig):
     spike_replay: int = 16
     layer_clip: LayerClipConfig = field(default_factory=LayerClipConfig)
     token_clip: TokenClipConfig = field(default_factory=TokenClipConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # verl's own, which is the next base
+        self.check_spike_keys()
 
     @property
     def searches_in_training(self) -> bool:

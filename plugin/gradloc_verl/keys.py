@@ -3,6 +3,7 @@
 """The configurations of a verl that is not patched, with GradLoc's keys."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl.workers import config
 
@@ -22,48 +23,33 @@ __all__ = [
 ]
 
 
-@dataclass
-class FSDPActorConfig(SpikeConfig, config.FSDPActorConfig):  # type: ignore[misc]  # checked with a patched verl
-    """verl's, with the keys of SpikeConfig."""
+class _NeedsPlugin:
+    """A base before the others: a run that uses GradLoc needs the whole plugin in this process."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_spike_keys()
-        if self.spike_detection or self.layer_clip.enable or self.token_clip.enable:
+    def __post_init__(self: Any) -> None:
+        super().__post_init__()  # type: ignore[misc]  # that of the other bases
+        if self.spike_detection or any(clip.get("enable", False) for clip in (self.layer_clip, self.token_clip)):
             status.require()
 
 
 @dataclass
-class McoreActorConfig(RecordedSpikeConfig, config.McoreActorConfig):
-    """verl's, with the keys of RecordedSpikeConfig."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self)
+class FSDPActorConfig(_NeedsPlugin, SpikeConfig, config.FSDPActorConfig):  # type: ignore[misc]  # checked with a patched verl
+    """verl's, with the keys of SpikeConfig."""
 
 
 @dataclass
-class VeOmniActorConfig(RecordedSpikeConfig, config.VeOmniActorConfig):  # type: ignore[name-defined]
+class McoreActorConfig(_NeedsPlugin, RecordedSpikeConfig, config.McoreActorConfig):
     """verl's, with the keys of RecordedSpikeConfig."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self)
 
 
 @dataclass
-class TorchTitanActorConfig(RecordedSpikeConfig, config.TorchTitanActorConfig):  # type: ignore[name-defined]
+class VeOmniActorConfig(_NeedsPlugin, RecordedSpikeConfig, config.VeOmniActorConfig):  # type: ignore[name-defined]
     """verl's, with the keys of RecordedSpikeConfig."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self)
 
-
-def _check(actor: SpikeConfig) -> None:
-    actor.check_spike_keys()
-    if actor.spike_detection:
-        status.require()
+@dataclass
+class TorchTitanActorConfig(_NeedsPlugin, RecordedSpikeConfig, config.TorchTitanActorConfig):  # type: ignore[name-defined]
+    """verl's, with the keys of RecordedSpikeConfig."""
 
 
 @dataclass
@@ -72,6 +58,5 @@ class FSDPCriticConfig(CriticSpikeConfig, config.FSDPCriticConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_spike_keys()
         if self.spike_detection:
             status.require("critic")

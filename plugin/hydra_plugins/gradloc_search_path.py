@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Lets Hydra find the plugin's config groups."""
+"""Lets Hydra find the plugin's config groups, and the keys that it shares with the patch."""
 
 import importlib.util
 from pathlib import Path
@@ -10,10 +10,16 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
 class GradLocSearchPath(SearchPathPlugin):
-    """Appends the folder, so that no group of verl's own is hidden."""
+    """Appends the folders, so that no group of verl's own is hidden."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         # By its path: Hydra loads this in programs that have nothing to do with verl, and pkg:// imports the plugin.
         spec = importlib.util.find_spec("gradloc_verl")
-        if spec is not None and spec.origin is not None:
-            search_path.append(provider="gradloc", path=f"file://{Path(spec.origin).parent / 'conf'}")
+        if spec is None or spec.origin is None:
+            return
+        here = Path(spec.origin).parent
+        folders = [here / "conf"]
+        if not (folders[0] / "gradloc").is_dir():  # a checkout has the keys in another folder
+            folders.append(here.parents[1] / "config")
+        for folder in folders:
+            search_path.append(provider="gradloc", path=f"file://{folder}")

@@ -26,6 +26,7 @@ ACTOR = "verl/workers/actor/dp_actor.py"
 ALGOS = "verl/trainer/ppo/core_algos.py"
 DELETED = "verl/utils/import_utils.py"
 NEW = "verl/utils/gradloc/__init__.py"
+KEYS = "verl/trainer/config/gradloc/actor.yaml"
 SOME_FILES = ["verl/__init__.py", "verl/version/version", ACTOR, ALGOS, DELETED, "verl/utils/__init__.py"]
 
 
@@ -93,10 +94,11 @@ def add_package(tree: Path) -> None:
     package = tree / "verl/utils/gradloc"
     package.mkdir()
     (package / "__init__.py").write_text("x = 1\n")
-    (package / "empty.py").write_text("")
     (package / "no_newline.py").write_text("y = 2")
     (package / "tool.py").write_text("z = 3\n")
     (package / "tool.py").chmod(0o755)
+    (tree / KEYS).parent.mkdir(parents=True)
+    (tree / KEYS).write_text("")
 
 
 def write_patch(path: Path, data: bytes) -> Path:

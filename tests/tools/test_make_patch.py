@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import trees
-from trees import ACTOR, ALGOS, DELETED, NEW, Project, refused, snapshot
+from trees import ACTOR, ALGOS, DELETED, KEYS, NEW, Project, refused, snapshot
 
 pytestmark = pytest.mark.slow
 
@@ -167,7 +167,7 @@ def test_a_clone_made_with_autocrlf(base_tree: Path, tmp_path: Path) -> None:
     source.mkdir()
     for name in (".gitattributes", "apply_patch.py", "make_patch.sh", "run_experiment.sh"):
         shutil.copy(trees.ROOT / name, source)
-    for name in ("embedded", "gradloc", "patches", "rewards", "tools"):
+    for name in ("config", "embedded", "gradloc", "patches", "rewards", "tools"):
         shutil.copytree(trees.ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     trees.commit_all(source)
     trees.git(source, "clone", "-q", "-c", "core.autocrlf=true", str(source), str(clone))
@@ -419,6 +419,33 @@ def test_what_rewards_may_not_hold(rewarded: tuple[Project, Path], source: Path)
     shutil.rmtree(project.place / "rewards")
     refused(project.make("--repo", checkout), 3, "rewards/ is empty")
     refused(check(project, source), 1, "new.py")
+
+
+def test_keys_have_their_sources_in_the_project(made: tuple[Project, Path], source: Path) -> None:
+    """In a folder of their own, of which a package has .yaml files only."""
+    project, checkout = made
+    ours, theirs = project.place / "config/gradloc", (checkout / KEYS).parent
+    theirs.mkdir(parents=True)
+    (checkout / KEYS).write_text("key: 1\n")
+    assert project.make("--repo", checkout).returncode == 0
+    assert (ours / "actor.yaml").read_text() == "key: 1\n"
+    assert KEYS.encode() in project.package.read_bytes() and KEYS.encode() not in project.hooks.read_bytes()
+    (ours / "actor.yaml").write_text("key: 2\n")
+    refused(check(project, source), 1, f"{KEYS} differ")
+    assert project.make("--sources").returncode == 0
+    assert check(project, source).returncode == 0
+    (checkout / KEYS).write_text("key: 3\n")
+    refused(project.make("--repo", checkout), 3, "changed both in config/gradloc/", "actor.yaml")
+    (checkout / KEYS).write_text("key: 2\n")
+    for place in (ours / "keys.py", theirs / "keys.py"):
+        place.write_text("")
+        refused(project.make("--repo", checkout), 3, "keys.py", ".yaml files only")
+        place.unlink()
+    assert project.make("--repo", checkout).returncode == 0
+    assert project.apply("--repo", source).returncode == 0
+    assert (source / KEYS).read_text() == "key: 2\n"
+    assert project.apply("--repo", source, "--reverse").returncode == 0
+    assert not (source / KEYS).parent.exists()
 
 
 # Files of a web page: a module in verl

@@ -14,6 +14,7 @@ from tools.patching import page_files, patch_text, sources
 from tools.patching.sources import SOURCES, File, Files, Misplaced, Source
 
 SOURCE = Source("ours", "verl/place")
+YAML = Source("keys", "verl/keys", ".yaml")
 
 
 def files(**blobs: str) -> Files:
@@ -74,6 +75,18 @@ def test_what_the_project_may_not_hold(name: str, mode: str, words: str) -> None
         sources.check_ours(fine | {name: File(mode, "1")}, BASE, SOURCE)
 
 
+@pytest.mark.parametrize(("name", "mode"), [("a.py", "100644"), ("page.css", "100644"), ("link.yaml", "120000")])
+def test_what_a_source_of_yaml_may_not_hold(name: str, mode: str) -> None:
+    fine = {"a.yaml": File("100644", "1")}
+    for check, place in (
+        (lambda files: sources.check_ours(files, BASE, YAML), "keys"),
+        (lambda files: sources.check_theirs(files, YAML), "verl/keys"),
+    ):
+        check(fine)
+        with pytest.raises(Misplaced, match=f"^{place}/{name} .*[.]yaml files only( there)?; move it away"):
+            check(fine | {name: File(mode, "1")})
+
+
 @pytest.mark.parametrize(("name", "mode"), [("notes.txt", "100644"), ("page.css", "100644"), ("link.py", "120000")])
 def test_what_a_checkout_may_not_hold(name: str, mode: str) -> None:
     sources.check_theirs(files(a_py="1", page_files_py="1"), SOURCE)
@@ -111,7 +124,8 @@ def test_the_package_is_the_new_files_of_the_sources() -> None:
     for source in SOURCES:
         folder = trees.ROOT / source.folder
         pages = {path.with_name(page_files.MODULE) for path in folder.rglob("*") if page_files.is_page_file(path.name)}
-        wanted |= {f"{source.place}/{path.relative_to(folder)}" for path in {*folder.rglob("*.py"), *pages}}
+        ours = {*folder.rglob(f"*{source.suffix}"), *pages}
+        wanted |= {f"{source.place}/{path.relative_to(folder)}" for path in ours}
     assert set(found) == wanted
     assert blobs[found["verl/utils/reward_score/ps_grpo.py"].blob] == (trees.ROOT / "rewards/ps_grpo.py").read_bytes()
 

@@ -102,7 +102,8 @@ def test_files_that_an_upgrade_left_behind_are_named(two: Project, newer: Path) 
     (newer / "verl/version/version").write_text("0.8.0\n")
     for file in (ACTOR, ALGOS, DELETED):
         (newer / file).write_text("other\n")
-    refused(two.apply("--repo", newer), 3, f"{BOTH} only", f"rm -r {newer}/verl/utils/gradloc")
+    command = f"rm -r {newer}/verl/trainer/config {newer}/verl/utils/gradloc"
+    refused(two.apply("--repo", newer), 3, f"{BOTH} only", command)
 
 
 def test_the_target_that_is_named_counts(two: Project, newer: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
+import os
+import re
 import subprocess
 import sys
 import types
@@ -12,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import trees
-from tools import plugin_config
 
 sys.path.insert(0, str(trees.ROOT / "plugin"))
 from gradloc_verl import status  # noqa: E402
@@ -127,20 +130,21 @@ def test_a_process_without_the_plugin_refuses_a_run(monkeypatch: pytest.MonkeyPa
         status.require()
 
 
-@pytest.mark.parametrize(("group", "target"), plugin_config.GROUPS)
-def test_the_config_groups_are_those_of_the_patch(group: str, target: str) -> None:
-    file = plugin_config.CONF / group / f"gradloc_dp_{group}.yaml"
-    wanted = plugin_config.written(group, target, plugin_config.HOOKS.read_text())
-    assert file.read_text() == wanted, "run python tools/plugin_config.py"
-    assert "spike_detection: " in wanted and "verl.workers" not in wanted
+CONF = trees.ROOT / "plugin/gradloc_verl/conf"
+GROUPS = [str(file.relative_to(CONF)) for file in sorted(CONF.glob("*/gradloc_*.yaml"))]
 
 
-@pytest.mark.parametrize(("engine", "target"), plugin_config.RECORDED)
-def test_the_config_groups_of_other_engines_are_those_of_the_patch(engine: str, target: str) -> None:
-    file = plugin_config.CONF / f"actor/gradloc_{engine}_actor.yaml"
-    wanted = plugin_config.written("actor", target, plugin_config.HOOKS.read_text(), engine)
-    assert file.read_text() == wanted, "run python tools/plugin_config.py"
-    assert "spike_search: replay" in wanted and f"gradloc_verl.config.{target}" in wanted
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_config_group_adds_what_the_patch_adds(group: str) -> None:
+    ours = yaml.safe_load((CONF / group).read_text())
+    own = Path(group).stem.removeprefix("gradloc_")
+    hooks = (trees.ROOT / "patches/0.9.1/hooks.patch").read_text().split("diff --git ")
+    (hook,) = [each for each in hooks if each.startswith(f"a/verl/trainer/config/{Path(group).with_stem(own)} ")]
+    (keys,) = re.findall(r"^\+  - (.+)$", hook, re.M)
+    assert ours.pop("defaults") == [own, keys, "_self_"]
+    # No key is written twice: all that is left is which classes have them.
+    for section in (ours, *(ours.pop(name) for name in ("layer_clip", "token_clip") if name in ours)):
+        assert section.pop("_target_").startswith("gradloc_verl.config.") and not section
 
 
 def test_the_wheel_has_what_it_needs(tmp_path: Path) -> None:
@@ -154,6 +158,7 @@ def test_the_wheel_has_what_it_needs(tmp_path: Path) -> None:
 
     assert wheel.name.split("-")[1] == __version__
     with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
         names = set(archive.namelist())
         info = next(name for name in names if name.endswith("entry_points.txt"))
         points = archive.read(info).decode()
@@ -161,4 +166,29 @@ def test_the_wheel_has_what_it_needs(tmp_path: Path) -> None:
     listed = trees.git(trees.ROOT, "ls-files", "gradloc", "plugin").splitlines()
     assert {name.removeprefix("plugin/") for name in listed} - {"py.typed"} <= names
     assert {"gradloc/py.typed", "gradloc_verl/scorers/ps_grpo.py", "gradloc/report/page.js"} <= names
+    assert {f"gradloc_verl/conf/gradloc/{keys}.yaml" for keys in ("actor", "recorded_actor", "critic")} <= names
     assert not [name for name in names if name.startswith(("tests", "tools", "build", "embedded"))]
+    # A checkout, which an editable installation refers to, has the keys in another folder.
+    checkout = f"{trees.ROOT / 'plugin'}:{trees.ROOT}"
+    assert composed(tmp_path / "site") == composed(checkout)
+
+
+def composed(path: Path | str) -> dict[str, Any]:
+    """The configuration of actor and critic that Hydra makes of the plugin's groups where Python finds it here."""
+    code = """
+import json, sys
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+groups = ["actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_critic"]
+with initialize_config_dir(sys.argv[1], version_base=None):
+    config = compose("ppo_trainer", overrides=groups)
+assert "gradloc_verl" not in sys.modules
+print(json.dumps(OmegaConf.to_container(OmegaConf.create([config.actor_rollout_ref.actor, config.critic]))))
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+    command = [sys.executable, "-c", code, trees.BASE_TREE / "verl/trainer/config"]
+    done = subprocess.run(command, env=environment | {"PYTHONPATH": str(path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    actor, critic = json.loads(done.stdout)
+    assert actor["spike_search"] == "training" and critic["grad_norm_threshold"] == "auto"
+    return {"actor": actor, "critic": critic}

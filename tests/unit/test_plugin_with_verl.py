@@ -35,10 +35,21 @@ import verl
 import gradloc_verl
 from gradloc_verl import status
 
-def composed(*overrides, keys={KEYS!r}):
+KEYS = {KEYS!r}
+
+def composed(*overrides, keys=KEYS):
     from hydra import compose, initialize_config_module
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides=[*keys, *overrides])
+
+# verl's classes have the keys in a patched verl; in this one, the plugin's have them.
+def as_patched(keys, config):
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+    with initialize_config_dir({str(PATCHED / "verl/trainer/config")!r}, version_base=None):
+        patched = compose("ppo_trainer", overrides=[key for key in keys if "gradloc_" not in key])
+    patched, ours = (OmegaConf.to_yaml(each, sort_keys=True) for each in (patched, config))
+    return patched == ours.replace("_target_: gradloc_verl.config.", "_target_: verl.workers.config.")
 
 def actor_config(*overrides):
     from verl.utils.config import omega_conf_to_dataclass
@@ -234,6 +245,7 @@ def test_the_keys_work_without_a_plus_and_are_validated(installed: Path) -> None
         plain, ours = (OmegaConf.to_container(each, resolve=False) for each in (plain, ours))
         changed = {name for name, value in plain.items() if ours[name] != value}
         assert changed == {"_target_", "ppo_micro_batch_size_per_gpu"}, changed
+        assert as_patched(KEYS, composed())
     """
     run(installed, code)
 
@@ -416,8 +428,9 @@ def test_other_engines_have_their_keys(installed: Path) -> None:
 
         for engine in ("megatron", "veomni", "torchtitan"):
             keys = [f"model_engine={engine}", f"actor@actor_rollout_ref.actor=gradloc_{engine}_actor"]
-            others = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.n=1"]
-            actor = omega_conf_to_dataclass(composed(ON, keys=keys + others).actor_rollout_ref.actor)
+            keys += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.n=1", ON]
+            assert as_patched(keys, composed(keys=keys))
+            actor = omega_conf_to_dataclass(composed(keys=keys).actor_rollout_ref.actor)
             assert actor.records_spikes and actor.strategy == engine
     """
     run(installed, code)

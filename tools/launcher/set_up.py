@@ -75,7 +75,7 @@ def set_up_venv(venv: Path, target: str, root: Path, environment: Mapping[str, s
 
 
 def _install_plugin(venv: Path, root: Path, installer: Installer) -> None:
-    folders = [root / name for name in ("gradloc", "plugin", "rewards")]
+    folders = [root / name for name in ("gradloc", "plugin", "rewards", "config")]
     files = [root / "pyproject.toml", *(file for folder in folders for file in sorted(folder.rglob("*.*")))]
     wanted = _hash(*_contents(*(file for file in files if file.is_file() and file.suffix != ".pyc"), venv / "ready"))
     if not _is(venv / "patched", wanted):

@@ -73,8 +73,11 @@ def check_package(ours: dict[Source, Files], scratch: Scratch) -> None:
     except apply_patch.Stop as stop:
         raise OutOfDate(f"{PACKAGE} cannot be read: {stop}") from None
     if differing := sorted(path for path in {*found, *wanted} if found.get(path) != wanted.get(path)):
-        folders = " and ".join(f"{source.folder}/" for source in SOURCES)
-        raise OutOfDate(f"{PACKAGE} is not {folders} ({' '.join(differing)} differ); run make_patch.sh --sources")
+        *folders, last = [f"{source.folder}/" for source in SOURCES]
+        raise OutOfDate(
+            f"{PACKAGE} is not {', '.join(folders)} and {last} ({' '.join(differing)} differ); "
+            "run make_patch.sh --sources"
+        )
     if parts.make_diff({}, wanted, scratch) != patch:
         raise OutOfDate(f"{PACKAGE} says the same as the sources but in other bytes; run make_patch.sh --sources")
 

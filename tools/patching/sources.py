@@ -36,9 +36,20 @@ class Source:
 
     folder: str
     place: str  # in verl
+    suffix: str = ".py"  # of its files
+
+    @property
+    def only(self) -> str:
+        """Which files it holds, in words."""
+        return f"{'Python' if self.suffix == '.py' else self.suffix} files only"
 
 
-SOURCES = (Source("gradloc", "verl/utils/gradloc"), Source("rewards", "verl/utils/reward_score"))
+SOURCES = (
+    Source("gradloc", "verl/utils/gradloc"),
+    Source("rewards", "verl/utils/reward_score"),
+    # verl's packaging takes the .yaml files of the folders in trainer/config, and none from further below.
+    Source("config/gradloc", "verl/trainer/config/gradloc", ".yaml"),
+)
 
 
 def is_readme(path: str) -> bool:
@@ -93,10 +104,12 @@ def check_ours(files: Files, base: Files, source: Source) -> None:
     for name, file in files.items():
         if PurePosixPath(name).name == page_files.MODULE:
             raise Misplaced(f"{source.folder}/{name} is a name for what the patch generates; rename it")
-        if not file.mode.startswith("100") or not (name.endswith(".py") or page_files.is_page_file(name)):
+        is_page = source.suffix == ".py" and page_files.is_page_file(name)
+        if not file.mode.startswith("100") or not (name.endswith(source.suffix) or is_page):
+            also = f" (and {' '.join(page_files.SUFFIXES)} files, as a module)" if source.suffix == ".py" else ""
             raise Misplaced(
-                f"{source.folder}/{name} does not belong in a folder of the patch, which holds Python files only "
-                f"(and {' '.join(page_files.SUFFIXES)} files, as a module); move it away"
+                f"{source.folder}/{name} does not belong in a folder of the patch, which holds {source.only}{also}; "
+                "move it away"
             )
         if f"{source.place}/{name}" in base:
             raise Misplaced(f"{source.folder}/{name} would replace a file of verl's own; rename it")
@@ -109,11 +122,10 @@ def check_theirs(files: Files, source: Source) -> None:
         Misplaced: names the first such file.
     """
     for name, file in files.items():
-        if not file.mode.startswith("100") or not name.endswith(".py"):
-            advice = f"edit it in {page_files.MODULE}" if page_files.is_page_file(name) else "move it away"
-            raise Misplaced(
-                f"{source.place}/{name} does not belong in verl, which has Python files only there; {advice}"
-            )
+        if not file.mode.startswith("100") or not name.endswith(source.suffix):
+            is_page = source.suffix == ".py" and page_files.is_page_file(name)
+            advice = f"edit it in {page_files.MODULE}" if is_page else "move it away"
+            raise Misplaced(f"{source.place}/{name} does not belong in verl, which has {source.only} there; {advice}")
 
 
 def broken_module(files: Files, base: Files, read: Read) -> str | None:
