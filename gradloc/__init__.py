@@ -20,8 +20,9 @@ The parts of the package. A file imports from its own part and from those above 
   adapters.remedy_losses for other losses
 - convert: bundles from what other trainers write
 - actions: what happens to the gradient after a spike
+- spike: the search for a spike's tokens, the action, the event and its bundle
 - drill: a spike planted on purpose, to see that it is found
-- gradloc: watches the training passes; measures, searches, acts and writes the event
+- gradloc: watches the training passes, measures the mini-batch, and decides whether it is a spike
 - critic_watch: watches a critic's passes, and says what a spike of its gradient comes from
 - selftest: whether GradLoc works with a model on a machine, and what it costs there
 - adapters: the only part that knows verl
@@ -31,9 +32,10 @@ from .config import GradLocConfig
 from .evidence.token_facts import text_evidence
 from .evidence.writer import record_events
 from .fsdp.recorded_collectives import RankLostError
-from .gradloc import GradLoc, Located
+from .gradloc import GradLoc
 from .layers.layer_clip import LayerClip, LayerClipConfig
 from .measure.token_weights import token_weights
+from .spike import Located
 from .token_clip.token_clip import TokenClip, TokenClipConfig
 from .version import __version__
 
