@@ -9,7 +9,8 @@ from typing import Any
 
 from .shares import layer_shares
 
-Culprit = Mapping[str, Any]
+# What is known of a culprit, or as tensors of many tokens: see `token_facts`.
+Facts = Mapping[str, Any]
 # The mini-batch's `median_advantage` and `median_weight`.
 Medians = Mapping[str, float | None]
 
@@ -36,16 +37,17 @@ class Rule:
         name (str): The source.
         meaning (str): When it holds, in one sentence.
         advice (str): What to do about it, in one sentence.
-        holds (Callable): Whether it holds for a culprit, given the medians of its mini-batch.
+        holds (Callable): Whether it holds for a culprit, or for which of many tokens, given the medians of their
+            mini-batch.
     """
 
     name: str
     meaning: str
     advice: str
-    holds: Callable[[Culprit, Medians], bool]
+    holds: Callable[[Facts, Medians], Any]
 
 
-def classify(culprit: Culprit, medians: Medians) -> list[str]:
+def classify(culprit: Facts, medians: Medians) -> list[str]:
     """The names of all rules that hold for a culprit, most specific first; ["other"] if none does.
 
     Args:
@@ -55,71 +57,83 @@ def classify(culprit: Culprit, medians: Medians) -> list[str]:
     return [rule.name for rule in RULES if rule.holds(culprit, medians)] or [OTHER.name]
 
 
-def _is_nonfinite(culprit: Culprit, _: Medians) -> bool:
-    return not math.isfinite(culprit["grad_norm"])
+# The rules take single values and tensors alike: so `|` and `&`, and no chained comparison. What is None, or missing,
+# is not known. NaN is unlike itself.
 
 
-def _is_retokenized(culprit: Culprit, _: Medians) -> bool:
-    first = culprit.get("mismatch_turn")  # older events lack it
-    return first is not None and culprit["turn"] >= first
+def _is_nonfinite(of: Facts, _: Medians) -> Any:
+    return _is_broken(of["grad_norm"])
 
 
-def _is_misaligned(culprit: Culprit, _: Medians) -> bool:
-    return (culprit["misaligned_share"] or 0.0) > MISALIGNED_FRACTION
+def _is_retokenized(of: Facts, _: Medians) -> Any:
+    first = of.get("mismatch_turn")
+    return first is not None and (first > 0) & (of["turn"] >= first)
 
 
-def _is_unsampled(culprit: Culprit, _: Medians) -> bool:
-    rollout = culprit["rollout_log_prob"]
+def _is_misaligned(of: Facts, _: Medians) -> Any:
+    share = of.get("misaligned_share")
+    return share is not None and share > MISALIGNED_FRACTION
+
+
+def _is_unsampled(of: Facts, _: Medians) -> Any:
+    rollout, after_eos = of.get("rollout_log_prob"), of.get("after_eos")
+    after_eos = False if after_eos is None else after_eos
     if rollout is None:
-        return bool(culprit["after_eos"])
-    if rollout != 0:  # a finite log-prob shows that the rollout sampled it, even after an end token
-        return not math.isfinite(rollout)
-    return bool(culprit["after_eos"]) or culprit["log_prob"] < math.log(UNSAMPLED)
+        return after_eos
+    # A finite log-prob shows that the rollout sampled it, even after an end token.
+    return _is_broken(rollout) | ((rollout == 0) & (after_eos | (of["log_prob"] < math.log(UNSAMPLED))))
 
 
-def has_large_advantage(culprit: Culprit, medians: Medians) -> bool:
-    """The rule `advantage`."""
-    return _is_outlier(culprit["advantage"], medians["median_advantage"], LARGE_ADVANTAGE)
+def has_large_advantage(of: Facts, medians: Medians) -> Any:
+    """The rule `advantage`; with `least_advantage` in `medians`, only for those that are not under it."""
+    advantage = of.get("advantage")
+    found = _is_outlier(advantage, medians["median_advantage"], LARGE_ADVANTAGE)
+    least = medians.get("least_advantage")
+    return found if advantage is None or least is None else found & (abs(advantage) >= least)
 
 
-def _has_large_weight(culprit: Culprit, medians: Medians) -> bool:
-    return _is_outlier(culprit["weight"], medians["median_weight"], LARGE_WEIGHT)
+def _has_large_weight(of: Facts, medians: Medians) -> Any:
+    return _is_outlier(of["weight"], medians["median_weight"], LARGE_WEIGHT)
 
 
-def _is_due_to_kl(culprit: Culprit, _: Medians) -> bool:
-    kl = culprit["kl_coefficient"]
-    return kl is not None and abs(kl) > abs(culprit["coefficient"] - kl)
+def _is_due_to_kl(of: Facts, _: Medians) -> Any:
+    kl = of.get("kl_coefficient")
+    return kl is not None and abs(kl) > abs(of["coefficient"] - kl)
 
 
-def _has_far_ratio(culprit: Culprit, _: Medians) -> bool:
-    return any(_is_far_from_one(culprit[name], TOKEN_RATIO) for name in ("ratio", "rollout_ratio"))
+def _has_far_ratio(of: Facts, _: Medians) -> Any:
+    return _is_far_from_one(of.get("ratio"), TOKEN_RATIO) | _is_far_from_one(of.get("rollout_ratio"), TOKEN_RATIO)
 
 
-def _has_far_sequence_ratio(culprit: Culprit, _: Medians) -> bool:
-    return _is_far_from_one(culprit["sequence_ratio"], SEQUENCE_RATIO)
+def _has_far_sequence_ratio(of: Facts, _: Medians) -> Any:
+    return _is_far_from_one(of.get("sequence_ratio"), SEQUENCE_RATIO)
 
 
-def _is_unlikely(culprit: Culprit, _: Medians) -> bool:
-    return culprit["log_prob"] < math.log(UNLIKELY)
+def _is_unlikely(of: Facts, _: Medians) -> Any:
+    return of["log_prob"] < math.log(UNLIKELY)
 
 
-def _is_punished(culprit: Culprit, _: Medians) -> bool:
-    advantage = culprit["advantage"]
-    is_pushed_down = advantage is not None and advantage < 0 < culprit["coefficient"]
-    return is_pushed_down and culprit["log_prob"] > math.log(CONFIDENT)
+def _is_punished(of: Facts, _: Medians) -> Any:
+    advantage = of.get("advantage")
+    is_confident = of["log_prob"] > math.log(CONFIDENT)
+    return advantage is not None and (advantage < 0) & (of["coefficient"] > 0) & is_confident
 
 
-def _has_a_layer(culprit: Culprit, _: Medians) -> bool:
+def _has_a_layer(culprit: Facts, _: Medians) -> bool:
     shares = layer_shares(culprit["layer_norms"])
     return len(shares) > 1 and max(shares.values()) > LAYER_FRACTION
 
 
-def _is_outlier(value: float | None, median: float | None, factor: float) -> bool:
+def _is_broken(value: Any) -> Any:
+    return (value != value) | (abs(value) == math.inf)
+
+
+def _is_outlier(value: Any, median: float | None, factor: float) -> Any:
     return value is not None and median is not None and abs(value) > factor * median
 
 
-def _is_far_from_one(ratio: float | None, factor: float) -> bool:
-    return ratio is not None and not 1 / factor <= ratio <= factor
+def _is_far_from_one(ratio: Any, factor: float) -> Any:
+    return ratio is not None and (ratio != ratio) | (ratio > factor) | (ratio < 1 / factor)
 
 
 # Most specific first: broken numbers, then bugs, then what ordinary tokens rarely have.
