@@ -30,7 +30,7 @@ function linkCulpritsToEvents() {
 }
 
 function start() {
-  showWarnings();
+  fill("warnings", data.warnings.map(makeWarning));
   showTotals();
   showDrills();
   showReplays();
@@ -148,9 +148,9 @@ function visible(text) {
   );
 }
 
-// A token's text, with spaces at its ends that can be seen; or its id.
-function tokenName({ token, token_id }) {
-  if (token === null) return `id ${token_id}`;
+// A token's text, with spaces at its ends that can be seen; or its id, or what it has instead.
+function tokenName({ token, token_id, name }) {
+  if (token === null) return name ?? `id ${token_id}`;
   if (token === "") return "(empty)";
   return visible(token).replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length));
 }
@@ -193,6 +193,16 @@ function hide(elements) {
   for (const element of elements) element.hidden = true;
 }
 
+// Shows children in an element, or a text; without any, the element is hidden.
+function fill(id, children) {
+  get(id).hidden = !children.length;
+  get(id).replaceChildren(...children);
+}
+
+function say(id, text) {
+  fill(id, text ? [text] : []);
+}
+
 function makeToken(culprit) {
   return make("span", { class: "tok" }, tokenName(culprit));
 }
@@ -203,6 +213,51 @@ function makeBadge(source) {
 
 function makeTerms(terms) {
   return terms.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+}
+
+// Tables. A column is its head, what its cell has for a row, and the class of both; "row" is that of a row's own head.
+
+function fillTable(id, columns, rows) {
+  get(id).replaceChildren(...makeTableParts(columns, rows));
+}
+
+function makeTableParts(columns, rows) {
+  const heads = columns.map(([head, , kind]) => make("th", { scope: "col", class: kind }, head));
+  return [
+    make("thead", {}, make("tr", {}, heads)),
+    make("tbody", {}, rows.map((row) => make("tr", {}, makeCells(columns, row)))),
+  ];
+}
+
+function makeCells(columns, row) {
+  return columns.map(([, cell, kind]) =>
+    kind === "row" ? make("th", { scope: "row" }, cell(row)) : make("td", { class: kind }, cell(row))
+  );
+}
+
+// Columns of numbers: of any, and of whole ones.
+function figure(head, name) {
+  return [head, (row) => short(row[name]), "num"];
+}
+
+function index(head, name) {
+  return [head, (row) => String(row[name] ?? "–"), "num"];
+}
+
+function makeReplayTable(title, heads, rows) {
+  if (!rows.length) return null;
+  const isText = (head) => ["Layer", "By", "Switch", "Override", "Meaning"].includes(head);
+  const columns = heads.map((head, i) => [visible(head), (row) => visible(row[i]), isText(head) ? null : "num"]);
+  return make(
+    "details",
+    { open: title === "Tokens" ? "" : null },
+    make("summary", {}, title),
+    make(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
+      make("table", {}, makeTableParts(columns, rows)),
+    ),
+  );
 }
 
 function sourceColor(source) {
@@ -294,9 +349,7 @@ function showTotals() {
   document.title = get("title").textContent + " · GradLoc";
   get("lead").append(...lead());
   if (events.length) get("figures").append(...makeTerms(figures()));
-  const messages = notes();
-  get("notes").hidden = !messages.length;
-  get("notes").append(...messages.map((message) => make("li", {}, message)));
+  fill("notes", notes().map((message) => make("li", {}, message)));
 }
 
 function title() {
@@ -377,11 +430,6 @@ function notes() {
 
 // The warnings of the steps, which need no spike.
 
-function showWarnings() {
-  get("warnings").hidden = !data.warnings.length;
-  get("warnings").replaceChildren(...data.warnings.map(makeWarning));
-}
-
 function makeWarning({ when, sentence, check }) {
   return make(
     "li",
@@ -425,10 +473,8 @@ function makeCommand(command) {
 
 function showDrills() {
   const { faults, drills } = data;
-  get("fault").hidden = !faults.length;
-  get("fault").textContent = `A fault was planted in this run on purpose: ${visible(faults.join(", "))}`;
-  get("drills").hidden = !drills.length;
-  get("drills").replaceChildren(...drills.map(makeDrill));
+  say("fault", faults.length && `A fault was planted in this run on purpose: ${visible(faults.join(", "))}`);
+  fill("drills", drills.map(makeDrill));
 }
 
 function makeDrill({ found, text, advice }) {
@@ -513,28 +559,6 @@ function makeRemedies({ remedies, remedy_notes }) {
   ];
 }
 
-function makeReplayTable(title, heads, rows) {
-  if (!rows.length) return null;
-  const isText = (head) => ["Layer", "By", "Switch", "Override", "Meaning"].includes(head);
-  const cells = (tag, texts, more = {}) =>
-    texts.map((text, i) => make(tag, { ...more, class: isText(heads[i]) ? null : "num" }, visible(text)));
-  return make(
-    "details",
-    { open: title === "Tokens" ? "" : null },
-    make("summary", {}, title),
-    make(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
-      make(
-        "table",
-        {},
-        make("thead", {}, make("tr", {}, cells("th", heads, { scope: "col" }))),
-        make("tbody", {}, rows.map((row) => make("tr", {}, cells("td", row)))),
-      ),
-    ),
-  );
-}
-
 // What TokenClip found: tokens whose backward signals were over its bounds.
 
 const clipsWithStep = (clips?.rows ?? []).filter(hasStep);
@@ -546,14 +570,14 @@ function showClips() {
   get("h-clips").textContent = clips.title;
   get("clips-hint").textContent = visible(clips.sentences.join(" "));
   get("clips-how").textContent = clips.explanation;
-  get("clips-table").hidden = get("clips-how").hidden = !clips.rows.length;
+  get("clips-scroll").hidden = get("clips-how").hidden = !clips.rows.length;
   get("clips-more").addEventListener("click", showMoreClips);
   showClipRows();
   drawClips();
 }
 
 function showClipRows() {
-  get("clips-rows").replaceChildren(...clips.rows.slice(0, clipRows).map(makeClipRow));
+  fillTable("clips-table", clipColumns, clips.rows.slice(0, clipRows));
   const more = clips.rows.length - clipRows;
   get("clips-more").hidden = more <= 0;
   get("clips-more").textContent = `Show ${Math.min(200, more)} more of ${whole(more)}`;
@@ -563,34 +587,23 @@ function showMoreClips() {
   clipRows += 200;
   showClipRows();
   // A button that is hidden loses the focus.
-  if (get("clips-more").hidden) get("clips-table").focus();
+  if (get("clips-more").hidden) get("clips-scroll").focus();
 }
 
-function makeClipRow(row) {
-  const words = [
-    make("span", { class: "tok" }, clippedName(row)),
-    make("span", { class: "tok around" }, contextAround(row)),
-  ];
-  const cells = [
-    [String(row.global_step ?? "–"), "num"],
-    [words, "words"],
-    [visible(row.boundary)],
-    [short(row.multiple), "num"],
-    [row.done],
-    [String(row.rank), "num"],
-    [String(row.row), "num"],
-    [row.position < 0 ? "prompt" : String(row.position), "num"],
-    [short(row.log_prob), "num"],
-    [short(row.reward), "num"],
-    [visible(row.data_source ?? "–")],
-    [clipSpike(row)],
-  ];
-  return make("tr", {}, cells.map(([content, kind]) => make("td", { class: kind ?? null }, ...[content].flat())));
-}
-
-function clippedName(row) {
-  return row.token === null ? row.name : tokenName(row);
-}
+const clipColumns = [
+  index("Step", "global_step"),
+  ["Token in its context", tokenInContext, "words"],
+  ["First over at", ({ boundary }) => visible(boundary)],
+  figure("× usual", "multiple"),
+  ["Signal", ({ done }) => done],
+  index("Rank", "rank"),
+  index("Row", "row"),
+  ["Position", ({ position }) => position < 0 ? "prompt" : String(position), "num"],
+  figure("log p", "log_prob"),
+  figure("Reward", "reward"),
+  ["Data source", ({ data_source }) => visible(data_source ?? "–")],
+  ["Spike", clipSpike],
+];
 
 // What leads to the spike of the same mini-batch.
 function clipSpike({ spike, event }) {
@@ -653,7 +666,7 @@ function clipsTrace(done, { symbol, color }, { height }) {
 }
 
 function clipHover(row) {
-  return `<b>${withoutMarkup(clippedName(row).slice(0, 40))}</b>   ${row.done}` +
+  return `<b>${withoutMarkup(tokenName(row).slice(0, 40))}</b>   ${row.done}` +
     `<br>${short(row.multiple)} times the usual at ${withoutMarkup(visible(row.boundary).slice(0, 40))}` +
     `<br>step ${row.global_step}, rank ${row.rank}`;
 }
@@ -1180,12 +1193,10 @@ function showSpike() {
   get("spike").textContent = placeInWords(event);
   // An event of an older release has no verdict.
   const { verdict } = event;
-  get("verdict").textContent = visible(verdict?.sentence ?? event.summary ?? "");
-  get("summary").textContent = verdict ? visible(event.summary ?? "") : "";
-  for (const line of ["verdict", "summary"]) get(line).hidden = !get(line).textContent;
-  get("story").textContent = story(event);
-  get("clipped").hidden = !event.token_clip;
-  get("clipped").textContent = event.token_clip ?? "";
+  say("verdict", visible(verdict?.sentence ?? event.summary ?? ""));
+  say("summary", verdict && visible(event.summary ?? ""));
+  say("story", story(event));
+  say("clipped", event.token_clip);
   const diagnosis = make("b", {}, `Diagnosis: ${event.diagnosis}.`);
   get("diagnosis").replaceChildren(diagnosis, event.explanation ? " " + event.explanation : "");
   showWhatToDo(event);
@@ -1199,12 +1210,9 @@ function showSpike() {
 
 // The command that checks the verdict, what the diagnosis leads to, and what to do about each source of the culprit.
 function showWhatToDo({ verdict, diagnosis }) {
-  get("check").hidden = !verdict;
-  get("check").replaceChildren(...(verdict ? makeCheck(verdict.check) : []));
-  get("look").hidden = diagnosis === "tokens";
-  get("look").textContent = data.diagnoses[diagnosis];
-  get("why").hidden = current === null;
-  get("why").replaceChildren(...(current?.sources ?? []).map((source) => makeReason(source, verdict)));
+  fill("check", verdict ? makeCheck(verdict.check) : []);
+  say("look", diagnosis !== "tokens" && data.diagnoses[diagnosis]);
+  fill("why", (current?.sources ?? []).map((source) => makeReason(source, verdict)));
   get("todo").hidden = ["check", "look", "why"].every((part) => get(part).hidden);
 }
 
@@ -1234,21 +1242,18 @@ function showBefore({ before }) {
   if (get("before").hidden) return;
   const earlier = before.steps.filter((step) => step < currentEvent.global_step);
   get("before-title").textContent = `The ${count(earlier.length, "step")} before`;
-  get("before-rows").replaceChildren(...before.figures.map((figure) => makeFigureRow(figure, before.steps)));
+  const own = before.steps.length > earlier.length;
+  const columns = [
+    ["Figure", ({ name }) => makeFigureName(name, ...data.figure_names[name]), "row"],
+    ["Up to the spike", ({ name, values }) => makeSparkline(name, values.map(number), own)],
+    ["Usual", ({ name, values }) => figureText(name, median(values.slice(0, earlier.length).map(number))), "num"],
+    ["In its step", ({ name, values }) => figureText(name, own ? values.at(-1) : null), "num"],
+  ];
+  fillTable("before-table", columns, before.figures);
 }
 
-function makeFigureRow({ name, values }, steps) {
-  const [label, help] = data.figure_names[name];
-  const own = steps.at(-1) === currentEvent.global_step;
-  const earlier = values.slice(0, own ? -1 : undefined).map(number).filter((value) => value !== null);
-  return make(
-    "tr",
-    {},
-    make("th", { scope: "row", title: help }, label, make("small", {}, name)),
-    make("td", {}, makeSparkline(name, values.map(number), own)),
-    make("td", { class: "num" }, figureText(name, median(earlier))),
-    make("td", { class: "num" }, figureText(name, own ? values.at(-1) : null)),
-  );
+function makeFigureName(name, label, help) {
+  return make("span", { title: help }, label, make("small", {}, name));
 }
 
 function figureText(name, value) {
@@ -1257,7 +1262,7 @@ function figureText(name, value) {
 }
 
 function median(values) {
-  const sorted = [...values].sort((a, b) => a - b);
+  const sorted = values.filter((value) => value !== null).sort((a, b) => a - b);
   const middle = sorted.length >> 1;
   return !sorted.length ? null : sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
@@ -1299,25 +1304,21 @@ function makeSvg(tag, attributes, ...children) {
 // The parts of a diffuse event.
 function showParts(event) {
   get("parts").hidden = !event.diffuse.length;
-  get("parts-rows").replaceChildren(...event.diffuse.map(makePart));
+  fillTable("parts-table", partColumns, event.diffuse);
   const left = event.diffuse_in_all - event.diffuse.length;
-  get("parts-left").hidden = !left;
-  get("parts-left").textContent = `${count(left, "smaller part")} left out here.`;
+  say("parts-left", left && `${count(left, "smaller part")} left out here.`);
 }
 
-function makePart(part) {
-  const cells = [
-    [part.rank === null ? "several" : String(part.rank), "num"],
-    [String(part.micro_batch), "num"],
-    [part.rows, "rows"],
-    [whole(part.tokens), "num"],
-    [short(part.norm), "num"],
-    [short(part.threshold), "num"],
-    [times(number(part.norm) / number(part.threshold)), "num"],
-    [part.largest_tokens.map((token) => make("div", {}, measuredToken(token))), null],
-  ];
-  return make("tr", {}, ...cells.map(([content, kind]) => make("td", { class: kind }, ...[content].flat())));
-}
+const partColumns = [
+  ["Rank", ({ rank }) => rank === null ? "several" : String(rank), "num"],
+  index("Micro-batch", "micro_batch"),
+  ["Rows", ({ rows }) => rows, "rows"],
+  ["Tokens", ({ tokens }) => whole(tokens), "num"],
+  figure("Norm", "norm"),
+  figure("Threshold", "threshold"),
+  ["× threshold", ({ norm, threshold }) => times(number(norm) / number(threshold)), "num"],
+  ["Largest tokens measured", (part) => part.largest_tokens.map((token) => make("div", {}, measuredToken(token)))],
+];
 
 function measuredToken({ row, position, grad_norm, share }) {
   const carried = Number.isFinite(number(share)) ? `, ${percent(share)} of the norm` : "";
@@ -1327,18 +1328,23 @@ function measuredToken({ row, position, grad_norm, share }) {
 // The tokens of a spike that was only recorded.
 function showSuspected({ suspected }) {
   get("suspected").hidden = !suspected.length;
-  get("suspected-rows").replaceChildren(...suspected.map(makeSuspected));
+  fillTable("suspected-table", suspectedColumns, suspected);
 }
 
-function makeSuspected(token) {
-  const cells = [
-    [[makeToken(token), make("small", {}, token.context === null ? "" : ` ${visible(token.context)}`)], null],
-    ...["suspicion", "ratio", "advantage", "reward"].map((name) => [short(number(token[name])), "num"]),
-    ...["rank", "row", "position"].map((name) => [String(token[name]), "num"]),
-    [makeBadge(token.source), null],
-  ];
-  return make("tr", {}, ...cells.map(([content, kind]) => make("td", { class: kind }, ...[content].flat())));
-}
+const suspectedColumns = [
+  [
+    "Token in its context",
+    (token) => [makeToken(token), make("small", {}, token.context === null ? "" : ` ${visible(token.context)}`)],
+  ],
+  figure("Suspicion", "suspicion"),
+  figure("Ratio", "ratio"),
+  figure("Advantage", "advantage"),
+  figure("Reward", "reward"),
+  index("Rank", "rank"),
+  index("Row", "row"),
+  index("Position", "position"),
+  ["Source", ({ source }) => makeBadge(source)],
+];
 
 // A button for each culprit of the event.
 function showChips(event) {
@@ -1346,8 +1352,7 @@ function showChips(event) {
   get("chips").hidden = mine.length < 2;
   get("chips").replaceChildren(...mine.map(makeChip));
   const left = event.culprits_in_all - mine.length;
-  get("left").hidden = !left;
-  get("left").textContent = `The page leaves out ${count(left, "smaller culprit")} of this spike.`;
+  say("left", left && `The page leaves out ${count(left, "smaller culprit")} of this spike.`);
 }
 
 function makeChip(culprit, i) {
@@ -1669,7 +1674,7 @@ function showLayers() {
   get("layers-hint").textContent = layersHint(shown);
   if (!shown) return;
   get("layers").setAttribute("aria-label", layersLabel(layers));
-  get("layers-rows").replaceChildren(...layers.map(makeLayerRow));
+  fillTable("layers-table", layerColumns, layers);
   Plotly.react("layers", layerTraces(layers), layersLayout(layers), chartOptions);
 }
 
@@ -1704,15 +1709,12 @@ function layersLabel(layers) {
     " All figures are in the table below it.";
 }
 
-function makeLayerRow({ name, norm, ordinary, ratio }) {
-  const texts = [short(norm), short(ordinary), ratio];
-  return make(
-    "tr",
-    {},
-    make("th", { scope: "row" }, visible(name)),
-    ...texts.map((text) => make("td", { class: "num" }, text)),
-  );
-}
+const layerColumns = [
+  ["Layer", ({ name }) => visible(name), "row"],
+  figure("Culprit", "norm"),
+  figure("Ordinary token", "ordinary"),
+  ["Ratio", ({ ratio }) => ratio, "num"],
+];
 
 function layerTraces(layers) {
   const markSize = Math.max(4, Math.min(14, (get("layers").clientWidth - 60) / layers.length / 2.2));
@@ -1802,23 +1804,23 @@ function layerLabel(name) {
     .slice(-8);
 }
 
-// The table of all culprits.
+// The table of all culprits. The fourth entry of a column is what it is sorted by.
 
 const columns = [
-  { key: "global_step", name: "Step", num: true, cell: (culprit) => String(culprit.global_step ?? "–") },
-  { key: "token", name: "Token in its context", words: true, cell: tokenInContext },
-  { key: "severity", name: "Gradient norm", num: true, cell: (culprit) => short(culprit.grad_norm) },
-  { key: "times", name: "× threshold", num: true, cell: (culprit) => times(culprit.times) },
-  { key: "source", name: "Source", cell: (culprit) => makeBadge(culprit.source) },
-  { key: "ratio", name: "Ratio", num: true },
-  { key: "rollout_ratio", name: "Rollout ratio", num: true },
-  { key: "advantage", name: "Advantage", num: true },
-  { key: "log_prob", name: "log p", num: true },
-  { key: "reward", name: "Reward", num: true },
+  [...index("Step", "global_step"), "global_step"],
+  ["Token in its context", tokenInContext, "words", "token"],
+  [...figure("Gradient norm", "grad_norm"), "severity"],
+  ["× threshold", (culprit) => times(culprit.times), "num", "times"],
+  ["Source", ({ source }) => makeBadge(source), null, "source"],
+  [...figure("Ratio", "ratio"), "ratio"],
+  [...figure("Rollout ratio", "rollout_ratio"), "rollout_ratio"],
+  [...figure("Advantage", "advantage"), "advantage"],
+  [...figure("log p", "log_prob"), "log_prob"],
+  [...figure("Reward", "reward"), "reward"],
 ];
 
-function tokenInContext(culprit) {
-  return [makeToken(culprit), make("span", { class: "tok around" }, contextAround(culprit))];
+function tokenInContext(row) {
+  return [makeToken(row), make("span", { class: "tok around" }, contextAround(row))];
 }
 
 // The context from shortly before the culprit on: the cell is narrow.
@@ -1832,18 +1834,18 @@ function fillColumnHeads() {
   get("columns").replaceChildren(...columns.map(makeColumnHead));
 }
 
-function makeColumnHead({ key, name, num }) {
+function makeColumnHead([name, , kind, key]) {
   const order = table.down ? "descending" : "ascending";
   return make(
     "th",
-    { scope: "col", class: num ? "num" : null, "aria-sort": key === table.key ? order : null },
-    make("button", { type: "button", "data-key": key, onclick: () => sortBy(key, num) }, name),
+    { scope: "col", class: kind, "aria-sort": key === table.key ? order : null },
+    make("button", { type: "button", "data-key": key, onclick: () => sortBy(key, kind === "num") }, name),
   );
 }
 
 // Numbers come the largest first; the same column again turns the order.
 function sortBy(key, num) {
-  table.down = table.key === key ? !table.down : num === true;
+  table.down = table.key === key ? !table.down : num;
   table.key = key;
   fillColumnHeads();
   document.querySelector(`#columns [data-key="${key}"]`).focus();
@@ -1882,8 +1884,8 @@ function searchText(culprit) {
 
 // Whatever the direction, what is not known comes last.
 function compareRows(a, b) {
-  const { num } = columns.find((column) => column.key === table.key);
-  const [x, y] = [a, b].map((culprit) => num ? number(culprit[table.key]) : culprit[table.key]);
+  const [, , kind] = columns.find(([, , , key]) => key === table.key);
+  const [x, y] = [a, b].map((culprit) => kind === "num" ? number(culprit[table.key]) : culprit[table.key]);
   const unknown = (value) => value === null || value === undefined || Number.isNaN(value);
   if (unknown(x) || unknown(y)) return unknown(x) - unknown(y);
   return (x < y ? -1 : x > y ? 1 : 0) * (table.down ? -1 : 1);
@@ -1909,13 +1911,7 @@ function makeRow(culprit, i) {
   return make(
     "tr",
     { tabindex: i ? -1 : 0, "data-culprit": culprit.index, "aria-current": String(culprit === current) },
-    columns.map(({ key, num, words, cell }) =>
-      make(
-        "td",
-        { class: num ? "num" : words ? "words" : null },
-        ...[cell ? cell(culprit) : short(culprit[key])].flat(),
-      )
-    ),
+    makeCells(columns, culprit),
   );
 }
 
