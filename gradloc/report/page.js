@@ -342,6 +342,103 @@ function keepStepsWhole(chart) {
   });
 }
 
+// Charts over the run: marks on a logarithmic scale.
+
+// A scale for values. Those that are not finite get a place of their own above the others, and zero has none.
+function makeScale(values) {
+  const known = values.map(number).filter((x) => x !== null);
+  const finite = known.filter(isNorm);
+  const [least, most] = finite.length ? [Math.min(...finite), Math.max(...finite)] : [1, 1];
+  const low = least / 1.6;
+  // Room for the largest mark, however many decades there are.
+  const room = Math.max(1.8, (most / low) ** 0.08);
+  const top = most * room;
+  const endless = known.some((x) => !Number.isFinite(x));
+  const { tickvals, ticktext } = logTicks(low, top);
+  if (endless) {
+    tickvals.push(top * room);
+    ticktext.push("NaN, ∞");
+  }
+  return {
+    low,
+    end: endless ? top * room * room : top,
+    tickvals,
+    ticktext,
+    height: (value) => {
+      const x = number(value);
+      return x === null || x <= 0 ? null : Number.isFinite(x) ? x : top * room;
+    },
+  };
+}
+
+function isNorm(x) {
+  return x !== null && Number.isFinite(x) && x > 0;
+}
+
+function markSize() {
+  return events.length > 150 ? 8 : 11;
+}
+
+// Marks: of each row its place, its text for the mouse, and what a click leads to.
+function marks(name, rows, { x, y, text, target, symbol, color, size = markSize(), rim, ...marker }) {
+  return {
+    type: "scatter",
+    mode: "markers",
+    name,
+    x: rows.map(x),
+    y: rows.map(y),
+    text: rows.map(text),
+    customdata: rows.map(target ?? (() => null)),
+    hovertemplate: "%{text}<extra></extra>",
+    marker: {
+      symbol,
+      size,
+      color: styleOf(color),
+      line: { width: symbol.endsWith("open") ? 2 : 1, color: rim },
+      ...marker,
+    },
+  };
+}
+
+function thresholdLine(steps, thresholds) {
+  return {
+    type: "scatter",
+    mode: steps.length > 1 ? "lines" : "lines+markers",
+    name: "threshold",
+    hoverinfo: "skip",
+    x: steps,
+    y: thresholds.map(number),
+    line: { color: styleOf("ink"), width: 1.25, dash: "4px,4px", shape: "hv" },
+  };
+}
+
+// The places of marks, from the first to the last, with room for them.
+function widened(places) {
+  const [first, last] = [Math.min(...places), Math.max(...places)];
+  const margin = Math.max((last - first) * 0.03, 1);
+  return [first - margin, last + margin];
+}
+
+function drawOverRun(id, { label, traces, scale, range, xTitle = "step", yTitle }) {
+  const { low, end, tickvals, ticktext } = scale;
+  const layout = chartLayout({
+    xaxis: { title: { text: xTitle, standoff: 8 }, range, showgrid: false, ...stepAxis(...range) },
+    yaxis: {
+      range: [Math.log10(low), Math.log10(end)],
+      title: { text: yTitle, standoff: 8 },
+      tickvals,
+      ticktext,
+    },
+    legend: { font: { size: 13, color: styleOf("ink") } },
+  });
+  get(id).setAttribute("aria-label", label);
+  return Plotly.react(id, traces, layout, chartOptions).then((chart) => {
+    chart.removeAllListeners("plotly_click");
+    chart.on("plotly_click", ({ points }) => selectPoint(points[0]));
+    keepStepsWhole(chart);
+  });
+}
+
 // The totals.
 
 function showTotals() {
@@ -627,11 +724,22 @@ function drawClips() {
   const shown = data.charts && clipsWithStep.length > 0;
   get("clips-chart").hidden = !shown;
   if (!shown) return;
-  const scale = clipsScale();
-  get("clips-chart").setAttribute("aria-label", clipsLabel());
-  const traces = Object.entries(clipMarks).map(([done, mark]) => clipsTrace(done, mark, scale));
-  const drawn = traces.filter(({ x }) => x.length);
-  Plotly.react("clips-chart", drawn, clipsLayout(scale), chartOptions).then(keepStepsWhole);
+  const scale = makeScale(clipsWithStep.map(({ multiple }) => multiple));
+  const traces = Object.entries(clipMarks).map(([done, mark]) =>
+    marks(done, clipsWithStep.filter((row) => row.done === done), {
+      x: ({ global_step }) => global_step,
+      y: ({ multiple }) => scale.height(multiple),
+      text: clipHover,
+      ...mark,
+    })
+  );
+  drawOverRun("clips-chart", {
+    label: clipsLabel(),
+    traces: traces.filter(({ x }) => x.length),
+    scale,
+    range: widened(clipsWithStep.map(({ global_step }) => global_step)),
+    yTitle: "times the usual signal",
+  });
 }
 
 const clipMarks = {
@@ -639,31 +747,6 @@ const clipMarks = {
   reduced: { symbol: "triangle-down", color: "misaligned" },
   left: { symbol: "triangle-up-open", color: "sequence" },
 };
-
-// Multiples that are not finite get a place above the others.
-function clipsScale() {
-  const multiples = clipsWithStep.map(({ multiple }) => number(multiple));
-  const finite = multiples.filter((multiple) => Number.isFinite(multiple) && multiple > 0);
-  const all = finite.length ? finite : [1];
-  const [low, top] = [Math.min(...all) / 1.4, Math.max(...all) * 1.4];
-  const endless = multiples.some((multiple) => !Number.isFinite(multiple));
-  const height = (multiple) => Number.isFinite(multiple) ? (multiple > 0 ? multiple : null) : top * 1.4;
-  return { low, top, ceiling: endless ? top * 1.4 : null, end: endless ? top * 2 : top, height };
-}
-
-function clipsTrace(done, { symbol, color }, { height }) {
-  const mine = clipsWithStep.filter((row) => row.done === done);
-  return {
-    type: "scatter",
-    mode: "markers",
-    name: done,
-    x: mine.map(({ global_step }) => global_step),
-    y: mine.map(({ multiple }) => height(number(multiple))),
-    text: mine.map(clipHover),
-    hovertemplate: "%{text}<extra></extra>",
-    marker: { symbol, size: markSize(), color: styleOf(color), line: { width: symbol.endsWith("open") ? 2 : 1 } },
-  };
-}
 
 function clipHover(row) {
   return `<b>${withoutMarkup(tokenName(row).slice(0, 40))}</b>   ${row.done}` +
@@ -676,45 +759,18 @@ function clipsLabel() {
     "usual signal. The table has the same tokens.";
 }
 
-function clipsLayout({ low, top, ceiling, end }) {
-  const ticks = logTicks(low, top);
-  if (ceiling !== null) {
-    ticks.tickvals.push(ceiling);
-    ticks.ticktext.push("NaN, ∞");
-  }
-  const steps = clipsWithStep.map(({ global_step }) => global_step);
-  const [first, last] = [Math.min(...steps), Math.max(...steps)];
-  const margin = Math.max((last - first) * 0.03, 1);
-  return chartLayout({
-    xaxis: {
-      title: { text: "step", standoff: 8 },
-      range: [first - margin, last + margin],
-      showgrid: false,
-      ...stepAxis(first - margin, last + margin),
-    },
-    yaxis: {
-      range: [Math.log10(low), Math.log10(end)],
-      title: { text: "times the usual signal", standoff: 8 },
-      ...ticks,
-    },
-    legend: { font: { size: 13, color: styleOf("ink") } },
-  });
-}
-
 // The level: the token norm of every step against its threshold.
 
 function drawLevel() {
   if (!data.level || !data.charts) return;
   get("run").hidden = false;
-  const scale = levelScale();
   get("level-hint").textContent = levelHint();
-  get("level").setAttribute("aria-label", levelLabel());
-  const traces = [levelTrace(scale), levelThresholdTrace(), ...levelMarks(scale), ...levelClips(scale)];
-  Plotly.react("level", traces, levelLayout(scale), chartOptions).then((chart) => {
-    chart.removeAllListeners("plotly_click");
-    chart.on("plotly_click", ({ points }) => selectPoint(points[0]));
-    keepStepsWhole(chart);
-  });
+  const { steps, norms, thresholds } = data.level;
+  const levels = [...events, ...data.drills].filter(hasStep).map(({ level }) => level);
+  const scale = makeScale([...norms, ...thresholds, ...levels]);
+  const traces = [levelTrace(scale), thresholdLine(steps, thresholds), ...levelMarks(scale), ...levelClips(scale)];
+  const places = traces.flatMap(({ x }) => x);
+  drawOverRun("level", { label: levelLabel(), traces, scale, range: widened(places), yTitle: "token-equivalent norm" });
 }
 
 function levelHint() {
@@ -733,25 +789,6 @@ function levelLabel() {
     (clips ? `, and marks at ${count(clips.marks.length, "step")} in which TokenClip found tokens.` : ".");
 }
 
-// As in the timeline, norms that are not finite get a place above the others.
-function levelScale() {
-  const norms = data.level.norms.map(number);
-  const marks = [...events, ...data.drills].filter(hasStep).map(({ level }) => number(level));
-  const finite = [...norms, ...data.level.thresholds.map(number), ...marks].filter(isNorm);
-  const all = finite.length ? finite : [1];
-  const low = Math.min(...all) / 1.4;
-  const top = Math.max(...all) * Math.max(1.4, (Math.max(...all) / low) ** 0.06);
-  const endless = [...norms, ...marks].some((x) => x !== null && !Number.isFinite(x));
-  return {
-    low,
-    top,
-    ceiling: endless ? top * 1.4 : null,
-    end: endless ? top * 2 : top,
-    // A logarithm has no place for zero.
-    height: (norm) => Number.isFinite(norm) ? (norm > 0 ? norm : null) : top * 1.4,
-  };
-}
-
 function hasStep({ global_step }) {
   return global_step !== null;
 }
@@ -765,7 +802,7 @@ function levelTrace({ height }) {
     mode: steps.length < 60 ? "lines+markers" : "lines",
     name: "token norm",
     x: steps,
-    y: norms.map((norm) => norm === null ? null : height(number(norm))),
+    y: norms.map(height),
     customdata: steps.map((step) => marks.get(step)?.point ?? null),
     text: steps.map((step, i) => marks.get(step)?.text ?? `step ${step}<br>token norm ${short(norms[i])}`),
     hovertemplate: "%{text}<extra></extra>",
@@ -774,40 +811,24 @@ function levelTrace({ height }) {
   };
 }
 
-function levelThresholdTrace() {
-  const { steps, thresholds } = data.level;
-  return {
-    type: "scatter",
-    mode: steps.length > 1 ? "lines" : "lines+markers",
-    name: "threshold",
-    hoverinfo: "skip",
-    x: steps,
-    y: thresholds.map(number),
-    line: { color: styleOf("ink"), width: 1.25, dash: "4px,4px", shape: "hv" },
-  };
-}
-
 function levelMarks({ height }) {
   const [found, failed] = [true, false].map((wanted) => data.drills.filter((drill) => drill.found === wanted));
   const kinds = [
-    { name: "spike", marks: events, symbol: "circle", color: "accent", hover: spikeHover },
-    { name: "drill, found", marks: found, symbol: "diamond-open", color: "focus", hover: drillHover },
-    { name: "drill, FAILED", marks: failed, symbol: "x", color: "token", hover: drillHover },
+    { name: "spike", rows: events, symbol: "circle", color: "accent", text: spikeHover },
+    { name: "drill, found", rows: found, symbol: "diamond-open", color: "focus", text: drillHover },
+    { name: "drill, FAILED", rows: failed, symbol: "x", color: "token", text: drillHover },
   ];
   return kinds
-    .map((kind) => ({ ...kind, marks: kind.marks.filter(hasStep) }))
-    .filter(({ marks }) => marks.length)
-    .map(({ name, marks, symbol, color, hover }) => ({
-      type: "scatter",
-      mode: "markers",
-      name,
-      x: marks.map(({ global_step }) => global_step),
-      y: marks.map(({ level }) => height(number(level))),
-      customdata: marks.map(({ index }) => index === undefined ? null : { event: index }),
-      text: marks.map(hover),
-      hovertemplate: "%{text}<extra></extra>",
-      marker: { symbol, size: 10, color: styleOf(color), line: { width: symbol.endsWith("open") ? 2 : 1 } },
-    }));
+    .map(({ name, rows, ...mark }) =>
+      marks(name, rows.filter(hasStep), {
+        x: ({ global_step }) => global_step,
+        y: ({ level }) => height(level),
+        target: ({ index }) => index === undefined ? null : { event: index },
+        size: 10,
+        ...mark,
+      })
+    )
+    .filter(({ x }) => x.length);
 }
 
 // The steps in which TokenClip found tokens, along the chart's lower edge.
@@ -817,19 +838,17 @@ function levelClips({ low, end }) {
     { name: "found by TokenClip", wanted: false, symbol: "triangle-up-open", color: "sequence" },
   ];
   return kinds
-    .map((kind) => ({ ...kind, marks: (clips?.marks ?? []).filter(({ stopped }) => stopped === kind.wanted) }))
-    .filter(({ marks }) => marks.length)
-    .map(({ name, marks, symbol, color }) => ({
-      type: "scatter",
-      mode: "markers",
-      name,
-      x: marks.map(({ global_step }) => global_step),
-      y: marks.map(() => low * (end / low) ** 0.03),
-      customdata: marks.map(() => ({ clips: true })),
-      text: marks.map(levelClipHover),
-      hovertemplate: "%{text}<extra></extra>",
-      marker: { symbol, size: 10, color: styleOf(color), line: { width: symbol.endsWith("open") ? 2 : 1 } },
-    }));
+    .map(({ name, wanted, ...mark }) =>
+      marks(name, (clips?.marks ?? []).filter(({ stopped }) => stopped === wanted), {
+        x: ({ global_step }) => global_step,
+        y: () => low * (end / low) ** 0.03,
+        text: levelClipHover,
+        target: () => ({ clips: true }),
+        size: 10,
+        ...mark,
+      })
+    )
+    .filter(({ x }) => x.length);
 }
 
 function levelClipHover({ global_step, over, cut, stopped }) {
@@ -863,27 +882,6 @@ function drillHover(drill) {
   return withoutMarkup(drill.text);
 }
 
-function levelLayout({ low, top, ceiling, end }) {
-  const ticks = logTicks(low, top);
-  if (ceiling !== null) {
-    ticks.tickvals.push(ceiling);
-    ticks.ticktext.push("NaN, ∞");
-  }
-  return chartLayout({
-    xaxis: {
-      title: { text: "step", standoff: 8 },
-      showgrid: false,
-      ...stepAxis(data.level.steps[0], data.level.steps.at(-1)),
-    },
-    yaxis: {
-      range: [Math.log10(low), Math.log10(end)],
-      title: { text: "token-equivalent norm", standoff: 8 },
-      ...ticks,
-    },
-    legend: { font: { size: 13, color: styleOf("ink") } },
-  });
-}
-
 // The timeline: every culprit by the norm of its own gradient.
 
 const symbols = {
@@ -903,22 +901,30 @@ const symbols = {
 };
 
 const bareEvents = events.filter((event) => !event.culprits);
-const timelineScale = measureTimeline();
+const timelineScale = makeScale([
+  ...events.map(({ threshold }) => threshold),
+  ...culprits.map(({ grad_norm }) => grad_norm),
+  ...bareEvents.map(({ size }) => size),
+]);
 
 function drawTimeline() {
   get("times").hidden = !data.charts || !events.length;
   if (get("times").hidden) return;
   get("when").textContent = timelineHint();
-  const traces = [thresholdTrace(), ...culpritTraces()];
+  const line = [...events].sort((a, b) => place(a) - place(b));
+  const range = widened(events.map(place));
+  const thresholds = [line[0], ...line, line.at(-1)].map(({ threshold }) => threshold);
+  const traces = [thresholdLine([range[0], ...line.map(place), range[1]], thresholds), ...culpritTraces()];
   if (bareEvents.length) traces.push(bareTrace());
   traces.push(selectionTrace());
-  Plotly.react("timeline", traces, timelineLayout(), chartOptions).then((chart) => {
-    chart.setAttribute("aria-label", timelineLabel());
-    markSelection();
-    chart.removeAllListeners("plotly_click");
-    chart.on("plotly_click", ({ points }) => selectPoint(points[0]));
-    keepStepsWhole(chart);
-  });
+  drawOverRun("timeline", {
+    label: timelineLabel(),
+    traces,
+    scale: timelineScale,
+    range,
+    xTitle: placeName.toLowerCase(),
+    yTitle: "gradient norm of a token",
+  }).then(markSelection);
 }
 
 function timelineHint() {
@@ -929,39 +935,6 @@ function timelineHint() {
   return sentence[0].toUpperCase() + sentence.slice(1);
 }
 
-// Norms that are not finite get a place of their own above the others: `ceiling`, if there are any.
-function measureTimeline() {
-  const thresholds = events.map((event) => number(event.threshold));
-  const norms = finiteNorms();
-  const sizes = bareEvents.map((event) => number(event.size));
-  const low = Math.min(...thresholds, ...norms) / 1.6;
-  const largest = Math.max(...thresholds, ...norms, ...sizes.filter(Number.isFinite));
-  // Room for the largest mark, however many decades there are.
-  const room = Math.max(1.8, (largest / low) ** 0.08);
-  const top = largest * room;
-  const endless = [...culprits.map((culprit) => number(culprit.grad_norm)), ...sizes].some((x) => !Number.isFinite(x));
-  const places = events.map(place);
-  const [first, last] = [Math.min(...places), Math.max(...places)];
-  const margin = Math.max((last - first) * 0.03, 1);
-  return {
-    low,
-    top,
-    ceiling: endless ? top * room : null,
-    end: endless ? top * room * room : top,
-    height: (norm) => Number.isFinite(norm) ? norm : top * room,
-    from: first - margin,
-    to: last + margin,
-  };
-}
-
-function finiteNorms() {
-  return culprits.map((culprit) => number(culprit.grad_norm)).filter((norm) => Number.isFinite(norm) && norm > 0);
-}
-
-function markSize() {
-  return events.length > 150 ? 8 : 11;
-}
-
 function culpritTraces() {
   return Object.keys(data.source_rules)
     .map((source) => culpritTrace(source, culprits.filter((culprit) => culprit.source === source)))
@@ -969,24 +942,16 @@ function culpritTraces() {
 }
 
 function culpritTrace(source, mine) {
-  const open = symbols[source].endsWith("open");
-  return {
-    type: "scatter",
-    mode: "markers",
-    name: source,
-    x: mine.map((culprit) => place(events[culprit.event])),
-    y: mine.map((culprit) => timelineScale.height(number(culprit.grad_norm))),
-    customdata: mine.map((culprit) => ({ culprit: culprit.index })),
-    text: mine.map(culpritHover),
-    hovertemplate: "%{text}<extra></extra>",
-    marker: {
-      symbol: symbols[source],
-      size: markSize(),
-      color: styleOf(source),
-      opacity: culprits.length > 150 ? 0.85 : 0.95,
-      line: { width: open ? 2 : 1, color: styleOf(open ? source : "paper") },
-    },
-  };
+  return marks(source, mine, {
+    x: (culprit) => place(events[culprit.event]),
+    y: ({ grad_norm }) => timelineScale.height(grad_norm),
+    text: culpritHover,
+    target: ({ index }) => ({ culprit: index }),
+    symbol: symbols[source],
+    color: source,
+    rim: styleOf("paper"),
+    opacity: culprits.length > 150 ? 0.85 : 0.95,
+  });
 }
 
 function culpritHover(culprit) {
@@ -997,37 +962,15 @@ function culpritHover(culprit) {
 }
 
 function bareTrace() {
-  return {
-    type: "scatter",
-    mode: "markers",
-    name: "no culprit found",
-    x: bareEvents.map(place),
-    y: bareEvents.map((event) => timelineScale.height(number(event.size))),
-    customdata: bareEvents.map((event) => ({ event: event.index })),
-    text: bareEvents.map((event) =>
-      `<b>${withoutCulprit(event)}</b><br>a single token would need norm ${short(event.size)}`
-    ),
-    hovertemplate: "%{text}<extra></extra>",
-    marker: {
-      symbol: "line-ns-open",
-      size: markSize() + 2,
-      color: styleOf("quiet"),
-      line: { width: 2, color: styleOf("quiet") },
-    },
-  };
-}
-
-function thresholdTrace() {
-  const line = [...events].sort((a, b) => place(a) - place(b));
-  return {
-    type: "scatter",
-    mode: "lines",
-    name: "threshold",
-    hoverinfo: "skip",
-    line: { color: styleOf("ink"), width: 1.25, dash: "4px,4px", shape: "hv" },
-    x: [timelineScale.from, ...line.map(place), timelineScale.to],
-    y: [line[0], ...line, line.at(-1)].map((event) => number(event.threshold)),
-  };
+  return marks("no culprit found", bareEvents, {
+    x: place,
+    y: ({ size }) => timelineScale.height(size),
+    text: (event) => `<b>${withoutCulprit(event)}</b><br>a single token would need norm ${short(event.size)}`,
+    target: ({ index }) => ({ event: index }),
+    symbol: "line-ns-open",
+    color: "quiet",
+    size: markSize() + 2,
+  });
 }
 
 // A ring around the selected culprit; the last trace.
@@ -1047,7 +990,7 @@ function markSelection() {
   const chart = get("timeline");
   if (!chart.data) return; // it is not drawn yet
   const x = current ? [place(currentEvent)] : [];
-  const y = current ? [timelineScale.height(number(current.grad_norm))] : [];
+  const y = current ? [timelineScale.height(current.grad_norm)] : [];
   Plotly.restyle(chart, { x: [x], y: [y] }, [chart.data.length - 1]);
 }
 
@@ -1063,33 +1006,10 @@ function scrollToClips() {
 }
 
 function timelineLabel() {
-  const norms = finiteNorms();
+  const norms = culprits.map((culprit) => number(culprit.grad_norm)).filter(isNorm);
   const range = norms.length ? `, from ${short(Math.min(...norms))} to ${short(Math.max(...norms))}` : "";
   return `Chart: gradient norms of ${count(culprits.length, "culprit")} in ${count(events.length, "spike")}${range}. ` +
     "The list of spikes and the table of all culprits lead to the same places.";
-}
-
-function timelineLayout() {
-  const { low, top, ceiling, end, from, to } = timelineScale;
-  const ticks = logTicks(low, top);
-  if (ceiling !== null) {
-    ticks.tickvals.push(ceiling);
-    ticks.ticktext.push("NaN, ∞");
-  }
-  return chartLayout({
-    xaxis: {
-      title: { text: placeName.toLowerCase(), standoff: 8 },
-      range: [from, to],
-      showgrid: false,
-      ...stepAxis(from, to),
-    },
-    yaxis: {
-      range: [Math.log10(low), Math.log10(end)],
-      title: { text: "gradient norm of a token", standoff: 8 },
-      ...ticks,
-    },
-    legend: { font: { size: 13, color: styleOf("ink") } },
-  });
 }
 
 // The shares of sources and tokens.
@@ -1689,10 +1609,6 @@ function layersOfCulprit() {
   });
 }
 
-function isNorm(x) {
-  return x !== null && Number.isFinite(x) && x > 0;
-}
-
 function layersHint(shown) {
   if (!shown) return "There are no finite norms by layer to show for this culprit.";
   if (!currentEvent.ordinary_layer_norms) {
@@ -1717,33 +1633,20 @@ const layerColumns = [
 ];
 
 function layerTraces(layers) {
-  const markSize = Math.max(4, Math.min(14, (get("layers").clientWidth - 60) / layers.length / 2.2));
-  const marks = {
-    type: "scatter",
-    mode: "markers",
-    x: layers.map((_, i) => i),
-    text: layers.map(layerHover),
-    hovertemplate: "%{text}<extra></extra>",
-  };
+  const size = Math.max(4, Math.min(14, (get("layers").clientWidth - 60) / layers.length / 2.2));
+  const at = { x: (_, i) => i, text: layerHover };
+  const norm = (name) => (layer) => isNorm(layer[name]) ? layer[name] : null;
   return [
     layerBars(layers),
-    {
-      ...marks,
-      name: "an ordinary token",
-      y: layers.map(({ ordinary }) => isNorm(ordinary) ? ordinary : null),
-      marker: {
-        symbol: "line-ew-open",
-        size: markSize,
-        color: styleOf("soft"),
-        line: { width: 2, color: styleOf("soft") },
-      },
-    },
-    {
-      ...marks,
-      name: "the culprit",
-      y: layers.map(({ norm }) => isNorm(norm) ? norm : null),
-      marker: { size: Math.min(9, markSize), color: styleOf("accent") },
-    },
+    marks("an ordinary token", layers, { ...at, y: norm("ordinary"), symbol: "line-ew-open", color: "soft", size }),
+    marks("the culprit", layers, {
+      ...at,
+      y: norm("norm"),
+      symbol: "circle",
+      color: "accent",
+      size: Math.min(9, size),
+      line: {},
+    }),
   ];
 }
 
