@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .figures import severity, threshold_factor
+from .figures import culprit_factor, severity
 from .reading import Evidence
 from .summary import messages, other_versions
 from .verdicts import in_words
@@ -95,10 +95,6 @@ def _by(same: str, rows: Iterable[Row]) -> dict[Key, list[Row]]:
 
 def _pair(same: str, groups: Sequence[Sequence[Row]]) -> dict[str, Any]:
     """A culprit of both runs; what is a list has a value for each run."""
-    factors = [
-        max(severity(threshold_factor({"norm": row["grad_norm"], "threshold": row["threshold"]})) for row in rows)
-        for rows in groups
-    ]
     first = groups[0][0]
     return {
         "same": same,
@@ -106,6 +102,6 @@ def _pair(same: str, groups: Sequence[Sequence[Row]]) -> dict[str, Any]:
         "token_id": first["token_id"],
         "context": first["context"],
         "count": [len(rows) for rows in groups],
-        "times_threshold": factors,
+        "times_threshold": [max(severity(culprit_factor(row)) for row in rows) for rows in groups],
         "sources": [[name for name, _ in Counter(row["source"] for row in rows).most_common()] for rows in groups],
     }

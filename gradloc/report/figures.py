@@ -24,6 +24,11 @@ def threshold_factor(part: Mapping[str, Any]) -> float:
     return number(part["norm"]) / threshold if threshold else math.inf
 
 
+def culprit_factor(culprit: Mapping[str, Any]) -> float:
+    """`threshold_factor` of a culprit."""
+    return threshold_factor({"norm": culprit["grad_norm"], "threshold": culprit["threshold"]})
+
+
 def excess(part: Mapping[str, Any]) -> float:
     """The sort key of parts: how far they are over their threshold."""
     return severity(threshold_factor(part))
