@@ -39,12 +39,16 @@ class Rule:
         advice (str): What to do about it, in one sentence.
         holds (Callable): Whether it holds for a culprit, or for which of many tokens, given the medians of their
             mini-batch.
+        claim (str): What a verdict says is wrong, the start of a sentence.
+        check (str): How to check it, in one sentence with a command.
     """
 
     name: str
     meaning: str
     advice: str
     holds: Callable[[Facts, Medians], Any]
+    claim: str = ""
+    check: str = ""
 
 
 def classify(culprit: Facts, medians: Medians) -> list[str]:
@@ -136,6 +140,13 @@ def _is_far_from_one(ratio: Any, factor: float) -> Any:
     return ratio is not None and (ratio != ratio) | (ratio > factor) | (ratio < 1 / factor)
 
 
+def _planted(fault: str, how: str) -> str:
+    return f"`bash run_experiment.sh --embedded --fault {fault}` shows this {how}."
+
+
+_STALE = _planted("stale", "with rollout weights that are too old")
+_REMEDIES = "`python -m verl.utils.gradloc.replay BUNDLE --remedies` measures what each remedy leaves of the spike."
+
 # Most specific first: broken numbers, then bugs, then what ordinary tokens rarely have.
 RULES = (
     Rule(
@@ -143,6 +154,8 @@ RULES = (
         "The token's gradient is NaN or infinite.",
         "Look at the data, the precision and the loss of this token.",
         _is_nonfinite,
+        claim="Single tokens have NaN or infinite gradients",
+        check=_planted("nan", "with a NaN advantage"),
     ),
     Rule(
         "retokenized",
@@ -151,12 +164,17 @@ RULES = (
         "Train on the token ids that the rollout sampled: do not decode a turn and encode it again, and check the "
         "tokens that the chat template puts between turns.",
         _is_retokenized,
+        claim="The mismatch between training and rollout begins at a turn boundary",
+        check=_planted("retokenized", "with a second turn that is encoded again"),
     ),
     Rule(
         "misaligned",
         "Over half of the response's log-probs differ from the rollout's by more than 1 nat, or are NaN there.",
         "Look for a bug: log-probs taken at wrong positions, or other weights or another temperature in the rollout.",
         _is_misaligned,
+        claim="The log-probs of whole responses are not those of the rollout",
+        check="`python -m verl.utils.gradloc.replay BUNDLE` compares the recorded log-probs with those of saved "
+        "weights.",
     ),
     Rule(
         "unsampled",
@@ -164,18 +182,24 @@ RULES = (
         "or exactly 0 while training gives it a probability under 1e-3.",
         "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
         _is_unsampled,
+        claim="Tokens that the policy did not produce are trained on",
+        check=_planted("unsampled", "with added EOS tokens"),
     ),
     Rule(
         "token",
         "Its ratio, to the old policy or to the rollout's, is over 2, under 1/2 or NaN.",
         "Use the same precision in rollout and training, train less off-policy, or clip or mask such ratios.",
         _has_far_ratio,
+        claim="The importance ratios of single tokens are far from 1",
+        check=_STALE,
     ),
     Rule(
         "sequence",
         "The geometric mean of the response's ratios is over 1.2, under 1/1.2 or NaN.",
         "Do the same as for token, for whole responses: mask those whose mean ratio is far from 1.",
         _has_far_sequence_ratio,
+        claim="The mean importance ratios of whole responses are far from 1",
+        check=_STALE,
     ),
     Rule(
         "advantage",
@@ -184,6 +208,8 @@ RULES = (
         "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
         "nearly equal rewards and groups with a single right or wrong response more weight.",
         has_large_advantage,
+        claim="Advantages are outliers",
+        check=_planted("advantage", "with one outlying reward"),
     ),
     Rule(
         "weight",
@@ -191,12 +217,16 @@ RULES = (
         "Use loss_agg_mode=token-mean, or filter out very short responses: a mean over sequences gives their tokens "
         "large weights.",
         _has_large_weight,
+        claim="The tokens of a few responses have large weights in the loss",
+        check=_REMEDIES,
     ),
     Rule(
         "kl",
         "The KL loss's part of its coefficient is larger than the policy loss's.",
         "Lower kl_loss_coef, or use a KL estimator with a smaller gradient far from the reference (kl_loss_type).",
         _is_due_to_kl,
+        claim="The KL loss, not the policy loss, makes the gradient of these tokens",
+        check=_REMEDIES,
     ),
     Rule(
         "unlikely",
@@ -205,6 +235,8 @@ RULES = (
         "Give rare tokens less weight, sample with top-p, or clip layers; check whether clip-higher or an entropy "
         "bonus makes them frequent.",
         _is_unlikely,
+        claim=f"Rare tokens (p < {UNLIKELY:g}) make the gradient",
+        check=_REMEDIES,
     ),
     Rule(
         "punished",
@@ -212,12 +244,16 @@ RULES = (
         "Look at what its response was punished for, and whether right responses have the same tokens; give tokens of "
         "negative responses less weight.",
         _is_punished,
+        claim=f"Confident tokens (p > {CONFIDENT:g}) are pushed down",
+        check=_REMEDIES,
     ),
     Rule(
         "layer",
         "One layer carries over half of the squared norm.",
         "Turn on LayerClip, and look at this layer's weights if it happens to all tokens.",
         _has_a_layer,
+        claim="One layer makes most of the gradient",
+        check=_planted("bitflip", "with one broken weight"),
     ),
 )
 

@@ -5,7 +5,6 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..run_checks import resume_note
@@ -14,7 +13,7 @@ from .in_words import turn_boundary
 from .ordinary import APART, is_apart
 from .scaling import LOSS_SCALE
 from .shares import layer_shares
-from .sources import CONFIDENT, RULES, SOURCES, UNLIKELY
+from .sources import RULES
 
 logger = logging.getLogger(__name__)
 
@@ -31,63 +30,14 @@ LAYER_ODDS = 50.0
 RARE_NORM = 30.0
 
 
-@dataclass(frozen=True)
-class Cause:
-    """What a verdict says of a cause, beside the advice of its rule.
-
-    Args:
-        claim (str): What is wrong, the start of a sentence.
-        check (str): How to check it, in one sentence with a command.
-    """
-
-    claim: str
-    check: str
-
-
-_STALE = "`bash run_experiment.sh --embedded --fault stale` shows this with rollout weights that are too old."
-_REMEDIES = "`python -m verl.utils.gradloc.replay BUNDLE --remedies` measures what each remedy leaves of the spike."
-
-# By rule.
-CAUSES: Mapping[str, Cause] = {
-    "nonfinite": Cause(
-        "Single tokens have NaN or infinite gradients",
-        "`bash run_experiment.sh --embedded --fault nan` shows this with a NaN advantage.",
-    ),
-    "retokenized": Cause(
-        "The mismatch between training and rollout begins at a turn boundary",
-        "`bash run_experiment.sh --embedded --fault retokenized` shows this with a second turn that is encoded again.",
-    ),
-    "misaligned": Cause(
-        "The log-probs of whole responses are not those of the rollout",
-        "`python -m verl.utils.gradloc.replay BUNDLE` compares the recorded log-probs with those of saved weights.",
-    ),
-    "unsampled": Cause(
-        "Tokens that the policy did not produce are trained on",
-        "`bash run_experiment.sh --embedded --fault unsampled` shows this with added EOS tokens.",
-    ),
-    "token": Cause("The importance ratios of single tokens are far from 1", _STALE),
-    "sequence": Cause("The mean importance ratios of whole responses are far from 1", _STALE),
-    "advantage": Cause(
-        "Advantages are outliers",
-        "`bash run_experiment.sh --embedded --fault advantage` shows this with one outlying reward.",
-    ),
-    "weight": Cause("The tokens of a few responses have large weights in the loss", _REMEDIES),
-    "kl": Cause("The KL loss, not the policy loss, makes the gradient of these tokens", _REMEDIES),
-    "unlikely": Cause(f"Rare tokens (p < {UNLIKELY:g}) make the gradient", _REMEDIES),
-    "punished": Cause(f"Confident tokens (p > {CONFIDENT:g}) are pushed down", _REMEDIES),
-    "layer": Cause(
-        "One layer makes most of the gradient",
-        "`bash run_experiment.sh --embedded --fault bitflip` shows this with one broken weight.",
-    ),
-}
+# The rules that may be a cause.
+CAUSES = {rule.name: rule for rule in RULES}
 
 # Where no cause is known.
 CHECK_UNKNOWN = (
     "`python -m verl.utils.gradloc.replay BUNDLE --switches` shows whether the spike comes back without training's "
     "kernels, in which layers it is, and what changes it."
 )
-
-
 # Where nothing was searched.
 CHECK_UNSEARCHED = (
     "`python -m verl.utils.gradloc.replay BUNDLE --search` finds the tokens, with the weights that this step had."
@@ -150,8 +100,7 @@ def decide(
             why = f"the culprits make under {EXPLAINED:.0%} of the norm of their micro-batches"
         sentence, check = f"No known cause: {why}.{note}", CHECK_UNKNOWN
         return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": check}
-    advice = SOURCES[cause].advice
-    claim = CAUSES[cause].claim
+    advice, claim = CAUSES[cause].advice, CAUSES[cause].claim
     if cause == "retokenized" and (boundary := turn_boundary(event["culprits"])):
         claim += f", {boundary}"
     shares = f"{of_culprits(culprits[cause], count)}, {_of_ordinary(ordinary[cause])}"

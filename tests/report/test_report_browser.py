@@ -307,7 +307,10 @@ def test_the_page_says_what_was_found_and_done(page: Page, tmp_path: Path) -> No
         assert page.one("#story").text.endswith(done[entry["action"]])
         assert page.one("#parts").is_displayed() == (diagnosis == "diffuse")
         if diagnosis == "diffuse":
-            rows = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")] for row in page.all("#parts-table tbody tr")]
+            rows = [
+                [cell.text for cell in row.find_elements(By.TAG_NAME, "td")]
+                for row in page.all("#parts-table tbody tr")
+            ]
             tokens = "\n".join(f"token {3 * i} of row 9: {600 - i}, {2 + i} % of the norm" for i in range(3))
             assert rows[0] == ["1", "2", "8 to 9, 11", "48", "4.216", "1.155", "3.7×", tokens]
             assert rows[1][0] == "several" and len(rows) == 2
