@@ -34,12 +34,13 @@ def excess(part: Mapping[str, Any]) -> float:
     return severity(threshold_factor(part))
 
 
-def rounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values, with each finite float rounded to five significant digits."""
-    return {
-        name: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
-        for name, value in values.items()
-    }
+def rounded(value: Any) -> Any:
+    """The same with finite floats rounded to five significant digits: a number, or those in dicts and lists."""
+    if isinstance(value, Mapping):
+        return {name: rounded(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [rounded(entry) for entry in value]
+    return float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
 
 
 def short(value: float | str | None) -> str:

@@ -19,18 +19,9 @@ _SHORT_CHARACTERS = 200
 # At most so many boundaries are named in a sentence.
 _NAMED = 8
 
-_TOKEN_FIELDS: tuple[str, ...] = (
-    "rank",
-    "micro_batch",
-    "row",
-    "position",
-    "multiple",
-    "cut",
-    "token_id",
-    "weight",
-    "advantage",
-)
-_TOKEN_FIELDS += ("log_prob", "old_log_prob", "rollout_log_prob", "reward")
+_TOKEN_FIELDS = (
+    "rank micro_batch row position multiple cut token_id weight advantage log_prob old_log_prob rollout_log_prob reward"
+).split()
 _SHORT_TEXTS = ("boundary", "token", "data_source", "uid")
 
 # What becomes of a signal that is cut, by action.
