@@ -123,14 +123,7 @@ def _findings(
     medians: Medians,
     ordinary_before: Mapping[str, float] | None,
 ) -> dict[str, Any]:
-    """The fields that hold the findings.
-
-    Args:
-        investigation (Investigation): The search, after its end.
-        facts (Mapping): What `culprit_facts` returned.
-        medians (Mapping): What `token_medians` returned.
-        ordinary_before (Mapping, optional): Each layer's norm for one ordinary token in an earlier mini-batch.
-    """
+    """The fields that hold the findings; `ordinary_before` are layer norms of an ordinary token before this step."""
     return {
         "until": investigation.config.bisect_until,
         "diagnosis": _diagnosis(investigation),

@@ -223,13 +223,9 @@ def response_kl(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[s
 
 def context_evidence(tokenizer: Any, response: Sequence[int], position: int) -> dict[str, str]:
     """A token of a response as text, and its `context`: up to 16 tokens on either side with the token in «»."""
-
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(list(ids), skip_special_tokens=False)
-
-    token = decode(response[position : position + 1])
-    before = decode(response[max(position - 16, 0) : position])
-    after = decode(response[position + 1 : position + 17])
+    token = _decode(tokenizer, response[position : position + 1])
+    before = _decode(tokenizer, response[max(position - 16, 0) : position])
+    after = _decode(tokenizer, response[position + 1 : position + 17])
     return {"token": token, "context": f"{before}«{token}»{after}"}
 
 
@@ -247,20 +243,20 @@ def text_evidence(tokenizer: Any, prompt: Sequence[int], response: Sequence[int]
             `response_tokens`, up to 512 tokens around the culprit, each decoded alone; `response_tokens_start`, the
             index of the first of them.
     """
-
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(list(ids), skip_special_tokens=False)
-
     start = window_start(position)
     window = response[start : start + WINDOW]
-    pieces = {token_id: decode([token_id]) for token_id in set(window)}
+    pieces = {token_id: _decode(tokenizer, [token_id]) for token_id in set(window)}
     return {
         **context_evidence(tokenizer, response, position),
-        "prompt": decode(prompt),
-        "response": decode(response),
+        "prompt": _decode(tokenizer, prompt),
+        "response": _decode(tokenizer, response),
         "response_tokens": [pieces[token_id] for token_id in window],
         "response_tokens_start": start,
     }
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:

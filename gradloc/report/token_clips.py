@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..evidence.clips import DONE
 from .condensed import clipped
 from .drills import MiniBatch, mini_batch_of
 from .figures import count, rounded, severity
@@ -23,9 +24,6 @@ _TOKEN_FIELDS = (
     "rank micro_batch row position multiple cut token_id weight advantage log_prob old_log_prob rollout_log_prob reward"
 ).split()
 _SHORT_TEXTS = ("boundary", "token", "data_source", "uid")
-
-# What becomes of a signal that is cut, by action.
-_DONE = {"drop": "dropped", "smooth": "reduced"}
 
 # How the table's tokens are to be read.
 EXPLANATION = (
@@ -149,7 +147,7 @@ def summarize_clips(clips: TokenClips, spikes: Collection[MiniBatch], top: int) 
 
 def done_to(row: Mapping[str, Any]) -> str:
     """What became of a token's signal, in a word."""
-    return _DONE[row["action"]] if row["cut"] and row["action"] in _DONE else "left"
+    return DONE.get(row["action"], "left") if row["cut"] else "left"
 
 
 def left_some(line: Mapping[str, Any]) -> bool:
