@@ -33,7 +33,8 @@ function start() {
   fill("warnings", data.warnings.map(makeWarning));
   showTotals();
   showDrills();
-  showReplays();
+  get("replays").hidden = !data.replays.length;
+  fill("replay-list", data.replays.map(makeReplay));
   showClips();
   drawLevel();
   if (!events.length) {
@@ -42,7 +43,7 @@ function start() {
     return;
   }
   fillEventList();
-  fillColumnHeads();
+  fill("columns", columns.map(makeColumnHead));
   addTableListeners();
   addStripListeners();
   showBars();
@@ -201,6 +202,10 @@ function fill(id, children) {
 
 function say(id, text) {
   fill(id, text ? [text] : []);
+}
+
+function sayHowManyMore(id, more) {
+  say(id, more > 0 && `Show ${Math.min(200, more)} more of ${whole(more)}`);
 }
 
 function makeToken(culprit) {
@@ -581,11 +586,6 @@ function makeDrill({ found, text, advice }) {
 
 // Replays: what became of a spike that was computed again.
 
-function showReplays() {
-  get("replays").hidden = !data.replays.length;
-  get("replay-list").replaceChildren(...data.replays.map(makeReplay));
-}
-
 function makeReplay(replay) {
   const { bundle, sentences, notes, variant, device, recorded, model, variants } = replay;
   const title = (replay.global_step === null ? "" : `Step ${replay.global_step}: `) + visible(bundle);
@@ -675,9 +675,7 @@ function showClips() {
 
 function showClipRows() {
   fillTable("clips-table", clipColumns, clips.rows.slice(0, clipRows));
-  const more = clips.rows.length - clipRows;
-  get("clips-more").hidden = more <= 0;
-  get("clips-more").textContent = `Show ${Math.min(200, more)} more of ${whole(more)}`;
+  sayHowManyMore("clips-more", clips.rows.length - clipRows);
 }
 
 function showMoreClips() {
@@ -727,7 +725,7 @@ function drawClips() {
   const scale = makeScale(clipsWithStep.map(({ multiple }) => multiple));
   const traces = Object.entries(clipMarks).map(([done, mark]) =>
     marks(done, clipsWithStep.filter((row) => row.done === done), {
-      x: ({ global_step }) => global_step,
+      x: stepOf,
       y: ({ multiple }) => scale.height(multiple),
       text: clipHover,
       ...mark,
@@ -737,7 +735,7 @@ function drawClips() {
     label: clipsLabel(),
     traces: traces.filter(({ x }) => x.length),
     scale,
-    range: widened(clipsWithStep.map(({ global_step }) => global_step)),
+    range: widened(clipsWithStep.map(stepOf)),
     yTitle: "times the usual signal",
   });
 }
@@ -768,7 +766,7 @@ function drawLevel() {
   const { steps, norms, thresholds } = data.level;
   const levels = [...events, ...data.drills].filter(hasStep).map(({ level }) => level);
   const scale = makeScale([...norms, ...thresholds, ...levels]);
-  const traces = [levelTrace(scale), thresholdLine(steps, thresholds), ...levelMarks(scale), ...levelClips(scale)];
+  const traces = [levelTrace(scale), thresholdLine(steps, thresholds), ...levelMarks(scale)];
   const places = traces.flatMap(({ x }) => x);
   drawOverRun("level", { label: levelLabel(), traces, scale, range: widened(places), yTitle: "token-equivalent norm" });
 }
@@ -793,6 +791,10 @@ function hasStep({ global_step }) {
   return global_step !== null;
 }
 
+function stepOf({ global_step }) {
+  return global_step;
+}
+
 // The line lies under the marks. So that it does not take the mouse from them, it says and selects the same there.
 function levelTrace({ height }) {
   const { steps, norms } = data.level;
@@ -811,43 +813,22 @@ function levelTrace({ height }) {
   };
 }
 
-function levelMarks({ height }) {
+// The marks of spikes and drills, and along the chart's lower edge those of the steps in which TokenClip found tokens.
+function levelMarks({ height, low, end }) {
   const [found, failed] = [true, false].map((wanted) => data.drills.filter((drill) => drill.found === wanted));
+  const [stopped, left] = [true, false].map((wanted) => (clips?.marks ?? []).filter((step) => step.stopped === wanted));
+  const spike = { text: spikeHover, y: ({ level }) => height(level), target: ({ index }) => ({ event: index }) };
+  const drill = { text: drillHover, y: spike.y };
+  const clip = { text: levelClipHover, y: () => low * (end / low) ** 0.03, target: () => ({ clips: true }) };
   const kinds = [
-    { name: "spike", rows: events, symbol: "circle", color: "accent", text: spikeHover },
-    { name: "drill, found", rows: found, symbol: "diamond-open", color: "focus", text: drillHover },
-    { name: "drill, FAILED", rows: failed, symbol: "x", color: "token", text: drillHover },
+    ["spike", events, { ...spike, symbol: "circle", color: "accent" }],
+    ["drill, found", found, { ...drill, symbol: "diamond-open", color: "focus" }],
+    ["drill, FAILED", failed, { ...drill, symbol: "x", color: "token" }],
+    ["stopped by TokenClip", stopped, { ...clip, symbol: "triangle-up", color: "advantage" }],
+    ["found by TokenClip", left, { ...clip, symbol: "triangle-up-open", color: "sequence" }],
   ];
   return kinds
-    .map(({ name, rows, ...mark }) =>
-      marks(name, rows.filter(hasStep), {
-        x: ({ global_step }) => global_step,
-        y: ({ level }) => height(level),
-        target: ({ index }) => index === undefined ? null : { event: index },
-        size: 10,
-        ...mark,
-      })
-    )
-    .filter(({ x }) => x.length);
-}
-
-// The steps in which TokenClip found tokens, along the chart's lower edge.
-function levelClips({ low, end }) {
-  const kinds = [
-    { name: "stopped by TokenClip", wanted: true, symbol: "triangle-up", color: "advantage" },
-    { name: "found by TokenClip", wanted: false, symbol: "triangle-up-open", color: "sequence" },
-  ];
-  return kinds
-    .map(({ name, wanted, ...mark }) =>
-      marks(name, (clips?.marks ?? []).filter(({ stopped }) => stopped === wanted), {
-        x: ({ global_step }) => global_step,
-        y: () => low * (end / low) ** 0.03,
-        text: levelClipHover,
-        target: () => ({ clips: true }),
-        size: 10,
-        ...mark,
-      })
-    )
+    .map(([name, rows, mark]) => marks(name, rows.filter(hasStep), { x: stepOf, size: 10, ...mark }))
     .filter(({ x }) => x.length);
 }
 
@@ -1202,10 +1183,8 @@ function makeSparkline(name, values, own) {
     return margin + (height - 2 * margin) * (logs.length ? (high - log) / (high - low) : 0.5);
   };
   const points = values.map((value, i) => value === null ? "" : `${x(i).toFixed(1)},${y(size(value)).toFixed(1)}`);
-  const last = own ? values.at(-1) : null;
-  const dot = last === null
-    ? []
-    : [makeSvg("circle", { cx: x(values.length - 1), cy: y(size(last)).toFixed(1), r: 3.5 })];
+  const [at, last] = [values.length - 1, own ? values.at(-1) : null];
+  const dot = last === null ? [] : [makeSvg("circle", { cx: x(at), cy: y(size(last)).toFixed(1), r: 3.5 })];
   return makeSvg(
     "svg",
     { class: "spark", viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" },
@@ -1733,10 +1712,6 @@ function contextAround({ context, token }) {
   return (start ? "…" : "") + visible(context.slice(start));
 }
 
-function fillColumnHeads() {
-  get("columns").replaceChildren(...columns.map(makeColumnHead));
-}
-
 function makeColumnHead([name, , kind, key]) {
   const order = table.down ? "descending" : "ascending";
   return make(
@@ -1750,7 +1725,7 @@ function makeColumnHead([name, , kind, key]) {
 function sortBy(key, num) {
   table.down = table.key === key ? !table.down : num;
   table.key = key;
-  fillColumnHeads();
+  fill("columns", columns.map(makeColumnHead));
   document.querySelector(`#columns [data-key="${key}"]`).focus();
   showRows();
 }
@@ -1801,13 +1776,11 @@ function showRows() {
   get("count").textContent = (found.length < culprits.length ? `${whole(found.length)} of ` : "") +
     count(culprits.length, "culprit") +
     (absent ? `, ${whole(absent)} left out` : "");
-  get("none").hidden = found.length > 0;
-  get("none").textContent = absent
+  const none = absent
     ? `No culprit on this page matches; ${whole(absent)} smaller ones are not on it.`
     : "No culprit matches.";
-  const more = found.length - table.rows;
-  get("more").hidden = more <= 0;
-  get("more").textContent = `Show ${Math.min(200, more)} more of ${whole(more)}`;
+  say("none", !found.length && none);
+  sayHowManyMore("more", found.length - table.rows);
 }
 
 function makeRow(culprit, i) {
