@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..run_checks import resume_note
+from ..version import __version__
 from .auxiliary import auxiliary_verdict
-from .in_words import turn_boundary
+from .in_words import summary, turn_boundary
 from .ordinary import APART, is_apart
 from .scaling import LOSS_SCALE
+from .schema import SCHEMA
 from .shares import layer_shares
 from .sources import RULES
 
@@ -33,6 +35,13 @@ RARE_NORM = 30.0
 # The rules that may be a cause.
 CAUSES = {rule.name: rule for rule in RULES}
 
+# By diagnosis, why no cause is known where the search has named no token.
+_WITHOUT_CULPRITS = {
+    "overflow": "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale",
+    "nonfinite": "NaN or Inf is in the log-probs or gradients of all tokens",
+    "diffuse": "no token stands out",
+}
+
 # Where no cause is known.
 CHECK_UNKNOWN = (
     "`python -m verl.utils.gradloc.replay BUNDLE --switches` shows whether the spike comes back without training's "
@@ -42,6 +51,17 @@ CHECK_UNKNOWN = (
 CHECK_UNSEARCHED = (
     "`python -m verl.utils.gradloc.replay BUNDLE --search` finds the tokens, with the weights that this step had."
 )
+
+
+def whole_event(
+    fields: Mapping[str, Any], ordinary: Mapping[str, float | None], warnings: Sequence[Mapping[str, str]]
+) -> dict[str, Any]:
+    """An event of these fields, with its verdict and summary; the other arguments are those of `decide`."""
+    event = {"schema": SCHEMA, "gradloc_version": __version__, **fields}
+    event |= {"layer_clip": None, "drill": None, "replay": None}
+    event["verdict"] = verdict(event, ordinary, warnings)
+    event["summary"] = summary(event)
+    return event
 
 
 def verdict(
@@ -91,7 +111,7 @@ def decide(
         return _of_warning(event, ordinary, of_all_tokens[0])
     note = resume_note(event.get("steps_since_resume"))
     if cause is None:
-        why = _without_culprits(event)
+        why = _WITHOUT_CULPRITS.get(event["diagnosis"], "the search ended without a result")
         if count:
             why = "no rule holds for most of the culprits and for few ordinary tokens"
             if all(share is None for share in ordinary.values()):
@@ -121,15 +141,6 @@ def _unsearched(
         return _of_warning(event, ordinary, warnings[0])
     sentence = f"Not searched yet: no token was measured.{resume_note(event.get('steps_since_resume'))}"
     return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": CHECK_UNSEARCHED}
-
-
-def _without_culprits(event: Mapping[str, Any]) -> str:
-    """Why there is no cause where the search has named no token."""
-    if event["diagnosis"] == "overflow":
-        return "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale"
-    if event["diagnosis"] == "nonfinite":
-        return "NaN or Inf is in the log-probs or gradients of all tokens"
-    return "no token stands out" if event["diagnosis"] == "diffuse" else "the search ended without a result"
 
 
 def _of_warning(
