@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..evidence.one_line import in_one_line
+from ..evidence.in_words import in_one_line
 from ..report.figures import threshold_factor
 from ..report.token_clips import left_some
 

@@ -12,7 +12,7 @@ from .schema import SCHEMA
 logger = logging.getLogger(__name__)
 
 # By action, what happened to the signals that were cut.
-_DONE = {"drop": "dropped", "smooth": "reduced"}
+DONE = {"drop": "dropped", "smooth": "reduced"}
 
 
 def clip_line(where: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,18 +44,15 @@ def describe(line: Mapping[str, Any]) -> str:
     if found["action"] == "log":
         start += ", and left them as they are (action log)" if over > 1 else ", and left it as it is (action log)"
     elif cut == over:
-        start += f", and {_DONE[found['action']]} {'all of them' if over > 1 else 'it'}"
+        start += f", and {DONE[found['action']]} {'all of them' if over > 1 else 'it'}"
     elif cut:
-        start += f", and {_DONE[found['action']]} {cut} of them"
+        start += f", and {DONE[found['action']]} {cut} of them"
     if found["refused"]:
         start += f"; at {', '.join(found['refused'])} there were more than max_share, so that none was cut there"
     if not found["tokens"]:
         return f"{start}."
     token = found["tokens"][0]
     text = f" {token['token']!r}" if token.get("token") is not None else ""
+    place = "in the prompt" if token["position"] < 0 else f"position {token['position']}"
     where = f"{token['multiple']:.3g} times the usual at {token['boundary']}"
-    return f"{start}; the largest: token{text} of rank {token['rank']}, row {token['row']}, {_place(token)}, {where}."
-
-
-def _place(token: Mapping[str, Any]) -> str:
-    return "in the prompt" if token["position"] < 0 else f"position {token['position']}"
+    return f"{start}; the largest: token{text} of rank {token['rank']}, row {token['row']}, {place}, {where}."

@@ -15,14 +15,11 @@ from ..measure.micro_batch import MicroBatchName
 from ..measure.mini_batch import OrdinaryGradient
 from ..search.groups import Token
 from ..search.investigation import Investigation
-from ..version import __version__
 from .culprits import Facts, culprit_facts
-from .in_words import summary
 from .medians import token_medians
 from .ordinary import ordinary_shares
-from .schema import SCHEMA
 from .sources import Medians, classify, has_large_advantage
-from .verdict import verdict
+from .verdict import whole_event
 
 # How many of the largest tokens an event lists for a spike without a culprit.
 _LARGEST_TOKENS = 3
@@ -67,9 +64,7 @@ def build_event(
     ordinary_before = ordinary.layer_norms(model)
     clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
     with collectives.raised_on_all_ranks():
-        event = {
-            "schema": SCHEMA,
-            "gradloc_version": __version__,
+        fields = {
             "time": clocks[0][1],
             **where,
             "passes": investigation.passes.count,
@@ -89,13 +84,8 @@ def build_event(
             "search": model.meter.kind,
             "world_size": model.data_parallel_size,
             "loss_scale": mini_batch.scale,
-            "layer_clip": None,
-            "drill": None,
-            "replay": None,
         }
-        event["verdict"] = verdict(event, ordinary_tokens, warnings)
-        event["summary"] = summary(event)
-    return event
+        return whole_event(fields, ordinary_tokens, warnings)
 
 
 def _least_advantage(facts: Mapping[Token, Facts], medians: Medians) -> float | None:
@@ -126,14 +116,7 @@ def _findings(
     medians: Medians,
     ordinary_before: Mapping[str, float] | None,
 ) -> dict[str, Any]:
-    """The fields that hold the findings.
-
-    Args:
-        investigation (Investigation): The search, after its end.
-        facts (Mapping): What `culprit_facts` returned.
-        medians (Mapping): What `token_medians` returned.
-        ordinary_before (Mapping, optional): Each layer's norm for one ordinary token in an earlier mini-batch.
-    """
+    """The fields that hold the findings; `ordinary_before` are layer norms of an ordinary token before this step."""
     return {
         "until": investigation.config.bisect_until,
         "diagnosis": _diagnosis(investigation),

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An event in one sentence."""
+"""An event in one sentence, and with its verdict in one line."""
 
 import logging
 import math
@@ -62,6 +62,17 @@ def summary(event: Event) -> str:
     except Exception:
         logger.warning("the summary of an event could not be made", exc_info=True)
         return event.get("summary", "")
+
+
+def in_one_line(line: Mapping[str, Any]) -> str:
+    """The verdict with its check, then the summary, for logs and trackers; without a verdict the summary alone.
+
+    Args:
+        line (Mapping): An event or a clip line.
+    """
+    verdict = line.get("verdict") or {}
+    parts = (verdict.get("sentence"), verdict.get("check"), line.get("summary"))
+    return " ".join(str(part) for part in parts if part)
 
 
 def describe(event: Event) -> str:

@@ -11,13 +11,10 @@ import torch
 
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.token_weights import movable
-from ..version import __version__
-from .in_words import summary
 from .medians import medians_of
-from .schema import SCHEMA
 from .sources import Medians, classify
 from .token_facts import response_evidence, token_evidence
-from .verdict import verdict
+from .verdict import whole_event
 
 # How many suspected tokens an event lists.
 SUSPECTED = 16
@@ -48,9 +45,7 @@ def recorded_event(
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
     """
     medians = medians_of(list(micro_batches.values()))
-    event = {
-        "schema": SCHEMA,
-        "gradloc_version": __version__,
+    fields = {
         "time": datetime.now(timezone.utc).isoformat(),
         "steps_since_resume": None,
         **where,
@@ -83,13 +78,8 @@ def recorded_event(
         "search": "recorded",
         "world_size": world_size,
         "loss_scale": loss_scale,
-        "layer_clip": None,
-        "drill": None,
-        "replay": None,
     }
-    event["verdict"] = verdict(event, {}, warnings)
-    event["summary"] = summary(event)
-    return event
+    return whole_event(fields, {}, warnings)
 
 
 def suspected_tokens(micro_batches: Mapping[MicroBatchName, MicroBatch], medians: Medians) -> list[dict[str, Any]]:

@@ -22,9 +22,8 @@ INDEX = {"type": "integer", "minimum": 0}
 INTEGER_OR_NULL = {"type": ["integer", "null"]}
 TEXT = {"type": "string"}
 TEXT_OR_NULL = {"type": ["string", "null"]}
-_SOURCE = {"enum": list(SOURCES)}
-_NUMBERS = {"type": "array", "items": NUMBER}
-_NUMBERS_BY_LAYER = {"type": "object", "additionalProperties": NUMBER}
+_YES_OR_NO = {"type": "boolean"}
+_YES_NO_OR_NULL = {"type": ["boolean", "null"]}
 
 
 def object_with(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
@@ -42,24 +41,38 @@ def list_of(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
 
-_REST = object_with({"tokens": INDEX, "norm": NUMBER, "threshold": NUMBER})
+def fields(names: str, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Fields of one schema, by their names."""
+    return dict.fromkeys(names.split(), schema)
+
+
+def _by_name(values: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": values}
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _line(title: str, required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    """The schema of a line of a file."""
+    start = {"schema": {"const": SCHEMA}, "time": TEXT, "global_step": INTEGER_OR_NULL}
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": draft, "title": title, **object_with({**start, **required}, **optional)}
+
+
+_SOURCE = {"enum": list(SOURCES)}
+_NUMBERS = list_of(NUMBER)
+_NUMBERS_BY_LAYER = _by_name(NUMBER)
 
 _UNIT = object_with(
     {
-        "rank": INDEX,
-        "micro_batch": INDEX,
-        "rows": INDEX,
-        "tokens": INDEX,
-        "broken_tokens": INDEX,
-        "norm": NUMBER,
-        "threshold": NUMBER,
-        "token_equivalent": NUMBER,
+        **fields("rank micro_batch rows tokens broken_tokens", INDEX),
+        **fields("norm threshold token_equivalent", NUMBER),
         "layer_norms": _NUMBERS_BY_LAYER,
-        "rest": {"anyOf": [_REST, {"type": "null"}]},
+        "rest": _or_null(object_with({"tokens": INDEX, "norm": NUMBER, "threshold": NUMBER})),
     }
 )
-
-_LARGEST_TOKEN = object_with({"row": INDEX, "position": INDEX, "grad_norm": NUMBER, "share": NUMBER_OR_NULL})
 
 _DIFFUSE = object_with(
     {
@@ -69,51 +82,36 @@ _DIFFUSE = object_with(
         "tokens": INDEX,
         "norm": NUMBER,
         "threshold": NUMBER,
-        "largest_tokens": list_of(_LARGEST_TOKEN),
+        "largest_tokens": list_of(
+            object_with({"row": INDEX, "position": INDEX, "grad_norm": NUMBER, "share": NUMBER_OR_NULL})
+        ),
     }
 )
 
 # What is known of a token without a gradient.
 _TOKEN_FIELDS = {
-    "rank": INDEX,
-    "micro_batch": INDEX,
-    "row": INDEX,
-    "position": INDEX,
+    **fields("rank micro_batch row position", INDEX),
     "token_id": {"type": "integer"},
-    "weight": NUMBER,
-    "coefficient": NUMBER,
-    "suspicion": NUMBER,
-    "advantage": NUMBER_OR_NULL,
-    "kl_coefficient": NUMBER_OR_NULL,
-    "after_eos": {"type": ["boolean", "null"]},
-    "log_prob": NUMBER,
-    "old_log_prob": NUMBER_OR_NULL,
-    "ratio": NUMBER_OR_NULL,
-    "ref_log_prob": NUMBER_OR_NULL,
-    "entropy": NUMBER_OR_NULL,
-    "rollout_log_prob": NUMBER_OR_NULL,
-    "rollout_ratio": NUMBER_OR_NULL,
-    "sequence_ratio": NUMBER_OR_NULL,
-    "misaligned_share": NUMBER_OR_NULL,
+    **fields("weight coefficient suspicion log_prob", NUMBER),
+    **fields("advantage kl_coefficient old_log_prob ratio ref_log_prob entropy rollout_log_prob", NUMBER_OR_NULL),
+    **fields("rollout_ratio sequence_ratio misaligned_share", NUMBER_OR_NULL),
+    "after_eos": _YES_NO_OR_NULL,
     "source": _SOURCE,
     "sources": list_of(_SOURCE),
-    "response_suspicion": {"anyOf": [_NUMBERS, {"type": "null"}]},
-    "response_kl": {"anyOf": [object_with({"k1": _NUMBERS, "k2": _NUMBERS, "k3": _NUMBERS}), {"type": "null"}]},
+    "response_suspicion": _or_null(_NUMBERS),
+    "response_kl": _or_null(object_with(fields("k1 k2 k3", _NUMBERS))),
 }
 # Older events lack these.
-_TURNS = {"turn": INTEGER_OR_NULL, "mismatch_start": INTEGER_OR_NULL, "mismatch_turn": INTEGER_OR_NULL}
-# The trainer adds these.
+_TURNS = fields("turn mismatch_start mismatch_turn", INTEGER_OR_NULL)
+# The trainer adds these: to any token, and to those that a search has named or suspects.
+_SHORT_TEXTS = {**fields("token context data_source uid", TEXT_OR_NULL), "reward": NUMBER_OR_NULL}
 _TEXTS = {
-    "token": TEXT_OR_NULL,
-    "context": TEXT_OR_NULL,
+    **_SHORT_TEXTS,
     "prompt": TEXT_OR_NULL,
     "response": TEXT_OR_NULL,
-    "response_tokens": {"anyOf": [{"type": "array", "items": TEXT}, {"type": "null"}]},
+    "response_tokens": _or_null(list_of(TEXT)),
     "response_tokens_start": INDEX,
     "ground_truth": {},
-    "reward": NUMBER_OR_NULL,
-    "data_source": TEXT_OR_NULL,
-    "uid": TEXT_OR_NULL,
 }
 
 _CULPRIT = object_with(
@@ -136,11 +134,7 @@ CULPRIT_FIELDS: tuple[str, ...] = (*_CULPRIT["required"], *_TURNS)
 
 # A spike that was planted beside training to test the detection.
 _DRILL = object_with(
-    {
-        "planted": {"anyOf": [object_with({"rank": INDEX, "row": INDEX, "position": INDEX}), {"type": "null"}]},
-        "found": {"type": "boolean"},
-        "passes": INDEX,
-    }
+    {"planted": _or_null(object_with(fields("rank row position", INDEX))), "found": _YES_OR_NO, "passes": INDEX}
 )
 
 # What is left of a gradient with all coefficients zero.
@@ -148,166 +142,100 @@ _WITHOUT_TOKENS = object_with(
     {"rank": INTEGER_OR_NULL, "micro_batch": INDEX, "norm": NUMBER, "share": NUMBER, "layer_norms": _NUMBERS_BY_LAYER}
 )
 
-# The cause in one line.
+# The cause in one line: a rule's name, that of a warning, "misfire" or "auxiliary"; newer releases may know more.
 _VERDICT = object_with(
-    {
-        # A rule's name, that of a warning, "misfire" or "auxiliary"; newer releases may know more causes.
-        "cause": TEXT_OR_NULL,
-        "culprits": NUMBER_OR_NULL,
-        "ordinary": NUMBER_OR_NULL,
-        "sentence": TEXT,
-        "check": TEXT,
-    }
+    {"cause": TEXT_OR_NULL, **fields("culprits ordinary", NUMBER_OR_NULL), "sentence": TEXT, "check": TEXT}
 )
 
-# What is wrong with the run without any spike.
-_WARNING = object_with({"name": TEXT, "sentence": TEXT, "check": TEXT})
+EVENT = _line(
+    "A gradient spike and the tokens behind it",
+    {
+        **fields("epoch mini_batch micro_batches passes budget", INDEX),
+        "trigger": object_with({"kind": {"enum": ["unit", "global"]}, "norm": NUMBER, "threshold": NUMBER}),
+        **fields("threshold loss_scale", _POSITIVE),
+        **fields("global_norm global_threshold", NUMBER),
+        "ordinary_layer_norms": _or_null(_NUMBERS_BY_LAYER),
+        "diagnosis": {"enum": ["tokens", "diffuse", "nonfinite", "overflow", "incomplete", "unsearched"]},
+        "until": {"enum": ["explained", "exhaustive"]},
+        "explained": _YES_NO_OR_NULL,
+        "more_tokens": {"type": ["integer", "null"], "minimum": 0},
+        "units": list_of(_UNIT),
+        "culprits": list_of(_CULPRIT),
+        "diffuse": list_of(_DIFFUSE),
+        "open_segments": list_of(
+            object_with({"rank": INTEGER_OR_NULL, "micro_batch": INDEX, "tokens": INDEX, "threshold": NUMBER})
+        ),
+        "action": {"enum": ["log", "skip", "drop", "stop"]},
+        **fields("applied complete", _YES_OR_NO),
+        "layer_clip": _or_null(_by_name(object_with({"norm": NUMBER, "bound": NUMBER_OR_NULL, "factor": NUMBER}))),
+        "summary": TEXT,
+        **fields("median_advantage median_weight", NUMBER_OR_NULL),
+        "seconds": {"type": "number"},
+        # "recorded": nothing was searched; "replayed": a recorded spike, searched later.
+        "search": {"enum": ["local", "reduced", "recorded", "replayed"]},
+        "world_size": {"type": "integer", "minimum": 1},
+        "error": TEXT_OR_NULL,
+    },
+    # Older events lack these.
+    gradloc_version=TEXT,
+    drill=_or_null(_DRILL),
+    fault=TEXT_OR_NULL,
+    replay=TEXT_OR_NULL,
+    without_tokens=_or_null(_WITHOUT_TOKENS),
+    verdict=_or_null(_VERDICT),
+    steps_since_resume={"type": ["integer", "null"], "minimum": 1},
+    budget_seconds=NUMBER_OR_NULL,
+    out_of_time=_YES_OR_NO,
+    suspected=list_of(_SUSPECTED),
+)
 
-EVENT = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "title": "A gradient spike and the tokens behind it",
-    **object_with(
-        {
-            "schema": {"const": SCHEMA},
-            "time": {"type": "string"},
-            "global_step": INTEGER_OR_NULL,
-            "epoch": INDEX,
-            "mini_batch": INDEX,
-            "trigger": object_with({"kind": {"enum": ["unit", "global"]}, "norm": NUMBER, "threshold": NUMBER}),
-            "threshold": _POSITIVE,
-            "global_norm": NUMBER,
-            "global_threshold": NUMBER,
-            "ordinary_layer_norms": {"anyOf": [_NUMBERS_BY_LAYER, {"type": "null"}]},
-            "diagnosis": {"enum": ["tokens", "diffuse", "nonfinite", "overflow", "incomplete", "unsearched"]},
-            "until": {"enum": ["explained", "exhaustive"]},
-            "explained": {"type": ["boolean", "null"]},
-            "more_tokens": {"type": ["integer", "null"], "minimum": 0},
-            "micro_batches": INDEX,
-            "units": list_of(_UNIT),
-            "culprits": list_of(_CULPRIT),
-            "diffuse": list_of(_DIFFUSE),
-            "passes": INDEX,
-            "budget": INDEX,
-            "complete": {"type": "boolean"},
-            "open_segments": list_of(
-                object_with({"rank": INTEGER_OR_NULL, "micro_batch": INDEX, "tokens": INDEX, "threshold": NUMBER})
-            ),
-            "action": {"enum": ["log", "skip", "drop", "stop"]},
-            "applied": {"type": "boolean"},
-            "layer_clip": {
-                "anyOf": [
-                    {
-                        "type": "object",
-                        "additionalProperties": object_with(
-                            {"norm": NUMBER, "bound": NUMBER_OR_NULL, "factor": NUMBER}
-                        ),
-                    },
-                    {"type": "null"},
-                ]
-            },
-            "summary": TEXT,
-            "median_advantage": NUMBER_OR_NULL,
-            "median_weight": NUMBER_OR_NULL,
-            "seconds": {"type": "number"},
-            # "recorded": nothing was searched; "replayed": a recorded spike, searched later.
-            "search": {"enum": ["local", "reduced", "recorded", "replayed"]},
-            "world_size": {"type": "integer", "minimum": 1},
-            "loss_scale": _POSITIVE,
-            "error": TEXT_OR_NULL,
-        },
-        # Older events lack these.
-        gradloc_version=TEXT,
-        drill={"anyOf": [_DRILL, {"type": "null"}]},
-        fault=TEXT_OR_NULL,
-        replay=TEXT_OR_NULL,
-        without_tokens={"anyOf": [_WITHOUT_TOKENS, {"type": "null"}]},
-        verdict={"anyOf": [_VERDICT, {"type": "null"}]},
-        steps_since_resume={"type": ["integer", "null"], "minimum": 1},
-        budget_seconds=NUMBER_OR_NULL,
-        out_of_time={"type": "boolean"},
-        suspected=list_of(_SUSPECTED),
-    ),
-}
-
-NOTE = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "title": "What was left out of the file at this place",
-    **object_with(
-        {
-            "schema": {"const": SCHEMA},
-            "time": {"type": "string"},
-            "global_step": INTEGER_OR_NULL,
-            "note": {"enum": ["text_limit", "rate_limit", "size_limit", "unwritable"]},
-            "count": {"type": "integer", "minimum": 1},
-            "message": {"type": "string"},
-        }
-    ),
-}
+NOTE = _line(
+    "What was left out of the file at this place",
+    {
+        "note": {"enum": ["text_limit", "rate_limit", "size_limit", "unwritable"]},
+        "count": {"type": "integer", "minimum": 1},
+        "message": TEXT,
+    },
+)
 
 _CLIPPED_TOKEN = object_with(
     {
-        "rank": INDEX,
-        "micro_batch": INDEX,
-        "row": INDEX,
-        # Negative in the prompt.
-        "position": {"type": "integer"},
+        **fields("rank micro_batch row", INDEX),
+        "position": {"type": "integer"},  # negative in the prompt
         "boundary": TEXT,
         "multiple": NUMBER,
-        "cut": {"type": "boolean"},
+        "cut": _YES_OR_NO,
         "token_id": INTEGER_OR_NULL,
-        "weight": NUMBER_OR_NULL,
-        "advantage": NUMBER_OR_NULL,
-        "log_prob": NUMBER_OR_NULL,
-        "old_log_prob": NUMBER_OR_NULL,
-        "rollout_log_prob": NUMBER_OR_NULL,
+        **fields("weight advantage log_prob old_log_prob rollout_log_prob", NUMBER_OR_NULL),
     },
-    # The trainer adds these.
-    token=TEXT_OR_NULL,
-    context=TEXT_OR_NULL,
-    reward=NUMBER_OR_NULL,
-    data_source=TEXT_OR_NULL,
-    uid=TEXT_OR_NULL,
+    **_SHORT_TEXTS,
 )
 # As CULPRIT_FIELDS, of a token in a clip line.
 CLIPPED_TOKEN_FIELDS: tuple[str, ...] = tuple(_CLIPPED_TOKEN["required"])
-_COUNTS_BY_BOUNDARY = {"type": "object", "additionalProperties": INDEX}
 
-CLIP = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "title": "The tokens whose backward signals were over TokenClip's bounds",
-    **object_with(
-        {
-            "schema": {"const": SCHEMA},
-            "time": {"type": "string"},
-            "global_step": INTEGER_OR_NULL,
-            "epoch": INDEX,
-            "mini_batch": INDEX,
-            "token_clip": object_with(
-                {
-                    "action": {"enum": ["log", "drop", "smooth"]},
-                    "factor": _POSITIVE,
-                    "over": _COUNTS_BY_BOUNDARY,
-                    "cut": _COUNTS_BY_BOUNDARY,
-                    "refused": list_of(TEXT),
-                    "largest": _NUMBERS_BY_LAYER,
-                    "usual": {"type": "object", "additionalProperties": NUMBER_OR_NULL},
-                    "tokens": list_of(_CLIPPED_TOKEN),
-                }
-            ),
-            "summary": TEXT,
-        }
-    ),
-}
+CLIP = _line(
+    "The tokens whose backward signals were over TokenClip's bounds",
+    {
+        **fields("epoch mini_batch", INDEX),
+        "token_clip": object_with(
+            {
+                "action": {"enum": ["log", "drop", "smooth"]},
+                "factor": _POSITIVE,
+                **fields("over cut", _by_name(INDEX)),
+                "refused": list_of(TEXT),
+                "largest": _NUMBERS_BY_LAYER,
+                "usual": _by_name(NUMBER_OR_NULL),
+                "tokens": list_of(_CLIPPED_TOKEN),
+            }
+        ),
+        "summary": TEXT,
+    },
+)
 
 _CRITIC_MICRO_BATCH = object_with(
     {
-        "rank": INDEX,
-        "micro_batch": INDEX,
-        "rows": INDEX,
-        "tokens": INDEX,
-        "norm": NUMBER,
-        "threshold": NUMBER,
-        "token_equivalent": NUMBER,
+        **fields("rank micro_batch rows tokens", INDEX),
+        **fields("norm threshold token_equivalent", NUMBER),
         "error": NUMBER_OR_NULL,
         "layer_norms": _NUMBERS_BY_LAYER,
     }
@@ -315,71 +243,37 @@ _CRITIC_MICRO_BATCH = object_with(
 
 _CRITIC_VALUE = object_with(
     {
-        "rank": INDEX,
-        "micro_batch": INDEX,
-        "row": INDEX,
-        "position": INDEX,
-        "value": NUMBER,
-        "old_value": NUMBER,
-        "return": NUMBER,
-        "error": NUMBER,
-        "weight": NUMBER,
+        **fields("rank micro_batch row position", INDEX),
+        **fields("value old_value return error weight", NUMBER),
     },
-    token=TEXT_OR_NULL,
-    context=TEXT_OR_NULL,
-    reward=NUMBER_OR_NULL,
-    data_source=TEXT_OR_NULL,
-    uid=TEXT_OR_NULL,
+    **_SHORT_TEXTS,
 )
 
-CRITIC = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "title": "A spike of the critic's gradient: a line of critic.jsonl",
-    **object_with(
-        {
-            "schema": {"const": SCHEMA},
-            "gradloc_version": TEXT,
-            "time": TEXT,
-            "global_step": INTEGER_OR_NULL,
-            "epoch": INDEX,
-            "mini_batch": INDEX,
-            "threshold": _POSITIVE,
-            "token_norm": NUMBER,
-            "global_norm": NUMBER,
-            "layer_norms": _NUMBERS_BY_LAYER,
-            "ordinary_token_norm": NUMBER_OR_NULL,
-            "ordinary_layer_norms": {"anyOf": [_NUMBERS_BY_LAYER, {"type": "null"}]},
-            "error": NUMBER_OR_NULL,
-            "ordinary_error": NUMBER_OR_NULL,
-            "micro_batches": list_of(_CRITIC_MICRO_BATCH),
-            "values": list_of(_CRITIC_VALUE),
-            "world_size": INDEX,
-            "cause": {"enum": ["errors", "network", None]},
-            "summary": TEXT,
-        }
-    ),
-}
+CRITIC = _line(
+    "A spike of the critic's gradient: a line of critic.jsonl",
+    {
+        "gradloc_version": TEXT,
+        **fields("epoch mini_batch world_size", INDEX),
+        "threshold": _POSITIVE,
+        **fields("token_norm global_norm", NUMBER),
+        **fields("ordinary_token_norm error ordinary_error", NUMBER_OR_NULL),
+        "layer_norms": _NUMBERS_BY_LAYER,
+        "ordinary_layer_norms": _or_null(_NUMBERS_BY_LAYER),
+        "micro_batches": list_of(_CRITIC_MICRO_BATCH),
+        "values": list_of(_CRITIC_VALUE),
+        "cause": {"enum": ["errors", "network", None]},
+        "summary": TEXT,
+    },
+)
 
-STEP = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "title": "The figures of one step: a line of steps.jsonl",
-    **object_with(
-        {
-            "schema": {"const": SCHEMA},
-            "time": {"type": "string"},
-            "global_step": INTEGER_OR_NULL,
-            "threshold": NUMBER_OR_NULL,
-            "token_norm_max": NUMBER_OR_NULL,
-            "spike_margin": NUMBER_OR_NULL,
-            "ratio_max": NUMBER_OR_NULL,
-            "rollout_ratio_max": NUMBER_OR_NULL,
-            "unlikely_share": NUMBER_OR_NULL,
-            "triggered": NUMBER_OR_NULL,
-        },
-        # Older lines lack these.
-        warnings=list_of(_WARNING),
+STEP = _line(
+    "The figures of one step: a line of steps.jsonl",
+    fields(
+        "threshold token_norm_max spike_margin ratio_max rollout_ratio_max unlikely_share triggered", NUMBER_OR_NULL
     ),
-}
+    # Older lines lack these: what is wrong with the run without any spike.
+    warnings=list_of(object_with(fields("name sentence check", TEXT))),
+)
 
 
 def current(line: Any) -> Any:

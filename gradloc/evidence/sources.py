@@ -9,7 +9,8 @@ from typing import Any
 
 from .shares import layer_shares
 
-Culprit = Mapping[str, Any]
+# What is known of a culprit, or as tensors of many tokens: see `token_facts`.
+Facts = Mapping[str, Any]
 # The mini-batch's `median_advantage` and `median_weight`.
 Medians = Mapping[str, float | None]
 
@@ -36,16 +37,21 @@ class Rule:
         name (str): The source.
         meaning (str): When it holds, in one sentence.
         advice (str): What to do about it, in one sentence.
-        holds (Callable): Whether it holds for a culprit, given the medians of its mini-batch.
+        holds (Callable): Whether it holds for a culprit, or for which of many tokens, given the medians of their
+            mini-batch.
+        claim (str): What a verdict says is wrong, the start of a sentence.
+        check (str): How to check it, in one sentence with a command.
     """
 
     name: str
     meaning: str
     advice: str
-    holds: Callable[[Culprit, Medians], bool]
+    holds: Callable[[Facts, Medians], Any]
+    claim: str = ""
+    check: str = ""
 
 
-def classify(culprit: Culprit, medians: Medians) -> list[str]:
+def classify(culprit: Facts, medians: Medians) -> list[str]:
     """The names of all rules that hold for a culprit, most specific first; ["other"] if none does.
 
     Args:
@@ -55,72 +61,91 @@ def classify(culprit: Culprit, medians: Medians) -> list[str]:
     return [rule.name for rule in RULES if rule.holds(culprit, medians)] or [OTHER.name]
 
 
-def _is_nonfinite(culprit: Culprit, _: Medians) -> bool:
-    return not math.isfinite(culprit["grad_norm"])
+# The rules take single values and tensors alike: so `|` and `&`, and no chained comparison. What is None, or missing,
+# is not known. NaN is unlike itself.
 
 
-def _is_retokenized(culprit: Culprit, _: Medians) -> bool:
-    first = culprit.get("mismatch_turn")  # older events lack it
-    return first is not None and culprit["turn"] >= first
+def _is_nonfinite(of: Facts, _: Medians) -> Any:
+    return _is_broken(of["grad_norm"])
 
 
-def _is_misaligned(culprit: Culprit, _: Medians) -> bool:
-    return (culprit["misaligned_share"] or 0.0) > MISALIGNED_FRACTION
+def _is_retokenized(of: Facts, _: Medians) -> Any:
+    first = of.get("mismatch_turn")
+    return first is not None and (first > 0) & (of["turn"] >= first)
 
 
-def _is_unsampled(culprit: Culprit, _: Medians) -> bool:
-    rollout = culprit["rollout_log_prob"]
+def _is_misaligned(of: Facts, _: Medians) -> Any:
+    share = of.get("misaligned_share")
+    return share is not None and share > MISALIGNED_FRACTION
+
+
+def _is_unsampled(of: Facts, _: Medians) -> Any:
+    rollout, after_eos = of.get("rollout_log_prob"), of.get("after_eos")
+    after_eos = False if after_eos is None else after_eos
     if rollout is None:
-        return bool(culprit["after_eos"])
-    if rollout != 0:  # a finite log-prob shows that the rollout sampled it, even after an end token
-        return not math.isfinite(rollout)
-    return bool(culprit["after_eos"]) or culprit["log_prob"] < math.log(UNSAMPLED)
+        return after_eos
+    # A finite log-prob shows that the rollout sampled it, even after an end token.
+    return _is_broken(rollout) | ((rollout == 0) & (after_eos | (of["log_prob"] < math.log(UNSAMPLED))))
 
 
-def has_large_advantage(culprit: Culprit, medians: Medians) -> bool:
-    """The rule `advantage`."""
-    return _is_outlier(culprit["advantage"], medians["median_advantage"], LARGE_ADVANTAGE)
+def has_large_advantage(of: Facts, medians: Medians) -> Any:
+    """The rule `advantage`; with `least_advantage` in `medians`, only for those that are not under it."""
+    advantage = of.get("advantage")
+    found = _is_outlier(advantage, medians["median_advantage"], LARGE_ADVANTAGE)
+    least = medians.get("least_advantage")
+    return found if advantage is None or least is None else found & (abs(advantage) >= least)
 
 
-def _has_large_weight(culprit: Culprit, medians: Medians) -> bool:
-    return _is_outlier(culprit["weight"], medians["median_weight"], LARGE_WEIGHT)
+def _has_large_weight(of: Facts, medians: Medians) -> Any:
+    return _is_outlier(of["weight"], medians["median_weight"], LARGE_WEIGHT)
 
 
-def _is_due_to_kl(culprit: Culprit, _: Medians) -> bool:
-    kl = culprit["kl_coefficient"]
-    return kl is not None and abs(kl) > abs(culprit["coefficient"] - kl)
+def _is_due_to_kl(of: Facts, _: Medians) -> Any:
+    kl = of.get("kl_coefficient")
+    return kl is not None and abs(kl) > abs(of["coefficient"] - kl)
 
 
-def _has_far_ratio(culprit: Culprit, _: Medians) -> bool:
-    return any(_is_far_from_one(culprit[name], TOKEN_RATIO) for name in ("ratio", "rollout_ratio"))
+def _has_far_ratio(of: Facts, _: Medians) -> Any:
+    return _is_far_from_one(of.get("ratio"), TOKEN_RATIO) | _is_far_from_one(of.get("rollout_ratio"), TOKEN_RATIO)
 
 
-def _has_far_sequence_ratio(culprit: Culprit, _: Medians) -> bool:
-    return _is_far_from_one(culprit["sequence_ratio"], SEQUENCE_RATIO)
+def _has_far_sequence_ratio(of: Facts, _: Medians) -> Any:
+    return _is_far_from_one(of.get("sequence_ratio"), SEQUENCE_RATIO)
 
 
-def _is_unlikely(culprit: Culprit, _: Medians) -> bool:
-    return culprit["log_prob"] < math.log(UNLIKELY)
+def _is_unlikely(of: Facts, _: Medians) -> Any:
+    return of["log_prob"] < math.log(UNLIKELY)
 
 
-def _is_punished(culprit: Culprit, _: Medians) -> bool:
-    advantage = culprit["advantage"]
-    is_pushed_down = advantage is not None and advantage < 0 < culprit["coefficient"]
-    return is_pushed_down and culprit["log_prob"] > math.log(CONFIDENT)
+def _is_punished(of: Facts, _: Medians) -> Any:
+    advantage = of.get("advantage")
+    is_confident = of["log_prob"] > math.log(CONFIDENT)
+    return advantage is not None and (advantage < 0) & (of["coefficient"] > 0) & is_confident
 
 
-def _has_a_layer(culprit: Culprit, _: Medians) -> bool:
+def _has_a_layer(culprit: Facts, _: Medians) -> bool:
     shares = layer_shares(culprit["layer_norms"])
     return len(shares) > 1 and max(shares.values()) > LAYER_FRACTION
 
 
-def _is_outlier(value: float | None, median: float | None, factor: float) -> bool:
+def _is_broken(value: Any) -> Any:
+    return (value != value) | (abs(value) == math.inf)
+
+
+def _is_outlier(value: Any, median: float | None, factor: float) -> Any:
     return value is not None and median is not None and abs(value) > factor * median
 
 
-def _is_far_from_one(ratio: float | None, factor: float) -> bool:
-    return ratio is not None and not 1 / factor <= ratio <= factor
+def _is_far_from_one(ratio: Any, factor: float) -> Any:
+    return ratio is not None and (ratio != ratio) | (ratio > factor) | (ratio < 1 / factor)
 
+
+def _planted(fault: str, how: str) -> str:
+    return f"`bash run_experiment.sh --embedded --fault {fault}` shows this {how}."
+
+
+_STALE = _planted("stale", "with rollout weights that are too old")
+_REMEDIES = "`python -m verl.utils.gradloc.replay BUNDLE --remedies` measures what each remedy leaves of the spike."
 
 # Most specific first: broken numbers, then bugs, then what ordinary tokens rarely have.
 RULES = (
@@ -129,6 +154,8 @@ RULES = (
         "The token's gradient is NaN or infinite.",
         "Look at the data, the precision and the loss of this token.",
         _is_nonfinite,
+        claim="Single tokens have NaN or infinite gradients",
+        check=_planted("nan", "with a NaN advantage"),
     ),
     Rule(
         "retokenized",
@@ -137,12 +164,17 @@ RULES = (
         "Train on the token ids that the rollout sampled: do not decode a turn and encode it again, and check the "
         "tokens that the chat template puts between turns.",
         _is_retokenized,
+        claim="The mismatch between training and rollout begins at a turn boundary",
+        check=_planted("retokenized", "with a second turn that is encoded again"),
     ),
     Rule(
         "misaligned",
         "Over half of the response's log-probs differ from the rollout's by more than 1 nat, or are NaN there.",
         "Look for a bug: log-probs taken at wrong positions, or other weights or another temperature in the rollout.",
         _is_misaligned,
+        claim="The log-probs of whole responses are not those of the rollout",
+        check="`python -m verl.utils.gradloc.replay BUNDLE` compares the recorded log-probs with those of saved "
+        "weights.",
     ),
     Rule(
         "unsampled",
@@ -150,18 +182,24 @@ RULES = (
         "or exactly 0 while training gives it a probability under 1e-3.",
         "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
         _is_unsampled,
+        claim="Tokens that the policy did not produce are trained on",
+        check=_planted("unsampled", "with added EOS tokens"),
     ),
     Rule(
         "token",
         "Its ratio, to the old policy or to the rollout's, is over 2, under 1/2 or NaN.",
         "Use the same precision in rollout and training, train less off-policy, or clip or mask such ratios.",
         _has_far_ratio,
+        claim="The importance ratios of single tokens are far from 1",
+        check=_STALE,
     ),
     Rule(
         "sequence",
         "The geometric mean of the response's ratios is over 1.2, under 1/1.2 or NaN.",
         "Do the same as for token, for whole responses: mask those whose mean ratio is far from 1.",
         _has_far_sequence_ratio,
+        claim="The mean importance ratios of whole responses are far from 1",
+        check=_STALE,
     ),
     Rule(
         "advantage",
@@ -170,6 +208,8 @@ RULES = (
         "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
         "nearly equal rewards and groups with a single right or wrong response more weight.",
         has_large_advantage,
+        claim="Advantages are outliers",
+        check=_planted("advantage", "with one outlying reward"),
     ),
     Rule(
         "weight",
@@ -177,12 +217,16 @@ RULES = (
         "Use loss_agg_mode=token-mean, or filter out very short responses: a mean over sequences gives their tokens "
         "large weights.",
         _has_large_weight,
+        claim="The tokens of a few responses have large weights in the loss",
+        check=_REMEDIES,
     ),
     Rule(
         "kl",
         "The KL loss's part of its coefficient is larger than the policy loss's.",
         "Lower kl_loss_coef, or use a KL estimator with a smaller gradient far from the reference (kl_loss_type).",
         _is_due_to_kl,
+        claim="The KL loss, not the policy loss, makes the gradient of these tokens",
+        check=_REMEDIES,
     ),
     Rule(
         "unlikely",
@@ -191,6 +235,8 @@ RULES = (
         "Give rare tokens less weight, sample with top-p, or clip layers; check whether clip-higher or an entropy "
         "bonus makes them frequent.",
         _is_unlikely,
+        claim=f"Rare tokens (p < {UNLIKELY:g}) make the gradient",
+        check=_REMEDIES,
     ),
     Rule(
         "punished",
@@ -198,12 +244,16 @@ RULES = (
         "Look at what its response was punished for, and whether right responses have the same tokens; give tokens of "
         "negative responses less weight.",
         _is_punished,
+        claim=f"Confident tokens (p > {CONFIDENT:g}) are pushed down",
+        check=_REMEDIES,
     ),
     Rule(
         "layer",
         "One layer carries over half of the squared norm.",
         "Turn on LayerClip, and look at this layer's weights if it happens to all tokens.",
         _has_a_layer,
+        claim="One layer makes most of the gradient",
+        check=_planted("bitflip", "with one broken weight"),
     ),
 )
 

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about a culprit token: probabilities, ratios, KL estimates and text."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,40 @@ TURN_START = 3
 # The maximum number of tokens around a culprit whose values are kept.
 WINDOW = 512
 
+# The facts that are given.
+_NUMBERS: tuple[str, ...] = ("weight", "coefficient", "advantage", "log_prob", "old_log_prob", "ref_log_prob")
+_NUMBERS += ("entropy", "rollout_log_prob", "kl_coefficient")
+
+
+def token_facts(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The facts about all tokens that need no gradient, which the rules of `sources` look at. No host sync.
+
+    Args:
+        tokens (Mapping[str, Tensor]): As `token_evidence` takes them.
+
+    Returns:
+        dict: By the names that `token_evidence` gives, tensors of shape (rows, response length), or (rows, 1) for what
+            is the same in a whole response; floats are float64. What there is no data for is missing; `turn` is 0
+            where response_mask is 0, `mismatch_start` is -1 and `mismatch_turn` 0 where there is none.
+    """
+    mask = tokens["response_mask"].bool()
+    facts = {name: tokens[name].double() for name in _NUMBERS if name in tokens}
+    if "after_eos" in tokens:
+        facts["after_eos"] = tokens["after_eos"].bool()
+    log_ratios = {
+        ratio: facts["log_prob"] - facts[other]
+        for ratio, other in (("ratio", "old_log_prob"), ("rollout_ratio", "rollout_log_prob"))
+        if other in facts
+    }
+    facts |= {ratio: log_ratio.exp() for ratio, log_ratio in log_ratios.items()}
+    if log_ratios:
+        facts["sequence_ratio"] = _mean(list(log_ratios.values())[-1], mask).exp()
+    if "rollout_ratio" in log_ratios:
+        facts["misaligned_share"] = _mean(off_the_rollout(log_ratios["rollout_ratio"]).double(), mask)
+    facts["turn"] = find_turns(mask)
+    facts["mismatch_start"], facts["mismatch_turn"] = find_mismatch(tokens)
+    return facts
+
 
 def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[str, Any]:
     """The facts about one token that need no gradient.
@@ -39,37 +72,15 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
             from 1, and is None in a response of one turn. `mismatch_start` is the index in the response, and
             `mismatch_turn` the turn, that `find_mismatch` gives.
     """
-
-    def value(name: str) -> float | None:
-        return float(tokens[name][row, position]) if name in tokens else None
-
-    def difference(name: str) -> Tensor | None:
-        """log p − log q over the response's tokens, shape (n,)."""
-        if name not in tokens:
-            return None
-        mask = tokens["response_mask"][row].bool()
-        return (tokens["log_prob"][row].double() - tokens[name][row].double())[mask]
-
-    old, rollout = difference("old_log_prob"), difference("rollout_log_prob")
-    reference = rollout if rollout is not None else old
-    after_eos = value("after_eos")
-    turns = find_turns(tokens["response_mask"][row : row + 1])
-    start, turn = (int(found) for found in find_mismatch({name: of[row : row + 1] for name, of in tokens.items()}))
-    names = ("advantage", "log_prob", "old_log_prob", "ref_log_prob", "entropy", "rollout_log_prob")
+    facts = token_facts({name: of[row : row + 1] for name, of in tokens.items()})
+    here = {name: of[0, position if of.shape[1] > 1 else 0].item() for name, of in facts.items()}
+    names = (*_NUMBERS, "after_eos", "ratio", "rollout_ratio", "sequence_ratio", "misaligned_share")
     return {
         "token_id": int(tokens["token_id"][row, position]),
-        "weight": value("weight"),
-        "coefficient": value("coefficient"),
-        **{name: value(name) for name in names},
-        "kl_coefficient": value("kl_coefficient"),
-        "after_eos": None if after_eos is None else bool(after_eos),
-        "ratio": _ratio(value("log_prob"), value("old_log_prob")),
-        "rollout_ratio": _ratio(value("log_prob"), value("rollout_log_prob")),
-        "sequence_ratio": None if reference is None else _exp(float(reference.mean())),
-        "misaligned_share": None if rollout is None else float(off_the_rollout(rollout).double().mean()),
-        "turn": int(turns[0, position]) if turns.max() > 1 else None,
-        "mismatch_start": start if start >= 0 else None,
-        "mismatch_turn": turn or None,
+        **{name: here.get(name) for name in names},
+        "turn": here["turn"] if facts["turn"].max() > 1 else None,
+        "mismatch_start": here["mismatch_start"] if here["mismatch_start"] >= 0 else None,
+        "mismatch_turn": here["mismatch_turn"] or None,
     }
 
 
@@ -212,13 +223,9 @@ def response_kl(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[s
 
 def context_evidence(tokenizer: Any, response: Sequence[int], position: int) -> dict[str, str]:
     """A token of a response as text, and its `context`: up to 16 tokens on either side with the token in «»."""
-
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(list(ids), skip_special_tokens=False)
-
-    token = decode(response[position : position + 1])
-    before = decode(response[max(position - 16, 0) : position])
-    after = decode(response[position + 1 : position + 17])
+    token = _decode(tokenizer, response[position : position + 1])
+    before = _decode(tokenizer, response[max(position - 16, 0) : position])
+    after = _decode(tokenizer, response[position + 1 : position + 17])
     return {"token": token, "context": f"{before}«{token}»{after}"}
 
 
@@ -236,25 +243,23 @@ def text_evidence(tokenizer: Any, prompt: Sequence[int], response: Sequence[int]
             `response_tokens`, up to 512 tokens around the culprit, each decoded alone; `response_tokens_start`, the
             index of the first of them.
     """
-
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(list(ids), skip_special_tokens=False)
-
     start = window_start(position)
     window = response[start : start + WINDOW]
-    pieces = {token_id: decode([token_id]) for token_id in set(window)}
+    pieces = {token_id: _decode(tokenizer, [token_id]) for token_id in set(window)}
     return {
         **context_evidence(tokenizer, response, position),
-        "prompt": decode(prompt),
-        "response": decode(response),
+        "prompt": _decode(tokenizer, prompt),
+        "response": _decode(tokenizer, response),
         "response_tokens": [pieces[token_id] for token_id in window],
         "response_tokens_start": start,
     }
 
 
-def _ratio(log_prob: float | None, other: float | None) -> float | None:
-    return None if log_prob is None or other is None else _exp(log_prob - other)
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf if x == x else x
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    """The mean over each response's tokens, shape (rows, 1); NaN for a response without any."""
+    # Not a product: the padding may be NaN.
+    return torch.where(mask, values, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True)

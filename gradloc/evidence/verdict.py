@@ -5,16 +5,17 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..run_checks import resume_note
+from ..version import __version__
 from .auxiliary import auxiliary_verdict
-from .in_words import turn_boundary
+from .in_words import summary, turn_boundary
 from .ordinary import APART, is_apart
 from .scaling import LOSS_SCALE
+from .schema import SCHEMA
 from .shares import layer_shares
-from .sources import CONFIDENT, RULES, SOURCES, UNLIKELY
+from .sources import RULES
 
 logger = logging.getLogger(__name__)
 
@@ -31,54 +32,14 @@ LAYER_ODDS = 50.0
 RARE_NORM = 30.0
 
 
-@dataclass(frozen=True)
-class Cause:
-    """What a verdict says of a cause, beside the advice of its rule.
+# The rules that may be a cause.
+CAUSES = {rule.name: rule for rule in RULES}
 
-    Args:
-        claim (str): What is wrong, the start of a sentence.
-        check (str): How to check it, in one sentence with a command.
-    """
-
-    claim: str
-    check: str
-
-
-_STALE = "`bash run_experiment.sh --embedded --fault stale` shows this with rollout weights that are too old."
-_REMEDIES = "`python -m verl.utils.gradloc.replay BUNDLE --remedies` measures what each remedy leaves of the spike."
-
-# By rule.
-CAUSES: Mapping[str, Cause] = {
-    "nonfinite": Cause(
-        "Single tokens have NaN or infinite gradients",
-        "`bash run_experiment.sh --embedded --fault nan` shows this with a NaN advantage.",
-    ),
-    "retokenized": Cause(
-        "The mismatch between training and rollout begins at a turn boundary",
-        "`bash run_experiment.sh --embedded --fault retokenized` shows this with a second turn that is encoded again.",
-    ),
-    "misaligned": Cause(
-        "The log-probs of whole responses are not those of the rollout",
-        "`python -m verl.utils.gradloc.replay BUNDLE` compares the recorded log-probs with those of saved weights.",
-    ),
-    "unsampled": Cause(
-        "Tokens that the policy did not produce are trained on",
-        "`bash run_experiment.sh --embedded --fault unsampled` shows this with added EOS tokens.",
-    ),
-    "token": Cause("The importance ratios of single tokens are far from 1", _STALE),
-    "sequence": Cause("The mean importance ratios of whole responses are far from 1", _STALE),
-    "advantage": Cause(
-        "Advantages are outliers",
-        "`bash run_experiment.sh --embedded --fault advantage` shows this with one outlying reward.",
-    ),
-    "weight": Cause("The tokens of a few responses have large weights in the loss", _REMEDIES),
-    "kl": Cause("The KL loss, not the policy loss, makes the gradient of these tokens", _REMEDIES),
-    "unlikely": Cause(f"Rare tokens (p < {UNLIKELY:g}) make the gradient", _REMEDIES),
-    "punished": Cause(f"Confident tokens (p > {CONFIDENT:g}) are pushed down", _REMEDIES),
-    "layer": Cause(
-        "One layer makes most of the gradient",
-        "`bash run_experiment.sh --embedded --fault bitflip` shows this with one broken weight.",
-    ),
+# By diagnosis, why no cause is known where the search has named no token.
+_WITHOUT_CULPRITS = {
+    "overflow": "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale",
+    "nonfinite": "NaN or Inf is in the log-probs or gradients of all tokens",
+    "diffuse": "no token stands out",
 }
 
 # Where no cause is known.
@@ -86,12 +47,21 @@ CHECK_UNKNOWN = (
     "`python -m verl.utils.gradloc.replay BUNDLE --switches` shows whether the spike comes back without training's "
     "kernels, in which layers it is, and what changes it."
 )
-
-
 # Where nothing was searched.
 CHECK_UNSEARCHED = (
     "`python -m verl.utils.gradloc.replay BUNDLE --search` finds the tokens, with the weights that this step had."
 )
+
+
+def whole_event(
+    fields: Mapping[str, Any], ordinary: Mapping[str, float | None], warnings: Sequence[Mapping[str, str]]
+) -> dict[str, Any]:
+    """An event of these fields, with its verdict and summary; the other arguments are those of `decide`."""
+    event = {"schema": SCHEMA, "gradloc_version": __version__, **fields}
+    event |= {"layer_clip": None, "drill": None, "replay": None}
+    event["verdict"] = verdict(event, ordinary, warnings)
+    event["summary"] = summary(event)
+    return event
 
 
 def verdict(
@@ -141,7 +111,7 @@ def decide(
         return _of_warning(event, ordinary, of_all_tokens[0])
     note = resume_note(event.get("steps_since_resume"))
     if cause is None:
-        why = _without_culprits(event)
+        why = _WITHOUT_CULPRITS.get(event["diagnosis"], "the search ended without a result")
         if count:
             why = "no rule holds for most of the culprits and for few ordinary tokens"
             if all(share is None for share in ordinary.values()):
@@ -150,8 +120,7 @@ def decide(
             why = f"the culprits make under {EXPLAINED:.0%} of the norm of their micro-batches"
         sentence, check = f"No known cause: {why}.{note}", CHECK_UNKNOWN
         return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": check}
-    advice = SOURCES[cause].advice
-    claim = CAUSES[cause].claim
+    advice, claim = CAUSES[cause].advice, CAUSES[cause].claim
     if cause == "retokenized" and (boundary := turn_boundary(event["culprits"])):
         claim += f", {boundary}"
     shares = f"{of_culprits(culprits[cause], count)}, {_of_ordinary(ordinary[cause])}"
@@ -172,15 +141,6 @@ def _unsearched(
         return _of_warning(event, ordinary, warnings[0])
     sentence = f"Not searched yet: no token was measured.{resume_note(event.get('steps_since_resume'))}"
     return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": CHECK_UNSEARCHED}
-
-
-def _without_culprits(event: Mapping[str, Any]) -> str:
-    """Why there is no cause where the search has named no token."""
-    if event["diagnosis"] == "overflow":
-        return "the scaled fp16 gradients overflowed, and the gradient scaler takes a smaller scale"
-    if event["diagnosis"] == "nonfinite":
-        return "NaN or Inf is in the log-probs or gradients of all tokens"
-    return "no token stands out" if event["diagnosis"] == "diffuse" else "the search ended without a result"
 
 
 def _of_warning(

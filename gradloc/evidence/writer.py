@@ -29,14 +29,8 @@ STEP_FILE_BYTES = 16 * 2**20
 STEP_TOTAL_BYTES = 64 * 2**20
 
 # The metrics in steps.jsonl, without their prefix.
-STEP_FIGURES = (
-    "threshold",
-    "token_norm_max",
-    "spike_margin",
-    "ratio_max",
-    "rollout_ratio_max",
-    "unlikely_share",
-    "triggered",
+STEP_FIGURES = tuple(
+    "threshold token_norm_max spike_margin ratio_max rollout_ratio_max unlikely_share triggered".split()
 )
 # Another run may write to the same directory, and rename a full file at the same moment.
 _ATTEMPTS = 100
@@ -73,13 +67,17 @@ def record_events(directory: str, events: Sequence[Mapping[str, Any]]) -> None:
             counts[kind] += 1
             if counts[kind] <= EVENTS_PER_STEP:
                 lines += _event_lines(event)
-        for kind, count in counts.items():
-            if (dropped := count - EVENTS_PER_STEP) > 0:
-                message = f"{dropped} more {kind} are not written: {EVENTS_PER_STEP} in a step are the limit"
-                lines.append(_note("rate_limit", step, dropped, message))
+        lines += _rate_notes(step, counts)
     first_step = events[0].get("global_step")
     series = _Series(directory, "spikes", FILE_BYTES, TOTAL_BYTES)
     series.append(b"".join(lines), f"{len(events)} gradient spike(s)", "events", first_step, len(events))
+
+
+def _rate_notes(step: Any, counts: Mapping[str, int]) -> list[bytes]:
+    """A note for each kind of lines of which a step has more than are written."""
+    limit = f"are not written: {EVENTS_PER_STEP} in a step are the limit"
+    dropped = {kind: count - EVENTS_PER_STEP for kind, count in counts.items() if count > EVENTS_PER_STEP}
+    return [_note("rate_limit", step, count, f"{count} more {kind} {limit}") for kind, count in dropped.items()]
 
 
 def _event_lines(event: Mapping[str, Any]) -> list[bytes]:
@@ -153,10 +151,7 @@ def record_critic(directory: str, global_step: int | None, spikes: Sequence[Mapp
     """
     if not spikes:
         return
-    lines = [_line(spike) for spike in spikes[:EVENTS_PER_STEP]]
-    if (dropped := len(spikes) - EVENTS_PER_STEP) > 0:
-        message = f"{dropped} more spikes are not written: {EVENTS_PER_STEP} in a step are the limit"
-        lines.append(_note("rate_limit", global_step, dropped, message))
+    lines = [*map(_line, spikes[:EVENTS_PER_STEP]), *_rate_notes(global_step, {"spikes": len(spikes)})]
     series = _Series(directory, "critic", STEP_FILE_BYTES, STEP_TOTAL_BYTES)
     series.append(b"".join(lines), f"{len(spikes)} spike(s) of the critic", "spikes", global_step, len(spikes))
 
@@ -275,10 +270,12 @@ class _Series:
         files = evidence_files(self.directory, self.name)
         size = os.path.getsize(path) if path in files else 0
         last_line = _last_line(path) if size else b"\n"
-        full = sum(map(os.path.getsize, files)) + len(data) > self.total_bytes
-        if not full:
+        if sum(map(os.path.getsize, files)) + len(data) <= self.total_bytes:
             _full.discard(path)
-        if full:
+            if size and size + len(data) > self.file_bytes:
+                self._put_aside(path)
+                last_line = b"\n"
+        else:
             message = (
                 f"{kind} are not written from here on: the files have reached {self.total_bytes} bytes; move some away"
             )
@@ -288,9 +285,6 @@ class _Series:
             if b'"note": "size_limit"' in last_line:
                 return
             data = _note("size_limit", step, count, message)
-        elif size and size + len(data) > self.file_bytes:
-            self._put_aside(path)
-            last_line = b"\n"
         # A killed run may have left an incomplete line: end it, so that the next event starts on a new line.
         line_break = b"" if last_line.endswith(b"\n") else b"\n"
         with open(path, "ab") as file:

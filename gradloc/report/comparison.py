@@ -8,13 +8,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .figures import severity, threshold_factor
+from .figures import culprit_factor, severity
 from .reading import Evidence
-from .summary import messages, other_versions
-from .verdicts import in_words
+from .summary import summarize
 
 # At most so many shared culprits are listed.
 SHARED = 50
+
+_AS_IN_A_SUMMARY = (
+    "path since verdict verdicts warnings faults notes other_versions skipped_lines culprits diagnoses sources"
+).split()
 
 Row = Mapping[str, Any]
 # A token's id, and its prompt's hash or its context.
@@ -37,35 +40,23 @@ def compare(before: Evidence, after: Evidence) -> dict[str, Any]:
 
 
 def _figures(evidence: Evidence) -> dict[str, Any]:
-    since = evidence.since
-    steps = [step for step in evidence.steps if since is None or step >= since]
+    summary = summarize(evidence, 0)
+    steps = evidence.known_steps()
     found = (evidence.steps[step]["spike_margin"] for step in steps)
     margins = sorted(severity(margin) for margin in found if margin is not None)
     totals, clips = evidence.totals, evidence.clips
-    verdicts = totals.verdicts.counts()
     return {
-        "path": evidence.path,
-        "verdict": in_words(verdicts, totals.events),
-        "verdicts": verdicts,
-        "warnings": evidence.warnings.listed(since),
-        "faults": evidence.faults,
-        "since": since,
-        "notes": messages(evidence.notes),
-        "other_versions": other_versions(evidence),
-        "skipped_lines": evidence.skipped,
+        **{name: summary[name] for name in _AS_IN_A_SUMMARY},
         "steps": len(steps) if evidence.steps else None,
         "spikes": totals.events,
         "spikes_per_hundred_steps": 100 * totals.events / len(steps) if steps else None,
         "steps_with_spikes": len(totals.by_step),
-        "culprits": evidence.sources.total(),
         "clipped_mini_batches": len(clips.mini_batches),
         "stopped_mini_batches": len(clips.stopped(totals.mini_batches)),
         "margin_median": statistics.median(margins) if margins else None,
         "margin_p90": margins[math.ceil(0.9 * len(margins)) - 1] if margins else None,
         "margin_max": margins[-1] if margins else None,
         "passes_per_spike": totals.passes / totals.events if totals.events else None,
-        "diagnoses": dict(totals.diagnoses.most_common()),
-        "sources": dict(evidence.sources.most_common()),
         "boundaries": dict(clips.boundaries.most_common()),
     }
 
@@ -95,10 +86,6 @@ def _by(same: str, rows: Iterable[Row]) -> dict[Key, list[Row]]:
 
 def _pair(same: str, groups: Sequence[Sequence[Row]]) -> dict[str, Any]:
     """A culprit of both runs; what is a list has a value for each run."""
-    factors = [
-        max(severity(threshold_factor({"norm": row["grad_norm"], "threshold": row["threshold"]})) for row in rows)
-        for rows in groups
-    ]
     first = groups[0][0]
     return {
         "same": same,
@@ -106,6 +93,6 @@ def _pair(same: str, groups: Sequence[Sequence[Row]]) -> dict[str, Any]:
         "token_id": first["token_id"],
         "context": first["context"],
         "count": [len(rows) for rows in groups],
-        "times_threshold": factors,
+        "times_threshold": [max(severity(culprit_factor(row)) for row in rows) for rows in groups],
         "sources": [[name for name, _ in Counter(row["source"] for row in rows).most_common()] for rows in groups],
     }

@@ -25,19 +25,20 @@ _TOKENS, _LAYERS = 20, 1024
 TEXT_CHARACTERS = 4000
 _SHORT_CHARACTERS = 200
 
-_EVENT_FIELDS: tuple[str, ...] = ("global_step", "epoch", "mini_batch", "threshold", "global_norm")
-_EVENT_FIELDS += ("global_threshold", "passes", "action", "applied", "diagnosis", "seconds", "world_size")
-_EVENT_FIELDS += ("until", "explained", "more_tokens")
+_EVENT_FIELDS = (
+    "global_step epoch mini_batch threshold global_norm global_threshold passes action applied diagnosis seconds "
+    "world_size until explained more_tokens"
+).split()
 _TRIGGER_FIELDS = ("kind", "norm", "threshold")
 _UNIT_FIELDS = ("rank", "micro_batch", "rows", "tokens", "norm", "threshold")
 _PART_FIELDS = ("rank", "micro_batch", "tokens", "norm", "threshold")
 _MEASURED_FIELDS = ("row", "position", "grad_norm", "share")
-_ROW_FIELDS: tuple[str, ...] = ("rank", "micro_batch", "row", "position", "token_id", "grad_norm")
-_ROW_FIELDS += ("threshold", "weight", "coefficient", "suspicion", "share", "advantage", "log_prob", "old_log_prob")
-_ROW_FIELDS += ("ratio", "ref_log_prob", "entropy", "rollout_log_prob", "rollout_ratio", "sequence_ratio")
-_ROW_FIELDS += ("misaligned_share", "turn", "mismatch_turn", "source", "reward")
-_SUSPECTED_FIELDS: tuple[str, ...] = ("rank", "micro_batch", "row", "position", "token_id", "suspicion", "advantage")
-_SUSPECTED_FIELDS += ("log_prob", "ratio", "source", "reward")
+_ROW_FIELDS = (
+    "rank micro_batch row position token_id grad_norm threshold weight coefficient suspicion share advantage log_prob "
+    "old_log_prob ratio ref_log_prob entropy rollout_log_prob rollout_ratio sequence_ratio misaligned_share turn "
+    "mismatch_turn source reward"
+).split()
+_SUSPECTED_FIELDS = ("rank micro_batch row position token_id suspicion advantage log_prob ratio source reward").split()
 # How many suspected tokens are kept.
 _SUSPECTED = 16
 _SHORT_TEXTS = ("token", "data_source", "uid")

@@ -24,17 +24,23 @@ def threshold_factor(part: Mapping[str, Any]) -> float:
     return number(part["norm"]) / threshold if threshold else math.inf
 
 
+def culprit_factor(culprit: Mapping[str, Any]) -> float:
+    """`threshold_factor` of a culprit."""
+    return threshold_factor({"norm": culprit["grad_norm"], "threshold": culprit["threshold"]})
+
+
 def excess(part: Mapping[str, Any]) -> float:
     """The sort key of parts: how far they are over their threshold."""
     return severity(threshold_factor(part))
 
 
-def rounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values, with each finite float rounded to five significant digits."""
-    return {
-        name: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
-        for name, value in values.items()
-    }
+def rounded(value: Any) -> Any:
+    """The same with finite floats rounded to five significant digits: a number, or those in dicts and lists."""
+    if isinstance(value, Mapping):
+        return {name: rounded(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [rounded(entry) for entry in value]
+    return float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
 
 
 def short(value: float | str | None) -> str:

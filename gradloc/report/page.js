@@ -30,10 +30,11 @@ function linkCulpritsToEvents() {
 }
 
 function start() {
-  showWarnings();
+  fill("warnings", data.warnings.map(makeWarning));
   showTotals();
   showDrills();
-  showReplays();
+  get("replays").hidden = !data.replays.length;
+  fill("replay-list", data.replays.map(makeReplay));
   showClips();
   drawLevel();
   if (!events.length) {
@@ -42,7 +43,7 @@ function start() {
     return;
   }
   fillEventList();
-  fillColumnHeads();
+  fill("columns", columns.map(makeColumnHead));
   addTableListeners();
   addStripListeners();
   showBars();
@@ -148,9 +149,9 @@ function visible(text) {
   );
 }
 
-// A token's text, with spaces at its ends that can be seen; or its id.
-function tokenName({ token, token_id }) {
-  if (token === null) return `id ${token_id}`;
+// A token's text, with spaces at its ends that can be seen; or its id, or what it has instead.
+function tokenName({ token, token_id, name }) {
+  if (token === null) return name ?? `id ${token_id}`;
   if (token === "") return "(empty)";
   return visible(token).replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length));
 }
@@ -193,6 +194,20 @@ function hide(elements) {
   for (const element of elements) element.hidden = true;
 }
 
+// Shows children in an element, or a text; without any, the element is hidden.
+function fill(id, children) {
+  get(id).hidden = !children.length;
+  get(id).replaceChildren(...children);
+}
+
+function say(id, text) {
+  fill(id, text ? [text] : []);
+}
+
+function sayHowManyMore(id, more) {
+  say(id, more > 0 && `Show ${Math.min(200, more)} more of ${whole(more)}`);
+}
+
 function makeToken(culprit) {
   return make("span", { class: "tok" }, tokenName(culprit));
 }
@@ -203,6 +218,51 @@ function makeBadge(source) {
 
 function makeTerms(terms) {
   return terms.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+}
+
+// Tables. A column is its head, what its cell has for a row, and the class of both; "row" is that of a row's own head.
+
+function fillTable(id, columns, rows) {
+  get(id).replaceChildren(...makeTableParts(columns, rows));
+}
+
+function makeTableParts(columns, rows) {
+  const heads = columns.map(([head, , kind]) => make("th", { scope: "col", class: kind }, head));
+  return [
+    make("thead", {}, make("tr", {}, heads)),
+    make("tbody", {}, rows.map((row) => make("tr", {}, makeCells(columns, row)))),
+  ];
+}
+
+function makeCells(columns, row) {
+  return columns.map(([, cell, kind]) =>
+    kind === "row" ? make("th", { scope: "row" }, cell(row)) : make("td", { class: kind }, cell(row))
+  );
+}
+
+// Columns of numbers: of any, and of whole ones.
+function figure(head, name) {
+  return [head, (row) => short(row[name]), "num"];
+}
+
+function index(head, name) {
+  return [head, (row) => String(row[name] ?? "–"), "num"];
+}
+
+function makeReplayTable(title, heads, rows) {
+  if (!rows.length) return null;
+  const isText = (head) => ["Layer", "By", "Switch", "Override", "Meaning"].includes(head);
+  const columns = heads.map((head, i) => [visible(head), (row) => visible(row[i]), isText(head) ? null : "num"]);
+  return make(
+    "details",
+    { open: title === "Tokens" ? "" : null },
+    make("summary", {}, title),
+    make(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
+      make("table", {}, makeTableParts(columns, rows)),
+    ),
+  );
 }
 
 function sourceColor(source) {
@@ -287,6 +347,103 @@ function keepStepsWhole(chart) {
   });
 }
 
+// Charts over the run: marks on a logarithmic scale.
+
+// A scale for values. Those that are not finite get a place of their own above the others, and zero has none.
+function makeScale(values) {
+  const known = values.map(number).filter((x) => x !== null);
+  const finite = known.filter(isNorm);
+  const [least, most] = finite.length ? [Math.min(...finite), Math.max(...finite)] : [1, 1];
+  const low = least / 1.6;
+  // Room for the largest mark, however many decades there are.
+  const room = Math.max(1.8, (most / low) ** 0.08);
+  const top = most * room;
+  const endless = known.some((x) => !Number.isFinite(x));
+  const { tickvals, ticktext } = logTicks(low, top);
+  if (endless) {
+    tickvals.push(top * room);
+    ticktext.push("NaN, ∞");
+  }
+  return {
+    low,
+    end: endless ? top * room * room : top,
+    tickvals,
+    ticktext,
+    height: (value) => {
+      const x = number(value);
+      return x === null || x <= 0 ? null : Number.isFinite(x) ? x : top * room;
+    },
+  };
+}
+
+function isNorm(x) {
+  return x !== null && Number.isFinite(x) && x > 0;
+}
+
+function markSize() {
+  return events.length > 150 ? 8 : 11;
+}
+
+// Marks: of each row its place, its text for the mouse, and what a click leads to.
+function marks(name, rows, { x, y, text, target, symbol, color, size = markSize(), rim, ...marker }) {
+  return {
+    type: "scatter",
+    mode: "markers",
+    name,
+    x: rows.map(x),
+    y: rows.map(y),
+    text: rows.map(text),
+    customdata: rows.map(target ?? (() => null)),
+    hovertemplate: "%{text}<extra></extra>",
+    marker: {
+      symbol,
+      size,
+      color: styleOf(color),
+      line: { width: symbol.endsWith("open") ? 2 : 1, color: rim },
+      ...marker,
+    },
+  };
+}
+
+function thresholdLine(steps, thresholds) {
+  return {
+    type: "scatter",
+    mode: steps.length > 1 ? "lines" : "lines+markers",
+    name: "threshold",
+    hoverinfo: "skip",
+    x: steps,
+    y: thresholds.map(number),
+    line: { color: styleOf("ink"), width: 1.25, dash: "4px,4px", shape: "hv" },
+  };
+}
+
+// The places of marks, from the first to the last, with room for them.
+function widened(places) {
+  const [first, last] = [Math.min(...places), Math.max(...places)];
+  const margin = Math.max((last - first) * 0.03, 1);
+  return [first - margin, last + margin];
+}
+
+function drawOverRun(id, { label, traces, scale, range, xTitle = "step", yTitle }) {
+  const { low, end, tickvals, ticktext } = scale;
+  const layout = chartLayout({
+    xaxis: { title: { text: xTitle, standoff: 8 }, range, showgrid: false, ...stepAxis(...range) },
+    yaxis: {
+      range: [Math.log10(low), Math.log10(end)],
+      title: { text: yTitle, standoff: 8 },
+      tickvals,
+      ticktext,
+    },
+    legend: { font: { size: 13, color: styleOf("ink") } },
+  });
+  get(id).setAttribute("aria-label", label);
+  return Plotly.react(id, traces, layout, chartOptions).then((chart) => {
+    chart.removeAllListeners("plotly_click");
+    chart.on("plotly_click", ({ points }) => selectPoint(points[0]));
+    keepStepsWhole(chart);
+  });
+}
+
 // The totals.
 
 function showTotals() {
@@ -294,9 +451,7 @@ function showTotals() {
   document.title = get("title").textContent + " · GradLoc";
   get("lead").append(...lead());
   if (events.length) get("figures").append(...makeTerms(figures()));
-  const messages = notes();
-  get("notes").hidden = !messages.length;
-  get("notes").append(...messages.map((message) => make("li", {}, message)));
+  fill("notes", notes().map((message) => make("li", {}, message)));
 }
 
 function title() {
@@ -377,11 +532,6 @@ function notes() {
 
 // The warnings of the steps, which need no spike.
 
-function showWarnings() {
-  get("warnings").hidden = !data.warnings.length;
-  get("warnings").replaceChildren(...data.warnings.map(makeWarning));
-}
-
 function makeWarning({ when, sentence, check }) {
   return make(
     "li",
@@ -425,10 +575,8 @@ function makeCommand(command) {
 
 function showDrills() {
   const { faults, drills } = data;
-  get("fault").hidden = !faults.length;
-  get("fault").textContent = `A fault was planted in this run on purpose: ${visible(faults.join(", "))}`;
-  get("drills").hidden = !drills.length;
-  get("drills").replaceChildren(...drills.map(makeDrill));
+  say("fault", faults.length && `A fault was planted in this run on purpose: ${visible(faults.join(", "))}`);
+  fill("drills", drills.map(makeDrill));
 }
 
 function makeDrill({ found, text, advice }) {
@@ -437,11 +585,6 @@ function makeDrill({ found, text, advice }) {
 }
 
 // Replays: what became of a spike that was computed again.
-
-function showReplays() {
-  get("replays").hidden = !data.replays.length;
-  get("replay-list").replaceChildren(...data.replays.map(makeReplay));
-}
 
 function makeReplay(replay) {
   const { bundle, sentences, notes, variant, device, recorded, model, variants } = replay;
@@ -513,28 +656,6 @@ function makeRemedies({ remedies, remedy_notes }) {
   ];
 }
 
-function makeReplayTable(title, heads, rows) {
-  if (!rows.length) return null;
-  const isText = (head) => ["Layer", "By", "Switch", "Override", "Meaning"].includes(head);
-  const cells = (tag, texts, more = {}) =>
-    texts.map((text, i) => make(tag, { ...more, class: isText(heads[i]) ? null : "num" }, visible(text)));
-  return make(
-    "details",
-    { open: title === "Tokens" ? "" : null },
-    make("summary", {}, title),
-    make(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
-      make(
-        "table",
-        {},
-        make("thead", {}, make("tr", {}, cells("th", heads, { scope: "col" }))),
-        make("tbody", {}, rows.map((row) => make("tr", {}, cells("td", row)))),
-      ),
-    ),
-  );
-}
-
 // What TokenClip found: tokens whose backward signals were over its bounds.
 
 const clipsWithStep = (clips?.rows ?? []).filter(hasStep);
@@ -546,51 +667,38 @@ function showClips() {
   get("h-clips").textContent = clips.title;
   get("clips-hint").textContent = visible(clips.sentences.join(" "));
   get("clips-how").textContent = clips.explanation;
-  get("clips-table").hidden = get("clips-how").hidden = !clips.rows.length;
+  get("clips-scroll").hidden = get("clips-how").hidden = !clips.rows.length;
   get("clips-more").addEventListener("click", showMoreClips);
   showClipRows();
   drawClips();
 }
 
 function showClipRows() {
-  get("clips-rows").replaceChildren(...clips.rows.slice(0, clipRows).map(makeClipRow));
-  const more = clips.rows.length - clipRows;
-  get("clips-more").hidden = more <= 0;
-  get("clips-more").textContent = `Show ${Math.min(200, more)} more of ${whole(more)}`;
+  fillTable("clips-table", clipColumns, clips.rows.slice(0, clipRows));
+  sayHowManyMore("clips-more", clips.rows.length - clipRows);
 }
 
 function showMoreClips() {
   clipRows += 200;
   showClipRows();
   // A button that is hidden loses the focus.
-  if (get("clips-more").hidden) get("clips-table").focus();
+  if (get("clips-more").hidden) get("clips-scroll").focus();
 }
 
-function makeClipRow(row) {
-  const words = [
-    make("span", { class: "tok" }, clippedName(row)),
-    make("span", { class: "tok around" }, contextAround(row)),
-  ];
-  const cells = [
-    [String(row.global_step ?? "–"), "num"],
-    [words, "words"],
-    [visible(row.boundary)],
-    [short(row.multiple), "num"],
-    [row.done],
-    [String(row.rank), "num"],
-    [String(row.row), "num"],
-    [row.position < 0 ? "prompt" : String(row.position), "num"],
-    [short(row.log_prob), "num"],
-    [short(row.reward), "num"],
-    [visible(row.data_source ?? "–")],
-    [clipSpike(row)],
-  ];
-  return make("tr", {}, cells.map(([content, kind]) => make("td", { class: kind ?? null }, ...[content].flat())));
-}
-
-function clippedName(row) {
-  return row.token === null ? row.name : tokenName(row);
-}
+const clipColumns = [
+  index("Step", "global_step"),
+  ["Token in its context", tokenInContext, "words"],
+  ["First over at", ({ boundary }) => visible(boundary)],
+  figure("× usual", "multiple"),
+  ["Signal", ({ done }) => done],
+  index("Rank", "rank"),
+  index("Row", "row"),
+  ["Position", ({ position }) => position < 0 ? "prompt" : String(position), "num"],
+  figure("log p", "log_prob"),
+  figure("Reward", "reward"),
+  ["Data source", ({ data_source }) => visible(data_source ?? "–")],
+  ["Spike", clipSpike],
+];
 
 // What leads to the spike of the same mini-batch.
 function clipSpike({ spike, event }) {
@@ -614,11 +722,22 @@ function drawClips() {
   const shown = data.charts && clipsWithStep.length > 0;
   get("clips-chart").hidden = !shown;
   if (!shown) return;
-  const scale = clipsScale();
-  get("clips-chart").setAttribute("aria-label", clipsLabel());
-  const traces = Object.entries(clipMarks).map(([done, mark]) => clipsTrace(done, mark, scale));
-  const drawn = traces.filter(({ x }) => x.length);
-  Plotly.react("clips-chart", drawn, clipsLayout(scale), chartOptions).then(keepStepsWhole);
+  const scale = makeScale(clipsWithStep.map(({ multiple }) => multiple));
+  const traces = Object.entries(clipMarks).map(([done, mark]) =>
+    marks(done, clipsWithStep.filter((row) => row.done === done), {
+      x: stepOf,
+      y: ({ multiple }) => scale.height(multiple),
+      text: clipHover,
+      ...mark,
+    })
+  );
+  drawOverRun("clips-chart", {
+    label: clipsLabel(),
+    traces: traces.filter(({ x }) => x.length),
+    scale,
+    range: widened(clipsWithStep.map(stepOf)),
+    yTitle: "times the usual signal",
+  });
 }
 
 const clipMarks = {
@@ -627,33 +746,8 @@ const clipMarks = {
   left: { symbol: "triangle-up-open", color: "sequence" },
 };
 
-// Multiples that are not finite get a place above the others.
-function clipsScale() {
-  const multiples = clipsWithStep.map(({ multiple }) => number(multiple));
-  const finite = multiples.filter((multiple) => Number.isFinite(multiple) && multiple > 0);
-  const all = finite.length ? finite : [1];
-  const [low, top] = [Math.min(...all) / 1.4, Math.max(...all) * 1.4];
-  const endless = multiples.some((multiple) => !Number.isFinite(multiple));
-  const height = (multiple) => Number.isFinite(multiple) ? (multiple > 0 ? multiple : null) : top * 1.4;
-  return { low, top, ceiling: endless ? top * 1.4 : null, end: endless ? top * 2 : top, height };
-}
-
-function clipsTrace(done, { symbol, color }, { height }) {
-  const mine = clipsWithStep.filter((row) => row.done === done);
-  return {
-    type: "scatter",
-    mode: "markers",
-    name: done,
-    x: mine.map(({ global_step }) => global_step),
-    y: mine.map(({ multiple }) => height(number(multiple))),
-    text: mine.map(clipHover),
-    hovertemplate: "%{text}<extra></extra>",
-    marker: { symbol, size: markSize(), color: styleOf(color), line: { width: symbol.endsWith("open") ? 2 : 1 } },
-  };
-}
-
 function clipHover(row) {
-  return `<b>${withoutMarkup(clippedName(row).slice(0, 40))}</b>   ${row.done}` +
+  return `<b>${withoutMarkup(tokenName(row).slice(0, 40))}</b>   ${row.done}` +
     `<br>${short(row.multiple)} times the usual at ${withoutMarkup(visible(row.boundary).slice(0, 40))}` +
     `<br>step ${row.global_step}, rank ${row.rank}`;
 }
@@ -663,45 +757,18 @@ function clipsLabel() {
     "usual signal. The table has the same tokens.";
 }
 
-function clipsLayout({ low, top, ceiling, end }) {
-  const ticks = logTicks(low, top);
-  if (ceiling !== null) {
-    ticks.tickvals.push(ceiling);
-    ticks.ticktext.push("NaN, ∞");
-  }
-  const steps = clipsWithStep.map(({ global_step }) => global_step);
-  const [first, last] = [Math.min(...steps), Math.max(...steps)];
-  const margin = Math.max((last - first) * 0.03, 1);
-  return chartLayout({
-    xaxis: {
-      title: { text: "step", standoff: 8 },
-      range: [first - margin, last + margin],
-      showgrid: false,
-      ...stepAxis(first - margin, last + margin),
-    },
-    yaxis: {
-      range: [Math.log10(low), Math.log10(end)],
-      title: { text: "times the usual signal", standoff: 8 },
-      ...ticks,
-    },
-    legend: { font: { size: 13, color: styleOf("ink") } },
-  });
-}
-
 // The level: the token norm of every step against its threshold.
 
 function drawLevel() {
   if (!data.level || !data.charts) return;
   get("run").hidden = false;
-  const scale = levelScale();
   get("level-hint").textContent = levelHint();
-  get("level").setAttribute("aria-label", levelLabel());
-  const traces = [levelTrace(scale), levelThresholdTrace(), ...levelMarks(scale), ...levelClips(scale)];
-  Plotly.react("level", traces, levelLayout(scale), chartOptions).then((chart) => {
-    chart.removeAllListeners("plotly_click");
-    chart.on("plotly_click", ({ points }) => selectPoint(points[0]));
-    keepStepsWhole(chart);
-  });
+  const { steps, norms, thresholds } = data.level;
+  const levels = [...events, ...data.drills].filter(hasStep).map(({ level }) => level);
+  const scale = makeScale([...norms, ...thresholds, ...levels]);
+  const traces = [levelTrace(scale), thresholdLine(steps, thresholds), ...levelMarks(scale)];
+  const places = traces.flatMap(({ x }) => x);
+  drawOverRun("level", { label: levelLabel(), traces, scale, range: widened(places), yTitle: "token-equivalent norm" });
 }
 
 function levelHint() {
@@ -720,27 +787,12 @@ function levelLabel() {
     (clips ? `, and marks at ${count(clips.marks.length, "step")} in which TokenClip found tokens.` : ".");
 }
 
-// As in the timeline, norms that are not finite get a place above the others.
-function levelScale() {
-  const norms = data.level.norms.map(number);
-  const marks = [...events, ...data.drills].filter(hasStep).map(({ level }) => number(level));
-  const finite = [...norms, ...data.level.thresholds.map(number), ...marks].filter(isNorm);
-  const all = finite.length ? finite : [1];
-  const low = Math.min(...all) / 1.4;
-  const top = Math.max(...all) * Math.max(1.4, (Math.max(...all) / low) ** 0.06);
-  const endless = [...norms, ...marks].some((x) => x !== null && !Number.isFinite(x));
-  return {
-    low,
-    top,
-    ceiling: endless ? top * 1.4 : null,
-    end: endless ? top * 2 : top,
-    // A logarithm has no place for zero.
-    height: (norm) => Number.isFinite(norm) ? (norm > 0 ? norm : null) : top * 1.4,
-  };
-}
-
 function hasStep({ global_step }) {
   return global_step !== null;
+}
+
+function stepOf({ global_step }) {
+  return global_step;
 }
 
 // The line lies under the marks. So that it does not take the mouse from them, it says and selects the same there.
@@ -752,7 +804,7 @@ function levelTrace({ height }) {
     mode: steps.length < 60 ? "lines+markers" : "lines",
     name: "token norm",
     x: steps,
-    y: norms.map((norm) => norm === null ? null : height(number(norm))),
+    y: norms.map(height),
     customdata: steps.map((step) => marks.get(step)?.point ?? null),
     text: steps.map((step, i) => marks.get(step)?.text ?? `step ${step}<br>token norm ${short(norms[i])}`),
     hovertemplate: "%{text}<extra></extra>",
@@ -761,62 +813,23 @@ function levelTrace({ height }) {
   };
 }
 
-function levelThresholdTrace() {
-  const { steps, thresholds } = data.level;
-  return {
-    type: "scatter",
-    mode: steps.length > 1 ? "lines" : "lines+markers",
-    name: "threshold",
-    hoverinfo: "skip",
-    x: steps,
-    y: thresholds.map(number),
-    line: { color: styleOf("ink"), width: 1.25, dash: "4px,4px", shape: "hv" },
-  };
-}
-
-function levelMarks({ height }) {
+// The marks of spikes and drills, and along the chart's lower edge those of the steps in which TokenClip found tokens.
+function levelMarks({ height, low, end }) {
   const [found, failed] = [true, false].map((wanted) => data.drills.filter((drill) => drill.found === wanted));
+  const [stopped, left] = [true, false].map((wanted) => (clips?.marks ?? []).filter((step) => step.stopped === wanted));
+  const spike = { text: spikeHover, y: ({ level }) => height(level), target: ({ index }) => ({ event: index }) };
+  const drill = { text: drillHover, y: spike.y };
+  const clip = { text: levelClipHover, y: () => low * (end / low) ** 0.03, target: () => ({ clips: true }) };
   const kinds = [
-    { name: "spike", marks: events, symbol: "circle", color: "accent", hover: spikeHover },
-    { name: "drill, found", marks: found, symbol: "diamond-open", color: "focus", hover: drillHover },
-    { name: "drill, FAILED", marks: failed, symbol: "x", color: "token", hover: drillHover },
+    ["spike", events, { ...spike, symbol: "circle", color: "accent" }],
+    ["drill, found", found, { ...drill, symbol: "diamond-open", color: "focus" }],
+    ["drill, FAILED", failed, { ...drill, symbol: "x", color: "token" }],
+    ["stopped by TokenClip", stopped, { ...clip, symbol: "triangle-up", color: "advantage" }],
+    ["found by TokenClip", left, { ...clip, symbol: "triangle-up-open", color: "sequence" }],
   ];
   return kinds
-    .map((kind) => ({ ...kind, marks: kind.marks.filter(hasStep) }))
-    .filter(({ marks }) => marks.length)
-    .map(({ name, marks, symbol, color, hover }) => ({
-      type: "scatter",
-      mode: "markers",
-      name,
-      x: marks.map(({ global_step }) => global_step),
-      y: marks.map(({ level }) => height(number(level))),
-      customdata: marks.map(({ index }) => index === undefined ? null : { event: index }),
-      text: marks.map(hover),
-      hovertemplate: "%{text}<extra></extra>",
-      marker: { symbol, size: 10, color: styleOf(color), line: { width: symbol.endsWith("open") ? 2 : 1 } },
-    }));
-}
-
-// The steps in which TokenClip found tokens, along the chart's lower edge.
-function levelClips({ low, end }) {
-  const kinds = [
-    { name: "stopped by TokenClip", wanted: true, symbol: "triangle-up", color: "advantage" },
-    { name: "found by TokenClip", wanted: false, symbol: "triangle-up-open", color: "sequence" },
-  ];
-  return kinds
-    .map((kind) => ({ ...kind, marks: (clips?.marks ?? []).filter(({ stopped }) => stopped === kind.wanted) }))
-    .filter(({ marks }) => marks.length)
-    .map(({ name, marks, symbol, color }) => ({
-      type: "scatter",
-      mode: "markers",
-      name,
-      x: marks.map(({ global_step }) => global_step),
-      y: marks.map(() => low * (end / low) ** 0.03),
-      customdata: marks.map(() => ({ clips: true })),
-      text: marks.map(levelClipHover),
-      hovertemplate: "%{text}<extra></extra>",
-      marker: { symbol, size: 10, color: styleOf(color), line: { width: symbol.endsWith("open") ? 2 : 1 } },
-    }));
+    .map(([name, rows, mark]) => marks(name, rows.filter(hasStep), { x: stepOf, size: 10, ...mark }))
+    .filter(({ x }) => x.length);
 }
 
 function levelClipHover({ global_step, over, cut, stopped }) {
@@ -850,27 +863,6 @@ function drillHover(drill) {
   return withoutMarkup(drill.text);
 }
 
-function levelLayout({ low, top, ceiling, end }) {
-  const ticks = logTicks(low, top);
-  if (ceiling !== null) {
-    ticks.tickvals.push(ceiling);
-    ticks.ticktext.push("NaN, ∞");
-  }
-  return chartLayout({
-    xaxis: {
-      title: { text: "step", standoff: 8 },
-      showgrid: false,
-      ...stepAxis(data.level.steps[0], data.level.steps.at(-1)),
-    },
-    yaxis: {
-      range: [Math.log10(low), Math.log10(end)],
-      title: { text: "token-equivalent norm", standoff: 8 },
-      ...ticks,
-    },
-    legend: { font: { size: 13, color: styleOf("ink") } },
-  });
-}
-
 // The timeline: every culprit by the norm of its own gradient.
 
 const symbols = {
@@ -890,22 +882,30 @@ const symbols = {
 };
 
 const bareEvents = events.filter((event) => !event.culprits);
-const timelineScale = measureTimeline();
+const timelineScale = makeScale([
+  ...events.map(({ threshold }) => threshold),
+  ...culprits.map(({ grad_norm }) => grad_norm),
+  ...bareEvents.map(({ size }) => size),
+]);
 
 function drawTimeline() {
   get("times").hidden = !data.charts || !events.length;
   if (get("times").hidden) return;
   get("when").textContent = timelineHint();
-  const traces = [thresholdTrace(), ...culpritTraces()];
+  const line = [...events].sort((a, b) => place(a) - place(b));
+  const range = widened(events.map(place));
+  const thresholds = [line[0], ...line, line.at(-1)].map(({ threshold }) => threshold);
+  const traces = [thresholdLine([range[0], ...line.map(place), range[1]], thresholds), ...culpritTraces()];
   if (bareEvents.length) traces.push(bareTrace());
   traces.push(selectionTrace());
-  Plotly.react("timeline", traces, timelineLayout(), chartOptions).then((chart) => {
-    chart.setAttribute("aria-label", timelineLabel());
-    markSelection();
-    chart.removeAllListeners("plotly_click");
-    chart.on("plotly_click", ({ points }) => selectPoint(points[0]));
-    keepStepsWhole(chart);
-  });
+  drawOverRun("timeline", {
+    label: timelineLabel(),
+    traces,
+    scale: timelineScale,
+    range,
+    xTitle: placeName.toLowerCase(),
+    yTitle: "gradient norm of a token",
+  }).then(markSelection);
 }
 
 function timelineHint() {
@@ -916,39 +916,6 @@ function timelineHint() {
   return sentence[0].toUpperCase() + sentence.slice(1);
 }
 
-// Norms that are not finite get a place of their own above the others: `ceiling`, if there are any.
-function measureTimeline() {
-  const thresholds = events.map((event) => number(event.threshold));
-  const norms = finiteNorms();
-  const sizes = bareEvents.map((event) => number(event.size));
-  const low = Math.min(...thresholds, ...norms) / 1.6;
-  const largest = Math.max(...thresholds, ...norms, ...sizes.filter(Number.isFinite));
-  // Room for the largest mark, however many decades there are.
-  const room = Math.max(1.8, (largest / low) ** 0.08);
-  const top = largest * room;
-  const endless = [...culprits.map((culprit) => number(culprit.grad_norm)), ...sizes].some((x) => !Number.isFinite(x));
-  const places = events.map(place);
-  const [first, last] = [Math.min(...places), Math.max(...places)];
-  const margin = Math.max((last - first) * 0.03, 1);
-  return {
-    low,
-    top,
-    ceiling: endless ? top * room : null,
-    end: endless ? top * room * room : top,
-    height: (norm) => Number.isFinite(norm) ? norm : top * room,
-    from: first - margin,
-    to: last + margin,
-  };
-}
-
-function finiteNorms() {
-  return culprits.map((culprit) => number(culprit.grad_norm)).filter((norm) => Number.isFinite(norm) && norm > 0);
-}
-
-function markSize() {
-  return events.length > 150 ? 8 : 11;
-}
-
 function culpritTraces() {
   return Object.keys(data.source_rules)
     .map((source) => culpritTrace(source, culprits.filter((culprit) => culprit.source === source)))
@@ -956,24 +923,16 @@ function culpritTraces() {
 }
 
 function culpritTrace(source, mine) {
-  const open = symbols[source].endsWith("open");
-  return {
-    type: "scatter",
-    mode: "markers",
-    name: source,
-    x: mine.map((culprit) => place(events[culprit.event])),
-    y: mine.map((culprit) => timelineScale.height(number(culprit.grad_norm))),
-    customdata: mine.map((culprit) => ({ culprit: culprit.index })),
-    text: mine.map(culpritHover),
-    hovertemplate: "%{text}<extra></extra>",
-    marker: {
-      symbol: symbols[source],
-      size: markSize(),
-      color: styleOf(source),
-      opacity: culprits.length > 150 ? 0.85 : 0.95,
-      line: { width: open ? 2 : 1, color: styleOf(open ? source : "paper") },
-    },
-  };
+  return marks(source, mine, {
+    x: (culprit) => place(events[culprit.event]),
+    y: ({ grad_norm }) => timelineScale.height(grad_norm),
+    text: culpritHover,
+    target: ({ index }) => ({ culprit: index }),
+    symbol: symbols[source],
+    color: source,
+    rim: styleOf("paper"),
+    opacity: culprits.length > 150 ? 0.85 : 0.95,
+  });
 }
 
 function culpritHover(culprit) {
@@ -984,37 +943,15 @@ function culpritHover(culprit) {
 }
 
 function bareTrace() {
-  return {
-    type: "scatter",
-    mode: "markers",
-    name: "no culprit found",
-    x: bareEvents.map(place),
-    y: bareEvents.map((event) => timelineScale.height(number(event.size))),
-    customdata: bareEvents.map((event) => ({ event: event.index })),
-    text: bareEvents.map((event) =>
-      `<b>${withoutCulprit(event)}</b><br>a single token would need norm ${short(event.size)}`
-    ),
-    hovertemplate: "%{text}<extra></extra>",
-    marker: {
-      symbol: "line-ns-open",
-      size: markSize() + 2,
-      color: styleOf("quiet"),
-      line: { width: 2, color: styleOf("quiet") },
-    },
-  };
-}
-
-function thresholdTrace() {
-  const line = [...events].sort((a, b) => place(a) - place(b));
-  return {
-    type: "scatter",
-    mode: "lines",
-    name: "threshold",
-    hoverinfo: "skip",
-    line: { color: styleOf("ink"), width: 1.25, dash: "4px,4px", shape: "hv" },
-    x: [timelineScale.from, ...line.map(place), timelineScale.to],
-    y: [line[0], ...line, line.at(-1)].map((event) => number(event.threshold)),
-  };
+  return marks("no culprit found", bareEvents, {
+    x: place,
+    y: ({ size }) => timelineScale.height(size),
+    text: (event) => `<b>${withoutCulprit(event)}</b><br>a single token would need norm ${short(event.size)}`,
+    target: ({ index }) => ({ event: index }),
+    symbol: "line-ns-open",
+    color: "quiet",
+    size: markSize() + 2,
+  });
 }
 
 // A ring around the selected culprit; the last trace.
@@ -1034,7 +971,7 @@ function markSelection() {
   const chart = get("timeline");
   if (!chart.data) return; // it is not drawn yet
   const x = current ? [place(currentEvent)] : [];
-  const y = current ? [timelineScale.height(number(current.grad_norm))] : [];
+  const y = current ? [timelineScale.height(current.grad_norm)] : [];
   Plotly.restyle(chart, { x: [x], y: [y] }, [chart.data.length - 1]);
 }
 
@@ -1050,33 +987,10 @@ function scrollToClips() {
 }
 
 function timelineLabel() {
-  const norms = finiteNorms();
+  const norms = culprits.map((culprit) => number(culprit.grad_norm)).filter(isNorm);
   const range = norms.length ? `, from ${short(Math.min(...norms))} to ${short(Math.max(...norms))}` : "";
   return `Chart: gradient norms of ${count(culprits.length, "culprit")} in ${count(events.length, "spike")}${range}. ` +
     "The list of spikes and the table of all culprits lead to the same places.";
-}
-
-function timelineLayout() {
-  const { low, top, ceiling, end, from, to } = timelineScale;
-  const ticks = logTicks(low, top);
-  if (ceiling !== null) {
-    ticks.tickvals.push(ceiling);
-    ticks.ticktext.push("NaN, ∞");
-  }
-  return chartLayout({
-    xaxis: {
-      title: { text: placeName.toLowerCase(), standoff: 8 },
-      range: [from, to],
-      showgrid: false,
-      ...stepAxis(from, to),
-    },
-    yaxis: {
-      range: [Math.log10(low), Math.log10(end)],
-      title: { text: "gradient norm of a token", standoff: 8 },
-      ...ticks,
-    },
-    legend: { font: { size: 13, color: styleOf("ink") } },
-  });
 }
 
 // The shares of sources and tokens.
@@ -1180,12 +1094,10 @@ function showSpike() {
   get("spike").textContent = placeInWords(event);
   // An event of an older release has no verdict.
   const { verdict } = event;
-  get("verdict").textContent = visible(verdict?.sentence ?? event.summary ?? "");
-  get("summary").textContent = verdict ? visible(event.summary ?? "") : "";
-  for (const line of ["verdict", "summary"]) get(line).hidden = !get(line).textContent;
-  get("story").textContent = story(event);
-  get("clipped").hidden = !event.token_clip;
-  get("clipped").textContent = event.token_clip ?? "";
+  say("verdict", visible(verdict?.sentence ?? event.summary ?? ""));
+  say("summary", verdict && visible(event.summary ?? ""));
+  say("story", story(event));
+  say("clipped", event.token_clip);
   const diagnosis = make("b", {}, `Diagnosis: ${event.diagnosis}.`);
   get("diagnosis").replaceChildren(diagnosis, event.explanation ? " " + event.explanation : "");
   showWhatToDo(event);
@@ -1199,12 +1111,9 @@ function showSpike() {
 
 // The command that checks the verdict, what the diagnosis leads to, and what to do about each source of the culprit.
 function showWhatToDo({ verdict, diagnosis }) {
-  get("check").hidden = !verdict;
-  get("check").replaceChildren(...(verdict ? makeCheck(verdict.check) : []));
-  get("look").hidden = diagnosis === "tokens";
-  get("look").textContent = data.diagnoses[diagnosis];
-  get("why").hidden = current === null;
-  get("why").replaceChildren(...(current?.sources ?? []).map((source) => makeReason(source, verdict)));
+  fill("check", verdict ? makeCheck(verdict.check) : []);
+  say("look", diagnosis !== "tokens" && data.diagnoses[diagnosis]);
+  fill("why", (current?.sources ?? []).map((source) => makeReason(source, verdict)));
   get("todo").hidden = ["check", "look", "why"].every((part) => get(part).hidden);
 }
 
@@ -1234,21 +1143,18 @@ function showBefore({ before }) {
   if (get("before").hidden) return;
   const earlier = before.steps.filter((step) => step < currentEvent.global_step);
   get("before-title").textContent = `The ${count(earlier.length, "step")} before`;
-  get("before-rows").replaceChildren(...before.figures.map((figure) => makeFigureRow(figure, before.steps)));
+  const own = before.steps.length > earlier.length;
+  const columns = [
+    ["Figure", ({ name }) => makeFigureName(name, ...data.figure_names[name]), "row"],
+    ["Up to the spike", ({ name, values }) => makeSparkline(name, values.map(number), own)],
+    ["Usual", ({ name, values }) => figureText(name, median(values.slice(0, earlier.length).map(number))), "num"],
+    ["In its step", ({ name, values }) => figureText(name, own ? values.at(-1) : null), "num"],
+  ];
+  fillTable("before-table", columns, before.figures);
 }
 
-function makeFigureRow({ name, values }, steps) {
-  const [label, help] = data.figure_names[name];
-  const own = steps.at(-1) === currentEvent.global_step;
-  const earlier = values.slice(0, own ? -1 : undefined).map(number).filter((value) => value !== null);
-  return make(
-    "tr",
-    {},
-    make("th", { scope: "row", title: help }, label, make("small", {}, name)),
-    make("td", {}, makeSparkline(name, values.map(number), own)),
-    make("td", { class: "num" }, figureText(name, median(earlier))),
-    make("td", { class: "num" }, figureText(name, own ? values.at(-1) : null)),
-  );
+function makeFigureName(name, label, help) {
+  return make("span", { title: help }, label, make("small", {}, name));
 }
 
 function figureText(name, value) {
@@ -1257,7 +1163,7 @@ function figureText(name, value) {
 }
 
 function median(values) {
-  const sorted = [...values].sort((a, b) => a - b);
+  const sorted = values.filter((value) => value !== null).sort((a, b) => a - b);
   const middle = sorted.length >> 1;
   return !sorted.length ? null : sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
@@ -1277,10 +1183,8 @@ function makeSparkline(name, values, own) {
     return margin + (height - 2 * margin) * (logs.length ? (high - log) / (high - low) : 0.5);
   };
   const points = values.map((value, i) => value === null ? "" : `${x(i).toFixed(1)},${y(size(value)).toFixed(1)}`);
-  const last = own ? values.at(-1) : null;
-  const dot = last === null
-    ? []
-    : [makeSvg("circle", { cx: x(values.length - 1), cy: y(size(last)).toFixed(1), r: 3.5 })];
+  const [at, last] = [values.length - 1, own ? values.at(-1) : null];
+  const dot = last === null ? [] : [makeSvg("circle", { cx: x(at), cy: y(size(last)).toFixed(1), r: 3.5 })];
   return makeSvg(
     "svg",
     { class: "spark", viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" },
@@ -1299,25 +1203,21 @@ function makeSvg(tag, attributes, ...children) {
 // The parts of a diffuse event.
 function showParts(event) {
   get("parts").hidden = !event.diffuse.length;
-  get("parts-rows").replaceChildren(...event.diffuse.map(makePart));
+  fillTable("parts-table", partColumns, event.diffuse);
   const left = event.diffuse_in_all - event.diffuse.length;
-  get("parts-left").hidden = !left;
-  get("parts-left").textContent = `${count(left, "smaller part")} left out here.`;
+  say("parts-left", left && `${count(left, "smaller part")} left out here.`);
 }
 
-function makePart(part) {
-  const cells = [
-    [part.rank === null ? "several" : String(part.rank), "num"],
-    [String(part.micro_batch), "num"],
-    [part.rows, "rows"],
-    [whole(part.tokens), "num"],
-    [short(part.norm), "num"],
-    [short(part.threshold), "num"],
-    [times(number(part.norm) / number(part.threshold)), "num"],
-    [part.largest_tokens.map((token) => make("div", {}, measuredToken(token))), null],
-  ];
-  return make("tr", {}, ...cells.map(([content, kind]) => make("td", { class: kind }, ...[content].flat())));
-}
+const partColumns = [
+  ["Rank", ({ rank }) => rank === null ? "several" : String(rank), "num"],
+  index("Micro-batch", "micro_batch"),
+  ["Rows", ({ rows }) => rows, "rows"],
+  ["Tokens", ({ tokens }) => whole(tokens), "num"],
+  figure("Norm", "norm"),
+  figure("Threshold", "threshold"),
+  ["× threshold", ({ norm, threshold }) => times(number(norm) / number(threshold)), "num"],
+  ["Largest tokens measured", (part) => part.largest_tokens.map((token) => make("div", {}, measuredToken(token)))],
+];
 
 function measuredToken({ row, position, grad_norm, share }) {
   const carried = Number.isFinite(number(share)) ? `, ${percent(share)} of the norm` : "";
@@ -1327,18 +1227,23 @@ function measuredToken({ row, position, grad_norm, share }) {
 // The tokens of a spike that was only recorded.
 function showSuspected({ suspected }) {
   get("suspected").hidden = !suspected.length;
-  get("suspected-rows").replaceChildren(...suspected.map(makeSuspected));
+  fillTable("suspected-table", suspectedColumns, suspected);
 }
 
-function makeSuspected(token) {
-  const cells = [
-    [[makeToken(token), make("small", {}, token.context === null ? "" : ` ${visible(token.context)}`)], null],
-    ...["suspicion", "ratio", "advantage", "reward"].map((name) => [short(number(token[name])), "num"]),
-    ...["rank", "row", "position"].map((name) => [String(token[name]), "num"]),
-    [makeBadge(token.source), null],
-  ];
-  return make("tr", {}, ...cells.map(([content, kind]) => make("td", { class: kind }, ...[content].flat())));
-}
+const suspectedColumns = [
+  [
+    "Token in its context",
+    (token) => [makeToken(token), make("small", {}, token.context === null ? "" : ` ${visible(token.context)}`)],
+  ],
+  figure("Suspicion", "suspicion"),
+  figure("Ratio", "ratio"),
+  figure("Advantage", "advantage"),
+  figure("Reward", "reward"),
+  index("Rank", "rank"),
+  index("Row", "row"),
+  index("Position", "position"),
+  ["Source", ({ source }) => makeBadge(source)],
+];
 
 // A button for each culprit of the event.
 function showChips(event) {
@@ -1346,8 +1251,7 @@ function showChips(event) {
   get("chips").hidden = mine.length < 2;
   get("chips").replaceChildren(...mine.map(makeChip));
   const left = event.culprits_in_all - mine.length;
-  get("left").hidden = !left;
-  get("left").textContent = `The page leaves out ${count(left, "smaller culprit")} of this spike.`;
+  say("left", left && `The page leaves out ${count(left, "smaller culprit")} of this spike.`);
 }
 
 function makeChip(culprit, i) {
@@ -1669,7 +1573,7 @@ function showLayers() {
   get("layers-hint").textContent = layersHint(shown);
   if (!shown) return;
   get("layers").setAttribute("aria-label", layersLabel(layers));
-  get("layers-rows").replaceChildren(...layers.map(makeLayerRow));
+  fillTable("layers-table", layerColumns, layers);
   Plotly.react("layers", layerTraces(layers), layersLayout(layers), chartOptions);
 }
 
@@ -1682,10 +1586,6 @@ function layersOfCulprit() {
     layer.ratio = layer.both ? times(layer.norm / layer.ordinary) : "–";
     return layer;
   });
-}
-
-function isNorm(x) {
-  return x !== null && Number.isFinite(x) && x > 0;
 }
 
 function layersHint(shown) {
@@ -1704,44 +1604,28 @@ function layersLabel(layers) {
     " All figures are in the table below it.";
 }
 
-function makeLayerRow({ name, norm, ordinary, ratio }) {
-  const texts = [short(norm), short(ordinary), ratio];
-  return make(
-    "tr",
-    {},
-    make("th", { scope: "row" }, visible(name)),
-    ...texts.map((text) => make("td", { class: "num" }, text)),
-  );
-}
+const layerColumns = [
+  ["Layer", ({ name }) => visible(name), "row"],
+  figure("Culprit", "norm"),
+  figure("Ordinary token", "ordinary"),
+  ["Ratio", ({ ratio }) => ratio, "num"],
+];
 
 function layerTraces(layers) {
-  const markSize = Math.max(4, Math.min(14, (get("layers").clientWidth - 60) / layers.length / 2.2));
-  const marks = {
-    type: "scatter",
-    mode: "markers",
-    x: layers.map((_, i) => i),
-    text: layers.map(layerHover),
-    hovertemplate: "%{text}<extra></extra>",
-  };
+  const size = Math.max(4, Math.min(14, (get("layers").clientWidth - 60) / layers.length / 2.2));
+  const at = { x: (_, i) => i, text: layerHover };
+  const norm = (name) => (layer) => isNorm(layer[name]) ? layer[name] : null;
   return [
     layerBars(layers),
-    {
-      ...marks,
-      name: "an ordinary token",
-      y: layers.map(({ ordinary }) => isNorm(ordinary) ? ordinary : null),
-      marker: {
-        symbol: "line-ew-open",
-        size: markSize,
-        color: styleOf("soft"),
-        line: { width: 2, color: styleOf("soft") },
-      },
-    },
-    {
-      ...marks,
-      name: "the culprit",
-      y: layers.map(({ norm }) => isNorm(norm) ? norm : null),
-      marker: { size: Math.min(9, markSize), color: styleOf("accent") },
-    },
+    marks("an ordinary token", layers, { ...at, y: norm("ordinary"), symbol: "line-ew-open", color: "soft", size }),
+    marks("the culprit", layers, {
+      ...at,
+      y: norm("norm"),
+      symbol: "circle",
+      color: "accent",
+      size: Math.min(9, size),
+      line: {},
+    }),
   ];
 }
 
@@ -1802,23 +1686,23 @@ function layerLabel(name) {
     .slice(-8);
 }
 
-// The table of all culprits.
+// The table of all culprits. The fourth entry of a column is what it is sorted by.
 
 const columns = [
-  { key: "global_step", name: "Step", num: true, cell: (culprit) => String(culprit.global_step ?? "–") },
-  { key: "token", name: "Token in its context", words: true, cell: tokenInContext },
-  { key: "severity", name: "Gradient norm", num: true, cell: (culprit) => short(culprit.grad_norm) },
-  { key: "times", name: "× threshold", num: true, cell: (culprit) => times(culprit.times) },
-  { key: "source", name: "Source", cell: (culprit) => makeBadge(culprit.source) },
-  { key: "ratio", name: "Ratio", num: true },
-  { key: "rollout_ratio", name: "Rollout ratio", num: true },
-  { key: "advantage", name: "Advantage", num: true },
-  { key: "log_prob", name: "log p", num: true },
-  { key: "reward", name: "Reward", num: true },
+  [...index("Step", "global_step"), "global_step"],
+  ["Token in its context", tokenInContext, "words", "token"],
+  [...figure("Gradient norm", "grad_norm"), "severity"],
+  ["× threshold", (culprit) => times(culprit.times), "num", "times"],
+  ["Source", ({ source }) => makeBadge(source), null, "source"],
+  [...figure("Ratio", "ratio"), "ratio"],
+  [...figure("Rollout ratio", "rollout_ratio"), "rollout_ratio"],
+  [...figure("Advantage", "advantage"), "advantage"],
+  [...figure("log p", "log_prob"), "log_prob"],
+  [...figure("Reward", "reward"), "reward"],
 ];
 
-function tokenInContext(culprit) {
-  return [makeToken(culprit), make("span", { class: "tok around" }, contextAround(culprit))];
+function tokenInContext(row) {
+  return [makeToken(row), make("span", { class: "tok around" }, contextAround(row))];
 }
 
 // The context from shortly before the culprit on: the cell is narrow.
@@ -1828,24 +1712,20 @@ function contextAround({ context, token }) {
   return (start ? "…" : "") + visible(context.slice(start));
 }
 
-function fillColumnHeads() {
-  get("columns").replaceChildren(...columns.map(makeColumnHead));
-}
-
-function makeColumnHead({ key, name, num }) {
+function makeColumnHead([name, , kind, key]) {
   const order = table.down ? "descending" : "ascending";
   return make(
     "th",
-    { scope: "col", class: num ? "num" : null, "aria-sort": key === table.key ? order : null },
-    make("button", { type: "button", "data-key": key, onclick: () => sortBy(key, num) }, name),
+    { scope: "col", class: kind, "aria-sort": key === table.key ? order : null },
+    make("button", { type: "button", "data-key": key, onclick: () => sortBy(key, kind === "num") }, name),
   );
 }
 
 // Numbers come the largest first; the same column again turns the order.
 function sortBy(key, num) {
-  table.down = table.key === key ? !table.down : num === true;
+  table.down = table.key === key ? !table.down : num;
   table.key = key;
-  fillColumnHeads();
+  fill("columns", columns.map(makeColumnHead));
   document.querySelector(`#columns [data-key="${key}"]`).focus();
   showRows();
 }
@@ -1882,8 +1762,8 @@ function searchText(culprit) {
 
 // Whatever the direction, what is not known comes last.
 function compareRows(a, b) {
-  const { num } = columns.find((column) => column.key === table.key);
-  const [x, y] = [a, b].map((culprit) => num ? number(culprit[table.key]) : culprit[table.key]);
+  const [, , kind] = columns.find(([, , , key]) => key === table.key);
+  const [x, y] = [a, b].map((culprit) => kind === "num" ? number(culprit[table.key]) : culprit[table.key]);
   const unknown = (value) => value === null || value === undefined || Number.isNaN(value);
   if (unknown(x) || unknown(y)) return unknown(x) - unknown(y);
   return (x < y ? -1 : x > y ? 1 : 0) * (table.down ? -1 : 1);
@@ -1896,26 +1776,18 @@ function showRows() {
   get("count").textContent = (found.length < culprits.length ? `${whole(found.length)} of ` : "") +
     count(culprits.length, "culprit") +
     (absent ? `, ${whole(absent)} left out` : "");
-  get("none").hidden = found.length > 0;
-  get("none").textContent = absent
+  const none = absent
     ? `No culprit on this page matches; ${whole(absent)} smaller ones are not on it.`
     : "No culprit matches.";
-  const more = found.length - table.rows;
-  get("more").hidden = more <= 0;
-  get("more").textContent = `Show ${Math.min(200, more)} more of ${whole(more)}`;
+  say("none", !found.length && none);
+  sayHowManyMore("more", found.length - table.rows);
 }
 
 function makeRow(culprit, i) {
   return make(
     "tr",
     { tabindex: i ? -1 : 0, "data-culprit": culprit.index, "aria-current": String(culprit === current) },
-    columns.map(({ key, num, words, cell }) =>
-      make(
-        "td",
-        { class: num ? "num" : words ? "words" : null },
-        ...[cell ? cell(culprit) : short(culprit[key])].flat(),
-      )
-    ),
+    makeCells(columns, culprit),
   );
 }
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from ..evidence.token_facts import window_start
 from . import reading
-from .before_spike import steps_before
 from .condensed import NOT_SHOWN
 from .drills import mini_batch_of
 from .figures import rounded
-from .level import level
 from .meanings import APPLIED, DIAGNOSES, FIGURES, NOT_APPLIED, SOURCES
 from .remedies import advice_by_source
+from .steps import level, steps_before
 from .summary import summarize
 from .token_clips import EXPLANATION, clipped_token_name, done_to
 
@@ -110,13 +109,8 @@ def _clips(
 
 def _replay(result: Mapping[str, Any]) -> dict[str, Any]:
     """A replay as the page shows it, with its figures rounded."""
-    lists = ("units", "tokens", "layers", "remedies", *(["switches"] if "switches" in result else []))
-    return {**result, **{name: [_rounded_row(row) for row in result[name]] for name in lists}}
-
-
-def _rounded_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    others = rounded({str(index): value for index, value in enumerate(row.get("others", ()))})
-    return rounded(row) | ({"others": list(others.values())} if "others" in row else {})
+    lists = ("units", "tokens", "layers", "remedies", "switches")
+    return {**result, **rounded({name: result[name] for name in lists if name in result})}
 
 
 def _kept(evidence: reading.Evidence) -> tuple[dict[int, int], list[reading.RankedCulprit]]:
@@ -162,7 +156,7 @@ def _with_texts(details: Mapping[str, Any], strip: int | None) -> dict[str, Any]
     """The details in the page's form; the response's text is left out if it has a strip."""
     return {
         "strip": strip,
-        "layer_norms": rounded(details["layer_norms"]),
+        "layer_norms": details["layer_norms"],
         "prompt": details["prompt"],
         "response": details["response"] if strip is None else None,
         "ground_truth": details["ground_truth"],

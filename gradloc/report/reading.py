@@ -21,9 +21,9 @@ from ..evidence.texts import without_texts
 from ..evidence.writer import STEP_FIGURES, evidence_files
 from .condensed import clipped, condensed_event, culprit_details, culprit_row
 from .drills import condensed_drill
-from .figures import number, severity
+from .figures import severity
 from .run_warnings import RunWarnings
-from .step_figures import StepFigures
+from .steps import StepFigures
 from .token_clips import TokenClips
 from .totals import Totals, count_bounded
 
@@ -151,6 +151,10 @@ class Evidence:
         if len(self.others) > self._most:
             heapq.heappop(self.others)
 
+    def take_in_note(self, note: dict[str, Any]) -> None:
+        """Adds a note of a file."""
+        self.add_note(note["message"], note["global_step"])
+
     def add_note(self, message: str, step: int | None) -> None:
         """Adds what was left out in a step."""
         steps = self.notes.get(message)
@@ -159,14 +163,15 @@ class Evidence:
         if steps is not None and step is not None:
             steps.add(step)
 
+    def known_steps(self) -> list[int]:
+        """The steps with figures, without those before `since`."""
+        return [step for step in self.steps if self.since is None or step >= self.since]
+
     def add_step(self, step: dict[str, Any]) -> None:
         """Adds a line of steps.jsonl; of a step with several lines, as a resumed run leaves them, the last counts."""
         self.warnings.take_in(step["global_step"], step.get("warnings", ()))
         if step["global_step"] is not None:
-            figures = {name: step[name] for name in STEP_FIGURES}
-            self.steps.set(
-                step["global_step"], {name: None if value is None else number(value) for name, value in figures.items()}
-            )
+            self.steps.set(step["global_step"], {name: step[name] for name in STEP_FIGURES})
 
     def skip(self, line: Any) -> None:
         """Counts a line that is not read: as one of another version if it says so, otherwise as malformed."""
@@ -196,31 +201,17 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
     """
     events, steps, critic = _files(path)
     found = Evidence(path, top, since, texts, os.path.dirname((events or steps or critic)[0]) or ".")
-    for entry in _entries(found, events):
-        form = next((form for form in (EVENT, CLIP, NOTE) if conforms(entry, form)), None)
-        if form is None:
-            found.skip(entry)
-        elif since is None or (entry["global_step"] is not None and entry["global_step"] >= since):
-            if form is EVENT:
-                found.add(entry)
-            elif form is CLIP:
-                found.add_clip(entry)
-            else:
-                found.add_note(entry["message"], entry["global_step"])
-    for entry in _entries(found, steps):
-        if conforms(entry, STEP):
-            found.add_step(entry)
-        elif conforms(entry, NOTE):
-            found.add_note(entry["message"], entry["global_step"])
-        else:
-            found.skip(entry)
-    for entry in _entries(found, critic):
-        if conforms(entry, CRITIC):
-            found.warnings.take_in_critic(entry["global_step"], entry["summary"])
-        elif conforms(entry, NOTE):
-            found.add_note(entry["message"], entry["global_step"])
-        else:
-            found.skip(entry)
+    for files, first, forms in (
+        (events, since, ((EVENT, found.add), (CLIP, found.add_clip))),
+        (steps, None, ((STEP, found.add_step),)),
+        (critic, None, ((CRITIC, found.warnings.take_in_critic),)),
+    ):
+        for entry in _entries(found, files):
+            add = next((add for form, add in (*forms, (NOTE, found.take_in_note)) if conforms(entry, form)), None)
+            if add is None:
+                found.skip(entry)
+            elif first is None or (entry["global_step"] is not None and entry["global_step"] >= first):
+                add(entry)
     results = read_results(found.directory) if texts else []
     found.replays = [result for result in results if since is None or (result["global_step"] or 0) >= since]
     return found

@@ -36,9 +36,10 @@ class RunWarnings:
         for warning in warnings:
             self._add(step, warning)
 
-    def take_in_critic(self, step: int | None, summary: str) -> None:
+    def take_in_critic(self, spike: Mapping[str, Any]) -> None:
         """Adds a spike of the critic."""
-        self._add(step, {"name": CRITIC_SPIKES, "sentence": summary, "check": _CHECK_CRITIC})
+        said = {"name": CRITIC_SPIKES, "sentence": spike["summary"], "check": _CHECK_CRITIC}
+        self._add(spike["global_step"], said)
 
     def _add(self, step: int | None, warning: Mapping[str, Any]) -> None:
         name = str(clipped(warning["name"], _NAME_CHARACTERS))

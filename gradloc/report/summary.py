@@ -15,17 +15,8 @@ from .token_clips import summarize_clips
 from .verdicts import in_words
 
 _EVENT_FIELDS = (
-    "global_step",
-    "epoch",
-    "mini_batch",
-    "diagnosis",
-    "until",
-    "explained",
-    "more_tokens",
-    "verdict",
-    "summary",
-    "explanation",
-)
+    "global_step epoch mini_batch diagnosis until explained more_tokens verdict summary explanation"
+).split()
 
 
 def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
@@ -91,8 +82,7 @@ def drill_reports(evidence: Evidence) -> list[dict[str, Any]]:
 
 def _steps(evidence: Evidence) -> dict[str, Any] | None:
     """The steps with figures: how many, the last one's figures, and where the margin was highest; None without any."""
-    since = evidence.since
-    known = [step for step in evidence.steps if since is None or step >= since]
+    known = evidence.known_steps()
     if not known:
         return None
     margins = ((evidence.steps[step]["spike_margin"], step) for step in known)

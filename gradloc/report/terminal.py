@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .comparison_table import remarks, tables
-from .figures import count, number, percent, short, threshold_factor, visible
+from .figures import count, culprit_factor, number, percent, short, threshold_factor, visible
 from .meanings import DIAGNOSES, NOT_APPLIED, SOURCES
 from .remedies import advice_by_source
 from .summary import token_name
@@ -161,9 +161,23 @@ def _tables(console: Console, summary: Summary) -> Iterator[Table]:
         yield _culprits(summary, console.width)
 
 
-def titled(title: str) -> Table:
+def titled(title: str | None) -> Table:
     """A table without borders or columns."""
     return Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+
+
+def _add_columns(table: Table, *names: str, **options: Any) -> None:
+    """Columns whose texts are not broken into lines."""
+    for name in names:
+        table.add_column(name, no_wrap=True, **options)
+
+
+def _words(name: str, row: Mapping[str, Any], most: int, with_context: bool, style: str = "bold red") -> Text:
+    """A token, with or without its context, of at most so many columns."""
+    context = visible(f"  {_context_around(row)}") if with_context else ""
+    words = Text.assemble((quoted(name), style), context)
+    words.truncate(most, overflow="ellipsis")
+    return words
 
 
 def _diagnoses(summary: Summary) -> Table:
@@ -212,21 +226,16 @@ def _measured_token(token: Mapping[str, Any]) -> str:
 def _suspected(tokens: Sequence[Summary], width: int) -> Table:
     """The tokens of spikes that were only recorded, with as many columns as the terminal is wide enough for."""
     table = titled("Suspected tokens: recorded, not measured")
-    with_context, with_figures = width >= 110, width >= 80
-    figures = ("ratio", "advantage", "reward") if with_figures else ()
-    for name in ("step", "rank", "row", "position"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("token in its context" if with_context else "token", no_wrap=True)
-    for name in ("suspicion", *figures):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("source", no_wrap=True)
+    with_context = width >= 110
+    figures = ("ratio", "advantage", "reward") if width >= 80 else ()
+    _add_columns(table, "step", "rank", "row", "position", justify="right")
+    _add_columns(table, "token in its context" if with_context else "token")
+    _add_columns(table, "suspicion", *figures, justify="right")
+    _add_columns(table, "source")
     for row in tokens:
-        context = visible(f"  {_context_around(row)}") if with_context else ""
-        words = Text.assemble((quoted(token_name(row)), "bold"), context)
-        words.truncate(width - 95 if with_context else 14, overflow="ellipsis")
         table.add_row(
             *(_step(row), str(row["rank"]), str(row["row"]), str(row["position"])),
-            words,
+            _words(token_name(row), row, width - 95 if with_context else 14, with_context, "bold"),
             *(short(row[name]) for name in ("suspicion", *figures)),
             row["source"],
         )
@@ -253,25 +262,21 @@ def _culprits(summary: Summary, width: int) -> Table:
     """The largest culprits, with as many columns as the terminal is wide enough for."""
     culprits = summary["largest_culprits"]
     table = titled("The culprits" if len(culprits) == summary["culprits"] else "The largest culprits")
-    for name in ("step", "rank"):
-        table.add_column(name, justify="right", no_wrap=True)
     with_context = width >= 110
-    table.add_column("token in its context" if with_context else "token", no_wrap=True)
     figures = ("ratio", "advantage", "reward") if width >= 80 else ()
-    for name in ("norm", "× threshold", *figures):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("source", no_wrap=True)
+    _add_columns(table, "step", "rank", justify="right")
+    _add_columns(table, "token in its context" if with_context else "token")
+    _add_columns(table, "norm", "× threshold", *figures, justify="right")
+    _add_columns(table, "source")
+    # The figures need the rest.
+    most = width - 85 if with_context else 20 if figures else 14
     for row in culprits:
-        context = visible(f"  {_context_around(row)}") if with_context else ""
-        words = Text.assemble((quoted(token_name(row)), "bold red"), context)
-        # The figures need the rest.
-        words.truncate(width - 85 if with_context else 20 if figures else 14, overflow="ellipsis")
         table.add_row(
             _step(row),
             str(row["rank"]),
-            words,
+            _words(token_name(row), row, most, with_context),
             short(row["grad_norm"]),
-            short(threshold_factor({"norm": row["grad_norm"], "threshold": row["threshold"]})),
+            short(culprit_factor(row)),
             *(short(row[name]) for name in figures),
             row["source"],
         )
@@ -289,29 +294,22 @@ def _print_clips(console: Console, clips: Summary) -> None:
 def _clipped_tokens(rows: Sequence[Summary], width: int) -> Table:
     """The tokens furthest over TokenClip's bounds, with as many columns as the terminal is wide enough for."""
     with_place, with_context = width >= 80, width >= 120
-    table = titled("")
-    table.title = None
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("token in its context" if with_context else "token", no_wrap=True)
-    table.add_column("first over at", no_wrap=True)
-    table.add_column("× usual", justify="right", no_wrap=True)
-    table.add_column("signal", no_wrap=True)
-    for name in ("rank", "row", "position", "reward") if with_place else ():
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("data source", "spike") if with_context else ():
-        table.add_column(name, no_wrap=True)
+    table = titled(None)
+    _add_columns(table, "step", justify="right")
+    _add_columns(table, "token in its context" if with_context else "token", "first over at")
+    _add_columns(table, "× usual", justify="right")
+    _add_columns(table, "signal")
+    _add_columns(table, *(("rank", "row", "position", "reward") if with_place else ()), justify="right")
+    _add_columns(table, *(("data source", "spike") if with_context else ()))
+    most = width - 100 if with_context else 20 if with_place else 14
     for row in rows:
-        words = Text.assemble(
-            (quoted(clipped_token_name(row)), "bold red"), visible(f"  {_context_around(row)}") if with_context else ""
-        )
-        words.truncate(width - 100 if with_context else 20 if with_place else 14, overflow="ellipsis")
         boundary, source = Text(visible(row["boundary"])), Text(visible(row["data_source"] or "–"))
         boundary.truncate(18, overflow="ellipsis")
         source.truncate(14, overflow="ellipsis")
         place = (str(row["rank"]), str(row["row"]), str(row["position"]), short(row["reward"]))
         table.add_row(
             _step(row),
-            words,
+            _words(clipped_token_name(row), row, most, with_context),
             boundary,
             short(row["multiple"]),
             done_to(row),

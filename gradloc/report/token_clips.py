@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..evidence.clips import DONE
 from .condensed import clipped
 from .drills import MiniBatch, mini_batch_of
 from .figures import count, rounded, severity
@@ -19,22 +20,10 @@ _SHORT_CHARACTERS = 200
 # At most so many boundaries are named in a sentence.
 _NAMED = 8
 
-_TOKEN_FIELDS: tuple[str, ...] = (
-    "rank",
-    "micro_batch",
-    "row",
-    "position",
-    "multiple",
-    "cut",
-    "token_id",
-    "weight",
-    "advantage",
-)
-_TOKEN_FIELDS += ("log_prob", "old_log_prob", "rollout_log_prob", "reward")
+_TOKEN_FIELDS = (
+    "rank micro_batch row position multiple cut token_id weight advantage log_prob old_log_prob rollout_log_prob reward"
+).split()
 _SHORT_TEXTS = ("boundary", "token", "data_source", "uid")
-
-# What becomes of a signal that is cut, by action.
-_DONE = {"drop": "dropped", "smooth": "reduced"}
 
 # How the table's tokens are to be read.
 EXPLANATION = (
@@ -65,6 +54,7 @@ class TokenClips:
         refused (Counter): By boundary, in how many mini-batches some were left because there were too many.
         boundaries (Counter): The tokens, kept or not, by the boundary where they were first over their bound.
         tokens (list): Those that are furthest over their bounds, condensed; a heap.
+        tokens_in_all (int): How many tokens the lines name.
     """
 
     lines: int = 0
@@ -72,7 +62,7 @@ class TokenClips:
     refused: Counter[str] = field(default_factory=Counter)
     boundaries: Counter[str] = field(default_factory=Counter)
     tokens: list[tuple[float, int, dict[str, Any]]] = field(default_factory=list)
-    _seen: int = 0
+    tokens_in_all: int = 0
 
     def add(self, line: Mapping[str, Any], most: int) -> set[int | None]:
         """Adds a clip line; returns the steps of tokens that are now left out, as only `most` are kept."""
@@ -82,13 +72,13 @@ class TokenClips:
         signals.over += sum(found["over"].values())
         signals.cut += sum(found["cut"].values())
         for boundary in dict.fromkeys(found["refused"]):
-            count_bounded(self.refused, _short(boundary), _BOUNDARIES)
+            count_bounded(self.refused, str(clipped(boundary, _SHORT_CHARACTERS)), _BOUNDARIES)
         left_out = set()
         for token in found["tokens"]:
             row = _row(line, token)
             count_bounded(self.boundaries, row["boundary"], _BOUNDARIES)
-            self._seen += 1
-            heapq.heappush(self.tokens, (severity(token["multiple"]), -self._seen, row))
+            self.tokens_in_all += 1
+            heapq.heappush(self.tokens, (severity(token["multiple"]), -self.tokens_in_all, row))
             if len(self.tokens) > most:
                 left_out.add(heapq.heappop(self.tokens)[-1]["global_step"])
         return left_out
@@ -101,25 +91,19 @@ class TokenClips:
     def cut(self) -> int:
         return sum(signals.cut for signals in self.mini_batches.values())
 
-    @property
-    def tokens_in_all(self) -> int:
-        """How many tokens the lines name."""
-        return self._seen
-
     def beside(self, event: Mapping[str, Any]) -> str | None:
         """What is said of TokenClip beside a spike; None if it found nothing in its mini-batch."""
-        signals = None if event["global_step"] is None else self.mini_batches.get(mini_batch_of(event))
-        return None if signals is None else _beside_spike(signals)
+        signals = self.mini_batches.get(mini_batch_of(event))
+        return None if signals is None or event["global_step"] is None else _beside_spike(signals)
 
     def stopped(self, spikes: Collection[MiniBatch]) -> set[MiniBatch]:
         """The mini-batches of which every signal over its bound was cut, and that have no spike nevertheless."""
-        return {key for key, signals in self.mini_batches.items() if signals.all_cut and not _has_spike(key, spikes)}
+        return {key for key, signals in self.mini_batches.items() if signals.all_cut and key not in spikes}
 
     def largest(self, most: int, spikes: Collection[MiniBatch]) -> list[dict[str, Any]]:
         """The tokens furthest over their bounds, NaN first; `spike` says whether their mini-batch has a spike."""
         return [
-            rounded({**row, "spike": _has_spike(mini_batch_of(row), spikes)})
-            for *_, row in heapq.nlargest(most, self.tokens)
+            rounded({**row, "spike": mini_batch_of(row) in spikes}) for *_, row in heapq.nlargest(most, self.tokens)
         ]
 
 
@@ -143,7 +127,7 @@ def summarize_clips(clips: TokenClips, spikes: Collection[MiniBatch], top: int) 
     found = {
         "mini_batches": len(clips.mini_batches),
         "stopped": len(stopped),
-        "with_spike": sum(_has_spike(key, spikes) for key in clips.mini_batches),
+        "with_spike": sum(key in spikes for key in clips.mini_batches),
         "over": clips.over,
         "cut": clips.cut,
         "refused": dict(clips.refused.most_common()),
@@ -158,7 +142,7 @@ def summarize_clips(clips: TokenClips, spikes: Collection[MiniBatch], top: int) 
 
 def done_to(row: Mapping[str, Any]) -> str:
     """What became of a token's signal, in a word."""
-    return _DONE[row["action"]] if row["cut"] and row["action"] in _DONE else "left"
+    return DONE.get(row["action"], "left") if row["cut"] else "left"
 
 
 def left_some(line: Mapping[str, Any]) -> bool:
@@ -194,15 +178,6 @@ def _row(line: Mapping[str, Any], token: Mapping[str, Any]) -> dict[str, Any]:
         **{name: clipped(token.get(name), _SHORT_CHARACTERS) for name in _SHORT_TEXTS},
         "context": clipped(token.get("context")),
     }
-
-
-def _short(text: str) -> str:
-    return str(clipped(text, _SHORT_CHARACTERS))
-
-
-def _has_spike(key: MiniBatch, spikes: Collection[MiniBatch]) -> bool:
-    """Whether a mini-batch has a spike; not known without its step."""
-    return key[0] is not None and key in spikes
 
 
 def _by_step(clips: TokenClips, stopped: Collection[MiniBatch]) -> dict[int, dict[str, Any]]:

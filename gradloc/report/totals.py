@@ -25,7 +25,7 @@ class Totals:
     Attributes:
         events (int): How many there are.
         by_step (Counter): How many each step has; those without a step are left out.
-        mini_batches (set): The mini-batches that have one.
+        mini_batches (set): The mini-batches that have one, of known steps.
         thresholds (set): Their thresholds.
         verdicts (Verdicts): Their verdicts.
         diagnoses (Counter): By diagnosis.
@@ -59,7 +59,7 @@ class Totals:
         self.events += 1
         if event["global_step"] is not None:
             self.by_step[event["global_step"]] += 1
-        self.mini_batches.add(mini_batch_of(event))
+            self.mini_batches.add(mini_batch_of(event))
         self.thresholds.add(number(event["threshold"]))
         self.verdicts.add(event["verdict"])
         self.diagnoses[event["diagnosis"]] += 1

@@ -257,7 +257,7 @@ def test_the_keyboard_is_enough(page: Page, forty: Path) -> None:
             break
         page.press(Keys.TAB)
     page.press(Keys.ENTER)
-    rows = [row.text.split() for row in page.all("#layers-rows tr")]
+    rows = [row.text.split() for row in page.all("#layers-table tbody tr")]
     assert [row[0] for row in rows[:2]] == ["embed_tokens", "layers.0"] and len(rows) == 32
     found = spike["culprits"][0]
     largest = max(found["layer_norms"], key=found["layer_norms"].get)
@@ -307,7 +307,10 @@ def test_the_page_says_what_was_found_and_done(page: Page, tmp_path: Path) -> No
         assert page.one("#story").text.endswith(done[entry["action"]])
         assert page.one("#parts").is_displayed() == (diagnosis == "diffuse")
         if diagnosis == "diffuse":
-            rows = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")] for row in page.all("#parts-rows tr")]
+            rows = [
+                [cell.text for cell in row.find_elements(By.TAG_NAME, "td")]
+                for row in page.all("#parts-table tbody tr")
+            ]
             tokens = "\n".join(f"token {3 * i} of row 9: {600 - i}, {2 + i} % of the norm" for i in range(3))
             assert rows[0] == ["1", "2", "8 to 9, 11", "48", "4.216", "1.155", "3.7×", tokens]
             assert rows[1][0] == "several" and len(rows) == 2
@@ -529,7 +532,7 @@ def test_the_figures_before_a_spike(page: Page, whole_run: Path) -> None:
     index = next(i for i, event in enumerate(data["events"]) if event["global_step"] > 20)
     Select(page.one("#event")).select_by_index(index)
     assert page.one("#before-title").text == "The 20 steps before"
-    rows = {row.find_element(By.TAG_NAME, "small").text: row for row in page.all("#before-rows tr")}
+    rows = {row.find_element(By.TAG_NAME, "small").text: row for row in page.all("#before-table tbody tr")}
     assert list(rows) == ["spike_margin", "ratio_max", "rollout_ratio_max", "unlikely_share"]
     figures = {figure["name"]: figure["values"] for figure in data["events"][index]["before"]["figures"]}
     margins = [float(cell.text) for cell in rows["spike_margin"].find_elements(By.CSS_SELECTOR, "td.num")]
@@ -549,7 +552,7 @@ def test_a_spike_begins_with_its_verdict_and_what_to_do_comes_after_the_token(pa
     Select(page.one("#event")).select_by_index(0)
     assert page.one("#verdict").text.startswith("<b>Tokens</b> that") and page.all("#verdict *") == []
     assert page.one("#summary").text == "The culprit is <b>rare</b>."
-    order = "verdict summary strip ladder check why story before-rows numbers level rows"
+    order = "verdict summary strip ladder check why story before-table numbers level rows"
     places = [page.one(f"#{part}").location["y"] for part in order.split()]
     assert places == sorted(places) and len(set(places)) == len(places)
     reasons = [row.text for row in page.all("#why li")]
@@ -826,7 +829,7 @@ def test_what_token_clip_found_is_shown(page: Page, clipped_run: Path) -> None:
     assert hint.startswith("In 4 mini-batches of steps 3 to 8, 5 backward signals were over their bounds: 4 were cut.")
     assert page.one("#clips-how").text == EXPLANATION
     assert "Stopped by TokenClip" in page.one("#figures").text
-    rows = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")] for row in page.all("#clips-rows tr")]
+    rows = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")] for row in page.all("#clips-table tbody tr")]
     shown = HOSTILE.replace("\u202e", "\\u202e")
     assert [row[0] for row in rows] == ["3", "3", "5", "8", "–"]
     assert [row[3:5] for row in rows] == [
@@ -841,7 +844,7 @@ def test_what_token_clip_found_is_shown(page: Page, clipped_run: Path) -> None:
     assert [row[-1] for row in rows] == ["–", "–", "–", "see above", "–"]
     # The link leads to the spike, which says so as well.
     assert page.one("#clipped").text.startswith("TokenClip found 1 backward signal over its bound in this mini-batch")
-    page.one("#clips-rows button").click()
+    page.one("#clips-table tbody button").click()
     assert page.focused().get_attribute("id") == "spike"
 
 
@@ -889,10 +892,10 @@ def test_many_clipped_tokens_without_a_spike(page: Page, tmp_path: Path, width: 
     assert shown == ["clips"] and page.one("#clips-chart").size["height"] > 50
     wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     page.wait(lambda: page.driver.execute_script(wide) == 0)
-    assert len(page.all("#clips-rows tr")) == 100 and page.one("#clips-more").text == "Show 28 more of 28"
+    assert len(page.all("#clips-table tbody tr")) == 100 and page.one("#clips-more").text == "Show 28 more of 28"
     page.one("#clips-more").send_keys(Keys.ENTER)
-    assert len(page.all("#clips-rows tr")) == 128 and not page.one("#clips-more").is_displayed()
-    assert page.focused().get_attribute("id") == "clips-table"
+    assert len(page.all("#clips-table tbody tr")) == 128 and not page.one("#clips-more").is_displayed()
+    assert page.focused().get_attribute("id") == "clips-scroll"
     page.scheme("dark")
     page.wait(lambda: page.driver.execute_script("return document.getElementById('clips-chart').data.length") == 1)
 

@@ -19,9 +19,8 @@ from gradloc.evidence import writer
 from gradloc.evidence.schema import EVENT, NOTE, STEP, conforms
 from gradloc.evidence.writer import record_step
 from gradloc.report.__main__ import main
-from gradloc.report.before_spike import steps_before
-from gradloc.report.level import POINTS, level
 from gradloc.report.page_data import page_data
+from gradloc.report.steps import POINTS, level, steps_before
 
 FIGURES = {"token_norm_max": 120.0, "threshold": 640.0, "spike_margin": 0.1875, "ratio_max": math.inf, "triggered": 0}
 

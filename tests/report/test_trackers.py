@@ -22,7 +22,7 @@ from evidence_samples import clip, clipped_token, culprit, drill, event, unsearc
 from gradloc import record_events
 from gradloc.adapters import spike_log, trackers
 from gradloc.adapters.spike_log import SpikeLog, add_spike_log
-from gradloc.evidence.one_line import in_one_line
+from gradloc.evidence.in_words import in_one_line
 from marked_texts import WORDS, marked, marked_clip
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 
 from evidence_samples import ORDINARY, culprit, event, write_steps
 from gradloc import record_events, report
-from gradloc.evidence.one_line import in_one_line
+from gradloc.evidence.in_words import in_one_line
 from gradloc.evidence.schema import STEP, conforms
 from gradloc.evidence.sources import SOURCES
 from gradloc.evidence.verdict import CAUSES, verdict
