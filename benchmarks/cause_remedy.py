@@ -159,10 +159,10 @@ def measure_bundle(bundle: Bundle, model_folder: str, planted: Planted) -> dict[
     PlantedAgain(
         model.module, planted, [row.input_ids for saved in bundle.micro_batches.values() for row in saved.rows]
     )
-    measured = measure(bundle, model, [], culprits, rests=True)
+    measured = measure(bundle, model, [], culprits)
     rows_found, notes = measure_remedies(bundle, model, measured)
     entry = bundle.manifest["micro_batches"][0]
-    whole = measured.units[entry["rank"], entry["micro_batch"]].norm
+    whole = measured.units[bundle.first].norm
     return {
         "diagnosis": event["diagnosis"],
         "mini_batch": event["mini_batch"],

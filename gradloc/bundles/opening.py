@@ -90,6 +90,11 @@ class Bundle:
     def event(self) -> dict[str, Any]:
         return self.manifest["event"]
 
+    @property
+    def first(self) -> MicroBatchName:
+        """The micro-batch that most of a replay is about: the first one."""
+        return next(iter(self.micro_batches))
+
     @cached_property
     def rows(self) -> dict[MicroBatchName, list[int]]:
         """The rows of each micro-batch in its rank's mini-batch."""

@@ -29,7 +29,7 @@ from ..measure.token_weights import movable
 from ..measure.watched_model import WatchedModel
 from ..search.investigation import Investigation
 from ..search.time_limit import TimeLimit
-from .measuring import Place, loss_scale
+from .measuring import Place
 from .model import Model
 from .result import log_prob_distance
 
@@ -121,7 +121,7 @@ def search(
     """
     started = time.perf_counter()
     event = bundle.event
-    scale = loss_scale(model, bundle)
+    scale = model.loss_scale
     names = list(bundle.micro_batches)
     ranks = collectives.world_size()
     mine = names[collectives.rank() :: ranks]

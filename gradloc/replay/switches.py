@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..bundles.opening import Bundle
-from .measuring import Measured, Place, measure_first
+from .measuring import Measured, Place, measure
 from .model import FLASH, HALF, Model, Variant
 
 Row = dict[str, Any]
@@ -95,13 +95,13 @@ def measure_switch(bundle: Bundle, model: Model, name: str, main: Measured, culp
         main (Measured): What the replay itself gave.
         culprit (Place, optional): The token to measure alone.
     """
-    return row(name, bundle, measure_first(bundle, model, culprit), main, culprit)
+    found = measure(bundle, model, [] if culprit is None else [culprit], names=[bundle.first])
+    return row(name, bundle, found, main, culprit)
 
 
 def row(name: str, bundle: Bundle, found: Measured, main: Measured, culprit: Place | None) -> Row:
     """A row of the table from what was measured; see `measure_switch`."""
-    entry = bundle.manifest["micro_batches"][0]
-    first = entry["rank"], entry["micro_batch"]
+    first = bundle.first
     differences = (found.log_probs[first] - main.log_probs[first]).abs()
     differences = differences[differences.isfinite()]
     return {

@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def _mean_difference(model: Model, rows: list[tuple[Row, Tensor, Tensor]], tempe
     """Of the log-probs at a temperature from the rollout's, each counted as at most `LARGEST`; NaN if none is known."""
     differences = []
     for row, rollout, counted in rows:
-        log_prob, _ = forward(model, row.input_ids, row.position_ids, row.prompt_length, temperature, False)
+        log_prob, _ = forward(model, replace(row, temperature=temperature), entropy=False)
         difference = (log_prob.double().cpu() - rollout).abs().clamp(max=LARGEST)
         differences.append(difference[counted & difference.isfinite()])
     return float(torch.cat(differences).mean())

@@ -74,7 +74,7 @@ def test_token_clip_is_the_chain_rule_with_cut_signals(
     ((name, saved),) = opened.micro_batches.items()
     ordinary = torch.ones(ROWS, RESPONSE, dtype=torch.bool)
     ordinary[BAD] = False
-    cut = clip_tokens(model, opened, saved, ordinary)
+    cut = clip_tokens(model, saved, ordinary)
     coefficient = saved.tokens["coefficient"]
     alone = torch.where(ordinary, coefficient, 0.0)
 
@@ -109,7 +109,7 @@ def test_a_signal_that_a_layer_amplifies_is_cut_where_it_leaves_it(bundle: Path,
     ordinary[BAD] = False
     coefficient, none = saved.tokens["coefficient"], torch.zeros(ROWS, RESPONSE)
     coefficient[BAD] = -0.1  # at the log-probs, nothing is to be seen
-    whole = gradient_norms(model, opened, saved, coefficient, none).norm
+    whole = gradient_norms(model, saved, (coefficient, none)).norm
     # In the row of the culprit alone: of both, the first tokens are others.
     first_tokens = [int(saved.rows[row].input_ids[0]) for row in range(ROWS)]
     assert len(set(first_tokens)) == ROWS
@@ -128,8 +128,8 @@ def test_a_signal_that_a_layer_amplifies_is_cut_where_it_leaves_it(bundle: Path,
         return hidden, *arguments[1:]
 
     model.module.model.layers[1].register_forward_pre_hook(amplify)
-    blown = gradient_norms(model, opened, saved, coefficient, none).norm
-    cut = clip_tokens(model, opened, saved, ordinary)
+    blown = gradient_norms(model, saved, (coefficient, none)).norm
+    cut = clip_tokens(model, saved, ordinary)
     assert blown > 100 * whole
     assert cut.boundary == "layers.0" and cut.positions.nonzero().tolist() == [list(BAD)]
     assert cut.gradient.norm == pytest.approx(whole, rel=0.3) and cut.moved.norm > 0
