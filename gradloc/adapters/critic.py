@@ -16,7 +16,7 @@ from ..critic_watch import CriticWatch
 from ..evidence.writer import record_critic
 from ..fsdp import collectives
 from .loss_weights import RecordedAggregation
-from .meter_kind import meter_kind
+from .model_facts import meter_kind
 from .update_evidence import Sample, add_facts, facts_of_token
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,14 @@ class SpikeRecorder:
                 exc_info=None if known else error,
             )
 
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Within it, an error is a warning: what failed, of one kind of failure the first time only."""
+        try:
+            yield
+        except Exception as error:
+            self.warn_once(what, error)
+
     def end_mini_batch(
         self,
         data: TensorDict,
@@ -178,33 +187,27 @@ class SpikeRecorder:
 
         That factor is 1 where no loss had a gradient, and the same for all others.
         """
-        found, scale = {}, 1.0
-        try:
+        with self.guarded("the tokens of a gradient spike are not recorded"):
+            found, scale = {}, 1.0
             for index, recorded in enumerate(loss.micro_batches):
                 micro_batch, factor = recorded.read(self._config, self._eos_tokens, rng_state)
                 found[self._rank, index] = micro_batch.portable(factor)
                 scale = factor if recorded.factor else scale
-        except Exception as error:
-            self.warn_once("the tokens of a gradient spike are not recorded", error)
-            return {}, 1.0
-        return found, scale
+            return found, scale
+        return {}, 1.0
 
     def _keep_bundle(self, event: Mapping[str, Any], micro_batches: Mapping[MicroBatchName, MicroBatch]) -> str | None:
         """The folder that this rank's bundle of the event is in, relative to the evidence; None without one."""
         if not self._config.spike_replay or not micro_batches:
             return None
-        try:
+        with self.guarded("no replay bundle is kept of a gradient spike"), suppress(NothingMovesError):
             saved = {
                 name: SavedMicroBatch(ragged_rows(each.inputs), each.tokens, each.rng_state)
                 for name, each in micro_batches.items()
             }
             rows = {name: each.rows for name, each in micro_batches.items()}
             return self._disk.run(partial(self._write, event, saved, rows), bundle_writer.PATIENCE)
-        except NothingMovesError:
-            return None
-        except Exception as error:
-            self.warn_once("no replay bundle is kept of a gradient spike", error)
-            return None
+        return None
 
     def _write(self, event: Mapping[str, Any], saved: Any, rows: Any) -> str:
         """Writes the bundle; also what it says of the trainer is read from the disk."""
@@ -219,12 +222,10 @@ class SpikeRecorder:
         """On rank 0, which writes the event: what the data say of its suspected tokens."""
         if self._rank != 0:
             return
-        try:
+        with self.guarded("a token of a gradient spike is written without its text"):
             for index, token in enumerate(event["suspected"]):
                 sample = sample_of_row(data, token["row"])
                 token |= limit_texts(facts_of_culprit(sample, token["position"], self._tokenizer), index)
-        except Exception as error:
-            self.warn_once("a token of a gradient spike is written without its text", error)
         event["summary"] = summary(event)
 
 
