@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from .actor_config import SpikeConfig
-from .engine_data import ROW, MiniBatchPlaces, as_metric
+from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config
 from .model_facts import eos_tokens
 from .recorded_loss import NotRecordedError, RecordedLoss
 from .replay_bundles import engine_context
@@ -129,8 +129,8 @@ class RecordedEngine:
 
     def _recorder_of(self, loss_function: Callable[..., Any]) -> SpikeRecorder | None:
         """What records a mini-batch with this loss; None if nothing does."""
-        config = getattr(loss_function, "keywords", {}).get("config")
-        if not (isinstance(config, SpikeConfig) and config.records_spikes):
+        config = bound_config(loss_function, SpikeConfig)
+        if config is None or not config.records_spikes:
             return None
         if not self._recorder_is_built:
             self._recorder_is_built = True

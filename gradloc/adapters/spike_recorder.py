@@ -26,7 +26,7 @@ from ..bundles.patient_disk import PatientDisk
 from ..bundles.recorded import NothingMovesError, write_recorded_bundle
 from ..evidence.in_words import summary
 from ..evidence.recorded_event import recorded_event
-from ..evidence.writer import STEP_FIGURES, limit_texts
+from ..evidence.writer import limit_texts
 from ..measure.meter import Level
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..metrics import UpdateMetrics
@@ -167,9 +167,7 @@ class SpikeRecorder:
         if self._rank != 0:
             return {}
         metrics: dict[str, float] = self._metrics.metrics()
-        names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
-        figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
-        write_update(self._config.bisect_dump_dir, global_step, self._events_of_step, figures)
+        write_update(self._config.bisect_dump_dir, global_step, self._events_of_step, metrics)
         return metrics
 
     def save(self, folder: str) -> None:

@@ -104,9 +104,7 @@ class UpdateEvidence:
         """Ends an update: rank 0 writes its events and, from its metrics and warnings, the step's line."""
         events, self._events = self._events, []
         if collectives.rank() == 0:
-            names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
-            figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
-            write_update(self._directory, global_step, events, figures, warnings)
+            write_update(self._directory, global_step, events, metrics, warnings)
 
     def _rewarded(
         self, event: Mapping[str, Any], rewards_of: Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None]
@@ -164,7 +162,7 @@ def write_update(
     directory: str,
     global_step: int | None,
     events: Sequence[dict[str, Any]],
-    figures: Mapping[str, Any],
+    metrics: Mapping[str, Any],
     warnings: Sequence[Mapping[str, str]] = (),
 ) -> None:
     """Logs the events of an update, and writes them and the step's figures.
@@ -173,9 +171,11 @@ def write_update(
         directory (str): Where to.
         global_step (int, optional): The trainer's step.
         events (Sequence[dict]): With the facts on all culprits.
-        figures (Mapping): `STEP_FIGURES` by name.
+        metrics (Mapping): Those of the actor.
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
     """
+    names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
+    figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
     if figures:
         record_step(directory, global_step, figures, warnings)
     for what, lines in (

@@ -117,12 +117,7 @@ def _of_reduced(
 ) -> dict[str, Any] | None:
     """Of the gradient averaged over the ranks, which can be computed if the bundle has all micro-batches.
 
-    Args:
-        bundle (Bundle): The bundle.
-        measured (Measured): What the replay gave.
-        before (float): The factor of the micro-batches' gradients, the same in all layers.
-        counts (Mapping): See `fitting_numbers`.
-        tolerance (float): See `_SPREAD`.
+    `before` is the factor of the micro-batches' gradients, the same in all layers.
     """
     whole: Norms | None = measured.whole
     recorded = float(bundle.event["global_norm"])

@@ -151,9 +151,7 @@ def search(
             return Searched(None, _largest(mini_batch, investigation, passes, recorded), log_probs, outputs.count)
         investigation.run()
         where = {name: event.get(name) for name in ("global_step", "epoch", "mini_batch", "steps_since_resume")}
-        medians = (
-            None if own_medians else {name: _number(event[name]) for name in ("median_advantage", "median_weight")}
-        )
+        medians = None if own_medians else {name: _number(event[name]) for name in _MEDIANS}
         found = build_event(
             investigation, ordinary, where, event["action"], event["applied"], started, _warnings(event), medians
         )
@@ -270,7 +268,7 @@ def _largest(
     tokens = micro_batch.tokens
     with collectives.same_on_all_ranks():
         likely = torch.where(movable(tokens), tokens["suspicion"] / tokens["weight"].abs(), -1.0)
-        best = [index for index in likely.flatten().argsort(descending=True)[:_TOKENS].tolist()]
+        best = likely.flatten().argsort(descending=True)[:_TOKENS].tolist()
         places = [divmod(index, likely.shape[1]) for index in best if likely.flatten()[index] >= 0]
     norms: list[float] = []
     for start in range(0, len(places), meter.width):
