@@ -115,23 +115,20 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
 @contextmanager
 def _process_group(asked: str | None) -> Iterator[torch.device]:
     """Joins the processes of torchrun, if there are any. The device is that of this process."""
-    kind = device_kind(asked)
-    if processes() == 1:
-        yield torch.device(kind)
-        return
-    device = torch.device(kind)
-    if kind == "cuda":
-        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device(device_kind(asked))
+    several = processes() > 1
+    if several and device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         if device.index >= torch.cuda.device_count():
             raise WrongModelError(f"There are {torch.cuda.device_count()} CUDA devices here: start no more processes.")
         torch.cuda.set_device(device)
-    own = not dist.is_initialized()
-    if own:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    joins = several and not dist.is_initialized()
+    if joins:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield device
     finally:
-        if own:
+        if joins:
             dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,15 +98,12 @@ def _mean_difference(model: Model, rows: list[tuple[Row, Tensor, Tensor]], tempe
 
 def _least(value: Callable[[float], float], low: float, high: float) -> float:
     """Where a function with one valley is least, by golden-section search."""
-    inner = [high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)]
-    values = [value(x) for x in inner]
+    # Of two points, one is a point of the round before, but for rounding.
+    known = cache(value)
     while high - low > _PRECISION:
-        if values[0] < values[1]:
-            high = inner[1]
-            inner, values = [high - _GOLDEN * (high - low), inner[0]], [math.nan, values[0]]
-            values[0] = value(inner[0])
+        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        if known(round(left, 9)) < known(round(right, 9)):
+            high = right
         else:
-            low = inner[0]
-            inner, values = [inner[1], low + _GOLDEN * (high - low)], [values[1], math.nan]
-            values[1] = value(inner[1])
+            low = left
     return (low + high) / 2
