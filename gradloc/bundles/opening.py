@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import limits
 from ..evidence.foreign_json import parse
-from ..evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, current, list_of, object_with
+from ..evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, list_of, object_with
 from ..measure.micro_batch import MicroBatchName
 from . import layout
 from .layout import SavedMicroBatch
@@ -147,7 +147,6 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise BundleError(
             f"The bundle has format {manifest.get('format')!r}, and this version of GradLoc reads {layout.FORMAT}."
         )
-    manifest["event"] = current(manifest.get("event"))
     problem = _problem(manifest)
     if problem is not None:
         raise BundleError(f"{layout.MANIFEST} is damaged: {problem}.")

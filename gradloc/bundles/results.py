@@ -100,7 +100,6 @@ RESULT = object_with(
         ),
     },
     remedy_notes=list_of(TEXT),
-    # Results of older releases lack this.
     temperature={"anyOf": [_TEMPERATURE, {"type": "null"}]},
     switches=list_of(_SWITCH),
     scale={

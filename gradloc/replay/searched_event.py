@@ -12,7 +12,7 @@ from ..bundles.opening import Bundle, BundleError, check_places
 from ..bundles.plain_file import read_plain_file
 from ..evidence.foreign_json import parse
 from ..evidence.in_words import summary
-from ..evidence.schema import EVENT, conforms, current
+from ..evidence.schema import EVENT, conforms
 
 # What a search finds out.
 _FOUND = (
@@ -87,7 +87,7 @@ def with_findings(bundle: Bundle) -> Bundle:
     folder = bundle.path.resolve()
     try:
         path = folder.with_name(folder.name + layout.EVENT_SUFFIX)
-        event = current(parse(read_plain_file(path, limits.MANIFEST_BYTES)))
+        event = parse(read_plain_file(path, limits.MANIFEST_BYTES))
     except (OSError, ValueError):
         return bundle
     if not (conforms(event, EVENT) and all(event[name] == bundle.event[name] for name in _SAME)):
