@@ -159,7 +159,7 @@ def load(
                 **loaded_in(DTYPES[variant.dtype]),
             )
         if missing := sorted(set(info["missing_keys"]) & dict(loaded.named_parameters()).keys()):
-            raise ValueError(f"it lacks {missing[0]}{' and other weights' if len(missing) > 1 else ''}")
+            raise ValueError(f"it lacks {_listed(missing, 1, 'other weights')}")
     except WrongModelError:
         raise
     except Exception as error:  # a configuration may have any value anywhere
@@ -175,24 +175,24 @@ def load(
     frozen = _frozen_layers(bundle)
     notes = []
     if not trust_remote_code and (names := unread(path)):
-        others = " and others" if len(names) > 4 else ""
-        notes.append(f"Not read in the model's folder: {', '.join(names[:4])}{others}.")
+        notes.append(f"Not read in the model's folder: {_listed(names)}.")
     for name, parameter in module.named_parameters():
         if layers[name] in frozen:
             parameter.requires_grad_(False)
     layer_of = {p: layers[name] for name, p in module.named_parameters() if p.requires_grad}
     known = set(bundle.manifest["layers"])
     if known and (unknown := sorted(set(layers.values()) ^ known)):
-        raise WrongModelError(
-            f"The model {path} is not the bundle's: its layers differ in {', '.join(unknown[:4])}"
-            f"{' and others' if len(unknown) > 4 else ''}."
-        )
+        raise WrongModelError(f"The model {path} is not the bundle's: its layers differ in {_listed(unknown)}.")
     if frozen:
         notes.append(f"Layers without a gradient in training are frozen here too: {', '.join(sorted(frozen))}.")
     if has_dropout(module):
         notes.append("The model has dropout, and a replay leaves it out: norms and log-probs differ by that.")
     scale = float(bundle.event["loss_scale"]) if variant.dtype == "float16" else 1.0
     return Model(module, layer_of, torch.device(device), DTYPES[variant.dtype], scale, notes)
+
+
+def _listed(names: list[str], most: int = 4, others: str = "others") -> str:
+    return ", ".join(names[:most]) + (f" and {others}" if len(names) > most else "")
 
 
 def default_variant(bundle: Bundle, dtype: str | None, attention: str | None, device: str) -> Variant:
@@ -281,19 +281,10 @@ def _check_config(bundle: Bundle, config: Any, path: str) -> None:
 
 def _check_tokens(bundle: Bundle, module: nn.Module) -> None:
     embeddings = cast(Any, module).get_input_embeddings()
-    largest = max(
-        (
-            int(row.input_ids.max())
-            for saved in bundle.micro_batches.values()
-            for row in saved.rows
-            if len(row.input_ids)
-        ),
-        default=0,
-    )
-    if largest >= embeddings.weight.shape[0]:
-        raise WrongModelError(
-            f"The bundle has the token {largest}, and the model's vocabulary ends at {embeddings.weight.shape[0] - 1}."
-        )
+    rows = [row.input_ids for saved in bundle.micro_batches.values() for row in saved.rows]
+    largest, last = max((int(ids.max()) for ids in rows if len(ids)), default=0), embeddings.weight.shape[0] - 1
+    if largest > last:
+        raise WrongModelError(f"The bundle has the token {largest}, and the model's vocabulary ends at {last}.")
 
 
 def _with_adapter(bundle: Bundle, module: nn.Module, adapter: str | None) -> nn.Module:
