@@ -336,13 +336,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stability", type=Path, help="the results of stability.py, for the lost reward")
     parser.add_argument("--no-rewards", action="store_true", help="without runs for the lost reward")
-    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs")
-    arguments = arguments_of(parser)
-    unknown = set(arguments.rows or ()) - {cause.name for cause in CAUSES}
-    if unknown:
-        sys.exit(f"unknown rows {sorted(unknown)}: choose from {[cause.name for cause in CAUSES]}")
+    arguments = arguments_of(parser, [cause.name for cause in CAUSES])
     settings = QUICK if arguments.quick else FULL
-    causes = [cause for cause in CAUSES if arguments.rows is None or cause.name in arguments.rows]
+    causes = [cause for cause in CAUSES if cause.name in arguments.rows]
     results = Results(arguments.results, dataclasses.asdict(settings))
     tasks = {key_of(seed, cause.name): (seed, cause) for seed in arguments.seeds for cause in causes}
     run_all(results, settings, tasks, measure_cause, arguments.jobs)

@@ -3,7 +3,8 @@
 """The evidence of an update: each rank describes its own culprits, and rank 0 writes."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,16 @@ logger = logging.getLogger(__name__)
 
 # How many events of an update are logged one by one.
 _LOGGED_EVENTS = 3
+_NOT_COMPARED = "a gradient spike is not compared with the rewards of its mini-batch"
+
+
+@contextmanager
+def _warned(text: str) -> Iterator[None]:
+    """Within it, an error is a warning."""
+    try:
+        yield
+    except Exception:
+        logger.warning(text, exc_info=True)
 
 
 @dataclass(frozen=True)
@@ -110,11 +121,9 @@ class UpdateEvidence:
         self, event: Mapping[str, Any], rewards_of: Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None]
     ) -> dict[tuple[int, int], RewardedRow] | None:
         """The rows of an event's mini-batch on all ranks; None if they are not known. A collective call."""
-        try:
+        own: Sequence[RewardedRow] | None = None
+        with _warned(_NOT_COMPARED):
             own = None if collectives.rank() % self._sequence_parallel_size else rewards_of(event)
-        except Exception:
-            logger.warning("a gradient spike is not compared with the rewards of its mini-batch", exc_info=True)
-            own = None
         by_rank = collectives.gather_objects(own)[:: self._sequence_parallel_size]
         if any(rows is None for rows in by_rank):
             return None
@@ -148,11 +157,9 @@ def add_facts(
     own = []
     for number, token in enumerate(tokens):
         if not duplicate and token["rank"] == own_rank:
-            try:
+            with _warned("a token of a gradient spike is written without its text"):
                 # Sent to all ranks: plain values, whatever a ground truth is.
                 own.append((number, jsonable(facts_of(number))))
-            except Exception:
-                logger.warning("a token of a gradient spike is written without its text", exc_info=True)
     for of_rank in collectives.gather_objects(own):
         for number, found in of_rank:
             tokens[number].update(found)
@@ -193,11 +200,9 @@ def write_update(
 
 def _misfire(event: Mapping[str, Any], rows: Mapping[tuple[int, int], RewardedRow]) -> dict[str, Any] | None:
     """The verdict that a reward misfires; None if it does not, or if that cannot be told."""
-    try:
+    with _warned(_NOT_COMPARED):
         return misfire(event, rows)
-    except Exception:
-        logger.warning("a gradient spike is not compared with the rewards of its mini-batch", exc_info=True)
-        return None
+    return None
 
 
 def _tokens(line: Mapping[str, Any]) -> Sequence[dict[str, Any]]:

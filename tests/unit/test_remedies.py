@@ -252,6 +252,24 @@ def test_layer_clip_scales_each_layer(bundle: Path, kept: Path, capsys: pytest.C
     assert row["override"] is None and row["note"] is None
 
 
+def test_layer_clip_is_estimated_without_a_further_pass(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As much of it as the table of measured remedies says."""
+    layers = open_bundle(bundle).manifest["layers"]
+    steps = {layer: {"norm": 1.0, "bound": 1.0, "factor": 0.25} for layer in layers}
+    for change, name in (
+        ({"ordinary_layer_norms": dict.fromkeys(layers, 1.0)}, "LayerClip, estimated"),
+        ({"layer_clip": steps}, "LayerClip, as it was set"),
+    ):
+        resign(bundle, lambda manifest, change=change: manifest["event"].update(change))
+        (measured,) = (row for row in replay(bundle, kept, capsys)["remedies"] if row["name"].startswith("LayerClip"))
+        assert main([str(bundle), "--model", str(kept / "model"), "--json", "--only"]) == 0
+        estimated = {row["name"]: row for row in json.loads(capsys.readouterr().out)["remedies"]}
+        assert estimated[name]["norm"] == pytest.approx(measured["norm"])
+        assert set(estimated) == {name, "global clip (1)", "spike_action=drop"}
+
+
 def test_without_verl_its_rows_are_left_out_with_one_sentence(bundle: Path, kept: Path) -> None:
     script = f"""
 import sys
