@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..bundles import bundle_writer, layout
 from ..bundles.bundle_files import bundles_in
-from ..bundles.layout import NotReplayableError, SavedMicroBatch
+from ..bundles.layout import NotReplayableError
 from ..bundles.patient_disk import PatientDisk
 from ..bundles.recorded import NothingMovesError, write_recorded_bundle
 from ..evidence.in_words import summary
@@ -199,22 +199,17 @@ class SpikeRecorder:
         if not self._config.spike_replay or not micro_batches:
             return None
         with self.guarded("no replay bundle is kept of a gradient spike"), suppress(NothingMovesError):
-            saved = {
-                name: SavedMicroBatch(ragged_rows(each.inputs), each.tokens, each.rng_state)
-                for name, each in micro_batches.items()
-            }
-            rows = {name: each.rows for name, each in micro_batches.items()}
-            return self._disk.run(partial(self._write, event, saved, rows), bundle_writer.PATIENCE)
+            return self._disk.run(partial(self._write, event, micro_batches), bundle_writer.PATIENCE)
         return None
 
-    def _write(self, event: Mapping[str, Any], saved: Any, rows: Any) -> str:
+    def _write(self, event: Mapping[str, Any], micro_batches: Mapping[MicroBatchName, MicroBatch]) -> str:
         """Writes the bundle; also what it says of the trainer is read from the disk."""
         directory, suffix = Path(self._config.bisect_dump_dir), f"-rank{self._rank}"
         folder, most = directory / layout.FOLDER, self._config.spike_replay
         kept = [path for path in bundles_in(folder) if path.name.endswith(suffix)]
         if len(kept) >= most:
             raise NotReplayableError(f"{folder} has {len(kept)} of this rank, of {most} (spike_replay): move some away")
-        return write_recorded_bundle(directory, event, saved, rows, self._context(), suffix)
+        return write_recorded_bundle(directory, event, micro_batches, ragged_rows, self._context(), suffix)
 
     def _add_facts(self, event: dict[str, Any], data: TensorDict) -> None:
         """On rank 0, which writes the event: what the data say of its suspected tokens."""

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         batch = build_batch(records, loss, found["ranks"], options.micro_batch_size, options.old_from_rollout)
         batch.notes[:0] = found["notes"]
         event = _event(batch, options, found)
+        context = _context(options, loss, batch, found)
         event["replay"] = write_recorded_bundle(
-            Path(options.out), event, batch.saved, batch.rows, _context(options, loss, batch, found)
+            Path(options.out), event, batch.micro_batches, itemgetter("samples"), context
         )
     except (RecordError, NotReplayableError) as error:
         print(visible(str(error)[:1].upper() + str(error)[1:]), file=sys.stderr)

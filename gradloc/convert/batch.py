@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import limits
-from ..bundles.layout import SavedMicroBatch
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from .loss import Loss
 from .records import Record, RecordError
@@ -21,22 +20,17 @@ class Batch:
     """The micro-batches of an optimizer step.
 
     Args:
-        micro_batches (dict[MicroBatchName, MicroBatch]): What `MicroBatch.portable` returned for each.
-        saved (dict[MicroBatchName, SavedMicroBatch]): The same with their samples.
+        micro_batches (dict[MicroBatchName, MicroBatch]): What `MicroBatch.portable` returned for each; its inputs are
+            its samples, as `samples`.
         uids (dict[tuple[int, int], str]): By rank and row, of those that have one.
         world_size (int): The number of data-parallel ranks.
         notes (list[str]): What was taken where the records lack something.
     """
 
     micro_batches: dict[MicroBatchName, MicroBatch]
-    saved: dict[MicroBatchName, SavedMicroBatch]
     uids: dict[tuple[int, int], str]
     world_size: int
     notes: list[str]
-
-    @property
-    def rows(self) -> dict[MicroBatchName, list[int]]:
-        return {name: micro_batch.rows for name, micro_batch in self.micro_batches.items()}
 
 
 def build_batch(
@@ -71,18 +65,16 @@ def build_batch(
     world_size = max(world_size, *(record.rank + 1 for record in records))
     records = _with_coefficients(records, loss, world_size, notes)
     parts, rows = _divided(records, micro_batch_size)
-    micro_batches, saved = {}, {}
+    micro_batches = {}
     for name, indices in parts.items():
         here = [records[index] for index in indices]
         if len(here) > limits.ROWS:
             raise RecordError(f"Micro-batch {name[1]} of rank {name[0]} has over {limits.ROWS:,} responses.")
-        micro_batch = MicroBatch({}, [rows[index] for index in indices], (torch.get_rng_state(), None), _padded(here))
+        samples, own_rows = [record.row for record in here], [rows[index] for index in indices]
+        micro_batch = MicroBatch({"samples": samples}, own_rows, (torch.get_rng_state(), None), _padded(here))
         micro_batches[name] = micro_batch.portable(1.0)
-        saved[name] = SavedMicroBatch(
-            [record.row for record in here], micro_batches[name].tokens, micro_batches[name].rng_state
-        )
     uids = {(r.rank, rows[index]): r.uid for index, r in enumerate(records) if r.uid is not None}
-    return Batch(micro_batches, saved, uids, world_size, notes)
+    return Batch(micro_batches, uids, world_size, notes)
 
 
 def _check_alike(records: Sequence[Record]) -> None:
