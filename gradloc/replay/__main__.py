@@ -20,7 +20,7 @@ from ..bundles.opening import Bundle, BundleError, open_bundle
 from ..checks import need
 from ..evidence.writer import jsonable
 from ..report.figures import severity, visible
-from .measuring import Place, measure, places
+from .measuring import Measured, Place, measure, places
 from .memory import check_memory, is_out_of_memory, needed_memory
 from .model import (
     ATTENTIONS,
@@ -179,16 +179,17 @@ class _Replay:
 
     def __init__(self, bundle: Bundle, options: argparse.Namespace) -> None:
         quiet_transformers()
-        self._bundle, self._options, self._device = bundle, options, device_kind(options.device)
-        self._path = model_path(bundle, options.model, options.trust_remote_code)
+        device = device_kind(options.device)
+        path = model_path(bundle, options.model, options.trust_remote_code)
         self._culprits = places(bundle, bundle.event["culprits"])
         tokens = list(dict.fromkeys([*self._culprits, *_largest(bundle)]))[: max(options.tokens, 0)]
         of_first = [place for place in tokens if place in self._culprits and place[0] == bundle.first]
         self._culprit = of_first[0] if of_first else None
-        main = default_variant(bundle, options.dtype, options.attention, self._device)
+        main = default_variant(bundle, options.dtype, options.attention, device)
+        self._found = Found(bundle, path, device, main, tokens, notes=missing_notes(bundle))
+        self._options = options
         self._model: Model | None = None
         self._sizes: dict[Variant, int] = {}
-        self._found = Found(bundle, self._path, self._device, main, tokens, notes=missing_notes(bundle))
 
     def results(self) -> Iterator[dict[str, object]]:
         """The result, then the result with each comparison or switch added: the next may take too much memory."""
@@ -203,13 +204,14 @@ class _Replay:
 
     def _replay(self) -> list[_Step]:
         """Measures what stands for the replay, and returns what is left to do."""
-        bundle, options, found, main = self._bundle, self._options, self._found, self._found.main
+        options, found = self._options, self._found
+        bundle, main = found.bundle, found.main
         others = [] if options.only else other_variants(main)
-        reloaded = loaded_switches(main, self._device) if options.switches else []
+        reloaded = loaded_switches(main, found.device) if options.switches else []
         in_place: list[Switch] = []
         try:
             model = self._load(main)
-            check_memory(_size(bundle, model, main), self._device)
+            check_memory(_size(bundle, model, main), found.device)
             for later in (*others, *(variant for _, variant, _ in reloaded)):
                 self._sizes[later] = _size(bundle, model, later, loaded=False)
             measured = found.measured[main] = measure(bundle, model, found.tokens, self._culprits)
@@ -232,14 +234,14 @@ class _Replay:
     def _load(self, variant: Variant) -> Model:
         self._model = None  # makes room
         if variant in self._sizes:
-            check_memory(self._sizes[variant], self._device)
-        options, notes = self._options, self._found.notes
-        self._model = load(self._bundle, self._path, variant, self._device, options.adapter, options.trust_remote_code)
-        notes += [note for note in self._model.notes if note not in notes]
+            check_memory(self._sizes[variant], self._found.device)
+        found, options = self._found, self._options
+        self._model = load(found.bundle, found.model, variant, found.device, options.adapter, options.trust_remote_code)
+        found.notes += [note for note in self._model.notes if note not in found.notes]
         return self._model
 
     def _compare(self, variant: Variant) -> None:
-        self._found.measured[variant] = measure(self._bundle, self._load(variant), self._found.tokens)
+        self._found.measured[variant] = measure(self._found.bundle, self._load(variant), self._found.tokens)
 
     def _switch(self, switch: Switch) -> None:
         assert self._model is not None  # that of the replay
@@ -247,19 +249,22 @@ class _Replay:
             self._add_switch(switch.name, self._model)
 
     def _switch_reloaded(self, name: str, variant: Variant, change: Callable[[nn.Module], None] | None) -> None:
-        found = self._found
-        if change is None and variant in found.measured:
-            measured, main = found.measured[variant], found.measured[found.main]
-            found.switches.append(row(name, self._bundle, measured, main, self._culprit))
+        if change is None and variant in self._found.measured:
+            self._add_switch(name, self._found.measured[variant])
             return
         model = self._load(variant)
         if change is not None:
             change(model.module)
         self._add_switch(name, model)
 
-    def _add_switch(self, name: str, model: Model) -> None:
-        main = self._found.measured[self._found.main]
-        self._found.switches.append(measure_switch(self._bundle, model, name, main, self._culprit))
+    def _add_switch(self, name: str, of: Model | Measured) -> None:
+        """Adds the row of a switch that is on in a model, or of what was measured with it on."""
+        found, culprit = self._found, self._culprit
+        bundle, main = found.bundle, found.measured[found.main]
+        if isinstance(of, Model):
+            found.switches.append(measure_switch(name, bundle, of, main, culprit))
+        else:
+            found.switches.append(row(name, bundle, of, main, culprit))
 
 
 def _switching(name: str, do: Callable[[], None]) -> _Step:

@@ -85,13 +85,13 @@ def loaded_switches(main: Variant, device: str) -> list[Reloaded]:
     return found
 
 
-def measure_switch(bundle: Bundle, model: Model, name: str, main: Measured, culprit: Place | None) -> Row:
+def measure_switch(name: str, bundle: Bundle, model: Model, main: Measured, culprit: Place | None) -> Row:
     """A row of the table: the first micro-batch's norm, the largest change of a log-prob, and the culprit's norm.
 
     Args:
+        name (str): The switch's name.
         bundle (Bundle): The bundle.
         model (Model): The model, with the switch on.
-        name (str): The switch's name.
         main (Measured): What the replay itself gave.
         culprit (Place, optional): The token to measure alone.
     """
