@@ -17,7 +17,7 @@ from functools import partial
 from torch import nn
 
 from ..bundles.opening import Bundle, BundleError, open_bundle
-from ..checks import need
+from ..checks import argument, need
 from ..evidence.writer import jsonable
 from ..report.figures import severity, visible
 from .measuring import Measured, Place, measure, places
@@ -103,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--search", action="store_true", help="search the bundle for the tokens behind the spike, and do nothing else"
     )
-    parser.add_argument("--threshold", metavar="τ", type=_positive, help="for --search: τ (default: the event's)")
+    positive = argument(float, lambda value: 0 < value < math.inf, "must be positive and finite")
+    parser.add_argument("--threshold", metavar="τ", type=positive, help="for --search: τ (default: the event's)")
     parser.add_argument(
         "--budget", metavar="N", type=int, help="for --search: at most N passes (default: as in training)"
     )
@@ -111,13 +112,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's folder run its own code")
     return parser
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError("must be positive and finite")
-    return value
 
 
 def _problem(options: argparse.Namespace) -> str | None:
