@@ -8,6 +8,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ class RecordedLoss:
             loss.register_hook(lambda gradient: recorded.factor.append(gradient.detach()))
         for name, values in flat.items():
             if values.requires_grad:
-                values.register_hook(_keep(recorded.gradients, name))
+                values.register_hook(partial(_keep, recorded.gradients, name))
         recorded.options = dict(self._config.global_batch_info)
         self.micro_batches.append(recorded)
 
@@ -175,8 +176,5 @@ def _flat(values: Tensor) -> Tensor:
     return flat
 
 
-def _keep(gradients: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
-    def hook(gradient: Tensor) -> None:
-        gradients[name] = gradient.detach()
-
-    return hook
+def _keep(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+    gradients[name] = gradient.detach()

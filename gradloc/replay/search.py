@@ -151,7 +151,7 @@ def search(
             return Searched(None, _largest(mini_batch, investigation, passes, recorded), log_probs, outputs.count)
         investigation.run()
         where = {name: event.get(name) for name in ("global_step", "epoch", "mini_batch", "steps_since_resume")}
-        medians = None if own_medians else {name: _number(event[name]) for name in _MEDIANS}
+        medians = None if own_medians else {name: event[name] and float(event[name]) for name in _MEDIANS}
         found = build_event(
             investigation, ordinary, where, event["action"], event["applied"], started, _warnings(event), medians
         )
@@ -305,7 +305,3 @@ def _with_names(found: dict[str, Any], recorded: Mapping[MicroBatchName, MicroBa
     lists = {key: [named(each) for each in found[key]] for key in ("units", "culprits", "diffuse", "open_segments")}
     without = found["without_tokens"]
     return {**found, **lists, "without_tokens": without and named(without)}
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)

@@ -223,7 +223,8 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
     else:
         from .terminal import print_search  # needs rich
 
-        where = f"{loaded.path}   {loaded.variant} on {_devices(loaded.model)}"
+        ranks, kind = collectives.world_size(), loaded.model.device.type
+        where = f"{loaded.path}   {loaded.variant} on {kind if ranks == 1 else f'{ranks} processes, {kind}'}"
         print_search(bundle.path.resolve().name, where, sentences, notes, event)
     if options.html:
         from .page import evidence_of
@@ -305,8 +306,3 @@ def _nothing_over(largest: Largest | None, threshold: float) -> str:
         of = f"of {largest.tokens} tokens measured alone" if largest.tokens > 1 else "the token measured alone,"
         text += f"; the largest {of} has {short(largest.token_norm / threshold)} τ (row {row}, position {position})"
     return f"{text}. To search it all the same: --threshold {_UNDER * largest.norm:.2g}."
-
-
-def _devices(model: Model) -> str:
-    ranks = collectives.world_size()
-    return model.device.type if ranks == 1 else f"{ranks} processes, {model.device.type}"
