@@ -31,7 +31,6 @@ _FACTOR = {"anyOf": [object_with({"factor": NUMBER, "spread": NUMBER, "could_be"
 
 _SWITCH = object_with({"name": TEXT, "norm": NUMBER, "log_probs": NUMBER_OR_NULL, "culprit": NUMBER_OR_NULL})
 
-_PLACE = dict.fromkeys(("rank", "micro_batch", "row", "position"), INDEX)
 _REPLAYED = {"replayed": NUMBER, "others": list_of(NUMBER)}
 
 _UNIT = object_with(
@@ -45,9 +44,8 @@ _UNIT = object_with(
 )
 _TOKEN = object_with(
     {
-        **_PLACE,
+        **dict.fromkeys(("rank", "micro_batch", "row", "position", "token_id"), INDEX),
         **_REPLAYED,
-        "token_id": INDEX,
         "culprit": {"type": "boolean"},
         **dict.fromkeys(("source", "layer"), TEXT_OR_NULL),
         **dict.fromkeys(("log_prob", "replayed_log_prob"), NUMBER),

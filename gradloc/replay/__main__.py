@@ -20,7 +20,7 @@ from ..bundles.opening import Bundle, BundleError, open_bundle
 from ..checks import argument, need
 from ..evidence.writer import jsonable
 from ..report.figures import severity, visible
-from .measuring import Measured, Place, measure, places
+from .measuring import Measured, measure, places
 from .memory import check_memory, is_out_of_memory, needed_memory
 from .model import (
     ATTENTIONS,
@@ -176,7 +176,8 @@ class _Replay:
         device = device_kind(options.device)
         path = model_path(bundle, options.model, options.trust_remote_code)
         self._culprits = places(bundle, bundle.event["culprits"])
-        tokens = list(dict.fromkeys([*self._culprits, *_largest(bundle)]))[: max(options.tokens, 0)]
+        largest = sorted(bundle.manifest["measured"], key=lambda token: -severity(token["grad_norm"]))
+        tokens = list(dict.fromkeys([*self._culprits, *places(bundle, largest)]))[: max(options.tokens, 0)]
         of_first = [place for place in tokens if place in self._culprits and place[0] == bundle.first]
         self._culprit = of_first[0] if of_first else None
         main = default_variant(bundle, options.dtype, options.attention, device)
@@ -277,12 +278,6 @@ def _size(bundle: Bundle, model: Model, variant: Variant, loaded: bool = True) -
     dtype = DTYPES[variant.dtype]
     weights = 0 if loaded else sum(p.numel() for p in model.module.parameters()) * dtype.itemsize
     return weights + needed_memory(bundle, model.module, dtype, variant.attention)
-
-
-def _largest(bundle: Bundle) -> list[Place]:
-    """The tokens that the search measured alone, largest first."""
-    ordered = sorted(bundle.manifest["measured"], key=lambda token: -severity(token["grad_norm"]))
-    return places(bundle, ordered)
 
 
 if __name__ == "__main__":
