@@ -71,18 +71,20 @@ def clip_tokens(model: Model, saved: SavedMicroBatch, ordinary: Tensor) -> Cut |
 
     # At the log-probs, a position's signal is its own coefficient.
     over = ~(coefficient.abs() <= FACTOR * float(alone[0].abs().max()))
+    kept = torch.where(over, 0.0, coefficient), entropy
     cuts: list[dict[str, Tensor]] = [{} for _ in saved.rows]
     for index, of_row in enumerate(cuts):
         with _hooked(modules, partial(_over, bounds, of_row)):
-            add_row(model, saved, index, (torch.where(over, 0.0, coefficient), entropy))
+            add_row(model, saved, index, kept)
     gradient = take_norms(model)
 
-    left = torch.where(over, 0.0, alone[0]), alone[1]
+    left, opposite = (torch.where(over, 0.0, alone[0]), alone[1]), (-alone[0], -alone[1])
+    changed = (left[0] != alone[0]).any(-1).tolist()
     for index, of_row in enumerate(cuts):
-        if of_row or bool((left[0] != alone[0])[index].any()):
+        if of_row or changed[index]:
             with _hooked(modules, partial(_again, of_row)):
                 add_row(model, saved, index, left)
-            add_row(model, saved, index, (-alone[0], -alone[1]))
+            add_row(model, saved, index, opposite)
     moved = take_norms(model)
 
     positions, prompt = over & (coefficient != 0), 0
