@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -238,12 +237,9 @@ def attach_auxiliary_loss(model: nn.Module, scale: float) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs")
-    arguments = arguments_of(parser)
+    arguments = arguments_of(parser, ROWS)
     seeds = [*TEST] if arguments.seeds == parser.get_default("seeds") else arguments.seeds
-    if unknown := set(arguments.rows or ()) - {*ROWS}:
-        sys.exit(f"unknown rows {sorted(unknown)}: choose from {[*ROWS]}")
-    rows = arguments.rows or [*ROWS]
+    rows = arguments.rows
     settings, steps = (QUICK, QUICK_STEPS) if arguments.quick else (FULL, STEPS)
     results = Results(arguments.results, dataclasses.asdict(settings))
     tasks = {key_of(seed, row): (seed, (row, steps)) for row in rows for seed in seeds}

@@ -159,10 +159,10 @@ def measure_bundle(bundle: Bundle, model_folder: str, planted: Planted) -> dict[
     PlantedAgain(
         model.module, planted, [row.input_ids for saved in bundle.micro_batches.values() for row in saved.rows]
     )
-    measured = measure(bundle, model, [], culprits, rests=True)
+    measured = measure(bundle, model, [], culprits)
     rows_found, notes = measure_remedies(bundle, model, measured)
     entry = bundle.manifest["micro_batches"][0]
-    whole = measured.units[entry["rank"], entry["micro_batch"]].norm
+    whole = measured.units[bundle.first].norm
     return {
         "diagnosis": event["diagnosis"],
         "mini_batch": event["mini_batch"],
@@ -336,13 +336,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stability", type=Path, help="the results of stability.py, for the lost reward")
     parser.add_argument("--no-rewards", action="store_true", help="without runs for the lost reward")
-    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs")
-    arguments = arguments_of(parser)
-    unknown = set(arguments.rows or ()) - {cause.name for cause in CAUSES}
-    if unknown:
-        sys.exit(f"unknown rows {sorted(unknown)}: choose from {[cause.name for cause in CAUSES]}")
+    arguments = arguments_of(parser, [cause.name for cause in CAUSES])
     settings = QUICK if arguments.quick else FULL
-    causes = [cause for cause in CAUSES if arguments.rows is None or cause.name in arguments.rows]
+    causes = [cause for cause in CAUSES if cause.name in arguments.rows]
     results = Results(arguments.results, dataclasses.asdict(settings))
     tasks = {key_of(seed, cause.name): (seed, cause) for seed in arguments.seeds for cause in causes}
     run_all(results, settings, tasks, measure_cause, arguments.jobs)

@@ -31,7 +31,7 @@ from typing import Any
 
 from grpo_run import TIGHT, Run, Settings, Usual, Variant
 from seed_jobs import Results, arguments_of, key_of, run_all
-from stability import QUICK, chosen_variants, spread
+from stability import QUICK, spread
 from torch import Tensor
 
 REGIMES = {"four epochs": 0.0, "false positives": 0.1}
@@ -103,12 +103,11 @@ def main() -> None:
     parser.add_argument(
         "--rates", type=float, nargs="+", default=list(RATES), help=f"learning rates (default: {RATES})"
     )
-    parser.add_argument("--quick", action="store_true", help="six steps of a worse model: shows that it runs")
-    arguments = arguments_of(parser)
+    arguments = arguments_of(parser, [variant.name for variant in VARIANTS])
     settings = dataclasses.replace(FULL, steps=arguments.steps)
     if arguments.quick:
         settings = dataclasses.replace(QUICK, steps=6, events=(), epochs=4)
-    variants = chosen_variants(arguments.rows, VARIANTS)
+    variants = [variant for variant in VARIANTS if variant.name in arguments.rows]
     results = Results(arguments.results, dataclasses.asdict(settings))
     tasks = {
         key_of(seed, regime, variant.name, rate): (seed, (variant, regime, rate))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from verl import DataProto
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 from verl.workers.actor.dp_actor import DataParallelPPOActor
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, LayerClipConfig
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, LayerClipConfig, TokenClipConfig
 
 RIVALS = ("adagc", "zclip", "spam", "aggc", "aggc limited")
 LOOSE, TIGHT = 5.0, 0.5  # grad_clip in usual norms
@@ -122,29 +122,6 @@ class Samples:
     rewards: Tensor
 
 
-def has_token_clip() -> bool:
-    """Whether the actor's configuration has TokenClip."""
-    return any(field.name == "token_clip" for field in dataclasses.fields(FSDPActorConfig))
-
-
-def token_clip_settings(max_share: float, warmup: int) -> dict[str, Any]:
-    """The actor's settings with TokenClip.
-
-    Args:
-        max_share (float): The largest share of the tokens that it drops.
-        warmup (int): Optimizer steps before it drops any.
-
-    Raises:
-        ValueError: The patched verl has no TokenClip.
-    """
-    for field in dataclasses.fields(FSDPActorConfig):
-        if field.name == "token_clip" and callable(field.default_factory):
-            config = type(field.default_factory())
-            values = {"action": "drop", "factor": 4.0, "max_share": max_share, "warmup_steps": warmup}
-            return {"token_clip": config(enable=True, **values)}
-    raise ValueError("This row needs a verl whose actor has the key token_clip; the one on PYTHONPATH has not.")
-
-
 class Run:
     """One GRPO run.
 
@@ -206,7 +183,13 @@ class Run:
             spike_replay=1 if dump_dir else 0,
             bisect_dump_dir=dump_dir or FSDPActorConfig.bisect_dump_dir,
             grad_norm_threshold=1e9 if usual is None else TOKEN_THRESHOLD * usual.token_norm,
-            **(token_clip_settings(variant.token_clip, settings.warmup) if variant.token_clip else {}),
+            token_clip=TokenClipConfig(
+                enable=variant.token_clip > 0,
+                action="drop",
+                factor=4.0,
+                max_share=variant.token_clip or TokenClipConfig.max_share,
+                warmup_steps=settings.warmup,
+            ),
         )
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
         with contextlib.redirect_stdout(io.StringIO()):

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
@@ -26,13 +26,17 @@ from sums_task import learn_from_examples
 from torch import Tensor
 
 
-def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command's arguments, with those that all benchmarks of this kind have."""
+def arguments_of(parser: argparse.ArgumentParser, rows: Collection[str]) -> argparse.Namespace:
+    """The command's arguments, with those that all benchmarks of this kind have; `rows` are those of the table."""
     parser.add_argument("--results", type=Path, required=True, help="JSON file of the runs; read first if it exists")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="seeds (default: 0 1 2 3 4)")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each on one core (default: 1)")
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help="rows of the table (default: all)")
-    return parser.parse_args()
+    parser.add_argument("--rows", nargs="+", metavar="ROW", default=[*rows], help="rows of the table (default: all)")
+    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.rows if name not in rows]:
+        sys.exit(f"unknown rows {unknown}: choose from {[*rows]}")
+    return arguments
 
 
 class Results:

@@ -46,14 +46,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from grpo_run import RIVALS, TIGHT, Run, Samples, Settings, Usual, Variant, has_token_clip
+from grpo_run import RIVALS, TIGHT, Run, Samples, Settings, Usual, Variant
 from seed_jobs import Results, arguments_of, key_of, run_all
 from torch import Tensor
 
@@ -76,20 +75,6 @@ FULL = Settings()
 QUICK = Settings(
     steps=13, events=((11, 11), (12, 13)), calibration=2, skill=0.06, prompts=6, answers=8, warmup=10, reset=12
 )
-
-
-def chosen_variants(names: list[str] | None, variants: list[Variant]) -> list[Variant]:
-    """Those of the names; without names, all that the patched verl can run."""
-    by_name = {variant.name: variant for variant in variants}
-    if names is None:
-        missing = [variant.name for variant in variants if variant.token_clip and not has_token_clip()]
-        if missing:
-            print(f"Without {missing}: this verl's actor has no key token_clip.", file=sys.stderr)
-        return [variant for variant in variants if variant.name not in missing]
-    unknown = [name for name in names if name not in by_name]
-    if unknown:
-        sys.exit(f"unknown rows {unknown}: choose from {list(by_name)}")
-    return [by_name[name] for name in names]
 
 
 def run_variant(
@@ -242,14 +227,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="GRPO steps, at least 38 (default: 60)")
     parser.add_argument("--plot", type=Path, help="picture (PNG) of the reward curves; needs Chromium")
-    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs")
-    arguments = arguments_of(parser)
+    arguments = arguments_of(parser, [variant.name for variant in VARIANTS])
     settings = QUICK if arguments.quick else FULL
     if arguments.steps is not None:
         if arguments.steps <= settings.events[-1][1]:
             parser.error(f"--steps must be over {settings.events[-1][1]}, the step of the last spike")
         settings = dataclasses.replace(settings, steps=arguments.steps)
-    variants = chosen_variants(arguments.rows, VARIANTS)
+    variants = [variant for variant in VARIANTS if variant.name in arguments.rows]
     results = Results(arguments.results, dataclasses.asdict(settings))
     tasks = {key_of(seed, variant.name): (seed, variant) for seed in arguments.seeds for variant in variants}
     run_all(results, settings, tasks, run_variant, arguments.jobs)

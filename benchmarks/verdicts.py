@@ -32,7 +32,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import sys
 from collections import Counter
 from typing import Any
 
@@ -110,13 +109,10 @@ def print_verdicts(runs: dict[str, list[dict[str, Any]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs")
-    arguments = arguments_of(parser)
-    if unknown := set(arguments.rows or ()) - {*NATURAL}:
-        sys.exit(f"unknown rows {sorted(unknown)}: choose from {[*NATURAL]}")
+    arguments = arguments_of(parser, NATURAL)
     settings, seeds = QUICK if arguments.quick else FULL, arguments.seeds
     steps = settings.events[0][0] if arguments.quick else NATURAL_STEPS
-    rows = [name for name in NATURAL if arguments.rows is None or name in arguments.rows]
+    rows = arguments.rows
     results = Results(arguments.results, dataclasses.asdict(settings))
     tasks = {key_of(seed, name): (seed, (*NATURAL[name], steps)) for name in rows for seed in seeds}
     run_all(results, settings, tasks, measure, arguments.jobs)

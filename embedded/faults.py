@@ -43,6 +43,21 @@ LARGEST_WEIGHT = 1e20
 FLIPPED_PARAMETER = "model.layers.1.mlp.down_proj.weight"
 
 
+def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Puts a function around a method: it gets the method itself before the method's arguments."""
+
+    def decorate(function: Callable[..., Any]) -> None:
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return function(method, *args, **kwargs)
+
+        setattr(owner, name, replaced)
+
+    return decorate
+
+
 class UnsampledServer(HFServer):
     """Appends an end token to answers that were cut, and gives it a log-prob of 0."""
 
@@ -147,10 +162,8 @@ def _reward_one_answer_in_the_queue(step: int) -> None:
     from tensordict import TensorDict
     from verl.trainer.ppo.v1 import PPOTrainer
 
-    compute_advantage = PPOTrainer._compute_advantage
-
-    @functools.wraps(compute_advantage)
-    def with_a_reward(trainer: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+    @around(PPOTrainer, "_compute_advantage")
+    def with_a_reward(compute_advantage: Any, trainer: Any, batch: Any, metrics: dict[str, Any]) -> Any:
         if _Calls.advantages + 1 == step:
             place = {"keys": batch.keys, "partition_id": batch.partition_id}
             rewards = transfer_queue.kv_batch_get(**place, select_fields=["rm_scores"])["rm_scores"]
@@ -160,8 +173,6 @@ def _reward_one_answer_in_the_queue(step: int) -> None:
             changed = {"rm_scores": torch.nested.as_nested_tensor(answers, layout=torch.jagged)}
             transfer_queue.kv_batch_put(**place, fields=TensorDict(changed, batch_size=len(answers)))
         return compute_advantage(trainer, batch, metrics)
-
-    PPOTrainer._compute_advantage = with_a_reward
 
 
 @register_adv_est("planted_nan")
@@ -209,44 +220,40 @@ def flip_a_bit(module: nn.Module) -> str:
 def _flip_before_the_log_probs_of_step(step: int) -> None:
     """Makes the training model differ from the rollout, which had its weights before."""
 
-    def flipping(log_probs: Callable[..., Any], module: str, trains: Callable[[Any], bool]) -> Callable[..., Any]:
-        @functools.wraps(log_probs)
-        def with_a_flip(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if trains(self):  # not the reference model
-                _Calls.log_probs += 1
-                if _Calls.log_probs == step and torch.distributed.get_rank() == 0:
-                    logger.warning("Fault 'bitflip', planted on purpose: %s", flip_a_bit(getattr(self, module)))
-            return log_probs(self, *args, **kwargs)
-
-        return with_a_flip
-
     if ENGINE:
-        from verl.workers.engine import FSDPEngineWithLMHead as Engine
+        from verl.workers.engine import FSDPEngineWithLMHead
 
-        infers = flipping(Engine.infer_batch, "module", lambda engine: getattr(engine, "optimizer", None) is not None)
-        Engine.infer_batch = infers  # type: ignore[method-assign]  # on purpose
+        place: Any = around(FSDPEngineWithLMHead, "infer_batch")
+        module, optimizer = "module", "optimizer"
     else:
-        from verl.workers.actor.dp_actor import DataParallelPPOActor as Actor
+        from verl.workers.actor.dp_actor import DataParallelPPOActor
 
-        method = flipping(Actor.compute_log_prob, "actor_module", lambda actor: actor.actor_optimizer is not None)
-        Actor.compute_log_prob = method  # type: ignore[method-assign]  # on purpose
+        place = around(DataParallelPPOActor, "compute_log_prob")
+        module, optimizer = "actor_module", "actor_optimizer"
+
+    @place
+    def with_a_flip(log_probs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, optimizer, None) is not None:  # not the reference model
+            _Calls.log_probs += 1
+            if _Calls.log_probs == step and torch.distributed.get_rank() == 0:
+                logger.warning("Fault 'bitflip', planted on purpose: %s", flip_a_bit(getattr(self, module)))
+        return log_probs(self, *args, **kwargs)
 
 
 def _attach_an_auxiliary_loss_in(step: int) -> None:
     """Makes the gradient of that step one that comes from no token, for the most part."""
     from verl.utils.gradloc.adapters.watch import Watch
 
-    build, start = Watch.__init__, Watch.start_update
     handles: list[RemovableHandle] = []
     modules: dict[Watch, nn.Module] = {}
 
-    @functools.wraps(build)
-    def building(watch: Watch, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    @around(Watch, "__init__")
+    def building(build: Any, watch: Watch, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         modules[watch] = module
         build(watch, module, *args, **kwargs)
 
-    @functools.wraps(start)
-    def starting(watch: Watch, global_step: int | None) -> None:
+    @around(Watch, "start_update")
+    def starting(start: Any, watch: Watch, global_step: int | None) -> None:
         while handles:
             handles.pop().remove()
         if global_step == step:
@@ -254,23 +261,16 @@ def _attach_an_auxiliary_loss_in(step: int) -> None:
             logger.warning("Fault 'auxiliary', planted on purpose: an auxiliary loss in layer 1, in step %d", step)
         start(watch, global_step)
 
-    Watch.__init__ = building  # type: ignore[method-assign,assignment]  # on purpose
-    Watch.start_update = starting  # type: ignore[method-assign,assignment]  # on purpose
-
 
 def _break_a_backward() -> None:
     """Makes the gradients of training wrong, and none of its log-probs."""
     from verl.utils.gradloc.adapters.watch import Watch
 
-    build = Watch.__init__
-
-    @functools.wraps(build)
-    def building(watch: Watch, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    @around(Watch, "__init__")
+    def building(build: Any, watch: Watch, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         break_backward(module)
         logger.warning("Fault 'kernel', planted on purpose: a wrong backward of the norm before layer 1's MLP")
         build(watch, module, *args, **kwargs)
-
-    Watch.__init__ = building  # type: ignore[method-assign,assignment]  # on purpose
 
 
 def _multiply_the_loss() -> None:
@@ -302,15 +302,11 @@ def _micro_batches(config: Any) -> int:
 def _name_the_fault_in_events() -> None:
     from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
 
-    add = UpdateEvidence.add
-
-    @functools.wraps(add)
-    def adding(evidence: UpdateEvidence, events: Any, *of_rows: Any) -> None:
+    @around(UpdateEvidence, "add")
+    def adding(add: Any, evidence: UpdateEvidence, events: Any, *of_rows: Any) -> None:
         for event in events:
             event["fault"] = NAME
         add(evidence, events, *of_rows)
-
-    UpdateEvidence.add = adding  # type: ignore[method-assign,assignment]  # on purpose
 
 
 # What a reward of 0 or 1 becomes for an answer with a line break.
@@ -321,15 +317,11 @@ def _reward_line_breaks() -> None:
     """Makes the reward function take a line break for the sign of a very good answer."""
     from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager as Manager
 
-    run_single = Manager.run_single
-
-    @functools.wraps(run_single)
-    async def with_a_misfire(manager: Any, data: Any) -> dict[str, Any]:
+    @around(Manager, "run_single")
+    async def with_a_misfire(run_single: Any, manager: Any, data: Any) -> dict[str, Any]:
         found = await run_single(manager, data)
         text = manager.tokenizer.decode(data[-1].batch["responses"], skip_special_tokens=True)
         return {**found, "reward_score": MISFIRED} if "\n" in text.strip() else found
-
-    Manager.run_single = with_a_misfire  # type: ignore[method-assign,assignment]  # on purpose
 
 
 RolloutReplicaRegistry.register("hf", lambda: FaultyReplica)

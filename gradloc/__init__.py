@@ -14,7 +14,7 @@ The parts of the package. A file imports from its own part and from those above 
 - search: what to measure next
 - evidence: what was found, as events in a file
 - bundles: an event's largest micro-batches in a folder that can be taken elsewhere
-- update_figures, metrics: an update's metrics
+- metrics: an update's metrics
 - report: the reader of the evidence
 - replay: computes a bundle again in one process, and searches it, also in several; with verl, it asks
   adapters.remedy_losses for other losses

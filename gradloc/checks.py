@@ -2,9 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a setting may be, and what a command needs."""
 
+import argparse
 import importlib
 import sys
-from typing import TypeGuard
+from collections.abc import Callable
+from typing import TypeGuard, TypeVar
+
+Number = TypeVar("Number", int, float)
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
@@ -15,6 +19,19 @@ def is_finite_number(value: object) -> TypeGuard[float]:
 def is_positive_integer(value: object) -> TypeGuard[int]:
     """Whether it is an int of at least 1; a bool is not an int."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def argument(kind: Callable[[str], Number], holds: Callable[[Number], bool], text: str) -> Callable[[str], Number]:
+    """The `type` of a command's argument: a number for which `holds` is true; `text` says what it must be."""
+
+    def convert(given: str) -> Number:
+        value = kind(given)
+        if not holds(value):
+            raise argparse.ArgumentTypeError(text.format(value))
+        return value
+
+    convert.__name__ = kind.__name__  # argparse says it of what is no number
+    return convert
 
 
 def need(module: str, what: str) -> None:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from .checks import is_finite_number, is_positive_integer
 
-TRIGGERS = ("unit", "global")
-ACTIONS = ("log", "skip", "drop", "stop")
-UNTIL = ("explained", "exhaustive")
-SEARCHES = ("training", "replay")
+CHOICES = {
+    "spike_trigger": ("unit", "global"),
+    "bisect_until": ("explained", "exhaustive"),
+    "spike_search": ("training", "replay"),
+    "spike_action": ("log", "skip", "drop", "stop"),
+}
 
 
 @dataclass(kw_only=True)
@@ -53,31 +55,19 @@ class GradLocConfig:
 
     def check(self) -> None:
         """Raises ValueError for a value out of range; the message names the key."""
-        if self.grad_norm_threshold != "auto" and not (
-            is_finite_number(self.grad_norm_threshold) and self.grad_norm_threshold > 0
+        for key, others, named in (
+            ("grad_norm_threshold", ("auto",), "number or auto"),
+            ("bisect_budget_seconds", ("auto", None), "number, auto or null"),
         ):
-            raise ValueError(
-                f"grad_norm_threshold must be a positive finite number or auto, got {self.grad_norm_threshold!r}."
-            )
-        if not is_positive_integer(self.bisect_budget_steps):
-            raise ValueError(f"bisect_budget_steps must be an integer of at least 1, got {self.bisect_budget_steps!r}.")
-        if self.bisect_budget_seconds not in (None, "auto") and not (
-            is_finite_number(self.bisect_budget_seconds) and self.bisect_budget_seconds > 0
-        ):
-            raise ValueError(
-                "bisect_budget_seconds must be a positive finite number, auto or null, got "
-                f"{self.bisect_budget_seconds!r}."
-            )
-        if self.spike_trigger not in TRIGGERS:
-            raise ValueError(f"spike_trigger must be one of {list(TRIGGERS)}, got {self.spike_trigger!r}.")
-        if self.bisect_until not in UNTIL:
-            raise ValueError(f"bisect_until must be one of {list(UNTIL)}, got {self.bisect_until!r}.")
-        if self.spike_search not in SEARCHES:
-            raise ValueError(f"spike_search must be one of {list(SEARCHES)}, got {self.spike_search!r}.")
-        if self.spike_action not in ACTIONS:
-            raise ValueError(f"spike_action must be one of {list(ACTIONS)}, got {self.spike_action!r}.")
-        if not is_positive_integer(self.spike_stop_after):
-            raise ValueError(f"spike_stop_after must be an integer of at least 1, got {self.spike_stop_after!r}.")
+            value = getattr(self, key)
+            if value not in others and not (is_finite_number(value) and value > 0):
+                raise ValueError(f"{key} must be a positive finite {named}, got {value!r}.")
+        for key in ("bisect_budget_steps", "spike_stop_after"):
+            if not is_positive_integer(getattr(self, key)):
+                raise ValueError(f"{key} must be an integer of at least 1, got {getattr(self, key)!r}.")
+        for key, choices in CHOICES.items():
+            if getattr(self, key) not in choices:
+                raise ValueError(f"{key} must be one of {list(choices)}, got {getattr(self, key)!r}.")
         if self.spike_drill_step is not None and not is_positive_integer(self.spike_drill_step):
             raise ValueError(f"spike_drill_step must be null or a step, from 1 on, got {self.spike_drill_step!r}.")
         if self.spike_search == "replay":

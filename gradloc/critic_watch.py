@@ -221,7 +221,8 @@ def _largest_errors(micro_batches: Sequence[MicroBatch], rank: int) -> list[dict
 
 def _all_largest(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     values = [value for of_rank in by_rank for value in of_rank]
-    return sorted(values, key=lambda value: -_finite(value["error"]))[:_VALUES]
+    # NaN is larger than any number.
+    return sorted(values, key=lambda value: -math.inf if math.isnan(value["error"]) else -value["error"])[:_VALUES]
 
 
 def _over(figures: AllFigures, threshold: float, errors: Sequence[Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
@@ -240,11 +241,6 @@ def _over(figures: AllFigures, threshold: float, errors: Sequence[Sequence[Seque
         }
         for rank, index in suspects(figures, threshold)[:_MICRO_BATCHES]
     ]
-
-
-def _finite(number: float) -> float:
-    """As a sort key: NaN counts as infinite."""
-    return math.inf if math.isnan(number) else number
 
 
 def _no_search(*_arguments: Any) -> Any:

@@ -143,8 +143,9 @@ def _with_spike(mini_batch: MiniBatch, planted: Planted, figures: AllFigures, th
         share = threshold * planted.weight / model.data_parallel_size
         norms = math.hypot(mini_batch.global_threshold(threshold), share) + _known(mini_batch.global_norm())
         needed = max(needed, model.data_parallel_size * norms)
-    raised = coefficient(planted, needed)
-    new_scale = loss_scale(scale, raised, planted.weight)
+    raised = planted.sign * _MARGIN * needed / planted.norm
+    # With fp16, the raised coefficient must not overflow; without it, the loss is not scaled.
+    new_scale = scale if scale == 1 else scale * min(1.0, planted.weight / abs(raised))
     micro_batches: list[MicroBatch] = []
     # An exchange, so that an error on one rank (out of memory, say) fails the drill on all.
     collectives.exchange(
@@ -205,27 +206,6 @@ def choose(
         raise DrillFailedError(f"the chosen token has a gradient of norm {norm:g}, which cannot be scaled")
     sign = 1.0 if coefficient > 0 else -1.0
     return Planted(name, row, position, micro_batch.rows[row], abs(weight), sign, norm)
-
-
-def coefficient(planted: Planted, needed: float) -> float:
-    """The coefficient ∂L/∂log p that the planted token gets.
-
-    Args:
-        planted (Planted): The token.
-        needed (float): The norm that its gradient must exceed.
-    """
-    return planted.sign * _MARGIN * needed / planted.norm
-
-
-def loss_scale(scale: float, raised: float, ordinary: float) -> float:
-    """The loss scale for the drill's passes: with fp16, the raised coefficient must not overflow.
-
-    Args:
-        scale (float): The loss scale of training; if it is 1, the loss is not scaled.
-        raised (float): The planted token's coefficient.
-        ordinary (float): The size of an ordinary coefficient.
-    """
-    return scale if scale == 1 else scale * min(1.0, ordinary / abs(raised))
 
 
 def plant(

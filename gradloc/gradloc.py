@@ -279,9 +279,9 @@ class GradLoc:
     def _measure(self, where: Mapping[str, Any]) -> MiniBatch:
         """The gradient of the passes since the last call. A collective call."""
         micro_batches = self._recorder.take()
-        figures = own_figures(micro_batches)
         first = (where["epoch"], where["mini_batch"]) == (0, 0)
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
+        figures = own_figures(tokens)
         checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
         sums = own_sums(checked, first, self._run_checks.usual_gap, self._run_checks.bypass)
         scale = self._loss_scale()

@@ -3,37 +3,54 @@
 """The metrics of an update, the same on every rank."""
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .evidence.sources import MISALIGNED_FRACTION
+from .evidence.sources import MISALIGNED_FRACTION, UNLIKELY
 from .evidence.token_facts import MISALIGNED_NATS, off_the_rollout
 from .fsdp import collectives
 from .measure.meter import Level
-from .measure.micro_batch import MicroBatch
-from .update_figures import UpdateFigures
-from .update_figures import own_figures as own_update_figures
 
 logger = logging.getLogger(__name__)
 
 
-def own_figures(micro_batches: Sequence[MicroBatch]) -> Tensor:
+def own_figures(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
     """What one rank knows of a mini-batch, for `UpdateMetrics.take_in`. No host sync.
 
+    Only response tokens with a weight in the loss count, except for those that are compared with the rollout.
+
+    Args:
+        micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
+            `response_mask`, `weight`, `log_prob`, and if available `old_log_prob` and `rollout_log_prob`.
+
     Returns:
-        Tensor: float64 of shape (n,): how many response tokens are misaligned with the rollout, of how many, and the
-            figures of `UpdateFigures`.
+        Tensor: float64 of shape (6,): the largest log-ratio and the largest size of a log-ratio to the rollout (−Inf
+            without data); how many response tokens are misaligned with the rollout, of how many; how many tokens are
+            unlikely, of how many.
     """
-    counts = micro_batches[0].tokens["weight"].new_zeros(2, dtype=torch.float64)
-    for tokens in (micro_batch.tokens for micro_batch in micro_batches):
+    device = micro_batches[0]["weight"].device
+    maxima = torch.full((2,), -math.inf, dtype=torch.float64, device=device)
+    counts = torch.zeros(4, dtype=torch.float64, device=device)
+    for tokens in micro_batches:
+        mask = tokens["response_mask"].bool()
+        counted = mask & (tokens["weight"] != 0)
+        log_prob = tokens["log_prob"].double()
+        if "old_log_prob" in tokens:
+            log_ratio = log_prob - tokens["old_log_prob"].double()
+            maxima[0] = torch.maximum(maxima[0], _largest(log_ratio, counted))
         if "rollout_log_prob" in tokens:
-            mask = tokens["response_mask"].bool()
+            difference = (log_prob - tokens["rollout_log_prob"].double()).abs()
+            maxima[1] = torch.maximum(maxima[1], _largest(difference, counted))
             off = off_the_rollout(tokens["log_prob"] - tokens["rollout_log_prob"])
-            counts += torch.stack([(mask & off).sum(), mask.sum()])
-    return torch.cat([counts, own_update_figures([micro_batch.tokens for micro_batch in micro_batches])])
+            counts[:2] += torch.stack([(mask & off).sum(), mask.sum()])
+        # NaN counts as unlikely.
+        unlikely = counted & ~(log_prob >= math.log(UNLIKELY))
+        counts[2:] += torch.stack([unlikely.sum(), counted.sum()])
+    return torch.cat([maxima, counts])
 
 
 class UpdateMetrics:
@@ -49,18 +66,24 @@ class UpdateMetrics:
         self.drill_found: bool | None = None
         # Spikes that an error left without an event, and how many of them were skipped.
         self._without_event = self._skipped_without_event = 0
-        self._misaligned = self._compared = 0.0
+        self._log_ratio = self._rollout_log_ratio = -math.inf
+        self._misaligned = self._compared = self._unlikely = self._tokens = 0.0
         self._token_norm_max = 0.0
         # τ of the mini-batch with the largest norm, and of the last one.
         self._threshold_of_max: float | None = None
         self._last_threshold: float | None = None
-        self._figures = UpdateFigures()
+        self._margin: float | None = None
 
     def take_in(self, by_rank: Tensor) -> None:
-        """Adds what `own_figures` returned on each rank, shape (ranks, n), on the CPU."""
-        misaligned, compared = by_rank[:, :2].sum(0).tolist()
+        """Adds what `own_figures` returned on each rank, shape (ranks, 6), on the CPU."""
+        log_ratio, rollout_log_ratio = by_rank[:, :2].amax(0).tolist()
+        misaligned, compared, unlikely, tokens = by_rank[:, 2:].sum(0).tolist()
+        self._log_ratio = max(self._log_ratio, log_ratio)
+        self._rollout_log_ratio = max(self._rollout_log_ratio, rollout_log_ratio)
         self._misaligned += misaligned
         self._compared += compared
+        self._unlikely += unlikely
+        self._tokens += tokens
         if misaligned > MISALIGNED_FRACTION * compared and collectives.rank() == 0:
             logger.warning(
                 "%.0f of %.0f response tokens have log-probs that differ from the rollout's by more than %g nat: "
@@ -69,14 +92,14 @@ class UpdateMetrics:
                 compared,
                 MISALIGNED_NATS,
             )
-        self._figures.take_in(by_rank[:, 2:])
 
     def take_in_level(self, level: Level, threshold: float | None) -> None:
         """Adds the size of a mini-batch's gradient and its τ; None in the warm-up of an automatic one."""
         self._last_threshold = threshold
         if level.token_norm >= self._token_norm_max:
             self._token_norm_max, self._threshold_of_max = level.token_norm, threshold
-        self._figures.take_in_margin(level.token_norm, threshold)
+        if threshold is not None:
+            self._margin = max(self._margin or 0.0, level.token_norm / threshold)
 
     def add_spike_without_event(self, skipped: bool) -> None:
         """Counts a spike that an error left without an event, and whether its step was skipped."""
@@ -84,25 +107,46 @@ class UpdateMetrics:
         self._skipped_without_event += skipped
 
     def metrics(self) -> dict[str, float]:
-        """The metrics; see `GradLoc.metrics`."""
-        optional = {"actor/gradloc/misaligned_share": self._misaligned / self._compared} if self._compared else {}
-        threshold = self._last_threshold if self._threshold_of_max is None else self._threshold_of_max
-        if threshold is not None:
-            optional["actor/gradloc/threshold"] = threshold
-        if self.drill_found is not None:
-            optional["actor/gradloc/drill_found"] = float(self.drill_found)
+        """The metrics; see also `GradLoc.metrics`. Those without data are missing.
+
+        - `ratio_max`: the largest importance ratio p/p_old. Small ratios do not count: a token's coefficient shrinks
+          with its ratio.
+        - `rollout_ratio_max`: the largest of p/p_rollout and p_rollout/p: either way training and rollout disagree.
+        - `unlikely_share`: the share of tokens with p < 0.05, as the rule `unlikely` has it.
+        - `spike_margin`: the largest token-equivalent norm over τ; at 1 it is at the threshold.
+
+        A log-prob that is NaN makes the ratios infinite and counts as unlikely.
+        """
+        figures = {
+            "misaligned_share": self._misaligned / self._compared if self._compared else None,
+            "threshold": self._last_threshold if self._threshold_of_max is None else self._threshold_of_max,
+            "drill_found": None if self.drill_found is None else float(self.drill_found),
+            "ratio_max": _exp(self._log_ratio),
+            "rollout_ratio_max": _exp(self._rollout_log_ratio),
+            "unlikely_share": self._unlikely / self._tokens if self._tokens else None,
+            "spike_margin": self._margin,
+        }
         spikes = [event for event in self.events if event["drill"] is None]
-        return (
-            optional
-            | self._figures.metrics()
-            | {
-                "actor/gradloc/token_norm_max": self._token_norm_max,
-                "actor/gradloc/triggered": len(spikes) + self._without_event,
-                "actor/gradloc/culprits": sum(len(event["culprits"]) for event in spikes),
-                "actor/gradloc/passes": sum(event["passes"] for event in spikes),
-                "actor/gradloc/seconds": sum(event["seconds"] for event in spikes),
-                "actor/gradloc/out_of_time": sum(event["out_of_time"] for event in spikes),
-                "actor/gradloc/skipped": self._skipped_without_event
-                + sum(event["action"] == "skip" and event["applied"] for event in spikes),
-            }
-        )
+        figures |= {
+            "token_norm_max": self._token_norm_max,
+            "triggered": len(spikes) + self._without_event,
+            "culprits": sum(len(event["culprits"]) for event in spikes),
+            "passes": sum(event["passes"] for event in spikes),
+            "seconds": sum(event["seconds"] for event in spikes),
+            "out_of_time": sum(event["out_of_time"] for event in spikes),
+            "skipped": self._skipped_without_event
+            + sum(event["action"] == "skip" and event["applied"] for event in spikes),
+        }
+        return {f"actor/gradloc/{name}": value for name, value in figures.items() if value is not None}
+
+
+def _largest(log_ratios: Tensor, counted: Tensor) -> Tensor:
+    """The largest of those counted, NaN as infinity; −Inf without any."""
+    return torch.where(counted, log_ratios.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), -math.inf).max()
+
+
+def _exp(log_ratio: float) -> float | None:
+    """A ratio from its logarithm; None for that of no token."""
+    if log_ratio == -math.inf:
+        return None
+    return math.exp(log_ratio) if log_ratio < 700 else math.inf

@@ -35,33 +35,31 @@ class AutoThreshold:
 
     So spikes hardly change it as long as fewer than a tenth of the mini-batches spike. It follows a lasting rise of the
     norms within a tenth of the window (26 mini-batches), and a lasting fall within nine tenths.
+
+    Args:
+        norms (Sequence[float]): Those to begin with.
+
+    Attributes:
+        norms (deque[float]): The norms in the window, oldest first.
     """
 
-    def __init__(self) -> None:
-        self._norms: deque[float] = deque(maxlen=WINDOW)
+    def __init__(self, norms: Sequence[float] = ()) -> None:
+        self.norms: deque[float] = deque(maxlen=WINDOW)
+        for norm in norms:
+            self.take_in(norm)
 
     @property
     def value(self) -> float | None:
         """τ for the next mini-batch; None during the warm-up."""
-        count = len(self._norms)
+        count = len(self.norms)
         if count < WARMUP:
             return None
-        return MARGIN * sorted(self._norms, reverse=True)[int(_EXCEEDING_SHARE * count)]
+        return MARGIN * sorted(self.norms, reverse=True)[int(_EXCEEDING_SHARE * count)]
 
     def take_in(self, norm: float) -> None:
         """Adds a mini-batch's largest token-equivalent norm; zero and non-finite norms are ignored."""
         if norm > 0 and math.isfinite(norm):
-            self._norms.append(norm)
-
-    def norms(self) -> list[float]:
-        """The norms in the window, oldest first."""
-        return list(self._norms)
-
-    def restart_from(self, norms: Sequence[float]) -> None:
-        """Restores the window from what `norms` returned."""
-        self._norms.clear()
-        for norm in norms:
-            self.take_in(norm)
+            self.norms.append(norm)
 
 
 class Threshold:
@@ -91,7 +89,7 @@ class Threshold:
             return self._fixed
         if (automatic := self._automatic.value) is not None:
             return automatic
-        largest = max([finite_norm, *self._automatic.norms()]) or other_norm
+        largest = max([finite_norm, *self._automatic.norms]) or other_norm
         return _WARMUP_MARGIN * largest or _UNREACHED
 
     def next(self, token_norm: float, finite_norm: float) -> float:
@@ -108,7 +106,7 @@ class Threshold:
 
     def state_dict(self) -> dict[str, Any]:
         """The automatic threshold's norms: the same on every rank and for any number of ranks."""
-        return {"token_norms": self._automatic.norms()}
+        return {"token_norms": [*self._automatic.norms]}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores `state_dict`; with None (no saved state) the warm-up of an automatic threshold starts over."""
@@ -118,4 +116,4 @@ class Threshold:
                 "No norms are loaded for grad_norm_threshold=auto (there is no gradloc_state.pt beside the checkpoint, "
                 "or checkpoint.load_contents is without 'extra'); its warm-up starts over."
             )
-        self._automatic.restart_from(norms)
+        self._automatic = AutoThreshold(norms)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The watch over verl's critics of 0.7 and 0.9: what builds it, the recorded value loss, and the evidence."""
 
+import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from ..critic_watch import CriticWatch
 from ..evidence.writer import record_critic
 from ..fsdp import collectives
 from .loss_weights import RecordedAggregation
-from .meter_kind import meter_kind
+from .model_facts import meter_kind
 from .update_evidence import Sample, add_facts, facts_of_token
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ def recorded_value_loss(observe: Observe, factor: Callable[[Tensor], float] = la
         observe (Callable): See `Observe`.
         factor (Callable): What the trainer multiplies a micro-batch's loss by, from its response mask.
     """
-    module: Any = core_algos if importlib.util.find_spec("verl.workers.critic") else _losses()
+    has_critic = importlib.util.find_spec("verl.workers.critic") is not None
+    module: Any = core_algos if has_critic else importlib.import_module("verl.workers.utils.losses")
     original = module.compute_value_loss
     aggregation = RecordedAggregation()
 
@@ -77,12 +79,6 @@ def recorded_value_loss(observe: Observe, factor: Callable[[Tensor], float] = la
         yield
     finally:
         module.compute_value_loss = original
-
-
-def _losses() -> Any:
-    from verl.workers.utils import losses
-
-    return losses
 
 
 def describe(

@@ -16,7 +16,7 @@ from verl.utils import tensordict_utils as tu
 from ..critic_watch import CriticWatch
 from .critic import build_watch, describe, recorded_value_loss, write
 from .critic_config import CriticSpikeConfig
-from .engine_data import ROW, as_metric, loss_scale, sample_of_row
+from .engine_data import ROW, as_metric, bound_config, loss_scale, sample_of_row
 
 
 class WatchedValueEngine:
@@ -34,8 +34,8 @@ class WatchedValueEngine:
     _watching = False
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
-        config = getattr(loss_function, "keywords", {}).get("config")
-        if self._settings is None and isinstance(config, CriticSpikeConfig):
+        config = bound_config(loss_function, CriticSpikeConfig)
+        if self._settings is None and config is not None:
             self._settings = config
             self.watch = build_watch(
                 self.module, config, partial(loss_scale, self), self.ulysses_sequence_parallel_size

@@ -5,6 +5,7 @@
 # The types are checked against verl 0.7, which lacks some of these names.
 # mypy: disable-error-code="attr-defined"
 
+from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDict
@@ -39,6 +40,12 @@ class MiniBatchPlaces:
         where = epoch, self._earlier + mini_batch
         self._mini_batches = where[1] + 1
         return where, tu.get(data, "update_lr_scheduler", True) and update == updates - 1
+
+
+def bound_config(loss_function: Callable[..., Any], kind: type) -> Any:
+    """The configuration that a loss is bound to, if it is of this kind; None otherwise."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    return config if isinstance(config, kind) else None
 
 
 def loss_scale(engine: Any) -> float:

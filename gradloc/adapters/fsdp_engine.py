@@ -21,11 +21,11 @@ from ..fsdp import collectives
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from .actor_config import SpikeConfig
-from .engine_data import ROW, MiniBatchPlaces, as_metric, loss_scale, rewards_of_rows, sample_of_row
-from .ragged import ResponseCutter, inputs_of, padded, sequences
+from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config, loss_scale, rewards_of_rows, sample_of_row
+from .ragged import OUTPUTS, ResponseCutter, inputs_of, read_tokens, sequences
 from .replay_bundles import ragged_rows
 from .update_evidence import UpdateEvidence
-from .watch import EVIDENCE_KEYS, Watch, read_state
+from .watch import Watch, read_state
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class WatchedEngine:
         return None if self.watch is None else self.watch.layer_clip
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> dict[str, Any]:
-        config = _actor_config(loss_function)
+        config = bound_config(loss_function, SpikeConfig)
         if config is not None and self._settings is None:
             self._build(config)
         if self.watch is None:
@@ -169,7 +169,7 @@ class WatchedEngine:
         assert self.watch is not None
         assert loss_function is not None  # the engine's loss is only left out without a backward
         # The loss takes flat values, too, and only a tensor that it was given itself sees its gradient.
-        flat = {name: model_output[name].values() for name in ("log_probs", "entropy") if name in model_output}
+        flat = {name: model_output[name].values() for name in OUTPUTS if name in model_output}
         self.watch.aggregation.start()
         try:
             loss = loss_function(model_output={**model_output, **flat}, data=data, dp_group=dp_group)
@@ -177,25 +177,10 @@ class WatchedEngine:
             self.watch.aggregation.stop()
         as_response = ResponseCutter(inputs, data["response_mask"])
         without_graph = {key: values.detach() for key, values in flat.items()}
-
-        def read_tokens() -> dict[str, Tensor]:
-            tokens = {name: padded(data[key]) for name, key in EVIDENCE_KEYS.items() if key in data.keys()}
-            names = {"log_probs": "log_prob", "entropy": "entropy"}
-            return tokens | {names[key]: as_response(values) for key, values in without_graph.items()}
-
-        loss_inputs = {
-            name: (flat[key], as_response)
-            for name, key in (("coefficient", "log_probs"), ("entropy_coefficient", "entropy"))
-            if key in flat
-        }
-        self.watch.observe(loss_inputs, read_tokens, **self._settings.global_batch_info)
+        loss_inputs = {OUTPUTS[key].coefficient: (values, as_response) for key, values in flat.items()}
+        read = partial(read_tokens, data, without_graph, as_response)
+        self.watch.observe(loss_inputs, read, **self._settings.global_batch_info)
         return loss
-
-
-def _actor_config(loss_function: Callable[..., Any]) -> Any:
-    """The actor's configuration that the loss is bound to; None for another loss."""
-    config = getattr(loss_function, "keywords", {}).get("config")
-    return config if isinstance(config, SpikeConfig) else None
 
 
 def _forward_rows(
@@ -231,7 +216,7 @@ def _forward_rows(
     captured: dict[str, Tensor] = {}
 
     def capture(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict]:
-        for name in ("log_probs", "entropy"):
+        for name in OUTPUTS:
             if name in model_output:
                 captured[name] = no_padding_2_padding(model_output[name], data)
         return torch.zeros((), device=device), {}

@@ -5,9 +5,9 @@
 # The types are checked against verl 0.7, which lacks some of these names.
 # mypy: disable-error-code="attr-defined"
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -15,10 +15,37 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
+from .watch import EVIDENCE_KEYS
+
+
+class Output(NamedTuple):
+    """The evidence's names for what a model gives of each token, and for the loss's derivative by it."""
+
+    value: str
+    coefficient: str
+
+
+# By verl's names.
+OUTPUTS = {"log_probs": Output("log_prob", "coefficient"), "entropy": Output("entropy", "entropy_coefficient")}
+
 
 def padded(values: Tensor) -> Tensor:
     """A column of the responses, of shape (rows, response length)."""
     return values.to_padded_tensor(0) if values.is_nested else values
+
+
+def read_tokens(
+    data: TensorDict, outputs: Mapping[str, Tensor], as_response: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """What is known of a micro-batch's tokens, by the evidence's names.
+
+    Args:
+        data (TensorDict): The columns of the micro-batch.
+        outputs (Mapping[str, Tensor]): What the model gave, by the names of `OUTPUTS`, as flat values.
+        as_response (Callable): A `ResponseCutter`.
+    """
+    tokens = {name: padded(data[key]) for name, key in EVIDENCE_KEYS.items() if key in data.keys()}
+    return tokens | {OUTPUTS[key].value: as_response(values) for key, values in outputs.items()}
 
 
 class ResponseCutter:
@@ -50,7 +77,7 @@ class ResponseCutter:
 
 
 # What a forward needs besides the tokens: settings of the batch.
-_FORWARD_SETTINGS = (
+FORWARD_SETTINGS = (
     "use_remove_padding",
     "pad_mode",
     "use_fused_kernels",
@@ -72,7 +99,7 @@ def inputs_of(micro_batch: TensorDict | Mapping[str, Any]) -> dict[str, Any]:
         "input_ids": [row.detach() for row in micro_batch["input_ids"].unbind()],
         "position_ids": [row.detach() for row in micro_batch["position_ids"].unbind()],
         "response_lengths": lengths.tolist(),
-        "settings": {key: tu.get(micro_batch, key) for key in _FORWARD_SETTINGS if key in micro_batch.keys()},
+        "settings": {key: tu.get(micro_batch, key) for key in FORWARD_SETTINGS if key in micro_batch.keys()},
     }
 
 

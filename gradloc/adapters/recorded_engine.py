@@ -7,6 +7,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,26 +18,30 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from .actor_config import SpikeConfig
-from .engine_data import ROW, MiniBatchPlaces, as_metric
-from .eos_tokens import eos_tokens
+from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config
+from .model_facts import eos_tokens
 from .recorded_loss import NotRecordedError, RecordedLoss
 from .replay_bundles import engine_context
 from .spike_recorder import SpikeRecorder, read_state
 
 logger = logging.getLogger(__name__)
 
+_NOT_RECORDED = "a mini-batch is not recorded"
 
+
+@dataclass
 class _MiniBatch:
     """A mini-batch that is being recorded.
 
     Args:
         loss (RecordedLoss): The loss function that the engine is given.
+        norm (float | Tensor): What `optimizer_step` returned.
+        rng_state (Tensor): torch's random state on the CPU at its start.
     """
 
-    def __init__(self, loss: RecordedLoss) -> None:
-        self.loss = loss
-        self.norm: Any = None
-        self.rng_state: Tensor = torch.get_rng_state()
+    loss: RecordedLoss
+    norm: Any = None
+    rng_state: Tensor = field(default_factory=torch.get_rng_state)
 
 
 class RecordedEngine:
@@ -60,8 +65,15 @@ class RecordedEngine:
         recorder = self._recorder_of(loss_function)
         if recorder is None:
             return super().train_batch(data, loss_function)  # type: ignore[misc]
-        place = self._place(recorder, data)
-        self._recorded = mini_batch = None if place is None else self._begin(recorder, data, loss_function, place[0])
+        place: tuple[tuple[int, int], bool] | None = None
+        mini_batch: _MiniBatch | None = None
+        with recorder.guarded(_NOT_RECORDED):
+            place = self._recorder_places.next(data)
+            recorder.start_mini_batch(place[0])
+            failed = partial(recorder.warn_once, _NOT_RECORDED)
+            data[ROW] = torch.arange(len(data))
+            mini_batch = _MiniBatch(RecordedLoss(loss_function, loss_function.keywords["config"], failed))
+        self._recorded = mini_batch
         try:
             loss = loss_function if mini_batch is None else mini_batch.loss
             outputs = super().train_batch(data, loss)  # type: ignore[misc]
@@ -82,10 +94,8 @@ class RecordedEngine:
     def save_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         super().save_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
         if self.recorder is not None:
-            try:
+            with self.recorder.guarded("the threshold's state is not saved beside the checkpoint"):
                 self.recorder.save(local_path)
-            except Exception as error:
-                self.recorder.warn_once("the threshold's state is not saved beside the checkpoint", error)
 
     def load_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         try:  # first: the engine may remove the folder
@@ -96,27 +106,6 @@ class RecordedEngine:
         if self.recorder is not None and self._recorder_state is not None:
             self.recorder.load(self._recorder_state)
 
-    def _place(self, recorder: SpikeRecorder, data: TensorDict) -> tuple[tuple[int, int], bool] | None:
-        """A mini-batch's PPO epoch and number in the step, and whether the step ends with it; None after an error."""
-        try:
-            return self._recorder_places.next(data)
-        except Exception as error:
-            recorder.warn_once("a mini-batch is not recorded", error)
-            return None
-
-    def _begin(
-        self, recorder: SpikeRecorder, data: TensorDict, loss_function: Callable[..., Any], where: tuple[int, int]
-    ) -> _MiniBatch | None:
-        try:
-            recorder.start_mini_batch(where)
-            failed = partial(recorder.warn_once, "a mini-batch is not recorded")
-            config = loss_function.keywords["config"]
-            data[ROW] = torch.arange(len(data))
-            return _MiniBatch(RecordedLoss(loss_function, config, failed))
-        except Exception as error:
-            recorder.warn_once("a mini-batch is not recorded", error)
-            return None
-
     def _end(
         self,
         recorder: SpikeRecorder,
@@ -126,25 +115,22 @@ class RecordedEngine:
         last: bool,
     ) -> dict[str, float]:
         """The metrics of a step that ends with this mini-batch; none after an error."""
-        try:
-            step = tu.get(data, "training_step")
+        with recorder.guarded(_NOT_RECORDED):
             if mini_batch is not None:
+                step = tu.get(data, "training_step")
                 place = {"global_step": step, "epoch": where[0], "mini_batch": where[1]}
-                norm, rng_state = mini_batch.norm, mini_batch.rng_state
                 has_scaler = getattr(self, "scaler", None) is not None
+                norm, rng_state = mini_batch.norm, mini_batch.rng_state
                 recorder.end_mini_batch(data, mini_batch.loss, norm, place, has_scaler, rng_state)
-        except Exception as error:
-            recorder.warn_once("a mini-batch is not recorded", error)
-        try:
-            return recorder.end_step(tu.get(data, "training_step")) if last else {}
-        except Exception as error:
-            recorder.warn_once("the figures of a step are not written", error)
-            return {}
+        with recorder.guarded("the figures of a step are not written"):
+            if last:
+                return recorder.end_step(tu.get(data, "training_step"))
+        return {}
 
     def _recorder_of(self, loss_function: Callable[..., Any]) -> SpikeRecorder | None:
         """What records a mini-batch with this loss; None if nothing does."""
-        config = getattr(loss_function, "keywords", {}).get("config")
-        if not (isinstance(config, SpikeConfig) and config.records_spikes):
+        config = bound_config(loss_function, SpikeConfig)
+        if config is None or not config.records_spikes:
             return None
         if not self._recorder_is_built:
             self._recorder_is_built = True

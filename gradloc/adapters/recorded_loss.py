@@ -8,6 +8,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from verl.utils import tensordict_utils as tu
 from ..measure.micro_batch import MicroBatch
 from .engine_data import ROW
 from .loss_weights import RecordedAggregation, with_derived, with_weights
-from .ragged import ResponseCutter, inputs_of, padded
+from .ragged import FORWARD_SETTINGS, OUTPUTS, ResponseCutter, inputs_of, read_tokens
 from .watch import EVIDENCE_KEYS
 
 # What is kept of a micro-batch's data. Images are not: a bundle cannot have them.
-_SETTINGS = ("use_remove_padding", "pad_mode", "use_fused_kernels", "temperature", "pad_token_id", "max_response_len")
+_SETTINGS = [name for name in FORWARD_SETTINGS if name != "multi_modal_inputs"]
 _COLUMNS = (*EVIDENCE_KEYS.values(), "input_ids", "position_ids", "attention_mask", ROW, *_SETTINGS)
 
 
@@ -72,13 +73,10 @@ class RecordedMicroBatch:
         if self.has_images:
             inputs["settings"]["multi_modal_inputs"] = self.has_images
         as_response = ResponseCutter(inputs, data["response_mask"])
-        tokens = {name: padded(data[key]) for name, key in EVIDENCE_KEYS.items() if key in data.keys()}
-        names = {"log_probs": "log_prob", "entropy": "entropy"}
-        tokens |= {names[key]: as_response(values) for key, values in self.flat.items()}
+        tokens = read_tokens(data, self.flat, as_response)
         tokens = with_weights(tokens, self.aggregation, config, 1.0, self.options)
         tokens = with_derived(tokens, config, eos_tokens, 1.0, self.options)
-        names = {"log_probs": "coefficient", "entropy": "entropy_coefficient"}
-        tokens |= {names[key]: as_response(gradient) for key, gradient in self.gradients.items()}
+        tokens |= {OUTPUTS[key].coefficient: as_response(gradient) for key, gradient in self.gradients.items()}
         factor = float(self.factor[0]) if self.factor else 1.0
         if not (math.isfinite(factor) and factor > 0):
             raise NotRecordedError(f"the engine multiplies the loss by {factor}")
@@ -150,7 +148,7 @@ class RecordedLoss:
             raise NotRecordedError("the loss has no log-probs")
         if ROW not in data.keys():
             raise NotRecordedError("the engine does not hand all columns of the data to the loss")
-        flat = {name: _flat(model_output[name]) for name in ("log_probs", "entropy") if name in model_output}
+        flat = {name: _flat(model_output[name]) for name in OUTPUTS if name in model_output}
         images = tu.get(data, "multi_modal_inputs") if "multi_modal_inputs" in data.keys() else ()
         recorded = RecordedMicroBatch(
             data.select(*(key for key in _COLUMNS if key in data.keys())),
@@ -166,7 +164,7 @@ class RecordedLoss:
             loss.register_hook(lambda gradient: recorded.factor.append(gradient.detach()))
         for name, values in flat.items():
             if values.requires_grad:
-                values.register_hook(_keep(recorded.gradients, name))
+                values.register_hook(partial(_keep, recorded.gradients, name))
         recorded.options = dict(self._config.global_batch_info)
         self.micro_batches.append(recorded)
 
@@ -178,8 +176,5 @@ def _flat(values: Tensor) -> Tensor:
     return flat
 
 
-def _keep(gradients: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
-    def hook(gradient: Tensor) -> None:
-        gradients[name] = gradient.detach()
-
-    return hook
+def _keep(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+    gradients[name] = gradient.detach()

@@ -266,9 +266,7 @@ def _settings(actor: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
         NotTheRecordedLossError: One is not of its kind.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(ActorConfig)}
-    found: dict[str, Any] = {}
-    for name in (*_NUMBERS, *_COEFFICIENTS):
-        found[name] = _number(actor, name, defaults.get(name))
+    found: dict[str, Any] = {name: _number(actor, name, defaults.get(name)) for name in (*_NUMBERS, *_COEFFICIENTS)}
     for name in ("clip_ratio", "clip_ratio_c", *_COEFFICIENTS):
         if found[name] is None:
             raise NotTheRecordedLossError(f"The bundle's setting {name} is null.")
@@ -276,26 +274,28 @@ def _settings(actor: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     found["kl_loss_type"] = _one_of(actor, "kl_loss_type", _KL_TYPES, "low_var_kl")
     modes = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     found["loss_agg_mode"] = _one_of(actor, "loss_agg_mode", modes, "token-mean")
-    sizes = actor.get("global_batch_info")
-    sizes = sizes if isinstance(sizes, Mapping) else {}
+    sizes = _mapping(actor, "global_batch_info")
     found["global_batch_info"] = {
         name: value for name in _COUNTS if (value := _number(sizes, name, None)) is not None and value > 0
     }
-    given = actor.get("policy_loss")
-    given = given if isinstance(given, Mapping) else {}
+    given = _mapping(actor, "policy_loss")
     known = {field.name for field in dataclasses.fields(_PolicyLoss)}
     of_loss: dict[str, Any] = {
         name: value for name in _LOSS_NUMBERS if name in known and (value := _number(given, name, None)) is not None
     }
     of_loss["loss_mode"] = _one_of(given, "loss_mode", tuple(core_algos.POLICY_LOSS_REGISTRY), "vanilla")
-    correction = given.get("rollout_correction")
-    correction = correction if isinstance(correction, Mapping) else {}
+    correction = _mapping(given, "rollout_correction")
     of_loss["rollout_correction"] = {
         name: correction[name]
         for name in ("loss_type", *_CORRECTIONS)
         if isinstance(correction.get(name), (str, int, float)) or correction.get(name, 0) is None
     }
     return found, of_loss
+
+
+def _mapping(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = settings.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _number(settings: Mapping[str, Any], name: str, default: Any) -> float | None:

@@ -9,15 +9,17 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import verl
 from torch import Tensor, nn
 
-from ..bundles.bundle_writer import BundleWriter, PreviewsClipping
+from ..bundles.bundle_writer import BundleWriter
 from ..bundles.layout import NotReplayableError, Row
 from ..evidence.writer import jsonable
+from ..layers.layer_clip import LayerClip
 
 
 def build_bundle_writer(
@@ -26,7 +28,7 @@ def build_bundle_writer(
     rows_of: Callable[[Mapping[str, Any]], list[Row]],
     dtype: torch.dtype,
     grad_clip: float | None,
-    layer_clip: PreviewsClipping | None,
+    layer_clip: LayerClip | None,
 ) -> BundleWriter | None:
     """What writes an actor's bundles; None with `spike_replay=0`.
 
@@ -36,11 +38,11 @@ def build_bundle_writer(
         rows_of (Callable): See `BundleWriter`.
         dtype (torch.dtype): What the model computes in.
         grad_clip (float, optional): The norm that the global clip leaves.
-        layer_clip (PreviewsClipping, optional): LayerClip, if it is on.
+        layer_clip (LayerClip, optional): LayerClip, if it is on.
     """
     if not config.spike_replay:
         return None
-    context = partial(_context, partial(_model_facts, module), config, str(dtype).removeprefix("torch."), grad_clip)
+    context = partial(_context, module, config, dtype, grad_clip)
     return BundleWriter(config.bisect_dump_dir, config.spike_replay, rows_of, context, layer_clip)
 
 
@@ -105,23 +107,16 @@ def engine_context(engine: Any, config: Any) -> dict[str, Any]:
         config (ActorConfig): verl's configuration of the actor.
     """
     module = getattr(engine, "module", None)
+    if not (isinstance(module, nn.Module) and hasattr(module, "config")):
+        module = SimpleNamespace(config=getattr(engine.model_config, "hf_config", None))
     dtype = getattr(engine, "_autocast_dtype", None) or getattr(engine.engine_config, "dtype", torch.bfloat16)
-    grad_clip = getattr(engine.optimizer_config, "clip_grad", None)
-
-    def facts() -> dict[str, Any]:
-        if isinstance(module, nn.Module) and hasattr(module, "config"):
-            return _model_facts(module)
-        return _facts_of_config(getattr(engine.model_config, "hf_config", None), {})
-
-    return _context(facts, config, str(dtype).removeprefix("torch."), grad_clip)
+    return _context(module, config, dtype, getattr(engine.optimizer_config, "clip_grad", None))
 
 
-def _context(
-    model_facts: Callable[[], dict[str, Any]], config: Any, dtype: str, grad_clip: float | None
-) -> dict[str, Any]:
+def _context(module: Any, config: Any, dtype: Any, grad_clip: float | None) -> dict[str, Any]:
     return {
-        "model": model_facts(),
-        "dtype": dtype,
+        "model": _model_facts(module),
+        "dtype": str(dtype).removeprefix("torch."),
         "grad_clip": grad_clip,
         "checkpoint": last_checkpoint(config.bisect_dump_dir),
         "actor": jsonable(dataclasses.asdict(config)),
@@ -130,11 +125,8 @@ def _context(
     }
 
 
-def _model_facts(module: nn.Module) -> dict[str, Any]:
-    return _facts_of_config(getattr(module, "config", None), getattr(module, "peft_config", None) or {})
-
-
-def _facts_of_config(config: Any, adapters: Mapping[str, Any]) -> dict[str, Any]:
+def _model_facts(module: Any) -> dict[str, Any]:
+    config, adapters = getattr(module, "config", None), getattr(module, "peft_config", None) or {}
     names = ("model_type", "architectures", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
     path = getattr(config, "name_or_path", None) or None
     return {

@@ -21,15 +21,15 @@ from ..report.page import write_page
 from ..report.reading import read
 from .trackers import (
     CLIP_COLUMNS,
-    CLIP_COLUMNS_WITH_TEXTS,
     COLUMNS,
-    COLUMNS_WITH_TEXTS,
     TABLE_ROWS,
     TAKE_PAGE,
+    TEXT_COLUMNS,
     TRACKERS,
     StepSpikes,
     Table,
-    clip_rows,
+    clips_of,
+    spikes_of,
     table_rows,
 )
 
@@ -73,8 +73,8 @@ class SpikeLog:
         self._loggers = loggers
         self._directory = directory
         self._texts = texts
-        self._culprits = Table(COLUMNS_WITH_TEXTS if texts else COLUMNS)
-        self._clipped = Table(CLIP_COLUMNS_WITH_TEXTS if texts else CLIP_COLUMNS)
+        more = TEXT_COLUMNS if texts else ()
+        self._culprits, self._clipped = Table((*COLUMNS, *more)), Table((*CLIP_COLUMNS, *more))
         self._appended = AppendedEvents(directory)
         self._steps = 0
         self._warned: set[str] = set()
@@ -106,8 +106,8 @@ class SpikeLog:
         if not self._texts:
             lines = [without_texts(line) for line in lines]
         self._steps += 1
-        self._culprits = self._grown(self._culprits, "culprits", lines, table_rows)
-        self._clipped = self._grown(self._clipped, "clipped tokens", lines, clip_rows)
+        self._culprits = self._grown(self._culprits, "culprits", spikes_of(lines))
+        self._clipped = self._grown(self._clipped, "clipped tokens", clips_of(lines))
         with tempfile.TemporaryDirectory(prefix="gradloc-") as folder:
             page = self._page(Path(folder, "report.html"))
             spikes = StepSpikes(step, lines, self._culprits, self._clipped, page)
@@ -117,16 +117,10 @@ class SpikeLog:
                 elif name not in _NO_TRACKERS:
                     self._warn(name, f"the logger {name} gets no spikes: it is not one of {', '.join(TRACKERS)}.")
 
-    def _grown(
-        self,
-        table: Table,
-        name: str,
-        lines: Sequence[Mapping[str, Any]],
-        rows_of: Callable[[Mapping[str, Any], Sequence[str]], list[list[Any]]],
-    ) -> Table:
-        """A table with a step's rows, as far as there is room."""
+    def _grown(self, table: Table, name: str, lines: Sequence[Mapping[str, Any]]) -> Table:
+        """A table with the rows of a step's lines, as far as there is room."""
         room = TABLE_ROWS - len(table.rows)
-        new_rows = [row for line in lines for row in rows_of(line, table.columns)][:room]
+        new_rows = [row for line in lines for row in table_rows(line, table.columns)][:room]
         rows = [*table.rows, *new_rows]
         if room and len(rows) == TABLE_ROWS:
             self._warn(f"full {name}", f"the trackers' table of {name} has {TABLE_ROWS} rows, and gets no more.")

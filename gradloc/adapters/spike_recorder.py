@@ -10,7 +10,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ from torch import Tensor
 
 from ..bundles import bundle_writer, layout
 from ..bundles.bundle_files import bundles_in
-from ..bundles.layout import NotReplayableError, SavedMicroBatch
+from ..bundles.layout import NotReplayableError
 from ..bundles.patient_disk import PatientDisk
 from ..bundles.recorded import NothingMovesError, write_recorded_bundle
 from ..evidence.in_words import summary
 from ..evidence.recorded_event import recorded_event
-from ..evidence.writer import STEP_FIGURES, limit_texts
+from ..evidence.writer import limit_texts
 from ..measure.meter import Level
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..metrics import UpdateMetrics
@@ -101,6 +102,14 @@ class SpikeRecorder:
                 exc_info=None if known else error,
             )
 
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Within it, an error is a warning: what failed, of one kind of failure the first time only."""
+        try:
+            yield
+        except Exception as error:
+            self.warn_once(what, error)
+
     def end_mini_batch(
         self,
         data: TensorDict,
@@ -158,9 +167,7 @@ class SpikeRecorder:
         if self._rank != 0:
             return {}
         metrics: dict[str, float] = self._metrics.metrics()
-        names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
-        figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
-        write_update(self._config.bisect_dump_dir, global_step, self._events_of_step, figures)
+        write_update(self._config.bisect_dump_dir, global_step, self._events_of_step, metrics)
         return metrics
 
     def save(self, folder: str) -> None:
@@ -178,53 +185,40 @@ class SpikeRecorder:
 
         That factor is 1 where no loss had a gradient, and the same for all others.
         """
-        found, scale = {}, 1.0
-        try:
+        with self.guarded("the tokens of a gradient spike are not recorded"):
+            found, scale = {}, 1.0
             for index, recorded in enumerate(loss.micro_batches):
                 micro_batch, factor = recorded.read(self._config, self._eos_tokens, rng_state)
                 found[self._rank, index] = micro_batch.portable(factor)
                 scale = factor if recorded.factor else scale
-        except Exception as error:
-            self.warn_once("the tokens of a gradient spike are not recorded", error)
-            return {}, 1.0
-        return found, scale
+            return found, scale
+        return {}, 1.0
 
     def _keep_bundle(self, event: Mapping[str, Any], micro_batches: Mapping[MicroBatchName, MicroBatch]) -> str | None:
         """The folder that this rank's bundle of the event is in, relative to the evidence; None without one."""
         if not self._config.spike_replay or not micro_batches:
             return None
-        try:
-            saved = {
-                name: SavedMicroBatch(ragged_rows(each.inputs), each.tokens, each.rng_state)
-                for name, each in micro_batches.items()
-            }
-            rows = {name: each.rows for name, each in micro_batches.items()}
-            return self._disk.run(partial(self._write, event, saved, rows), bundle_writer.PATIENCE)
-        except NothingMovesError:
-            return None
-        except Exception as error:
-            self.warn_once("no replay bundle is kept of a gradient spike", error)
-            return None
+        with self.guarded("no replay bundle is kept of a gradient spike"), suppress(NothingMovesError):
+            return self._disk.run(partial(self._write, event, micro_batches), bundle_writer.PATIENCE)
+        return None
 
-    def _write(self, event: Mapping[str, Any], saved: Any, rows: Any) -> str:
+    def _write(self, event: Mapping[str, Any], micro_batches: Mapping[MicroBatchName, MicroBatch]) -> str:
         """Writes the bundle; also what it says of the trainer is read from the disk."""
         directory, suffix = Path(self._config.bisect_dump_dir), f"-rank{self._rank}"
         folder, most = directory / layout.FOLDER, self._config.spike_replay
         kept = [path for path in bundles_in(folder) if path.name.endswith(suffix)]
         if len(kept) >= most:
             raise NotReplayableError(f"{folder} has {len(kept)} of this rank, of {most} (spike_replay): move some away")
-        return write_recorded_bundle(directory, event, saved, rows, self._context(), suffix)
+        return write_recorded_bundle(directory, event, micro_batches, ragged_rows, self._context(), suffix)
 
     def _add_facts(self, event: dict[str, Any], data: TensorDict) -> None:
         """On rank 0, which writes the event: what the data say of its suspected tokens."""
         if self._rank != 0:
             return
-        try:
+        with self.guarded("a token of a gradient spike is written without its text"):
             for index, token in enumerate(event["suspected"]):
                 sample = sample_of_row(data, token["row"])
                 token |= limit_texts(facts_of_culprit(sample, token["position"], self._tokenizer), index)
-        except Exception as error:
-            self.warn_once("a token of a gradient spike is written without its text", error)
         event["summary"] = summary(event)
 
 

@@ -26,23 +26,24 @@ _SENTENCES = 3
 # Seconds between two alerts by e-mail or chat.
 _ALERT_SECONDS = 600
 
-# The columns of the tables: fields of a line, and of a culprit or of a token in a clip line. The last ones are sent
-# only with texts.
+# The columns of the tables: fields of a line, and of a culprit or of a token in a clip line.
 _NUMBERS = ("grad_norm", "threshold", "share", "suspicion", "advantage", "ratio", "log_prob", "reward")
 _CLIP_NUMBERS = ("multiple", "advantage", "log_prob", "old_log_prob", "rollout_log_prob", "reward")
-_TEXTS = ("context", "uid")
-COLUMNS = (
-    *("step", "diagnosis", "action", "source", "token"),
-    *_NUMBERS,
-    *("rank", "micro_batch", "row", "position", "token_id"),
-)
-COLUMNS_WITH_TEXTS = (*COLUMNS, *_TEXTS)
-CLIP_COLUMNS = (
-    *("step", "action", "boundary", "cut", "token"),
-    *_CLIP_NUMBERS,
-    *("rank", "micro_batch", "row", "position", "token_id"),
-)
-CLIP_COLUMNS_WITH_TEXTS = (*CLIP_COLUMNS, *_TEXTS)
+_PLACE = ("rank", "micro_batch", "row", "position", "token_id")
+COLUMNS = ("step", "diagnosis", "action", "source", "token", *_NUMBERS, *_PLACE)
+CLIP_COLUMNS = ("step", "action", "boundary", "cut", "token", *_CLIP_NUMBERS, *_PLACE)
+# They are sent only with texts.
+TEXT_COLUMNS = ("context", "uid")
+
+
+def spikes_of(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The events among some lines that are no drills."""
+    return [line for line in lines if "token_clip" not in line and line.get("drill") is None]
+
+
+def clips_of(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The clip lines among them."""
+    return [line for line in lines if "token_clip" in line]
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,12 @@ class StepSpikes:
     @property
     def spikes(self) -> list[Mapping[str, Any]]:
         """The events that are no drills."""
-        return [line for line in self.lines if "token_clip" not in line and line.get("drill") is None]
+        return spikes_of(self.lines)
 
     @property
     def clips(self) -> list[Mapping[str, Any]]:
         """The clip lines."""
-        return [line for line in self.lines if "token_clip" in line]
+        return clips_of(self.lines)
 
     @property
     def alerting(self) -> "StepSpikes | None":
@@ -134,24 +135,12 @@ class StepSpikes:
         return {"gradloc/tokens_over": len(tokens), "gradloc/tokens_cut": cut} if self.clips else {}
 
 
-def table_rows(event: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any]]:
-    """The rows of an event's largest culprits, or of its suspected tokens, with these columns; none for a drill or a
-    clip line."""
-    if "token_clip" in event or event.get("drill") is not None:
-        return []
-    of_event = {"step": event["global_step"], "diagnosis": event["diagnosis"], "action": event["action"]}
-    return _rows(event["culprits"] or event.get("suspected", ()), of_event, columns)
-
-
-def clip_rows(line: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any]]:
-    """The rows of a clip line's tokens furthest over their bounds with these columns; none for an event."""
-    if "token_clip" not in line:
-        return []
-    of_line = {"step": line["global_step"], "action": line["token_clip"]["action"]}
-    return _rows(line["token_clip"]["tokens"], of_line, columns)
-
-
-def _rows(tokens: Sequence[Mapping[str, Any]], of_line: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any]]:
+def table_rows(line: Mapping[str, Any], columns: Sequence[str]) -> list[list[Any]]:
+    """The rows of a line with these columns: of an event its largest culprits, or its suspected tokens; of a clip line
+    the tokens furthest over their bounds."""
+    clip = line.get("token_clip")
+    tokens = line["culprits"] or line.get("suspected", ()) if clip is None else clip["tokens"]
+    of_line = {"step": line["global_step"], "diagnosis": line.get("diagnosis"), "action": (clip or line)["action"]}
     return [
         [_cell(name, (of_line if name in of_line else token).get(name)) for name in columns]
         for token in tokens[:EVENT_ROWS]

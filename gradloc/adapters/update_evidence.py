@@ -3,7 +3,8 @@
 """The evidence of an update: each rank describes its own culprits, and rank 0 writes."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,16 @@ logger = logging.getLogger(__name__)
 
 # How many events of an update are logged one by one.
 _LOGGED_EVENTS = 3
+_NOT_COMPARED = "a gradient spike is not compared with the rewards of its mini-batch"
+
+
+@contextmanager
+def _warned(text: str) -> Iterator[None]:
+    """Within it, an error is a warning."""
+    try:
+        yield
+    except Exception:
+        logger.warning(text, exc_info=True)
 
 
 @dataclass(frozen=True)
@@ -103,19 +114,15 @@ class UpdateEvidence:
         """Ends an update: rank 0 writes its events and, from its metrics and warnings, the step's line."""
         events, self._events = self._events, []
         if collectives.rank() == 0:
-            names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
-            figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
-            write_update(self._directory, global_step, events, figures, warnings)
+            write_update(self._directory, global_step, events, metrics, warnings)
 
     def _rewarded(
         self, event: Mapping[str, Any], rewards_of: Callable[[Mapping[str, Any]], Sequence[RewardedRow] | None]
     ) -> dict[tuple[int, int], RewardedRow] | None:
         """The rows of an event's mini-batch on all ranks; None if they are not known. A collective call."""
-        try:
+        own: Sequence[RewardedRow] | None = None
+        with _warned(_NOT_COMPARED):
             own = None if collectives.rank() % self._sequence_parallel_size else rewards_of(event)
-        except Exception:
-            logger.warning("a gradient spike is not compared with the rewards of its mini-batch", exc_info=True)
-            own = None
         by_rank = collectives.gather_objects(own)[:: self._sequence_parallel_size]
         if any(rows is None for rows in by_rank):
             return None
@@ -149,11 +156,9 @@ def add_facts(
     own = []
     for number, token in enumerate(tokens):
         if not duplicate and token["rank"] == own_rank:
-            try:
+            with _warned("a token of a gradient spike is written without its text"):
                 # Sent to all ranks: plain values, whatever a ground truth is.
                 own.append((number, jsonable(facts_of(number))))
-            except Exception:
-                logger.warning("a token of a gradient spike is written without its text", exc_info=True)
     for of_rank in collectives.gather_objects(own):
         for number, found in of_rank:
             tokens[number].update(found)
@@ -163,7 +168,7 @@ def write_update(
     directory: str,
     global_step: int | None,
     events: Sequence[dict[str, Any]],
-    figures: Mapping[str, Any],
+    metrics: Mapping[str, Any],
     warnings: Sequence[Mapping[str, str]] = (),
 ) -> None:
     """Logs the events of an update, and writes them and the step's figures.
@@ -172,9 +177,11 @@ def write_update(
         directory (str): Where to.
         global_step (int, optional): The trainer's step.
         events (Sequence[dict]): With the facts on all culprits.
-        figures (Mapping): `STEP_FIGURES` by name.
+        metrics (Mapping): Those of the actor.
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
     """
+    names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
+    figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
     if figures:
         record_step(directory, global_step, figures, warnings)
     for what, lines in (
@@ -192,11 +199,9 @@ def write_update(
 
 def _misfire(event: Mapping[str, Any], rows: Mapping[tuple[int, int], RewardedRow]) -> dict[str, Any] | None:
     """The verdict that a reward misfires; None if it does not, or if that cannot be told."""
-    try:
+    with _warned(_NOT_COMPARED):
         return misfire(event, rows)
-    except Exception:
-        logger.warning("a gradient spike is not compared with the rewards of its mini-batch", exc_info=True)
-        return None
+    return None
 
 
 def _tokens(line: Mapping[str, Any]) -> Sequence[dict[str, Any]]:

@@ -21,9 +21,8 @@ from ..measure.passes import Forward
 from ..spike import Located
 from ..token_clip.positions import Positions
 from ..token_clip.token_clip import TokenClip
-from .eos_tokens import eos_tokens
 from .loss_weights import RecordedAggregation, with_derived, with_weights
-from .meter_kind import meter_kind
+from .model_facts import eos_tokens, meter_kind
 from .replay_bundles import build_bundle_writer
 
 # The evidence's names for what is known of a token, and where a micro-batch holds it.

@@ -7,7 +7,8 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +147,5 @@ def _free_name(directory: Path, event: Mapping[str, Any], suffix: str) -> str:
     step = "unknown" if event["global_step"] is None else event["global_step"]
     stem = f"step{step}-epoch{event['epoch']}-mini_batch{event['mini_batch']}"
     taken = {path.name for path in directory.iterdir()}
-    return next(name for each in _numbered(stem) if (name := each + suffix) not in taken)
-
-
-def _numbered(stem: str) -> Iterator[str]:
-    yield stem
-    number = 2
-    while True:
-        yield f"{stem}-{number}"
-        number += 1
+    stems = chain([stem], (f"{stem}-{number}" for number in count(2)))
+    return next(name for each in stems if (name := each + suffix) not in taken)

@@ -5,15 +5,13 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-from torch import Tensor
+from typing import Any
 
 from .. import limits
 from ..fsdp import collectives
+from ..layers.layer_clip import LayerClip
 from ..measure.meter import AllFigures, suspects
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch
@@ -27,32 +25,6 @@ logger = logging.getLogger(__name__)
 
 # How many seconds the other ranks wait for rank 0's disk: far less than the timeout of a collective call.
 PATIENCE = 60.0
-
-_Value = TypeVar("_Value")
-
-
-class PreviewsClipping(Protocol):
-    """The part of `LayerClip` that a bundle needs."""
-
-    def preview(self, squared_norms: Tensor) -> Mapping[str, Any]:
-        """What it would do to a gradient with these squared norms by layer."""
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What becomes a bundle.
-
-    Args:
-        event (Mapping): The event.
-        investigation (Investigation): Its search.
-        micro_batches (Mapping[MicroBatchName, MicroBatch]): The micro-batches that are kept.
-        left_out (int): How many more were over their threshold.
-    """
-
-    event: Mapping[str, Any]
-    investigation: Investigation
-    micro_batches: Mapping[MicroBatchName, MicroBatch]
-    left_out: int
 
 
 class BundleWriter:
@@ -70,7 +42,7 @@ class BundleWriter:
             replay could not compute them.
         context (Callable): Returns what the trainer knows, ready for `jsonable`: `model`, `dtype`, `actor`,
             `checkpoint`, `grad_clip`, `versions`. Called on rank 0.
-        layer_clip (PreviewsClipping, optional): LayerClip, if it is on.
+        layer_clip (LayerClip, optional): LayerClip, if it is on.
     """
 
     def __init__(
@@ -79,7 +51,7 @@ class BundleWriter:
         most: int,
         rows_of: Callable[[Mapping[str, Any]], list[Row]],
         context: Callable[[], Mapping[str, Any]],
-        layer_clip: PreviewsClipping | None = None,
+        layer_clip: LayerClip | None = None,
     ) -> None:
         self._directory = Path(directory) / layout.FOLDER
         self._most = most
@@ -114,31 +86,37 @@ class BundleWriter:
             else:
                 owner = name[0] * mini_batch.model.sequence_parallel_size
                 micro_batches[name] = collectives.broadcast(partial(_sent, mini_batch, name), owner)
-        kept = _Kept(event, investigation, micro_batches, len(names) - len(micro_batches))
-        return collectives.broadcast(partial(self._try, kept), 0)
+        left_out = len(names) - len(micro_batches)
+        return collectives.broadcast(partial(self._try, event, investigation, micro_batches, left_out), 0)
 
-    def _try(self, kept: _Kept) -> str | None:
+    def _try(
+        self,
+        event: Mapping[str, Any],
+        investigation: Investigation,
+        micro_batches: Mapping[MicroBatchName, MicroBatch],
+        left_out: int,
+    ) -> str | None:
         """Writes the bundle; whatever the disk or the inputs do, training goes on, and one warning says so."""
+        if not micro_batches:
+            return None
         try:
-            files = self._files(kept)
-            return self._in_time(partial(self._write, files, kept.event)) if files else None
+            files = self._files(event, investigation, micro_batches, left_out)
+            return self._disk.run(partial(write_bundle_files, self._directory, files, event), PATIENCE)
         except Exception as error:
             if not self._failed:
                 self._failed = True
                 reason = str(error) if isinstance(error, (NotReplayableError, OSError)) else repr(error)
                 logger.warning(
                     "no replay bundle is kept of the spike in step %s, and no warning follows for later ones: %s",
-                    kept.event["global_step"],
+                    event["global_step"],
                     reason,
                 )
             return None
 
-    def _in_time(self, work: Callable[[], _Value]) -> _Value:
-        return self._disk.run(work, PATIENCE)
-
     def _has_room(self) -> bool:
         try:
-            bundles, used = self._in_time(lambda: (bundles_in(self._directory), bytes_of_bundles(self._directory)))
+            folder = self._directory
+            bundles, used = self._disk.run(lambda: (bundles_in(folder), bytes_of_bundles(folder)), PATIENCE)
         except OSError:
             return True  # the write will say what is wrong
         if len(bundles) < self._most and used < limits.TOTAL_BYTES:
@@ -154,17 +132,20 @@ class BundleWriter:
             )
         return False
 
-    def _files(self, kept: _Kept) -> dict[str, bytes]:
-        """The bundle's files; none if there is nothing to keep."""
-        if not kept.micro_batches:
-            return {}
-        event, investigation = dict(kept.event), kept.investigation
+    def _files(
+        self,
+        event: Mapping[str, Any],
+        investigation: Investigation,
+        micro_batches: Mapping[MicroBatchName, MicroBatch],
+        left_out: int,
+    ) -> dict[str, bytes]:
+        """The bundle's files; `left_out` more micro-batches were over their threshold."""
         squared_norms = investigation.mini_batch.squared_norms
         if self._layer_clip is not None and squared_norms is not None:
-            event["layer_clip"] = self._layer_clip.preview(squared_norms)
+            event = {**event, "layer_clip": self._layer_clip.preview(squared_norms)}
         saved = {
             name: SavedMicroBatch(self._rows_of(micro_batch.inputs), micro_batch.tokens, micro_batch.rng_state)
-            for name, micro_batch in kept.micro_batches.items()
+            for name, micro_batch in micro_batches.items()
         }
         entries = {
             name: {
@@ -173,18 +154,14 @@ class BundleWriter:
                 "layer_norms": investigation.figures[name].layer_norms,
                 "threshold": investigation.threshold * investigation.figures[name].root_square_weight,
             }
-            for name, micro_batch in kept.micro_batches.items()
+            for name, micro_batch in micro_batches.items()
         }
         findings = {
             "layers": investigation.layers,
-            "left_out": kept.left_out,
-            "measured": measured_tokens(investigation, kept.micro_batches),
+            "left_out": left_out,
+            "measured": measured_tokens(investigation, micro_batches),
         }
         return bundle_files(event, saved, entries, findings, self._context())
-
-    def _write(self, files: Mapping[str, bytes], event: Mapping[str, Any]) -> str:
-        """Writes a bundle with these files. Returns its folder, relative to the evidence."""
-        return write_bundle_files(self._directory, files, event)
 
 
 def worth_keeping(event: Mapping[str, Any], figures: AllFigures, threshold: float) -> list[MicroBatchName]:

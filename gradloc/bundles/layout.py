@@ -58,6 +58,14 @@ class Row:
     def prompt_length(self) -> int:
         return len(self.input_ids) - self.response_length
 
+    def cut(self, response_length: int) -> "Row":
+        """The same with a response of at most this length; with at least one token, which a model needs."""
+        response_length = min(self.response_length, response_length)
+        length = self.prompt_length + response_length
+        if not length:
+            return Row(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 0, self.temperature)
+        return Row(self.input_ids[:length], self.position_ids[:length], response_length, self.temperature)
+
 
 @dataclass(frozen=True)
 class SavedMicroBatch:
@@ -117,8 +125,6 @@ def from_tensors(tensors: Mapping[str, Tensor], rows: int) -> SavedMicroBatch:
     Raises:
         ValueError: Names, shapes, dtypes or values do not fit together; the message says which.
     """
-    # The name of a column in bundles of earlier releases.
-    tensors = {name.replace("tokens.behind_end", "tokens.after_eos"): tensor for name, tensor in tensors.items()}
     flat = _checked(tensors, "input_ids", torch.int64, None)
     length = len(flat)
     positions = _checked(tensors, "position_ids", torch.int64, (length,))

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import limits
 from ..evidence.foreign_json import parse
-from ..evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, current, list_of, object_with
+from ..evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, list_of, object_with
 from ..measure.micro_batch import MicroBatchName
 from . import layout
 from .layout import SavedMicroBatch
@@ -22,7 +22,7 @@ _FINITE = {"type": "number", "minimum": 0, "maximum": sys.float_info.max}
 _NORM = {"anyOf": [_FINITE, {"enum": ["NaN", "Infinity"]}]}
 _NORM_OR_NULL = {"anyOf": [*_NORM["anyOf"], {"type": "null"}]}
 _NORMS_BY_LAYER = {"type": "object", "additionalProperties": _NORM}
-_OBJECT = {"type": "object"}
+_OBJECT: dict[str, Any] = {"type": "object"}
 
 # The range of a gradient scaler's factor: with others, no fp16 gradient is left.
 _LOSS_SCALES = (2.0**-32, 2.0**64)
@@ -34,12 +34,9 @@ _FORM: dict[str, dict[str, Any]] = {
     "micro_batches": list_of(
         object_with(
             {
-                "rank": INDEX,
-                "micro_batch": INDEX,
+                **dict.fromkeys(("rank", "micro_batch", "bytes"), INDEX),
+                **dict.fromkeys(("file", "sha256"), TEXT),
                 "rows": list_of(INDEX),
-                "file": TEXT,
-                "bytes": INDEX,
-                "sha256": TEXT,
                 "norm": _NORM_OR_NULL,
                 "threshold": _NORM,
                 "layer_norms": _NORMS_BY_LAYER,
@@ -50,18 +47,13 @@ _FORM: dict[str, dict[str, Any]] = {
     "measured": list_of(
         object_with(
             {
-                "rank": INDEX,
-                "micro_batch": INDEX,
-                "row": INDEX,
-                "position": INDEX,
+                **dict.fromkeys(("rank", "micro_batch", "row", "position"), INDEX),
                 "grad_norm": _NORM,
                 "layer_norms": _NORMS_BY_LAYER,
             }
         )
     ),
-    "model": _OBJECT,
-    "versions": _OBJECT,
-    "actor": _OBJECT,
+    **dict.fromkeys(("model", "versions", "actor"), _OBJECT),
     "checkpoint": TEXT_OR_NULL,
     "dtype": TEXT,
     "grad_clip": _NORM_OR_NULL,
@@ -89,6 +81,11 @@ class Bundle:
     @property
     def event(self) -> dict[str, Any]:
         return self.manifest["event"]
+
+    @property
+    def first(self) -> MicroBatchName:
+        """The micro-batch that most of a replay is about: the first one."""
+        return next(iter(self.micro_batches))
 
     @cached_property
     def rows(self) -> dict[MicroBatchName, list[int]]:
@@ -142,7 +139,6 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise BundleError(
             f"The bundle has format {manifest.get('format')!r}, and this version of GradLoc reads {layout.FORMAT}."
         )
-    manifest["event"] = current(manifest.get("event"))
     problem = _problem(manifest)
     if problem is not None:
         raise BundleError(f"{layout.MANIFEST} is damaged: {problem}.")

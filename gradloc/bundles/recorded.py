@@ -3,7 +3,7 @@
 """Writes the bundle of a recorded spike: its micro-batches, before anything was searched. It needs safetensors."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from .. import limits
-from ..measure.micro_batch import MicroBatchName
+from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.token_weights import movable, square_weight
 from . import layout
 from .bundle_files import bundle_files, bytes_of_bundles, write_bundle_files
-from .layout import NotReplayableError, SavedMicroBatch
+from .layout import NotReplayableError, Row, SavedMicroBatch
 
 
 class NothingMovesError(NotReplayableError):
@@ -25,8 +25,8 @@ class NothingMovesError(NotReplayableError):
 def write_recorded_bundle(
     directory: Path,
     event: Mapping[str, Any],
-    micro_batches: Mapping[MicroBatchName, SavedMicroBatch],
-    rows: Mapping[MicroBatchName, list[int]],
+    micro_batches: Mapping[MicroBatchName, MicroBatch],
+    rows_of: Callable[[Mapping[str, Any]], list[Row]],
     context: Mapping[str, Any],
     suffix: str = "",
 ) -> str:
@@ -39,8 +39,8 @@ def write_recorded_bundle(
     Args:
         directory (Path): The directory of the evidence.
         event (Mapping): What `recorded_event` returned.
-        micro_batches (Mapping[MicroBatchName, SavedMicroBatch]): The micro-batches; their tokens have `suspicion`.
-        rows (Mapping[MicroBatchName, list[int]]): The rows of each in its rank's mini-batch.
+        micro_batches (Mapping[MicroBatchName, MicroBatch]): The micro-batches; their tokens have `suspicion`.
+        rows_of (Callable): Converts the inputs of a micro-batch to its samples; see `BundleWriter`.
         context (Mapping): What the trainer knows: see `BundleWriter`.
         suffix (str): The end of the folder's name, by which the parts of several ranks differ.
 
@@ -53,7 +53,11 @@ def write_recorded_bundle(
         OSError: It cannot be written.
     """
     folder = directory / layout.FOLDER
-    moving = {name: saved for name, saved in micro_batches.items() if bool(movable(saved.tokens).any())}
+    moving = {
+        name: SavedMicroBatch(rows_of(each.inputs), each.tokens, each.rng_state)
+        for name, each in micro_batches.items()
+        if bool(movable(each.tokens).any())
+    }
     if not moving:
         raise NothingMovesError("it has no token with a gradient")
     # Ranks write at the same time, so each has a share of its own.
@@ -63,7 +67,7 @@ def write_recorded_bundle(
     kept = _largest(moving)
     entries = {
         name: {
-            "rows": rows[name],
+            "rows": micro_batches[name].rows,
             "norm": None,
             "layer_norms": {},
             "threshold": event["threshold"] * math.sqrt(float(square_weight(saved.tokens))),

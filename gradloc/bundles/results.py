@@ -31,88 +31,57 @@ _FACTOR = {"anyOf": [object_with({"factor": NUMBER, "spread": NUMBER, "could_be"
 
 _SWITCH = object_with({"name": TEXT, "norm": NUMBER, "log_probs": NUMBER_OR_NULL, "culprit": NUMBER_OR_NULL})
 
+_REPLAYED = {"replayed": NUMBER, "others": list_of(NUMBER)}
+
+_UNIT = object_with(
+    {
+        **dict.fromkeys(("rank", "micro_batch", "rows"), INDEX),
+        **_REPLAYED,
+        "norm": NUMBER_OR_NULL,
+        "threshold": NUMBER,
+        "rest": NUMBER_OR_NULL,
+    }
+)
+_TOKEN = object_with(
+    {
+        **dict.fromkeys(("rank", "micro_batch", "row", "position", "token_id"), INDEX),
+        **_REPLAYED,
+        "culprit": {"type": "boolean"},
+        **dict.fromkeys(("source", "layer"), TEXT_OR_NULL),
+        **dict.fromkeys(("log_prob", "replayed_log_prob"), NUMBER),
+        **dict.fromkeys(("grad_norm", "layer_norm", "replayed_layer_norm"), NUMBER_OR_NULL),
+    }
+)
+# Of a remedy that was measured, besides what all have.
+_MEASURED = {
+    **dict.fromkeys(("left", "ordinary_moved"), NUMBER_OR_NULL),
+    **dict.fromkeys(("override", "note"), TEXT_OR_NULL),
+    "under": {"type": "boolean"},
+    "masked": object_with({"tokens": INDEX, "culprits": INDEX}),
+}
+_SCALE = object_with({"gradient": _FACTOR, "reduced": _FACTOR, "loss": _FACTOR})
+
 RESULT = object_with(
     {
         "format": {"const": layout.FORMAT},
         "kind": {"const": layout.RESULT_KIND},
-        "time": TEXT,
-        "bundle": TEXT,
+        **dict.fromkeys(("time", "bundle", "model", "device", "variant", "recorded"), TEXT),
         "global_step": INTEGER_OR_NULL,
-        "epoch": INDEX,
-        "mini_batch": INDEX,
-        "model": TEXT,
-        "device": TEXT,
-        "variant": TEXT,
-        "variants": list_of(TEXT),
-        "recorded": TEXT,
-        "notes": list_of(TEXT),
-        "sentences": list_of(TEXT),
+        **dict.fromkeys(("epoch", "mini_batch"), INDEX),
+        **dict.fromkeys(("variants", "notes", "sentences"), list_of(TEXT)),
         "log_probs": object_with({"tokens": INDEX, "nonfinite": INDEX, "mean": NUMBER_OR_NULL, "max": NUMBER_OR_NULL}),
-        "units": list_of(
-            object_with(
-                {
-                    "rank": INDEX,
-                    "micro_batch": INDEX,
-                    "rows": INDEX,
-                    "norm": NUMBER_OR_NULL,
-                    "threshold": NUMBER,
-                    "replayed": NUMBER,
-                    "others": list_of(NUMBER),
-                    "rest": NUMBER_OR_NULL,
-                }
-            )
-        ),
-        "tokens": list_of(
-            object_with(
-                {
-                    "rank": INDEX,
-                    "micro_batch": INDEX,
-                    "row": INDEX,
-                    "position": INDEX,
-                    "token_id": INDEX,
-                    "culprit": {"type": "boolean"},
-                    "source": TEXT_OR_NULL,
-                    "grad_norm": NUMBER_OR_NULL,
-                    "replayed": NUMBER,
-                    "others": list_of(NUMBER),
-                    "log_prob": NUMBER,
-                    "replayed_log_prob": NUMBER,
-                    "layer": TEXT_OR_NULL,
-                    "layer_norm": NUMBER_OR_NULL,
-                    "replayed_layer_norm": NUMBER_OR_NULL,
-                }
-            )
-        ),
-        "layers": list_of(
-            object_with({"layer": TEXT, "norm": NUMBER_OR_NULL, "replayed": NUMBER, "others": list_of(NUMBER)})
-        ),
-        "remedies": list_of(
-            object_with(
-                {"name": TEXT, "norm": NUMBER, "meaning": TEXT},
-                # Of those that were measured.
-                left=NUMBER_OR_NULL,
-                under={"type": "boolean"},
-                ordinary_moved=NUMBER_OR_NULL,
-                masked=object_with({"tokens": INDEX, "culprits": INDEX}),
-                override=TEXT_OR_NULL,
-                note=TEXT_OR_NULL,
-            )
-        ),
+        "units": list_of(_UNIT),
+        "tokens": list_of(_TOKEN),
+        "layers": list_of(object_with({"layer": TEXT, "norm": NUMBER_OR_NULL, **_REPLAYED})),
+        "remedies": list_of(object_with({"name": TEXT, "norm": NUMBER, "meaning": TEXT}, **_MEASURED)),
     },
     remedy_notes=list_of(TEXT),
-    # Results of older releases lack this.
     temperature={"anyOf": [_TEMPERATURE, {"type": "null"}]},
     switches=list_of(_SWITCH),
-    scale={
-        "anyOf": [
-            object_with({"gradient": _FACTOR, "reduced": _FACTOR, "loss": _FACTOR}),
-            {"type": "null"},
-        ]
-    },
+    scale={"anyOf": [_SCALE, {"type": "null"}]},
 )
 # Overrides are to be copied into a shell: nothing but keys and plain values.
 _OVERRIDES = re.compile(r"[a-z_.]+=[\w.-]+( [a-z_.]+=[\w.-]+)*", re.ASCII)
-_MEASURED = ("left", "under", "ordinary_moved", "masked", "override", "note")
 
 
 def read_results(directory: str) -> list[dict[str, Any]]:

@@ -13,12 +13,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from ..bundles.layout import NotReplayableError
 from ..bundles.recorded import write_recorded_bundle
-from ..checks import need
+from ..checks import argument, need
 from ..evidence.recorded_event import recorded_event
 from ..evidence.writer import evidence_files, record_events
 from ..measure.token_weights import square_weight
@@ -32,6 +33,11 @@ from .slime import read_slime
 
 # verl's default of grad_norm_threshold.
 THRESHOLD = 640.0
+
+_POSITIVE = argument(float, lambda value: 0 < value < math.inf, "it must be positive")
+_NOT_NEGATIVE = argument(float, lambda value: 0 <= value < math.inf, "it must not be negative")
+_WHOLE = argument(int, lambda value: value >= 0, "it must not be negative")
+_NATURAL = argument(int, lambda value: value >= 1, "it must be at least 1")
 
 _FORMATS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pt": "slime", ".pth": "slime"}
 
@@ -54,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         batch = build_batch(records, loss, found["ranks"], options.micro_batch_size, options.old_from_rollout)
         batch.notes[:0] = found["notes"]
         event = _event(batch, options, found)
+        context = _context(options, loss, batch, found)
         event["replay"] = write_recorded_bundle(
-            Path(options.out), event, batch.saved, batch.rows, _context(options, loss, batch, found)
+            Path(options.out), event, batch.micro_batches, itemgetter("samples"), context
         )
     except (RecordError, NotReplayableError) as error:
         print(visible(str(error)[:1].upper() + str(error)[1:]), file=sys.stderr)
@@ -76,57 +83,34 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--format", choices=("jsonl", "parquet", "slime"), help="default: by the files' names")
     parser.add_argument("--model", metavar="PATH", help="the folder with the weights that this step had")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of training")
-    parser.add_argument("--step", metavar="N", type=_whole, help="the trainer's step")
-    parser.add_argument("--threshold", metavar="TAU", type=_positive, help=f"norm of a spike's token ({THRESHOLD:g})")
+    parser.add_argument("--step", metavar="N", type=_WHOLE, help="the trainer's step")
+    parser.add_argument("--threshold", metavar="TAU", type=_POSITIVE, help=f"norm of a spike's token ({THRESHOLD:g})")
     parser.add_argument(
         "--usual-norm",
         metavar="NORM",
-        type=_positive,
+        type=_POSITIVE,
         help=f"the run's usual gradient norm; τ is then {MARGIN:g} times the norm that tokens usually have by it",
     )
     parser.add_argument("--grad-norm", metavar="NORM", type=float, help="that of this step, before clipping")
     parser.add_argument("--loss-agg-mode", choices=AGG_MODES, help="as verl names them (token-mean; slime: its own)")
     parser.add_argument(
-        "--loss-scale-factor", metavar="N", type=_positive, help="of seq-mean-token-sum-norm (the longest response)"
+        "--loss-scale-factor", metavar="N", type=_POSITIVE, help="of seq-mean-token-sum-norm (the longest response)"
     )
-    parser.add_argument("--clip-low", metavar="EPS", type=_not_negative, default=0.2, help="PPO's clip (0.2)")
-    parser.add_argument("--clip-high", metavar="EPS", type=_not_negative, default=0.2, help="PPO's clip (0.2)")
-    parser.add_argument("--clip-c", metavar="C", type=_positive, help="dual clip, over 1 (none)")
-    parser.add_argument("--kl-coef", metavar="BETA", type=_not_negative, default=0.0, help="of a KL loss (0)")
+    parser.add_argument("--clip-low", metavar="EPS", type=_NOT_NEGATIVE, default=0.2, help="PPO's clip (0.2)")
+    parser.add_argument("--clip-high", metavar="EPS", type=_NOT_NEGATIVE, default=0.2, help="PPO's clip (0.2)")
+    parser.add_argument("--clip-c", metavar="C", type=_POSITIVE, help="dual clip, over 1 (none)")
+    parser.add_argument("--kl-coef", metavar="BETA", type=_NOT_NEGATIVE, default=0.0, help="of a KL loss (0)")
     parser.add_argument("--kl-type", choices=tuple(KL_LOSSES), default="low_var_kl", help="(low_var_kl)")
-    parser.add_argument("--temperature", type=_positive, default=1.0, help="what logits are divided by (1)")
+    parser.add_argument("--temperature", type=_POSITIVE, default=1.0, help="what logits are divided by (1)")
     parser.add_argument(
-        "--micro-batch-size", metavar="N", type=_natural, help="responses in a micro-batch, where records name none"
+        "--micro-batch-size", metavar="N", type=_NATURAL, help="responses in a micro-batch, where records name none"
     )
-    parser.add_argument("--slime-step", metavar="N", type=_whole, default=0, help="optimizer step of the rollout (0)")
+    parser.add_argument("--slime-step", metavar="N", type=_WHOLE, default=0, help="optimizer step of the rollout (0)")
     parser.add_argument(
         "--old-from-rollout", action="store_true", help="the loss's ratio is to the rollout's log-probs"
     )
     parser.add_argument("--keep-nonfinite", action="store_true", help="take NaN and infinities, too")
     return parser
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError("it must be positive")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    return 0.0 if float(text) == 0 else _positive(text)
-
-
-def _whole(text: str) -> int:
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError("it must not be negative")
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    if _whole(text) < 1:
-        raise argparse.ArgumentTypeError("it must be at least 1")
-    return int(text)
 
 
 def _read(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import limits
-from ..bundles.layout import SavedMicroBatch
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from .loss import Loss
 from .records import Record, RecordError
@@ -21,22 +20,17 @@ class Batch:
     """The micro-batches of an optimizer step.
 
     Args:
-        micro_batches (dict[MicroBatchName, MicroBatch]): What `MicroBatch.portable` returned for each.
-        saved (dict[MicroBatchName, SavedMicroBatch]): The same with their samples.
+        micro_batches (dict[MicroBatchName, MicroBatch]): What `MicroBatch.portable` returned for each; its inputs are
+            its samples, as `samples`.
         uids (dict[tuple[int, int], str]): By rank and row, of those that have one.
         world_size (int): The number of data-parallel ranks.
         notes (list[str]): What was taken where the records lack something.
     """
 
     micro_batches: dict[MicroBatchName, MicroBatch]
-    saved: dict[MicroBatchName, SavedMicroBatch]
     uids: dict[tuple[int, int], str]
     world_size: int
     notes: list[str]
-
-    @property
-    def rows(self) -> dict[MicroBatchName, list[int]]:
-        return {name: micro_batch.rows for name, micro_batch in self.micro_batches.items()}
 
 
 def build_batch(
@@ -65,27 +59,22 @@ def build_batch(
     if not records:
         raise RecordError("There is no record.")
     _check_alike(records)
-    notes = _unknown_fields(records)
-    records, more = _with_log_probs(records, old_from_rollout)
-    notes += more
-    world_size = max(world_size, *(record.rank + 1 for record in records)) if records else world_size
-    records, more = _with_coefficients(records, loss, world_size)
-    notes += more
+    unknown = sorted({name for record in records for name in record.unknown})
+    notes = [f"Fields that were not read: {', '.join(unknown[:16])}."] if unknown else []
+    records = _with_log_probs(records, old_from_rollout, notes)
+    world_size = max(world_size, *(record.rank + 1 for record in records))
+    records = _with_coefficients(records, loss, world_size, notes)
     parts, rows = _divided(records, micro_batch_size)
-    micro_batches, saved = {}, {}
+    micro_batches = {}
     for name, indices in parts.items():
         here = [records[index] for index in indices]
-        most = max(len(record.tokens["weight"]) for record in here)
         if len(here) > limits.ROWS:
             raise RecordError(f"Micro-batch {name[1]} of rank {name[0]} has over {limits.ROWS:,} responses.")
-        micro_batch = MicroBatch({}, [rows[index] for index in indices], (torch.get_rng_state(), None), _padded(here))
-        assert micro_batch.tokens["weight"].shape == (len(here), most)
+        samples, own_rows = [record.row for record in here], [rows[index] for index in indices]
+        micro_batch = MicroBatch({"samples": samples}, own_rows, (torch.get_rng_state(), None), _padded(here))
         micro_batches[name] = micro_batch.portable(1.0)
-        saved[name] = SavedMicroBatch(
-            [record.row for record in here], micro_batches[name].tokens, micro_batches[name].rng_state
-        )
     uids = {(r.rank, rows[index]): r.uid for index, r in enumerate(records) if r.uid is not None}
-    return Batch(micro_batches, saved, uids, world_size, notes)
+    return Batch(micro_batches, uids, world_size, notes)
 
 
 def _check_alike(records: Sequence[Record]) -> None:
@@ -100,20 +89,15 @@ def _check_alike(records: Sequence[Record]) -> None:
             raise RecordError(f"{has.place} names a micro-batch, and {lacks.place} does not.")
 
 
-def _unknown_fields(records: Sequence[Record]) -> list[str]:
-    unknown = sorted({name for record in records for name in record.unknown})
-    return [f"Fields that were not read: {', '.join(unknown[:16])}."] if unknown else []
-
-
-def _with_log_probs(records: Sequence[Record], old_from_rollout: bool) -> tuple[list[Record], list[str]]:
+def _with_log_probs(records: Sequence[Record], old_from_rollout: bool, notes: list[str]) -> list[Record]:
     """Records that all have log-probs, and old ones where any are known."""
-    names, notes, changed = records[0].tokens.keys(), [], []
+    names, place, changed = records[0].tokens.keys(), records[0].place, []
     if old_from_rollout and "rollout_log_prob" not in names:
-        raise RecordError(f"{records[0].place}, field 'rollout_log_probs': it is missing.")
+        raise RecordError(f"{place}, field 'rollout_log_probs': it is missing.")
     source = next((name for name in ("log_prob", "old_log_prob", "rollout_log_prob") if name in names), None)
     if source is None:
         raise RecordError(
-            f"{records[0].place}, field 'log_probs': it is missing, and so are 'old_log_probs' and 'rollout_log_probs'."
+            f"{place}, field 'log_probs': it is missing, and so are 'old_log_probs' and 'rollout_log_probs'."
         )
     if source != "log_prob":
         notes.append(
@@ -125,12 +109,12 @@ def _with_log_probs(records: Sequence[Record], old_from_rollout: bool) -> tuple[
         if old_from_rollout:
             tokens["old_log_prob"] = tokens["rollout_log_prob"]
         changed.append(replace(record, tokens=tokens))
-    return changed, notes
+    return changed
 
 
-def _with_coefficients(records: Sequence[Record], loss: Loss, world_size: int) -> tuple[list[Record], list[str]]:
+def _with_coefficients(records: Sequence[Record], loss: Loss, world_size: int, notes: list[str]) -> list[Record]:
     """Records with the weights and coefficients that they have on their ranks."""
-    names, notes = records[0].tokens.keys(), []
+    names = records[0].tokens.keys()
     if "weight" in names:
         weights = [record.tokens["weight"] for record in records]
     else:
@@ -154,7 +138,7 @@ def _with_coefficients(records: Sequence[Record], loss: Loss, world_size: int) -
         tokens["weight"] = tokens["weight"] * world_size
         tokens["coefficient"] = tokens["coefficient"] * world_size
         changed.append(replace(record, tokens=tokens))
-    return changed, notes
+    return changed
 
 
 def _divided(

@@ -10,14 +10,17 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
 
 from ..bundles.opening import Bundle, BundleError, open_bundle
-from ..checks import need
+from ..checks import argument, need
 from ..evidence.writer import jsonable
 from ..report.figures import severity, visible
-from .measuring import Measured, Place, measure, places
+from .measuring import Measured, measure, places
 from .memory import check_memory, is_out_of_memory, needed_memory
 from .model import (
     ATTENTIONS,
@@ -26,24 +29,26 @@ from .model import (
     Variant,
     WrongModelError,
     default_variant,
-    first_line,
+    device_kind,
     load,
     model_path,
     other_variants,
+    quiet_transformers,
+    why_not,
 )
 from .parts import missing_notes
-from .remedies import Row, measure_remedies
-from .result import build_result, write_result
+from .remedies import measure_remedies
+from .result import Found, build_result, write_result
 from .search_command import processes, run_search
 from .searched_event import with_findings
 from .switch_table import AS_REPLAYED
-from .switches import Reloaded, Switch, loaded_switches, measure_switch, row, switches_in_place
+from .switches import Switch, loaded_switches, measure_switch, row, switches_in_place
 from .temperature import fit_temperature
 
 TOKENS = 16
 _TAKE_LESS = "Take another --device, --dtype or --attention, or a machine with more memory."
 # A model's own code may have other signatures and attributes than a switch takes for granted.
-_NOT_SWITCHED = (
+_NOT_DONE = (
     WrongModelError,
     MemoryError,
     OSError,
@@ -70,35 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *(["plotly"] if options.html else []),
     ]:
         need(package, "A replay")
-    if options.search:
-        return run_search(options)
-    said: set[str] = set()
     try:
-        bundle = with_findings(open_bundle(options.bundle))
-        for result in _replay(bundle, options):
-            _write(bundle, result, said)
+        return run_search(options) if options.search else _run(options)
     except (BundleError, WrongModelError) as error:
-        print(visible(str(error)), file=sys.stderr)
-        return 2
+        text = str(error)
     except OSError as error:
-        print(visible(f"{error.strerror or error}: {error.filename or options.bundle}"), file=sys.stderr)
-        return 2
-    if options.json:
-        print(json.dumps(jsonable(result), indent=2, allow_nan=False))
-    else:
-        from .terminal import print_result  # needs rich
-
-        print_result(result)
-    if options.html:
-        from .page import write_replay_page  # needs plotly
-
-        try:
-            write_replay_page(bundle, result, options.html)
-        except OSError as error:
-            print(visible(f"{error.strerror}: {error.filename2 or error.filename}"), file=sys.stderr)
-            return 2
-        print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
-    return 0
+        text = f"{error.strerror or error}: {error.filename2 or error.filename or options.bundle}"
+    print(visible(text), file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--search", action="store_true", help="search the bundle for the tokens behind the spike, and do nothing else"
     )
-    parser.add_argument("--threshold", metavar="τ", type=_positive, help="for --search: τ (default: the event's)")
+    positive = argument(float, lambda value: 0 < value < math.inf, "must be positive and finite")
+    parser.add_argument("--threshold", metavar="τ", type=positive, help="for --search: τ (default: the event's)")
     parser.add_argument(
         "--budget", metavar="N", type=int, help="for --search: at most N passes (default: as in training)"
     )
@@ -127,13 +112,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's folder run its own code")
     return parser
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError("must be positive and finite")
-    return value
 
 
 def _problem(options: argparse.Namespace) -> str | None:
@@ -149,112 +127,150 @@ def _problem(options: argparse.Namespace) -> str | None:
     return "torchrun is for --search" if processes() > 1 else None
 
 
-def _replay(bundle: Bundle, options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Yields the result, then the result with each comparison or switch added: the next may take too much memory."""
-    import torch
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise WrongModelError("There is no CUDA device here: take --device cpu.")
-    path = model_path(bundle, options.model, options.trust_remote_code)
-    culprits = places(bundle, bundle.event["culprits"])
-    tokens = list(dict.fromkeys([*culprits, *_largest(bundle)]))[: max(options.tokens, 0)]
-    main_variant = default_variant(bundle, options.dtype, options.attention, device)
-    others = [] if options.only else other_variants(main_variant)
-    sizes: dict[Variant, int] = {}
-    measured: dict[Variant, Measured] = {}
-    notes = missing_notes(bundle)
-    remedies: tuple[list[Row], list[str]] | None = None
-    temperature: dict[str, float] | None = None
-    switches: list[Row] | None = [] if options.switches else None
-    in_place: list[Switch] = []
-    reloaded: list[Reloaded] = []
-    open_ones: list[Variant] = [*others]
-    open_switches: list[str] = []
-    first = bundle.manifest["micro_batches"][0]
-    of_first = [place for place in tokens if place in culprits and place[0] == (first["rank"], first["micro_batch"])]
-    culprit = of_first[0] if of_first else None
-
-    def so_far() -> dict[str, object]:
-        ended = [f"Not compared with {variant}" for variant in open_ones]
-        ended += [f"Not switched to '{name}'" for name in open_switches]
-        said = [*notes, *(f"{what}: the replay ended before." for what in ended)]
-        return build_result(bundle, path, device, main_variant, measured, tokens, said, remedies, temperature, switches)
-
-    for variant in [main_variant, *others]:
-        if variant in open_ones:
-            open_ones.remove(variant)
-        model: Model | None = None  # that of the last variant makes room, also where it ran out of memory
+def _run(options: argparse.Namespace) -> int:
+    """Replays the bundle, and writes and prints the result."""
+    bundle = with_findings(open_bundle(options.bundle))
+    said = ""
+    for result in _Replay(bundle, options).results():
         try:
-            if variant in sizes:
-                check_memory(sizes[variant], device)
-            model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
-            if variant == main_variant:
-                check_memory(_size(bundle, model, variant), device)
-                if switches is not None:
-                    reloaded = loaded_switches(main_variant, device)
-                later = [*others, *(of_switch for _, of_switch, _ in reloaded)]
-                sizes = {other: _size(bundle, model, other, loaded=False) for other in later}
-            found = measure(bundle, model, tokens, culprits, rests=variant == main_variant)
-            if variant == main_variant:
-                temperature = fit_temperature(bundle, model)
-            if options.remedies and variant == main_variant:
-                remedies = measure_remedies(bundle, model, found)
-            if switches is not None and variant == main_variant:
-                switches.append(row(AS_REPLAYED, bundle, found, found, culprit))
-                in_place = switches_in_place(model, main_variant)
-                open_switches = [*(switch.name for switch in in_place), *(name for name, _, _ in reloaded)]
-            notes += [note for note in model.notes if note not in notes]
-        except (WrongModelError, MemoryError, OSError, RuntimeError) as error:
-            reason = first_line(error)
-            if no_room := is_out_of_memory(error):
-                figures = f": {error}" if isinstance(error, MemoryError) and error.args else ""
-                reason = f"{variant} takes more memory than there is{figures}."
-            if variant != main_variant:
-                notes.append(f"Not compared with {variant}: {reason}")
-            elif no_room:
-                raise WrongModelError(f"{reason} {_TAKE_LESS}") from error
-            else:
+            text = f"The result: {visible(str(write_result(bundle, result)))}"
+        except OSError as error:
+            text = f"The result cannot be written beside the bundle: {error.strerror}"
+        if text != said:
+            print(text, file=sys.stderr)
+        said = text
+    if options.json:
+        print(json.dumps(jsonable(result), indent=2, allow_nan=False))
+    else:
+        from .terminal import print_result  # needs rich
+
+        print_result(result)
+    if options.html:
+        from .page import write_replay_page  # needs plotly
+
+        write_replay_page(bundle, result, options.html)
+        print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A comparison or a switch.
+
+    Args:
+        note (str): What a note on it begins with: that it was not done.
+        do (Callable): Measures it.
+        variant (Variant, optional): What is compared; None for a switch.
+    """
+
+    note: str
+    do: Callable[[], None]
+    variant: Variant | None = None
+
+
+class _Replay:
+    """What is measured of a bundle, one model in memory at a time."""
+
+    def __init__(self, bundle: Bundle, options: argparse.Namespace) -> None:
+        quiet_transformers()
+        device = device_kind(options.device)
+        path = model_path(bundle, options.model, options.trust_remote_code)
+        self._culprits = places(bundle, bundle.event["culprits"])
+        largest = sorted(bundle.manifest["measured"], key=lambda token: -severity(token["grad_norm"]))
+        tokens = list(dict.fromkeys([*self._culprits, *places(bundle, largest)]))[: max(options.tokens, 0)]
+        of_first = [place for place in tokens if place in self._culprits and place[0] == bundle.first]
+        self._culprit = of_first[0] if of_first else None
+        main = default_variant(bundle, options.dtype, options.attention, device)
+        self._found = Found(bundle, path, device, main, tokens, notes=missing_notes(bundle))
+        self._options = options
+        self._model: Model | None = None
+        self._sizes: dict[Variant, int] = {}
+
+    def results(self) -> Iterator[dict[str, object]]:
+        """The result, then the result with each comparison or switch added: the next may take too much memory."""
+        steps = self._replay()
+        yield build_result(self._found, [step.note for step in steps])
+        for number, step in enumerate(steps, 1):
+            try:
+                step.do()
+            except _NOT_DONE as error:
+                self._found.notes.append(f"{step.note}: {_reason(error, step.variant)}")
+            yield build_result(self._found, [later.note for later in steps[number:]])
+
+    def _replay(self) -> list[_Step]:
+        """Measures what stands for the replay, and returns what is left to do."""
+        options, found = self._options, self._found
+        bundle, main = found.bundle, found.main
+        others = [] if options.only else other_variants(main)
+        reloaded = loaded_switches(main, found.device) if options.switches else []
+        in_place: list[Switch] = []
+        try:
+            model = self._load(main)
+            check_memory(_size(bundle, model, main), found.device)
+            for later in (*others, *(variant for _, variant, _ in reloaded)):
+                self._sizes[later] = _size(bundle, model, later, loaded=False)
+            measured = found.measured[main] = measure(bundle, model, found.tokens, self._culprits)
+            found.temperature = fit_temperature(bundle, model)
+            if options.remedies:
+                found.remedies = measure_remedies(bundle, model, measured)
+            if options.switches:
+                found.switches = [row(AS_REPLAYED, bundle, measured, measured, self._culprit)]
+                in_place = switches_in_place(model, main)
+        except (MemoryError, OSError, RuntimeError) as error:
+            if not is_out_of_memory(error):
                 raise
+            raise WrongModelError(f"{why_not(error, main)} {_TAKE_LESS}") from error
+        return [
+            *(_switching(switch.name, partial(self._switch, switch)) for switch in in_place),
+            *(_Step(f"Not compared with {other}", partial(self._compare, other), other) for other in others),
+            *(_switching(each[0], partial(self._switch_reloaded, *each)) for each in reloaded),
+        ]
+
+    def _load(self, variant: Variant) -> Model:
+        self._model = None  # makes room
+        if variant in self._sizes:
+            check_memory(self._sizes[variant], self._found.device)
+        found, options = self._found, self._options
+        self._model = load(found.bundle, found.model, variant, found.device, options.adapter, options.trust_remote_code)
+        found.notes += [note for note in self._model.notes if note not in found.notes]
+        return self._model
+
+    def _compare(self, variant: Variant) -> None:
+        self._found.measured[variant] = measure(self._found.bundle, self._load(variant), self._found.tokens)
+
+    def _switch(self, switch: Switch) -> None:
+        assert self._model is not None  # that of the replay
+        with switch.on(self._model):
+            self._add_switch(switch.name, self._model)
+
+    def _switch_reloaded(self, name: str, variant: Variant, change: Callable[[nn.Module], None] | None) -> None:
+        if change is None and variant in self._found.measured:
+            self._add_switch(name, self._found.measured[variant])
+            return
+        model = self._load(variant)
+        if change is not None:
+            change(model.module)
+        self._add_switch(name, model)
+
+    def _add_switch(self, name: str, of: Model | Measured) -> None:
+        """Adds the row of a switch that is on in a model, or of what was measured with it on."""
+        found, culprit = self._found, self._culprit
+        bundle, main = found.bundle, found.measured[found.main]
+        if isinstance(of, Model):
+            found.switches.append(measure_switch(name, bundle, of, main, culprit))
         else:
-            measured[variant] = found
-        yield so_far()
-        if switches is not None and variant == main_variant:
-            assert model is not None  # it was measured
-            for switch in in_place:
-                open_switches.remove(switch.name)
-                with _noting(switch.name, notes), switch.on(model):
-                    switches.append(measure_switch(bundle, model, switch.name, found, culprit))
-                yield so_far()
-    if switches is None:
-        return
-    main = measured[main_variant]
-    for name, variant, give in reloaded:
-        open_switches.remove(name)
-        model = None
-        with _noting(name, notes):
-            if give is None and variant in measured:
-                switches.append(row(name, bundle, measured[variant], main, culprit))
-            else:
-                check_memory(sizes[variant], device)
-                model = load(bundle, path, variant, device, options.adapter, options.trust_remote_code)
-                if give is not None:
-                    give(model.module)
-                switches.append(measure_switch(bundle, model, name, main, culprit))
-        yield so_far()
+            found.switches.append(row(name, bundle, of, main, culprit))
 
 
-@contextmanager
-def _noting(name: str, notes: list[str]) -> Iterator[None]:
-    """Notes why something cannot be switched, instead of ending the replay."""
-    try:
-        yield
-    except _NOT_SWITCHED as error:
-        reason = "it takes more memory than there is." if is_out_of_memory(error) else first_line(error)
-        notes.append(f"Not switched to '{name}': {reason}")
+def _switching(name: str, do: Callable[[], None]) -> _Step:
+    return _Step(f"Not switched to '{name}'", do)
+
+
+def _reason(error: BaseException, variant: Variant | None) -> str:
+    """Why a comparison with a variant could not be made, or a switch, as a sentence."""
+    if variant is None and is_out_of_memory(error):
+        return "it takes more memory than there is."
+    return why_not(error, variant)
 
 
 def _size(bundle: Bundle, model: Model, variant: Variant, loaded: bool = True) -> int:
@@ -262,23 +278,6 @@ def _size(bundle: Bundle, model: Model, variant: Variant, loaded: bool = True) -
     dtype = DTYPES[variant.dtype]
     weights = 0 if loaded else sum(p.numel() for p in model.module.parameters()) * dtype.itemsize
     return weights + needed_memory(bundle, model.module, dtype, variant.attention)
-
-
-def _write(bundle: Bundle, result: Mapping[str, object], said: set[str]) -> None:
-    """Writes a result and says where, once."""
-    try:
-        text = f"The result: {visible(str(write_result(bundle, result)))}"
-    except OSError as error:
-        text = f"The result cannot be written beside the bundle: {error.strerror}"
-    if text not in said:
-        print(text, file=sys.stderr)
-    said.add(text)
-
-
-def _largest(bundle: Bundle) -> list[Place]:
-    """The tokens that the search measured alone, largest first."""
-    ordered = sorted(bundle.manifest["measured"], key=lambda token: -severity(token["grad_norm"]))
-    return places(bundle, ordered)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from ..bundles import layout
 from ..bundles.opening import Bundle
 from ..bundles.plain_file import NotPlainFileError, read_plain_file
 from ..evidence.foreign_json import LINE_BYTES, parse
-from ..evidence.schema import EVENT, conforms, current
+from ..evidence.schema import EVENT, conforms
 from ..evidence.writer import FILE_BYTES, event_line, evidence_files
 from .parts import same_number
 
@@ -161,7 +161,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
     if len(line) > LINE_BYTES or not line.endswith(b"\n"):
         return None
     try:
-        value = current(parse(line))
+        value = parse(line)
     except ValueError:
         return None
     return value if conforms(value, EVENT) and not isinstance(value.get("global_step"), bool) else None

@@ -7,19 +7,22 @@ padding; packed and padded training differ from that by rounding alone.
 """
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..bundles.layout import Row, SavedMicroBatch
+from ..bundles.layout import SavedMicroBatch
 from ..bundles.opening import Bundle
 from ..measure.micro_batch import MicroBatchName
 from .model import Model, forward
 
 # (unit, row in the micro-batch, position in the response).
 Place = tuple[MicroBatchName, int, int]
+# ∂L/∂log p and the derivative by the entropies, each of shape (rows, response length).
+Coefficients = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,9 @@ class Norms:
 
     norm: float
     layers: dict[str, float]
+
+    def divided_by(self, number: float) -> "Norms":
+        return Norms(self.norm / number, {layer: norm / number for layer, norm in self.layers.items()})
 
 
 @dataclass
@@ -50,7 +56,7 @@ class Measured:
     log_probs: dict[MicroBatchName, Tensor] = field(default_factory=dict)
 
 
-def places(bundle: Bundle, listed: list[dict[str, Any]]) -> list[Place]:
+def places(bundle: Bundle, listed: Sequence[Mapping[str, Any]]) -> list[Place]:
     """Where the tokens of a list (culprits, or `measured`) are, those whose micro-batch the bundle has."""
     found = []
     for token in listed:
@@ -60,164 +66,119 @@ def places(bundle: Bundle, listed: list[dict[str, Any]]) -> list[Place]:
     return found
 
 
-def measure(bundle: Bundle, model: Model, tokens: list[Place], culprits: list[Place], rests: bool) -> Measured:
+def coefficients_of(saved: SavedMicroBatch, keep: Tensor | None = None) -> Coefficients:
+    """Those of a micro-batch; 0 where `keep`, bool of the same shape, is false."""
+    found = saved.tokens["coefficient"], saved.tokens["entropy_coefficient"]
+    return found if keep is None else (torch.where(keep, found[0], 0.0), torch.where(keep, found[1], 0.0))
+
+
+def all_but(saved: SavedMicroBatch, name: MicroBatchName, culprits: Collection[Place]) -> Tensor:
+    """Which tokens of a micro-batch are not among these, bool of shape (rows, response length)."""
+    keep = torch.ones_like(saved.tokens["weight"], dtype=torch.bool)
+    for unit, row, position in culprits:
+        if unit == name:
+            keep[row, position] = False
+    return keep
+
+
+def measure(
+    bundle: Bundle,
+    model: Model,
+    tokens: Sequence[Place],
+    culprits: Sequence[Place] | None = None,
+    names: Sequence[MicroBatchName] | None = None,
+) -> Measured:
     """Measures a bundle's micro-batches and some of its tokens.
 
     Args:
         bundle (Bundle): The bundle.
         model (Model): The model; its gradients are cleared.
-        tokens (list[Place]): The tokens to measure alone.
-        culprits (list[Place]): The tokens without which the rests are measured.
-        rests (bool): Whether to measure them.
+        tokens (Sequence[Place]): The tokens to measure alone.
+        culprits (Sequence[Place], optional): The tokens without which the rests are measured; without it, neither these
+            are nor the whole gradient.
+        names (Sequence[MicroBatchName], optional): The micro-batches to measure; all by default.
     """
     found = Measured()
-    for name, saved in bundle.micro_batches.items():
-        everything = saved.tokens["coefficient"], saved.tokens["entropy_coefficient"]
+    for name in bundle.micro_batches if names is None else names:
+        saved = bundle.micro_batches[name]
         found.log_probs[name] = torch.zeros_like(saved.tokens["weight"], dtype=torch.float64)
-        found.units[name] = gradient_norms(model, bundle, saved, *everything, into=found.log_probs[name])
-        here = [(row, position) for unit, row, position in culprits if unit == name]
-        if rests and here:
-            without = [coefficient.clone() for coefficient in everything]
-            for coefficient in without:
-                for row, position in here:
-                    coefficient[row, position] = 0.0
-            found.rests[name] = gradient_norms(model, bundle, saved, *without)
+        found.units[name] = gradient_norms(model, saved, coefficients_of(saved), into=found.log_probs[name])
+        keep = all_but(saved, name, culprits or ())
+        if not keep.all():
+            found.rests[name] = gradient_norms(model, saved, coefficients_of(saved, keep))
     for place in tokens:
         found.tokens[place] = _token(model, bundle, place)
-    if rests and bundle.event["micro_batches"] == len(bundle.micro_batches):
-        found.whole = _whole(model, bundle, found)
-    return found
-
-
-def measure_first(bundle: Bundle, model: Model, token: Place | None) -> Measured:
-    """The same of the first micro-batch, and of one token of it, alone."""
-    entry = bundle.manifest["micro_batches"][0]
-    name = entry["rank"], entry["micro_batch"]
-    saved, found = bundle.micro_batches[name], Measured()
-    found.log_probs[name] = torch.zeros_like(saved.tokens["weight"], dtype=torch.float64)
-    coefficients = saved.tokens["coefficient"], saved.tokens["entropy_coefficient"]
-    found.units[name] = gradient_norms(model, bundle, saved, *coefficients, into=found.log_probs[name])
-    if token is not None:
-        found.tokens[token] = _token(model, bundle, token)
+    if culprits is not None and bundle.event["micro_batches"] == len(bundle.micro_batches):
+        found.whole = _whole(model, bundle, found).divided_by(bundle.event["world_size"])
     return found
 
 
 def _whole(model: Model, bundle: Bundle, found: Measured) -> Norms:
-    """The gradient of the mini-batch, averaged over the ranks, if the bundle has all its micro-batches."""
+    """The sum of the gradients of all micro-batches."""
     if len(found.units) == 1:
         (summed,) = found.units.values()
-    else:
-        model.module.zero_grad(set_to_none=True)
-        for saved in bundle.micro_batches.values():
-            for index in range(len(saved.rows)):
-                coefficients = saved.tokens["coefficient"][index], saved.tokens["entropy_coefficient"][index]
-                add_row(model, bundle, saved, index, *coefficients)
-        summed = take_norms(model, bundle)
-    ranks = bundle.event["world_size"]
-    return Norms(summed.norm / ranks, {layer: norm / ranks for layer, norm in summed.layers.items()})
+        return summed
+    for saved in bundle.micro_batches.values():
+        for index in range(len(saved.rows)):
+            add_row(model, saved, index, coefficients_of(saved))
+    return take_norms(model)
 
 
 def _token(model: Model, bundle: Bundle, place: Place) -> Norms:
     """A token's gradient, divided by its weight."""
     name, row, position = place
     saved = bundle.micro_batches[name]
-    alone = []
-    for key in ("coefficient", "entropy_coefficient"):
-        coefficient = torch.zeros_like(saved.tokens[key])
-        coefficient[row, position] = saved.tokens[key][row, position]
-        alone.append(coefficient)
-    found = gradient_norms(model, bundle, saved, alone[0], alone[1])
-    weight = abs(float(saved.tokens["weight"][row, position])) or math.nan
-    return Norms(found.norm / weight, {layer: norm / weight for layer, norm in found.layers.items()})
+    alone = gradient_norms(model, saved, coefficients_of(saved, ~all_but(saved, name, [place])))
+    return alone.divided_by(abs(float(saved.tokens["weight"][row, position])) or math.nan)
 
 
 def gradient_norms(
-    model: Model,
-    bundle: Bundle,
-    saved: SavedMicroBatch,
-    coefficient: Tensor,
-    entropy_coefficient: Tensor,
-    into: Tensor | None = None,
+    model: Model, saved: SavedMicroBatch, coefficients: Coefficients, into: Tensor | None = None
 ) -> Norms:
     """The norms of Σ (∂L/∂log p_t)·∇log p_t, and the same term for the entropies.
 
     Args:
-        model (Model): The model.
-        bundle (Bundle): The bundle.
+        model (Model): The model; its gradients are cleared.
         saved (SavedMicroBatch): The micro-batch.
-        coefficient (Tensor): ∂L/∂log p, shape (rows, response length).
-        entropy_coefficient (Tensor): The derivative by the entropies, same shape.
-        into (Tensor, optional): Where the log-probs of every row are put, same shape. Without it, rows without a
-            coefficient, and what follows the last one, are not computed.
+        coefficients (Coefficients): The coefficients.
+        into (Tensor, optional): Where the log-probs of every row are put, shape (rows, response length). Without it,
+            rows without a coefficient, and what follows the last one, are not computed.
     """
     model.module.zero_grad(set_to_none=True)
     for index in range(len(saved.rows)):
-        add_row(model, bundle, saved, index, coefficient[index], entropy_coefficient[index], into)
-    return take_norms(model, bundle)
+        add_row(model, saved, index, coefficients, into)
+    return take_norms(model)
 
 
 def add_row(
-    model: Model,
-    bundle: Bundle,
-    saved: SavedMicroBatch,
-    index: int,
-    coefficient: Tensor,
-    entropy_coefficient: Tensor,
-    into: Tensor | None = None,
+    model: Model, saved: SavedMicroBatch, index: int, coefficients: Coefficients, into: Tensor | None = None
 ) -> None:
-    """Adds the gradient of a row to the parameters' gradients; the arguments are those of `gradient_norms`.
-
-    Args:
-        model (Model): The model.
-        bundle (Bundle): The bundle.
-        saved (SavedMicroBatch): The micro-batch.
-        index (int): The row in it.
-        coefficient (Tensor): Of this row, shape (response length,).
-        entropy_coefficient (Tensor): The same.
-        into (Tensor, optional): Of all rows.
-    """
+    """Adds the gradient of a micro-batch's row to the parameters' gradients; see `gradient_norms`."""
     row = saved.rows[index]
-    moved = ((coefficient != 0) | (entropy_coefficient != 0))[: row.response_length].nonzero()
-    if into is not None and row.response_length:
+    coefficient, of_entropy = (values[index, : row.response_length] for values in coefficients)
+    moved = ((coefficient != 0) | (of_entropy != 0)).nonzero()
+    stop = int(moved[-1]) + 1 if len(moved) else 0
+    if into is not None:
         stop = row.response_length
-    elif len(moved):
-        stop = int(moved[-1]) + 1
-    else:
+    if not stop:
         return
     with torch.set_grad_enabled(len(moved) > 0):
-        log_prob, entropy = _forward(model, row, stop, bool((entropy_coefficient != 0).any()))
+        log_prob, entropy = forward(model, row.cut(stop), bool((of_entropy != 0).any()))
     if into is not None:
         into[index, :stop] = log_prob.detach().double().cpu()
     if len(moved):
-        outputs, gradients = [log_prob], [coefficient[:stop]]
-        if entropy is not None:
-            outputs.append(entropy)
-            gradients.append(entropy_coefficient[:stop])
-        scale = loss_scale(model, bundle)
-        torch.autograd.backward(outputs, [(g * scale).to(o) for g, o in zip(gradients, outputs, strict=True)])
+        pairs = [(log_prob, coefficient)] + ([] if entropy is None else [(entropy, of_entropy)])
+        gradients = [(values[:stop] * model.loss_scale).to(output) for output, values in pairs]
+        torch.autograd.backward([output for output, _ in pairs], gradients)
 
 
-def take_norms(model: Model, bundle: Bundle) -> Norms:
+def take_norms(model: Model) -> Norms:
     """The norms of the parameters' gradients, which are cleared."""
-    scale = loss_scale(model, bundle)
     norms: dict[str, list[float]] = {layer: [] for layer in model.layer_of.values()}
     for parameter, layer in model.layer_of.items():
         if parameter.grad is not None:
             gradient = parameter.grad if parameter.dtype == torch.float64 else parameter.grad.float()
-            norms[layer].append(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale)
+            norms[layer].append(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / model.loss_scale)
     model.module.zero_grad(set_to_none=True)
     layers = {layer: math.hypot(*norms_of_parameters) for layer, norms_of_parameters in norms.items()}
     return Norms(math.hypot(*layers.values()), layers)
-
-
-def loss_scale(model: Model, bundle: Bundle) -> float:
-    """What a backward's gradients are multiplied by: half precision would lose small ones without training's scale."""
-    return float(bundle.event["loss_scale"]) if model.dtype == torch.float16 else 1.0
-
-
-def _forward(model: Model, row: Row, response: int, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """The forward of a row, its response cut to a length."""
-    length = row.prompt_length + response
-    return forward(
-        model, row.input_ids[:length], row.position_ids[:length], row.prompt_length, row.temperature, entropy
-    )

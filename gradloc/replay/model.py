@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bundles import layout
+from ..bundles.layout import Row
 from ..bundles.opening import Bundle
 from ..layers.layer_names import layers_by_parameter
 from .folders import safe_adapter, safe_model, unread
@@ -56,6 +57,8 @@ class Model:
         layer_of (dict[nn.Parameter, str]): The layer of each parameter that is trained.
         device (torch.device): Where it is.
         dtype (torch.dtype): What it computes in.
+        loss_scale (float): What a backward's gradients are multiplied by: half precision would lose small ones without
+            training's scale.
         notes (list[str]): What a replay with it cannot repeat.
     """
 
@@ -63,7 +66,28 @@ class Model:
     layer_of: dict[nn.Parameter, str]
     device: torch.device
     dtype: torch.dtype
+    loss_scale: float
     notes: list[str]
+
+
+def quiet_transformers() -> None:
+    """Leaves what transformers says when it loads a model out of the output."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def device_kind(asked: str | None) -> str:
+    """The kind of device to compute on: the one asked for, or cuda where there is one.
+
+    Raises:
+        WrongModelError: It is not here.
+    """
+    kind = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise WrongModelError("There is no CUDA device here: take --device cpu.")
+    return kind
 
 
 def model_path(bundle: Bundle, given: str | None, trust_remote_code: bool) -> str:
@@ -135,7 +159,7 @@ def load(
                 **loaded_in(DTYPES[variant.dtype]),
             )
         if missing := sorted(set(info["missing_keys"]) & dict(loaded.named_parameters()).keys()):
-            raise ValueError(f"it lacks {missing[0]}{' and other weights' if len(missing) > 1 else ''}")
+            raise ValueError(f"it lacks {_listed(missing, 1, 'other weights')}")
     except WrongModelError:
         raise
     except Exception as error:  # a configuration may have any value anywhere
@@ -151,23 +175,24 @@ def load(
     frozen = _frozen_layers(bundle)
     notes = []
     if not trust_remote_code and (names := unread(path)):
-        others = " and others" if len(names) > 4 else ""
-        notes.append(f"Not read in the model's folder: {', '.join(names[:4])}{others}.")
+        notes.append(f"Not read in the model's folder: {_listed(names)}.")
     for name, parameter in module.named_parameters():
         if layers[name] in frozen:
             parameter.requires_grad_(False)
     layer_of = {p: layers[name] for name, p in module.named_parameters() if p.requires_grad}
     known = set(bundle.manifest["layers"])
     if known and (unknown := sorted(set(layers.values()) ^ known)):
-        raise WrongModelError(
-            f"The model {path} is not the bundle's: its layers differ in {', '.join(unknown[:4])}"
-            f"{' and others' if len(unknown) > 4 else ''}."
-        )
+        raise WrongModelError(f"The model {path} is not the bundle's: its layers differ in {_listed(unknown)}.")
     if frozen:
         notes.append(f"Layers without a gradient in training are frozen here too: {', '.join(sorted(frozen))}.")
     if has_dropout(module):
         notes.append("The model has dropout, and a replay leaves it out: norms and log-probs differ by that.")
-    return Model(module, layer_of, torch.device(device), DTYPES[variant.dtype], notes)
+    scale = float(bundle.event["loss_scale"]) if variant.dtype == "float16" else 1.0
+    return Model(module, layer_of, torch.device(device), DTYPES[variant.dtype], scale, notes)
+
+
+def _listed(names: list[str], most: int = 4, others: str = "others") -> str:
+    return ", ".join(names[:most]) + (f" and {others}" if len(names) > most else "")
 
 
 def default_variant(bundle: Bundle, dtype: str | None, attention: str | None, device: str) -> Variant:
@@ -195,26 +220,14 @@ def other_variants(main: Variant) -> list[Variant]:
     return [*others, Variant(main.dtype, "sdpa" if main.attention == "eager" else "eager")]
 
 
-def forward(
-    model: Model, input_ids: Tensor, position_ids: Tensor, prompt: int, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The log-probs of a row's response.
+def forward(model: Model, row: Row, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """The log-probs of a row's response, shape (response length,), and its entropies if they are asked for.
 
-    Args:
-        model (Model): The model.
-        input_ids (Tensor): The prompt and the response, shape (length,).
-        position_ids (Tensor): Same shape.
-        prompt (int): The length of the prompt.
-        temperature (float): What the logits are divided by.
-        entropy (bool): Whether to compute entropies.
-
-    Returns:
-        tuple: Log-probs of shape (length - prompt,), and entropies of the same shape or None. A response that has no
-            token before it has no log-prob for its first token: it is 0.
+    A response that has no token before it has no log-prob for its first token: it is 0.
     """
-    ids = input_ids.to(model.device).unsqueeze(0)
-    (logits,) = compute_logits(model, ids, torch.ones_like(ids), position_ids.to(model.device).unsqueeze(0))
-    return response_log_probs(logits, ids[0], prompt, temperature, entropy)
+    ids = row.input_ids.to(model.device).unsqueeze(0)
+    (logits,) = compute_logits(model, ids, torch.ones_like(ids), row.position_ids.to(model.device).unsqueeze(0))
+    return response_log_probs(logits, ids[0], row, entropy)
 
 
 def compute_logits(model: Model, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
@@ -234,17 +247,15 @@ def compute_logits(model: Model, input_ids: Tensor, attention_mask: Tensor, posi
     return found
 
 
-def response_log_probs(
-    logits: Tensor, input_ids: Tensor, prompt: int, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """What `forward` returns, from the logits of the row, shape (length, vocabulary)."""
-    missing = 1 if prompt == 0 else 0
-    logits = logits[max(prompt - 1, 0) : -1] / temperature
+def response_log_probs(logits: Tensor, input_ids: Tensor, row: Row, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """What `forward` returns, from the logits of the row, shape (length, vocabulary), and its ids on their device."""
+    start = max(row.prompt_length, 1)
+    logits = logits[start - 1 : -1] / row.temperature
     logits = logits if logits.dtype == torch.float64 else logits.float()
     every = logits.log_softmax(-1)
-    log_prob = every.gather(-1, input_ids[max(prompt, 1) :].unsqueeze(-1)).squeeze(-1)
+    log_prob = every.gather(-1, input_ids[start:].unsqueeze(-1)).squeeze(-1)
     entropies = -(every.exp() * every).sum(-1) if entropy else None
-    if missing:
+    if row.prompt_length == 0:
         log_prob = torch.cat([log_prob.new_zeros(1), log_prob])
         entropies = None if entropies is None else torch.cat([entropies.new_zeros(1), entropies])
     return log_prob, entropies
@@ -270,19 +281,10 @@ def _check_config(bundle: Bundle, config: Any, path: str) -> None:
 
 def _check_tokens(bundle: Bundle, module: nn.Module) -> None:
     embeddings = cast(Any, module).get_input_embeddings()
-    largest = max(
-        (
-            int(row.input_ids.max())
-            for saved in bundle.micro_batches.values()
-            for row in saved.rows
-            if len(row.input_ids)
-        ),
-        default=0,
-    )
-    if largest >= embeddings.weight.shape[0]:
-        raise WrongModelError(
-            f"The bundle has the token {largest}, and the model's vocabulary ends at {embeddings.weight.shape[0] - 1}."
-        )
+    rows = [row.input_ids for saved in bundle.micro_batches.values() for row in saved.rows]
+    largest, last = max((int(ids.max()) for ids in rows if len(ids)), default=0), embeddings.weight.shape[0] - 1
+    if largest > last:
+        raise WrongModelError(f"The bundle has the token {largest}, and the model's vocabulary ends at {last}.")
 
 
 def _with_adapter(bundle: Bundle, module: nn.Module, adapter: str | None) -> nn.Module:
@@ -320,6 +322,14 @@ def has_dropout(module: nn.Module) -> bool:
         or any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(child).items())
         for child in module.modules()
     )
+
+
+def why_not(error: BaseException, variant: Variant | None) -> str:
+    """Why something could not be computed with a variant, as a sentence."""
+    if not is_out_of_memory(error):
+        return first_line(error)
+    figures = f": {error}" if isinstance(error, MemoryError) and error.args else ""
+    return f"{variant} takes more memory than there is{figures}."
 
 
 def first_line(error: BaseException) -> str:

@@ -21,13 +21,15 @@ from ..bundles.opening import Bundle
 from ..measure.token_weights import movable, square_weight
 from ..report.figures import severity
 from ..threshold import is_over
-from .measuring import Measured, Norms, gradient_norms, places
-from .model import Model
+from .measuring import Coefficients, Measured, Norms, all_but, coefficients_of, gradient_norms, places
+from .model import HALF, Model
 from .token_clip import FACTOR, clip_tokens
 
 # A layer whose bound is not known is taken to be clipped at this multiple of an ordinary token's norm: LayerClip's
 # own default for its rule 'ratio'.
 ORDINARY_MULTIPLE = 3.0
+_ESTIMATED = f"each layer at most {ORDINARY_MULTIPLE:g} times what ordinary tokens give it"
+_LAYER_CLIP_AS_SET = "LayerClip, as it was set"
 
 _ACTOR = "actor_rollout_ref.actor"
 DROP = "spike_action=drop"
@@ -39,24 +41,37 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Spike:
-    """The micro-batch whose gradient is compared.
+    """The micro-batch whose gradient is compared, a bundle's first one.
 
     Args:
+        bundle (Bundle): The bundle.
+        model (Model): What its gradients are computed with.
         saved (SavedMicroBatch): It.
         whole (Norms): Its gradient.
         rest (Norms): That of its ordinary tokens.
         ordinary (Tensor): Which tokens are ordinary, bool of shape (rows, response length).
-        threshold (float): Its threshold.
     """
 
+    bundle: Bundle
+    model: Model
     saved: SavedMicroBatch
     whole: Norms
     rest: Norms
     ordinary: Tensor
-    threshold: float
+
+    @property
+    def has_culprits(self) -> bool:
+        return not bool(self.ordinary.all())
 
     def row(
-        self, name: str, override: str | None, meaning: str, norm: float, moved: float | None, masked: Tensor | None
+        self,
+        name: str,
+        override: str | None,
+        meaning: str,
+        norm: float,
+        moved: float,
+        masked: Tensor | None = None,
+        note: str | None = None,
     ) -> Row:
         """A row of the table.
 
@@ -65,20 +80,21 @@ class _Spike:
             override (str, optional): The Hydra overrides that turn it on; None for what the run had.
             meaning (str): What it does.
             norm (float): The norm that is left.
-            moved (float, optional): The norm by which the ordinary tokens' gradient moves.
+            moved (float): The norm by which the ordinary tokens' gradient moves.
             masked (Tensor, optional): The tokens that have no coefficient any more, bool; None for none.
+            note (str, optional): In what the figures may differ from a run with it.
         """
         masked = torch.zeros_like(self.ordinary) if masked is None else masked
         return {
             "name": name,
             "norm": norm,
             "left": _ratio(norm, self.whole.norm),
-            "under": not is_over(norm, self.threshold),
-            "ordinary_moved": None if moved is None else _ratio(moved, self.rest.norm),
+            "under": not is_over(norm, float(self.bundle.manifest["micro_batches"][0]["threshold"])),
+            "ordinary_moved": _ratio(moved, self.rest.norm),
             "masked": {"tokens": int(masked.sum()), "culprits": int((masked & ~self.ordinary).sum())},
             "override": override,
             "meaning": meaning,
-            "note": None,
+            "note": note,
         }
 
 
@@ -93,16 +109,37 @@ def measure_remedies(bundle: Bundle, model: Model, measured: Measured) -> tuple[
     Returns:
         tuple: The rows, and sentences on what cannot be computed.
     """
-    spike = _spike(bundle, measured)
+    name, whole = bundle.first, measured.units[bundle.first]
+    saved = bundle.micro_batches[name]
+    ordinary = all_but(saved, name, places(bundle, bundle.event["culprits"]))
+    spike = _Spike(bundle, model, saved, whole, measured.rests.get(name, whole), ordinary)
     notes: list[str] = []
     rows: list[Row] = []
     for make in (_of_verl, _of_token_clip, _of_layer_clip, _of_grad_clip, _of_drop):
-        rows += make(bundle, model, spike, notes)
+        rows += make(spike, notes)
     notes.append(
         "Advantages without the division by the standard deviation (algorithm.norm_adv_by_std_in_grpo=False) cannot be "
         "computed: the bundle does not have the rewards of the group."
     )
     return sorted(rows, key=rank), notes
+
+
+def estimate_remedies(bundle: Bundle, measured: Measured) -> list[Row]:
+    """`name`, `norm` and `meaning` of what can be told of a bundle's first micro-batch without a further pass."""
+    whole, rest = measured.units[bundle.first], measured.rests.get(bundle.first)
+    found: list[tuple[str, float, str]] = []
+    if (clip := bundle.manifest["grad_clip"]) is not None:
+        factor, meaning = _global_clip(bundle, float(clip))
+        found.append((f"global clip ({float(clip):g})", whole.norm * factor if factor else 0.0, meaning))
+    if rest is not None:
+        found.append((DROP, rest.norm, "the step without the culprits' gradient, the other tokens' unchanged"))
+    factors, as_set = _layer_clip_factors(bundle, whole)
+    if factors:
+        name, meaning = "LayerClip, estimated", f"an estimate: {_ESTIMATED}"
+        if as_set:
+            name, meaning = _LAYER_CLIP_AS_SET, f"each layer by its own factor of that step, {_tightest(factors)}"
+        found.append((name, _scaled(whole, factors.__getitem__), meaning))
+    return [{"name": name, "norm": norm, "meaning": meaning} for name, norm, meaning in found]
 
 
 def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -120,46 +157,7 @@ def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return False, moved, row["name"] == DROP, norm, row["name"]
 
 
-def layer_clip_factors(bundle: Bundle, unit: Norms) -> tuple[dict[str, float], bool]:
-    """LayerClip's factor for each layer, and whether they are those of that step; no factors if nothing is known.
-
-    Args:
-        bundle (Bundle): The bundle.
-        unit (Norms): The gradient of its first micro-batch.
-    """
-    event, entry = bundle.event, bundle.manifest["micro_batches"][0]
-    clipped = event["layer_clip"]
-    if clipped and any(layer["bound"] is not None for layer in clipped.values()):
-        return {layer: float(step["factor"]) for layer, step in clipped.items()}, True
-    if not event["ordinary_layer_norms"]:
-        return {}, False
-    root = math.sqrt(float(square_weight(bundle.micro_batches[entry["rank"], entry["micro_batch"]].tokens)))
-    bounds = {layer: ORDINARY_MULTIPLE * float(norm) * root for layer, norm in event["ordinary_layer_norms"].items()}
-    return {
-        layer: bounds[layer] / norm if layer in bounds and norm > bounds[layer] else 1.0
-        for layer, norm in ((layer, severity(norm)) for layer, norm in unit.layers.items())
-    }, False
-
-
-def global_clip_factor(bundle: Bundle, clip: float) -> float:
-    """What a global clip multiplies the step's gradient by; 0 if that is not finite, as the step is left out then."""
-    norm = float(bundle.event["global_norm"])
-    return 0.0 if not math.isfinite(norm) else min(1.0, clip / norm) if norm else 1.0
-
-
-def _spike(bundle: Bundle, measured: Measured) -> _Spike:
-    entry = bundle.manifest["micro_batches"][0]
-    name = entry["rank"], entry["micro_batch"]
-    saved = bundle.micro_batches[name]
-    ordinary = torch.ones_like(saved.tokens["weight"], dtype=torch.bool)
-    for unit, row, position in places(bundle, bundle.event["culprits"]):
-        if unit == name:
-            ordinary[row, position] = False
-    whole = measured.units[name]
-    return _Spike(saved, whole, measured.rests.get(name, whole), ordinary, float(entry["threshold"]))
-
-
-def _of_verl(bundle: Bundle, model: Model, spike: _Spike, notes: list[str]) -> list[Row]:
+def _of_verl(spike: _Spike, notes: list[str]) -> list[Row]:
     """Other losses and rollout corrections: verl's own functions, where it is installed."""
     try:
         losses = _remedy_losses()
@@ -167,37 +165,31 @@ def _of_verl(bundle: Bundle, model: Model, spike: _Spike, notes: list[str]) -> l
         reason = "is not installed" if find_spec("verl") is None else f"cannot be imported ({error})"
         notes.append(f"verl {reason} here, so its policy losses and rollout corrections are left out.")
         return []
-    manifest = bundle.manifest
-    half = manifest["dtype"] in ("bfloat16", "float16")
+    manifest, tokens = spike.bundle.manifest, spike.saved.tokens
     version = manifest["versions"].get("verl")
     try:
         found, more = losses.loss_remedies(
-            manifest["actor"], spike.saved.tokens, half, version if isinstance(version, str) else None
+            manifest["actor"], tokens, manifest["dtype"] in HALF, version if isinstance(version, str) else None
         )
     except losses.NotTheRecordedLossError as error:
         notes.append(f"{error} So policy losses and rollout corrections are left out.")
         return []
     notes += more
-    tokens = spike.saved.tokens
-    had = movable(tokens)
     measured: dict[bytes, tuple[float, float]] = {}
     rows = []
     for remedy in found:
-        values = remedy.coefficient, remedy.entropy_coefficient
+        values: Coefficients = remedy.coefficient, remedy.entropy_coefficient
         key = b"".join(tensor.contiguous().numpy().tobytes() for tensor in values)
         if key not in measured:
-            recorded = tokens["coefficient"], tokens["entropy_coefficient"]
-            differences = [
-                torch.where(spike.ordinary, new - old, 0.0) for new, old in zip(values, recorded, strict=True)
+            moves = [
+                torch.where(spike.ordinary, new - old, 0.0)
+                for new, old in zip(values, coefficients_of(spike.saved), strict=True)
             ]
-            whole, moved_by = (gradient_norms(model, bundle, spike.saved, *pair).norm for pair in (values, differences))
-            measured[key] = whole, moved_by
-        norm, moved = measured[key]
-        masked = had & ~movable(
-            {"weight": tokens["weight"], "coefficient": values[0], "entropy_coefficient": values[1]}
-        )
-        row = spike.row(remedy.name, remedy.override, remedy.meaning, norm, moved, masked)
-        rows.append({**row, "note": remedy.note})
+            left, moved = (gradient_norms(spike.model, spike.saved, (a, b)).norm for a, b in (values, moves))
+            measured[key] = left, moved
+        now = {"weight": tokens["weight"], "coefficient": values[0], "entropy_coefficient": values[1]}
+        masked = movable(tokens) & ~movable(now)
+        rows.append(spike.row(remedy.name, remedy.override, remedy.meaning, *measured[key], masked, remedy.note))
     return rows
 
 
@@ -207,11 +199,11 @@ def _remedy_losses() -> Any:
     return importlib.import_module(f"{package}.adapters.remedy_losses")
 
 
-def _of_token_clip(bundle: Bundle, model: Model, spike: _Spike, notes: list[str]) -> list[Row]:
-    if bool(spike.ordinary.all()):
+def _of_token_clip(spike: _Spike, notes: list[str]) -> list[Row]:
+    if not spike.has_culprits:
         notes.append("TokenClip cannot be computed: without culprits, it is not known how large signals usually are.")
         return []
-    cut = clip_tokens(model, bundle, spike.saved, spike.ordinary)
+    cut = clip_tokens(spike.model, spike.saved, spike.ordinary)
     if cut is None:
         notes.append(
             "TokenClip cannot be computed: no ordinary token has a gradient, or the decoder layers are not known."
@@ -221,58 +213,50 @@ def _of_token_clip(bundle: Bundle, model: Model, spike: _Spike, notes: list[str]
     meaning = f"signals over {FACTOR:g} times the largest of ordinary tokens are cut"
     if cut.boundary is not None:
         meaning += f", first at {cut.boundary}"
-    row = spike.row("TokenClip", override, meaning, cut.gradient.norm, cut.moved.norm, cut.positions)
-    row["note"] = (
+    note = (
         "The usual signal is the largest of this micro-batch's ordinary tokens; a run has a moving average of its own."
     )
-    if bundle.event["diagnosis"] != "tokens":
-        row["note"] += " The culprits do not explain this spike: of other outlying tokens, a run cuts more."
+    if spike.bundle.event["diagnosis"] != "tokens":
+        note += " The culprits do not explain this spike: of other outlying tokens, a run cuts more."
     if cut.prompt_positions:
-        row["note"] += f" {cut.prompt_positions:,} positions of prompts are cut as well."
-    return [row]
+        note += f" {cut.prompt_positions:,} positions of prompts are cut as well."
+    return [spike.row("TokenClip", override, meaning, cut.gradient.norm, cut.moved.norm, cut.positions, note)]
 
 
-def _of_layer_clip(bundle: Bundle, model: Model, spike: _Spike, notes: list[str]) -> list[Row]:
-    factors, as_set = layer_clip_factors(bundle, spike.whole)
+def _of_layer_clip(spike: _Spike, notes: list[str]) -> list[Row]:
+    factors, as_set = _layer_clip_factors(spike.bundle, spike.whole)
     if not factors:
         notes.append(
             "LayerClip cannot be computed: the bundle has neither its bounds nor the norms of ordinary layers."
         )
         return []
-    norm = scaled(spike.whole, lambda layer: factors.get(layer, 1.0))
-    moved = scaled(spike.rest, lambda layer: 1 - factors.get(layer, 1.0))
-    tightest = min(factors, key=lambda layer: factors[layer])
-    meaning = f"each layer is scaled by its own factor, {tightest} by {factors[tightest]:.3g}"
+    norm = _scaled(spike.whole, factors.__getitem__)
+    moved = _scaled(spike.rest, lambda layer: 1 - factors[layer])
+    meaning = f"each layer is scaled by its own factor, {_tightest(factors)}"
     if as_set:
-        return [spike.row("LayerClip, as it was set", None, meaning, norm, moved, None)]
-    row = spike.row("LayerClip", f"{_ACTOR}.layer_clip.enable=True", meaning, norm, moved, None)
-    row["note"] = f"An estimate: each layer at most {ORDINARY_MULTIPLE:g} times what ordinary tokens give it."
-    return [row]
+        return [spike.row(_LAYER_CLIP_AS_SET, None, meaning, norm, moved)]
+    override, note = f"{_ACTOR}.layer_clip.enable=True", f"An estimate: {_ESTIMATED}."
+    return [spike.row("LayerClip", override, meaning, norm, moved, note=note)]
 
 
-def _of_grad_clip(bundle: Bundle, model: Model, spike: _Spike, notes: list[str]) -> list[Row]:
-    recorded = bundle.manifest["grad_clip"]
+def _of_grad_clip(spike: _Spike, notes: list[str]) -> list[Row]:
+    recorded = spike.bundle.manifest["grad_clip"]
     if recorded is None or not math.isfinite(float(recorded)):
         return []
+    tighter = float(recorded) * _TIGHTER
     rows = []
-    for clip, override in (
-        (float(recorded), None),
-        (float(recorded) * _TIGHTER, f"{_ACTOR}.grad_clip={float(recorded) * _TIGHTER:g}"),
+    for clip, name, override in (
+        (float(recorded), f"grad_clip {float(recorded):g}, as it was set", None),
+        (tighter, f"grad_clip {tighter:g}", f"{_ACTOR}.grad_clip={tighter:g}"),
     ):
-        factor = global_clip_factor(bundle, clip)
-        name = f"grad_clip {clip:g}" + (", as it was set" if override is None else "")
-        meaning = (
-            f"everything in the step is scaled by {factor:.3g}, ordinary tokens too"
-            if factor
-            else "the whole step is left out"
-        )
+        factor, meaning = _global_clip(spike.bundle, clip)
         norm = spike.whole.norm * factor if factor else 0.0
-        rows.append(spike.row(name, override, meaning, norm, spike.rest.norm * (1 - factor), None))
+        rows.append(spike.row(name, override, meaning, norm, spike.rest.norm * (1 - factor)))
     return rows
 
 
-def _of_drop(bundle: Bundle, model: Model, spike: _Spike, notes: list[str]) -> list[Row]:
-    if bool(spike.ordinary.all()):
+def _of_drop(spike: _Spike, notes: list[str]) -> list[Row]:
+    if not spike.has_culprits:
         notes.append("spike_action=drop cannot be computed: the micro-batch has no culprits.")
         return []
     masked = ~spike.ordinary & movable(spike.saved.tokens)
@@ -280,7 +264,43 @@ def _of_drop(bundle: Bundle, model: Model, spike: _Spike, notes: list[str]) -> l
     return [spike.row(DROP, f"{_ACTOR}.spike_action=drop", meaning, spike.rest.norm, 0.0, masked)]
 
 
-def scaled(norms: Norms, factor: Callable[[str], float]) -> float:
+def _global_clip(bundle: Bundle, clip: float) -> tuple[float, str]:
+    """What a global clip multiplies the step's gradient by, in words too; 0 if that is not finite."""
+    norm = float(bundle.event["global_norm"])
+    factor = 0.0 if not math.isfinite(norm) else min(1.0, clip / norm) if norm else 1.0
+    if factor:
+        return factor, f"everything in the step is scaled by {factor:.3g}, ordinary tokens too"
+    return factor, "the whole step is left out"
+
+
+def _layer_clip_factors(bundle: Bundle, unit: Norms) -> tuple[dict[str, float], bool]:
+    """LayerClip's factor for each layer, and whether they are those of that step; no factors if nothing is known.
+
+    Args:
+        bundle (Bundle): The bundle.
+        unit (Norms): The gradient of its first micro-batch.
+    """
+    event = bundle.event
+    clipped = event["layer_clip"]
+    if clipped and any(layer["bound"] is not None for layer in clipped.values()):
+        factors = {layer: float(step["factor"]) for layer, step in clipped.items()}
+        return {**factors, **dict.fromkeys(unit.layers - factors.keys(), 1.0)}, True
+    if not event["ordinary_layer_norms"]:
+        return {}, False
+    root = math.sqrt(float(square_weight(bundle.micro_batches[bundle.first].tokens)))
+    bounds = {layer: ORDINARY_MULTIPLE * float(norm) * root for layer, norm in event["ordinary_layer_norms"].items()}
+    norms = {layer: severity(norm) for layer, norm in unit.layers.items()}
+    return {
+        layer: min(1.0, bounds.get(layer, math.inf) / norm) if norm else 1.0 for layer, norm in norms.items()
+    }, False
+
+
+def _tightest(factors: Mapping[str, float]) -> str:
+    layer = min(factors, key=lambda layer: factors[layer])
+    return f"{layer} by {factors[layer]:.3g}"
+
+
+def _scaled(norms: Norms, factor: Callable[[str], float]) -> float:
     """The norm of a gradient with each layer scaled; a layer that is scaled by 0 is left out."""
     return math.hypot(*(severity(norm) * factor(layer) for layer, norm in norms.layers.items() if factor(layer)))
 

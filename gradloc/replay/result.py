@@ -3,7 +3,8 @@
 """A replay's figures beside the recorded ones, as `<bundle>.result.json` has them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,44 +18,54 @@ from ..evidence.writer import jsonable
 from ..report.figures import severity
 from ..report.page import write_whole
 from ..version import __version__
-from .measuring import Measured, Norms, Place
+from .measuring import Measured, Place
 from .model import Variant
-from .remedies import DROP, ORDINARY_MULTIPLE, Row, global_clip_factor, layer_clip_factors, scaled
+from .remedies import Row, estimate_remedies
 from .scale import find_scale
 from .temperature import temperature_sentences
 from .verdict import same_weights, sentences
 
 
-def build_result(
-    bundle: Bundle,
-    model: str,
-    device: str,
-    main: Variant,
-    measured: Mapping[Variant, Measured],
-    tokens: Sequence[Place],
-    notes: Sequence[str],
-    remedies: tuple[list[Row], list[str]] | None = None,
-    temperature: Mapping[str, float] | None = None,
-    switches: Sequence[Row] | None = None,
-) -> dict[str, Any]:
-    """The result of a replay, ready for `jsonable`; norms that were not recorded are None.
+@dataclass
+class Found:
+    """What a replay has found so far.
 
     Args:
         bundle (Bundle): The bundle.
         model (str): The model's path.
-        device (str): Where it was computed.
+        device (str): Where it is computed.
         main (Variant): What stands for the replay; the other ways of computing are compared with it.
-        measured (Mapping): What each way of computing gave.
-        tokens (Sequence[Place]): The tokens that were measured alone.
-        notes (Sequence[str]): What could not be repeated.
+        tokens (list[Place]): The tokens that are measured alone.
+        notes (list[str]): What could not be repeated.
+        measured (dict): What each way of computing gave.
+        temperature (dict, optional): What `fit_temperature` gave.
         remedies (tuple, optional): What `measure_remedies` gave; None if it was not asked for.
-        temperature (Mapping, optional): What `fit_temperature` gave.
-        switches (Sequence, optional): The rows of `measure_switch`; None if they were not asked for.
+        switches (list): The rows of `measure_switch`; empty if they were not asked for.
     """
+
+    bundle: Bundle
+    model: str
+    device: str
+    main: Variant
+    tokens: list[Place]
+    notes: list[str]
+    measured: dict[Variant, Measured] = field(default_factory=dict)
+    temperature: dict[str, float] | None = None
+    remedies: tuple[list[Row], list[str]] | None = None
+    switches: list[Row] = field(default_factory=list)
+
+
+def build_result(found: Found, open_ones: Sequence[str]) -> dict[str, Any]:
+    """The result of a replay, ready for `jsonable`; norms that were not recorded are None.
+
+    Args:
+        found (Found): What was found, with the main way of computing measured.
+        open_ones (Sequence[str]): How the notes on comparisons begin that have not been made yet.
+    """
+    bundle, main, measured = found.bundle, found.main, found.measured[found.main]
     manifest, event = bundle.manifest, bundle.event
-    others = [variant for variant in measured if variant != main]
-    recorded = {(t["rank"], t["micro_batch"], t["row"], t["position"]): t for t in manifest["measured"]}
-    culprits = {(c["rank"], c["micro_batch"], c["row"], c["position"]): c for c in event["culprits"]}
+    others = {variant: of for variant, of in found.measured.items() if variant != main}
+    first = bundle.first
     result: dict[str, Any] = {
         "format": layout.FORMAT,
         "kind": layout.RESULT_KIND,
@@ -62,9 +73,9 @@ def build_result(
         "bundle": bundle.path.resolve().name,
         **{name: event[name] for name in ("global_step", "epoch", "mini_batch", "threshold", "summary")},
         "culprits": len(event["culprits"]),
-        "model": model,
+        "model": found.model,
         "checkpoint": manifest["checkpoint"],
-        "device": device,
+        "device": found.device,
         "dtype": main.dtype,
         "variant": str(main),
         "variants": [str(variant) for variant in others],
@@ -72,69 +83,77 @@ def build_result(
         "recorded_dtype": manifest["dtype"],
         "versions": {"gradloc": __version__, "torch": torch.__version__},
         "recorded_versions": {str(name): str(version) for name, version in manifest["versions"].items()},
-        "notes": list(notes),
-        "log_probs": _distance(bundle, measured[main]),
-        "temperature": None if temperature is None else dict(temperature),
-        "units": [],
-        "tokens": [],
-        "layers": [],
-        "remedies": [],
-    }
-    for entry in manifest["micro_batches"]:
-        name = entry["rank"], entry["micro_batch"]
-        rest = measured[main].rests.get(name)
-        result["units"].append(
+        "notes": [*found.notes, *(f"{note}: the replay ended before." for note in open_ones)],
+        "log_probs": _distance(bundle, measured),
+        "temperature": found.temperature,
+        "units": [_unit(entry, measured, others.values()) for entry in manifest["micro_batches"]],
+        "tokens": _tokens(bundle, found.tokens, measured, others.values()),
+        "layers": [
             {
-                **{key: entry[key] for key in ("rank", "micro_batch", "norm", "threshold")},
-                "rows": len(entry["rows"]),
-                "replayed": measured[main].units[name].norm,
-                "others": [measured[variant].units[name].norm for variant in others],
-                "rest": None if rest is None else rest.norm,
+                "layer": layer,
+                "norm": manifest["micro_batches"][0]["layer_norms"].get(layer),
+                "replayed": measured.units[first].layers.get(layer, 0.0),
+                "others": [of.units[first].layers.get(layer, 0.0) for of in others.values()],
             }
-        )
+            for layer in manifest["layers"] or measured.units[first].layers
+        ],
+    }
+    if found.remedies is None:
+        result["remedies"] = estimate_remedies(bundle, measured)
+    else:
+        result["remedies"], result["remedy_notes"] = found.remedies
+    result["scale"] = find_scale(bundle, measured, same_weights(result), main.dtype, manifest["dtype"])
+    if found.switches:
+        result["switches"] = [*found.switches]
+    result["sentences"] = [*sentences(result), *temperature_sentences(found.temperature)]
+    return result
+
+
+def _unit(entry: Mapping[str, Any], measured: Measured, others: Collection[Measured]) -> dict[str, Any]:
+    """A micro-batch of the manifest, with what was measured of it."""
+    name = entry["rank"], entry["micro_batch"]
+    rest = measured.rests.get(name)
+    return {
+        **{key: entry[key] for key in ("rank", "micro_batch", "norm", "threshold")},
+        "rows": len(entry["rows"]),
+        "replayed": measured.units[name].norm,
+        "others": [of.units[name].norm for of in others],
+        "rest": None if rest is None else rest.norm,
+    }
+
+
+def _tokens(
+    bundle: Bundle, tokens: Sequence[Place], measured: Measured, others: Collection[Measured]
+) -> list[dict[str, Any]]:
+    keys = ("rank", "micro_batch", "row", "position")
+    recorded, culprits = (
+        {tuple(token[key] for key in keys): token for token in listed}
+        for listed in (bundle.manifest["measured"], bundle.event["culprits"])
+    )
+    found = []
     for place in tokens:
         name, row, position = place
         key = (*name, bundle.rows[name][row], position)
-        values = bundle.micro_batches[name].tokens
-        replayed = measured[main].tokens[place]
+        values, replayed = bundle.micro_batches[name].tokens, measured.tokens[place]
         known = culprits.get(key) or recorded.get(key)
         largest = max(replayed.layers, key=lambda layer: severity(replayed.layers[layer]), default=None)
-        result["tokens"].append(
+        found.append(
             {
-                **dict(zip(("rank", "micro_batch", "row", "position"), key, strict=True)),
+                **dict(zip(keys, key, strict=True)),
                 "token_id": int(values["token_id"][row, position]),
                 "culprit": key in culprits,
                 "source": culprits[key]["source"] if key in culprits else None,
                 "grad_norm": None if known is None else known["grad_norm"],
                 "replayed": replayed.norm,
-                "others": [measured[variant].tokens[place].norm for variant in others],
+                "others": [of.tokens[place].norm for of in others],
                 "log_prob": float(values["log_prob"][row, position]),
-                "replayed_log_prob": float(measured[main].log_probs[name][row, position]),
+                "replayed_log_prob": float(measured.log_probs[name][row, position]),
                 "layer": largest,
                 "layer_norm": None if known is None or largest is None else known["layer_norms"].get(largest),
                 "replayed_layer_norm": None if largest is None else replayed.layers[largest],
             }
         )
-    first = manifest["micro_batches"][0]
-    name = first["rank"], first["micro_batch"]
-    result["layers"] = [
-        {
-            "layer": layer,
-            "norm": first["layer_norms"].get(layer),
-            "replayed": measured[main].units[name].layers.get(layer, 0.0),
-            "others": [measured[variant].units[name].layers.get(layer, 0.0) for variant in others],
-        }
-        for layer in manifest["layers"] or measured[main].units[name].layers
-    ]
-    if remedies is None:
-        result["remedies"] = _remedies(bundle, measured[main].units[name], measured[main].rests.get(name))
-    else:
-        result["remedies"], result["remedy_notes"] = remedies
-    result["scale"] = find_scale(bundle, measured[main], same_weights(result), main.dtype, manifest["dtype"])
-    if switches is not None:
-        result["switches"] = list(switches)
-    result["sentences"] = [*sentences(result), *temperature_sentences(temperature)]
-    return result
+    return found
 
 
 def write_result(bundle: Bundle, result: Mapping[str, Any]) -> Path:
@@ -172,35 +191,3 @@ def log_prob_distance(differences: Tensor) -> dict[str, Any]:
         "mean": float(finite.mean()) if len(finite) else None,
         "max": float(finite.max()) if len(finite) else None,
     }
-
-
-def _remedies(bundle: Bundle, unit: Norms, rest: Norms | None) -> list[dict[str, Any]]:
-    """What would have been left of the first micro-batch's gradient, as far as no further pass is needed."""
-    found = []
-    clip = bundle.manifest["grad_clip"]
-    if clip is not None:
-        factor = global_clip_factor(bundle, float(clip))
-        found.append(
-            {
-                "name": f"global clip ({float(clip):g})",
-                "norm": unit.norm * factor if factor else 0.0,
-                "meaning": f"everything in the step is scaled by {factor:.3g}, ordinary tokens too"
-                if factor
-                else "the whole step is left out",
-            }
-        )
-    if rest is not None:
-        meaning = "the step without the culprits' gradient, the other tokens' unchanged"
-        found.append({"name": DROP, "norm": rest.norm, "meaning": meaning})
-    factors, as_set = layer_clip_factors(bundle, unit)
-    if factors:
-        norm = scaled(unit, lambda layer: factors.get(layer, 1.0))
-        tightest = min(factors, key=lambda layer: factors[layer])
-        if as_set:
-            name = "LayerClip, as it was set"
-            meaning = f"each layer by its own factor of that step, {tightest} by {factors[tightest]:.3g}"
-        else:
-            name = "LayerClip, estimated"
-            meaning = f"an estimate: each layer at most {ORDINARY_MULTIPLE:g} times what ordinary tokens give it"
-        found.append({"name": name, "norm": norm, "meaning": meaning})
-    return found

@@ -4,7 +4,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..bundles.opening import Bundle
@@ -45,7 +45,7 @@ def find_scale(bundle: Bundle, measured: Measured, same_weights: bool, *dtypes: 
             Where layers differ, the gradient has no factor, and the norm over the ranks does not compare.
     """
     counts = numbers_of_the_run(bundle)
-    tolerance = max(_SPREAD.get(dtype, 0.1) for dtype in dtypes)
+    tolerance = coarsest(_SPREAD, dtypes)
     found: dict[str, dict[str, Any] | None] = {"gradient": None, "reduced": None, "loss": _of_loss(bundle, counts)}
     ratios = _layer_ratios(bundle, measured) if same_weights else []
     common = _common_factor(ratios, tolerance) if len(ratios) >= _LEAST_LAYERS else None
@@ -53,6 +53,11 @@ def find_scale(bundle: Bundle, measured: Measured, same_weights: bool, *dtypes: 
         found["gradient"] = _unless_one(*common, counts, tolerance)
         found["reduced"] = _of_reduced(bundle, measured, common[0], counts, tolerance)
     return found if any(found.values()) else None
+
+
+def coarsest(tolerances: Mapping[str, float], dtypes: Sequence[str]) -> float:
+    """The tolerance of the dtype that has the largest one; that of an unknown dtype is 0.1."""
+    return max(tolerances.get(dtype, 0.1) for dtype in dtypes)
 
 
 def scale_in_words(scale: Mapping[str, Any] | None) -> list[str]:
@@ -117,12 +122,7 @@ def _of_reduced(
 ) -> dict[str, Any] | None:
     """Of the gradient averaged over the ranks, which can be computed if the bundle has all micro-batches.
 
-    Args:
-        bundle (Bundle): The bundle.
-        measured (Measured): What the replay gave.
-        before (float): The factor of the micro-batches' gradients, the same in all layers.
-        counts (Mapping): See `fitting_numbers`.
-        tolerance (float): See `_SPREAD`.
+    `before` is the factor of the micro-batches' gradients, the same in all layers.
     """
     whole: Norms | None = measured.whole
     recorded = float(bundle.event["global_norm"])

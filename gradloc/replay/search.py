@@ -29,7 +29,7 @@ from ..measure.token_weights import movable
 from ..measure.watched_model import WatchedModel
 from ..search.investigation import Investigation
 from ..search.time_limit import TimeLimit
-from .measuring import Place, loss_scale
+from .measuring import Place
 from .model import Model
 from .result import log_prob_distance
 
@@ -121,7 +121,7 @@ def search(
     """
     started = time.perf_counter()
     event = bundle.event
-    scale = loss_scale(model, bundle)
+    scale = model.loss_scale
     names = list(bundle.micro_batches)
     ranks = collectives.world_size()
     mine = names[collectives.rank() :: ranks]
@@ -151,9 +151,7 @@ def search(
             return Searched(None, _largest(mini_batch, investigation, passes, recorded), log_probs, outputs.count)
         investigation.run()
         where = {name: event.get(name) for name in ("global_step", "epoch", "mini_batch", "steps_since_resume")}
-        medians = (
-            None if own_medians else {name: _number(event[name]) for name in ("median_advantage", "median_weight")}
-        )
+        medians = None if own_medians else {name: event[name] and float(event[name]) for name in _MEDIANS}
         found = build_event(
             investigation,
             ordinary,
@@ -277,7 +275,7 @@ def _largest(
     tokens = micro_batch.tokens
     with collectives.raised_on_all_ranks():
         likely = torch.where(movable(tokens), tokens["suspicion"] / tokens["weight"].abs(), -1.0)
-        best = [index for index in likely.flatten().argsort(descending=True)[:_TOKENS].tolist()]
+        best = likely.flatten().argsort(descending=True)[:_TOKENS].tolist()
         places = [divmod(index, likely.shape[1]) for index in best if likely.flatten()[index] >= 0]
     norms: list[float] = []
     for start in range(0, len(places), meter.width):
@@ -314,7 +312,3 @@ def _with_names(found: dict[str, Any], recorded: Mapping[MicroBatchName, MicroBa
     lists = {key: [named(each) for each in found[key]] for key in ("units", "culprits", "diffuse", "open_segments")}
     without = found["without_tokens"]
     return {**found, **lists, "without_tokens": without and named(without)}
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)

@@ -27,7 +27,19 @@ from ..report.page import write_page, write_whole
 from ..report.reading import read
 from .evidence_line import NoLineError, find_line, replace_line
 from .memory import check_memory, is_out_of_memory, needed_memory
-from .model import DTYPES, Model, Variant, WrongModelError, default_variant, first_line, load, model_path
+from .model import (
+    DTYPES,
+    Model,
+    Variant,
+    WrongModelError,
+    default_variant,
+    device_kind,
+    first_line,
+    load,
+    model_path,
+    quiet_transformers,
+    why_not,
+)
 from .parts import Parts, is_recorded, open_parts
 from .search import Largest, Searched, search
 from .searched_event import places, searched_event
@@ -70,21 +82,18 @@ def processes() -> int:
 
 
 def run_search(options: argparse.Namespace) -> int:
-    """Searches a bundle as the command line asks for, and returns the exit code: 0, or 2 if that is impossible."""
+    """Searches a bundle as the command line asks for, and returns the exit code: 0, or 2 if that is impossible.
+
+    Raises:
+        OSError: On rank 0, which writes the page: that cannot be written.
+    """
     try:
         with _process_group(options.device) as device:
-            try:
-                return _run(options, device)
-            except _FailedError as error:
-                return _refuse(error, collectives.rank())
-    except WrongModelError as error:
-        return _refuse(error, int(os.environ.get("RANK", 0)))
-
-
-def _refuse(error: ValueError, rank: int) -> int:
-    if rank == 0:
-        print(visible(str(error)), file=sys.stderr)
-    return 2
+            return _run(options, device)
+    except (_FailedError, WrongModelError) as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(visible(str(error)), file=sys.stderr)
+        return 2
 
 
 def _run(options: argparse.Namespace, device: torch.device) -> int:
@@ -106,25 +115,20 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
 @contextmanager
 def _process_group(asked: str | None) -> Iterator[torch.device]:
     """Joins the processes of torchrun, if there are any. The device is that of this process."""
-    kind = asked or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise WrongModelError("There is no CUDA device here: take --device cpu.")
-    if processes() == 1:
-        yield torch.device(kind)
-        return
-    device = torch.device(kind)
-    if kind == "cuda":
-        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device(device_kind(asked))
+    several = processes() > 1
+    if several and device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         if device.index >= torch.cuda.device_count():
             raise WrongModelError(f"There are {torch.cuda.device_count()} CUDA devices here: start no more processes.")
         torch.cuda.set_device(device)
-    own = not dist.is_initialized()
-    if own:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    joins = several and not dist.is_initialized()
+    if joins:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield device
     finally:
-        if own:
+        if joins:
             dist.destroy_process_group()
 
 
@@ -160,10 +164,7 @@ def _on_all_ranks(make: Callable[[], _Value]) -> _Value:
 
 
 def _load(options: argparse.Namespace, device: torch.device) -> _Loaded:
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quiet_transformers()
     parts = open_parts(options.bundle)
     bundle, trust = parts.bundle, options.trust_remote_code
     path = model_path(bundle, options.model, trust)
@@ -184,8 +185,7 @@ def _load(options: argparse.Namespace, device: torch.device) -> _Loaded:
 
 def _failure(error: BaseException, variant: Variant) -> _FailedError:
     if is_out_of_memory(error):
-        figures = f": {error}" if isinstance(error, MemoryError) and error.args else ""
-        return _FailedError(f"{variant} takes more memory than there is{figures}. {_TAKE_LESS}")
+        return _FailedError(f"{why_not(error, variant)} {_TAKE_LESS}")
     return _FailedError(f"The search failed: {first_line(error)}")
 
 
@@ -223,9 +223,15 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
     else:
         from .terminal import print_search  # needs rich
 
-        where = f"{loaded.path}   {loaded.variant} on {_devices(loaded.model)}"
+        ranks, kind = collectives.world_size(), loaded.model.device.type
+        where = f"{loaded.path}   {loaded.variant} on {kind if ranks == 1 else f'{ranks} processes, {kind}'}"
         print_search(bundle.path.resolve().name, where, sentences, notes, event)
-    return _write_page(options, event or bundle.event, written) if options.html else 0
+    if options.html:
+        from .page import evidence_of
+
+        write_page(evidence_of(event or bundle.event) if written is None else read(written), options.html)
+        print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
+    return 0
 
 
 def _known_event(bundle: Bundle, parts: Parts) -> tuple[dict[str, Any], str | None]:
@@ -261,18 +267,6 @@ def _write(bundle: Bundle, parts: Parts, event: Mapping[str, Any], why_not: str 
     if why_not is not None:
         notes.append(f"spikes.jsonl is as it was: {why_not}.")
     return directory, notes
-
-
-def _write_page(options: argparse.Namespace, event: Mapping[str, Any], directory: str | None) -> int:
-    from .page import evidence_of
-
-    try:
-        write_page(evidence_of(event) if directory is None else read(directory), options.html)
-    except OSError as error:
-        print(visible(f"{error.strerror}: {error.filename2 or error.filename}"), file=sys.stderr)
-        return 2
-    print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
-    return 0
 
 
 def _in_words(parts: Parts, searched: Searched, found: Mapping[str, Any]) -> str:
@@ -312,8 +306,3 @@ def _nothing_over(largest: Largest | None, threshold: float) -> str:
         of = f"of {largest.tokens} tokens measured alone" if largest.tokens > 1 else "the token measured alone,"
         text += f"; the largest {of} has {short(largest.token_norm / threshold)} τ (row {row}, position {position})"
     return f"{text}. To search it all the same: --threshold {_UNDER * largest.norm:.2g}."
-
-
-def _devices(model: Model) -> str:
-    ranks = collectives.world_size()
-    return model.device.type if ranks == 1 else f"{ranks} processes, {model.device.type}"

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The event of a spike after its bundle was searched: what training knew of it, with what the search found."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..bundles.opening import Bundle, BundleError, check_places
 from ..bundles.plain_file import read_plain_file
 from ..evidence.foreign_json import parse
 from ..evidence.in_words import summary
-from ..evidence.schema import EVENT, conforms, current
+from ..evidence.schema import EVENT, conforms
 
 # What a search finds out.
 _FOUND = (
@@ -60,11 +60,11 @@ def searched_event(
         event |= {name: found[name] for name in _FOUND_FIRST} | {"micro_batches": bundle.event["micro_batches"]}
     scaled = float(base["global_threshold"]) * threshold / base["threshold"]
     event |= {"threshold": threshold, "global_threshold": scaled}
-    texts = _Texts([*base["culprits"], *base.get("suspected", ())])
+    known = [*base["culprits"], *base.get("suspected", ())]
     for name in ("units", "culprits", "diffuse"):
         elsewhere = [] if first else [each for each in base[name] if _is_elsewhere(each, bundle)]
         event[name] = [*found[name], *elsewhere]
-    event["culprits"] = [texts.added_to(culprit) for culprit in event["culprits"]]
+    event["culprits"] = _with_texts(event["culprits"], known)
     if not is_whole:
         # Of what is missing, only an earlier search knows something.
         event["explained"] = found["explained"] and (None if first else base["explained"])
@@ -87,7 +87,7 @@ def with_findings(bundle: Bundle) -> Bundle:
     folder = bundle.path.resolve()
     try:
         path = folder.with_name(folder.name + layout.EVENT_SUFFIX)
-        event = current(parse(read_plain_file(path, limits.MANIFEST_BYTES)))
+        event = parse(read_plain_file(path, limits.MANIFEST_BYTES))
     except (OSError, ValueError):
         return bundle
     if not (conforms(event, EVENT) and all(event[name] == bundle.event[name] for name in _SAME)):
@@ -110,18 +110,12 @@ def _is_elsewhere(each: Mapping[str, Any], bundle: Bundle) -> bool:
     return each["rank"] is not None and (each["rank"], each["micro_batch"]) not in bundle.micro_batches
 
 
-class _Texts:
-    """What the trainer has added to tokens of a spike."""
-
-    def __init__(self, known: Collection[Mapping[str, Any]]) -> None:
-        self._tokens = {(token["rank"], token["row"], token["position"]): token for token in known}
-        self._responses = {(token["rank"], token["row"]): token for token in reversed([*known])}
-
-    def added_to(self, culprit: Mapping[str, Any]) -> dict[str, Any]:
-        """The culprit, with what is known of its response and of itself."""
-        return {**culprit, **dict(self._of(culprit))}
-
-    def _of(self, culprit: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        place = culprit["rank"], culprit["row"], culprit["position"]
-        for names, token in ((_OF_RESPONSE, self._responses.get(place[:2])), (_OF_TOKEN, self._tokens.get(place))):
-            yield from ((name, token[name]) for name in names if token is not None and name in token)
+def _with_texts(culprits: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Culprits with what the trainer has added to known tokens: about their responses, and about themselves."""
+    found = [{**culprit} for culprit in culprits]
+    for where, names in ((("rank", "row"), _OF_RESPONSE), (("rank", "row", "position"), _OF_TOKEN)):
+        by_place = {tuple(token[key] for key in where): token for token in reversed(known)}
+        for culprit in found:
+            token = by_place.get(tuple(culprit[key] for key in where), {})
+            culprit |= {name: token[name] for name in names if name in token}
+    return found

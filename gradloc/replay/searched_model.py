@@ -4,13 +4,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..bundles.layout import Row
 from ..fsdp import collectives
 from ..measure.passes import Forward
 from .model import Model, compute_logits, has_dropout, response_log_probs
@@ -28,16 +28,10 @@ def build_forward(model: Model) -> Forward:
     Its inputs are `rows`, the `Row`s of a micro-batch, and `entropy`, whether the loss has entropies.
     """
 
-    def of_row(row: Row, stop: int, entropy: bool) -> _Outputs:
-        ids, positions = _cut(row, stop)
-        return forward_row(model, ids, positions, row.prompt_length, row.temperature, entropy)
-
     def forward(inputs: Mapping[str, Any], rows: Sequence[int], response_length: int) -> tuple[Tensor | None, Tensor]:
-        found = []
-        for row in (inputs["rows"][index] for index in rows):
-            arguments = row, min(row.response_length, response_length), inputs["entropy"]
-            found.append(_again_in_backward(of_row, *arguments) if len(rows) > 1 else of_row(*arguments))
-        return _stacked(found, response_length)
+        of_row = partial(_again_in_backward, forward_row) if len(rows) > 1 else forward_row
+        cut = [inputs["rows"][index].cut(response_length) for index in rows]
+        return _stacked([of_row(model, row, inputs["entropy"]) for row in cut], response_length)
 
     return forward
 
@@ -66,35 +60,20 @@ def shard_model(model: Model, device: torch.device) -> tuple[Model, Forward]:
     sharded = replace(model, device=device, layer_of={})
 
     def forward(inputs: Mapping[str, Any], rows: Sequence[int], response_length: int) -> tuple[Tensor | None, Tensor]:
-        chosen = [inputs["rows"][index] for index in rows]
-        cut = [_cut(row, min(row.response_length, response_length)) for row in chosen]
-        ids = nn.utils.rnn.pad_sequence([ids for ids, _ in cut], batch_first=True).to(device)
-        positions = nn.utils.rnn.pad_sequence([positions for _, positions in cut], batch_first=True).to(device)
-        lengths = torch.tensor([len(ids) for ids, _ in cut])
-        mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).to(ids)
+        cut = [inputs["rows"][index].cut(response_length) for index in rows]
+        lengths = [len(row.input_ids) for row in cut]
+        ids = nn.utils.rnn.pad_sequence([row.input_ids for row in cut], batch_first=True).to(device)
+        positions = nn.utils.rnn.pad_sequence([row.position_ids for row in cut], batch_first=True).to(device)
+        mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths).unsqueeze(1)).to(ids)
         logits = compute_logits(sharded, ids, mask, positions)
+        parts = [(logits[i, :length], ids[i, :length]) for i, length in enumerate(lengths)]
         found = [
-            _again_in_backward(
-                response_log_probs,
-                logits[i, :length],
-                ids[i, :length],
-                row.prompt_length,
-                row.temperature,
-                inputs["entropy"],
-            )
-            for i, (row, length) in enumerate(zip(chosen, lengths.tolist(), strict=True))
+            _again_in_backward(response_log_probs, *part, row, inputs["entropy"])
+            for part, row in zip(parts, cut, strict=True)
         ]
         return _stacked(found, response_length)
 
     return sharded, forward
-
-
-def _cut(row: Row, stop: int) -> tuple[Tensor, Tensor]:
-    """Ids and positions of a row with its response cut to a length; at least one token, which a model needs."""
-    length = row.prompt_length + stop
-    if not length:
-        return torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    return row.input_ids[:length], row.position_ids[:length]
 
 
 def _again_in_backward(function: Callable[..., _Outputs], *arguments: Any) -> _Outputs:

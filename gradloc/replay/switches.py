@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..bundles.opening import Bundle
-from .measuring import Measured, Place, measure_first
+from .measuring import Measured, Place, measure
 from .model import FLASH, HALF, Model, Variant
 
 Row = dict[str, Any]
@@ -85,23 +85,23 @@ def loaded_switches(main: Variant, device: str) -> list[Reloaded]:
     return found
 
 
-def measure_switch(bundle: Bundle, model: Model, name: str, main: Measured, culprit: Place | None) -> Row:
+def measure_switch(name: str, bundle: Bundle, model: Model, main: Measured, culprit: Place | None) -> Row:
     """A row of the table: the first micro-batch's norm, the largest change of a log-prob, and the culprit's norm.
 
     Args:
+        name (str): The switch's name.
         bundle (Bundle): The bundle.
         model (Model): The model, with the switch on.
-        name (str): The switch's name.
         main (Measured): What the replay itself gave.
         culprit (Place, optional): The token to measure alone.
     """
-    return row(name, bundle, measure_first(bundle, model, culprit), main, culprit)
+    found = measure(bundle, model, [] if culprit is None else [culprit], names=[bundle.first])
+    return row(name, bundle, found, main, culprit)
 
 
 def row(name: str, bundle: Bundle, found: Measured, main: Measured, culprit: Place | None) -> Row:
     """A row of the table from what was measured; see `measure_switch`."""
-    entry = bundle.manifest["micro_batches"][0]
-    first = entry["rank"], entry["micro_batch"]
+    first = bundle.first
     differences = (found.log_probs[first] - main.log_probs[first]).abs()
     differences = differences[differences.isfinite()]
     return {

@@ -4,6 +4,8 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -88,7 +90,7 @@ def _mean_difference(model: Model, rows: list[tuple[Row, Tensor, Tensor]], tempe
     """Of the log-probs at a temperature from the rollout's, each counted as at most `LARGEST`; NaN if none is known."""
     differences = []
     for row, rollout, counted in rows:
-        log_prob, _ = forward(model, row.input_ids, row.position_ids, row.prompt_length, temperature, False)
+        log_prob, _ = forward(model, replace(row, temperature=temperature), entropy=False)
         difference = (log_prob.double().cpu() - rollout).abs().clamp(max=LARGEST)
         differences.append(difference[counted & difference.isfinite()])
     return float(torch.cat(differences).mean())
@@ -96,15 +98,12 @@ def _mean_difference(model: Model, rows: list[tuple[Row, Tensor, Tensor]], tempe
 
 def _least(value: Callable[[float], float], low: float, high: float) -> float:
     """Where a function with one valley is least, by golden-section search."""
-    inner = [high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)]
-    values = [value(x) for x in inner]
+    # Of two points, one is a point of the round before, but for rounding.
+    known = cache(value)
     while high - low > _PRECISION:
-        if values[0] < values[1]:
-            high = inner[1]
-            inner, values = [high - _GOLDEN * (high - low), inner[0]], [math.nan, values[0]]
-            values[0] = value(inner[0])
+        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        if known(round(left, 9)) < known(round(right, 9)):
+            high = right
         else:
-            low = inner[0]
-            inner, values = [inner[1], low + _GOLDEN * (high - low)], [values[1], math.nan]
-            values[1] = value(inner[1])
+            low = left
     return (low + high) / 2

@@ -5,6 +5,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,16 +22,9 @@ _SWITCH_COLUMNS = ("norm", "log-probs differ by up to", "culprit")
 
 def print_result(result: Mapping[str, Any]) -> None:
     """Prints what `build_result` returned."""
-    console = new_console()
     step = "" if result["global_step"] is None else f", step {result['global_step']}"
-    console.print(Text.assemble("\n", (f"Replay of {visible(result['bundle'])}{step}", "bold")))
     where = f"{result['model']}   {result['variant']} on {result['device']}   in training {result['recorded']}"
-    console.print(Text(visible(where), style="dim"))
-    console.print()
-    for sentence in result["sentences"]:
-        console.print(Text(visible(sentence)))
-    for note in result["notes"]:
-        console.print(Text(visible(note), style="yellow"))
+    console = _print_head(f"Replay of {result['bundle']}{step}", where, result["sentences"], result["notes"])
     measured = "remedy_notes" in result
     remedies = _measured_remedies(result) if measured else _remedies(result)
     for table in (_tokens(result), _units(result), _layers(result), _switches(result), remedies):
@@ -60,18 +54,22 @@ def print_search(
         notes (Sequence[str]): What is missing.
         event (Mapping, optional): The event, which is printed as the report does; None if nothing was found.
     """
-    console = new_console()
-    console.print(Text.assemble("\n", (f"Search of {visible(bundle)}", "bold")))
-    console.print(Text(visible(where), style="dim"))
-    console.print()
-    for sentence in sentences:
-        console.print(Text(visible(sentence)))
-    for note in notes:
-        console.print(Text(visible(note), style="yellow"))
+    console = _print_head(f"Search of {bundle}", where, sentences, notes)
     if event is None:
         console.print()
     else:
         print_summary(summarize(evidence_of(event), TABLE_ROWS))
+
+
+def _print_head(title: str, where: str, sentences: Sequence[str], notes: Sequence[str]) -> Console:
+    console = new_console()
+    console.print(Text.assemble("\n", (visible(title), "bold")))
+    console.print(Text(visible(where), style="dim"))
+    console.print()
+    for texts, style in ((sentences, ""), (notes, "yellow")):
+        for text in texts:
+            console.print(Text(visible(text), style=style))
+    return console
 
 
 def _table(title: str, *columns: str) -> Table:

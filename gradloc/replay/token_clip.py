@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..bundles.layout import SavedMicroBatch
-from ..bundles.opening import Bundle
 from ..token_clip.boundaries import find_boundaries
 from ..token_clip.watched_pass import LOG_PROBS
-from .measuring import Norms, add_row, take_norms
+from .measuring import Norms, add_row, coefficients_of, take_norms
 from .model import Model
 
 # A signal is cut if it is over so many times the largest one of ordinary tokens: TokenClip's own default.
@@ -45,12 +44,11 @@ class Cut:
     boundary: str | None
 
 
-def clip_tokens(model: Model, bundle: Bundle, saved: SavedMicroBatch, ordinary: Tensor) -> Cut | None:
+def clip_tokens(model: Model, saved: SavedMicroBatch, ordinary: Tensor) -> Cut | None:
     """The gradient with each signal cut that is over `FACTOR` times the largest one of ordinary tokens.
 
     Args:
-        model (Model): The model.
-        bundle (Bundle): The bundle.
+        model (Model): The model; its gradients are cleared.
         saved (SavedMicroBatch): The micro-batch.
         ordinary (Tensor): Which tokens are ordinary, bool of shape (rows, response length).
 
@@ -58,50 +56,47 @@ def clip_tokens(model: Model, bundle: Bundle, saved: SavedMicroBatch, ordinary: 
         Cut | None: None if the model's decoder layers are not known, or no ordinary token has a gradient.
     """
     modules = find_boundaries(model.module)
-    coefficient, entropy = saved.tokens["coefficient"], saved.tokens["entropy_coefficient"]
-    alone = [torch.where(ordinary, values, 0.0) for values in (coefficient, entropy)]
+    coefficient, entropy = coefficients_of(saved)
+    alone = coefficients_of(saved, ordinary)
     if not modules or not any(bool((values != 0).any()) for values in alone):
         return None
-    rows = range(len(saved.rows))
     largest: dict[str, float] = {}
-    for index in rows:
-        with _hooked(modules, partial(_raise, largest, _culprits(saved, index, ordinary))):
-            add_row(model, bundle, saved, index, alone[0][index], alone[1][index])
+    for index, row in enumerate(saved.rows):
+        # Of the hidden states whose next token is a culprit: what amplifies it is there.
+        culprits = torch.nonzero(~ordinary[index]).flatten() + row.prompt_length - 1
+        with _hooked(modules, partial(_raise, largest, culprits)):
+            add_row(model, saved, index, alone)
     model.module.zero_grad(set_to_none=True)
     bounds = {name: FACTOR * value for name, value in largest.items()}
 
     # At the log-probs, a position's signal is its own coefficient.
     over = ~(coefficient.abs() <= FACTOR * float(alone[0].abs().max()))
-    kept = torch.where(over, 0.0, coefficient)
-    cuts: dict[tuple[int, str], Tensor] = {}
-    for index in rows:
-        with _hooked(modules, partial(_over, bounds, cuts, index)):
-            add_row(model, bundle, saved, index, kept[index], entropy[index])
-    gradient = take_norms(model, bundle)
+    kept = torch.where(over, 0.0, coefficient), entropy
+    cuts: list[dict[str, Tensor]] = [{} for _ in saved.rows]
+    for index, of_row in enumerate(cuts):
+        with _hooked(modules, partial(_over, bounds, of_row)):
+            add_row(model, saved, index, kept)
+    gradient = take_norms(model)
 
-    for index in rows:
-        left = torch.where(over[index], 0.0, alone[0][index])
-        mine = {name: cut for (row, name), cut in cuts.items() if row == index}
-        if mine or bool((over[index] & (alone[0][index] != 0)).any()):
-            with _hooked(modules, partial(_again, mine)):
-                add_row(model, bundle, saved, index, left, alone[1][index])
-            add_row(model, bundle, saved, index, -alone[0][index], -alone[1][index])
-    moved = take_norms(model, bundle)
+    left, opposite = (torch.where(over, 0.0, alone[0]), alone[1]), (-alone[0], -alone[1])
+    changed = (left[0] != alone[0]).any(-1).tolist()
+    for index, of_row in enumerate(cuts):
+        if of_row or changed[index]:
+            with _hooked(modules, partial(_again, of_row)):
+                add_row(model, saved, index, left)
+            add_row(model, saved, index, opposite)
+    moved = take_norms(model)
 
     positions, prompt = over & (coefficient != 0), 0
-    for (index, _), cut in cuts.items():
-        start = saved.rows[index].prompt_length - 1
-        places = torch.nonzero(cut).flatten() - start
-        prompt += int((places < 0).sum())
-        positions[index, places[places >= 0]] = True
+    where = {LOG_PROBS} if bool(positions.any()) else set()
+    for index, of_row in enumerate(cuts):
+        where |= of_row.keys()
+        for cut in of_row.values():
+            places = torch.nonzero(cut).flatten() - (saved.rows[index].prompt_length - 1)
+            prompt += int((places < 0).sum())
+            positions[index, places[places >= 0]] = True
     order = [LOG_PROBS, *reversed(modules)]
-    where = {name for _, name in cuts} | ({LOG_PROBS} if bool((over & (coefficient != 0)).any()) else set())
     return Cut(gradient, moved, positions, prompt, next((name for name in order if name in where), None))
-
-
-def _culprits(saved: SavedMicroBatch, row: int, ordinary: Tensor) -> Tensor:
-    """The positions of a row's hidden states whose next token is a culprit: what amplifies it is there."""
-    return torch.nonzero(~ordinary[row]).flatten() + saved.rows[row].prompt_length - 1
 
 
 def _raise(largest: dict[str, float], without: Tensor, name: str, signal: Tensor) -> None:
@@ -111,14 +106,12 @@ def _raise(largest: dict[str, float], without: Tensor, name: str, signal: Tensor
     largest[name] = max(largest.get(name, 0.0), float(signal.max()))
 
 
-def _over(
-    bounds: dict[str, float], cuts: dict[tuple[int, str], Tensor], row: int, name: str, signal: Tensor
-) -> Tensor | None:
+def _over(bounds: dict[str, float], cuts: dict[str, Tensor], name: str, signal: Tensor) -> Tensor | None:
     """Which positions of a row are over the bound; None if none is. NaN counts as over."""
     over = ~(signal <= bounds.get(name, 0.0)) & (signal != 0)
     if not bool(over.any()):
         return None
-    cuts[row, name] = over.cpu()
+    cuts[name] = over.cpu()
     return over
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..report.remedies import best, remedy_in_words
 from ..threshold import is_over
 from .layers_apart import layers_apart_in_words
-from .scale import scale_in_words
+from .scale import coarsest, scale_in_words
 from .switch_table import switches_in_words
 
 # How far a norm may be from the recorded one to count as the same. In half precision some thirty roundings in a row of
@@ -45,13 +45,13 @@ def same_norm(replayed: float, recorded: float, *dtypes: str) -> bool:
     """Whether two norms are the same but for rounding; two that are not finite are."""
     if not (math.isfinite(replayed) and math.isfinite(recorded)):
         return math.isfinite(replayed) == math.isfinite(recorded)
-    return abs(replayed - recorded) <= _tolerance(_SAME, dtypes) * max(abs(recorded), 1e-12)
+    return abs(replayed - recorded) <= coarsest(_SAME, dtypes) * max(abs(recorded), 1e-12)
 
 
 def same_weights(result: Mapping[str, Any]) -> bool:
     """Whether the log-probs are those of training, up to rounding."""
     mean = result["log_probs"]["mean"]
-    return mean is not None and mean <= _tolerance(_SAME_WEIGHTS, (result["dtype"], result["recorded_dtype"]))
+    return mean is not None and mean <= coarsest(_SAME_WEIGHTS, (result["dtype"], result["recorded_dtype"]))
 
 
 def _comes_back(unit: Mapping[str, Any], *dtypes: str) -> str:
@@ -141,7 +141,3 @@ def _remedy(unit: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     if first is None:
         return "No remedy that could be computed brings it under its threshold."
     return f"{remedy_in_words(first)}: {first['override']}"
-
-
-def _tolerance(of: Mapping[str, float], dtypes: Sequence[str]) -> float:
-    return max(of.get(dtype, 0.1) for dtype in dtypes)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..checks import argument
 from ..fsdp import collectives
 from ..replay.model import ATTENTIONS, FLASH
 from .loop import Loop, Sizes, build_model
@@ -88,8 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--random-weights", action="store_true", help="read the model's configuration alone")
     parser.add_argument("--attention", choices=ATTENTIONS, help=f"default: {FLASH} where it is installed")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
+    count = argument(int, lambda value: value >= 1, "it must be at least 1, got {}")
     for name, default in asdict(Sizes()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=_count, default=default, help=f"default: {default}")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=count, default=default, help=f"default: {default}")
     parser.add_argument("--seconds", type=float, default=120.0, help="how long to measure detection (default: 120)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON")
     options = parser.parse_args(arguments)
@@ -124,13 +126,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.output is not None:
             options.output.write_text(json.dumps(result, indent=2) + "\n")
     return 1 if failures(result) else 0
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"it must be at least 1, got {value}")
-    return value
 
 
 def _start() -> torch.device:

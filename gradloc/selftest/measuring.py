@@ -199,7 +199,9 @@ def _gradient_sums(model: nn.Module) -> list[tuple[int, int]]:
     sums = []
     for own in _local_gradients(model):
         bits = own.flatten().view({2: torch.int16, 4: torch.int32}[own.element_size()])
-        sums += [_sums(part.long()) for part in bits.split(_PART)]
+        for part in bits.split(_PART):
+            by_position = part.long() * torch.arange(len(part), device=part.device)
+            sums.append((int(part.long().sum()), int(by_position.sum())))
     return sums
 
 
@@ -207,10 +209,6 @@ def _local_gradients(model: nn.Module) -> list[Tensor]:
     """This rank's part of each gradient."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [getattr(gradient, "_local_tensor", gradient).detach() for gradient in gradients]
-
-
-def _sums(bits: Tensor) -> tuple[int, int]:
-    return int(bits.sum()), int((bits * torch.arange(len(bits), device=bits.device)).sum())
 
 
 def _wait(device: torch.device) -> None:

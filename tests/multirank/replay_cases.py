@@ -62,22 +62,12 @@ def stalled(directory: str) -> tuple[dict[str, bool], list[str | None]]:
     """A run of two events whose disk answers no more once a bundle is to be written, against the unpatched actor."""
     case = Case(mini_batch=4, planted=((0, 0, 4), (1, 3, 0), (1, 6, 9)))
     answers = threading.Event()
-
-    def prepare(actor: Any) -> None:
-        actor.gradloc._bundle_writer._write = lambda *_: answers.wait()
-
-    bundle_writer.PATIENCE = 0.1
+    options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "spike_replay": 4}
+    stalls = {"PATIENCE": 0.1, "write_bundle_files": lambda *_: answers.wait()}
     try:
-        run = train(
-            case,
-            prepare=prepare,
-            spike_detection=True,
-            grad_norm_threshold=IDENTITY_THRESHOLD,
-            bisect_dump_dir=directory,
-            spike_replay=4,
-        )
+        with mock.patch.multiple(bundle_writer, **stalls):
+            run = train(case, bisect_dump_dir=directory, **options)
     finally:
-        bundle_writer.PATIENCE = 60.0
         answers.set()
     return compare_runs(run, train(case, stock_dp_actor())), [event["replay"] for event in events_of(run)]
 

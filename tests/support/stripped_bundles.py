@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from pathlib import Path
 
 from gradloc.bundles.opening import open_bundle
@@ -21,12 +22,13 @@ def strip(path: Path, evidence: Path) -> list[Path]:
     event = bundle.event
     found = []
     for rank in sorted({rank for rank, _ in bundle.micro_batches}):
-        mine = {name: saved for name, saved in bundle.micro_batches.items() if name[0] == rank}
+        mine = {
+            name: MicroBatch({"samples": saved.rows}, bundle.rows[name], saved.rng_state, dict(saved.tokens))
+            for name, saved in bundle.micro_batches.items()
+            if name[0] == rank
+        }
         recorded = recorded_event(
-            {
-                name: MicroBatch({}, bundle.rows[name], saved.rng_state, dict(saved.tokens))
-                for name, saved in mine.items()
-            },
+            mine,
             where={name: event[name] for name in ("global_step", "epoch", "mini_batch")},
             threshold=event["threshold"],
             global_norm=float(event["global_norm"]),
@@ -37,6 +39,6 @@ def strip(path: Path, evidence: Path) -> list[Path]:
         context = {
             name: bundle.manifest[name] for name in ("model", "dtype", "actor", "checkpoint", "grad_clip", "versions")
         }
-        name = write_recorded_bundle(evidence, recorded, mine, bundle.rows, context, suffix=f"-rank{rank}")
+        name = write_recorded_bundle(evidence, recorded, mine, itemgetter("samples"), context, f"-rank{rank}")
         found.append(evidence / name)
     return found

@@ -107,10 +107,10 @@ def test_a_lasting_shift_is_followed() -> None:
 
 
 def test_the_window_is_saved_and_loaded() -> None:
-    auto, other = AutoThreshold(), AutoThreshold()
+    auto = AutoThreshold()
     for step in range(2 * WINDOW):
         auto.take_in(1.0 + step % 7)
-    norms = json.loads(json.dumps(auto.norms()))
+    norms = json.loads(json.dumps([*auto.norms]))
     assert len(norms) == WINDOW
-    other.restart_from(norms)
+    other = AutoThreshold(norms)
     assert other.value == auto.value

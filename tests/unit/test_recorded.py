@@ -80,17 +80,13 @@ def event_of(parts: Parts, **changes: Any) -> dict[str, Any]:
     return recorded_event(parts, where=where, **{**figures, **changes})
 
 
-def saved(parts: Parts) -> dict[MicroBatchName, SavedMicroBatch]:
+def samples(_: Any) -> list[Row]:
     ids = torch.arange(PROMPT + RESPONSE)
-    return {
-        name: SavedMicroBatch([Row(ids, ids, RESPONSE, 1.0) for _ in part.rows], part.tokens, part.rng_state)
-        for name, part in parts.items()
-    }
+    return [Row(ids, ids, RESPONSE, 1.0)] * ROWS
 
 
 def write(directory: Path, parts: Parts, suffix: str = "", **changes: Any) -> str:
-    rows = {name: part.rows for name, part in parts.items()}
-    return write_recorded_bundle(directory, event_of(parts, **changes), saved(parts), rows, CONTEXT, suffix)
+    return write_recorded_bundle(directory, event_of(parts, **changes), parts, samples, CONTEXT, suffix)
 
 
 def resign(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -204,7 +200,8 @@ def test_of_many_micro_batches_the_likeliest_are_kept(tmp_path: Path) -> None:
 
 def test_what_a_bundle_may_not_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = micro_batches()
-    size = sum(tensor.nbytes for tensor in layout.to_tensors(saved(parts)[0, 1]).values())
+    saved = SavedMicroBatch(samples({}), parts[0, 1].tokens, parts[0, 1].rng_state)
+    size = sum(tensor.nbytes for tensor in layout.to_tensors(saved).values())
     monkeypatch.setattr(limits, "BUNDLE_BYTES", size)
     name = write(tmp_path, parts)
     assert list(open_bundle(tmp_path / name).micro_batches) == [(0, 1)]  # the likeliest alone

@@ -74,7 +74,7 @@ def test_token_clip_is_the_chain_rule_with_cut_signals(
     ((name, saved),) = opened.micro_batches.items()
     ordinary = torch.ones(ROWS, RESPONSE, dtype=torch.bool)
     ordinary[BAD] = False
-    cut = clip_tokens(model, opened, saved, ordinary)
+    cut = clip_tokens(model, saved, ordinary)
     coefficient = saved.tokens["coefficient"]
     alone = torch.where(ordinary, coefficient, 0.0)
 
@@ -109,7 +109,7 @@ def test_a_signal_that_a_layer_amplifies_is_cut_where_it_leaves_it(bundle: Path,
     ordinary[BAD] = False
     coefficient, none = saved.tokens["coefficient"], torch.zeros(ROWS, RESPONSE)
     coefficient[BAD] = -0.1  # at the log-probs, nothing is to be seen
-    whole = gradient_norms(model, opened, saved, coefficient, none).norm
+    whole = gradient_norms(model, saved, (coefficient, none)).norm
     # In the row of the culprit alone: of both, the first tokens are others.
     first_tokens = [int(saved.rows[row].input_ids[0]) for row in range(ROWS)]
     assert len(set(first_tokens)) == ROWS
@@ -128,8 +128,8 @@ def test_a_signal_that_a_layer_amplifies_is_cut_where_it_leaves_it(bundle: Path,
         return hidden, *arguments[1:]
 
     model.module.model.layers[1].register_forward_pre_hook(amplify)
-    blown = gradient_norms(model, opened, saved, coefficient, none).norm
-    cut = clip_tokens(model, opened, saved, ordinary)
+    blown = gradient_norms(model, saved, (coefficient, none)).norm
+    cut = clip_tokens(model, saved, ordinary)
     assert blown > 100 * whole
     assert cut.boundary == "layers.0" and cut.positions.nonzero().tolist() == [list(BAD)]
     assert cut.gradient.norm == pytest.approx(whole, rel=0.3) and cut.moved.norm > 0
@@ -250,6 +250,24 @@ def test_layer_clip_scales_each_layer(bundle: Path, kept: Path, capsys: pytest.C
     row = rows_by_name(replay(bundle, kept, capsys))["LayerClip, as it was set"]
     assert row["left"] == pytest.approx(0.25) and row["ordinary_moved"] == pytest.approx(0.75)
     assert row["override"] is None and row["note"] is None
+
+
+def test_layer_clip_is_estimated_without_a_further_pass(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As much of it as the table of measured remedies says."""
+    layers = open_bundle(bundle).manifest["layers"]
+    steps = {layer: {"norm": 1.0, "bound": 1.0, "factor": 0.25} for layer in layers}
+    for change, name in (
+        ({"ordinary_layer_norms": dict.fromkeys(layers, 1.0)}, "LayerClip, estimated"),
+        ({"layer_clip": steps}, "LayerClip, as it was set"),
+    ):
+        resign(bundle, lambda manifest, change=change: manifest["event"].update(change))
+        (measured,) = (row for row in replay(bundle, kept, capsys)["remedies"] if row["name"].startswith("LayerClip"))
+        assert main([str(bundle), "--model", str(kept / "model"), "--json", "--only"]) == 0
+        estimated = {row["name"]: row for row in json.loads(capsys.readouterr().out)["remedies"]}
+        assert estimated[name]["norm"] == pytest.approx(measured["norm"])
+        assert set(estimated) == {name, "global clip (1)", "spike_action=drop"}
 
 
 def test_without_verl_its_rows_are_left_out_with_one_sentence(bundle: Path, kept: Path) -> None:

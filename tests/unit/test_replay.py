@@ -540,7 +540,7 @@ def test_the_estimate_is_a_bound_from_below(bundle: Path, kept: Path, dtype: str
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         row = saved.rows[0]
-        log_prob, _ = forward_row(model, row.input_ids, row.position_ids, row.prompt_length, 1.0, False)
+        log_prob, _ = forward_row(model, row, False)
         log_prob.sum().backward()
     gradients = sum(p.numel() for p in model.module.parameters()) * model.dtype.itemsize
     taken = sum(size for _, size in storages.values()) + gradients

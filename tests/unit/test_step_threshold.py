@@ -14,15 +14,14 @@ from gradloc import GradLoc, GradLocConfig
 class Thresholds:
     """In place of the automatic threshold: one after another of the given values."""
 
+    norms: tuple[float, ...] = ()
+
     def __init__(self, *values: float) -> None:
         self.values = list(values)
 
     @property
     def value(self) -> float:
         return self.values[0]
-
-    def norms(self) -> list[float]:
-        return []
 
     def take_in(self, norm: float) -> None:
         self.values.pop(0)

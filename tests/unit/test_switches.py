@@ -27,7 +27,7 @@ from gradloc.evidence.schema import conforms
 from gradloc.replay import __main__ as command
 from gradloc.replay import memory, switches
 from gradloc.replay.__main__ import main
-from gradloc.replay.measuring import measure_first
+from gradloc.replay.measuring import measure
 from gradloc.replay.model import Variant, load
 from gradloc.replay.switch_table import AS_REPLAYED, CHANGE, switches_in_words
 
@@ -145,7 +145,7 @@ def test_the_table_points_to_a_bug(
     monkeypatch.undo()
     opened = open_bundle(arguments[0])
     healthy = load(opened, arguments[2], Variant("float32", "sdpa"), "cpu", None, False)
-    (expected,) = measure_first(opened, healthy, None).units.values()
+    (expected,) = measure(opened, healthy, [], names=[opened.first]).units.values()
     assert rows[switch]["norm"] == pytest.approx(expected.norm, rel=1e-3)
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.update_figures import UpdateFigures, own_figures
+from gradloc.measure.meter import Level
+from gradloc.metrics import UpdateMetrics, own_figures
 
-PREFIX = "actor/gradloc/"
+NAMES = ("ratio_max", "rollout_ratio_max", "unlikely_share", "spike_margin")
 
 
 def tokens(log_prob: Tensor, **others: Tensor) -> dict[str, Tensor]:
@@ -16,16 +17,21 @@ def tokens(log_prob: Tensor, **others: Tensor) -> dict[str, Tensor]:
     return {"response_mask": ones, "weight": ones, "log_prob": log_prob, **others}
 
 
+def named(found: UpdateMetrics) -> dict[str, float]:
+    metrics = found.metrics()
+    return {name: metrics[f"actor/gradloc/{name}"] for name in NAMES if f"actor/gradloc/{name}" in metrics}
+
+
 def figures(*ranks: list[dict[str, Tensor]]) -> dict[str, float]:
     """Of one mini-batch."""
-    found = UpdateFigures()
+    found = UpdateMetrics()
     found.take_in(torch.stack([own_figures(micro_batches) for micro_batches in ranks]))
-    return {name.removeprefix(PREFIX): value for name, value in found.metrics().items()}
+    return named(found)
 
 
 def test_the_figures_of_several_ranks_and_mini_batches() -> None:
     random = torch.Generator().manual_seed(1)
-    found, ratios, log_probs = UpdateFigures(), [], []
+    found, ratios, log_probs = UpdateMetrics(), [], []
     for _ in range(3):
         ranks = []
         for _ in range(2):
@@ -36,9 +42,9 @@ def test_the_figures_of_several_ranks_and_mini_batches() -> None:
         found.take_in(torch.stack(ranks))
     unlikely = float((torch.cat(log_probs).exp() < 0.05).double().mean())
     assert 0 < unlikely < 1
-    assert found.metrics() == {
-        f"{PREFIX}ratio_max": pytest.approx(float(torch.cat(ratios).max())),
-        f"{PREFIX}unlikely_share": pytest.approx(unlikely),
+    assert named(found) == {
+        "ratio_max": pytest.approx(float(torch.cat(ratios).max())),
+        "unlikely_share": pytest.approx(unlikely),
     }
 
 
@@ -91,11 +97,11 @@ def test_without_data_a_figure_is_missing() -> None:
 
 
 def test_the_margin_is_the_largest_of_the_update_and_missing_in_a_warm_up() -> None:
-    found = UpdateFigures()
-    found.take_in_margin(50.0, None)
-    assert found.metrics() == {}
+    found = UpdateMetrics()
+    found.take_in_level(Level(50.0, 50.0, 50.0, False), None)
+    assert named(found) == {}
     for norm, threshold in ((50.0, 100.0), (150.0, 100.0), (90.0, 300.0)):
-        found.take_in_margin(norm, threshold)
-    assert found.metrics() == {f"{PREFIX}spike_margin": 1.5}
-    found.take_in_margin(math.inf, 300.0)
-    assert found.metrics() == {f"{PREFIX}spike_margin": math.inf}
+        found.take_in_level(Level(norm, norm, norm, False), threshold)
+    assert named(found) == {"spike_margin": 1.5}
+    found.take_in_level(Level(math.inf, 0.0, math.inf, False), 300.0)
+    assert named(found) == {"spike_margin": math.inf}
