@@ -4,6 +4,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,21 @@ from verl.trainer.ppo import core_algos
 
 from ..evidence.token_facts import find_after_eos
 from ..measure.token_weights import token_weights
+
+
+@dataclass(frozen=True)
+class AggregationCall:
+    """What a policy loss called verl's `agg_loss` with. It holds tensors of the size of a micro-batch.
+
+    Args:
+        aggregate (Callable): Gives the loss for other losses of the tokens.
+        mask (Tensor): Which tokens count in it.
+        mode (str): How it aggregates.
+    """
+
+    aggregate: Callable[[Tensor], Tensor]
+    mask: Tensor
+    mode: str
 
 
 class RecordedAggregation:
@@ -23,21 +39,21 @@ class RecordedAggregation:
 
     def __init__(self) -> None:
         self._original: Callable[..., Tensor] | None = None
-        self._call: Callable[[Tensor], Tensor] | None = None
-        self._mask: Tensor | None = None
-        self._mode = ""
+        self._call: AggregationCall | None = None
 
     def start(self) -> None:
         """Forgets the call of an earlier loss, and waits for that of the next one."""
-        self.stop()
-        self._call = self._mask = None
+        self.take()
         original = self._original = core_algos.agg_loss
 
         @functools.wraps(original)
         def recorded(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *rest: Any, **options: Any) -> Tensor:
             if self._call is None:  # the loss itself; what follows are figures for the log
-                self._mask, self._mode = loss_mask.detach(), loss_agg_mode
-                self._call = lambda x: original(x, loss_mask, loss_agg_mode, *rest, **options)
+                self._call = AggregationCall(
+                    lambda x: original(x, loss_mask, loss_agg_mode, *rest, **options),
+                    loss_mask.detach(),
+                    loss_agg_mode,
+                )
             return original(loss_mat, loss_mask, loss_agg_mode, *rest, **options)
 
         core_algos.agg_loss = recorded
@@ -47,56 +63,55 @@ class RecordedAggregation:
         if self._original is not None:
             core_algos.agg_loss, self._original = self._original, None
 
-    def weights(self, config: Any, response_mask: Tensor, **options: Any) -> Tensor:
-        """The weight of each token in the policy loss that was computed since `start`.
-
-        The weight is the derivative of the loss with respect to the token's own loss. verl 0.7's factor for gradient
-        accumulation, which comes after the aggregation, is left out.
-
-        Args:
-            config (ActorConfig): verl's configuration of the actor.
-            response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
-            options (Any): More arguments with which verl aggregates the terms of KL and entropy.
-
-        Returns:
-            Tensor: float32, same shape.
-        """
+    def take(self) -> AggregationCall | None:
+        """Stops, and hands over the first call since `start`; None if there was none, or it was taken."""
         self.stop()
-        call, mask = self._call, self._mask
-        self._call = self._mask = None  # they hold tensors of the size of a micro-batch
-        like = response_mask.float()
-        if call is None:
-            return token_weights(functools.partial(_without_a_call, config, response_mask), like)
-        weight = token_weights(call, like)
-        if mask is not None and _has_more_terms(config):
-            # Of a token that the loss has rejected, these terms remain.
-            whole = token_weights(
-                lambda x: core_algos.agg_loss(x, response_mask, config.loss_agg_mode, **options), like
-            )
-            weight = torch.where(mask.bool(), weight, whole)
-        return weight
+        call, self._call = self._call, None
+        return call
 
-    def mode(self, config: Any) -> str:
-        """How the policy loss aggregates: some of verl's losses have a mode of their own, whatever `config` says."""
-        if self._call is None:
-            return _mode_without_a_call(config)
-        return self._mode
 
-    def kept(self, config: Any, response_mask: Tensor) -> Tensor | None:
-        """Which tokens the policy loss has not rejected, bool of the mask's shape; None if `weights` is 0 for the rest.
+def policy_weights(call: AggregationCall | None, config: Any, response_mask: Tensor, **options: Any) -> Tensor:
+    """The weight of each token in a policy loss.
 
-        Args:
-            config (ActorConfig): verl's configuration of the actor.
-            response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
-        """
-        if self._mask is None or not _has_more_terms(config):
-            return None
-        return self._mask.bool() & response_mask.bool()
+    The weight is the derivative of the loss with respect to the token's own loss. verl 0.7's factor for gradient
+    accumulation, which comes after the aggregation, is left out.
 
-    def weights_of_call(self, like: Tensor) -> Tensor:
-        """The weight that the recorded call gives each token, of the shape and on the device of `like`."""
-        assert self._call is not None
-        return token_weights(self._call, like)
+    Args:
+        call (AggregationCall, optional): What the loss called; None if it does not call `agg_loss`.
+        config (ActorConfig): verl's configuration of the actor.
+        response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
+        options (Any): More arguments with which verl aggregates the terms of KL and entropy.
+
+    Returns:
+        Tensor: float32, same shape.
+    """
+    like = response_mask.float()
+    if call is None:
+        return token_weights(functools.partial(_without_a_call, config, response_mask), like)
+    weight = token_weights(call.aggregate, like)
+    if _has_more_terms(config):
+        # Of a token that the loss has rejected, these terms remain.
+        whole = token_weights(lambda x: core_algos.agg_loss(x, response_mask, config.loss_agg_mode, **options), like)
+        weight = torch.where(call.mask.bool(), weight, whole)
+    return weight
+
+
+def aggregation_mode(call: AggregationCall | None, config: Any) -> str:
+    """How a policy loss aggregates: some of verl's losses have a mode of their own, whatever `config` says."""
+    return _mode_without_a_call(config) if call is None else call.mode
+
+
+def kept_tokens(call: AggregationCall | None, config: Any, response_mask: Tensor) -> Tensor | None:
+    """Which tokens a policy loss has not rejected, bool of the mask's shape; None if the weight of the rest is 0.
+
+    Args:
+        call (AggregationCall, optional): As `policy_weights` takes it, as all that follow.
+        config (ActorConfig): verl's configuration of the actor.
+        response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
+    """
+    if call is None or not _has_more_terms(config):
+        return None
+    return call.mask.bool() & response_mask.bool()
 
 
 def _has_more_terms(config: Any) -> bool:
@@ -147,7 +162,7 @@ def kl_coefficients(
 
 def with_weights(
     tokens: Mapping[str, Tensor],
-    aggregation: RecordedAggregation,
+    call: AggregationCall | None,
     config: Any,
     factor: float,
     options: Mapping[str, Any],
@@ -156,15 +171,15 @@ def with_weights(
 
     Args:
         tokens (Mapping): By the evidence's names, each of shape (rows, response length); at least `response_mask`.
-        aggregation (RecordedAggregation): What their loss called.
+        call (AggregationCall, optional): What their loss called.
         config (ActorConfig): verl's configuration of the actor.
         factor (float): The micro-batch's part in the mini-batch's loss.
         options (Mapping): More arguments with which verl aggregates the terms of KL and entropy.
     """
     mask = tokens["response_mask"]
-    kept = aggregation.kept(config, mask)
+    kept = kept_tokens(call, config, mask)
     found = dict(tokens) if kept is None else {**tokens, "policy_loss_mask": kept}
-    return {**found, "weight": aggregation.weights(config, mask, **options) * factor}
+    return {**found, "weight": policy_weights(call, config, mask, **options) * factor}
 
 
 def with_derived(

@@ -4,7 +4,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from ..measure.passes import Forward
 from ..token_clip.positions import Positions
 from ..token_clip.token_clip import TokenClip
 from .eos_tokens import eos_tokens
-from .loss_weights import RecordedAggregation, with_derived, with_weights
+from .loss_weights import RecordedAggregation, aggregation_mode, with_derived, with_weights
 from .meter_kind import meter_kind
 from .replay_bundles import build_bundle_writer
 
@@ -176,23 +176,22 @@ class Watch:
             factor (float): The micro-batch's part in the mini-batch's loss.
             options (Any): More arguments with which verl aggregates the terms of KL and entropy.
         """
-        self.aggregation.stop()  # what follows is not the loss
-        read = cache(partial(self._with_weights, read_tokens, factor, options))
+        call = self.aggregation.take()  # what follows is not the loss
+
+        def read() -> dict[str, Tensor]:
+            return with_weights(read_tokens(), call, self._config, factor, options)
+
         if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
             if self._scale is None:
                 self._scale = self._loss_scale()
             tokens = read()
             others = {name: tensor for name, tensor in tokens.items() if name not in ("weight", "entropy")}
             self.token_clip.observe(loss_inputs["coefficient"][0], tokens["weight"], self._scale, others)
+            read = partial(dict, tokens)
         if self.gradloc is not None:
             derive = partial(with_derived, config=self._config, eos_tokens=self._eos_tokens)
-            self.gradloc.observe_later(lambda: derive(read(), factor=factor, options=options), loss_inputs)
-
-    def _with_weights(self, read_tokens: ReadTokens, factor: float, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        tokens = read_tokens()
-        if self.gradloc is not None:
-            self.gradloc.loss_agg_mode = self.aggregation.mode(self._config)
-        return with_weights(tokens, self.aggregation, self._config, factor, options)
+            mode = aggregation_mode(call, self._config)
+            self.gradloc.observe_later(lambda: derive(read(), factor=factor, options=options), loss_inputs, mode)
 
     def step(self, epoch: int, mini_batch: int, optimizer_step: Callable[[], Norm]) -> Norm | float:
         """Takes the optimizer step, unless `spike_action` leaves it out. A collective call.

@@ -49,23 +49,25 @@ class PassRecorder:
         self._read_tokens, self._gradients = None, {}
         self._model.meter.start()
 
-    def observe(self, tokens: Mapping[str, Tensor], loss_inputs: LossInputs) -> None:
+    def observe(self, tokens: Mapping[str, Tensor], loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
         """Called between a pass's loss and its backward.
 
         Args:
             tokens (Mapping[str, Tensor]): What is known of the tokens, all of shape (rows, response length).
             loss_inputs (Mapping): See `LossInputs`; what needs no gradient is left out.
+            loss_agg_mode (str, optional): As in `MicroBatch`.
         """
         _check_shapes(tokens)
-        self.observe_later(lambda: tokens, loss_inputs)
+        self.observe_later(lambda: tokens, loss_inputs, loss_agg_mode)
 
-    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs) -> None:
+    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
         """Like `observe`, but the tokens are read in `end`.
 
         The device has nothing to do between a loss that the host has waited for and its backward.
         """
         if self.current is None:
             raise RuntimeError("observe() belongs between begin_pass() and end_pass().")
+        self.current.loss_agg_mode = loss_agg_mode
         self._read_tokens = read_tokens
         for name, (tensor, reshape) in loss_inputs.items():
             if tensor.requires_grad:

@@ -10,7 +10,12 @@ from actors import TOKEN_REJECTION, BypassLossConfig, Case
 from test_actor import MODES, Launch, cases, check_planted_tokens
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
-from verl.utils.gradloc.adapters.loss_weights import RecordedAggregation
+from verl.utils.gradloc.adapters.loss_weights import (
+    RecordedAggregation,
+    aggregation_mode,
+    kept_tokens,
+    policy_weights,
+)
 from verl.workers.config import FSDPActorConfig
 
 AGG_LOSS = core_algos.agg_loss
@@ -46,7 +51,7 @@ def weights_and_gradient(
         loss_agg_mode=agg_mode,
         config=config,
     )
-    weights = aggregation.weights(config, MASK, **config.global_batch_info)
+    weights = policy_weights(aggregation.take(), config, MASK, **config.global_batch_info)
     assert core_algos.agg_loss is AGG_LOSS  # given back
     return weights, torch.autograd.grad(loss, log_prob)[0]
 
@@ -78,6 +83,28 @@ def test_tokens_that_bypass_mode_rejects_have_no_weight(agg_mode: str) -> None:
     with_kl, _ = weights_and_gradient("bypass_mode", agg_mode, config, log_prob, rollout)
     plain, _ = weights_and_gradient("vanilla", agg_mode, build_config("vanilla", agg_mode), log_prob, rollout)
     assert with_kl.equal(torch.where(rejected, plain, weights))
+
+
+@pytest.mark.every_target
+def test_what_a_loss_called_can_be_read_again() -> None:
+    """Its weights, its mode and the tokens it keeps, in any order; the recorder keeps nothing of it."""
+    config = build_config("vanilla", "token-mean", use_kl_loss=True)
+    kept = MASK.bool() & (torch.arange(7) != 1)
+    aggregation = RecordedAggregation()
+    aggregation.start()
+    core_algos.agg_loss(torch.ones(5, 7), kept.float(), "seq-mean-token-sum")
+    core_algos.agg_loss(torch.ones(5, 7), MASK, "token-mean")  # a figure for the log
+    call = aggregation.take()
+    assert core_algos.agg_loss is AGG_LOSS
+    assert call is not None and aggregation.take() is None
+    for _ in range(2):
+        weights = policy_weights(call, config, MASK)
+        assert weights[kept].tolist() == pytest.approx([1 / 4] * int(kept.sum()))  # rows with a token
+        assert weights[MASK.bool() & ~kept].tolist() == pytest.approx([1 / 16] * int((MASK.bool() & ~kept).sum()))
+        assert aggregation_mode(call, config) == "seq-mean-token-sum"
+        assert kept_tokens(call, config, MASK).equal(kept)
+    aggregation.start()
+    assert aggregation.take() is None
 
 
 def test_a_weight_keeps_its_precision_with_half_precision_log_probs() -> None:

@@ -211,6 +211,33 @@ def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
     assert "3 times what its weights, advantages and ratios give" in thrice
 
 
+@pytest.mark.parametrize(
+    ("modes", "warned"),
+    [
+        (["seq-mean-token-mean", "seq-mean-token-mean"], True),
+        (["seq-mean-token-mean", "seq-mean-token-sum-norm"], False),
+        (["seq-mean-token-sum-norm", "seq-mean-token-mean"], False),
+    ],
+)
+def test_the_sum_of_weights_is_checked_if_all_micro_batches_promise_the_same(modes: list[str], warned: bool) -> None:
+    """Each micro-batch's loss says how it is aggregated; the last one does not speak for the others."""
+    forward = Forward(Plain())
+    gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e9), forward, loss_agg_mode="token-mean")
+    weight = torch.full((ROWS, RESPONSE), 3 / (ROWS * RESPONSE))
+    others = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": forward.ids[:, PROMPT:]}
+    for step in range(3):
+        gradloc.start_update(step)
+        for mode in modes:
+            gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
+            _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
+            gradloc.observe(log_prob, None, weight, loss_agg_mode=mode, **others)
+            (-log_prob * weight).sum().backward()
+            gradloc.end_pass()
+        gradloc.locate(epoch=0, mini_batch=0)
+    sentences = [warning["sentence"] for warning in gradloc.warnings]
+    assert ["add up to 6 instead of 1 (seq-mean-token-mean)" in sentence for sentence in sentences] == [True] * warned
+
+
 def test_an_update_warns_of_its_wrong_mini_batches_though_the_last_is_right() -> None:
     """The verdict on a spike in that one does not say so."""
     forward = Forward(Plain())
