@@ -119,6 +119,8 @@ class GradLoc:
         self._run_checks = RunChecks()
         self._logged: set[str] = set()
         self._global_step: int | None = None
+        # Whether a rank could not read its tokens in this update: no pass of the rest of it is recorded.
+        self._is_off = False
         self._recorder = PassRecorder(self._model)
         self._search_time = SearchTime(config.bisect_budget_seconds)
 
@@ -131,6 +133,7 @@ class GradLoc:
         self.events = []
         self._metrics = UpdateMetrics()
         self._recorder.discard()
+        self._is_off = False
         self._global_step = global_step
         self.warnings = []
         self._run_checks.start_update(global_step)
@@ -142,7 +145,8 @@ class GradLoc:
             inputs (dict): The inputs of `forward`; picklable. Kept until `locate`.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
-        self._recorder.begin(inputs, rows)
+        if not self._is_off:
+            self._recorder.begin(inputs, rows)
 
     def observe(
         self,
@@ -173,10 +177,13 @@ class GradLoc:
         if loss_inputs is None:
             given = {"coefficient": log_prob, "entropy_coefficient": entropy}
             loss_inputs = {name: (tensor, unchanged) for name, tensor in given.items() if tensor is not None}
-        self._recorder.observe(noted, loss_inputs, loss_agg_mode)
+        if not self._is_off:
+            self._recorder.observe(noted, loss_inputs, loss_agg_mode)
 
     def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
         """Like `observe`, but the tokens are read in `end_pass`, while the device computes the backward.
+
+        An error in that is logged, and no spike is looked for in the rest of the update, on all ranks.
 
         Args:
             read_tokens (Callable): Returns what `observe` takes: `log_prob`, `weight`, `entropy` where the loss has it,
@@ -184,11 +191,13 @@ class GradLoc:
             loss_inputs (dict): As `observe` takes them.
             loss_agg_mode (str, optional): The same.
         """
-        self._recorder.observe_later(read_tokens, loss_inputs, loss_agg_mode)
+        if not self._is_off:
+            self._recorder.observe_later(read_tokens, loss_inputs, loss_agg_mode)
 
     def end_pass(self) -> None:
         """Stops recording a training pass; called after its backward."""
-        self._recorder.end()
+        if not self._is_off:
+            self._recorder.end()
 
     def locate(self, epoch: int, mini_batch: int) -> Located:
         """Checks the mini-batch's gradient, and on a spike finds the culprits. A collective call.
@@ -252,7 +261,9 @@ class GradLoc:
 
     def _locate(self, where: dict[str, Any]) -> Located:
         started = time.perf_counter()
-        gradient = self._measure(where)
+        gradient = None if self._is_off else self._measure(where)
+        if gradient is None:
+            return Located(take_step=True)
         if self._global_step is not None and tuple(where.values()) == (self.config.spike_drill_step, 0, 0):
             self._hold_drill(gradient, where)
             started = time.perf_counter()
@@ -303,8 +314,8 @@ class GradLoc:
                 limit.seconds,
             )
 
-    def _measure(self, where: Mapping[str, Any]) -> MiniBatch:
-        """The gradient of the passes since the last call. A collective call."""
+    def _measure(self, where: Mapping[str, Any]) -> MiniBatch | None:
+        """The gradient of the passes since the last call; None if a rank cannot read its tokens. A collective call."""
         micro_batches = self._recorder.take()
         figures = own_figures(micro_batches)
         first = (where["epoch"], where["mini_batch"]) == (0, 0)
@@ -313,7 +324,11 @@ class GradLoc:
         sums = own_sums(checked, first, self._run_checks.usual_gap, self._run_checks.bypass)
         scale = self._loss_scale()
         all_figures = torch.cat([figures, sums, own_scale_figures(tokens, scale, self._mode_of(micro_batches))])
-        gradient = MiniBatch(self._model, micro_batches, scale, self.config.spike_trigger, all_figures)
+        trigger, failed = self.config.spike_trigger, self._recorder.failed
+        gradient = MiniBatch(self._model, micro_batches, scale, trigger, all_figures, failed)
+        if gradient.failed:
+            self._is_off = True
+            return None
         of_update, of_run, of_scale = gradient.update_figures.split([len(figures), len(sums), SCALE_FIGURES], dim=1)
         self._metrics.take_in(of_update)
         self._check_run(of_run if where["epoch"] == 0 else None, loss_scale_warning(of_scale))

@@ -188,7 +188,7 @@ class WatchedEngine:
             for name, key in (("coefficient", "log_probs"), ("entropy_coefficient", "entropy"))
             if key in flat
         }
-        self.watch.observe(loss_inputs, read_tokens, **self._settings.global_batch_info)
+        self.watch.observe(loss_inputs, read_tokens, as_response.shape, **self._settings.global_batch_info)
         return loss
 
 

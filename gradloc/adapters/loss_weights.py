@@ -3,7 +3,8 @@
 """How much each token counts in verl's losses."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,22 +13,49 @@ from torch import Tensor
 from verl.trainer.ppo import core_algos
 
 from ..evidence.token_facts import find_after_eos
+from ..fsdp import collectives
 from ..measure.token_weights import token_weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AggregationCall:
     """What a policy loss called verl's `agg_loss` with. It holds tensors of the size of a micro-batch.
 
+    A loss may give it one loss of each token, one of each sequence, or anything else.
+
     Args:
-        aggregate (Callable): Gives the loss for other losses of the tokens.
-        mask (Tensor): Which tokens count in it.
+        aggregate (Callable): Gives the loss for other losses of the same shape.
+        shape (tuple[int, ...]): The shape of the losses.
+        mask (Tensor): Which of them count.
         mode (str): How it aggregates.
     """
 
     aggregate: Callable[[Tensor], Tensor]
+    shape: tuple[int, ...]
     mask: Tensor
     mode: str
+
+    def is_of_tokens(self, shape: Sequence[int]) -> bool:
+        """Whether it has one loss of each token, whose shape (rows, response length) is given."""
+        return self.shape == tuple(self.mask.shape) == tuple(shape)
+
+    def is_of_sequences(self, shape: Sequence[int]) -> bool:
+        """Whether it has one loss of each sequence, of shape (rows,) or (rows, 1)."""
+        rows = shape[0]
+        # A column is repeated for the tokens if the mask has one for each.
+        masks = [tuple(shape), self.shape] if self.shape == (rows, 1) else [(rows,)]
+        return self.shape in ((rows,), (rows, 1)) and tuple(self.mask.shape) in masks
+
+    def is_known(self, shape: Sequence[int]) -> bool:
+        """Whether the tokens' weights follow from it."""
+        return self.is_of_tokens(shape) or self.is_of_sequences(shape)
+
+    def kept(self, response_mask: Tensor) -> Tensor:
+        """The response tokens that it counts, bool of the mask's shape."""
+        of_sequences = self.mask.dim() == 1
+        return (self.mask.unsqueeze(1) if of_sequences else self.mask).bool() & response_mask.bool()
 
 
 class RecordedAggregation:
@@ -51,6 +79,7 @@ class RecordedAggregation:
             if self._call is None:  # the loss itself; what follows are figures for the log
                 self._call = AggregationCall(
                     lambda x: original(x, loss_mask, loss_agg_mode, *rest, **options),
+                    tuple(loss_mat.shape),
                     loss_mask.detach(),
                     loss_agg_mode,
                 )
@@ -74,7 +103,9 @@ def policy_weights(call: AggregationCall | None, config: Any, response_mask: Ten
     """The weight of each token in a policy loss.
 
     The weight is the derivative of the loss with respect to the token's own loss. verl 0.7's factor for gradient
-    accumulation, which comes after the aggregation, is left out.
+    accumulation, which comes after the aggregation, is left out. A sequence's weight is divided evenly among its
+    tokens, as in verl's geometric mean. Of a loss in another form, the mode of `config` is assumed. Either assumption
+    is logged once.
 
     Args:
         call (AggregationCall, optional): What the loss called; None if it does not call `agg_loss`.
@@ -86,32 +117,62 @@ def policy_weights(call: AggregationCall | None, config: Any, response_mask: Ten
         Tensor: float32, same shape.
     """
     like = response_mask.float()
-    if call is None:
+    if call is None or not call.is_known(like.shape):
+        if not _is_geo_mean(config):
+            _warn_once(
+                "The policy loss does not give verl's agg_loss one loss of each response token or sequence: GradLoc "
+                f"assumes the tokens' weights to be those of loss_agg_mode={config.loss_agg_mode}."
+            )
         return token_weights(functools.partial(_without_a_call, config, response_mask), like)
-    weight = token_weights(call.aggregate, like)
+    if call.is_of_tokens(like.shape):
+        weight = token_weights(call.aggregate, like)
+    else:
+        _warn_once(
+            "The policy loss gives verl's agg_loss one loss of each sequence: GradLoc divides a sequence's weight "
+            "evenly among its tokens."
+        )
+        of_sequences = token_weights(call.aggregate, like.new_zeros(call.shape)).view(-1, 1)
+        weight = torch.where(response_mask.bool(), of_sequences / like.sum(1, keepdim=True), 0.0)
     if _has_more_terms(config):
         # Of a token that the loss has rejected, these terms remain.
         whole = token_weights(lambda x: core_algos.agg_loss(x, response_mask, config.loss_agg_mode, **options), like)
-        weight = torch.where(call.mask.bool(), weight, whole)
+        weight = torch.where(call.kept(response_mask), weight, whole)
     return weight
 
 
-def aggregation_mode(call: AggregationCall | None, config: Any) -> str:
-    """How a policy loss aggregates: some of verl's losses have a mode of their own, whatever `config` says."""
-    return _mode_without_a_call(config) if call is None else call.mode
+def aggregation_mode(call: AggregationCall | None, config: Any, shape: Sequence[int]) -> str | None:
+    """How a policy loss aggregates its tokens: some of verl's losses have a mode of their own, whatever `config` says.
+
+    Args:
+        call (AggregationCall, optional): As `policy_weights` takes it.
+        config (ActorConfig): The same.
+        shape (Sequence[int]): Batch size and response length.
+
+    Returns:
+        str | None: verl's name for it; None if it aggregates sequences.
+    """
+    if call is None or not call.is_known(shape):
+        return _mode_without_a_call(config)
+    return call.mode if call.is_of_tokens(shape) else None
 
 
 def kept_tokens(call: AggregationCall | None, config: Any, response_mask: Tensor) -> Tensor | None:
-    """Which tokens a policy loss has not rejected, bool of the mask's shape; None if the weight of the rest is 0.
+    """Which tokens a policy loss has not rejected, bool of the mask's shape; None if the weights alone tell.
 
     Args:
-        call (AggregationCall, optional): As `policy_weights` takes it, as all that follow.
-        config (ActorConfig): verl's configuration of the actor.
-        response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
+        call (AggregationCall, optional): As `policy_weights` takes it.
+        config (ActorConfig): The same.
+        response_mask (Tensor): The same.
     """
-    if call is None or not _has_more_terms(config):
+    if call is None or not call.is_known(response_mask.shape) or not _has_more_terms(config):
         return None
-    return call.mask.bool() & response_mask.bool()
+    return call.kept(response_mask)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    if collectives.rank() == 0:
+        logger.warning(message)
 
 
 def _has_more_terms(config: Any) -> bool:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GradLoc, LayerClip and TokenClip of an actor: what the adapters of all verl versions share."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from verl.utils.device import get_device_name
 from ..bundles.layout import Row
 from ..evidence.clips import clip_line
 from ..fsdp import collectives
+from ..fsdp.memory import release_frames
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens
@@ -24,6 +26,8 @@ from .eos_tokens import eos_tokens
 from .loss_weights import RecordedAggregation, aggregation_mode, with_derived, with_weights
 from .meter_kind import meter_kind
 from .replay_bundles import build_bundle_writer
+
+logger = logging.getLogger(__name__)
 
 # The evidence's names for what is known of a token, and where a micro-batch holds it.
 EVIDENCE_KEYS = {
@@ -90,6 +94,7 @@ class Watch:
         self._scale: float | None = None
         self._global_step: int | None = None
         self._pass_open = False
+        self._has_not_read = False
         self._eos_tokens = eos_tokens(module)
         device = get_device_name()
         if config.token_clip.enable:
@@ -164,15 +169,24 @@ class Watch:
         if self.token_clip is not None:
             self.token_clip.end_pass()
 
-    def observe(self, loss_inputs: LossInputs, read_tokens: ReadTokens, factor: float = 1.0, **options: Any) -> None:
+    def observe(
+        self,
+        loss_inputs: LossInputs,
+        read_tokens: ReadTokens,
+        shape: Sequence[int],
+        factor: float = 1.0,
+        **options: Any,
+    ) -> None:
         """Notes the tokens of a micro-batch; called between its loss and its backward.
 
-        The device is idle there, so only what the backward needs is computed, and the rest in `end_pass`.
+        The device is idle there, so only what the backward needs is computed, and the rest in `end_pass`. If the tokens
+        cannot be read, TokenClip leaves the micro-batch alone; for GradLoc, see `GradLoc.observe_later`.
 
         Args:
             loss_inputs (Mapping): See `GradLoc.observe`.
             read_tokens (Callable): Returns what is known of the tokens, by the evidence's names, each of shape (rows,
                 response length): `log_prob`, `entropy` where the loss has it; with a KL loss, `ref_log_prob`.
+            shape (Sequence[int]): (rows, response length).
             factor (float): The micro-batch's part in the mini-batch's loss.
             options (Any): More arguments with which verl aggregates the terms of KL and entropy.
         """
@@ -184,14 +198,31 @@ class Watch:
         if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
             if self._scale is None:
                 self._scale = self._loss_scale()
-            tokens = read()
-            others = {name: tensor for name, tensor in tokens.items() if name not in ("weight", "entropy")}
-            self.token_clip.observe(loss_inputs["coefficient"][0], tokens["weight"], self._scale, others)
-            read = partial(dict, tokens)
+            try:
+                tokens = read()
+            except Exception as error:
+                read = self._not_read(error)
+            else:
+                others = {name: tensor for name, tensor in tokens.items() if name not in ("weight", "entropy")}
+                self.token_clip.observe(loss_inputs["coefficient"][0], tokens["weight"], self._scale, others)
+                read = partial(dict, tokens)
         if self.gradloc is not None:
             derive = partial(with_derived, config=self._config, eos_tokens=self._eos_tokens)
-            mode = aggregation_mode(call, self._config)
+            mode = aggregation_mode(call, self._config, shape)
             self.gradloc.observe_later(lambda: derive(read(), factor=factor, options=options), loss_inputs, mode)
+
+    def _not_read(self, error: Exception) -> Callable[[], dict[str, Tensor]]:
+        """Takes an error in reading the tokens, of which the first is logged; what it returns raises it again."""
+        if not self._has_not_read:
+            self._has_not_read = True
+            logger.warning("TokenClip leaves micro-batches alone whose tokens cannot be read", exc_info=error)
+        message = f"{type(error).__name__}: {error}"
+        release_frames(error)
+
+        def read() -> dict[str, Tensor]:
+            raise RuntimeError(message)
+
+        return read
 
     def step(self, epoch: int, mini_batch: int, optimizer_step: Callable[[], Norm]) -> Norm | float:
         """Takes the optimizer step, unless `spike_action` leaves it out. A collective call.
