@@ -141,8 +141,11 @@ class CriticWatch:
                 logger.warning("the critic's loss is not verl's value loss: spikes of its gradient are not looked for")
             self._unknown_loss = True
             return
+        failed = self._recorder.failed
         own = torch.stack([_error_sums(micro_batch.tokens) for micro_batch in micro_batches])
-        gradient = MiniBatch(self._model, micro_batches, self._loss_scale(), "unit", own.sum(0))
+        gradient = MiniBatch(self._model, micro_batches, self._loss_scale(), "unit", own.sum(0), failed)
+        if gradient.failed:
+            return
         level, error = gradient.level, _root_mean_square(gradient.update_figures.sum(0).tolist())
         threshold = self._threshold.next(level.token_norm, level.finite)
         self._token_norm_max = max(self._token_norm_max, level.token_norm)
@@ -182,6 +185,8 @@ class CriticWatch:
 
 def _error_sums(tokens: Mapping[str, Tensor]) -> Tensor:
     """The sum of squared errors over the values with a coefficient, and their number; float64, shape (2,). No sync."""
+    if "value" not in tokens:  # they could not be read
+        return tokens["weight"].new_zeros(2, dtype=torch.float64)
     counted = tokens["response_mask"].bool() & movable(tokens)
     errors = torch.where(counted, tokens["value"].double() - tokens["returns"].double(), 0.0)
     return torch.stack([errors.square().sum(), counted.sum().double()])

@@ -17,6 +17,7 @@ from .evidence.ordinary import HOLDS
 from .evidence.scaling import SCALE_FIGURES, loss_scale_warning, own_scale_figures
 from .fsdp import collectives
 from .fsdp.failures import is_known_on_all_ranks, unless_it_fails
+from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import LossInputs, PassRecorder, ReadTokens, unchanged, with_a_column
 from .measure.passes import Cut, Forward
@@ -57,14 +58,13 @@ class GradLoc:
         bundle_writer (BundleWriter, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
         learning_rate (Callable, optional): Returns that of the next optimizer step, a number or a tensor; without
             it, all steps count alike.
-        loss_agg_mode (str, optional): verl's name for how the loss is aggregated; None: the sum of the weights is not
-            checked.
+        loss_agg_mode (str, optional): verl's name for how the losses are aggregated of which `observe` does not say it;
+            None: the sum of their weights is not checked.
 
     Attributes:
         events (list[dict]): The events since `start_update` or `start_mini_batch`, the same on every rank, ready for
             `jsonable`.
         warnings (list[dict]): What is wrong with the run in the update so far; see `RunChecks.warnings`.
-        loss_agg_mode (str | None): As given; may be changed before `locate`, if only the loss tells.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class GradLoc:
         self.config = config
         self.events: list[dict[str, Any]] = []
         self.warnings: list[dict[str, str]] = []
-        self.loss_agg_mode = loss_agg_mode
+        self._loss_agg_mode = loss_agg_mode
         self._model = WatchedModel(
             module,
             forward,
@@ -108,6 +108,8 @@ class GradLoc:
         self._run_checks = RunChecks()
         self._logged: set[str] = set()
         self._global_step: int | None = None
+        # Whether a rank could not read its tokens in this update: no pass of the rest of it is recorded.
+        self._is_off = False
         self._recorder = PassRecorder(self._model)
         self._search_time = SearchTime(config.bisect_budget_seconds)
 
@@ -121,6 +123,7 @@ class GradLoc:
         self.events = []
         self._metrics = UpdateMetrics()
         self._recorder.discard()
+        self._is_off = False
         self._global_step = global_step
         self.warnings = []
         self._run_checks.start_update(global_step)
@@ -132,7 +135,8 @@ class GradLoc:
             inputs (dict): The inputs of `forward`; picklable. Kept until `locate`.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
-        self._recorder.begin(inputs, rows)
+        if not self._is_off:
+            self._recorder.begin(inputs, rows)
 
     def observe(
         self,
@@ -140,6 +144,7 @@ class GradLoc:
         entropy: Tensor | None,
         weight: Tensor,
         loss_inputs: LossInputs | None = None,
+        loss_agg_mode: str | None = None,
         **tokens: Tensor,
     ) -> None:
         """Records the tokens of the current pass, and their coefficients ∂L/∂log p during its backward.
@@ -153,6 +158,7 @@ class GradLoc:
             loss_inputs (dict, optional): If the loss is computed from other tensors than those given: for "coefficient"
                 (of log-probs) and "entropy_coefficient" the tensor, and a function that brings its gradient into the
                 shape (rows, response length).
+            loss_agg_mode (str, optional): verl's name for how this loss is aggregated.
             tokens (Tensor): The tensors that `token_evidence` reports; at least `response_mask` and `token_id`.
         """
         noted = {"log_prob": log_prob, "weight": weight, **tokens}
@@ -161,21 +167,27 @@ class GradLoc:
         if loss_inputs is None:
             given = {"coefficient": log_prob, "entropy_coefficient": entropy}
             loss_inputs = {name: (tensor, unchanged) for name, tensor in given.items() if tensor is not None}
-        self._recorder.observe(noted, loss_inputs)
+        if not self._is_off:
+            self._recorder.observe(noted, loss_inputs, loss_agg_mode)
 
-    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs) -> None:
+    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
         """Like `observe`, but the tokens are read in `end_pass`, while the device computes the backward.
+
+        An error in that is logged, and no spike is looked for in the rest of the update, on all ranks.
 
         Args:
             read_tokens (Callable): Returns what `observe` takes: `log_prob`, `weight`, `entropy` where the loss has it,
                 and the tensors that `token_evidence` reports.
             loss_inputs (dict): As `observe` takes them.
+            loss_agg_mode (str, optional): The same.
         """
-        self._recorder.observe_later(read_tokens, loss_inputs)
+        if not self._is_off:
+            self._recorder.observe_later(read_tokens, loss_inputs, loss_agg_mode)
 
     def end_pass(self) -> None:
         """Stops recording a training pass; called after its backward."""
-        self._recorder.end()
+        if not self._is_off:
+            self._recorder.end()
 
     def locate(self, epoch: int, mini_batch: int) -> Located:
         """Checks the mini-batch's gradient, and on a spike finds the culprits. A collective call.
@@ -237,7 +249,9 @@ class GradLoc:
 
     def _locate(self, where: dict[str, Any]) -> Located:
         started = time.perf_counter()
-        gradient = self._measure(where)
+        gradient = None if self._is_off else self._measure(where)
+        if gradient is None:
+            return Located(take_step=True)
         if self._global_step is not None and tuple(where.values()) == (self.config.spike_drill_step, 0, 0):
             self._hold_drill(gradient, where)
             started = time.perf_counter()
@@ -276,8 +290,8 @@ class GradLoc:
             self._logged.add("learning_rate")
             return 0.0
 
-    def _measure(self, where: Mapping[str, Any]) -> MiniBatch:
-        """The gradient of the passes since the last call. A collective call."""
+    def _measure(self, where: Mapping[str, Any]) -> MiniBatch | None:
+        """The gradient of the passes since the last call; None if a rank cannot read its tokens. A collective call."""
         micro_batches = self._recorder.take()
         first = (where["epoch"], where["mini_batch"]) == (0, 0)
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
@@ -285,12 +299,21 @@ class GradLoc:
         checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
         sums = own_sums(checked, first, self._run_checks.usual_gap, self._run_checks.bypass)
         scale = self._loss_scale()
-        all_figures = torch.cat([figures, sums, own_scale_figures(tokens, scale, self.loss_agg_mode)])
-        gradient = MiniBatch(self._model, micro_batches, scale, self.config.spike_trigger, all_figures)
+        all_figures = torch.cat([figures, sums, own_scale_figures(tokens, scale, self._mode_of(micro_batches))])
+        trigger, failed = self.config.spike_trigger, self._recorder.failed
+        gradient = MiniBatch(self._model, micro_batches, scale, trigger, all_figures, failed)
+        if gradient.failed:
+            self._is_off = True
+            return None
         of_update, of_run, of_scale = gradient.update_figures.split([len(figures), len(sums), SCALE_FIGURES], dim=1)
         self._metrics.take_in(of_update)
         self._check_run(of_run if where["epoch"] == 0 else None, loss_scale_warning(of_scale))
         return gradient
+
+    def _mode_of(self, micro_batches: Sequence[MicroBatch]) -> str | None:
+        """How the losses of these micro-batches are aggregated; None if that is unknown, or not the same for all."""
+        modes = {micro_batch.loss_agg_mode or self._loss_agg_mode for micro_batch in micro_batches}
+        return modes.pop() if len(modes) == 1 else None
 
     def _check_run(self, by_rank: Tensor | None, scaled: dict[str, str] | None) -> None:
         """Adds a mini-batch to the checks of the run; a warning is logged once."""

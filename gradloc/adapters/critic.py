@@ -16,6 +16,7 @@ from verl.utils.device import get_device_name
 from ..critic_watch import CriticWatch
 from ..evidence.writer import record_critic
 from ..fsdp import collectives
+from ..measure.token_weights import token_weights
 from .loss_weights import RecordedAggregation
 from .model_facts import meter_kind
 from .update_evidence import Sample, add_facts, facts_of_token
@@ -66,10 +67,11 @@ def recorded_value_loss(observe: Observe, factor: Callable[[Tensor], float] = la
             result = original(vpreds=vpreds, values=values, returns=returns, response_mask=response_mask, **options)
         finally:
             aggregation.stop()
-        of_loss = factor(response_mask)
+        call, of_loss = aggregation.take(), factor(response_mask)
 
         def weight() -> Tensor:
-            return aggregation.weights_of_call(response_mask.float()) * of_loss
+            assert call is not None  # verl's value loss makes one
+            return token_weights(call.aggregate, response_mask.float()) * of_loss
 
         observe(vpreds, weight, returns=returns, old_value=values, response_mask=response_mask)
         return result

@@ -125,7 +125,7 @@ def observe(
         if entropy is not None:
             tokens["entropy"] = entropy.detach()
             loss_inputs["entropy_coefficient"] = entropy, unchanged
-        actor.watch.observe(loss_inputs, lambda: tokens, loss_scale_factor)
+        actor.watch.observe(loss_inputs, lambda: tokens, log_prob.shape, loss_scale_factor)
 
 
 def end_pass(actor: "DataParallelPPOActor") -> None:

@@ -179,7 +179,7 @@ class WatchedEngine:
         without_graph = {key: values.detach() for key, values in flat.items()}
         loss_inputs = {OUTPUTS[key].coefficient: (values, as_response) for key, values in flat.items()}
         read = partial(read_tokens, data, without_graph, as_response)
-        self.watch.observe(loss_inputs, read, **self._settings.global_batch_info)
+        self.watch.observe(loss_inputs, read, as_response.shape, **self._settings.global_batch_info)
         return loss
 
 

@@ -3,7 +3,9 @@
 """How much each token counts in verl's losses."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +13,49 @@ from torch import Tensor
 from verl.trainer.ppo import core_algos
 
 from ..evidence.token_facts import find_after_eos
+from ..fsdp import collectives
 from ..measure.token_weights import token_weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AggregationCall:
+    """What a policy loss called verl's `agg_loss` with. It holds tensors of the size of a micro-batch.
+
+    A loss may give it one loss of each token, one of each sequence, or anything else.
+
+    Args:
+        aggregate (Callable): Gives the loss for other losses of the same shape.
+        shape (tuple[int, ...]): The shape of the losses.
+        mask (Tensor): Which of them count.
+        mode (str): How it aggregates.
+    """
+
+    aggregate: Callable[[Tensor], Tensor]
+    shape: tuple[int, ...]
+    mask: Tensor
+    mode: str
+
+    def is_of_tokens(self, shape: Sequence[int]) -> bool:
+        """Whether it has one loss of each token, whose shape (rows, response length) is given."""
+        return self.shape == tuple(self.mask.shape) == tuple(shape)
+
+    def is_of_sequences(self, shape: Sequence[int]) -> bool:
+        """Whether it has one loss of each sequence, of shape (rows,) or (rows, 1)."""
+        rows = shape[0]
+        # A column is repeated for the tokens if the mask has one for each.
+        masks = [tuple(shape), self.shape] if self.shape == (rows, 1) else [(rows,)]
+        return self.shape in ((rows,), (rows, 1)) and tuple(self.mask.shape) in masks
+
+    def is_known(self, shape: Sequence[int]) -> bool:
+        """Whether the tokens' weights follow from it."""
+        return self.is_of_tokens(shape) or self.is_of_sequences(shape)
+
+    def kept(self, response_mask: Tensor) -> Tensor:
+        """The response tokens that it counts, bool of the mask's shape."""
+        of_sequences = self.mask.dim() == 1
+        return (self.mask.unsqueeze(1) if of_sequences else self.mask).bool() & response_mask.bool()
 
 
 class RecordedAggregation:
@@ -23,21 +67,22 @@ class RecordedAggregation:
 
     def __init__(self) -> None:
         self._original: Callable[..., Tensor] | None = None
-        self._call: Callable[[Tensor], Tensor] | None = None
-        self._mask: Tensor | None = None
-        self._mode = ""
+        self._call: AggregationCall | None = None
 
     def start(self) -> None:
         """Forgets the call of an earlier loss, and waits for that of the next one."""
-        self.stop()
-        self._call = self._mask = None
+        self.take()
         original = self._original = core_algos.agg_loss
 
         @functools.wraps(original)
         def recorded(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *rest: Any, **options: Any) -> Tensor:
             if self._call is None:  # the loss itself; what follows are figures for the log
-                self._mask, self._mode = loss_mask.detach(), loss_agg_mode
-                self._call = lambda x: original(x, loss_mask, loss_agg_mode, *rest, **options)
+                self._call = AggregationCall(
+                    lambda x: original(x, loss_mask, loss_agg_mode, *rest, **options),
+                    tuple(loss_mat.shape),
+                    loss_mask.detach(),
+                    loss_agg_mode,
+                )
             return original(loss_mat, loss_mask, loss_agg_mode, *rest, **options)
 
         core_algos.agg_loss = recorded
@@ -47,56 +92,87 @@ class RecordedAggregation:
         if self._original is not None:
             core_algos.agg_loss, self._original = self._original, None
 
-    def weights(self, config: Any, response_mask: Tensor, **options: Any) -> Tensor:
-        """The weight of each token in the policy loss that was computed since `start`.
-
-        The weight is the derivative of the loss with respect to the token's own loss. verl 0.7's factor for gradient
-        accumulation, which comes after the aggregation, is left out.
-
-        Args:
-            config (ActorConfig): verl's configuration of the actor.
-            response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
-            options (Any): More arguments with which verl aggregates the terms of KL and entropy.
-
-        Returns:
-            Tensor: float32, same shape.
-        """
+    def take(self) -> AggregationCall | None:
+        """Stops, and hands over the first call since `start`; None if there was none, or it was taken."""
         self.stop()
-        call, mask = self._call, self._mask
-        self._call = self._mask = None  # they hold tensors of the size of a micro-batch
-        like = response_mask.float()
-        if call is None:
-            return token_weights(functools.partial(_without_a_call, config, response_mask), like)
-        weight = token_weights(call, like)
-        if mask is not None and _has_more_terms(config):
-            # Of a token that the loss has rejected, these terms remain.
-            whole = token_weights(
-                lambda x: core_algos.agg_loss(x, response_mask, config.loss_agg_mode, **options), like
+        call, self._call = self._call, None
+        return call
+
+
+def policy_weights(call: AggregationCall | None, config: Any, response_mask: Tensor, **options: Any) -> Tensor:
+    """The weight of each token in a policy loss.
+
+    The weight is the derivative of the loss with respect to the token's own loss. verl 0.7's factor for gradient
+    accumulation, which comes after the aggregation, is left out. A sequence's weight is divided evenly among its
+    tokens, as in verl's geometric mean. Of a loss in another form, the mode of `config` is assumed. Either assumption
+    is logged once.
+
+    Args:
+        call (AggregationCall, optional): What the loss called; None if it does not call `agg_loss`.
+        config (ActorConfig): verl's configuration of the actor.
+        response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
+        options (Any): More arguments with which verl aggregates the terms of KL and entropy.
+
+    Returns:
+        Tensor: float32, same shape.
+    """
+    like = response_mask.float()
+    if call is None or not call.is_known(like.shape):
+        if not _is_geo_mean(config):
+            _warn_once(
+                "The policy loss does not give verl's agg_loss one loss of each response token or sequence: GradLoc "
+                f"assumes the tokens' weights to be those of loss_agg_mode={config.loss_agg_mode}."
             )
-            weight = torch.where(mask.bool(), weight, whole)
-        return weight
+        return token_weights(functools.partial(_without_a_call, config, response_mask), like)
+    if call.is_of_tokens(like.shape):
+        weight = token_weights(call.aggregate, like)
+    else:
+        _warn_once(
+            "The policy loss gives verl's agg_loss one loss of each sequence: GradLoc divides a sequence's weight "
+            "evenly among its tokens."
+        )
+        of_sequences = token_weights(call.aggregate, like.new_zeros(call.shape)).view(-1, 1)
+        weight = torch.where(response_mask.bool(), of_sequences / like.sum(1, keepdim=True), 0.0)
+    if _has_more_terms(config):
+        # Of a token that the loss has rejected, these terms remain.
+        whole = token_weights(lambda x: core_algos.agg_loss(x, response_mask, config.loss_agg_mode, **options), like)
+        weight = torch.where(call.kept(response_mask), weight, whole)
+    return weight
 
-    def mode(self, config: Any) -> str:
-        """How the policy loss aggregates: some of verl's losses have a mode of their own, whatever `config` says."""
-        if self._call is None:
-            return _mode_without_a_call(config)
-        return self._mode
 
-    def kept(self, config: Any, response_mask: Tensor) -> Tensor | None:
-        """Which tokens the policy loss has not rejected, bool of the mask's shape; None if `weights` is 0 for the rest.
+def aggregation_mode(call: AggregationCall | None, config: Any, shape: Sequence[int]) -> str | None:
+    """How a policy loss aggregates its tokens: some of verl's losses have a mode of their own, whatever `config` says.
 
-        Args:
-            config (ActorConfig): verl's configuration of the actor.
-            response_mask (Tensor): Which tokens are responses, shape (batch size, response length).
-        """
-        if self._mask is None or not _has_more_terms(config):
-            return None
-        return self._mask.bool() & response_mask.bool()
+    Args:
+        call (AggregationCall, optional): As `policy_weights` takes it.
+        config (ActorConfig): The same.
+        shape (Sequence[int]): Batch size and response length.
 
-    def weights_of_call(self, like: Tensor) -> Tensor:
-        """The weight that the recorded call gives each token, of the shape and on the device of `like`."""
-        assert self._call is not None
-        return token_weights(self._call, like)
+    Returns:
+        str | None: verl's name for it; None if it aggregates sequences.
+    """
+    if call is None or not call.is_known(shape):
+        return _mode_without_a_call(config)
+    return call.mode if call.is_of_tokens(shape) else None
+
+
+def kept_tokens(call: AggregationCall | None, config: Any, response_mask: Tensor) -> Tensor | None:
+    """Which tokens a policy loss has not rejected, bool of the mask's shape; None if the weights alone tell.
+
+    Args:
+        call (AggregationCall, optional): As `policy_weights` takes it.
+        config (ActorConfig): The same.
+        response_mask (Tensor): The same.
+    """
+    if call is None or not call.is_known(response_mask.shape) or not _has_more_terms(config):
+        return None
+    return call.kept(response_mask)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    if collectives.rank() == 0:
+        logger.warning(message)
 
 
 def _has_more_terms(config: Any) -> bool:
@@ -147,7 +223,7 @@ def kl_coefficients(
 
 def with_weights(
     tokens: Mapping[str, Tensor],
-    aggregation: RecordedAggregation,
+    call: AggregationCall | None,
     config: Any,
     factor: float,
     options: Mapping[str, Any],
@@ -156,15 +232,15 @@ def with_weights(
 
     Args:
         tokens (Mapping): By the evidence's names, each of shape (rows, response length); at least `response_mask`.
-        aggregation (RecordedAggregation): What their loss called.
+        call (AggregationCall, optional): What their loss called.
         config (ActorConfig): verl's configuration of the actor.
         factor (float): The micro-batch's part in the mini-batch's loss.
         options (Mapping): More arguments with which verl aggregates the terms of KL and entropy.
     """
     mask = tokens["response_mask"]
-    kept = aggregation.kept(config, mask)
+    kept = kept_tokens(call, config, mask)
     found = dict(tokens) if kept is None else {**tokens, "policy_loss_mask": kept}
-    return {**found, "weight": aggregation.weights(config, mask, **options) * factor}
+    return {**found, "weight": policy_weights(call, config, mask, **options) * factor}
 
 
 def with_derived(

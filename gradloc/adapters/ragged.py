@@ -63,6 +63,11 @@ class ResponseCutter:
         self._width = max(inputs["response_lengths"]) if mask.is_nested else mask.shape[1]
         self._device = mask.device
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, response length)."""
+        return len(self._lengths[0]), self._width
+
     def __call__(self, values: Tensor) -> Tensor:
         """The values of the responses, shape (rows, response length); 0 behind a response's end."""
         is_response, index = self._index

@@ -18,7 +18,7 @@ from verl.utils import tensordict_utils as tu
 
 from ..measure.micro_batch import MicroBatch
 from .engine_data import ROW
-from .loss_weights import RecordedAggregation, with_derived, with_weights
+from .loss_weights import AggregationCall, RecordedAggregation, with_derived, with_weights
 from .ragged import FORWARD_SETTINGS, OUTPUTS, ResponseCutter, inputs_of, read_tokens
 from .watch import EVIDENCE_KEYS
 
@@ -39,7 +39,7 @@ class RecordedMicroBatch:
         data (TensorDict): The columns and settings of the micro-batch, on its device.
         has_images (list[bool]): For each row; empty without such a column.
         flat (dict[str, Tensor]): Log-probs and entropies of whole sequences, one after the other, without a graph.
-        aggregation (RecordedAggregation): What the loss called.
+        call (AggregationCall, optional): What the loss called.
         options (dict): More arguments with which verl aggregates the terms of KL and entropy.
         gradients (dict[str, Tensor]): Those of `flat`, after the backward.
         factor (list[Tensor]): The derivative of what the engine computes the backward of with respect to the loss.
@@ -48,7 +48,7 @@ class RecordedMicroBatch:
     data: TensorDict
     has_images: list[bool]
     flat: dict[str, Tensor]
-    aggregation: RecordedAggregation
+    call: AggregationCall | None = None
     options: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     factor: list[Tensor] = field(default_factory=list)
@@ -74,7 +74,7 @@ class RecordedMicroBatch:
             inputs["settings"]["multi_modal_inputs"] = self.has_images
         as_response = ResponseCutter(inputs, data["response_mask"])
         tokens = read_tokens(data, self.flat, as_response)
-        tokens = with_weights(tokens, self.aggregation, config, 1.0, self.options)
+        tokens = with_weights(tokens, self.call, config, 1.0, self.options)
         tokens = with_derived(tokens, config, eos_tokens, 1.0, self.options)
         tokens |= {OUTPUTS[key].coefficient: as_response(gradient) for key, gradient in self.gradients.items()}
         factor = float(self.factor[0]) if self.factor else 1.0
@@ -124,11 +124,12 @@ class RecordedLoss:
             return self._loss_function(*arguments, **named)
         # Only a tensor that the loss was given itself sees its gradient.
         named["model_output"] = {**named["model_output"], **flat}
-        recorded.aggregation.start()
+        aggregation = RecordedAggregation()
+        aggregation.start()
         try:
             result = self._loss_function(*arguments, **named)
         finally:
-            recorded.aggregation.stop()
+            recorded.call = aggregation.take()
         try:
             self._observe(result, flat, recorded)
         except Exception as error:
@@ -154,7 +155,6 @@ class RecordedLoss:
             data.select(*(key for key in _COLUMNS if key in data.keys())),
             [bool(of_row) for of_row in images],
             {name: values.detach() for name, values in flat.items()},
-            RecordedAggregation(),
         )
         return flat, recorded
 

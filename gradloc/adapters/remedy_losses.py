@@ -21,7 +21,7 @@ from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from ..measure.token_weights import token_weights
-from .loss_weights import RecordedAggregation, kl_coefficients
+from .loss_weights import RecordedAggregation, kl_coefficients, policy_weights
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 _BYPASS = "bypass_mode"
@@ -216,7 +216,7 @@ class _Loss:
             self._policy_loss(config, self.tokens["log_prob"].clone().requires_grad_(), mask, None)
         finally:
             aggregation.stop()
-        weight = aggregation.weights(config, mask, **config.global_batch_info)
+        weight = policy_weights(aggregation.take(), config, mask, **config.global_batch_info)
         known = (weight != 0) & weight.isfinite()
         factors = self.tokens["weight"][known] / weight[known]
         if not len(factors) or not bool(factors.isfinite().all()):

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """GradLoc, LayerClip and TokenClip of an actor: what the adapters of all verl versions share."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from verl.utils.device import get_device_name
 from ..bundles.layout import Row
 from ..evidence.clips import clip_line
 from ..fsdp import collectives
+from ..fsdp.memory import release_frames
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens
@@ -21,9 +23,11 @@ from ..measure.passes import Forward
 from ..spike import Located
 from ..token_clip.positions import Positions
 from ..token_clip.token_clip import TokenClip
-from .loss_weights import RecordedAggregation, with_derived, with_weights
+from .loss_weights import RecordedAggregation, aggregation_mode, with_derived, with_weights
 from .model_facts import eos_tokens, meter_kind
 from .replay_bundles import build_bundle_writer
+
+logger = logging.getLogger(__name__)
 
 # The evidence's names for what is known of a token, and where a micro-batch holds it.
 EVIDENCE_KEYS = {
@@ -90,6 +94,7 @@ class Watch:
         self._scale: float | None = None
         self._global_step: int | None = None
         self._pass_open = False
+        self._has_not_read = False
         self._eos_tokens = eos_tokens(module)
         device = get_device_name()
         if config.token_clip.enable:
@@ -164,35 +169,60 @@ class Watch:
         if self.token_clip is not None:
             self.token_clip.end_pass()
 
-    def observe(self, loss_inputs: LossInputs, read_tokens: ReadTokens, factor: float = 1.0, **options: Any) -> None:
+    def observe(
+        self,
+        loss_inputs: LossInputs,
+        read_tokens: ReadTokens,
+        shape: Sequence[int],
+        factor: float = 1.0,
+        **options: Any,
+    ) -> None:
         """Notes the tokens of a micro-batch; called between its loss and its backward.
 
-        The device is idle there, so only what the backward needs is computed, and the rest in `end_pass`.
+        The device is idle there, so only what the backward needs is computed, and the rest in `end_pass`. If the tokens
+        cannot be read, TokenClip leaves the micro-batch alone; for GradLoc, see `GradLoc.observe_later`.
 
         Args:
             loss_inputs (Mapping): See `GradLoc.observe`.
             read_tokens (Callable): Returns what is known of the tokens, by the evidence's names, each of shape (rows,
                 response length): `log_prob`, `entropy` where the loss has it; with a KL loss, `ref_log_prob`.
+            shape (Sequence[int]): (rows, response length).
             factor (float): The micro-batch's part in the mini-batch's loss.
             options (Any): More arguments with which verl aggregates the terms of KL and entropy.
         """
-        self.aggregation.stop()  # what follows is not the loss
-        read = cache(partial(self._with_weights, read_tokens, factor, options))
+        call = self.aggregation.take()  # what follows is not the loss
+
+        def read() -> dict[str, Tensor]:
+            return with_weights(read_tokens(), call, self._config, factor, options)
+
         if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
             if self._scale is None:
                 self._scale = self._loss_scale()
-            tokens = read()
-            others = {name: tensor for name, tensor in tokens.items() if name not in ("weight", "entropy")}
-            self.token_clip.observe(loss_inputs["coefficient"][0], tokens["weight"], self._scale, others)
+            try:
+                tokens = read()
+            except Exception as error:
+                read = self._not_read(error)
+            else:
+                others = {name: tensor for name, tensor in tokens.items() if name not in ("weight", "entropy")}
+                self.token_clip.observe(loss_inputs["coefficient"][0], tokens["weight"], self._scale, others)
+                read = partial(dict, tokens)
         if self.gradloc is not None:
             derive = partial(with_derived, config=self._config, eos_tokens=self._eos_tokens)
-            self.gradloc.observe_later(lambda: derive(read(), factor=factor, options=options), loss_inputs)
+            mode = aggregation_mode(call, self._config, shape)
+            self.gradloc.observe_later(lambda: derive(read(), factor=factor, options=options), loss_inputs, mode)
 
-    def _with_weights(self, read_tokens: ReadTokens, factor: float, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        tokens = read_tokens()
-        if self.gradloc is not None:
-            self.gradloc.loss_agg_mode = self.aggregation.mode(self._config)
-        return with_weights(tokens, self.aggregation, self._config, factor, options)
+    def _not_read(self, error: Exception) -> Callable[[], dict[str, Tensor]]:
+        """Takes an error in reading the tokens, of which the first is logged; what it returns raises it again."""
+        if not self._has_not_read:
+            self._has_not_read = True
+            logger.warning("TokenClip leaves micro-batches alone whose tokens cannot be read", exc_info=error)
+        message = f"{type(error).__name__}: {error}"
+        release_frames(error)
+
+        def read() -> dict[str, Tensor]:
+            raise RuntimeError(message)
+
+        return read
 
     def step(self, epoch: int, mini_batch: int, optimizer_step: Callable[[], Norm]) -> Norm | float:
         """Takes the optimizer step, unless `spike_action` leaves it out. A collective call.

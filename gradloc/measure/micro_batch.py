@@ -24,6 +24,7 @@ class MicroBatch:
         rng_state (tuple): torch's random state before the pass.
         tokens (dict[str, Tensor]): Values of its tokens, each of shape (rows, response length).
         squares (Tensor): The squared norm of its local gradient in each layer, float64; zero if not measured.
+        loss_agg_mode (str | None): verl's name for how its loss is aggregated, if that is known.
     """
 
     inputs: dict[str, Any]
@@ -31,6 +32,7 @@ class MicroBatch:
     rng_state: tuple[Tensor, Tensor | None]
     tokens: dict[str, Tensor] = field(default_factory=dict)
     squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    loss_agg_mode: str | None = None
 
     def broken(self, scaled: bool) -> Tensor:
         """Where a log-prob (a critic's value) or a coefficient is non-finite, bool of shape (rows, response length).

@@ -26,17 +26,26 @@ class MiniBatch:
         trigger (str): "unit": a micro-batch over its threshold is a spike; "global": the reduced gradient is. Where
             micro-batches cannot be measured alone, it is always "global".
         update_figures (Tensor): More figures of this rank, float64 of shape (n,), to be gathered in the same call.
+        failed (bool): Whether tokens of this rank could not be read.
 
     Attributes:
         level (Level): The size of the gradient.
         trigger (str): "unit" or "global".
         update_figures (Tensor): The given figures of every data-parallel rank, shape (ranks, n).
+        failed (bool): Whether tokens of some rank could not be read, the same on every rank; if so, the rest is
+            meaningless.
         squared_norms (Tensor | None): The squared norms by layer of the reduced gradient, without the loss scale; None
             while they have not been measured.
     """
 
     def __init__(
-        self, model: WatchedModel, micro_batches: list[MicroBatch], scale: float, trigger: str, update_figures: Tensor
+        self,
+        model: WatchedModel,
+        micro_batches: list[MicroBatch],
+        scale: float,
+        trigger: str,
+        update_figures: Tensor,
+        failed: bool = False,
     ) -> None:
         self.model = model
         self.micro_batches = micro_batches
@@ -48,8 +57,10 @@ class MiniBatch:
         self._square_weight = torch.stack([square_weight(each.tokens) for each in micro_batches]).sum()
         self._root_square_weights = torch.stack([threshold_square_weight(each.tokens) for each in micro_batches]).sqrt()
         norms = torch.stack(self._norms_of_rank())
-        gathered = collectives.gather(torch.cat([norms, update_figures]).to(model.device))
-        by_rank = torch.stack(gathered)[:: model.sequence_parallel_size]
+        flag = norms.new_full((1,), float(failed))
+        gathered = torch.stack(collectives.gather(torch.cat([flag, norms, update_figures]).to(model.device)))
+        self.failed = bool(gathered[:, 0].any())
+        by_rank = gathered[:: model.sequence_parallel_size, 1:]
         self._norms, self.update_figures = RankNorms(*by_rank[:, : len(norms)].unbind(1)), by_rank[:, len(norms) :]
         self.level: Level = model.meter.level(self._norms, self.global_norm)
         self.trigger = trigger if self.level.by_micro_batch else "global"

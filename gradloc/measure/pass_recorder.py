@@ -2,14 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records training passes: a micro-batch's tokens, their coefficients, and the norms of its local gradient."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ..fsdp.memory import release_frames
 from ..fsdp.state import get_rng_state
 from .micro_batch import MicroBatch
 from .watched_model import WatchedModel
+
+logger = logging.getLogger(__name__)
 
 # Names of coefficients, each with the tensor whose gradient it is, and a function that brings that gradient into the
 # shape (rows, response length), which is called after the backward.
@@ -25,12 +30,18 @@ class PassRecorder:
     Args:
         model (WatchedModel): The model that is trained.
 
+    An error in reading the tokens of a pass does not end training: it sets `failed`, which `MiniBatch` exchanges with
+    the other ranks. Until `discard`, micro-batches then have `nothing` for their tokens.
+
     Attributes:
+        failed (bool): Whether tokens could not be read since the last `discard`.
         current (MicroBatch | None): The one whose pass is being recorded.
         micro_batches (list[MicroBatch]): Those recorded since the last `take`.
     """
 
     def __init__(self, model: WatchedModel) -> None:
+        self.failed = False
+        self._has_warned = False
         self.current: MicroBatch | None = None
         self.micro_batches: list[MicroBatch] = []
         self._model = model
@@ -49,23 +60,25 @@ class PassRecorder:
         self._read_tokens, self._gradients = None, {}
         self._model.meter.start()
 
-    def observe(self, tokens: Mapping[str, Tensor], loss_inputs: LossInputs) -> None:
+    def observe(self, tokens: Mapping[str, Tensor], loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
         """Called between a pass's loss and its backward.
 
         Args:
             tokens (Mapping[str, Tensor]): What is known of the tokens, all of shape (rows, response length).
             loss_inputs (Mapping): See `LossInputs`; what needs no gradient is left out.
+            loss_agg_mode (str, optional): As in `MicroBatch`.
         """
         _check_shapes(tokens)
-        self.observe_later(lambda: tokens, loss_inputs)
+        self.observe_later(lambda: tokens, loss_inputs, loss_agg_mode)
 
-    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs) -> None:
+    def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
         """Like `observe`, but the tokens are read in `end`.
 
         The device has nothing to do between a loss that the host has waited for and its backward.
         """
         if self.current is None:
             raise RuntimeError("observe() belongs between begin_pass() and end_pass().")
+        self.current.loss_agg_mode = loss_agg_mode
         self._read_tokens = read_tokens
         for name, (tensor, reshape) in loss_inputs.items():
             if tensor.requires_grad:
@@ -77,27 +90,54 @@ class PassRecorder:
         if current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
         current.squares = self._model.meter.stop()
-        if self._read_tokens is not None:
-            tokens = self._read_tokens()
-            _check_shapes(tokens)
-            current.tokens = {name: with_a_column(tensor.detach()) for name, tensor in tokens.items()}
-        for name, (gradient, reshape) in self._gradients.items():
-            current.tokens[name] = with_a_column(reshape(gradient.detach()))
+        try:
+            current.tokens = {} if self.failed else self._read()
+        except Exception as error:
+            self._fail(error)
+        if self.failed and self._read_tokens is not None:
+            current.tokens = nothing(self._model.device)
+            current.squares = torch.zeros_like(current.squares)
         self._read_tokens, self._gradients = None, {}
         self.micro_batches.append(current)
         self.current = None
+
+    def _read(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if self._read_tokens is not None:
+            tokens = self._read_tokens()
+            _check_shapes(tokens)
+            found = {name: with_a_column(tensor.detach()) for name, tensor in tokens.items()}
+        for name, (gradient, reshape) in self._gradients.items():
+            found[name] = with_a_column(reshape(gradient.detach()))
+        return found
+
+    def _fail(self, error: Exception) -> None:
+        self.failed = True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the tokens of a micro-batch, or their weights, cannot be read: training continues, and no spike is "
+                "looked for in this update. The next one tries again; if that fails, no warning follows",
+                exc_info=error,
+            )
+        release_frames(error)
 
     def discard(self) -> None:
         """Drops what was recorded since the last `take`, and a pass that was interrupted."""
         if self.current is not None:
             self._model.meter.stop()
-        self.current, self.micro_batches = None, []
+        self.current, self.micro_batches, self.failed = None, [], False
         self._read_tokens, self._gradients = None, {}
 
     def take(self) -> list[MicroBatch]:
         """The micro-batches recorded since the last call."""
         taken, self.micro_batches = self.micro_batches, []
         return taken
+
+
+def nothing(device: torch.device) -> dict[str, Tensor]:
+    """The tokens of a micro-batch in which nothing is a token."""
+    return {name: torch.zeros(1, 1, device=device) for name in ("response_mask", "weight", "log_prob")}
 
 
 def unchanged(gradient: Tensor) -> Tensor:

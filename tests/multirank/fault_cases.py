@@ -20,7 +20,9 @@ from actor_cases import Run, compare_runs, train
 from actors import ENGINE, PROMPT, Case, stock_dp_actor, with_hook_on_log_probs
 from batches import build_batch, response_length
 from oracle import brute_force
+from token_clip_cases import token_clip_config
 from verl import DataProto
+from verl.utils.gradloc.adapters import loss_weights
 from verl.utils.gradloc.evidence import event
 from verl.utils.gradloc.measure import micro_batch
 from verl.utils.gradloc.search.time_limit import SearchTime
@@ -236,6 +238,32 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
     with mock.patch.object(event, "_diagnosis", run_out_of_memory) if fails else contextlib.nullcontext():
         run = train(case, calls=2, prepare=prepare, **DETECTION)
     return compare_runs(run, stock), run
+
+
+def with_unreadable_weights(case: Case, ranks: list[int], token_clip: bool) -> tuple[dict[str, bool], Run]:
+    """A run in whose second micro-batch weights cannot be computed on some ranks, compared with the unpatched actor.
+
+    With TokenClip, they are read before the backward.
+    """
+    count, weights = 0, loss_weights.policy_weights
+
+    def failing_weights(*arguments: Any, **options: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == 2:
+            run_out_of_memory()
+        return weights(*arguments, **options)
+
+    if dist.get_rank() in ranks:
+        loss_weights.policy_weights = failing_weights
+    clip = {"token_clip": token_clip_config(enable=True, action="log")} if token_clip else {}
+    try:
+        run = train(case, calls=2, **DETECTION, **clip)
+    finally:
+        loss_weights.policy_weights = weights
+    # The unpatched actor has no figures of TokenClip.
+    run.metrics = [{name: metrics[name] for name in metrics if "token_clip" not in name} for metrics in run.metrics]
+    return compare_runs(run, train(case, stock_dp_actor(), calls=2)), run
 
 
 def failing_alone(case: Case) -> None:

@@ -9,7 +9,7 @@ import pytest
 from actors import ENGINE, Case
 from cluster import Cluster, RankFailed
 from fault_cases import draw
-from test_actor import ONE, THREE, Launch, cases, same_events
+from test_actor import ONE, THREE, Launch, as_list, cases, same_events
 from valid_events import valid_events
 
 
@@ -134,6 +134,21 @@ def test_out_of_memory_between_passes_ends_the_search_on_all_ranks(
         assert first == [] and [run.metrics[0]["actor/gradloc/triggered"] for _, run in results] == [1, 1]
     for same, _ in results:
         assert all(same.values()), same
+
+
+@pytest.mark.target(version="0.9.1")
+@cases((2, Case("fsdp1", mini_batch=4, planted=THREE)), (2, Case("fsdp2", mini_batch=4, planted=THREE)))
+@pytest.mark.parametrize(("ranks", "token_clip"), [([1], False), ([0, 1], False), ([1], True)])
+def test_weights_that_cannot_be_read_end_the_searches_of_an_update_on_all_ranks(
+    launch: Launch, world: int, case: Case, ranks: list[int], token_clip: bool
+) -> None:
+    """And not training. The next update is watched again."""
+    results = launch(world, fault_cases.with_unreadable_weights, case, ranks, token_clip)
+    assert same_events([run for _, run in results]) == [[], []]
+    for same, run in results:
+        assert all(same.values()), same
+        first, second = (max(as_list(metrics["actor/gradloc/token_norm_max"])) for metrics in run.metrics)
+        assert first == 0 and second > 0
 
 
 @pytest.mark.target(version="0.9.1")

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import custom_losses
 import pytest
 import torch
 from actors import TOKEN_REJECTION, BypassLossConfig, Case
 from test_actor import MODES, Launch, cases, check_planted_tokens
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
-from verl.utils.gradloc.adapters.loss_weights import RecordedAggregation
+from verl.utils.gradloc.adapters import loss_weights
+from verl.utils.gradloc.adapters.loss_weights import (
+    AggregationCall,
+    RecordedAggregation,
+    aggregation_mode,
+    kept_tokens,
+    policy_weights,
+)
 from verl.workers.config import FSDPActorConfig
 
 AGG_LOSS = core_algos.agg_loss
@@ -46,7 +54,7 @@ def weights_and_gradient(
         loss_agg_mode=agg_mode,
         config=config,
     )
-    weights = aggregation.weights(config, MASK, **config.global_batch_info)
+    weights = policy_weights(aggregation.take(), config, MASK, **config.global_batch_info)
     assert core_algos.agg_loss is AGG_LOSS  # given back
     return weights, torch.autograd.grad(loss, log_prob)[0]
 
@@ -80,6 +88,97 @@ def test_tokens_that_bypass_mode_rejects_have_no_weight(agg_mode: str) -> None:
     assert with_kl.equal(torch.where(rejected, plain, weights))
 
 
+@pytest.mark.every_target
+def test_what_a_loss_called_can_be_read_again() -> None:
+    """Its weights, its mode and the tokens it keeps, in any order; the recorder keeps nothing of it."""
+    config = build_config("vanilla", "token-mean", use_kl_loss=True)
+    kept = MASK.bool() & (torch.arange(7) != 1)
+    aggregation = RecordedAggregation()
+    aggregation.start()
+    core_algos.agg_loss(torch.ones(5, 7), kept.float(), "seq-mean-token-sum")
+    core_algos.agg_loss(torch.ones(5, 7), MASK, "token-mean")  # a figure for the log
+    call = aggregation.take()
+    assert core_algos.agg_loss is AGG_LOSS
+    assert call is not None and aggregation.take() is None
+    for _ in range(2):
+        weights = policy_weights(call, config, MASK)
+        assert weights[kept].tolist() == pytest.approx([1 / 4] * int(kept.sum()))  # rows with a token
+        assert weights[MASK.bool() & ~kept].tolist() == pytest.approx([1 / 16] * int((MASK.bool() & ~kept).sum()))
+        assert aggregation_mode(call, config, MASK.shape) == "seq-mean-token-sum"
+        assert kept_tokens(call, config, MASK).equal(kept)
+    aggregation.start()
+    assert aggregation.take() is None
+
+
+LENGTHS = MASK.sum(1, keepdim=True)
+
+
+@pytest.fixture
+def warnings_again() -> None:
+    """What is logged once may have been logged by another test."""
+    loss_weights._warn_once.cache_clear()
+
+
+def taken(losses: torch.Tensor, mask: torch.Tensor, mode: str, **info: int) -> AggregationCall | None:
+    aggregation = RecordedAggregation()
+    aggregation.start()
+    core_algos.agg_loss(losses, mask, mode, **info)
+    return aggregation.take()
+
+
+@pytest.mark.every_target
+@pytest.mark.usefixtures("warnings_again")
+@pytest.mark.parametrize("of_rows", [(5,), (5, 1)], ids=["one per row", "a column"])
+def test_the_weight_of_a_sequence_is_divided_among_its_tokens(
+    of_rows: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = build_config("vanilla", "token-mean")
+    mode = "token-mean" if len(of_rows) == 1 else "seq-mean-token-mean"
+    call = taken(torch.ones(of_rows), torch.ones(of_rows), mode)
+    for _ in range(2):
+        weights = policy_weights(call, config, MASK)
+        # A row without a token has none.
+        torch.testing.assert_close(weights, torch.where(MASK.bool(), 1 / 5 / LENGTHS, 0.0))
+    assert [record.message for record in caplog.records if "divides a sequence's weight" in record.message]
+    assert len(caplog.records) == 1
+    assert aggregation_mode(call, config, MASK.shape) is None  # no sum of the tokens' weights is promised
+    # The second sequence is rejected: its tokens have the terms of KL alone.
+    config = build_config("vanilla", "token-mean", use_kl_loss=True)
+    call = taken(torch.ones(of_rows), (torch.arange(5) != 1).float().view(of_rows), mode)
+    kept = MASK.bool() & (torch.arange(5) != 1).unsqueeze(1)
+    assert kept_tokens(call, config, MASK).equal(kept)
+    rejected = torch.where(MASK.bool(), 1 / 16, 0.0)
+    torch.testing.assert_close(policy_weights(call, config, MASK), torch.where(kept, 1 / 4 / LENGTHS, rejected))
+
+
+@pytest.mark.every_target
+def test_the_weight_of_a_column_that_is_repeated_for_the_tokens_is_theirs() -> None:
+    """As a sequence's loss that is expanded to them, like gspo's."""
+    config = build_config("vanilla", "token-mean")
+    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        of_tokens = policy_weights(taken(torch.ones(5, 7), MASK, mode), config, MASK)
+        of_column = policy_weights(taken(torch.ones(5, 1), MASK, mode), config, MASK)
+        assert of_column.flatten().tolist() == pytest.approx(of_tokens.flatten().tolist(), rel=1e-6)
+
+
+@pytest.mark.every_target
+@pytest.mark.usefixtures("warnings_again")
+@pytest.mark.parametrize("shape", [(1, 16), (16,), (5, 6), (7, 5), None])
+@pytest.mark.parametrize("agg_mode", MODES[:3])
+def test_of_losses_that_are_not_the_tokens_the_configured_weights_are_assumed(
+    shape: tuple[int, ...] | None, agg_mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = build_config("vanilla", agg_mode, use_kl_loss=True)
+    call = None if shape is None else taken(torch.ones(shape), torch.ones(shape), "token-mean")
+    whole = policy_weights(taken(torch.ones(5, 7), MASK, agg_mode), config, MASK)
+    assert not caplog.records
+    for _ in range(2):
+        assert policy_weights(call, config, MASK).equal(whole)
+    (record,) = caplog.records
+    assert f"those of loss_agg_mode={agg_mode}." in record.message
+    assert aggregation_mode(call, config, MASK.shape) == agg_mode and kept_tokens(call, config, MASK) is None
+
+
 def test_a_weight_keeps_its_precision_with_half_precision_log_probs() -> None:
     config = build_config("vanilla", "token-mean")
     log_prob = torch.zeros(MASK.shape, dtype=torch.bfloat16, requires_grad=True)
@@ -109,3 +208,16 @@ FIRST = ((0, 0, 4), (1, 3, 0))
 )
 def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> None:
     check_planted_tokens(launch, world, case)
+
+
+@pytest.mark.target(version="0.9.1")
+@cases(
+    (2, Case("fsdp1", loss_mode="flat", mini_batch=4, planted=FIRST)),
+    # With an advantage of the sequence, so is the spike.
+    (2, Case(loss_mode="of_sequences", loss_agg_mode="seq-mean-token-mean", planted=ROW)),
+)
+def test_planted_tokens_are_found_with_a_loss_of_ones_own(launch: Launch, world: int, case: Case) -> None:
+    def with_losses(world: int, function: Any, *arguments: Any) -> list[Any]:
+        return launch(world, custom_losses.with_losses, function, *arguments)
+
+    check_planted_tokens(with_losses, world, case)

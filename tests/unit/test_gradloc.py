@@ -13,7 +13,12 @@ from gradloc import GradLoc, GradLocConfig, record_events, text_evidence, token_
 from gradloc.evidence.token_facts import response_kl, token_evidence
 from gradloc.evidence.writer import jsonable
 from gradloc.layers.layer_names import layer_name
+from gradloc.measure import mini_batch
 from gradloc.measure.local_norms import LocalNorms
+from gradloc.measure.micro_batch import MicroBatch
+from gradloc.measure.mini_batch import MiniBatch
+from gradloc.measure.pass_recorder import nothing
+from gradloc.measure.watched_model import WatchedModel
 
 
 @pytest.mark.parametrize(
@@ -200,3 +205,22 @@ def test_token_tensors_of_different_shapes_are_named() -> None:
         gradloc.observe(tokens, None, tokens, response_mask=tokens, token_id=tokens, advantage=tokens[:, :1])
     assert "of one shape (rows, response length)" in str(error.value)
     assert "'log_prob': (2, 5)" in str(error.value) and "'advantage': (2, 1)" in str(error.value)
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_a_failure_of_any_rank_of_a_group_is_known_to_all(failing: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a group share their data, so that of its figures the first rank's are taken."""
+    cpu = torch.device("cpu")
+    model = WatchedModel(torch.nn.Linear(2, 2), lambda *_: (None, torch.zeros(1)), cpu, None, 2, "local", None, None)
+    micro_batch = MicroBatch({}, [], (torch.get_rng_state(), None), nothing(cpu), torch.zeros(1, dtype=torch.float64))
+
+    def gather(values: torch.Tensor) -> list[torch.Tensor]:
+        others = values.clone()
+        others[0] = float(failing == 1)
+        return [values, others]
+
+    monkeypatch.setattr(mini_batch.collectives, "gather", gather)
+    figures = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    gradient = MiniBatch(model, [micro_batch], 1.0, "unit", figures, failing == 0)
+    assert gradient.failed == (failing is not None)
+    assert gradient.update_figures.tolist() == [[3.0, 4.0]] and gradient.level.token_norm == 0

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from gradloc import GradLoc, GradLocConfig
+from gradloc.critic_watch import CriticWatch
+from gradloc.measure.pass_recorder import unchanged
 
 ROWS, RESPONSE, PROMPT, VOCABULARY = 4, 8, 4, 37
 CULPRIT = (2, 3)
@@ -209,6 +211,83 @@ def test_a_loss_that_is_scaled_wrongly_is_warned_of() -> None:
     (twice,), (thrice,) = warned[2, 1.0, 1.0], warned[1, 1.0, 3.0]
     assert "add up to 2 instead of 1" in twice and "the number of micro-batches (2)" in twice
     assert "3 times what its weights, advantages and ratios give" in thrice
+
+
+def test_tokens_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogCaptureFixture) -> None:
+    """The rest of the update is not searched; the next one is. What fails again is not logged again."""
+    forward = Forward(Plain())
+    gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e-6, bisect_budget_steps=2), forward)
+    weight = torch.full((ROWS, RESPONSE), 1 / (ROWS * RESPONSE))
+    others = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": forward.ids[:, PROMPT:]}
+    read: list[int] = []
+    searched = []
+    for step, unreadable in enumerate([None, 1, 0, None]):
+        gradloc.start_update(step)
+        for mini_batch in range(2):
+            for micro_batch in range(3):
+                gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
+                _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
+
+                def tokens(
+                    log_prob: Tensor = log_prob, number: int = micro_batch, fails: bool = micro_batch == unreadable
+                ) -> dict[str, Tensor]:
+                    read.append(number)
+                    if fails:
+                        return {"log_prob": log_prob, "weight": weight[:1]}
+                    return {"log_prob": log_prob, "weight": weight, **others}
+
+                gradloc.observe_later(tokens, {"coefficient": (log_prob, unchanged)})
+                (-log_prob * weight).sum().backward()
+                gradloc.end_pass()
+            assert gradloc.locate(0, mini_batch).take_step
+        searched.append((len(gradloc.events), len(read), gradloc.metrics()["actor/gradloc/triggered"]))
+        read.clear()
+    assert searched == [(2, 6, 2), (0, 2, 0), (0, 1, 0), (2, 6, 2)]
+    (record,) = [record for record in caplog.records if "cannot be read" in record.message]
+    assert record.exc_info is not None and "of one shape" in str(record.exc_info[1])
+
+
+def test_values_that_cannot_be_read_are_no_error_of_training(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 1)
+    watch = CriticWatch(model, 1e-6)
+    known = {name: torch.ones(ROWS, RESPONSE) for name in ("response_mask", "returns", "old_value")}
+    found = []
+    for weight in (torch.ones(ROWS, RESPONSE), torch.ones(1, 1), torch.ones(ROWS, RESPONSE)):
+        watch.start_update(1)
+        watch.begin_pass(range(ROWS))
+        value = model(torch.ones(ROWS, RESPONSE, 2))[..., 0]
+        watch.observe(value, lambda weight=weight: weight, **known)
+        value.square().sum().backward()
+        watch.check(0, 0)
+        found.append(len(watch.spikes))
+    assert found == [1, 0, 1] and caplog.text.count("cannot be read") == 1
+
+
+@pytest.mark.parametrize(
+    ("modes", "warned"),
+    [
+        (["seq-mean-token-mean", "seq-mean-token-mean"], True),
+        (["seq-mean-token-mean", "seq-mean-token-sum-norm"], False),
+        (["seq-mean-token-sum-norm", "seq-mean-token-mean"], False),
+    ],
+)
+def test_the_sum_of_weights_is_checked_if_all_micro_batches_promise_the_same(modes: list[str], warned: bool) -> None:
+    """Each micro-batch's loss says how it is aggregated; the last one does not speak for the others."""
+    forward = Forward(Plain())
+    gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e9), forward, loss_agg_mode="token-mean")
+    weight = torch.full((ROWS, RESPONSE), 3 / (ROWS * RESPONSE))
+    others = {"response_mask": torch.ones(ROWS, RESPONSE), "token_id": forward.ids[:, PROMPT:]}
+    for step in range(3):
+        gradloc.start_update(step)
+        for mode in modes:
+            gradloc.begin_pass({"ids": forward.ids}, range(ROWS))
+            _, log_prob = forward({"ids": forward.ids}, [*range(ROWS)], RESPONSE)
+            gradloc.observe(log_prob, None, weight, loss_agg_mode=mode, **others)
+            (-log_prob * weight).sum().backward()
+            gradloc.end_pass()
+        gradloc.locate(epoch=0, mini_batch=0)
+    sentences = [warning["sentence"] for warning in gradloc.warnings]
+    assert ["add up to 6 instead of 1 (seq-mean-token-mean)" in sentence for sentence in sentences] == [True] * warned
 
 
 def test_an_update_warns_of_its_wrong_mini_batches_though_the_last_is_right() -> None:
