@@ -22,9 +22,9 @@ from torch import Tensor
 from ..bundles import bundle_writer, layout
 from ..bundles.bundle_files import bundles_in
 from ..bundles.layout import NotReplayableError
-from ..bundles.patient_disk import PatientDisk
 from ..bundles.recorded import NothingMovesError, write_recorded_bundle
 from ..evidence.in_words import summary
+from ..evidence.patient_disk import PatientDisk
 from ..evidence.recorded_event import recorded_event
 from ..evidence.writer import limit_texts
 from ..measure.meter import Level

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import limits
+from ..evidence.patient_disk import PATIENCE, PatientDisk
 from ..fsdp import collectives
 from ..layers.layer_clip import LayerClip
 from ..measure.meter import AllFigures, suspects
@@ -19,12 +20,8 @@ from ..search.investigation import Investigation
 from . import layout
 from .bundle_files import bundle_files, bundles_in, bytes_of_bundles, write_bundle_files
 from .layout import NotReplayableError, Row, SavedMicroBatch
-from .patient_disk import PatientDisk
 
 logger = logging.getLogger(__name__)
-
-# How many seconds the other ranks wait for rank 0's disk: far less than the timeout of a collective call.
-PATIENCE = 60.0
 
 
 class BundleWriter:

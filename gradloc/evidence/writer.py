@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from .foreign_json import DEPTH, LINE_BYTES
+from .patient_disk import PATIENCE, PatientDisk
 from .schema import SCHEMA
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,9 @@ STEP_FIGURES = tuple(
 _ATTEMPTS = 100
 # The files at their limit of which a warning has been logged: one is enough for many steps.
 _full: set[str] = set()
+
+# By directory: a disk that hangs once is not waited for again.
+_disks: dict[str, PatientDisk] = {}
 
 # The fields of a culprit that only its largest ones keep.
 LONG_TEXTS: tuple[str, ...] = ("prompt", "response", "response_tokens", "response_suspicion", "response_kl")
@@ -226,7 +231,7 @@ class _Series:
     total_bytes: int
 
     def append(self, data: bytes, what: str, kind: str, step: Any, count: int) -> None:
-        """Appends lines. A disk error is logged as a warning, not raised.
+        """Appends lines. A disk error, or a disk that does not answer in time, is logged as a warning, not raised.
 
         Args:
             data (bytes): The lines.
@@ -235,7 +240,8 @@ class _Series:
             step (Any): The first step of the lines, for a note.
             count (int): The number of events or steps in them, for a note.
         """
-        try:
+
+        def try_to_append() -> None:
             os.makedirs(self.directory, exist_ok=True)
             for attempt in range(_ATTEMPTS):
                 try:
@@ -244,7 +250,10 @@ class _Series:
                 except (FileNotFoundError, FileExistsError):  # another run has renamed the file
                     if attempt == _ATTEMPTS - 1:
                         raise
-        except OSError as error:
+
+        try:
+            _disks.setdefault(self.directory, PatientDisk(Path(self.directory))).run(try_to_append, PATIENCE)
+        except OSError as error:  # a TimeoutError is one
             logger.warning("%s could not be written to %s: %s", what, self._path, error)
 
     @property

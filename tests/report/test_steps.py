@@ -117,6 +117,20 @@ def test_a_failing_disk_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "the figures of step 4 could not be written" in caplog.text and "No space left" in caplog.text
 
 
+def test_a_disk_that_hangs_is_a_warning_and_not_waited_for_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "steps.jsonl")  # nobody reads it, so that opening it never ends
+    monkeypatch.setattr(writer, "PATIENCE", 0.05)
+    record_step(str(tmp_path), 3, FIGURES)
+    monkeypatch.setattr(writer, "PATIENCE", 1e9)
+    record_events(str(tmp_path), samples(1))
+    assert "the figures of step 3 could not be written" in caplog.text and "does not respond" in caplog.text
+    assert "1 gradient spike(s) could not be written" in caplog.text
+    with open(tmp_path / "steps.jsonl", "rb") as reader:  # it answers at last
+        assert json.loads(reader.read())["global_step"] == 3
+
+
 def test_the_last_line_of_a_step_counts_after_a_resume(tmp_path: Path) -> None:
     for step, norm in ((1, 10.0), (2, 20.0), (3, 30.0)):
         record_step(str(tmp_path), step, {"token_norm_max": norm})

@@ -211,7 +211,8 @@ def test_token_tensors_of_different_shapes_are_named() -> None:
 def test_a_failure_of_any_rank_of_a_group_is_known_to_all(failing: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of a group share their data, so that of its figures the first rank's are taken."""
     cpu = torch.device("cpu")
-    model = WatchedModel(torch.nn.Linear(2, 2), lambda *_: (None, torch.zeros(1)), cpu, None, 2, "local", None, None)
+    forward = lambda *_: (None, torch.zeros(1))  # noqa: E731
+    model = WatchedModel(torch.nn.Linear(2, 2), forward, cpu, sequence_parallel_size=2)
     micro_batch = MicroBatch({}, [], (torch.get_rng_state(), None), nothing(cpu), torch.zeros(1, dtype=torch.float64))
 
     def gather(values: torch.Tensor) -> list[torch.Tensor]:

@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 
 _Value = TypeVar("_Value")
 
+# How many seconds the other ranks wait for rank 0's disk: far less than the timeout of a collective call.
+PATIENCE = 60.0
+
 
 class PatientDisk:
     """Does work that uses a disk in a thread of its own, one piece of work at a time.
@@ -39,9 +42,6 @@ class PatientDisk:
         if self._work is None or self._work.done():
             self._work = result
             threading.Thread(target=run, daemon=True).start()
-            try:
-                return result.result(patience)
-            except futures.TimeoutError:
-                if result.done():
-                    raise
+            if futures.wait([result], patience).done:
+                return result.result()
         raise TimeoutError(f"{self._directory} does not respond within {patience:g} seconds")
