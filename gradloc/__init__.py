@@ -31,7 +31,7 @@ The parts of the package. A file imports from its own part and from those above 
 from .config import GradLocConfig
 from .evidence.token_facts import text_evidence
 from .evidence.writer import record_events
-from .fsdp.recorded_collectives import RankLostError
+from .fsdp.failed_pass import RankLostError
 from .gradloc import GradLoc
 from .layers.layer_clip import LayerClip, LayerClipConfig
 from .measure.token_weights import token_weights

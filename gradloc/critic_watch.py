@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from .evidence.critic_words import cause, summary
 from .evidence.schema import SCHEMA
 from .fsdp import collectives
-from .fsdp.failures import unless_it_fails
-from .measure.meter import AllFigures, suspects
+from .fsdp.unless_it_fails import unless_it_fails
+from .measure.figures import AllFigures, suspects
 from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import LossInputs, PassRecorder, unchanged

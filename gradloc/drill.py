@@ -18,10 +18,11 @@ from .evidence.event import build_event
 from .evidence.in_words import summary
 from .fsdp import collectives
 from .fsdp.state import SetAside, clear_gradients, undisturbed
-from .measure.meter import AllFigures, Meter
+from .measure.figures import AllFigures
 from .measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.passes import Passes
+from .measure.probes import Meter
 from .measure.token_weights import usable_tokens
 from .search.investigation import Investigation
 from .search.time_limit import TimeLimit

@@ -16,7 +16,7 @@ from .config import GradLocConfig
 from .evidence.ordinary import HOLDS
 from .evidence.scaling import SCALE_FIGURES, loss_scale_warning, own_scale_figures
 from .fsdp import collectives
-from .fsdp.failures import is_known_on_all_ranks, unless_it_fails
+from .fsdp.unless_it_fails import is_known_on_all_ranks, unless_it_fails
 from .measure.micro_batch import MicroBatch
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import LossInputs, PassRecorder, ReadTokens, unchanged, with_a_column

@@ -13,7 +13,7 @@ from torch import Tensor
 from .evidence.sources import MISALIGNED_FRACTION, UNLIKELY
 from .evidence.token_facts import MISALIGNED_NATS, off_the_rollout
 from .fsdp import collectives
-from .measure.meter import Level
+from .measure.figures import Level
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from .bundles.bundle_writer import BundleWriter
 from .config import GradLocConfig
 from .evidence.event import build_event
 from .fsdp import collectives
-from .fsdp.failures import is_known_on_all_ranks
 from .fsdp.state import SetAside, undisturbed
+from .fsdp.unless_it_fails import is_known_on_all_ranks
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .search.investigation import Investigation
 from .search.time_limit import HEAD_START, SHARE, SearchTime

@@ -27,7 +27,7 @@ from ..evidence.in_words import summary
 from ..evidence.patient_disk import PatientDisk
 from ..evidence.recorded_event import recorded_event
 from ..evidence.writer import limit_texts
-from ..measure.meter import Level
+from ..measure.figures import Level
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..metrics import UpdateMetrics
 from ..threshold import Threshold, is_over

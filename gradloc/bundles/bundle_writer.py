@@ -13,7 +13,7 @@ from .. import limits
 from ..evidence.patient_disk import PATIENCE, PatientDisk
 from ..fsdp import collectives
 from ..layers.layer_clip import LayerClip
-from ..measure.meter import AllFigures, suspects
+from ..measure.figures import AllFigures, suspects
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch
 from ..search.investigation import Investigation

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ..fsdp import collectives
-from ..measure.meter import suspects
+from ..measure.figures import suspects
 from ..measure.micro_batch import MicroBatchName
 from ..measure.mini_batch import OrdinaryGradient
 from ..search.groups import Token

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..fsdp import collectives
 from ..threshold import is_over
-from .meter import Level, MicroBatchFigures, RankNorms, level_of_reduced, token_equivalents
+from .figures import Level, MicroBatchFigures, RankNorms, level_of_reduced, token_equivalents
 from .micro_batch import MicroBatch, MicroBatchName
 from .token_weights import square_weight, threshold_square_weight, usable_tokens
 from .watched_model import WatchedModel

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..fsdp import collectives
+from ..fsdp.failed_pass import RecordedCollectives
 from ..fsdp.memory import release_frames
-from ..fsdp.recorded_collectives import RecordedCollectives
 from ..fsdp.state import all_reduced, clear_gradients, has_gradients, reset_fsdp, set_rng_state, unreduced
 from .micro_batch import MicroBatch, TokenSubset
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ..fsdp import collectives
-from ..fsdp.recorded_collectives import RecordedCollectives
+from ..fsdp.failed_pass import RecordedCollectives
 from ..layers.reduced_norms import ReducedNorms
 from .local_norms import LocalNorms
-from .meter import LocalMeter, Meter, ReducedMeter
 from .micro_batch import MicroBatch
 from .passes import Cut, Forward, Passes
+from .probes import LocalMeter, Meter, ReducedMeter
 
 
 class WatchedModel:

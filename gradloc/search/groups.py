@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..measure.meter import AllFigures, GroupName
+from ..measure.figures import AllFigures
 from ..measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from ..measure.mini_batch import MiniBatch
+from ..measure.probes import GroupName
 from ..measure.token_weights import movable
 from .codes import Probe
 

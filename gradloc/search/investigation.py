@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from ..config import GradLocConfig
 from ..fsdp import collectives
-from ..measure.meter import GroupName
 from ..measure.mini_batch import MiniBatch
+from ..measure.probes import GroupName
 from .broken_rows import BrokenRow, BrokenRows
 from .codes import is_single
 from .groups import Groups, Token

@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from gradloc import GradLoc
-from gradloc.fsdp import collectives, recorded_collectives
+from gradloc.fsdp import collectives, failed_pass
 from gradloc.fsdp.sharding import shard
 from gradloc.layers import reduced_norms
 from gradloc.selftest import loop as loop_module
@@ -81,7 +81,7 @@ def one_of_eight() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     with ExitStack() as patches:
         patches.callback(dist.destroy_process_group)
-        for module in (collectives, recorded_collectives, reduced_norms):
+        for module in (collectives, failed_pass, reduced_norms):
             patches.enter_context(mock.patch.object(module, "world_size", lambda: 1))
         own = torch.full((1,), math.nan)
         dist.reduce_scatter_tensor(own, torch.arange(float(RANKS)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradloc import GradLoc, GradLocConfig, drill
 from gradloc.drill import Planted
-from gradloc.measure.meter import MicroBatchFigures
+from gradloc.measure.figures import MicroBatchFigures
 from gradloc.measure.micro_batch import MicroBatch
 
 VOCABULARY, LENGTH, HEALTHY_ROW = 11, 4, 2

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradloc.fsdp import memory, recorded_collectives
-from gradloc.fsdp.recorded_collectives import RankLostError, RecordedCollectives
+from gradloc.fsdp import failed_pass, memory
+from gradloc.fsdp.failed_pass import RankLostError, RecordedCollectives
 
 
 @pytest.fixture
 def one_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process group of this process alone, which is taken for one of two ranks."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(recorded_collectives, "world_size", lambda: 2)
+    monkeypatch.setattr(failed_pass, "world_size", lambda: 2)
     yield
     dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradloc.evidence.culprits import culprit_facts
 from gradloc.evidence.token_facts import response_kl, token_evidence
 from gradloc.fsdp import collectives
-from gradloc.measure import meter
+from gradloc.measure import probes
 from gradloc.measure.micro_batch import MicroBatch
 from gradloc.measure.unpadded import Unpadded
 
@@ -85,7 +85,7 @@ LENGTHS = [100, 100, 50, 50]
 def test_one_of_the_ranks_that_share_data_sends_what_a_search_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = Sent(monkeypatch, world_size=8)
     own = [micro_batch(LENGTHS)]
-    obtained = meter.ReducedMeter(Mock(layers=["a"]), torch.device("cpu"), sequence_parallel_size=4).obtain(
+    obtained = probes.ReducedMeter(Mock(layers=["a"]), torch.device("cpu"), sequence_parallel_size=4).obtain(
         [], own, 1.0
     )
     assert {name for name, each in obtained.items() if each.inputs} == {(1, 0)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.measure.meter import Level
+from gradloc.measure.figures import Level
 from gradloc.metrics import UpdateMetrics, own_figures
 
 NAMES = ("ratio_max", "rollout_ratio_max", "unlikely_share", "spike_margin")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from . import collectives
-from .recorded_collectives import RankLostError
+from .failed_pass import RankLostError
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,120 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured of micro-batches and of a whole mini-batch, and when a micro-batch is over its threshold."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..threshold import is_over
+from .micro_batch import MicroBatchName
+
+
+@dataclass(frozen=True)
+class MicroBatchFigures:
+    """What all ranks know about one rank's micro-batch when a search starts.
+
+    Args:
+        rows (int): The number of rows.
+        tokens (int): The number of response tokens.
+        broken_tokens (int): The number of response tokens with a non-finite log-prob or coefficient.
+        root_square_weight (float): sqrt(Σ w_t²) over the tokens that can move, or over all if none can.
+        norm (float | None): The norm of its gradient; None while it has not been measured.
+        layer_norms (dict[str, float]): The norm in each layer.
+        usable_tokens (int): The number of response tokens with a weight in the loss and finite log-probs and
+            coefficients.
+    """
+
+    rows: int
+    tokens: int
+    broken_tokens: int
+    root_square_weight: float
+    norm: float | None = None
+    layer_norms: Mapping[str, float] = field(default_factory=dict)
+    usable_tokens: int = 0
+
+    @property
+    def token_equivalent(self) -> float:
+        """Its norm/sqrt(Σ w_t²), infinite while its norm is unknown; see `token_equivalents`."""
+        if self.norm is None:
+            return math.inf
+        return float(token_equivalents(*torch.tensor([self.norm, self.root_square_weight], dtype=torch.float64)))
+
+    def is_over(self, threshold: float) -> bool:
+        """Whether its norm is known and over its threshold for this τ."""
+        return self.norm is not None and is_over(self.token_equivalent, threshold)
+
+
+def token_equivalents(norms: Tensor, root_square_weights: Tensor) -> Tensor:
+    """norm/sqrt(Σ w_t²) of micro-batches, which is compared with τ. No host sync.
+
+    Args:
+        norms (Tensor): The norms of their gradients, float64.
+        root_square_weights (Tensor): sqrt(Σ w_t²) over the tokens that their thresholds count, same shape.
+
+    Returns:
+        Tensor: Same shape. A norm that is not finite counts as infinite, and one of a micro-batch without tokens as 0.
+    """
+    ratio = torch.where(root_square_weights == 0, 0.0, norms / root_square_weights)
+    return torch.where(norms.isfinite(), ratio.nan_to_num(nan=math.inf, posinf=math.inf), math.inf)
+
+
+# Of the micro-batches of all ranks.
+AllFigures = Mapping[MicroBatchName, MicroBatchFigures]
+
+
+def suspects(figures: AllFigures, threshold: float) -> list[MicroBatchName]:
+    """The micro-batches measured over their threshold, largest first."""
+    over = [name for name, each in figures.items() if each.is_over(threshold)]
+    return sorted(over, key=lambda name: (-figures[name].token_equivalent, name))
+
+
+class RankNorms(NamedTuple):
+    """What each rank measured of a mini-batch in training; every field has shape (ranks,).
+
+    Args:
+        largest (Tensor): The largest norm/sqrt(Σw²) of its micro-batches; NaN counts as infinite.
+        largest_finite (Tensor): The largest finite one, or 0.
+        square (Tensor): The sum of its micro-batches' squared norms.
+        square_weight (Tensor): Σ w_t² over its tokens that can move.
+    """
+
+    largest: Tensor
+    largest_finite: Tensor
+    square: Tensor
+    square_weight: Tensor
+
+
+@dataclass(frozen=True)
+class Level:
+    """The size of a mini-batch's gradient, the same on every rank.
+
+    Args:
+        token_norm (float): The largest measured token-equivalent norm; NaN counts as infinite.
+        finite (float): The largest finite token-equivalent norm, or 0.
+        root_mean_square (float | None): norm/sqrt(Σw²) of the whole mini-batch; None if no token can move.
+        by_micro_batch (bool): Whether micro-batches were measured alone.
+    """
+
+    token_norm: float
+    finite: float
+    root_mean_square: float | None
+    by_micro_batch: bool
+
+
+def level_of_reduced(norms: RankNorms, reduced_norm: float) -> Level:
+    """The level where the reduced gradient is compared with τ.
+
+    Args:
+        norms (RankNorms): What every rank measured in training.
+        reduced_norm (float): The norm of the reduced gradient.
+    """
+    # The data-parallel mean gives each token 1/W of its weight in the reduced gradient.
+    square_weight, ranks = float(norms.square_weight.sum()), len(norms.square_weight)
+    whole = MicroBatchFigures(0, 0, 0, math.sqrt(square_weight), reduced_norm * ranks).token_equivalent
+    finite = whole if math.isfinite(whole) else 0.0
+    return Level(whole, finite, whole if square_weight else None, by_micro_batch=False)
