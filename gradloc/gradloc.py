@@ -55,6 +55,8 @@ class GradLoc:
         cut (Cut, optional): `TokenClip.repeated` if TokenClip is on as well, for the passes of the action "drop".
         outliers (Callable, optional): `TokenClip.outliers` if TokenClip is on as well: what it saw of this rank's
             micro-batch with a given index.
+        cut_tokens (Callable, optional): `TokenClip.cut_tokens` if TokenClip is on as well: no search looks for tokens
+            whose signals training did not have. A collective call.
         bundle_writer (BundleWriter, optional): Keeps a bundle of each event, so that it can be replayed elsewhere.
         learning_rate (Callable, optional): Returns that of the next optimizer step, a number or a tensor; without
             it, all steps count alike.
@@ -80,6 +82,7 @@ class GradLoc:
         recover: Callable[[], None] | None = None,
         cut: Cut | None = None,
         outliers: Callable[[int], Tensor] | None = None,
+        cut_tokens: Callable[[], list[Tensor]] | None = None,
         bundle_writer: BundleWriter | None = None,
         learning_rate: Callable[[], float | Tensor] = lambda: 1.0,
         loss_agg_mode: str | None = None,
@@ -100,6 +103,7 @@ class GradLoc:
         )
         self._loss_scale = loss_scale
         self._outliers = outliers
+        self._cut_tokens = cut_tokens
         self._bundle_writer = bundle_writer
         self._learning_rate = learning_rate
         self._threshold = Threshold(config.grad_norm_threshold)
@@ -264,6 +268,9 @@ class GradLoc:
         if self._outliers is not None:
             for index, micro_batch in enumerate(gradient.micro_batches):
                 micro_batch.tokens["outlier"] = with_a_column(self._outliers(index))
+        if self._cut_tokens is not None:
+            for micro_batch, cut in zip(gradient.micro_batches, self._cut_tokens(), strict=True):
+                micro_batch.tokens["cut"] = with_a_column(cut)
         located = explain(
             gradient,
             threshold,

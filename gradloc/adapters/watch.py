@@ -114,6 +114,7 @@ class Watch:
                 recover=getattr(module, "reset_activation_offloading", None),
                 cut=None if self.token_clip is None else self.token_clip.repeated,
                 outliers=None if self.token_clip is None else self.token_clip.outliers,
+                cut_tokens=None if self.token_clip is None else self.token_clip.cut_tokens,
                 bundle_writer=build_bundle_writer(module, config, rows_of, dtype, grad_clip, self.layer_clip),
                 learning_rate=learning_rate,
             )

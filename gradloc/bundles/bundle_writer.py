@@ -194,4 +194,6 @@ def measured_tokens(investigation: Investigation, among: Mapping[MicroBatchName,
 
 
 def _sent(mini_batch: MiniBatch, name: MicroBatchName) -> MicroBatch:
-    return mini_batch.micro_batches[name[1]].portable(mini_batch.scale)
+    micro_batch = mini_batch.micro_batches[name[1]].portable(mini_batch.scale)
+    micro_batch.tokens.pop("cut", None)  # nothing is cut in a replay
+    return micro_batch

@@ -10,7 +10,7 @@ from torch import Tensor
 from .micro_batch import MicroBatch
 
 # What a search and a drill read of another rank's tokens. The evidence of culprits comes from the rank that has them.
-_NEEDED = ("response_mask", "weight", "log_prob", "coefficient", "entropy_coefficient", "broken", "suspicion")
+_NEEDED = ("response_mask", "weight", "log_prob", "coefficient", "entropy_coefficient", "broken", "suspicion", "cut")
 
 # Where one of these is not zero, a position is kept; padding in which a loss leaves a coefficient or NaN, too.
 _KEPT = ("response_mask", "weight", "coefficient", "entropy_coefficient", "broken")
@@ -37,7 +37,7 @@ class Unpadded:
     def of(cls, micro_batch: MicroBatch) -> "Unpadded":
         tokens = micro_batch.tokens
         kept = torch.stack([tokens[name] != 0 for name in _KEPT]).any(0).flatten()
-        columns = {name: tokens[name].flatten()[kept] for name in _NEEDED}
+        columns = {name: tokens[name].flatten()[kept] for name in _NEEDED if name in tokens}
         shape = tuple(tokens["response_mask"].shape)
         return cls(micro_batch.rows, micro_batch.rng_state, shape, kept.nonzero().flatten().int(), columns)
 

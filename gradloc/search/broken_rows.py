@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..measure.micro_batch import MicroBatchName
-from .groups import Token, nonfinite_coefficients, nonfinite_log_probs
+from .groups import Token, nonfinite_coefficients, nonfinite_log_probs, uncut
 
 
 @dataclass
@@ -96,7 +96,7 @@ class BrokenRows:
 
     def suspect(self, name: MicroBatchName, tokens: Mapping[str, Tensor]) -> None:
         """Adds all rows of a micro-batch: its gradient is broken although none of its tokens is."""
-        mask = tokens["response_mask"].bool()
+        mask = uncut(tokens)
         for row in mask.any(1).nonzero().flatten().tolist():
             positions = mask[row].nonzero().flatten().tolist()
             self.rows.append(BrokenRow(name, row, positions, 0, len(positions)))

@@ -128,9 +128,14 @@ class Groups:
         }
 
     def whole(self, name: MicroBatchName) -> dict[int, TokenSubset]:
-        """All response tokens of a micro-batch."""
+        """All response tokens of a micro-batch that training has not cut."""
         micro_batch = self.micro_batches[name]
-        return {name[0]: TokenSubset(micro_batch, micro_batch.tokens["response_mask"].bool())}
+        return {name[0]: TokenSubset(micro_batch, uncut(micro_batch.tokens))}
+
+
+def uncut(tokens: Mapping[str, Tensor]) -> Tensor:
+    """The response tokens that TokenClip has not cut, bool of shape (rows, response length)."""
+    return tokens["response_mask"].bool() & ~_was_cut(tokens)
 
 
 def nonfinite_log_probs(tokens: Mapping[str, Tensor]) -> Tensor:
@@ -145,4 +150,10 @@ def nonfinite_coefficients(tokens: Mapping[str, Tensor]) -> Tensor:
 
 def _involved(tokens: Mapping[str, Tensor]) -> Tensor:
     """The tokens that can move and can be measured, bool of shape (rows, response length)."""
-    return movable(tokens) & ~nonfinite_coefficients(tokens) & ~nonfinite_log_probs(tokens).any(1, keepdim=True)
+    measurable = ~nonfinite_coefficients(tokens) & ~nonfinite_log_probs(tokens).any(1, keepdim=True)
+    return movable(tokens) & measurable & ~_was_cut(tokens)
+
+
+def _was_cut(tokens: Mapping[str, Tensor]) -> Tensor:
+    """Where TokenClip has cut a hidden state, bool. A probe is not cut: it would measure what training did not have."""
+    return tokens["cut"].bool() if "cut" in tokens else torch.zeros_like(tokens["weight"], dtype=torch.bool)

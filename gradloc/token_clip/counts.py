@@ -51,6 +51,7 @@ class Counts:
             if seen is None or not seen.numel():
                 continue
             none, no = torch.zeros_like(seen), torch.zeros((), dtype=torch.bool, device=seen.device)
+            uncut = torch.stack([current.refused.get(name, ~no) for name in names])
             by_boundary = torch.stack([signals.get(name, none) for name in names]).flatten(1)
             bounds = bounds_of[here].unsqueeze(1)
             over = current.is_over(by_boundary, bounds)
@@ -62,4 +63,5 @@ class Counts:
             first = over.flip(0).to(torch.uint8).argmax(0, keepdim=True)
             multiple = (by_boundary / bounds).flip(0).gather(0, first)[0]
             first = torch.where(over.any(0), first[0], -1).to(torch.int16)
-            current.over.append(Over(names[::-1], first.view(seen.shape), multiple.view(seen.shape)))
+            cut = (over & ~uncut.unsqueeze(1)).any(0)
+            current.over.append(Over(names[::-1], *(values.view(seen.shape) for values in (first, multiple, cut))))

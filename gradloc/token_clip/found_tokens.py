@@ -92,6 +92,26 @@ def outliers(each: WatchedPass, factor: float) -> Tensor:
     return multiples
 
 
+def cut_tokens(each: WatchedPass) -> Tensor:
+    """The response tokens of a pass whose hidden states were cut.
+
+    What is cut at the log-probs is not among them: a token's coefficient tells what was left there.
+
+    Args:
+        each (WatchedPass): The pass, after it.
+
+    Returns:
+        Tensor: On the CPU, bool of the shape (rows, response length) of the weights.
+    """
+    found = torch.zeros(each.tokens["weight"].shape, dtype=torch.bool)
+    for over in each.over:
+        if over.boundaries != [LOG_PROBS] and bool(over.cut.any()):
+            rows, positions = each.positions.tokens_of(over.cut.shape)
+            cut = over.cut.flatten().cpu() & (positions >= 0) & (positions < found.shape[1])
+            found[rows[cut], positions[cut]] = True
+    return found
+
+
 def largest_tokens(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The tokens furthest over their bounds, NaN first."""
     finite = {id(token): token["multiple"] for token in tokens if math.isfinite(token["multiple"])}

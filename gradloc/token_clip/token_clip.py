@@ -16,7 +16,7 @@ from ..checks import is_finite_number, is_positive_integer
 from ..fsdp import collectives
 from .boundaries import hook_boundaries
 from .counts import Counts
-from .found_tokens import largest_tokens, outliers, own_tokens
+from .found_tokens import cut_tokens, largest_tokens, outliers, own_tokens
 from .positions import Positions
 from .usual_signal import UsualSignal
 from .watched_pass import LOG_PROBS, WatchedPass
@@ -188,6 +188,22 @@ class TokenClip:
     def outliers(self, index: int) -> Tensor:
         """`found_tokens.outliers` of this rank's micro-batch with that index."""
         return outliers(self._passes[index], self._config.factor)
+
+    def cut_tokens(self) -> list[Tensor]:
+        """`found_tokens.cut_tokens` of each of this rank's micro-batches. A collective call."""
+        own: list[Tensor] = []
+
+        def find() -> list[Tensor]:
+            own.extend(map(cut_tokens, self._passes))
+            # Of a group's positions, each of its ranks has a part.
+            return [cut.nonzero() for cut in own] if self._sequence_parallel_size > 1 else []
+
+        by_rank = collectives.exchange(find)
+        first = self._rank * self._sequence_parallel_size
+        for of_part in by_rank[first : first + self._sequence_parallel_size]:
+            for cut, places in zip(own, of_part, strict=False):
+                cut[tuple(places.T)] = True
+        return own
 
     def end_mini_batch(self) -> dict[str, Any] | None:
         """Updates the bounds, and tells what was over them. A collective call.

@@ -22,11 +22,13 @@ class Over(NamedTuple):
         boundaries (list[str]): In the order of the backward.
         first (Tensor): The index of the first of them at which a position is over its bound, -1 for none; int16.
         multiple (Tensor): The signal there as a multiple of the bound; same shape.
+        cut (Tensor): Whether a position was cut at any of them, bool of the same shape.
     """
 
     boundaries: list[str]
     first: Tensor
     multiple: Tensor
+    cut: Tensor
 
 
 @dataclass

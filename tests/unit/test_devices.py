@@ -47,6 +47,7 @@ class Training:
             meter=meter,
             cut=self.token_clip.repeated if self.token_clip else None,
             outliers=self.token_clip.outliers if self.token_clip else None,
+            cut_tokens=self.token_clip.cut_tokens if self.token_clip else None,
         )
 
     def forward(self, inputs: dict[str, Tensor], rows: list[int], response_length: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,244 @@
+"""A search beside TokenClip: what training did not have is not looked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradloc import GradLoc, GradLocConfig, TokenClip, TokenClipConfig
+from gradloc.bundles import bundle_writer
+from gradloc.fsdp import collectives
+from gradloc.measure.micro_batch import MicroBatch
+from gradloc.measure.passes import Passes
+from gradloc.token_clip.counts import Counts
+from gradloc.token_clip.found_tokens import cut_tokens
+from gradloc.token_clip.positions import Positions
+from gradloc.token_clip.watched_pass import LOG_PROBS, Over, WatchedPass
+
+VOCABULARY, HIDDEN, ROWS, PROMPT, RESPONSE = 40, 8, 2, 3, 12
+# This token's signal is amplified on its way back, before the second layer or within it.
+BLOWN = 7
+# In the response: where it stands, and what its hidden state predicts.
+INPUT, CUT = (0, 4), (0, 5)
+LOUD = (1, 2)
+
+
+class Blown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, where: Tensor) -> Tensor:
+        ctx.where = where
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return torch.where(ctx.where.unsqueeze(-1), 1e4 * gradient, gradient), None
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Tensor, blown: Tensor | None = None) -> Tensor:
+        change = torch.tanh(self.linear(hidden))
+        return hidden + (change if blown is None else Blown.apply(change, blown))
+
+
+class Model(nn.Module):
+    """Each token on its own."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.lm_head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden, where = self.layers[0](self.embed_tokens(ids)), ids == BLOWN
+        hidden = self.layers[1](hidden, where) if self.inside else self.layers[1](Blown.apply(hidden, where))
+        return self.lm_head(hidden)
+
+
+class Training:
+    """A training loop with both; the second step has a token that TokenClip cuts, and a loud one."""
+
+    def __init__(self, meter: str = "local", token_clip: str = "drop", inside: bool = False, **options: Any) -> None:
+        self.model = Model(inside)
+        self.clip = TokenClip(
+            self.model, TokenClipConfig(action=token_clip, factor=50.0, warmup_steps=1, max_share=0.2)
+        )
+        self.gradloc = GradLoc(
+            self.model,
+            GradLocConfig(**{"grad_norm_threshold": 12.0, **options}),
+            self.forward,
+            meter=meter,
+            cut=self.clip.repeated,
+            outliers=self.clip.outliers,
+            cut_tokens=self.clip.cut_tokens,
+        )
+        torch.manual_seed(1)
+        self.advantage = torch.randn(ROWS, 1).sign().expand(ROWS, RESPONSE).clone()
+        self.ids = torch.randint(BLOWN + 1, VOCABULARY, (ROWS, PROMPT + RESPONSE))
+        self.step(1)
+        assert not self.gradloc.events
+        self.ids[INPUT[0], PROMPT + INPUT[1]] = BLOWN
+
+    def forward(self, inputs: dict[str, Tensor], rows: list[int], length: int) -> tuple[None, Tensor]:
+        ids = inputs["ids"][rows][:, : PROMPT + length]
+        log_probs = self.model(ids[:, :-1]).log_softmax(-1)[:, PROMPT - 1 :]
+        return None, log_probs.gather(-1, ids[:, PROMPT:, None])[..., 0]
+
+    def step(self, step: int) -> dict[str, Any] | None:
+        """The clip line of a step."""
+        self.model.zero_grad()
+        self.gradloc.start_update(step)
+        weight = torch.full((ROWS, RESPONSE), 1 / (ROWS * RESPONSE))
+        self.gradloc.begin_pass({"ids": self.ids}, range(ROWS))
+        mask = torch.ones(ROWS, PROMPT + RESPONSE - 1, dtype=torch.bool)
+        self.clip.begin_pass(Positions(mask, [PROMPT] * ROWS), range(ROWS))
+        _, log_prob = self.forward({"ids": self.ids}, [*range(ROWS)], RESPONSE)
+        tokens = {"token_id": self.ids[:, PROMPT:], "advantage": self.advantage}
+        self.clip.observe(log_prob, weight, 1.0, tokens)
+        self.gradloc.observe(log_prob, None, weight, response_mask=torch.ones(ROWS, RESPONSE), **tokens)
+        (-log_prob * self.advantage * weight).sum().backward()
+        self.gradloc.end_pass()
+        self.clip.end_pass()
+        self.gradloc.locate(0, 0)
+        return self.clip.end_mini_batch()
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tokens of each probe; the passes of a drop are none."""
+    found: list[Tensor] = []
+    forward_backward = Passes._forward_backward
+
+    def watched(self: Passes, subset: Any, own: int | None = None) -> None:
+        if subset is not None and own is None:
+            found.append(subset.keep != 0)
+        forward_backward(self, subset, own)
+
+    monkeypatch.setattr(Passes, "_forward_backward", watched)
+    return found
+
+
+@pytest.mark.parametrize("meter", ["local", "reduced"])
+@pytest.mark.parametrize("token_clip", ["drop", "smooth", "log"])
+@pytest.mark.parametrize("until", ["explained", "exhaustive"])
+def test_a_token_that_was_cut_is_in_no_probe(meter: str, token_clip: str, until: str, probed: list[Tensor]) -> None:
+    training = Training(meter, token_clip, bisect_until=until)
+    training.advantage[LOUD] *= 40
+    line = training.step(2)
+    assert line is not None
+    assert [((t["row"], t["position"]), t["boundary"]) for t in line["tokens"]] == [(CUT, "layers.0")]
+    (event,) = training.gradloc.events
+    culprits = {(culprit["row"], culprit["position"]) for culprit in event["culprits"]}
+    was_probed = any(keep[CUT] for keep in probed)
+    if token_clip == "log":  # it was not cut
+        assert CUT in culprits and was_probed
+        return
+    assert culprits == {LOUD} and event["explained"] and not was_probed and len(probed) > 1
+    assert all(culprit["share"] < 1.1 for culprit in event["culprits"])
+
+
+@pytest.mark.parametrize("meter", ["local", "reduced"])
+def test_a_unit_that_a_cut_token_puts_over_its_threshold_is_judged_by_its_norm(
+    meter: str, probed: list[Tensor]
+) -> None:
+    """The layer that amplifies its signal had that in training. No other token is named for it."""
+    training = Training(meter, inside=True)
+    assert training.step(2) is not None
+    (event,) = training.gradloc.events
+    assert event["culprits"] == [] and not event["explained"] and event["error"] is None
+    assert probed and not any(keep[CUT] for keep in probed)
+
+
+def test_the_gradient_without_the_culprits_is_cut_as_training_was() -> None:
+    """And has what training had of all other tokens, the cut one included."""
+    training, wanted = Training(spike_action="drop"), Training()
+    training.advantage[LOUD] *= 40
+    wanted.advantage[LOUD] = 0
+    training.step(2)
+    wanted.step(2)
+    (event,) = training.gradloc.events
+    assert event["applied"] and not wanted.gradloc.events
+    for found, expected in zip(training.model.parameters(), wanted.model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_a_bundle_does_not_have_what_was_cut() -> None:
+    """Nothing is cut in a replay."""
+    columns = ("response_mask", "weight", "log_prob", "coefficient", "cut")
+    micro_batch = MicroBatch({}, [0], (torch.get_rng_state(), None), {name: torch.ones(1, 2) for name in columns})
+    sent = bundle_writer._sent(SimpleNamespace(micro_batches=[micro_batch], scale=1.0), (0, 0))
+    assert "cut" in micro_batch.tokens and "cut" not in sent.tokens and "suspicion" in sent.tokens
+
+
+def watched(cut: list[tuple[int, int]], part: int = 0, parts: int = 1) -> WatchedPass:
+    """A pass of two rows of a token of prompt and three of response, with hidden states cut at (row, position)."""
+    each = WatchedPass(Positions(torch.ones(2, 4, dtype=torch.bool), [1, 1], part, parts), [0, 1])
+    each.tokens = {"weight": torch.ones(2, 3)}
+    width = 8 // parts
+    whole = torch.zeros(8, dtype=torch.bool)
+    for row, position in cut:
+        whole[4 * row + position] = True  # the state of the token before it
+    cut_here = whole[part * width : (part + 1) * width].view(1, -1)
+    nowhere = torch.zeros(cut_here.shape)
+    each.over = [
+        Over([LOG_PROBS], torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)),
+        Over(["layers.1", "layers.0"], nowhere, nowhere, cut_here),
+    ]
+    return each
+
+
+def test_what_is_cut_at_hidden_states_is_told_by_its_tokens() -> None:
+    """The last token's state predicts none; what is cut at the log-probs is not told."""
+    assert cut_tokens(watched([(0, 1), (1, 0), (1, 3)])).nonzero().tolist() == [[0, 1], [1, 0]]
+    assert not cut_tokens(watched([])).any()
+
+
+def test_ranks_of_a_group_tell_each_other_what_they_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    monkeypatch.setattr(collectives, "world_size", lambda: 4)
+    for part in range(2):
+        monkeypatch.setattr(collectives, "rank", lambda part=part: 2 + part)  # of the second group
+        clip = TokenClip(Model(False), TokenClipConfig(), sequence_parallel_size=2)
+        clip._passes = [watched([(0, 1), (1, 2)], part, 2), watched([(0, 2)] if part == 0 else [], part, 2)]
+        others = [each.nonzero() for each in map(cut_tokens, [watched([(0, 1), (1, 2)], 1 - part, 2), watched([])])]
+        unread = [torch.tensor([[1, 1]])] * 2  # of the other group
+
+        def exchange(make: Any, part: int = part, others: Any = others, unread: Any = unread) -> list[Any]:
+            own = make()
+            return [unread, unread, *((own, others) if part == 0 else (others, own))]
+
+        monkeypatch.setattr(collectives, "exchange", exchange)
+        found.append([cut.nonzero().tolist() for cut in clip.cut_tokens()])
+    assert found == [[[[0, 1], [1, 2]], [[0, 2]]], [[[0, 1], [1, 2]], []]]
+
+
+def test_a_token_that_is_cut_below_where_too_many_were_over_is_cut() -> None:
+    positions = Positions(torch.ones(1, 3, dtype=torch.bool), [0])
+    current = WatchedPass(positions, [0])
+    current.tokens = {"weight": torch.ones(1, 3)}
+    current.signals = {"layers.1": torch.tensor([[9.0, 9.0, 1.0]]), "layers.0": torch.tensor([[9.0, 1.0, 1.0]])}
+    yes, no = torch.tensor(True), torch.tensor(False)
+    for refused, expected in (
+        ({"layers.1": yes, "layers.0": no}, [True, False, False]),
+        ({"layers.1": no, "layers.0": yes}, [True, True, False]),
+        ({"layers.1": yes, "layers.0": yes}, [False] * 3),
+        ({}, [False] * 3),  # the action log
+    ):
+        each = replace(current, refused=refused, signals=dict(current.signals), over=[])
+        Counts(3, torch.device("cpu")).take_in(each, ["layers.0", "layers.1", LOG_PROBS], torch.full((3,), 2.0))
+        (over,) = each.over
+        assert over.cut.tolist() == [expected]
