@@ -140,11 +140,7 @@ def _is_far_from_one(ratio: Any, factor: float) -> Any:
     return ratio is not None and (ratio != ratio) | (ratio > factor) | (ratio < 1 / factor)
 
 
-def _planted(fault: str, how: str) -> str:
-    return f"`bash run_experiment.sh --embedded --fault {fault}` shows this {how}."
-
-
-_STALE = _planted("stale", "with rollout weights that are too old")
+_STALE = "`bash run_experiment.sh --embedded --fault stale` shows this with rollout weights that are too old."
 _REMEDIES = "`python -m verl.utils.gradloc.replay BUNDLE --remedies` measures what each remedy leaves of the spike."
 
 # Most specific first: broken numbers, then bugs, then what ordinary tokens rarely have.
@@ -155,7 +151,7 @@ RULES = (
         "Look at the data, the precision and the loss of this token.",
         _is_nonfinite,
         claim="Single tokens have NaN or infinite gradients",
-        check=_planted("nan", "with a NaN advantage"),
+        check="`bash run_experiment.sh --embedded --fault nan` shows this with a NaN advantage.",
     ),
     Rule(
         "retokenized",
@@ -165,7 +161,8 @@ RULES = (
         "tokens that the chat template puts between turns.",
         _is_retokenized,
         claim="The mismatch between training and rollout begins at a turn boundary",
-        check=_planted("retokenized", "with a second turn that is encoded again"),
+        check="`bash run_experiment.sh --embedded --fault retokenized` shows this with a second turn that is encoded "
+        "again.",
     ),
     Rule(
         "misaligned",
@@ -183,7 +180,7 @@ RULES = (
         "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
         _is_unsampled,
         claim="Tokens that the policy did not produce are trained on",
-        check=_planted("unsampled", "with added EOS tokens"),
+        check="`bash run_experiment.sh --embedded --fault unsampled` shows this with added EOS tokens.",
     ),
     Rule(
         "token",
@@ -209,7 +206,7 @@ RULES = (
         "nearly equal rewards and groups with a single right or wrong response more weight.",
         has_large_advantage,
         claim="Advantages are outliers",
-        check=_planted("advantage", "with one outlying reward"),
+        check="`bash run_experiment.sh --embedded --fault advantage` shows this with one outlying reward.",
     ),
     Rule(
         "weight",
@@ -253,7 +250,7 @@ RULES = (
         "Turn on LayerClip, and look at this layer's weights if it happens to all tokens.",
         _has_a_layer,
         claim="One layer makes most of the gradient",
-        check=_planted("bitflip", "with one broken weight"),
+        check="`bash run_experiment.sh --embedded --fault bitflip` shows this with one broken weight.",
     ),
 )
 

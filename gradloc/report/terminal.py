@@ -173,7 +173,7 @@ def _add_columns(table: Table, *names: str, **options: Any) -> None:
 
 
 def _words(name: str, row: Mapping[str, Any], most: int, with_context: bool, style: str = "bold red") -> Text:
-    """A token, with or without its context, of at most so many columns."""
+    """A token, with or without its context, of at most `most` columns."""
     context = visible(f"  {_context_around(row)}") if with_context else ""
     words = Text.assemble((quoted(name), style), context)
     words.truncate(most, overflow="ellipsis")
