@@ -15,7 +15,7 @@ from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossCon
 
 AUTO = {"spike_replay": 0, "spike_detection": True, "grad_norm_threshold": "auto", "bisect_budget_steps": 50}
 PROMPT_LENGTH, ANSWER_LENGTH = 40, 12
-ROWS = 18  # two more than the warm-up
+ROWS = 22
 
 
 def resume(case: Case, folder: str) -> tuple[list[float | None], list[float | None], list[float | None], str]:
