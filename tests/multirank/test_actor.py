@@ -32,27 +32,41 @@ CLIPPED = ((0, 0, 1), (0, 2, 1), (1, 4, 3))
 Launch = Callable[..., list[Any]]
 
 
-def engine_marks(world: int, case: Case, rows: Sequence[tuple[Any, ...]]) -> list[pytest.MarkDecorator]:
+def is_beneath(case: Case) -> bool:
+    """Whether what is special of a case lies beneath verl's engine, which knows nothing of it."""
+    sharding = case.hsdp or case.grouped or case.offload_policy or case.activation_offload
+    return sharding or case.model in ("frozen", "lora") or case.precision == "float16"
+
+
+def engine_marks(
+    world: int, case: Case, rows: Sequence[tuple[Any, ...]], beneath: bool = False
+) -> list[pytest.MarkDecorator]:
     """The mark of a case that runs with verl 0.9.1, too.
 
-    FSDP1's copies of what the rows have with FSDP2 do not: its engine knows nothing of the difference, which the
-    default target shows.
+    The others show what the engine does not know of, as the default target does: what `is_beneath` says, but in
+    test_configurations, and FSDP1's copies of what the rows have with FSDP2.
     """
     with_fsdp2 = (world, dataclasses.replace(case, wrap="fsdp2")) in [(row[0], row[1]) for row in rows]
-    return [pytest.mark.target(version="0.9.1")] * (case.wrap == "fsdp2" or not with_fsdp2)
+    is_chosen = (case.wrap == "fsdp2" or not with_fsdp2) and (beneath or not is_beneath(case))
+    return [pytest.mark.target(version="0.9.1")] * is_chosen
 
 
-def cases(*rows: tuple[Any, ...], engine: bool = False) -> pytest.MarkDecorator:
+def cases(*rows: tuple[Any, ...], engine: bool = False, beneath: bool = False) -> pytest.MarkDecorator:
     """Parametrizes a test by the number of ranks and the case of each row, which may have marks after them.
 
     Args:
         rows (tuple): Of each case.
         engine (bool): They run with verl 0.9.1, too, as `engine_marks` says.
+        beneath (bool): Also those with what lies beneath the engine.
     """
+
+    def marks(world: int, case: Case) -> list[pytest.MarkDecorator]:
+        return engine_marks(world, case, rows, beneath) if engine else []
+
     return pytest.mark.parametrize(
         ("world", "case"),
         [
-            pytest.param(world, case, id=f"{world}-{case.id}", marks=[*own, *engine_marks(world, case, rows) * engine])
+            pytest.param(world, case, id=f"{world}-{case.id}", marks=[*own, *marks(world, case)])
             for world, case, *own in rows
         ],
     )

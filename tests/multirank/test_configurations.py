@@ -40,6 +40,7 @@ def skip_what_verl_cannot_train(case: Case) -> None:
     (2, Case("fsdp1-orig", fused=True, planted=THREE)),
     (2, Case("fsdp2", packed=True, fused=True, entropy=True, planted=THREE)),
     engine=True,
+    beneath=True,
 )
 def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> None:
     skip_what_verl_cannot_train(case)
