@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import Run, compare_runs, train
+from actor_cases import Run, compare_runs, stock_run, train
 from actors import (
     ENGINE,
     FIRST_RELEASE,
@@ -104,7 +104,7 @@ def drop_without_budget(case: Case, budget: int) -> tuple[dict[str, bool], Run, 
     handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("verl.utils.gradloc.actions").addHandler(handler)
     run = train(case, spike_action="drop", **{**DETECTION, "bisect_budget_steps": budget})
-    return compare_runs(run, train(case, stock_dp_actor())), run, warnings
+    return compare_runs(run, stock_run(case)), run, warnings
 
 
 def broken_weights(case: Case) -> tuple[dict[str, bool], Run]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -86,6 +87,12 @@ def train(
     return run
 
 
+@functools.cache
+def stock_run(case: Case, calls: int = 1) -> Run:
+    """That of the unpatched actor, made once in each process for all tests that compare a run of the case with it."""
+    return train(case, stock_dp_actor(), calls=calls)
+
+
 def units_and_run(case: Case) -> tuple[list[Unit], list[float], Run]:
     """The brute force, and a run in which every unit counts as a spike."""
     units, norms = brute_force(case, build_batch(case, dist.get_rank()), tokens=False)
@@ -153,7 +160,7 @@ def identity(case: Case, budget: int) -> tuple[dict[str, bool], dict[str, bool],
         case, calls=2, spike_detection=True, grad_norm_threshold=IDENTITY_THRESHOLD, bisect_budget_steps=budget
     )
     off = train(case, calls=2, spike_detection=False)
-    stock = train(case, stock_dp_actor(), calls=2)
+    stock = stock_run(case, 2)
     return compare_runs(searched, stock), compare_runs(off, stock), searched
 
 
@@ -187,7 +194,7 @@ def failing_search(case: Case, where: str) -> tuple[dict[str, bool], Run]:
         else:
             actor._forward_micro_batch = failing_forward
 
-    stock = train(case, stock_dp_actor(), calls=2)
+    stock = stock_run(case, 2)
     run = train(
         case,
         calls=2,

@@ -277,7 +277,7 @@ def wrap(case: Case, model: torch.nn.Module) -> torch.nn.Module:
     if case.wrap == "none":
         return model
     if case.hsdp:
-        cluster.end_after_this_call()  # torch keeps meshes of this shape, whose groups are destroyed
+        cluster.forget_meshes_after_this_call()
     shape = (2, dist.get_world_size() // 2) if case.hsdp else (dist.get_world_size(),)
     mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=["ddp", "fsdp"] if case.hsdp else ["fsdp"])
     if case.wrap == "fsdp2":

@@ -61,6 +61,23 @@ def end_after_this_call() -> None:
 _changed = False
 
 
+def forget_meshes_after_this_call() -> None:
+    """For functions that run in the ranks: DTensor keeps their meshes for equal ones, but their groups are destroyed.
+
+    With a torch whose caches cannot be emptied, these processes end.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    global _has_meshes
+    if hasattr(debug, "_clear_sharding_prop_cache") and hasattr(_redistribute, "_gen_transform_infos"):
+        _has_meshes = True
+    else:
+        end_after_this_call()
+
+
+_has_meshes = False
+
+
 class Cluster:
     """Starts its processes on first use and keeps them for the next call.
 
@@ -211,9 +228,20 @@ def _serve(rank: int, world_size: int, store: str, stacks: str, pipe: Connection
         # wake up a hundred times a second.
         for group in [group for group in dist.distributed_c10d._world.pg_map if group is not whole]:
             dist.destroy_process_group(group)
+        if _has_meshes:
+            _forget_meshes()
         try:
             function, arguments = pickle.loads(message)
             reply = pickle.dumps((True, function(*arguments), _changed))
         except BaseException:
             reply = pickle.dumps((False, traceback.format_exc(), _changed))
         pipe.send_bytes(reply)
+
+
+def _forget_meshes() -> None:
+    from torch.distributed.tensor import _redistribute, debug
+
+    global _has_meshes
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _has_meshes = False

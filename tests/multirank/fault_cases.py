@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import reduced_meter_cases
 import torch
 import torch.distributed as dist
 from action_cases import DETECTION
-from actor_cases import Run, compare_runs, train
+from actor_cases import Run, compare_runs, stock_run, train
 from actors import ENGINE, PROMPT, Case, stock_dp_actor, with_hook_on_log_probs
 from batches import build_batch, response_length
 from oracle import brute_force
@@ -79,7 +80,7 @@ def failing_search(case: Case, where: str, ranks: list[int], when: int) -> tuple
         if dist.get_rank() in ranks:
             disturb(actor, where, when, run_out_of_memory)
 
-    stock = train(case, stock_dp_actor(), calls=2)
+    stock = stock_run(case, 2)
     run = train(case, calls=2, prepare=prepare, **DETECTION)
     return compare_runs(run, stock), run
 
@@ -97,7 +98,7 @@ def out_of_time(case: Case, others: float) -> tuple[dict[str, bool], Run]:
 
         actor.gradloc._search_time = SearchTime(4.5, clock)
 
-    stock = train(case, stock_dp_actor(), calls=2)
+    stock = stock_run(case, 2)
     run = train(case, calls=2, prepare=prepare, bisect_budget_seconds=4.5, bisect_until="exhaustive", **DETECTION)
     return compare_runs(run, stock), run
 
@@ -125,9 +126,14 @@ def failing_after_an_evaluation(case: Case, where: str, when: int) -> tuple[dict
         if dist.get_rank() == 1:
             disturb(actor, where, when, run_out_of_memory)
 
-    stock = train(case, stock_dp_actor(), calls=2, prepare=evaluate_before_updates)
+    stock = _stock_with_evaluations(case)
     run = train(case, calls=2, prepare=prepare, **DETECTION)
     return compare_runs(run, stock), run
+
+
+@functools.cache
+def _stock_with_evaluations(case: Case) -> Run:
+    return train(case, stock_dp_actor(), calls=2, prepare=evaluate_before_updates)
 
 
 def failing_without_an_expert(case: Case) -> tuple[dict[str, bool], Run]:
@@ -234,7 +240,7 @@ def failing_beside_the_passes(case: Case, what: str) -> tuple[dict[str, bool], R
             actor.gradloc._measure = measured
 
     fails = what == "the event" and dist.get_rank() == 1
-    stock = train(case, stock_dp_actor(), calls=2)
+    stock = stock_run(case, 2)
     with mock.patch.object(event, "_diagnosis", run_out_of_memory) if fails else contextlib.nullcontext():
         run = train(case, calls=2, prepare=prepare, **DETECTION)
     return compare_runs(run, stock), run

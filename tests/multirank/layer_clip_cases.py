@@ -94,7 +94,7 @@ def build_model(case: Case) -> nn.Module:
 
 def wrap(case: Case, model: nn.Module) -> nn.Module:
     if case.hsdp:
-        cluster.end_after_this_call()  # torch keeps meshes of this shape, whose groups are destroyed
+        cluster.forget_meshes_after_this_call()
     shape = (2, dist.get_world_size() // 2) if case.hsdp else (dist.get_world_size(),)
     names = ("ddp", "fsdp") if case.hsdp else ("fsdp",)
     if case.wrap == "none":

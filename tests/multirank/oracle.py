@@ -7,6 +7,7 @@ Everything here runs inside the ranks of a cluster; each rank takes its own rows
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -237,6 +238,7 @@ def take_norms(case: Case, model: torch.nn.Module) -> tuple[float, dict[str, flo
     return math.sqrt(sum(squares.values())), {name: math.sqrt(square) for name, square in squares.items()}
 
 
+@functools.cache
 def layer_of(parameter: str) -> str:
     patterns = {
         r"embed_tokens\.": "embed_tokens",

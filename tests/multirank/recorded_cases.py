@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-from actor_cases import compare_runs, train
+from actor_cases import compare_runs, stock_run, train
 from actors import IDENTITY_THRESHOLD, Case, dp_actor, stock_dp_actor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +18,7 @@ def recorded_and_searched(case: Case, directory: str, **options: Any) -> tuple[d
     dist.barrier()
     recorded = train(case, bisect_dump_dir=f"{directory}/recorded", spike_search="replay", **detection)
     dist.barrier()
-    return compare_runs(recorded, train(case, stock_dp_actor())), searched.metrics, recorded.metrics
+    return compare_runs(recorded, stock_run(case)), searched.metrics, recorded.metrics
 
 
 def collective_calls(case: Case, directory: str) -> dict[str, list[str]]:
@@ -65,7 +65,7 @@ def one_full_disk(case: Case, directory: str) -> tuple[dict[str, bool], list[str
     finally:
         spike_recorder.write_recorded_bundle = write
     dist.barrier()
-    return compare_runs(run, train(case, stock_dp_actor())), sorted(os.listdir(f"{directory}/replay"))
+    return compare_runs(run, stock_run(case)), sorted(os.listdir(f"{directory}/replay"))
 
 
 def with_layer_clip(case: Case, directory: str) -> tuple[bool, int]:

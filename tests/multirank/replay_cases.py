@@ -14,8 +14,8 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from actor_cases import Run, compare_runs, search, train
-from actors import IDENTITY_THRESHOLD, Case, build_model, stock_dp_actor
+from actor_cases import Run, compare_runs, search, stock_run, train
+from actors import IDENTITY_THRESHOLD, Case, build_model
 from batches import build_batch
 from oracle import Unit, brute_force
 from verl.utils.gradloc.bundles import bundle_writer
@@ -51,7 +51,7 @@ def identical(directory: str) -> tuple[dict[str, bool], dict[str, bool], dict[st
     """Runs of two events, one with space for one bundle and one that can write none, against the unpatched actor."""
     case = Case(mini_batch=4, optimizer="adamw", planted=((0, 0, 4), (1, 3, 0), (1, 6, 9)))
     options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD}
-    stock = train(case, stock_dp_actor())
+    stock = stock_run(case)
     kept = train(case, bisect_dump_dir=f"{directory}/dump", spike_replay=1, **options)
     broken = train(case, bisect_dump_dir=f"{directory}/file", spike_replay=1, **options)
     events = {name: [event["replay"] for event in events_of(run)] for name, run in (("kept", kept), ("broken", broken))}
@@ -69,7 +69,7 @@ def stalled(directory: str) -> tuple[dict[str, bool], list[str | None]]:
             run = train(case, bisect_dump_dir=directory, **options)
     finally:
         answers.set()
-    return compare_runs(run, train(case, stock_dp_actor())), [event["replay"] for event in events_of(run)]
+    return compare_runs(run, stock_run(case)), [event["replay"] for event in events_of(run)]
 
 
 def kept(case: Case, directory: str, threshold: float) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import reduced_meter_cases
@@ -99,6 +100,7 @@ def plant(case: Case, batch: DataProto) -> torch.Tensor:
     return log_prob
 
 
+@functools.cache
 def every_source(case: Case = CASE) -> tuple[str, dict[str, float]]:
     """A run whose culprits are all tokens with a coefficient.
 

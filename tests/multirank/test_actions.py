@@ -13,8 +13,11 @@ from test_configurations import HALF_PRECISION
 from valid_events import valid_events
 
 
-@pytest.mark.target(version="0.9.1")
-@cases(*[(2, Case(wrap, planted=ONE)) for wrap in WRAPS], (2, Case(mini_batch=4, rows=4, planted=((1, 3, 6),))))
+@cases(
+    *[(2, Case(wrap, planted=ONE)) for wrap in WRAPS],
+    (2, Case(mini_batch=4, rows=4, planted=((1, 3, 6),))),
+    engine=True,
+)
 def test_skip_leaves_the_step_out(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, action_cases.skip, case)
     (event,), second = same_events([run for _, run in results])
@@ -40,8 +43,7 @@ DROP_CASES = [
 ]
 
 
-@pytest.mark.target(version="0.9.1")
-@cases(*DROP_CASES)
+@cases(*DROP_CASES, engine=True)
 def test_drop_takes_the_culprits_out(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, action_cases.drop, case)
     ((event,),) = [same_events([run for _, run in results])[0]]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import actor_cases
@@ -18,6 +19,8 @@ from verl import DataProto
 from verl.utils.metric import reduce_metrics
 
 WRAPS = ["fsdp1", "fsdp1-orig", "fsdp2"]
+# Where the engine of verl 0.9.1 runs a test, it does so with FSDP2 alone.
+WRAPS_AND_ENGINE = [*WRAPS[:2], pytest.param("fsdp2", marks=pytest.mark.target(version="0.9.1"))]
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 # Different ranks, micro-batches and positions: first, middle and last ones.
 ONE = ((1, 3, 6),)
@@ -29,11 +32,43 @@ CLIPPED = ((0, 0, 1), (0, 2, 1), (1, 4, 3))
 Launch = Callable[..., list[Any]]
 
 
-def cases(*rows: tuple[Any, ...]) -> pytest.MarkDecorator:
-    """Parametrizes a test by the number of ranks and the case of each row, which may have marks after them."""
+def is_beneath(case: Case) -> bool:
+    """Whether what is special of a case lies beneath verl's engine, which knows nothing of it."""
+    sharding = case.hsdp or case.grouped or case.offload_policy or case.activation_offload
+    return sharding or case.model in ("frozen", "lora") or case.precision == "float16"
+
+
+def engine_marks(
+    world: int, case: Case, rows: Sequence[tuple[Any, ...]], beneath: bool = False
+) -> list[pytest.MarkDecorator]:
+    """The mark of a case that runs with verl 0.9.1, too.
+
+    The others show what the engine does not know of, as the default target does: what `is_beneath` says, but in
+    test_configurations, and FSDP1's copies of what the rows have with FSDP2.
+    """
+    with_fsdp2 = (world, dataclasses.replace(case, wrap="fsdp2")) in [(row[0], row[1]) for row in rows]
+    is_chosen = (case.wrap == "fsdp2" or not with_fsdp2) and (beneath or not is_beneath(case))
+    return [pytest.mark.target(version="0.9.1")] * is_chosen
+
+
+def cases(*rows: tuple[Any, ...], engine: bool = False, beneath: bool = False) -> pytest.MarkDecorator:
+    """Parametrizes a test by the number of ranks and the case of each row, which may have marks after them.
+
+    Args:
+        rows (tuple): Of each case.
+        engine (bool): They run with verl 0.9.1, too, as `engine_marks` says.
+        beneath (bool): Also those with what lies beneath the engine.
+    """
+
+    def marks(world: int, case: Case) -> list[pytest.MarkDecorator]:
+        return engine_marks(world, case, rows, beneath) if engine else []
+
     return pytest.mark.parametrize(
         ("world", "case"),
-        [pytest.param(world, case, id=f"{world}-{case.id}", marks=marks) for world, case, *marks in rows],
+        [
+            pytest.param(world, case, id=f"{world}-{case.id}", marks=[*own, *marks(world, case)])
+            for world, case, *own in rows
+        ],
     )
 
 
@@ -83,8 +118,7 @@ UNIT_CASES = [
 ]
 
 
-@pytest.mark.target(version="0.9.1")
-@cases(*UNIT_CASES)
+@cases(*UNIT_CASES, engine=True)
 def test_norms_of_micro_batches_are_those_of_the_oracle(launch: Launch, world: int, case: Case) -> None:
     """A threshold of nearly zero makes every unit an event's unit, and a budget of two passes keeps it short."""
     results = launch(world, actor_cases.units_and_run, case)
@@ -108,7 +142,7 @@ def test_norms_of_micro_batches_are_those_of_the_oracle(launch: Launch, world: i
 
 SEARCH_CASES = [
     *[
-        (2, Case(wrap, planted=THREE), *[pytest.mark.every_target, pytest.mark.smoke] * (wrap == "fsdp2"))
+        (2, Case(wrap, planted=THREE), pytest.mark.every_target, *[pytest.mark.smoke] * (wrap == "fsdp2"))
         for wrap in WRAPS
     ],
     *[(2, Case(wrap, checkpointing=True, mini_batch=4, kl=True, entropy=True, planted=ONE)) for wrap in WRAPS],
@@ -127,8 +161,7 @@ SEARCH_CASES = [
 ]
 
 
-@pytest.mark.target(version="0.9.1")
-@cases(*SEARCH_CASES)
+@cases(*SEARCH_CASES, engine=True)
 def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> None:
     check_planted_tokens(launch, world, case)
 
@@ -228,8 +261,7 @@ def test_nothing_happens_without_a_spike(launch: Launch, world: int, case: Case)
                 assert sum(as_list(metrics[f"actor/gradloc/{name}"])) == 0
 
 
-@pytest.mark.target(version="0.9.1")
-@cases(*[(2, Case(wrap, planted=ONE, nan=((0, 2, 7), (1, 3, 2)))) for wrap in WRAPS])
+@cases(*[(2, Case(wrap, planted=ONE, nan=((0, 2, 7), (1, 3, 2)))) for wrap in WRAPS], engine=True)
 def test_tokens_with_a_nan_gradient_are_culprits(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, actor_cases.identity, case, 100)
     events, later = same_events([result[-1] for result in results])
@@ -272,8 +304,7 @@ IDENTITY_CASES = [
 ]
 
 
-@pytest.mark.target(version="0.9.1")
-@cases(*IDENTITY_CASES)
+@cases(*IDENTITY_CASES, engine=True)
 def test_training_is_bit_identical_after_a_search(launch: Launch, world: int, case: Case) -> None:
     check_bit_identity(launch, world, case)
 
@@ -300,9 +331,8 @@ def test_a_search_that_spends_its_budget_is_incomplete(launch: Launch, world: in
 PLACES = ["before the forward", "in a layer", "after the forward", "in the backward"]
 
 
-@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("wrap", WRAPS_AND_ENGINE)
 def test_a_failure_on_one_rank_ends_the_search_on_all(launch: Launch, wrap: str, where: str) -> None:
     results = launch(2, actor_cases.failing_search, Case(wrap, planted=THREE), where)
     (event,), second = same_events([run for _, run in results])

@@ -16,8 +16,7 @@ from valid_events import valid_events
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.target(version="0.9.1")
-@pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("wrap", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.target(version="0.9.1"))])
 def test_a_resumed_run_has_the_same_thresholds_and_finds_the_spike(launch: Launch, tmp_path: Path, wrap: str) -> None:
     case = Case(wrap, rows=8, mini_batch=2, planted=((1, 3, 6),))
     results = launch(2, auto_threshold_cases.resume, case, str(tmp_path))

@@ -31,7 +31,6 @@ def test_the_gradient_of_an_auxiliary_loss_is_measured(launch: Launch, world: in
     assert event["verdict"]["cause"] == "auxiliary" and event["passes"] <= 16
 
 
-@pytest.mark.target(version="0.9.1")
 @cases(
     (2, Case("fsdp2", dynamic=True)),
     *[(2, Case("fsdp2", loss_agg_mode=mode)) for mode in ("seq-mean-token-mean", "seq-mean-token-sum")],
@@ -41,6 +40,7 @@ def test_the_gradient_of_an_auxiliary_loss_is_measured(launch: Launch, world: in
     *[(2, Case("fsdp2", loss_mode=mode, loss_agg_mode="seq-mean-token-sum")) for mode in ("gspo", "geo_mean")],
     # In bypass mode, the policy loss rejects about half of these tokens; the KL loss does not.
     (2, Case("fsdp2", rows=16, loss_mode="bypass_mode", kl=True)),
+    engine=True,
 )
 def test_the_losses_of_verl_are_not_scaled_wrongly(launch: Launch, world: int, case: Case) -> None:
     found = launch(world, auxiliary_cases.scales, case)

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr(cluster, "IDLE_SECONDS", 3.0)
-    monkeypatch.setattr(cluster, "IDLE_SECONDS_AFTER_FAILURE", 3.0)
+    monkeypatch.setattr(cluster, "IDLE_SECONDS", 2.0)
+    monkeypatch.setattr(cluster, "IDLE_SECONDS_AFTER_FAILURE", 2.0)
     started = Cluster(2)
     yield started
     started.stop()
@@ -57,18 +57,18 @@ def test_a_hang_ends_with_the_stacks(two: Cluster) -> None:
     with pytest.raises(RankFailed) as failure:
         two.run(make_a_call_too_many)
     message = str(failure.value)
-    assert message.startswith("rank 0: no answer; idle for 3 s\n") and "rank 1" not in message
+    assert message.startswith("rank 0: no answer; idle for 2 s\n") and "rank 1" not in message
     assert "in wait_for_the_others" in message and "in make_a_call_too_many" in message
     assert two.run(work_while_the_other_waits, 0.0) == [0, 1]  # in new processes
 
 
 def test_a_slow_rank_is_not_taken_for_a_hang(two: Cluster) -> None:
-    assert two.run(work_while_the_other_waits, 8.0) == [0, 1]
+    assert two.run(work_while_the_other_waits, 5.0) == [0, 1]
 
 
 def test_after_a_failure_the_others_may_fail_slowly(two: Cluster) -> None:
     with pytest.raises(RankFailed, match="rank 0: Traceback(.|\n)*of rank 0(.|\n)*rank 1: Traceback(.|\n)*of rank 1"):
-        two.run(fail_later, 8.0)
+        two.run(fail_later, 5.0)
 
 
 def test_a_test_that_is_ended_leaves_the_stacks(

@@ -19,7 +19,6 @@ def skip_what_verl_cannot_train(case: Case) -> None:
         pytest.skip("its fused kernels fail under FSDP2: they multiply a sharded weight by a whole tensor")
 
 
-@pytest.mark.target(version="0.9.1")
 @cases(
     *[(2, Case(wrap, model="lora", planted=THREE)) for wrap in WRAPS],
     *[(2, Case(wrap, model="frozen", planted=ONE)) for wrap in WRAPS],
@@ -40,6 +39,8 @@ def skip_what_verl_cannot_train(case: Case) -> None:
     (2, Case("fsdp2", packed=True, entropy=True, dynamic=True, planted=THREE)),
     (2, Case("fsdp1-orig", fused=True, planted=THREE)),
     (2, Case("fsdp2", packed=True, fused=True, entropy=True, planted=THREE)),
+    engine=True,
+    beneath=True,
 )
 def test_planted_tokens_are_found(launch: Launch, world: int, case: Case) -> None:
     skip_what_verl_cannot_train(case)

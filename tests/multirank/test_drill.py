@@ -8,7 +8,7 @@ import drill_cases
 import pytest
 from actor_cases import Run
 from actors import ENGINE, Case
-from test_actor import ONE, THREE, WRAPS, Launch, same_events
+from test_actor import ONE, THREE, WRAPS, Launch, engine_marks, same_events
 from test_configurations import skip_what_verl_cannot_train
 from valid_events import valid_events
 
@@ -26,31 +26,35 @@ def check_drill(event: dict[str, Any], metrics: dict[str, Any]) -> None:
     assert drill["planted"] in culprits
 
 
-@pytest.mark.target(version="0.9.1")
+DRILLS: list[tuple[int, Case, dict[str, Any]]] = [
+    *[(2, Case(wrap, checkpointing=True, dropout=0.2, optimizer="adamw", mini_batch=4), {}) for wrap in WRAPS],
+    *[(2, Case(wrap, model="lora"), {}) for wrap in ("fsdp1", "fsdp2")],
+    *[(2, Case(wrap, model="moe", micro_batch=8), {}) for wrap in ("fsdp1", "fsdp2")],
+    *[(2, Case(wrap, precision="float16", loss_scale=2.0**14), {}) for wrap in ("fsdp1", "fsdp2")],
+    (2, Case(precision="bfloat16", model="frozen"), {}),
+    (2, Case("fsdp1-orig", dynamic=True, mini_batch=4, epochs=2, kl=True, entropy=True), {}),
+    (2, Case("fsdp1", packed=True, fused=True, trigger="global"), {"spike_trigger": "global"}),
+    (2, Case("fsdp2", model="vision"), {"bisect_until": "exhaustive"}),
+    (2, Case("fsdp2", model="tiled"), {}),
+    (2, Case("fsdp2", offload_policy=True), {"grad_norm_threshold": "auto", "clip_layers": True}),
+    (4, Case("fsdp1", hsdp=True), {}),
+    (1, Case("none", loss_agg_mode="seq-mean-token-mean"), {"grad_norm_threshold": "auto"}),
+    # No token can move but the planted one.
+    *[(2, Case(wrap, mini_batch=4, still=EVERY_ROW), {}) for wrap in ("fsdp1", "fsdp2")],
+    (2, Case(still=EVERY_ROW, trigger="global"), {"spike_trigger": "global"}),
+    # A real spike in the mini-batch of the drill is found besides, and acted on.
+    *[(2, Case(wrap, planted=THREE), {"spike_action": "drop"}) for wrap in ("fsdp1", "fsdp2")],
+    (2, Case(planted=ONE), {"spike_action": "skip"}),
+    (2, Case(planted=ONE), {"spike_action": "skip", "spike_trigger": "global", "clip_layers": True}),
+]
+
+
 @pytest.mark.parametrize(
     ("world", "case", "options"),
     [
-        *[(2, Case(wrap, checkpointing=True, dropout=0.2, optimizer="adamw", mini_batch=4), {}) for wrap in WRAPS],
-        *[(2, Case(wrap, model="lora"), {}) for wrap in ("fsdp1", "fsdp2")],
-        *[(2, Case(wrap, model="moe", micro_batch=8), {}) for wrap in ("fsdp1", "fsdp2")],
-        *[(2, Case(wrap, precision="float16", loss_scale=2.0**14), {}) for wrap in ("fsdp1", "fsdp2")],
-        (2, Case(precision="bfloat16", model="frozen"), {}),
-        (2, Case("fsdp1-orig", dynamic=True, mini_batch=4, epochs=2, kl=True, entropy=True), {}),
-        (2, Case("fsdp1", packed=True, fused=True, trigger="global"), {"spike_trigger": "global"}),
-        (2, Case("fsdp2", model="vision"), {"bisect_until": "exhaustive"}),
-        (2, Case("fsdp2", model="tiled"), {}),
-        (2, Case("fsdp2", offload_policy=True), {"grad_norm_threshold": "auto", "clip_layers": True}),
-        (4, Case("fsdp1", hsdp=True), {}),
-        (1, Case("none", loss_agg_mode="seq-mean-token-mean"), {"grad_norm_threshold": "auto"}),
-        # No token can move but the planted one.
-        *[(2, Case(wrap, mini_batch=4, still=EVERY_ROW), {}) for wrap in ("fsdp1", "fsdp2")],
-        (2, Case(still=EVERY_ROW, trigger="global"), {"spike_trigger": "global"}),
-        # A real spike in the mini-batch of the drill is found besides, and acted on.
-        *[(2, Case(wrap, planted=THREE), {"spike_action": "drop"}) for wrap in ("fsdp1", "fsdp2")],
-        (2, Case(planted=ONE), {"spike_action": "skip"}),
-        (2, Case(planted=ONE), {"spike_action": "skip", "spike_trigger": "global", "clip_layers": True}),
+        pytest.param(*row, id=f"{row[0]}-{row[1].id}-{row[2]}", marks=engine_marks(row[0], row[1], DRILLS))
+        for row in DRILLS
     ],
-    ids=lambda value: getattr(value, "id", None) or str(value),
 )
 def test_a_drill_finds_its_token_and_leaves_training_bit_identical(
     launch: Launch, world: int, case: Case, options: dict[str, Any]

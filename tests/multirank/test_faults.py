@@ -13,7 +13,6 @@ from test_actor import ONE, THREE, Launch, as_list, cases, same_events
 from valid_events import valid_events
 
 
-@pytest.mark.target(version="0.9.1")
 @cases(
     (1, Case("fsdp2", planted=((0, 0, 4), (0, 6, 1)))),
     (2, Case("fsdp1", planted=THREE)),
@@ -22,8 +21,9 @@ from valid_events import valid_events
     (2, Case("fsdp2", grouped=True, planted=THREE)),
     (4, Case("fsdp1", hsdp=True, planted=THREE)),
     (4, Case("fsdp2", hsdp=True, planted=THREE)),
+    engine=True,
 )
-@pytest.mark.parametrize("where", ["in a layer", "in the backward", "in a layer's backward"])
+@pytest.mark.parametrize("where", ["in a layer", "in a layer's backward"])
 def test_out_of_memory_in_a_pass_ends_the_search_on_all_ranks(
     launch: Launch, world: int, case: Case, where: str
 ) -> None:
@@ -36,8 +36,7 @@ def test_out_of_memory_in_a_pass_ends_the_search_on_all_ranks(
         assert all(same.values()), same
 
 
-@pytest.mark.target(version="0.9.1")
-@cases((2, Case("fsdp1", planted=THREE)), (2, Case("fsdp2", planted=THREE)))
+@cases((2, Case("fsdp1", planted=THREE)), (2, Case("fsdp2", planted=THREE)), engine=True)
 @pytest.mark.parametrize("others", [0.0, 1e6])
 def test_a_search_ends_on_all_ranks_when_the_clock_of_the_first_says_so(
     launch: Launch, world: int, case: Case, others: float
@@ -57,8 +56,7 @@ if ENGINE:
     AFTER_EVALUATION.append(Case("fsdp1", stays_unsharded=True, deferred=True, planted=THREE))
 
 
-@pytest.mark.target(version="0.9.1")
-@cases(*[(2, case) for case in AFTER_EVALUATION])
+@cases(*[(2, case) for case in AFTER_EVALUATION], engine=True)
 @pytest.mark.parametrize("where", ["in a layer", "in a layer's backward"])
 @pytest.mark.parametrize("when", [1, 2])
 def test_out_of_memory_after_an_evaluation_ends_the_search_on_all_ranks(
@@ -118,8 +116,7 @@ def test_ranks_whose_gradients_are_not_averaged_decide_alike(launch: Launch, tri
     assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == [*ONE] and second == []
 
 
-@pytest.mark.target(version="0.9.1")
-@cases((2, Case("fsdp1", planted=THREE)), (2, Case("fsdp2", planted=THREE)))
+@cases((2, Case("fsdp1", planted=THREE)), (2, Case("fsdp2", planted=THREE)), engine=True)
 @pytest.mark.parametrize("what", ["the units", "a norm", "its culprits", "the event"])
 def test_out_of_memory_between_passes_ends_the_search_on_all_ranks(
     launch: Launch, world: int, case: Case, what: str
@@ -179,8 +176,7 @@ def test_the_rank_left_by_a_killed_one_fails_by_itself(wrap: str, stock: bool) -
     assert stock or "RankLostError" in str(failure.value)
 
 
-@pytest.mark.target(version="0.9.1")
-@cases((2, Case("fsdp1", dynamic=True, planted=ONE)), (2, Case("fsdp2", dynamic=True, planted=ONE)))
+@cases((2, Case("fsdp1", dynamic=True, planted=ONE)), (2, Case("fsdp2", dynamic=True, planted=ONE)), engine=True)
 def test_ranks_with_unequal_lengths_make_the_same_number_of_passes(launch: Launch, world: int, case: Case) -> None:
     """verl gives every rank as many micro-batches as the one that needs the most."""
     results = launch(world, fault_cases.unequal_lengths, case)
@@ -191,7 +187,10 @@ def test_ranks_with_unequal_lengths_make_the_same_number_of_passes(launch: Launc
         assert all(same.values()), same
 
 
-DRAWS = {2: range(30 if ENGINE else 60), 3: range(1000, 1006 if ENGINE else 1012)}
+# Of 60 and 12 seeds: in these runs nearly each two settings that meet in any of them do.
+OF_TWO_RANKS = [40, 59, 0, 8, 52, 56, 3, 48, 4, 6, 23, 36, 9, 10, 15, 57, 1, 19, 27, 38, 30, 32, 42, 54]
+OF_THREE_RANKS = [1000, 1003, 1006, 1007, 1004, 1010]
+DRAWS = {2: OF_TWO_RANKS[:16] if ENGINE else OF_TWO_RANKS, 3: OF_THREE_RANKS[:3] if ENGINE else OF_THREE_RANKS}
 
 
 @pytest.mark.target(version="0.9.1")

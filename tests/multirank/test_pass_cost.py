@@ -11,7 +11,6 @@ from test_actor import Launch, cases, near
 NORMS = ("_foreach_norm", "linalg_vector_norm", "norm")
 
 
-@pytest.mark.target(version="0.9.1")
 @cases(
     (2, Case("fsdp1", mini_batch=4)),
     (2, Case("fsdp1-orig", mini_batch=4)),
@@ -21,6 +20,7 @@ NORMS = ("_foreach_norm", "linalg_vector_norm", "norm")
     (2, Case("fsdp2", model="moe", micro_batch=8)),
     (2, Case("fsdp2", precision="bfloat16", mini_batch=4, deferred=True)),
     (2, Case("fsdp1", precision="bfloat16", mini_batch=4, deferred=True)),
+    engine=True,
 )
 def test_a_micro_batch_takes_one_norm_for_each_group_of_fsdp(launch: Launch, world: int, case: Case) -> None:
     if case.deferred and not actors.ENGINE:
@@ -38,11 +38,11 @@ def test_without_fsdp2s_method_each_parameter_is_measured_alone(launch: Launch) 
             assert counts["_foreach_norm"] == 0 and counts["linalg_vector_norm"] > groups
 
 
-@pytest.mark.target(version="0.9.1")
 @cases(
     (2, Case("fsdp2", mini_batch=4, kl=True, entropy=True, rollout=True)),
     (2, Case("fsdp1", dynamic=True)),
     (2, Case("fsdp2", nested=True, mini_batch=4, kl=True, entropy=True, rollout=True)),
+    engine=True,
 )
 def test_the_device_waits_for_few_operations_between_loss_and_backward(launch: Launch, world: int, case: Case) -> None:
     """And those after the backward do not wait for the device."""

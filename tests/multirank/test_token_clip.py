@@ -66,7 +66,6 @@ def compare_line(outcome: Outcome) -> None:
         assert token["multiple"] == pytest.approx(first[place].multiple, rel=1e-4, nan_ok=True)
 
 
-@pytest.mark.target(version="0.9.1")
 @cases(
     *[(2, Case(wrap, planted=ONE), *[pytest.mark.every_target] * (wrap == "fsdp2")) for wrap in WRAPS],
     (1, Case("none", planted=((0, 2, 6),))),
@@ -91,6 +90,7 @@ def compare_line(outcome: Outcome) -> None:
     (2, Case(deferred=True, planted=ONE)),
     (2, Case(nested=True, packed=True, planted=ONE)),
     (2, Case(nan=ONE)),
+    engine=True,
 )
 def test_an_outlier_at_the_log_probs_leaves_the_backward_pass(launch: Launch, world: int, case: Case) -> None:
     skip_what_verl_cannot_train(case)
@@ -101,7 +101,6 @@ def test_an_outlier_at_the_log_probs_leaves_the_backward_pass(launch: Launch, wo
     assert token["multiple"] > 10 * FACTOR or math.isnan(token["multiple"])
 
 
-@pytest.mark.target(version="0.9.1")
 @cases(
     *[(2, Case(wrap, checkpointing=checkpointing)) for wrap in WRAPS for checkpointing in (False, True)],
     (2, Case(packed=True, dynamic=True)),
@@ -110,6 +109,7 @@ def test_an_outlier_at_the_log_probs_leaves_the_backward_pass(launch: Launch, wo
     (2, Case(model="moe", micro_batch=8)),
     (2, Case(model="tiled", micro_batch=8)),
     (2, Case(activation_offload=True, checkpointing=True)),
+    engine=True,
 )
 def test_an_outlier_that_a_layer_makes_is_cut_where_it_leaves_the_layer(launch: Launch, world: int, case: Case) -> None:
     tokens = check(launch(world, partial(token_clip_cases.run, case, blown_layer=1)), case)
@@ -126,15 +126,13 @@ def test_reentrant_checkpointing_is_cut_once(launch: Launch, world: int, case: C
     check(launch(world, partial(token_clip_cases.run, case, blown_layer=1, change_model=reentrant)), case)
 
 
-@pytest.mark.target(version="0.9.1")
-@cases((2, Case(packed=True, planted=((0, 2, 6),))), (4, Case(packed=True, planted=((1, 3, 6),))))
+@cases((2, Case(packed=True, planted=((0, 2, 6),))), (4, Case(packed=True, planted=((1, 3, 6),))), engine=True)
 def test_ranks_that_share_their_sequences_cut_the_same_token(launch: Launch, world: int, case: Case) -> None:
     (token,) = check(launch(world, partial(token_clip_cases.run, case, size=2)), case)
     assert (token["rank"], token["row"], token["position"]) == case.planted[0]
 
 
-@pytest.mark.target(version="0.9.1")
-@cases((2, Case(planted=ONE)), (2, Case("fsdp1", packed=True)))
+@cases((2, Case(planted=ONE)), (2, Case("fsdp1", packed=True)), engine=True)
 def test_log_only_writes_down(launch: Launch, world: int, case: Case) -> None:
     blown = None if case.planted else 1
     outcomes = launch(world, partial(token_clip_cases.run, case, "log", blown))
@@ -143,8 +141,7 @@ def test_log_only_writes_down(launch: Launch, world: int, case: Case) -> None:
     assert not any(outcomes[0][SPIKED].clips[0]["token_clip"]["cut"].values())
 
 
-@pytest.mark.target(version="0.9.1")
-@cases((2, Case()), (2, Case("fsdp1", packed=True)), (2, Case(precision="bfloat16")))
+@cases((2, Case()), (2, Case("fsdp1", packed=True)), (2, Case(precision="bfloat16")), engine=True)
 def test_smooth_leaves_a_part_of_what_is_a_little_over(launch: Launch, world: int, case: Case) -> None:
     """With a bound that ordinary tokens reach, many are between it and its double."""
     outcomes = launch(world, partial(token_clip_cases.run, case, "smooth", max_share=1.0, factor=1.05))
@@ -153,8 +150,7 @@ def test_smooth_leaves_a_part_of_what_is_a_little_over(launch: Launch, world: in
     assert any(1.05 < multiple < 2.1 for multiple in multiples)
 
 
-@pytest.mark.target(version="0.9.1")
-@cases((2, Case(planted=TWO)), (2, Case("fsdp1", packed=True, micro_batch=1, planted=(*TWO, (1, 6, 9)))))
+@cases((2, Case(planted=TWO)), (2, Case("fsdp1", packed=True, micro_batch=1, planted=(*TWO, (1, 6, 9)))), engine=True)
 def test_more_than_the_largest_share_are_left(launch: Launch, world: int, case: Case) -> None:
     """Two tokens of a micro-batch are over the bound, and one of some forty may be cut: there, none is."""
     outcomes = launch(world, partial(token_clip_cases.run, case, max_share=0.02))
@@ -166,8 +162,12 @@ def test_more_than_the_largest_share_are_left(launch: Launch, world: int, case: 
     assert "more than max_share" in line["summary"]
 
 
-@pytest.mark.target(version="0.9.1")
-@cases((2, Case()), (2, Case("fsdp1", packed=True, checkpointing=True)), (2, Case(precision="bfloat16", dynamic=True)))
+@cases(
+    (2, Case()),
+    (2, Case("fsdp1", packed=True, checkpointing=True)),
+    (2, Case(precision="bfloat16", dynamic=True)),
+    engine=True,
+)
 def test_with_nothing_over_its_bound_training_is_bit_identical(launch: Launch, world: int, case: Case) -> None:
     clip = {"enable": True, "factor": 1e6, "warmup_steps": 1}
     calls = (1, 2, 3)
@@ -181,8 +181,7 @@ def test_with_nothing_over_its_bound_training_is_bit_identical(launch: Launch, w
                 assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.target(version="0.9.1")
-@cases((2, Case(planted=ONE)), (2, Case("fsdp1", planted=ONE)))
+@cases((2, Case(planted=ONE)), (2, Case("fsdp1", planted=ONE)), engine=True)
 def test_a_resumed_run_cuts_what_the_first_run_would_have_cut(
     launch: Launch, world: int, case: Case, tmp_path: Path
 ) -> None:
@@ -190,8 +189,7 @@ def test_a_resumed_run_cuts_what_the_first_run_would_have_cut(
         assert len(first) == 1 and json.dumps(first) == json.dumps(second)
 
 
-@pytest.mark.target(version="0.9.1")
-@cases((2, Case(planted=ONE)))
+@cases((2, Case(planted=ONE)), engine=True)
 def test_what_was_cut_is_a_line_of_the_evidence(launch: Launch, world: int, case: Case, tmp_path: Path) -> None:
     launch(world, token_clip_cases.written, case, str(tmp_path))
     (text,) = (tmp_path / "spikes.jsonl").read_text().splitlines()
@@ -204,8 +202,7 @@ def test_what_was_cut_is_a_line_of_the_evidence(launch: Launch, world: int, case
     assert line["global_step"] == 7 and "dropped it" in line["summary"]
 
 
-@pytest.mark.target(version="0.9.1")
-@cases((2, Case(planted=ONE)), (2, Case("fsdp1", packed=True, planted=ONE)))
+@cases((2, Case(planted=ONE)), (2, Case("fsdp1", packed=True, planted=ONE)), engine=True)
 def test_gradloc_sees_what_token_clip_leaves(launch: Launch, world: int, case: Case) -> None:
     """With action log GradLoc finds the token; with drop there is no spike left for it."""
     clip = {"enable": True, "factor": FACTOR, "warmup_steps": 2, "max_share": 0.2}
@@ -220,8 +217,9 @@ def test_gradloc_sees_what_token_clip_leaves(launch: Launch, world: int, case: C
             assert [(c["rank"], c["row"], c["position"]) for c in event["culprits"]] == list(ONE)
 
 
-@pytest.mark.target(version="0.9.1")
-@cases((2, Case(planted=OTHER_RANK)), (2, Case("fsdp1", packed=True, checkpointing=True, planted=OTHER_RANK)))
+@cases(
+    (2, Case(planted=OTHER_RANK)), (2, Case("fsdp1", packed=True, checkpointing=True, planted=OTHER_RANK)), engine=True
+)
 def test_the_passes_of_drop_are_cut_as_training_was(launch: Launch, world: int, case: Case) -> None:
     """TokenClip cuts an outlier that a layer makes; two planted tokens are too many for it, and GradLoc drops them."""
     run = partial(token_clip_cases.run, case, blown_layer=1, max_share=0.02, left_out=OTHER_RANK)
@@ -234,8 +232,11 @@ def test_the_passes_of_drop_are_cut_as_training_was(launch: Launch, world: int, 
         assert outcome.error < EXACT
 
 
-@pytest.mark.target(version="0.9.1")
-@cases((2, Case(rows=64, mini_batch=64, micro_batch=32)), (2, Case("fsdp1", rows=64, mini_batch=64, micro_batch=32)))
+@cases(
+    (2, Case(rows=64, mini_batch=64, micro_batch=32)),
+    (2, Case("fsdp1", rows=64, mini_batch=64, micro_batch=32)),
+    engine=True,
+)
 def test_the_search_starts_at_a_token_whose_signal_stands_out(launch: Launch, world: int, case: Case) -> None:
     """The token's log-prob and coefficient are ordinary, so that suspicion alone does not expect it."""
     run = partial(token_clip_cases.search, case, blown_layer=1, threshold=300.0)

@@ -35,8 +35,8 @@ from verl import DataProto
 
 FACTOR, BETA, WARMUP = 4.0, 0.9, 2
 LOG_PROBS = "log_probs"
-# Batches without a spike, and the one with it: batch 0 has the planted tokens.
-CALLS = (1, 2, 3, 0, 4)
+# The warm-up, the batch with the planted tokens, and one without a spike.
+CALLS = (1, 2, 0, 4)
 SPIKED = CALLS.index(0)
 # Of rank 1, row 3: where `blow` acts. Its hidden state predicts the next token of the response.
 BLOWN = (1, 3, 4)

@@ -930,7 +930,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 def test_a_full_disk_is_no_verdict(made: tuple[Project, Path], source: Path, small_disk: Callable[[int], Path]) -> None:
     project, _ = made
     codes = set()
-    for kib in range(4, 200, 4):
+    for kib in range(4, 200, 12):
         done = project.make("--check", "--base-tree", source, TMPDIR=str(small_disk(kib)))
         codes.add(done.returncode)
     assert codes == {0, 3}

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pandas
@@ -17,9 +18,11 @@ import verl
 from runs import clips_in, events_in, started
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gradloc.evidence import schema
+from gradloc.evidence.schema import conforms
 from gradloc.replay.__main__ import main as replay
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm"), pytest.mark.target(version="0.9.1")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 
 ROOT = Path(__file__).parents[2]
 DEFAULT = (ROOT / "patches/DEFAULT").read_text().strip()
@@ -50,7 +53,22 @@ def processes_naming(text: str) -> set[int]:
     return found
 
 
-@pytest.fixture(scope="module", params=TRAINERS)
+# A critic's τ so small that each of its mini-batches is a spike.
+CRITIC = [
+    "critic.enable=True",
+    "critic.strategy=fsdp2",
+    f"critic.model.path={PREPARED}/model",
+    "critic.model.use_remove_padding=False",
+    "critic.model.enable_gradient_checkpointing=False",
+    "critic.ppo_micro_batch_size_per_gpu=2",
+    "critic.grad_norm_threshold=1e-4",
+    "critic.fsdp.dtype=float32" if verl.__version__ == "0.9.1" else "critic.model.fsdp_config.model_dtype=float32",
+]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.target(version="0.9.1")) for name in TRAINERS]
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
     directory = tmp_path_factory.mktemp("run")
     # Four answers of a rank make a mini-batch, in micro-batches of about two that verl fills by their lengths.
@@ -66,10 +84,11 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "--remedy",
         "TOKEN_CLIP_ACTION=log",
         "actor_rollout_ref.actor.token_clip.warmup_steps=1",
+        *CRITIC,
         *TRAINERS[request.param],
     ]
     environment = {
-        "VERL_USE_EXTERNAL_MODULES": "planted_spike,right_answers",
+        "VERL_USE_EXTERNAL_MODULES": "planted_spike,right_answers,critic_on_cpu",
         "PLANTED_SPIKE_FILE": str(directory / "planted.json"),
     }
     plain = request.param == "Ray" and verl.__version__ == DEFAULT  # as a user starts it
@@ -184,6 +203,18 @@ def test_metrics_are_logged_in_every_step(run: dict) -> None:
         f"rollout_corr/{rejection}",
     ):
         assert len(re.findall(rf"{name}:", run["log"])) == STEPS
+
+
+def test_the_critic_is_watched_where_the_actor_is(run: dict) -> None:
+    spikes = [json.loads(line) for line in (run["evidence"] / "critic.jsonl").read_text().splitlines()]
+    assert all(conforms(spike, schema.CRITIC) for spike in spikes)
+    assert {spike["global_step"] for spike in spikes} == set(range(1, STEPS + 1))
+    assert {unit["rank"] for spike in spikes for unit in spike["micro_batches"]} == {0, 1}
+    value = spikes[0]["values"][0]
+    assert value["context"] and value["uid"] and value["data_source"] == "math_verify" and value["reward"] is not None
+    triggered = re.findall(r"critic/gradloc/triggered:(?:np\.float64\()?([\d.]+)", run["log"])
+    counts = Counter(spike["global_step"] for spike in spikes)
+    assert [float(figure) for figure in triggered] == [counts[step] for step in range(1, STEPS + 1)]
 
 
 def test_the_tracker_gets_the_spike_and_the_drill(run: dict) -> None:

@@ -83,11 +83,3 @@ def test_repeated_spikes_end_a_run_with_a_checkpoint(installed: Path, tmp_path: 
     assert {event["global_step"] for event in events_in(output)} == {1}
     assert printed.splitlines()[-1].startswith("Training ends after step 1, because of ")
     assert (output / "latest_checkpointed_iteration.txt").read_text() == "1"
-
-
-def test_the_older_trainer_is_refused(installed: Path, tmp_path: Path) -> None:
-    arguments = ["--plugin", "trainer.use_v1=False"]
-    with started(tmp_path / "out", *arguments, **environment(installed)) as script:
-        printed, _ = script.communicate()
-    assert script.returncode == 1
-    assert "GradLoc's plugin does not know" in (tmp_path / "out/train.log").read_text(), printed
