@@ -72,9 +72,7 @@ VARIANTS = [
     *(Variant(rule, rule) for rule in RIVALS),
 ]
 FULL = Settings()
-QUICK = Settings(
-    steps=13, events=((11, 11), (12, 13)), calibration=2, skill=0.06, prompts=6, answers=8, warmup=10, reset=12
-)
+QUICK = Settings(steps=9, events=((7, 7), (8, 9)), calibration=2, skill=0.06, prompts=6, answers=8, warmup=6, reset=8)
 
 
 def run_variant(

@@ -7,8 +7,9 @@
 # other verl that there is a patch for, those marked every_target against each that has requirements of its own, and
 # those marked target against the one that they name: in parts, two at a time, with four cores three; their logs are in
 # build/logs. --target takes one verl, for everything. One that has no wheel is left out, unless VERL_CLONE names a clone
-# of verl that has its commit. --quick is for each commit, and takes 4 minutes at most: against one verl, without the
-# tests that are marked slow, and of each file in tests/multirank one case with ranks.
+# of verl that has its commit. --quick is for each commit: against one verl, in two parts. It leaves out what is marked
+# slow: runs of the trainer, benchmarks, the page in a browser, other trackers, make_patch.sh, real virtual environments,
+# Ray and a full disk; and of each file in tests/multirank all cases with ranks but one.
 # Exit code: 0 if everything passes, the failing step's own code otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -149,10 +150,10 @@ if [[ ${1-} == --plugin ]]; then
     set -- tests/unit/test_plugin_with_verl.py tests/multirank/test_plugin_ranks.py tests/trainer/test_plugin_run.py "${@:3}"
 fi
 quick=
-whole=
+in_parts=
 cores=$(nproc)
 if ((!$#)); then
-    whole=1
+    in_parts=1
     # The newest one first, which has most of the marked tests.
     for version in "${targets[@]}"; do [[ $version == "$default" ]] || others=("$version" "${others[@]}"); done
 fi
@@ -169,6 +170,7 @@ while [[ ${1-} == --quick || ${1-} == --target ]]; do
     fi
     shift 2
 done
+[[ ! $quick || $# != 0 ]] || in_parts=1
 
 mkdir -p "$build"
 exec 9>"$build/lock"
@@ -194,7 +196,7 @@ if [[ $venv == "$build/venv" ]]; then # types are those of verl 0.7
     (unset PYTHONPATH && "$venv/bin/mypy") # which would take what is on it for installed
 fi
 [[ $quick || $plugin ]] || set_up_browser "$@"
-if [[ $whole ]]; then
+if [[ $in_parts ]]; then
     # Each run has a folder of its own, locked until it and all its processes end; build/logs is that of the newest.
     for logs in "$build"/logs.*; do [[ ! -d $logs ]] || flock -n "$logs" rm -rf "$logs" || true; done
     logs=$(mktemp -d "$build/logs.XXXXXX")
@@ -205,8 +207,10 @@ if [[ $whole ]]; then
 fi
 exec 9>&-
 
-# A part of the whole run: a verl, and what of the tests. WITH_PROCESSES are the folders whose tests start many.
+# A part of a run: a verl, and what of the tests. WITH_PROCESSES are the folders whose tests start many; in a quick run
+# they take less time, and the unit tests besides about as much as the rest.
 WITH_PROCESSES="tests/multirank tests/trainer"
+[[ ! $quick ]] || WITH_PROCESSES+=" tests/unit"
 test_part() {
     local version=$1 what=$2 folder marked="smoke or target(version='$1')" arguments=()
     [[ $(environment_of "$version") != "$version" ]] || marked="every_target or $marked"
@@ -217,7 +221,7 @@ test_part() {
         marked) arguments=(-m "$marked") ;;
     esac
     say "pytest, verl $version, ${arguments[*]}"
-    "$venv/bin/python" -m pytest "${arguments[@]}"
+    "$venv/bin/python" -m pytest ${quick:+"$quick"} "${arguments[@]}"
 }
 
 # Runs parts until all are taken: who makes the folder has the part.
@@ -258,7 +262,7 @@ at_work() {
 }
 
 code=0
-if [[ ! $whole ]]; then
+if [[ ! $in_parts ]]; then
     say "pytest, verl ${plugin:-$target}"
     [[ ! $plugin ]] || export GRADLOC_BASE_TREE=$plugin
     "$venv/bin/python" -m pytest ${quick:+"$quick"} "$@" || code=$?

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -108,9 +109,12 @@ def test_the_table_counts_what_is_named(
     assert "False names in runs with a cause that no rule knows: 1 of 2." in table
 
 
-def test_a_run_is_named_by_the_cause_that_was_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_named_by_the_cause_that_was_planted(
+    keep_start: Callable[[Path, int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blind, "EARLIEST", 1)
     path = tmp_path / "results.json"
+    keep_start(path, 7)
     command = [
         "blind.py",
         "--quick",

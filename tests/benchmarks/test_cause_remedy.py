@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,10 +23,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from cause_remedy import cell, measure_bundle, with_cause  # noqa: E402
-from grpo_run import SPIKE, Usual, measure_usual  # noqa: E402
+from grpo_run import SPIKE, Usual  # noqa: E402
 from planted_causes import CAUSES, correct  # noqa: E402
 from stability import QUICK  # noqa: E402
-from sums_task import learn_from_examples  # noqa: E402
 from verl.utils.gradloc.bundles.opening import Bundle, open_bundle  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -36,11 +34,10 @@ BY_NAME = {cause.name: cause for cause in CAUSES}
 
 
 @pytest.fixture(scope="module")
-def start() -> Iterator[tuple[dict[str, Tensor], Usual]]:
+def start(learned: tuple[dict[str, Tensor], Usual]) -> Iterator[tuple[dict[str, Tensor], Usual]]:
     """One seed's start weights and usual norms."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    weights = learn_from_examples(0, QUICK.skill)
-    yield weights, measure_usual(QUICK, weights, 0)
+    yield learned
     dist.destroy_process_group()
 
 
@@ -125,9 +122,8 @@ def test_cells() -> None:
     assert cell([row | {"left": None}], 1)[0] == "finite · 50%*"
 
 
-def test_the_command(start: tuple[dict[str, Tensor], Usual], tmp_path: Path) -> None:
-    (tmp_path / "results.starts").mkdir()
-    torch.save((start[0], dataclasses.asdict(start[1])), tmp_path / "results.starts/0.pt")
+def test_the_command(keep_start: Callable[[Path], None], tmp_path: Path) -> None:
+    keep_start(tmp_path / "results.json")
     command = [sys.executable, BENCHMARKS / "cause_remedy.py", "--quick", "--seeds", "0", "--no-rewards"]
     command += ["--results", tmp_path / "results.json", "--rows", "token", "stale by 3"]
     done = subprocess.run(command, capture_output=True, text=True)

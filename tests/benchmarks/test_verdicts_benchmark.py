@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,9 @@ def test_rules_that_are_simulated() -> None:
     assert 3 <= len(drawn) == len(set(drawn)) and all(rows[i].advantage > 0 for i in drawn)
 
 
-def test_natural_runs(tmp_path: Path) -> None:
+def test_natural_runs(keep_start: Callable[[Path], None], tmp_path: Path) -> None:
     results = tmp_path / "results.json"
+    keep_start(results)
     program = [sys.executable, str(BENCHMARKS / "verdicts.py"), "--quick", "--seeds", "0", "--results", str(results)]
     done = subprocess.run([*program, "--rows", "natural", "spiking"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

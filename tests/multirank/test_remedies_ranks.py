@@ -44,6 +44,7 @@ def settings_of(override: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.every_target
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
 def test_a_remedy_leaves_what_a_run_with_it_has(

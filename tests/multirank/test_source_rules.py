@@ -25,6 +25,7 @@ def culprits_by_place(results: list[Any]) -> tuple[dict[str, Any], dict[source_c
     return event, {(c["rank"], c["row"], c["position"]): c for c in event["culprits"]}
 
 
+@pytest.mark.slow
 def test_each_rule_holds_for_the_tokens_that_were_planted_for_it(launch: Launch) -> None:
     results = launch(2, source_cases.every_source)
     event, culprits = culprits_by_place(results)
@@ -62,6 +63,7 @@ def test_each_rule_holds_for_the_tokens_that_were_planted_for_it(launch: Launch)
         assert culprit["after_eos"] == (ended and culprit["position"] > source_cases.END_POSITION)
 
 
+@pytest.mark.slow
 def test_the_kl_part_of_a_coefficient_is_what_the_kl_loss_adds(launch: Launch) -> None:
     _, with_kl = culprits_by_place(launch(2, source_cases.every_source))
     without = dataclasses.replace(source_cases.CASE, kl=False)
@@ -85,6 +87,7 @@ NESTED = pytest.param(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("case", [pytest.param(Case(rollout=True), id="padded"), NESTED])
 def test_turns_and_where_the_mismatch_begins_are_recorded(launch: Launch, case: Case) -> None:

@@ -211,6 +211,7 @@ TEXTS = st.one_of(
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(TEXTS, min_size=20, max_size=20), st.integers(0, 9))
 def test_generated_answers(hostile_pool: None, hostile: list[str], seed: int) -> None:

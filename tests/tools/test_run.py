@@ -214,6 +214,7 @@ def test_quick_leaves_out_slow_tests_and_all_but_one_case_with_ranks(project: Pa
         write(project / "tests" / name, (ROOT / "tests" / name).read_text())
     write(project / "tests/one/test_first.py", QUICK)
     write(project / "tests/two/test_second.py", QUICK)
+    write(project / "tests/unit/test_third.py", QUICK)
     environment = (
         os.environ | QUICK_START | {"PATH": str(project / "bin"), "PYTHONPATH": str(project / "tests/support")}
     )
@@ -221,7 +222,8 @@ def test_quick_leaves_out_slow_tests_and_all_but_one_case_with_ranks(project: Pa
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.partition("RAN ")[2] for line in done.stdout.splitlines() if "RAN " in line]
-    assert lines == ["without_ranks", "with 2 fsdp2"] * 2
+    assert lines == ["without_ranks", "with 2 fsdp2"] * 3
+    assert done.stdout.count("run.sh: pytest, ") == 2  # parts
     assert ("pytest, verl 0.7.1" in done.stdout) == ("--target" in arguments)
 
 
