@@ -182,8 +182,6 @@ def write_update(
     """
     names = {name: f"actor/gradloc/{name}" for name in STEP_FIGURES}
     figures = {name: metrics[metric] for name, metric in names.items() if metric in metrics}
-    if figures:
-        record_step(directory, global_step, figures, warnings)
     for what, lines in (
         ("gradient spikes", [event for event in events if "token_clip" not in event]),
         ("mini-batches with outlying tokens", [event for event in events if "token_clip" in event]),
@@ -194,7 +192,10 @@ def write_update(
             logger.warning("%s in step %s: %s", start, line["global_step"], in_one_line(line))
         if (more := len(lines) - _LOGGED_EVENTS) > 0:
             logger.warning("%d more %s in step %s: see the report on %s", more, what, global_step, directory)
+    # The figures count the spikes, so these come first: a reader never finds fewer than are counted.
     record_events(directory, events)
+    if figures:
+        record_step(directory, global_step, figures, warnings)
 
 
 def _misfire(event: Mapping[str, Any], rows: Mapping[tuple[int, int], RewardedRow]) -> dict[str, Any] | None:

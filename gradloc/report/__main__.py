@@ -3,7 +3,7 @@
 """Shows the evidence of gradient spikes: a summary in the terminal, and one HTML file that opens offline.
 
 The evidence may be read while training writes it. Rotated files are read as well; a line that is still being
-written is left for the next time.
+written is skipped.
 """
 
 import argparse
@@ -26,7 +26,12 @@ TABLE_ROWS = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, or 2 where the evidence cannot be read or the page not be written."""
+    """The command line.
+
+    Returns:
+        int: The exit code: 0; 1 where spikes are missing from the evidence; 2 where it cannot be read or the page not
+            be written.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.top and options.other is not None:
@@ -38,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.json:
         need("rich", "The terminal summary")
     try:
-        _report(options)
+        return 1 if _report(options) else 0
     except BrokenPipeError:  # the reader of the output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
@@ -66,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _report(options: argparse.Namespace) -> None:
+def _report(options: argparse.Namespace) -> bool:
+    """Reports, and returns whether spikes are missing from the evidence."""
     write: Callable[[str], None]
     if options.other is None:
         evidence = read(options.path, options.since, options.top or (DETAILED if options.html else TABLE_ROWS))
@@ -84,6 +90,7 @@ def _report(options: argparse.Namespace) -> None:
     if options.html:
         write(options.html)
         print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
+    return any(run["lost_spikes"] for run in figures.get("runs", [figures]))
 
 
 def _positive(text: str) -> int:

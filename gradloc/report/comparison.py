@@ -16,7 +16,8 @@ from .summary import summarize
 SHARED = 50
 
 _AS_IN_A_SUMMARY = (
-    "path since verdict verdicts warnings faults notes other_versions skipped_lines culprits diagnoses sources"
+    "path since verdict verdicts warnings faults notes other_versions lost_spikes skipped_lines "
+    "culprits diagnoses sources"
 ).split()
 
 Row = Mapping[str, Any]

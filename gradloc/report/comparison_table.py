@@ -81,8 +81,10 @@ def remarks(comparison: Mapping[str, Any]) -> list[str]:
             found.append(f"{name} has no step from {run['since']} on, so how frequent spikes are is not known.")
         found += [f"Note in the files of {name}: {note}." for note in run["notes"]]
         found += [f"In {name}: {sentence}" for sentence in run["other_versions"]]
+        if run["lost_spikes"]:
+            found.append(f"In {name}: {run['lost_spikes']}")
         if run["skipped_lines"]:
-            found.append(f"{count(run['skipped_lines'], 'line')} of {name} skipped: malformed.")
+            found.append(f"{count(run['skipped_lines'], 'line')} of {name} skipped: malformed or unfinished.")
     if not comparison["shared"]:
         found.append("No culprit of A is in B, as the same token after the same prompt or in the same context.")
     return found

@@ -455,7 +455,7 @@ function showTotals() {
 }
 
 function title() {
-  if (!events.length) return "No gradient spike";
+  if (!events.length) return data.lost_spikes ? "No gradient spike could be read" : "No gradient spike";
   const { first_step: first, last_step: last } = totals;
   const where = !haveSteps ? "" : first === last ? ` in step ${first}` : `, steps ${first} to ${last}`;
   return count(totals.events, "gradient spike") + where;
@@ -463,6 +463,7 @@ function title() {
 
 function lead() {
   if (!events.length) {
+    if (data.lost_spikes) return [data.lost_spikes];
     const where = data.level ? `in ${count(data.level.steps_in_all, "step")}` : "in this evidence";
     const noSpike = `No spike is ${where}: no micro-batch was over its threshold.`;
     return [clips ? `${noSpike} ${clips.sentences[0]}` : noSpike];
@@ -518,7 +519,8 @@ function notes() {
     messages.push(`${count(totals.incomplete_events, "search", "searches")} ended early: there may be more culprits.`);
   }
   messages.push(...data.other_versions);
-  if (data.skipped) messages.push(`${count(data.skipped, "line")} of the evidence skipped: malformed.`);
+  if (data.lost_spikes && events.length) messages.push(data.lost_spikes);
+  if (data.skipped) messages.push(`${count(data.skipped, "line")} of the evidence skipped: malformed or unfinished.`);
   const cut = [];
   if (events.length < totals.events) {
     cut.push(`the ${count(events.length, "spike")} with the largest norms of ${whole(totals.events)}`);

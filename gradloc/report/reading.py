@@ -3,7 +3,7 @@
 """Reads the evidence and keeps only what the report shows.
 
 It may be read while training writes it. Rotated files are read as well; a line that is still being
-written is left for the next time.
+written is skipped.
 """
 
 import errno
@@ -35,6 +35,8 @@ PAGE_ROWS = 5_000
 _TOKENS, _NOTES, _FAULTS, _VERSIONS = 50_000, 1000, 16, 16
 # The names of the files in a directory with evidence.
 _NAMES = ("spikes", "steps", "critic")
+# Of the kind of a note.
+_KIND_CHARACTERS = 200
 # What is too long is skipped in pieces of so many bytes.
 _CHUNK = 2**20
 
@@ -61,9 +63,10 @@ class Evidence:
         steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
         warnings (RunWarnings): The warnings of the steps, and the critic's spikes.
         notes (dict[str, set]): What was left out of the files, and in which steps.
+        left_out (set): The kinds and steps of these notes.
         replays (list[dict]): The results of replays, in the order of their events.
         other_versions (Counter): Lines of other versions of the evidence, which are not read, by version.
-        skipped (int): Lines that are malformed.
+        skipped (int): Lines that are malformed or unfinished.
         sources (Counter): Of all culprits, kept or not.
         tokens (Counter): Likewise; by the token, and its id if it is not known. Only the first 50,000 are counted.
         largest (dict[int, RankedCulprit]): The largest culprit of each spike that is kept.
@@ -83,6 +86,7 @@ class Evidence:
     steps: StepFigures = field(default_factory=StepFigures)
     warnings: RunWarnings = field(default_factory=RunWarnings)
     notes: dict[str, set[int]] = field(default_factory=dict)
+    left_out: set[tuple[str, int]] = field(default_factory=set)
     replays: list[dict[str, Any]] = field(default_factory=list)
     other_versions: Counter[int] = field(default_factory=Counter)
     skipped: int = 0
@@ -154,6 +158,12 @@ class Evidence:
     def take_in_note(self, note: dict[str, Any]) -> None:
         """Adds a note of a file."""
         self.add_note(note["message"], note["global_step"])
+        self.mark_left_out(note)
+
+    def mark_left_out(self, note: dict[str, Any]) -> None:
+        """Keeps a note's kind and step."""
+        if note["global_step"] is not None:
+            self.left_out.add((str(clipped(note["note"], _KIND_CHARACTERS)), note["global_step"]))
 
     def add_note(self, message: str, step: int | None) -> None:
         """Adds what was left out in a step."""
@@ -201,9 +211,10 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
     """
     events, steps, critic = _files(path)
     found = Evidence(path, top, since, texts, os.path.dirname((events or steps or critic)[0]) or ".")
+    # Training writes a step's spikes before its figures: so all spikes that the figures count are there.
     for files, first, forms in (
-        (events, since, ((EVENT, found.add), (CLIP, found.add_clip))),
         (steps, None, ((STEP, found.add_step),)),
+        (events, since, ((EVENT, found.add), (CLIP, found.add_clip))),
         (critic, None, ((CRITIC, found.warnings.take_in_critic),)),
     ):
         for entry in _entries(found, files):
@@ -212,32 +223,34 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
                 found.skip(entry)
             elif first is None or (entry["global_step"] is not None and entry["global_step"] >= first):
                 add(entry)
+            elif "note" in entry:  # a full file stays full
+                found.mark_left_out(entry)
     results = read_results(found.directory) if texts else []
     found.replays = [result for result in results if since is None or (result["global_step"] or 0) >= since]
     return found
 
 
 def _entries(found: Evidence, files: Sequence[str]) -> Iterator[Any]:
-    """What the lines hold; lines that are malformed are counted as skipped."""
-    for line, finished in _lines(files):
+    """What the lines hold; lines that are malformed or unfinished are counted as skipped."""
+    for line in _lines(files):
         try:
             yield current(parse(line))
         except ValueError:
-            found.skipped += finished
+            found.skipped += 1
 
 
-def _lines(files: Sequence[str]) -> Iterator[tuple[bytes, bool]]:
-    """All lines, and whether each is finished: the last one may still be being written.
+def _lines(files: Sequence[str]) -> Iterator[bytes]:
+    """All lines; the last one may still be being written.
 
     A line that is longer than `LINE_BYTES` is not read into memory: it is empty.
     """
-    for index, file in enumerate(files):
+    for file in files:
         with open(file, "rb") as lines:
             while line := lines.readline(LINE_BYTES + 1):
                 rest = line
                 while len(rest) > 0 and not rest.endswith(b"\n"):
                     rest = lines.readline(_CHUNK)
-                yield line if len(line) <= LINE_BYTES else b"", rest.endswith(b"\n") or index < len(files) - 1
+                yield line if len(line) <= LINE_BYTES else b""
 
 
 def _files(path: str) -> list[list[str]]:

@@ -10,6 +10,7 @@ from ..evidence.schema import SCHEMA
 from .condensed import NOT_SHOWN
 from .drills import drill_report
 from .figures import count, number, ranges, rounded, severity
+from .lost_spikes import lost_spikes
 from .reading import Evidence
 from .token_clips import summarize_clips
 from .verdicts import in_words
@@ -39,6 +40,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "faults": evidence.faults,
         "drills": drill_reports(evidence),
         "steps": _steps(evidence),
+        "lost_spikes": lost_spikes(evidence.steps, totals.by_step, evidence.left_out, evidence.since),
         "events": totals.events,
         "culprits": evidence.sources.total(),
         "first_step": min(totals.by_step, default=None),

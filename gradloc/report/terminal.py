@@ -33,6 +33,8 @@ def print_summary(summary: Summary) -> None:
     for fault in summary["faults"]:
         text = f"A fault was planted in this run on purpose: {visible(fault)}"
         console.print(Text(text, style="bold red"))
+    if summary["lost_spikes"]:
+        console.print(Text(summary["lost_spikes"], style="bold red"))
     for warning in summary["warnings"]:
         console.print(Text(f"{warning['when']}: {visible(warning['sentence'])}", style="bold yellow"))
         console.print(Text(f"  {visible(warning['check'])}", style="yellow"))
@@ -42,7 +44,8 @@ def print_summary(summary: Summary) -> None:
             console.print(Text(f"  {visible(advice)}", style="red"))
     if not summary["events"]:
         since = "" if summary["since"] is None else f" from step {summary['since']} on"
-        console.print(f"No gradient spike in {visible(summary['path'])}{since}.", markup=False)
+        none = "No gradient spike could be read" if summary["lost_spikes"] else "No gradient spike"
+        console.print(f"{none} in {visible(summary['path'])}{since}.", markup=False)
         if summary["steps"] is not None:
             console.print(Text(_run_level(summary["steps"]), style="dim"))
     else:
@@ -344,7 +347,7 @@ def _warnings(summary: Summary) -> list[str]:
         warnings.append(f"{count(spikes, 'spike')}, with spike_action={action}: {NOT_APPLIED[action]}")
     warnings += summary["other_versions"]
     if summary["skipped_lines"]:
-        warnings.append(f"{count(summary['skipped_lines'], 'line')} skipped: malformed.")
+        warnings.append(f"{count(summary['skipped_lines'], 'line')} skipped: malformed or unfinished.")
     return warnings
 
 

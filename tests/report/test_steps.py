@@ -141,7 +141,7 @@ def test_the_last_line_of_a_step_counts_after_a_resume(tmp_path: Path) -> None:
     with open(file, "a") as torn:
         torn.write('{"schema": 4, "glo')
     found = report.read(str(tmp_path))
-    assert found.skipped == 1
+    assert found.skipped == 2
     assert [figures["token_norm_max"] for figures in found.steps.values()][:2] == [10.0, 21.0]
     assert math.isnan(found.steps[3]["token_norm_max"] or 0.0)
 
@@ -314,3 +314,59 @@ def test_a_planted_fault_is_announced(tmp_path: Path, show: Any) -> None:
     assert out.count("A fault was planted in this run on purpose: bitflip") == 1
     assert json.loads(show("--json"))["faults"] == ["bitflip"]
     assert page_data(report.read(str(tmp_path)))["faults"] == ["bitflip"]
+
+
+# Spikes that are counted, and not in spikes.jsonl
+
+
+def _counted_spikes(directory: Path, count: int = 2) -> list[dict[str, Any]]:
+    """A run of three steps, with the evidence of spikes in its second step."""
+    events = [{**each, "global_step": 2} for each in samples(count)]
+    record_events(str(directory), events)
+    for step in range(1, 4):
+        record_step(str(directory), step, {**FIGURES, "triggered": count * (step == 2)})
+    return events
+
+
+@pytest.mark.parametrize("left", ["none", "half a line", "one line"])
+def test_spikes_that_are_counted_and_missing_are_told(
+    tmp_path: Path, left: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    _counted_spikes(tmp_path)
+    file = tmp_path / "spikes.jsonl"
+    assert main([str(tmp_path)]) == 0
+    assert "steps.jsonl counts" not in capsys.readouterr().out
+    first = file.read_bytes().splitlines(keepends=True)[0]
+    file.write_bytes({"none": b"", "half a line": first[: len(first) // 2], "one line": first}[left])
+    if left == "none":
+        file.unlink()
+    page = tmp_path / "page.html"
+    assert main([str(tmp_path), "--html", str(page)]) == 1
+    out = capsys.readouterr().out
+    has = int(left == "one line")
+    said = f"steps.jsonl counts 2 spikes in step 2, spikes.jsonl has {has}: it is missing or cut."
+    assert said in out and f'"lost_spikes":"{said}' in page.read_text()
+    assert ("No gradient spike in" in out) == 0 and ("No gradient spike could be read in" in out) == (not has)
+    assert ("1 line skipped: malformed or unfinished." in out) == (left == "half a line")
+    assert main([str(tmp_path), str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["runs"][1]["lost_spikes"].startswith(said)
+    assert main([str(tmp_path), str(tmp_path)]) == 1
+    assert f"In B: {said}" in " ".join(capsys.readouterr().out.split())
+    assert main([str(tmp_path), "--since", "3"]) == 0
+
+
+def test_spikes_that_the_writer_leaves_out_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, show: Any
+) -> None:
+    monkeypatch.setattr(writer, "EVENTS_PER_STEP", 1)
+    _counted_spikes(tmp_path)
+    assert "1 more spikes are not written" in show()
+    monkeypatch.setattr(writer, "TOTAL_BYTES", 0)
+    record_events(str(tmp_path), [{**samples(1)[0], "global_step": 4}])
+    for step in (4, 5):
+        record_step(str(tmp_path), step, {**FIGURES, "triggered": 1})
+    assert "events are not written from here on" in show()
+    show("--since", "5")
+    record_step(str(tmp_path), 3, {**FIGURES, "triggered": math.inf})
+    show()
