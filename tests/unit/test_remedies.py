@@ -604,3 +604,40 @@ def test_measuring_remedies_leaves_the_rest_of_a_result_as_it_was(
         assert plain[name] == with_remedies[name], name
     assert plain["sentences"] == with_remedies["sentences"][:-1]
     assert all(set(row) == {"name", "norm", "meaning"} for row in plain["remedies"])
+
+
+def test_each_row_of_remedies_is_written_and_announced(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that of a replay that ends early, everything that was measured is left."""
+    pytest.importorskip("verl")
+    of_verl(bundle)
+    measured: list[str] = []
+
+    def interrupted(*arguments: Any) -> Any:
+        measured.append("")
+        if len(measured) == 5:
+            raise KeyboardInterrupt
+        return gradient_norms(*arguments)
+
+    monkeypatch.setattr(remedies, "gradient_norms", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main([str(bundle), "--model", str(kept / "model"), "--only", "--remedies"])
+    result = json.loads(bundle.with_name("step1.result.json").read_text())
+    assert result["remedies"] and all(set(row) == FIELDS for row in result["remedies"])
+    assert "Not all remedies were measured: the replay ended before." in result["notes"]
+    assert len(read_results(str(bundle.parent.parent))) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.endswith("min  token alone, 1 of 1") for line in lines), lines
+    said = [line.partition("min  remedy ")[2] for line in lines if " remedy " in line]
+    assert said[0].startswith("as recorded, 1 of ")
+    assert f", {len(result['remedies']) + 1} of " in said[-1] and len(said) == len(result["remedies"]) + 1
+
+    monkeypatch.undo()
+    result = replay(bundle, kept, capsys)
+    assert not any("Not all remedies" in note for note in result["notes"])
+
+
+def test_each_comparison_is_announced(bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(bundle), "--model", str(kept / "model")]) == 0
+    assert "min  comparison with float32, eager, 1 of 1\n" in capsys.readouterr().err
