@@ -714,15 +714,41 @@ def patched_unpinned(tree: Path, candidates: list[Candidate]) -> bool:
     return not at.created.issuperset(at.patched)
 
 
+def refuse_another_target(tree: Path, named: str) -> None:
+    """Refuses a verl that has the patch of another target than the one that was named.
+
+    Raises:
+        Stop: if that patch is in verl's own files.
+    """
+    for target in read_targets():
+        if target.version == named:
+            continue
+        try:
+            at = survey(tree, load_target(target))
+        except Stop:
+            continue  # a damaged patch that nobody asked for says nothing
+        if at.created.issuperset(at.other) and not at.created.issuperset(at.patched):
+            raise Stop(
+                f"the verl in {tree} is patched for {target.version}, not for {named}; leave --target out", WRONG_BASE
+            )
+
+
 def no_target(tree: Path, found: list[tuple[Candidate, Situation]], differences: bool) -> Stop:
     """Says which verl is there and which ones there are patches for; also how to remove what a patched one left."""
     targets = [candidate.target for candidate, _ in found]
+    release = release_of(tree)
+    if any(is_release(release, target.version) for target in read_targets() if target not in targets):
+        asked = f"--target asks for the patch for {versions(targets)}"
+        return Stop(
+            f"the verl in {tree} is {release}, but {asked}; leave --target out: there is a patch for {release}",
+            WRONG_BASE,
+        )
     several = len(targets) > 1
     only = f"there are patches for {versions(targets)} only" if several else f"the patch is for {versions(targets)}"
     if differences and several:
         only += f" ({'; '.join(f'{each.target.version} differs in {listing(at.other)}' for each, at in found)})"
     left = sorted({path for _, at in found for path in at.patched + at.other if path in at.created})
-    said = f"the verl in {tree} is {release_of(tree) or 'of unknown version'}, but {only}"
+    said = f"the verl in {tree} is {release or 'of unknown version'}, but {only}"
     if left and patched_unpinned(tree, [candidate for candidate, _ in found]):
         return Stop(f"{said}; it is patched with --unpinned: give that here, too", WRONG_BASE)
     also = ""
@@ -1096,14 +1122,19 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     checksum.add_argument(
         "--sha256-file", metavar="FILE|URL", type=expanded, help="where it is written; default: PATCH.sha256"
     )
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", action="store_true", help="only report the state of the tree; write nothing")
-    action.add_argument("--reverse", action="store_true", help="remove the patch")
+    parser.add_argument("--check", action="store_true", help="only report the state of the tree; write nothing")
+    parser.add_argument("--reverse", action="store_true", help="remove the patch")
     parser.add_argument(
         "--unpinned", action="store_true", help="also take a verl that is no target, if every hunk of a patch fits it"
     )
     parser.add_argument("--force", action="store_true", help="skip the check of git HEAD and clean tree (only that)")
     args = parser.parse_args(arguments)
+    if args.check and args.reverse:
+        parser.exit(
+            2,
+            "apply_patch: --check writes nothing, so it does not go with --reverse; --check alone says whether the "
+            f"patch can be taken out (exit code {APPLIED}: it is in)\n",
+        )
     if args.patch_url and not (args.patch_sha256 or args.sha256_file):
         parser.error("--patch-url needs --patch-sha256 or --sha256-file")
     if (args.patch_sha256 or args.sha256_file) and not (args.patch_url or args.patch_file):
@@ -1115,6 +1146,8 @@ def inspect(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -
     """Finds the target. Raises Stop unless its patch can be applied (or reversed), or already is."""
     chosen, found = choose(args, tree, candidates)
     target = chosen.target
+    if args.target and found.other:
+        refuse_another_target(tree, args.target)
     # A commit may have all files as the target's, and other files of its own.
     other_commit = args.unpinned and target.commit and head_of(tree) not in (None, target.commit)
     if (chosen.unpinned or other_commit) and not args.reverse:

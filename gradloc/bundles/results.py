@@ -76,6 +76,8 @@ RESULT = object_with(
         "remedies": list_of(object_with({"name": TEXT, "norm": NUMBER, "meaning": TEXT}, **_MEASURED)),
     },
     remedy_notes=list_of(TEXT),
+    cause=TEXT_OR_NULL,
+    same_weights={"type": "boolean"},
     temperature={"anyOf": [_TEMPERATURE, {"type": "null"}]},
     switches=list_of(_SWITCH),
     scale={"anyOf": [_SCALE, {"type": "null"}]},

@@ -37,7 +37,8 @@ from .model import (
     why_not,
 )
 from .parts import missing_notes
-from .remedies import measure_remedies
+from .progress import measuring, shown
+from .remedies import remedies_so_far
 from .result import Found, build_result, write_result
 from .search_command import processes, run_search
 from .searched_event import with_findings
@@ -46,6 +47,7 @@ from .switches import Switch, loaded_switches, measure_switch, row, switches_in_
 from .temperature import fit_temperature
 
 TOKENS = 16
+_REMEDIES_OPEN = "Not all remedies were measured"
 _TAKE_LESS = "Take another --device, --dtype or --attention, or a machine with more memory."
 # A model's own code may have other signatures and attributes than a switch takes for granted.
 _NOT_DONE = (
@@ -76,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]:
         need(package, "A replay")
     try:
-        return run_search(options) if options.search else _run(options)
+        with shown():
+            return run_search(options) if options.search else _run(options)
     except (BundleError, WrongModelError) as error:
         text = str(error)
     except OSError as error:
@@ -159,11 +162,13 @@ class _Step:
 
     Args:
         note (str): What a note on it begins with: that it was not done.
+        what (str): What it is.
         do (Callable): Measures it.
         variant (Variant, optional): What is compared; None for a switch.
     """
 
     note: str
+    what: str
     do: Callable[[], None]
     variant: Variant | None = None
 
@@ -187,15 +192,33 @@ class _Replay:
         self._sizes: dict[Variant, int] = {}
 
     def results(self) -> Iterator[dict[str, object]]:
-        """The result, then the result with each comparison or switch added: the next may take too much memory."""
+        """The result, then that with each remedy, comparison or switch added: the next may take too much memory."""
         steps = self._replay()
-        yield build_result(self._found, [step.note for step in steps])
+        notes = [step.note for step in steps]
+        if self._options.remedies:
+            yield build_result(self._found, [_REMEDIES_OPEN, *notes])
+            yield from self._remedies(notes)
+        yield build_result(self._found, notes)
         for number, step in enumerate(steps, 1):
+            measuring(step.what, number, len(steps))
             try:
                 step.do()
             except _NOT_DONE as error:
                 self._found.notes.append(f"{step.note}: {_reason(error, step.variant)}")
             yield build_result(self._found, [later.note for later in steps[number:]])
+
+    def _remedies(self, notes: list[str]) -> Iterator[dict[str, object]]:
+        """The result after each row of remedies; the model is still that of the replay."""
+        found = self._found
+        assert self._model is not None
+        try:
+            for so_far in remedies_so_far(found.bundle, self._model, found.measured[found.main]):
+                found.remedies = so_far
+                yield build_result(found, [_REMEDIES_OPEN, *notes])
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            found.notes.append(f"{_REMEDIES_OPEN}: {why_not(error, found.main)}")
 
     def _replay(self) -> list[_Step]:
         """Measures what stands for the replay, and returns what is left to do."""
@@ -209,10 +232,8 @@ class _Replay:
             check_memory(_size(bundle, model, main), found.device)
             for later in (*others, *(variant for _, variant, _ in reloaded)):
                 self._sizes[later] = _size(bundle, model, later, loaded=False)
-            measured = found.measured[main] = measure(bundle, model, found.tokens, self._culprits)
+            found.measured[main] = measured = measure(bundle, model, found.tokens, self._culprits)
             found.temperature = fit_temperature(bundle, model)
-            if options.remedies:
-                found.remedies = measure_remedies(bundle, model, measured)
             if options.switches:
                 found.switches = [row(AS_REPLAYED, bundle, measured, measured, self._culprit)]
                 in_place = switches_in_place(model, main)
@@ -222,7 +243,10 @@ class _Replay:
             raise WrongModelError(f"{why_not(error, main)} {_TAKE_LESS}") from error
         return [
             *(_switching(switch.name, partial(self._switch, switch)) for switch in in_place),
-            *(_Step(f"Not compared with {other}", partial(self._compare, other), other) for other in others),
+            *(
+                _Step(f"Not compared with {other}", f"comparison with {other}", partial(self._compare, other), other)
+                for other in others
+            ),
             *(_switching(each[0], partial(self._switch_reloaded, *each)) for each in reloaded),
         ]
 
@@ -263,7 +287,7 @@ class _Replay:
 
 
 def _switching(name: str, do: Callable[[], None]) -> _Step:
-    return _Step(f"Not switched to '{name}'", do)
+    return _Step(f"Not switched to '{name}'", f"switch '{name}'", do)
 
 
 def _reason(error: BaseException, variant: Variant | None) -> str:

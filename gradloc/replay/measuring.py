@@ -18,6 +18,7 @@ from ..bundles.layout import SavedMicroBatch
 from ..bundles.opening import Bundle
 from ..measure.micro_batch import MicroBatchName
 from .model import Model, forward
+from .progress import measuring
 
 # (unit, row in the micro-batch, position in the response).
 Place = tuple[MicroBatchName, int, int]
@@ -99,14 +100,17 @@ def measure(
         names (Sequence[MicroBatchName], optional): The micro-batches to measure; all by default.
     """
     found = Measured()
-    for name in bundle.micro_batches if names is None else names:
+    wanted = list(bundle.micro_batches) if names is None else names
+    for number, name in enumerate(wanted, 1):
+        measuring("micro-batch", number, len(wanted))
         saved = bundle.micro_batches[name]
         found.log_probs[name] = torch.zeros_like(saved.tokens["weight"], dtype=torch.float64)
         found.units[name] = gradient_norms(model, saved, coefficients_of(saved), into=found.log_probs[name])
         keep = all_but(saved, name, culprits or ())
         if not keep.all():
             found.rests[name] = gradient_norms(model, saved, coefficients_of(saved, keep))
-    for place in tokens:
+    for number, place in enumerate(tokens, 1):
+        measuring("token alone", number, len(tokens))
         found.tokens[place] = _token(model, bundle, place)
     if culprits is not None and bundle.event["micro_batches"] == len(bundle.micro_batches):
         found.whole = _whole(model, bundle, found).divided_by(bundle.event["world_size"])

@@ -8,7 +8,7 @@ tokens are all but the culprits. How far their gradient moves is a pass with the
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -23,6 +23,7 @@ from ..report.figures import severity
 from ..threshold import is_over
 from .measuring import Coefficients, Measured, Norms, all_but, coefficients_of, gradient_norms, places
 from .model import HALF, Model
+from .progress import measuring
 from .token_clip import FACTOR, clip_tokens
 
 # A layer whose bound is not known is taken to be clipped at this multiple of an ordinary token's norm: LayerClip's
@@ -99,14 +100,20 @@ class _Spike:
 
 
 def measure_remedies(bundle: Bundle, model: Model, measured: Measured) -> tuple[list[Row], list[str]]:
-    """The table of remedies for a bundle's first micro-batch, best first.
+    """The last of `remedies_so_far`: the whole table."""
+    *_, found = remedies_so_far(bundle, model, measured)
+    return found
+
+
+def remedies_so_far(bundle: Bundle, model: Model, measured: Measured) -> Iterator[tuple[list[Row], list[str]]]:
+    """The table of remedies for a bundle's first micro-batch, best first; again after each row, and at the end.
 
     Args:
         bundle (Bundle): The bundle.
         model (Model): The model; its gradients are cleared.
         measured (Measured): What `measure` gave with it, with the rests.
 
-    Returns:
+    Yields:
         tuple: The rows, and sentences on what cannot be computed.
     """
     name, whole = bundle.first, measured.units[bundle.first]
@@ -115,13 +122,18 @@ def measure_remedies(bundle: Bundle, model: Model, measured: Measured) -> tuple[
     spike = _Spike(bundle, model, saved, whole, measured.rests.get(name, whole), ordinary)
     notes: list[str] = []
     rows: list[Row] = []
-    for make in (_of_verl, _of_token_clip, _of_layer_clip, _of_grad_clip, _of_drop):
-        rows += make(spike, notes)
+    makers: tuple[Callable[[_Spike, list[str]], Iterable[Row]], ...] = (
+        *(_of_verl, _of_token_clip, _of_layer_clip, _of_grad_clip, _of_drop),
+    )
+    for make in makers:
+        for row in make(spike, notes):
+            rows.append(row)
+            yield sorted(rows, key=rank), [*notes]
     notes.append(
         "Advantages without the division by the standard deviation (algorithm.norm_adv_by_std_in_grpo=False) cannot be "
         "computed: the bundle does not have the rewards of the group."
     )
-    return sorted(rows, key=rank), notes
+    yield sorted(rows, key=rank), notes
 
 
 def estimate_remedies(bundle: Bundle, measured: Measured) -> list[Row]:
@@ -157,14 +169,14 @@ def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return False, moved, row["name"] == DROP, norm, row["name"]
 
 
-def _of_verl(spike: _Spike, notes: list[str]) -> list[Row]:
+def _of_verl(spike: _Spike, notes: list[str]) -> Iterator[Row]:
     """Other losses and rollout corrections: verl's own functions, where it is installed."""
     try:
         losses = _remedy_losses()
     except ImportError as error:
         reason = "is not installed" if find_spec("verl") is None else f"cannot be imported ({error})"
         notes.append(f"verl {reason} here, so its policy losses and rollout corrections are left out.")
-        return []
+        return
     manifest, tokens = spike.bundle.manifest, spike.saved.tokens
     version = manifest["versions"].get("verl")
     try:
@@ -173,11 +185,11 @@ def _of_verl(spike: _Spike, notes: list[str]) -> list[Row]:
         )
     except losses.NotTheRecordedLossError as error:
         notes.append(f"{error} So policy losses and rollout corrections are left out.")
-        return []
+        return
     notes += more
     measured: dict[bytes, tuple[float, float]] = {}
-    rows = []
-    for remedy in found:
+    for number, remedy in enumerate(found, 1):
+        measuring(f"remedy {remedy.name}", number, len(found) + 1)
         values: Coefficients = remedy.coefficient, remedy.entropy_coefficient
         key = b"".join(tensor.contiguous().numpy().tobytes() for tensor in values)
         if key not in measured:
@@ -189,8 +201,8 @@ def _of_verl(spike: _Spike, notes: list[str]) -> list[Row]:
             measured[key] = left, moved
         now = {"weight": tokens["weight"], "coefficient": values[0], "entropy_coefficient": values[1]}
         masked = movable(tokens) & ~movable(now)
-        rows.append(spike.row(remedy.name, remedy.override, remedy.meaning, *measured[key], masked, remedy.note))
-    return rows
+        yield spike.row(remedy.name, remedy.override, remedy.meaning, *measured[key], masked, remedy.note)
+    measuring("remedy TokenClip", len(found) + 1, len(found) + 1)
 
 
 def _remedy_losses() -> Any:

@@ -73,6 +73,7 @@ def build_result(found: Found, open_ones: Sequence[str]) -> dict[str, Any]:
         "bundle": bundle.path.resolve().name,
         **{name: event[name] for name in ("global_step", "epoch", "mini_batch", "threshold", "summary")},
         "culprits": len(event["culprits"]),
+        "cause": None if event.get("verdict") is None else event["verdict"]["cause"],
         "model": found.model,
         "checkpoint": manifest["checkpoint"],
         "device": found.device,
@@ -102,7 +103,8 @@ def build_result(found: Found, open_ones: Sequence[str]) -> dict[str, Any]:
         result["remedies"] = estimate_remedies(bundle, measured)
     else:
         result["remedies"], result["remedy_notes"] = found.remedies
-    result["scale"] = find_scale(bundle, measured, same_weights(result), main.dtype, manifest["dtype"])
+    result["same_weights"] = same_weights(result)
+    result["scale"] = find_scale(bundle, measured, result["same_weights"], main.dtype, manifest["dtype"])
     if found.switches:
         result["switches"] = [*found.switches]
     result["sentences"] = [*sentences(result), *temperature_sentences(found.temperature)]

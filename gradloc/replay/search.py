@@ -31,6 +31,7 @@ from ..search.investigation import Investigation
 from ..search.time_limit import TimeLimit
 from .measuring import Place
 from .model import Model
+from .progress import SearchProgress
 from .result import log_prob_distance
 
 # How many tokens are measured alone where nothing is over its threshold.
@@ -179,6 +180,7 @@ class _LastOutputs:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
+        self._progress = SearchProgress()
         self.count = 0
         self.rows: list[int] = []
         self.log_prob = torch.zeros(0, 0)
@@ -186,6 +188,8 @@ class _LastOutputs:
     def forward(self, inputs: dict[str, Any], rows: list[int], length: int) -> tuple[Tensor | None, Tensor]:
         entropy, log_prob = self._forward(inputs, rows, length)
         self.count += 1
+        if collectives.rank() == 0:
+            self._progress.passed(self.count)
         self.rows, self.log_prob = rows, log_prob.detach()
         return entropy, log_prob
 

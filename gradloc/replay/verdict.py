@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..report.remedies import best, remedy_in_words
+from ..report.remedies import recommended
 from ..threshold import is_over
 from .layers_apart import layers_apart_in_words
 from .scale import coarsest, scale_in_words
@@ -37,7 +37,7 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
         found += switches_in_words(unit, result["switches"], result["variant"], comes_back)
     found += _layers(result["layers"])
     if "remedy_notes" in result:
-        found.append(_remedy(unit, result["remedies"]))
+        found.append(recommended(result)[1])
     return found
 
 
@@ -131,13 +131,3 @@ def _layers(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     if before:
         text += f", and {before[largest]:.0%} in training"
     return [text + "."]
-
-
-def _remedy(unit: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Which remedy fits, of those that were measured."""
-    if not is_over(unit["replayed"], float(unit["threshold"])):
-        return "Without a spike there is nothing to remedy."
-    first = best(rows)
-    if first is None:
-        return "No remedy that could be computed brings it under its threshold."
-    return f"{remedy_in_words(first)}: {first['override']}"

@@ -556,6 +556,8 @@ def test_usage(project: Project, tree: Path) -> None:
     ):
         done = project.apply(*arguments)
         assert done.returncode == 2 and "Traceback" not in done.stderr, arguments
+    done = project.apply("--repo", tree, "--check", "--reverse")
+    assert "--check alone says" in done.stderr and "usage:" not in done.stderr
     shown = project.apply("--help").stdout
     assert "exit codes" in shown and "11  --check: partly applied" in shown
 

@@ -107,8 +107,28 @@ def test_files_that_an_upgrade_left_behind_are_named(two: Project, newer: Path) 
 
 
 def test_the_target_that_is_named_counts(two: Project, newer: Path) -> None:
-    refused(two.apply("--repo", newer, "--target", "0.7.0"), 3, "is 0.7.1", "the patch is for 0.7.0")
+    refused(two.apply("--repo", newer, "--target", "0.7.0"), 3, "is 0.7.1", "for 0.7.0; leave --target out")
     refused(two.apply("--repo", newer, "--target", "0.6.0"), 3, "no patch for verl 0.6.0", "0.7.0 or 0.7.1")
+
+
+@pytest.mark.parametrize("action", ["--reverse", "--check", None])
+def test_a_wrong_target_does_not_advise_to_delete_a_working_patch(
+    two: Project, newer: Path, action: str | None
+) -> None:
+    said(two, "--repo", newer)
+    before = snapshot(newer)
+    for place in (["--repo", newer], ["--installed"]):
+        arguments = [*place, "--target", "0.7.0", *([action] if action else [])]
+        done = two.apply(*arguments, PYTHONPATH=str(newer))
+        refused(done, 12 if action == "--check" else 3, "is patched for 0.7.1, not for 0.7.0; leave --target out")
+        assert "rm -r" not in done.stderr and "restore" not in done.stderr
+    assert snapshot(newer) == before
+    # As an older patch left it: its content is of no target, the version is.
+    for file in (ACTOR, ALGOS, NEW):
+        (newer / file).write_text("# of an older patch\n")
+    done = installed(two, newer, "--target", "0.7.0")
+    refused(done, 3, "is 0.7.1, but --target asks for the patch for 0.7.0; leave --target out")
+    assert "rm -r" not in done.stderr
 
 
 def test_only_a_named_target_has_to_be_whole(two: Project, tree: Path) -> None:
@@ -166,7 +186,7 @@ def test_the_installed_version_decides(two: Project, tree: Path, newer: Path) ->
     (newer / "verl/version/version").write_text("0.8.0\n")
     refused(installed(two, newer), 3, "is 0.8.0", f"patches for {BOTH} only", "install one of these")
     (newer / "verl/version/version").write_text("0.7.1\n")
-    refused(installed(two, newer, "--target", "0.7.0"), 3, "is 0.7.1", "the patch is for 0.7.0")
+    refused(installed(two, newer, "--target", "0.7.0"), 3, "is 0.7.1", "for 0.7.0; leave --target out")
 
 
 def test_only_the_patch_for_the_installed_version_has_to_be_whole(two: Project, tree: Path, newer: Path) -> None:

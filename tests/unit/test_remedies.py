@@ -24,7 +24,7 @@ from gradloc.replay.token_clip import clip_tokens
 from gradloc.report.__main__ import main as report
 from gradloc.report.meanings import ADVICE
 from gradloc.report.reading import read
-from gradloc.report.remedies import advice_by_source, best
+from gradloc.report.remedies import advice_by_source, best, recommended
 
 __all__ = ["bundle", "kept"]
 
@@ -530,11 +530,67 @@ def test_the_advice_for_a_source_is_the_best_remedy(
     assert report([str(folder)]) == 0
     assert "TokenClip fits best" in " ".join(capsys.readouterr().out.split())
 
-    # What is a bug stays one; and a spike that does not come back has no remedy.
-    culprit = next(token for token in result["tokens"] if token["culprit"])
-    culprit["source"] = "unsampled"
-    assert advice_by_source([result])["unsampled"].startswith(f"{ADVICE['unsampled']} In the replay")
+    # A spike that does not come back has no remedy.
     result["units"][0]["replayed"] = THRESHOLD * 1e-9
+    assert advice_by_source([result]) == ADVICE
+
+
+@pytest.mark.parametrize("source", ["unsampled", "misaligned", "retokenized", "nonfinite", "weight"])
+def test_for_a_bug_no_remedy_is_recommended(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    result = replay(bundle, kept, capsys)
+    assert recommended(result)[0]["name"] == "TokenClip"
+    resign(bundle, lambda manifest: manifest["event"]["culprits"][0].update(source=source))
+    result = replay(bundle, kept, capsys)
+    assert result["sentences"][-1].startswith(f"No remedy is recommended: the cause is {source}")
+    assert result["sentences"][-1].endswith(ADVICE[source])
+    assert advice_by_source([result]) == ADVICE
+
+
+def a_result(rest: float | None, *left: float, **changes: Any) -> dict[str, Any]:
+    """A spike of norm 100 over a threshold of 99, with remedies that leave these norms."""
+    unit = {"replayed": 100.0, "rest": rest, "threshold": 99.0}
+    culprit = {"culprit": True, "source": "token", "replayed": 100.0}
+    rows = [a_row(f"leaves {norm:g}", True, 0.0, norm) for norm in left]
+    return {"units": [unit], "tokens": [culprit], "remedies": rows, "global_step": 1, **changes}
+
+
+@pytest.mark.parametrize(
+    ("rest", "left", "best_one"),
+    [
+        (20.0, (96.0, 61.0), None),
+        (20.0, (96.0, 59.0), "leaves 59"),
+        (90.0, (96.0, 94.0), "leaves 94"),
+        (None, (96.0, 51.0), None),
+        (None, (96.0, 49.0), "leaves 49"),
+        (120.0, (96.0, 60.0, 40.0), "leaves 40"),
+    ],
+)
+def test_a_remedy_has_to_take_half_of_what_the_culprits_add(
+    rest: float | None, left: tuple[float, ...], best_one: str | None
+) -> None:
+    first, sentence = recommended(a_result(rest, *left))
+    assert (first and first["name"]) == best_one
+    assert sentence.startswith("No remedy helps: " if best_one is None else f"{best_one} fits best")
+    assert (advice_by_source([a_result(rest, *left)])["token"] == ADVICE["token"]) == (best_one is None)
+
+
+def test_nothing_is_recommended_for_a_wrong_loss_or_other_weights() -> None:
+    assert recommended(a_result(1.0, 1.0))[0] is not None
+    assert "the cause is loss_scale" in recommended(a_result(1.0, 1.0, cause="loss_scale"))[1]
+    assert "the cause is loss_scale" in recommended(a_result(1.0, 1.0, scale={"loss": {"factor": 2.0}}))[1]
+    first, sentence = recommended(a_result(1.0, 1.0, same_weights=False))
+    assert first is None and "probably not the weights of training" in sentence
+
+
+def test_a_replay_with_other_weights_recommends_nothing(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resave(bundle, lambda tensors: tensors["tokens.log_prob"].sub_(1.0))
+    result = replay(bundle, kept, capsys)
+    assert not result["same_weights"]
+    assert "probably not the weights of training" in result["sentences"][-1]
     assert advice_by_source([result]) == ADVICE
 
 
@@ -548,3 +604,40 @@ def test_measuring_remedies_leaves_the_rest_of_a_result_as_it_was(
         assert plain[name] == with_remedies[name], name
     assert plain["sentences"] == with_remedies["sentences"][:-1]
     assert all(set(row) == {"name", "norm", "meaning"} for row in plain["remedies"])
+
+
+def test_each_row_of_remedies_is_written_and_announced(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that of a replay that ends early, everything that was measured is left."""
+    pytest.importorskip("verl")
+    of_verl(bundle)
+    measured: list[str] = []
+
+    def interrupted(*arguments: Any) -> Any:
+        measured.append("")
+        if len(measured) == 5:
+            raise KeyboardInterrupt
+        return gradient_norms(*arguments)
+
+    monkeypatch.setattr(remedies, "gradient_norms", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main([str(bundle), "--model", str(kept / "model"), "--only", "--remedies"])
+    result = json.loads(bundle.with_name("step1.result.json").read_text())
+    assert result["remedies"] and all(set(row) == FIELDS for row in result["remedies"])
+    assert "Not all remedies were measured: the replay ended before." in result["notes"]
+    assert len(read_results(str(bundle.parent.parent))) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.endswith("min  token alone, 1 of 1") for line in lines), lines
+    said = [line.partition("min  remedy ")[2] for line in lines if " remedy " in line]
+    assert said[0].startswith("as recorded, 1 of ")
+    assert f", {len(result['remedies']) + 1} of " in said[-1] and len(said) == len(result["remedies"]) + 1
+
+    monkeypatch.undo()
+    result = replay(bundle, kept, capsys)
+    assert not any("Not all remedies" in note for note in result["notes"])
+
+
+def test_each_comparison_is_announced(bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(bundle), "--model", str(kept / "model")]) == 0
+    assert "min  comparison with float32, eager, 1 of 1\n" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from gradloc.bundles.opening import open_bundle
 from gradloc.evidence.schema import EVENT, conforms
 from gradloc.evidence.writer import jsonable
 from gradloc.measure.passes import Passes
-from gradloc.replay import evidence_line, memory
+from gradloc.replay import evidence_line, memory, progress
 from gradloc.replay.__main__ import main
 from gradloc.replay.parts import open_parts
 
@@ -443,3 +443,11 @@ def test_two_processes_of_torchrun_find_the_same(evidence: Path) -> None:
     (culprit,) = event["culprits"]
     assert (culprit["row"], culprit["position"]) == BAD and culprit["grad_norm"] > THRESHOLD
     assert line_of(evidence) == event
+
+
+def test_a_search_says_how_far_it_is(
+    evidence: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    assert search(evidence) == 0
+    assert "min  searching: 2 forwards and backwards so far\n" in capsys.readouterr().err
