@@ -161,7 +161,7 @@ class CriticWatch:
         assert gradient.squared_norms is not None  # they were measured for the norm
         layer_norms = self._model.by_reduced_layer(gradient.squared_norms)
         clock = collectives.broadcast(lambda: datetime.now(timezone.utc).isoformat(), 0)
-        with collectives.raised_on_all_ranks():
+        with collectives.raised_on_all_ranks(self._model.device):
             self._spike_count += 1
             spike = {
                 "schema": SCHEMA,

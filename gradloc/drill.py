@@ -193,7 +193,7 @@ def choose(
     name = generator.choice([name for name in usable if name[0] == rank])
     micro_batch = meter.obtain([name], own, passes.scale)[name]
     tokens = micro_batch.tokens
-    with collectives.raised_on_all_ranks():
+    with collectives.raised_on_all_ranks(passes.device):
         possible = usable_tokens(tokens, tokens["broken"].bool())
         unsure = possible & (tokens["log_prob"] < math.log(_SURE))
         row, position = generator.choice((unsure if unsure.any() else possible).nonzero().tolist())

@@ -74,7 +74,7 @@ class BundleWriter:
         mini_batch = investigation.mini_batch
         if not collectives.broadcast(self._has_room, 0):
             return None
-        with collectives.raised_on_all_ranks():
+        with collectives.raised_on_all_ranks(mini_batch.model.device):
             names = worth_keeping(event, investigation.figures, investigation.threshold)
         micro_batches = {}
         for name in names[: limits.MICRO_BATCHES]:

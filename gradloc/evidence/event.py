@@ -63,7 +63,7 @@ def build_event(
     )
     ordinary_before = ordinary.layer_norms(model)
     clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
-    with collectives.raised_on_all_ranks():
+    with collectives.raised_on_all_ranks(model.device):
         fields = {
             "time": clocks[0][1],
             **where,

@@ -59,8 +59,11 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 @contextmanager
-def raised_on_all_ranks() -> Iterator[None]:
+def raised_on_all_ranks(device: torch.device) -> Iterator[None]:
     """Wraps code without collective calls; an error in it on one rank is raised on every rank. A collective call.
+
+    Args:
+        device (torch.device): Where the ranks exchange tensors.
 
     Raises:
         RankFailedError: Instead of any other exception, with the same message.
@@ -70,10 +73,23 @@ def raised_on_all_ranks() -> Iterator[None]:
         yield
     except Exception as error:  # raised below, once all ranks know of it
         failure = error
+    raise_on_all_ranks(failure, device)
+
+
+def raise_on_all_ranks(failure: Exception | None, device: torch.device) -> None:
+    """Raises an error on every rank if some rank has one. A collective call.
+
+    Args:
+        failure (Exception, optional): This rank's.
+        device (torch.device): Where the ranks exchange tensors.
+
+    Raises:
+        RankFailedError: With the message of the first rank that has one.
+    """
+    if not torch.stack(gather(torch.tensor([float(failure is not None)], device=device))).any():
+        return
     messages = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise RankFailedError(f"rank {rank}: {message}") from failure
+    raise RankFailedError(next(f"rank {rank}: {m}" for rank, m in enumerate(messages) if m is not None)) from failure
 
 
 def exchange(make: Callable[[], Any]) -> list[Any]:

@@ -50,6 +50,7 @@ class Passes:
 
     Attributes:
         count (int): The number of passes so far.
+        device (torch.device): As given.
         rank (int): This rank's data-parallel rank.
     """
 
@@ -70,7 +71,7 @@ class Passes:
         self.scale = scale
         self._module = module
         self._forward = forward
-        self._device = device
+        self.device = device
         self._recorded = recorded
         self._own = own
         self._recover = recover
@@ -183,15 +184,12 @@ class Passes:
 
     def _raise_on_all_ranks(self, error: Exception | None) -> None:
         """Raises `RankFailedError` on all ranks if some rank has an error in its pass. A collective call."""
-        failed = torch.tensor([float(error is not None)], device=self._device)
-        if not torch.stack(collectives.gather(failed)).any():
-            return
-        if error is not None:
-            logger.warning("a pass of the gradient search failed; training continues", exc_info=error)
-        messages = collectives.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-        raise collectives.RankFailedError(
-            next(f"rank {rank}: {m}" for rank, m in enumerate(messages) if m is not None)
-        ) from error
+        try:
+            collectives.raise_on_all_ranks(error, self.device)
+        except collectives.RankFailedError:
+            if error is not None:
+                logger.warning("a pass of the gradient search failed; training continues", exc_info=error)
+            raise
 
     def _forward_backward(self, subset: TokenSubset | None, own_index: int | None = None) -> None:
         if subset is None:
@@ -208,7 +206,7 @@ class Passes:
             self._run(micro_batch, keep, rows, length, scale)
 
     def _run(self, micro_batch: MicroBatch, keep: Tensor, rows: list[int], length: int, scale: float) -> None:
-        set_rng_state(micro_batch.rng_state, self._device)
+        set_rng_state(micro_batch.rng_state, self.device)
         entropy, log_prob = self._forward(micro_batch.inputs, rows, length)
         keep = keep[rows, :length]
         outputs, coefficients = [log_prob], [_coefficient(micro_batch, "coefficient", keep, rows, scale)]
@@ -230,7 +228,7 @@ class Passes:
             RankFailedError: On all ranks, if there is such a rank without a subset.
         """
         if self._broken_ranks is None:
-            flags = collectives.gather(torch.tensor([float(self._dummy_input is None)], device=self._device))
+            flags = collectives.gather(torch.tensor([float(self._dummy_input is None)], device=self.device))
             self._broken_ranks = [rank for rank, flag in enumerate(flags[:: self._sequence_parallel_size]) if flag]
         idle = set(self._broken_ranks) - ranks() if self._broken_ranks else None
         if idle:

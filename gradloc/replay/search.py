@@ -277,7 +277,7 @@ def _largest(
         return None
     micro_batch = meter.obtain([name], mini_batch.micro_batches, mini_batch.scale)[name]
     tokens = micro_batch.tokens
-    with collectives.raised_on_all_ranks():
+    with collectives.raised_on_all_ranks(mini_batch.model.device):
         likely = torch.where(movable(tokens), tokens["suspicion"] / tokens["weight"].abs(), -1.0)
         best = likely.flatten().argsort(descending=True)[:_TOKENS].tolist()
         places = [divmod(index, likely.shape[1]) for index in best if likely.flatten()[index] >= 0]

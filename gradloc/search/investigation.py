@@ -86,6 +86,7 @@ class Investigation:
         budget = config.bisect_budget_steps
         self._budget = budget - recomputed if recomputed < budget else budget
         self._scale = mini_batch.scale
+        self._device = mini_batch.model.device
         self._global_norm = mini_batch.global_norm()
         # The other micro-batches give a better estimate for ordinary tokens than an earlier mini-batch.
         below = [each.token_equivalent for each in figures.values() if each.norm and not each.is_over(threshold)]
@@ -213,7 +214,7 @@ class Investigation:
                 continue
             if self.time_limit.has_ended_search:
                 return
-            with collectives.raised_on_all_ranks():
+            with collectives.raised_on_all_ranks(self._device):
                 probes = self.search.next_probes(width, self._budget - self.passes.count)
             if not probes:
                 if not self._waiting:
@@ -227,7 +228,7 @@ class Investigation:
                 if is_single(probe):
                     self.measured[self.groups.tokens_of(probe)[0]] = norms
             known = set(self.search.broken)
-            with collectives.raised_on_all_ranks():
+            with collectives.raised_on_all_ranks(self._device):
                 self.search.add_measurements(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
                 for group in self.search.broken:
                     if group not in known:
@@ -247,7 +248,7 @@ class Investigation:
             return False
         group, whole = loudest
         (squares,) = self._meter.measure(self.passes, [partial(self.groups.empty_subsets, group)])
-        with collectives.raised_on_all_ranks():
+        with collectives.raised_on_all_ranks(self._device):
             layer_norms = dict(zip(self.layers, squares.sqrt().tolist(), strict=True))
             self.without_tokens = found = WithoutTokens(group, whole, layer_norms)
             if math.isfinite(found.norm):
@@ -294,7 +295,7 @@ class Investigation:
             groups = self._waiting
         for group in groups:
             self.groups.obtain(group)
-        with collectives.raised_on_all_ranks():
+        with collectives.raised_on_all_ranks(self._device):
             for group in groups if known else sorted(groups, key=self.groups.suspicion, reverse=True):
                 for name, tokens in zip(self.groups.members[group], self.groups.tokens(group), strict=True):
                     self._broken.look_into(name, tokens)
