@@ -1112,11 +1112,13 @@ function showSpike() {
 }
 
 // The command that checks the verdict, what the diagnosis leads to, and what to do about each source of the culprit.
-function showWhatToDo({ verdict, diagnosis }) {
+function showWhatToDo({ verdict, diagnosis, next_command: next }) {
   fill("check", verdict ? makeCheck(verdict.check) : []);
   say("look", diagnosis !== "tokens" && data.diagnoses[diagnosis]);
   fill("why", (current?.sources ?? []).map((source) => makeReason(source, verdict)));
-  get("todo").hidden = ["check", "look", "why"].every((part) => get(part).hidden);
+  const said = next === null || verdict?.check.includes(next);
+  fill("then", said ? [] : makeCheck(`Next: \`${next}\``));
+  get("todo").hidden = ["check", "look", "why", "then"].every((part) => get(part).hidden);
 }
 
 function story(event) {

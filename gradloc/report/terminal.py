@@ -112,6 +112,9 @@ def _print_verdict(console: Console, summary: Summary) -> None:
         console.print(Text(f"The largest{step}: {lowered(visible(_opening(largest)))}"))
     if largest["verdict"] is not None:
         console.print(Text(visible(largest["verdict"]["check"])))
+    command = largest["next_command"]
+    if command is not None and (largest["verdict"] is None or command not in largest["verdict"]["check"]):
+        console.print(Text(f"Next: `{visible(command)}`"), soft_wrap=True)
 
 
 def _opening(event: Mapping[str, Any]) -> str:

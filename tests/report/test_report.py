@@ -734,6 +734,7 @@ def test_a_sentence_says_whether_the_culprits_explain_the_spike(
     (shown,) = json.loads(run("--json"))["largest_events"]
     assert shown == {
         "global_step": 5,
+        "next_command": None,
         **{name: sample[name] for name in ("epoch", "mini_batch", "diagnosis", "until", "explained", "more_tokens")},
         "culprits": len(sample["culprits"]),
         "verdict": sample["verdict"],

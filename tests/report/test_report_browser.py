@@ -578,6 +578,8 @@ def test_the_command_of_a_check_can_be_copied(page: Page, tmp_path: Path) -> Non
     assert codes == [f"python -m verl.utils.gradloc.replay {path} --remedies", fault] and page.all("img") == []
     assert page.one("#check").text.endswith("as well.") and "`" not in page.one("#check").text
     keep = "window.kept = []; navigator.clipboard.writeText = async (text) => void window.kept.push(text)"
+    # The check has the next command already.
+    assert not page.one("#then").is_displayed()
     page.driver.execute_script(keep)
     first, second = page.all("#check .copy")
     second.click()

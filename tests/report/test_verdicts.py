@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from evidence_samples import ORDINARY, culprit, event, write_steps
+from evidence_samples import ORDINARY, culprit, event, unsearched, write_steps
 from gradloc import record_events, report
 from gradloc.evidence.in_words import in_one_line
 from gradloc.evidence.schema import STEP, conforms
@@ -156,6 +156,24 @@ def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any) -> N
     )
     (shown,) = page_data(report.read(str(tmp_path / "spikes.jsonl")))["events"]
     assert shown["verdict"]["check"] == lines[1]
+    assert lines[2] == f"Next: `python -m verl.utils.gradloc.replay '{path}' --remedies`"
+    assert f"Next: `{shown['next_command']}`" == lines[2]
+
+
+def test_a_spike_without_a_bundle_names_no_next_command_and_a_check_that_has_it_is_enough(show: Any) -> None:
+    assert not any(line.startswith("Next") for line in show(events=[spike(1)]))
+    check = "`python -m verl.utils.gradloc.replay BUNDLE --remedies` shows it."
+    found = {**spike(2, 99_000.0), "replay": "replay/step2"}
+    found["verdict"] = {**found["verdict"], "check": check}
+    assert not any(line.startswith("Next") for line in show(events=[found]))
+
+
+def test_the_next_command_searches_a_spike_that_was_only_recorded(show: Any) -> None:
+    generator = random.Random(1)
+    found = unsearched(1, [culprit(0, ["a"], 9000.0, generator)], generator)
+    lines = show(events=[{**found, "replay": "replay/step1", "verdict": None}])
+    (said,) = [line for line in lines if line.startswith("Next: `python -m verl.utils.gradloc.replay ")]
+    assert said.endswith("replay/step1 --search`")
 
 
 def test_a_long_check_with_many_bundles_takes_little_memory(tmp_path: Path) -> None:
