@@ -63,12 +63,12 @@ def test_the_report_on_one_spike_opens_with_its_verdict(show: Any) -> None:
         f"1 gradient spike in step 3: advantages are outliers (the only culprit, 2% of ordinary tokens): l{advice[1:]}",
         CAUSES["advantage"].check,
     ]
-    # The summary stays for what it adds; what to do is said once.
+    # The summary stays for what it adds; the cause's action is beside its rule as well.
     text = "\n".join(lines)
-    assert f"3 {found['summary']}" in lines and text.count(advice[1:]) == 1 and meanings.SOURCES["advantage"] in text
+    assert f"3 {found['summary']}" in lines and meanings.SOURCES["advantage"] in text and advice in lines
 
 
-def test_advice_that_the_verdict_does_not_give_stays_in_the_table(show: Any) -> None:
+def test_the_table_has_the_advice_on_each_source(show: Any) -> None:
     lines = show(events=[spike(3)])
     assert lines[0] == f"1 gradient spike in step 3: n{NO_CAUSE[1:]}"
     assert meanings.ADVICE["other"] in lines
