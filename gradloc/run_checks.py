@@ -72,6 +72,9 @@ _SUMS = (
 
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
 _WEIGHTS = "check that the weights, or the LoRA adapter, of every step reach every rollout worker"
+_SAME_WEIGHTS = (
+    "Print a checksum of one weight in training and in every rollout worker after each step: they should be equal."
+)
 _SEE = "`bash run_experiment.sh --embedded --fault {}` plants this fault."
 
 
@@ -311,7 +314,8 @@ class RunChecks:
             "sentence": f"Tokens that the policy did not produce are trained on ({share:.2%} of the response tokens: "
             "they follow an EOS token, or the rollout gives NaN, or exactly 0 for one that training finds very "
             "unlikely); set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
-            "check": _SEE.format("unsampled"),
+            "check": "`response_mask` in the batch should be 1 for the tokens that the rollout returned alone. "
+            + _SEE.format("unsampled"),
         }
 
     def _mean(self, name: str) -> float:
@@ -399,7 +403,7 @@ def _stale(weights: str, share: float, why: str) -> dict[str, str]:
             f"For {share:.0%} of the responses, as from one of several workers, the rollout still samples from "
             f"{weights}: its {why}"
         )
-    return {"name": name, "sentence": f"{claim}; {_WEIGHTS}.", "check": _SEE.format(fault)}
+    return {"name": name, "sentence": f"{claim}; {_WEIGHTS}.", "check": f"{_SAME_WEIGHTS} {_SEE.format(fault)}"}
 
 
 def _interpolated(readings: Sequence[Sequence[Any]], rates: float) -> float:

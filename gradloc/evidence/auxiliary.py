@@ -22,7 +22,10 @@ ADVICE = (
     "Look at the coefficient and the scale of the auxiliary loss (load balancing, z-loss, MTP or draft heads), and at "
     "what its gradient is multiplied by."
 )
-CHECK = "`bash run_experiment.sh --embedded --fault auxiliary` plants a large auxiliary loss."
+CHECK = (
+    "Take one step from the same checkpoint with the coefficient of the auxiliary loss at 0: `actor/grad_norm` should "
+    "fall. An example: `bash run_experiment.sh --embedded --fault auxiliary`."
+)
 
 
 def auxiliary_in_words(event: Event) -> str | None:

@@ -137,6 +137,6 @@ def _verdict(what: str, value: Any, share: float, ordinary: float, culprits: int
         "ordinary": ordinary,
         "sentence": f"{where} ({shares}): read these responses, and look for what the reward function takes for right "
         "or wrong there.",
-        "check": "`bash run_experiment.sh --embedded --fault misfire` plants a reward that is wrong for one "
-        "kind of responses.",
+        "check": "Score the culprits' `response` in spikes.jsonl against its `ground_truth` by hand, and compare with "
+        "its `reward`. An example: `bash run_experiment.sh --embedded --fault misfire`.",
     }

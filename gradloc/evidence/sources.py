@@ -40,7 +40,7 @@ class Rule:
         holds (Callable): Whether it holds for a culprit, or for which of many tokens, given the medians of their
             mini-batch.
         claim (str): What a verdict says is wrong, the start of a sentence.
-        check (str): How to check it, in one sentence with a command.
+        check (str): How to check it in the run's own data: with a command, or what to compare.
     """
 
     name: str
@@ -140,7 +140,13 @@ def _is_far_from_one(ratio: Any, factor: float) -> Any:
     return ratio is not None and (ratio != ratio) | (ratio > factor) | (ratio < 1 / factor)
 
 
-_STALE = "`bash run_experiment.sh --embedded --fault stale` shows this with rollout weights that are too old."
+# After what to compare in the run's own data.
+_EXAMPLE = " An example: `bash run_experiment.sh --embedded --fault {}`."
+_RATIOS = (
+    "Compare the culprits' `rollout_log_prob`, `old_log_prob` and `log_prob` in spikes.jsonl: a gap between the first "
+    "two is between the engines (precision, temperature, old weights), one between the last two comes from the updates "
+    "since the rollout." + _EXAMPLE.format("stale")
+)
 _REMEDIES = "`python -m verl.utils.gradloc.replay BUNDLE --remedies` measures what each remedy leaves of the spike."
 
 # Most specific first: broken numbers, then bugs, then what ordinary tokens rarely have.
@@ -151,7 +157,9 @@ RULES = (
         "Look at the data, the precision and the loss of this token.",
         _is_nonfinite,
         claim="Single tokens have NaN or infinite gradients",
-        check="`bash run_experiment.sh --embedded --fault nan` shows this with a NaN advantage.",
+        check="Find which of the culprit's `advantage`, `log_prob`, `old_log_prob` and `weight` in spikes.jsonl is NaN "
+        "or infinite: then look at that column of the batch; if none is, at the model's weights."
+        + _EXAMPLE.format("nan"),
     ),
     Rule(
         "retokenized",
@@ -161,8 +169,8 @@ RULES = (
         "tokens that the chat template puts between turns.",
         _is_retokenized,
         claim="The mismatch between training and rollout begins at a turn boundary",
-        check="`bash run_experiment.sh --embedded --fault retokenized` shows this with a second turn that is encoded "
-        "again.",
+        check="Compare `responses` in the batch, in the culprit's `row` from `mismatch_start` on, with the token ids "
+        "that the rollout returned: they should be equal." + _EXAMPLE.format("retokenized"),
     ),
     Rule(
         "misaligned",
@@ -180,7 +188,8 @@ RULES = (
         "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
         _is_unsampled,
         claim="Tokens that the policy did not produce are trained on",
-        check="`bash run_experiment.sh --embedded --fault unsampled` shows this with added EOS tokens.",
+        check="Compare `response_mask` in the batch, in the culprit's `row` at its `position`, with the token ids "
+        "that the rollout returned: it should be 1 for these alone." + _EXAMPLE.format("unsampled"),
     ),
     Rule(
         "token",
@@ -188,7 +197,7 @@ RULES = (
         "Use the same precision in rollout and training, train less off-policy, or clip or mask such ratios.",
         _has_far_ratio,
         claim="The importance ratios of single tokens are far from 1",
-        check=_STALE,
+        check=_RATIOS,
     ),
     Rule(
         "sequence",
@@ -196,7 +205,7 @@ RULES = (
         "Do the same as for token, for whole responses: mask those whose mean ratio is far from 1.",
         _has_far_sequence_ratio,
         claim="The mean importance ratios of whole responses are far from 1",
-        check=_STALE,
+        check=_RATIOS,
     ),
     Rule(
         "advantage",
@@ -206,7 +215,8 @@ RULES = (
         "nearly equal rewards and groups with a single right or wrong response more weight.",
         has_large_advantage,
         claim="Advantages are outliers",
-        check="`bash run_experiment.sh --embedded --fault advantage` shows this with one outlying reward.",
+        check="Compare the culprit's `reward` in spikes.jsonl with `token_level_scores` in the batch, summed over each row "
+        "of the same `uid`: see whether one is unlike the others." + _EXAMPLE.format("advantage"),
     ),
     Rule(
         "weight",
@@ -250,7 +260,8 @@ RULES = (
         "Turn on LayerClip, and look at this layer's weights if it happens to all tokens.",
         _has_a_layer,
         claim="One layer makes most of the gradient",
-        check="`bash run_experiment.sh --embedded --fault bitflip` shows this with one broken weight.",
+        check="Compare the culprits' `layer_norms` with the event's `ordinary_layer_norms` in spikes.jsonl: if one layer "
+        "is far above in all of them, look at its weights in the checkpoint." + _EXAMPLE.format("bitflip"),
     ),
 )
 

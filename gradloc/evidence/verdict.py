@@ -89,8 +89,8 @@ def decide(
 
     Returns:
         dict: `cause`, the name of a rule or of a warning, "auxiliary", or None where no cause is known; `culprits` and
-            `ordinary`, the shares for which it holds (None where unknown); `sentence`, with what to do; `check`, a
-            command that checks it.
+            `ordinary`, the shares for which it holds (None where unknown); `sentence`, with what to do; `check`, how
+            to check it in the run's own data.
     """
     if event.get("diagnosis") == "unsearched":
         return _unsearched(event, ordinary, [each for each in warnings if each["name"] not in CAUSES])

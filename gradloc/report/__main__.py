@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        print(visible(f"{error.strerror}: {error.filename2 or error.filename}"), file=sys.stderr)
+        said = f"{error.strerror}: {error.filename2 or error.filename}" if error.strerror else str(error)
+        print(visible(said), file=sys.stderr)
         return 2
     return 0
 

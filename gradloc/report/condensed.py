@@ -62,7 +62,7 @@ def condensed_event(
             culprit's norm, or without a culprit the largest token-equivalent norm), `explanation`, `ended_early`,
             `open_tokens`, `culprits_in_all`, `diffuse_in_all`. Of its units, the largest that have the micro-batch of
             a culprit; `of_ranks` is on how many ranks that micro-batch was over its threshold. Of a recorded spike,
-            `suspected` lists tokens.
+            `suspected` lists tokens. `next_command` replays its bundle, None where none was kept.
     """
     ordinary = event["ordinary_layer_norms"]
     # The units may not be known.
@@ -75,6 +75,7 @@ def condensed_event(
         **rounded({name: event[name] for name in _EVENT_FIELDS}),
         "error": clipped(event["error"]),
         "verdict": _verdict(event, directory),
+        "next_command": _next_command(event, directory),
         "summary": clipped(event["summary"]),
         "trigger": _fields(event["trigger"], _TRIGGER_FIELDS),
         "ordinary_layer_norms": None if ordinary is None else rounded(_by_layer(ordinary)),
@@ -132,10 +133,22 @@ def _verdict(event: Mapping[str, Any], directory: str) -> dict[str, Any] | None:
     if verdict is None:
         return None
     check = str(clipped(verdict["check"]))
-    if event.get("replay"):
-        check = check.replace("BUNDLE", shlex.quote(os.path.join(directory, event["replay"])), 1)
+    if bundle := _bundle(event, directory):
+        check = check.replace("BUNDLE", bundle, 1)
     texts = {"cause": clipped(verdict["cause"], _SHORT_CHARACTERS), "sentence": clipped(verdict["sentence"])}
     return {**_fields(verdict, ("culprits", "ordinary")), **texts, "check": clipped(check)}
+
+
+def _bundle(event: Mapping[str, Any], directory: str) -> str | None:
+    """The place of the event's bundle as a word of a shell; None where none was kept."""
+    return shlex.quote(os.path.join(directory, event["replay"])) if event.get("replay") else None
+
+
+def _next_command(event: Mapping[str, Any], directory: str) -> str | None:
+    """The command that measures what each remedy leaves of a spike, or that searches a recorded one."""
+    bundle = _bundle(event, directory)
+    what = "--search" if event["diagnosis"] == "unsearched" else "--remedies"
+    return None if bundle is None else clipped(f"python -m verl.utils.gradloc.replay {bundle} {what}")
 
 
 def _fields(of: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -1112,11 +1112,13 @@ function showSpike() {
 }
 
 // The command that checks the verdict, what the diagnosis leads to, and what to do about each source of the culprit.
-function showWhatToDo({ verdict, diagnosis }) {
+function showWhatToDo({ verdict, diagnosis, next_command: next }) {
   fill("check", verdict ? makeCheck(verdict.check) : []);
   say("look", diagnosis !== "tokens" && data.diagnoses[diagnosis]);
-  fill("why", (current?.sources ?? []).map((source) => makeReason(source, verdict)));
-  get("todo").hidden = ["check", "look", "why"].every((part) => get(part).hidden);
+  fill("why", (current?.sources ?? []).map(makeReason));
+  const said = next === null || verdict?.check.includes(next);
+  fill("then", said ? [] : makeCheck(`Next: \`${next}\``));
+  get("todo").hidden = ["check", "look", "why", "then"].every((part) => get(part).hidden);
 }
 
 function story(event) {
@@ -1284,17 +1286,10 @@ function showCulprit() {
   showText("truth", current.ground_truth);
 }
 
-// A source with its rule and what to do, which the verdict may say already.
-function makeReason(source, verdict) {
-  const advice = data.source_advice[source];
-  const said = verdict?.sentence.includes(advice.slice(1));
-  const rule = data.source_rules[source];
-  return make(
-    "li",
-    {},
-    makeBadge(source),
-    make("span", {}, rule, ...(said ? [] : [" ", make("b", {}, advice)])),
-  );
+// A source with its rule and what to do.
+function makeReason(source) {
+  const advice = make("b", {}, data.source_advice[source]);
+  return make("li", {}, makeBadge(source), make("span", {}, data.source_rules[source], " ", advice));
 }
 
 function culpritFigures(culprit) {

@@ -66,6 +66,7 @@ class Evidence:
         left_out (set): The kinds and steps of these notes.
         replays (list[dict]): The results of replays, in the order of their events.
         other_versions (Counter): Lines of other versions of the evidence, which are not read, by version.
+        lines (int): Lines that have the form of the evidence.
         skipped (int): Lines that are malformed or unfinished.
         sources (Counter): Of all culprits, kept or not.
         tokens (Counter): Likewise; by the token, and its id if it is not known. Only the first 50,000 are counted.
@@ -89,6 +90,7 @@ class Evidence:
     left_out: set[tuple[str, int]] = field(default_factory=set)
     replays: list[dict[str, Any]] = field(default_factory=list)
     other_versions: Counter[int] = field(default_factory=Counter)
+    lines: int = 0
     skipped: int = 0
     sources: Counter[str] = field(default_factory=Counter)
     tokens: Counter[tuple[str | None, int | None]] = field(default_factory=Counter)
@@ -207,7 +209,7 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
         texts (bool): See `Evidence`.
 
     Raises:
-        OSError: There is no such file, no evidence in the directory, or it cannot be read.
+        OSError: There is no such file, no evidence in it or in the directory, or it cannot be read.
     """
     events, steps, critic = _files(path)
     found = Evidence(path, top, since, texts, os.path.dirname((events or steps or critic)[0]) or ".")
@@ -221,10 +223,17 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
             add = next((add for form, add in (*forms, (NOTE, found.take_in_note)) if conforms(entry, form)), None)
             if add is None:
                 found.skip(entry)
-            elif first is None or (entry["global_step"] is not None and entry["global_step"] >= first):
+                continue
+            found.lines += 1
+            if first is None or (entry["global_step"] is not None and entry["global_step"] >= first):
                 add(entry)
             elif "note" in entry:  # a full file stays full
                 found.mark_left_out(entry)
+    if not (found.lines or found.other_versions):
+        if not (os.path.isdir(path) or _is_evidence(path)):
+            raise OSError(f"{path} is no evidence: give the folder that has spikes.jsonl.")
+        if found.skipped:
+            raise OSError(f"{path} has no valid line: it is cut, or no evidence. Copy it again.")
     results = read_results(found.directory) if texts else []
     found.replays = [result for result in results if since is None or (result["global_step"] or 0) >= since]
     return found
@@ -260,8 +269,13 @@ def _files(path: str) -> list[list[str]]:
             if os.path.isdir(directory) and any(files := [evidence_files(directory, name) for name in _NAMES]):
                 return files
         raise FileNotFoundError(errno.ENOENT, "No steps.jsonl or spikes.jsonl, which spike_detection writes", path)
-    if os.path.basename(path) in [f"{name}.jsonl" for name in _NAMES]:
+    if _is_evidence(path):
         directory = os.path.dirname(path) or "."
         if any(files := [evidence_files(directory, name) for name in _NAMES]):
             return files
     return [[path], [], []]
+
+
+def _is_evidence(path: str) -> bool:
+    """Whether a file has the name of one with evidence."""
+    return os.path.basename(path) in [f"{name}.jsonl" for name in _NAMES]

@@ -16,7 +16,7 @@ from .token_clips import summarize_clips
 from .verdicts import in_words
 
 _EVENT_FIELDS = (
-    "global_step epoch mini_batch diagnosis until explained more_tokens verdict summary explanation"
+    "global_step epoch mini_batch diagnosis until explained more_tokens verdict summary explanation next_command"
 ).split()
 
 

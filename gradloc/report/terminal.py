@@ -112,6 +112,9 @@ def _print_verdict(console: Console, summary: Summary) -> None:
         console.print(Text(f"The largest{step}: {lowered(visible(_opening(largest)))}"))
     if largest["verdict"] is not None:
         console.print(Text(visible(largest["verdict"]["check"])))
+    command = largest["next_command"]
+    if command is not None and (largest["verdict"] is None or command not in largest["verdict"]["check"]):
+        console.print(Text(f"Next: `{visible(command)}`"), soft_wrap=True)
 
 
 def _opening(event: Mapping[str, Any]) -> str:
@@ -252,11 +255,8 @@ def _sources(summary: Summary) -> Table:
     table.add_column("share", justify="right")
     table.add_column("rule, and what to do", style="dim")
     advice = advice_by_source(summary["replays"])
-    verdict = summary["largest_events"][0]["verdict"]
     for source, culprits in summary["sources"].items():
-        # The verdict may say it already, after a colon.
-        said = verdict is not None and advice[source][1:] in verdict["sentence"]
-        rule = SOURCES[source] + ("" if said else f"\n{visible(advice[source])}")
+        rule = f"{SOURCES[source]}\n{visible(advice[source])}"
         table.add_row(source, str(culprits), f"{culprits / summary['culprits']:.0%}", rule)
     return table
 

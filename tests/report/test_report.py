@@ -412,6 +412,22 @@ def test_a_line_being_written_is_no_error(tmp_path: Path, run: Any) -> None:
     assert "2 gradient spikes in steps 5 to 6" in out and "skipped" not in out
 
 
+@pytest.mark.parametrize("name", ["README.md", "train.log", "spikes.jsonl.gz", "spikes.jsonl", "empty"])
+def test_a_file_without_a_valid_line_is_no_evidence(tmp_path: Path, name: str, capsys: pytest.CaptureFixture) -> None:
+    held = {"spikes.jsonl.gz": b"\x1f\x8b\x08\n\xff", "empty": b""}.get(name, b'# GradLoc\n\n{"schema": 4}\n')
+    (tmp_path / name).write_bytes(held)
+    assert main([str(tmp_path / name)]) == 2
+    said = capsys.readouterr()
+    what = "is no evidence: give the folder that has spikes.jsonl."
+    if name == "spikes.jsonl":
+        what = "has no valid line: it is cut, or no evidence. Copy it again."
+    assert (said.out, said.err) == ("", f"{tmp_path / name} {what}\n")
+
+
+def test_a_file_without_a_spike_from_a_step_on_is_evidence(tmp_path: Path, run: Any) -> None:
+    assert "No gradient spike" in run("--since", "6", events=[spike(5)])
+
+
 @pytest.mark.parametrize("torn", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b"1" * 5000])
 def test_whatever_a_line_being_written_holds_it_is_skipped(tmp_path: Path, run: Any, torn: bytes) -> None:
     out = run(events=[spike(5)])
@@ -718,6 +734,7 @@ def test_a_sentence_says_whether_the_culprits_explain_the_spike(
     (shown,) = json.loads(run("--json"))["largest_events"]
     assert shown == {
         "global_step": 5,
+        "next_command": None,
         **{name: sample[name] for name in ("epoch", "mini_batch", "diagnosis", "until", "explained", "more_tokens")},
         "culprits": len(sample["culprits"]),
         "verdict": sample["verdict"],

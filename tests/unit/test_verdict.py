@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradloc.evidence.auxiliary import CHECK as AUXILIARY_CHECK
 from gradloc.evidence.medians import token_medians
 from gradloc.evidence.ordinary import APART, is_apart, ordinary_shares
 from gradloc.evidence.sources import RULES, SOURCES, classify
@@ -382,7 +383,15 @@ def test_a_verdict_soon_after_a_resume_says_so(steps: int | None, said: bool) ->
 def test_every_rule_has_a_claim_and_a_check() -> None:
     for cause in CAUSES.values():
         assert cause.claim[0].isupper() and not cause.claim.endswith(".")
-        assert cause.check.count("`") == 2 and cause.check.endswith(".")
+        assert cause.check.count("`") % 2 == 0 and cause.check.endswith(".")
+
+
+def test_every_check_is_of_the_runs_own_data() -> None:
+    """A fault that is planted in another run shows nothing of this one."""
+    for check in (*(cause.check for cause in CAUSES.values()), AUXILIARY_CHECK):
+        before, _, example = check.partition(" An example: ")
+        assert "--fault" not in before and ("`bash " in example) == bool(example)
+        assert "BUNDLE" in before or "batch" in before or "spikes.jsonl" in before or "checkpoint" in before
 
 
 def test_the_checks_plant_faults_that_exist() -> None:
