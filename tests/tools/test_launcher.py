@@ -877,3 +877,21 @@ def test_a_threshold_without_detection_is_warned_of() -> None:
     assert gradloc_keys.check_overrides([off], {}) is None
     warning = gradloc_keys.check_overrides([off, f"{ACTOR}.spike_trigger=global"], {"GRAD_NORM_THRESHOLD": "auto"})
     assert warning == (f"without spike_detection=True, {ACTOR}.spike_trigger, GRAD_NORM_THRESHOLD have no effect")
+
+
+@pytest.mark.parametrize("name", ["spikes.jsonl", "steps.1.jsonl"])
+def test_the_evidence_of_another_run_is_not_added_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    evidence = tmp_path / "bisect_dump"
+    evidence.mkdir()
+    (evidence / name).touch()
+    arguments = ["--embedded", "--dry-run", f"OUTPUT_DIR={tmp_path}"]
+    assert main.launch(arguments) == 0
+    (evidence / name).write_text("{}\n")
+    for more in ([], ["trainer.resume_mode=disable"]):
+        with pytest.raises(Refused, match=f"{evidence} has the evidence of another run.*: give another OUTPUT_DIR"):
+            main.launch([*arguments, *more])
+    for mode in ("auto", "resume_path"):
+        assert main.launch([*arguments, f"trainer.resume_mode={mode}"]) == 0
+    assert main.launch([*arguments, f"BISECT_DUMP_DIR={tmp_path}/other"]) == 0
