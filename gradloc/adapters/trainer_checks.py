@@ -1,14 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the Ray trainer refuses before it starts a worker."""
+"""What the Ray trainer refuses, or warns about, before it starts a worker."""
 
+import logging
 from typing import Any
+
+from ..config import GradLocConfig
+
+logger = logging.getLogger(__name__)
 
 _ACTOR = "actor_rollout_ref.actor"
 
 
 def check_trainer(config: Any, total_training_steps: int) -> None:
-    """Raises ValueError if the actor's settings cannot have an effect in this run.
+    """Raises ValueError if the actor's settings cannot have an effect in this run, and warns of a τ without detection.
 
     Args:
         config (DictConfig): verl's whole configuration.
@@ -22,6 +27,12 @@ def check_trainer(config: Any, total_training_steps: int) -> None:
         for clip in ("layer_clip", "token_clip"):
             if actor.get(clip, {}).get("enable", False):
                 raise ValueError(f"{clip} {unsupported}, or {_ACTOR}.{clip}.enable=False.")
+    threshold = actor.get("grad_norm_threshold", GradLocConfig.grad_norm_threshold)
+    if not actor.get("spike_detection", False) and threshold != GradLocConfig.grad_norm_threshold:
+        logger.warning(
+            f"{_ACTOR}.grad_norm_threshold={threshold} has no effect: GradLoc is off. To turn it on, set "
+            f"{_ACTOR}.spike_detection=True."
+        )
     drill_step = actor.get("spike_drill_step")
     if isinstance(drill_step, int) and not trainer.get("critic_warmup", 0) <= drill_step <= total_training_steps:
         first = max(trainer.get("critic_warmup", 0), 1)

@@ -110,7 +110,9 @@ def open_bundle(path: str | Path) -> Bundle:
         OSError: It cannot be read.
     """
     folder = Path(path)
-    if not folder.is_dir() or not (folder / layout.MANIFEST).exists():
+    if not folder.is_dir():
+        raise BundleError(f"There is no such folder: {folder}")
+    if not (folder / layout.MANIFEST).exists():
         raise BundleError(f"{folder} is not a replay bundle: it has no {layout.MANIFEST}.")
     manifest = _manifest(folder)
     files = manifest["micro_batches"]

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the model of a bundle, and refuses another. It needs transformers."""
 
+import os
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ FLASH = "flash_attention_2"
 ATTENTIONS = ("eager", "sdpa", FLASH)
 HALF = ("bfloat16", "float16")
 
+# What a name on the hub looks like: all else is a path.
+_HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
 # What must be the same in the two configurations.
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 
@@ -102,9 +106,11 @@ def model_path(bundle: Bundle, given: str | None, trust_remote_code: bool) -> st
         trust_remote_code (bool): Whether the model's own code may run.
 
     Raises:
-        WrongModelError: None was given, and the bundle's cannot be taken.
+        WrongModelError: There is no such folder; or none was given, and the bundle's cannot be taken.
     """
     if given is not None:
+        if not os.path.isdir(given) and re.fullmatch(_HUB_NAME, given) is None:
+            raise WrongModelError(f"There is no such folder: --model {given}")
         return given
     path = bundle.manifest["model"].get("path")
     named = f"The bundle's model is {path!r}, which is"

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program behind run_experiment.sh, part by part: settings, quoting, set-up, processes."""
 
+import dataclasses
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from tools.launcher import (
     command,
     embedded,
     faults,
+    gradloc_keys,
     hydra,
     installer,
     main,
@@ -817,3 +819,79 @@ def test_a_run_without_a_spike_or_drill_has_a_page(
     assert main.launch(arguments) == 0
     assert f"The report: {tmp_path}/out/report.html" in capfd.readouterr().out
     assert '"level":{"steps":[1],"norms":[1.0]' in (tmp_path / "out/report.html").read_text()
+
+
+def test_gradlocs_keys_are_those_of_its_configuration() -> None:
+    """Each choice that GradLoc takes is taken, and no other."""
+    from verl.utils.gradloc.adapters.actor_config import LayerClipConfig, SpikeConfig, TokenClipConfig
+    from verl.utils.gradloc.config import CHOICES
+
+    def names(config: type) -> set[str]:
+        return {field.name for field in dataclasses.fields(config) if not field.name.startswith("_")}
+
+    assert names(SpikeConfig) == gradloc_keys.KEYS.keys() | gradloc_keys.PARTS.keys()
+    assert {name: set(gradloc_keys.KEYS[name]) for name in CHOICES} == {key: set(of) for key, of in CHOICES.items()}
+    for name, config in (("layer_clip", LayerClipConfig), ("token_clip", TokenClipConfig)):
+        assert gradloc_keys.PARTS[name] == names(config)
+
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (f"{ACTOR}.grad_norm_threshold=aut", "grad_norm_threshold is 'aut': give a number over 0 or auto"),
+        (f"{ACTOR}.grad_norm_treshold=5", f"is no key: did you mean {ACTOR}.grad_norm_threshold?"),
+        (f"++{ACTOR}.spike_acton=drop", f"is no key: did you mean {ACTOR}.spike_action?"),
+        (f"{ACTOR}.spike_search='later'", "spike_search is 'later': give training or replay"),
+        (f"{ACTOR}.layer_clip.enabled=True", "layer_clip has beta, enable, log_layers"),
+    ],
+)
+def test_a_wrong_key_of_gradloc_is_refused_before_the_start(override: str, sentence: str) -> None:
+    with pytest.raises(Refused, match=re.escape(sentence)):
+        gradloc_keys.check_overrides([override], {})
+    asked = options.parse(["--cluster", "--target", trees.TARGET, "--dry-run", override])
+    with pytest.raises(Refused, match=re.escape(sentence)):
+        run.plan(asked, "cluster")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(f"{ACTOR}.grad_norm_threshold={value}" for value in ("auto", "640.0", "1e3", "'auto'", "${x}")),
+        *(f"{ACTOR}.bisect_budget_seconds={value}" for value in ("null", "30", "auto")),
+        f"{ACTOR}.spike_replay=0",
+        f"{ACTOR}.layer_clip.rule=ratio",
+        f"{ACTOR}.grad_clip=0.5",
+        f"+{ACTOR}.layer_norm=1",
+        "data.seed=2",
+    ],
+)
+def test_right_keys_and_those_of_verl_pass(override: str) -> None:
+    assert gradloc_keys.check_overrides([override], {}) is None
+
+
+def test_a_threshold_without_detection_is_warned_of() -> None:
+    off = f"{ACTOR}.spike_detection=False"
+    assert gradloc_keys.check_overrides([off], {}) is None
+    warning = gradloc_keys.check_overrides([off, f"{ACTOR}.spike_trigger=global"], {"GRAD_NORM_THRESHOLD": "auto"})
+    assert warning == (f"without spike_detection=True, {ACTOR}.spike_trigger, GRAD_NORM_THRESHOLD have no effect")
+
+
+@pytest.mark.parametrize("name", ["spikes.jsonl", "steps.1.jsonl"])
+def test_the_evidence_of_another_run_is_not_added_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    evidence = tmp_path / "bisect_dump"
+    evidence.mkdir()
+    (evidence / name).touch()
+    arguments = ["--embedded", "--dry-run", f"OUTPUT_DIR={tmp_path}"]
+    assert main.launch(arguments) == 0
+    (evidence / name).write_text("{}\n")
+    for more in ([], ["trainer.resume_mode=disable"]):
+        with pytest.raises(Refused, match=f"{evidence} has the evidence of another run.*: give another OUTPUT_DIR"):
+            main.launch([*arguments, *more])
+    for mode in ("auto", "resume_path"):
+        assert main.launch([*arguments, f"trainer.resume_mode={mode}"]) == 0
+    assert main.launch([*arguments, f"BISECT_DUMP_DIR={tmp_path}/other"]) == 0

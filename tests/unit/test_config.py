@@ -278,6 +278,21 @@ def test_what_the_trainer_refuses(monkeypatch: pytest.MonkeyPatch, overrides: li
 
 
 @pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        ([f"{ACTOR}.grad_norm_threshold=auto"], True),
+        ([f"{ACTOR}.grad_norm_threshold=auto", f"{ACTOR}.spike_detection=True"], False),
+        ([], False),
+    ],
+)
+def test_a_threshold_without_detection_is_warned_of(
+    caplog: pytest.LogCaptureFixture, overrides: list[str], warned: bool
+) -> None:
+    check_trainer(composed(*overrides), 4)
+    assert ("grad_norm_threshold=auto has no effect" in caplog.text) == warned
+
+
+@pytest.mark.parametrize(
     ("name", "older_place", "imported"),
     [
         ("fsdp.FSDPModule", True, "verl.workers.config"),

@@ -353,7 +353,7 @@ def test_a_bundle_over_the_limits_of_opening_is_not_written(
     ("options", "message"),
     [
         ([], "The bundle's model is None, which is no folder of this machine: give it with --model."),
-        (["--model", "/nowhere"], "The model /nowhere cannot be loaded"),
+        (["--model", "/nowhere"], "There is no such folder: --model /nowhere"),
         (["--model", "wider"], "its hidden_size is 20, and 16 was trained."),
         (["--model", "deeper"], "is not the bundle's: its layers differ in layers.2."),
         (["--model", "model", "--adapter", "x"], "was recorded without a LoRA adapter"),
@@ -774,3 +774,15 @@ def test_norms_are_the_same_within_the_rounding_of_the_coarser_dtype() -> None:
     assert same_norm(100.05, 100.0, "float32") and not same_norm(101.0, 100.0, "float32")
     assert same_norm(105.0, 100.0, "float32", "bfloat16")
     assert same_norm(math.inf, math.nan, "float32") and not same_norm(1.0, math.inf, "float32")
+
+
+@pytest.mark.parametrize("model", ["/runs/1/merged", "runs/1/merged", "./merged", "../merged", "~/merged"])
+def test_a_missing_folder_is_called_so(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for options in ([], ["--search"]):
+        assert main([str(bundle), "--model", model, *options]) == 2
+        assert capsys.readouterr().err == f"There is no such folder: --model {model}\n"
+        assert main([str(tmp_path / "nope"), "--model", model, *options]) == 2
+        assert capsys.readouterr().err == f"There is no such folder: {tmp_path / 'nope'}\n"

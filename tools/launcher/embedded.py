@@ -11,6 +11,8 @@ from collections import deque
 from pathlib import Path
 
 from . import checks, faults
+from .errors import Refused
+from .hydra import by_key
 from .log import say
 from .outcome import Outcome, sizes
 from .processes import companion, exit_code, session
@@ -23,9 +25,18 @@ STOPPED = 76
 STOPPING = "Training ends after step "
 
 
+def check_output(run: Run) -> None:
+    """Raises Refused if the run would add to the evidence of another one, which it does not go on with."""
+    resumes = by_key(run.overrides).get("trainer.resume_mode") in ("auto", "resume_path")
+    if not resumes and any(sizes(run.evidence).values()):
+        raise Refused(
+            f"{run.evidence} has the evidence of another run, and the report would count both as one: give another "
+            "OUTPUT_DIR, or leave it out"
+        )
+
+
 def train(run: Run) -> int:
     run.state.mkdir(parents=True, exist_ok=True)
-    run.output.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(run.state / "lock"))
         if run.asked.python is None:
@@ -36,6 +47,7 @@ def train(run: Run) -> int:
             checks.check_packages(run.asked.python, ROOT, run.environment, run.target)
         prepare(run.prepared, run.asked.tiny, run.interpreter, ROOT, run.environment)
 
+    run.output.mkdir(parents=True, exist_ok=True)  # only now, so that a run that cannot start leaves no empty folder
     log = run.output / "train.log"
     evidence_before = sizes(run.evidence)
     say(f"Training; the full log is {log}")

@@ -49,6 +49,8 @@ def launch(arguments: Sequence[str]) -> int:
     if sys.platform != "linux":
         raise Refused("this needs Linux")
     run = plan(asked, profile)
+    if profile == "embedded":
+        embedded.check_output(run)
     missing = checks.missing_paths(run.values, run.prepared if profile == "embedded" else None)
     listed = "".join(f"\n  {path}" for path in missing)
     if asked.dry_run:

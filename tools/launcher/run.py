@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import command, renamed_keys, targets
+from . import command, gradloc_keys, renamed_keys, targets
 from .errors import Refused
 from .hydra import by_key
 from .options import Options
@@ -111,6 +111,8 @@ def plan(asked: Options, profile: str) -> Run:
     given = by_key(asked.overrides)
     if directory := given.get(DUMP_KEY):
         raise Refused(f"bisect_dump_dir is the setting BISECT_DUMP_DIR here: give BISECT_DUMP_DIR={directory}")
+    if warning := gradloc_keys.check_overrides(asked.overrides, asked.settings):
+        print(f"run_experiment.sh: {warning}", file=sys.stderr)
     values = resolve(
         asked.settings,
         os.environ,
