@@ -215,8 +215,8 @@ RULES = (
         "nearly equal rewards and groups with a single right or wrong response more weight.",
         has_large_advantage,
         claim="Advantages are outliers",
-        check="Compare the culprit's `reward` in spikes.jsonl with `token_level_scores` in the batch, summed over each row "
-        "of the same `uid`: see whether one is unlike the others." + _EXAMPLE.format("advantage"),
+        check="Compare the culprit's `reward` in spikes.jsonl with `token_level_scores` in the batch, summed over each "
+        "row of the same `uid`: see whether one is unlike the others." + _EXAMPLE.format("advantage"),
     ),
     Rule(
         "weight",
@@ -260,8 +260,8 @@ RULES = (
         "Turn on LayerClip, and look at this layer's weights if it happens to all tokens.",
         _has_a_layer,
         claim="One layer makes most of the gradient",
-        check="Compare the culprits' `layer_norms` with the event's `ordinary_layer_norms` in spikes.jsonl: if one layer "
-        "is far above in all of them, look at its weights in the checkpoint." + _EXAMPLE.format("bitflip"),
+        check="Compare the culprits' `layer_norms` with the event's `ordinary_layer_norms` in spikes.jsonl: if one "
+        "layer is far above in all of them, look at its weights in the checkpoint." + _EXAMPLE.format("bitflip"),
     ),
 )
 

@@ -81,6 +81,7 @@ def remarks(comparison: Mapping[str, Any]) -> list[str]:
             found.append(f"{name} has no step from {run['since']} on, so how frequent spikes are is not known.")
         found += [f"Note in the files of {name}: {note}." for note in run["notes"]]
         found += [f"In {name}: {sentence}" for sentence in run["other_versions"]]
+        found += [f"In {name}: {sentence}" for sentence in run["merged"]]
         if run["lost_spikes"]:
             found.append(f"In {name}: {run['lost_spikes']}")
         if run["skipped_lines"]:

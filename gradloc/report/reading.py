@@ -66,6 +66,8 @@ class Evidence:
         left_out (set): The kinds and steps of these notes.
         replays (list[dict]): The results of replays, in the order of their events.
         other_versions (Counter): Lines of other versions of the evidence, which are not read, by version.
+        runs (int): How often the steps begin at 1, or once if they begin later: a resumed run begins later.
+        doubled (int): Lines of spikes.jsonl that are there once more, which are not counted.
         lines (int): Lines that have the form of the evidence.
         skipped (int): Lines that are malformed or unfinished.
         sources (Counter): Of all culprits, kept or not.
@@ -90,12 +92,15 @@ class Evidence:
     left_out: set[tuple[str, int]] = field(default_factory=set)
     replays: list[dict[str, Any]] = field(default_factory=list)
     other_versions: Counter[int] = field(default_factory=Counter)
+    runs: int = 1
+    doubled: int = 0
     lines: int = 0
     skipped: int = 0
     sources: Counter[str] = field(default_factory=Counter)
     tokens: Counter[tuple[str | None, int | None]] = field(default_factory=Counter)
     largest: dict[int, RankedCulprit] = field(default_factory=dict)
     others: list[RankedCulprit] = field(default_factory=list)
+    _last_step: int = 1
     # A heap of the spikes that are kept: the size and minus the place of each.
     _sizes: list[tuple[float, int]] = field(default_factory=list)
     # A heap of those with details: whether it is its event's largest, its size, its order.
@@ -183,6 +188,8 @@ class Evidence:
         """Adds a line of steps.jsonl; of a step with several lines, as a resumed run leaves them, the last counts."""
         self.warnings.take_in(step["global_step"], step.get("warnings", ()))
         if step["global_step"] is not None:
+            self.runs += step["global_step"] <= 1 < self._last_step
+            self._last_step = step["global_step"]
             self.steps.set(step["global_step"], {name: step[name] for name in STEP_FIGURES})
 
     def skip(self, line: Any) -> None:
@@ -219,7 +226,7 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
         (events, since, ((EVENT, found.add), (CLIP, found.add_clip))),
         (critic, None, ((CRITIC, found.warnings.take_in_critic),)),
     ):
-        for entry in _entries(found, files):
+        for entry in _entries(found, files, once=files is not steps):
             add = next((add for form, add in (*forms, (NOTE, found.take_in_note)) if conforms(entry, form)), None)
             if add is None:
                 found.skip(entry)
@@ -239,13 +246,22 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
     return found
 
 
-def _entries(found: Evidence, files: Sequence[str]) -> Iterator[Any]:
-    """What the lines hold; lines that are malformed or unfinished are counted as skipped."""
+def _entries(found: Evidence, files: Sequence[str], once: bool) -> Iterator[Any]:
+    """What the lines hold, each line `once`; lines that are malformed or unfinished are counted as skipped."""
+    seen: set[int] = set()
     for line in _lines(files):
         try:
-            yield current(parse(line))
+            entry = current(parse(line))
         except ValueError:
             found.skipped += 1
+            continue
+        digest = hash(line)
+        if once and digest in seen:
+            found.doubled += 1
+            continue
+        if once:
+            seen.add(digest)
+        yield entry
 
 
 def _lines(files: Sequence[str]) -> Iterator[bytes]:

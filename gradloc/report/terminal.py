@@ -35,6 +35,8 @@ def print_summary(summary: Summary) -> None:
         console.print(Text(text, style="bold red"))
     if summary["lost_spikes"]:
         console.print(Text(summary["lost_spikes"], style="bold red"))
+    for sentence in summary["merged"]:
+        console.print(Text(sentence, style="bold yellow"))
     for warning in summary["warnings"]:
         console.print(Text(f"{warning['when']}: {visible(warning['sentence'])}", style="bold yellow"))
         console.print(Text(f"  {visible(warning['check'])}", style="yellow"))
@@ -98,7 +100,7 @@ def quoted(token: str) -> str:
 
 
 def _print_verdict(console: Console, summary: Summary) -> None:
-    """What the spikes come from, what to do about the largest, and the command that checks it."""
+    """What the spikes come from, what to do about the largest, and how to check it."""
     first, last = summary["first_step"], summary["last_step"]
     where = "" if first is None else f" in step {first}" if first == last else f" in steps {first} to {last}"
     title = count(summary["events"], "gradient spike") + where
