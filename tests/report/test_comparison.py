@@ -114,6 +114,7 @@ def test_terminal_and_page_show_the_same(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     page = tmp_path / "new" / "page.html"
+    page.parent.mkdir()
     assert main([*runs, "--html", str(page)]) == 0
     printed, text = capsys.readouterr().out, page.read_text()
     assert f"The report: {page}" in printed and "\x1b" not in printed
