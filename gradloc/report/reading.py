@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ..bundles.results import read_results
@@ -37,6 +38,8 @@ _TOKENS, _NOTES, _FAULTS, _VERSIONS = 50_000, 1000, 16, 16
 _NAMES = ("spikes", "steps", "critic")
 # Of the kind of a note.
 _KIND_CHARACTERS = 200
+# Of directories with evidence near one without, how many are named, and how many are looked through.
+_NEAR, _MOST_DIRECTORIES = 3, 1000
 # What is too long is skipped in pieces of so many bytes.
 _CHUNK = 2**20
 
@@ -284,7 +287,7 @@ def _files(path: str) -> list[list[str]]:
         for directory in (path, os.path.join(path, "bisect_dump")):
             if os.path.isdir(directory) and any(files := [evidence_files(directory, name) for name in _NAMES]):
                 return files
-        raise FileNotFoundError(errno.ENOENT, "No steps.jsonl or spikes.jsonl, which spike_detection writes", path)
+        raise _no_evidence(path)
     if _is_evidence(path):
         directory = os.path.dirname(path) or "."
         if any(files := [evidence_files(directory, name) for name in _NAMES]):
@@ -295,3 +298,32 @@ def _files(path: str) -> list[list[str]]:
 def _is_evidence(path: str) -> bool:
     """Whether a file has the name of one with evidence."""
     return os.path.basename(path) in [f"{name}.jsonl" for name in _NAMES]
+
+
+def _no_evidence(path: str) -> OSError:
+    """The error for a directory without evidence, with directories near it that have some."""
+    if near := _with_evidence_near(path):
+        more = f", and {len(near) - _NEAR} more" if len(near) > _NEAR else ""
+        found = f"found in {', '.join(near[:_NEAR])}{more}: give {'that' if len(near) == 1 else 'one of them'}"
+        return FileNotFoundError(errno.ENOENT, f"No steps.jsonl or spikes.jsonl, {found}", path)
+    return FileNotFoundError(errno.ENOENT, "No steps.jsonl or spikes.jsonl, which spike_detection writes", path)
+
+
+def _with_evidence_near(path: str) -> list[str]:
+    """The directories with evidence up to two levels above and below one."""
+    parent = os.path.dirname(os.path.abspath(path))
+    near = [parent, os.path.dirname(parent)]
+    level = [path]
+    for _ in range(2):
+        level = [found for directory in level for found in _directories(directory)][:_MOST_DIRECTORIES]
+        near += level
+    near = [directory for directory in near if os.access(directory, os.R_OK | os.X_OK)]
+    return [directory for directory in near if any(evidence_files(directory, name) for name in _NAMES)]
+
+
+def _directories(directory: str) -> list[str]:
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entry.path for entry in islice(entries, _MOST_DIRECTORIES) if entry.is_dir())
+    except OSError:
+        return []  # it only helps to find the right one

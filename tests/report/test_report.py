@@ -412,6 +412,35 @@ def test_a_line_being_written_is_no_error(tmp_path: Path, run: Any) -> None:
     assert "2 gradient spikes in steps 5 to 6" in out and "skipped" not in out
 
 
+def test_a_page_is_only_written_to_a_folder_that_exists(
+    tmp_path: Path, run: Any, capsys: pytest.CaptureFixture
+) -> None:
+    run(events=[spike(5)])
+    page = tmp_path / "nowhere" / "page.html"
+    for paths in ([str(tmp_path)], [str(tmp_path)] * 2):
+        assert main([*paths, "--html", str(page)]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.startswith(f"--html {page}: there is no folder {page.parent}. Make it")
+    assert not page.parent.exists()
+
+
+def test_evidence_one_or_two_levels_away_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    dump = tmp_path / "outputs" / "run1" / "bisect_dump"
+    record_events(str(dump), [spike(5)])
+    (dump / "replay" / "step5").mkdir(parents=True)
+    for path in (tmp_path / "outputs", dump / "replay", dump / "replay" / "step5"):
+        assert main([str(path)]) == 2
+        want = f"No steps.jsonl or spikes.jsonl, found in {dump}: give that: {path}\n"
+        assert capsys.readouterr().err == want
+    for run in range(2, 6):
+        record_events(str(tmp_path / "outputs" / f"run{run}"), [spike(5)])
+    assert main([str(tmp_path / "outputs")]) == 2
+    said = capsys.readouterr().err
+    assert f"found in {tmp_path}/outputs/run2, " in said and ", and 2 more: give one of them" in said
+    assert main([str(tmp_path)]) == 2
+    assert "outputs/run2, " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["README.md", "train.log", "spikes.jsonl.gz", "spikes.jsonl", "empty"])
 def test_a_file_without_a_valid_line_is_no_evidence(tmp_path: Path, name: str, capsys: pytest.CaptureFixture) -> None:
     held = {"spikes.jsonl.gz": b"\x1f\x8b\x08\n\xff", "empty": b""}.get(name, b'# GradLoc\n\n{"schema": 4}\n')
@@ -921,6 +950,7 @@ def test_a_missing_package_is_one_clear_sentence(
 @pytest.mark.parametrize("module", ["gradloc.report", "verl.utils.gradloc.report"])
 def test_runs_from_the_sources_and_from_the_patched_verl(tmp_path: Path, module: str) -> None:
     record_events(str(tmp_path), [spike(1)])
+    (tmp_path / "deep").mkdir()
     program = [sys.executable, "-m", module, str(tmp_path), "--html", str(tmp_path / "deep" / "page.html")]
     done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
