@@ -357,7 +357,7 @@ def _run_level(steps: Mapping[str, Any]) -> str:
     facts = [f"{count(steps['count'], 'step')}, {steps['first']} to {steps['last']}"]
     if steps["highest_spike_margin"] is not None:
         margin, step = short(steps["highest_spike_margin"]), steps["highest_spike_margin_step"]
-        facts.append(f"largest token norm over its threshold {margin}, in step {step}")
+        facts.append(f"largest micro-batch norm per token over its threshold {margin}, in step {step}")
     return "   ".join(facts)
 
 

@@ -229,7 +229,7 @@ def test_a_run_without_a_spike_says_how_near_it_came(tmp_path: Path, show: Any) 
     out = show("--html", str(tmp_path / "page.html"))
     assert '"level":{"steps":[1,2,3,4],"norms":[120.0' in (tmp_path / "page.html").read_text()
     assert "No gradient spike in" in out
-    assert "4 steps, 1 to 4 largest token norm over its threshold 0.3, in step 3" in out
+    assert "4 steps, 1 to 4 largest micro-batch norm per token over its threshold 0.3, in step 3" in out
 
 
 def test_the_summary_of_an_event_comes_after_its_verdict(tmp_path: Path, show: Any) -> None:
