@@ -53,7 +53,7 @@ def step_line(step: int, metrics: dict[str, float]) -> str:
     for key, name in (
         ("critic/score/mean", "reward"),
         ("actor/grad_norm", "gradient norm"),
-        (TOKEN_NORM, "largest token norm"),
+        (TOKEN_NORM, "largest micro-batch norm per token"),
     ):
         if key in metrics:
             parts.append(f"{name} {metrics[key]:.4g}")
@@ -89,7 +89,7 @@ def summary(logged: dict[int, dict[str, float]]) -> str:
         return f"No spike in {steps}: all answers to each prompt got the same reward, so no token had a gradient."
     threshold = watched[largest].get("actor/gradloc/threshold")
     against = "" if threshold is None else f", {norm / threshold:.0%} of the threshold"
-    return f"No spike in {steps}. The largest token norm was {norm:.4g}, in step {largest}{against}."
+    return f"No spike in {steps}. The largest micro-batch norm per token was {norm:.4g}, in step {largest}{against}."
 
 
 def duration(seconds: float) -> str:

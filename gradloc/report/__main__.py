@@ -36,6 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.top and options.other is not None:
         parser.error("--top is for the evidence of one run")
+    if options.html and not os.path.isdir(folder := os.path.dirname(os.path.abspath(options.html))):
+        print(
+            visible(f"--html {options.html}: there is no folder {folder}. Make it, or name another."), file=sys.stderr
+        )
+        return 2
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the report
     if options.html and options.other is None:

@@ -16,7 +16,7 @@ from .summary import summarize
 SHARED = 50
 
 _AS_IN_A_SUMMARY = (
-    "path since verdict verdicts warnings faults notes other_versions lost_spikes skipped_lines "
+    "path since verdict verdicts warnings faults notes other_versions merged lost_spikes skipped_lines "
     "culprits diagnoses sources"
 ).split()
 

@@ -31,9 +31,9 @@ _FIGURES = {
     "clipped_mini_batches": "mini-batches with tokens over TokenClip's bounds",
     "stopped_mini_batches": "of these, stopped by TokenClip",
     "passes_per_spike": "extra passes per spike",
-    "margin_median": "largest token norm ÷ τ, median step",
-    "margin_p90": "largest token norm ÷ τ, 90th percentile of steps",
-    "margin_max": "largest token norm ÷ τ, maximum",
+    "margin_median": "largest micro-batch norm per token ÷ τ, median step",
+    "margin_p90": "largest micro-batch norm per token ÷ τ, 90th percentile of steps",
+    "margin_max": "largest micro-batch norm per token ÷ τ, maximum",
 }
 
 # Those that are shown only if a run has some.
@@ -81,6 +81,7 @@ def remarks(comparison: Mapping[str, Any]) -> list[str]:
             found.append(f"{name} has no step from {run['since']} on, so how frequent spikes are is not known.")
         found += [f"Note in the files of {name}: {note}." for note in run["notes"]]
         found += [f"In {name}: {sentence}" for sentence in run["other_versions"]]
+        found += [f"In {name}: {sentence}" for sentence in run["merged"]]
         if run["lost_spikes"]:
             found.append(f"In {name}: {run['lost_spikes']}")
         if run["skipped_lines"]:

@@ -518,7 +518,7 @@ function notes() {
   if (totals.incomplete_events) {
     messages.push(`${count(totals.incomplete_events, "search", "searches")} ended early: there may be more culprits.`);
   }
-  messages.push(...data.other_versions);
+  messages.push(...data.other_versions, ...data.merged);
   if (data.lost_spikes && events.length) messages.push(data.lost_spikes);
   if (data.skipped) messages.push(`${count(data.skipped, "line")} of the evidence skipped: malformed or unfinished.`);
   const cut = [];
@@ -1111,7 +1111,7 @@ function showSpike() {
   if (current) showCulprit();
 }
 
-// The command that checks the verdict, what the diagnosis leads to, and what to do about each source of the culprit.
+// How to check the verdict, what the diagnosis leads to, and what to do about each source of the culprit.
 function showWhatToDo({ verdict, diagnosis, next_command: next }) {
   fill("check", verdict ? makeCheck(verdict.check) : []);
   say("look", diagnosis !== "tokens" && data.diagnoses[diagnosis]);

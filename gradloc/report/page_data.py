@@ -70,6 +70,7 @@ def page_data(evidence: reading.Evidence) -> dict[str, Any]:
         "notes": summary["notes"],
         "other_versions": summary["other_versions"],
         "skipped": evidence.skipped,
+        "merged": summary["merged"],
         "lost_spikes": summary["lost_spikes"],
     }
 

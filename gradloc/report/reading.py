@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ..bundles.results import read_results
@@ -37,6 +38,8 @@ _TOKENS, _NOTES, _FAULTS, _VERSIONS = 50_000, 1000, 16, 16
 _NAMES = ("spikes", "steps", "critic")
 # Of the kind of a note.
 _KIND_CHARACTERS = 200
+# Of directories with evidence near one without, how many are named, and how many are looked through.
+_NEAR, _MOST_DIRECTORIES = 3, 1000
 # What is too long is skipped in pieces of so many bytes.
 _CHUNK = 2**20
 
@@ -66,6 +69,8 @@ class Evidence:
         left_out (set): The kinds and steps of these notes.
         replays (list[dict]): The results of replays, in the order of their events.
         other_versions (Counter): Lines of other versions of the evidence, which are not read, by version.
+        runs (int): How often the steps begin at 1, or once if they begin later: a resumed run begins later.
+        doubled (int): Lines of spikes.jsonl that are there once more, which are not counted.
         lines (int): Lines that have the form of the evidence.
         skipped (int): Lines that are malformed or unfinished.
         sources (Counter): Of all culprits, kept or not.
@@ -90,12 +95,15 @@ class Evidence:
     left_out: set[tuple[str, int]] = field(default_factory=set)
     replays: list[dict[str, Any]] = field(default_factory=list)
     other_versions: Counter[int] = field(default_factory=Counter)
+    runs: int = 1
+    doubled: int = 0
     lines: int = 0
     skipped: int = 0
     sources: Counter[str] = field(default_factory=Counter)
     tokens: Counter[tuple[str | None, int | None]] = field(default_factory=Counter)
     largest: dict[int, RankedCulprit] = field(default_factory=dict)
     others: list[RankedCulprit] = field(default_factory=list)
+    _last_step: int = 1
     # A heap of the spikes that are kept: the size and minus the place of each.
     _sizes: list[tuple[float, int]] = field(default_factory=list)
     # A heap of those with details: whether it is its event's largest, its size, its order.
@@ -183,6 +191,8 @@ class Evidence:
         """Adds a line of steps.jsonl; of a step with several lines, as a resumed run leaves them, the last counts."""
         self.warnings.take_in(step["global_step"], step.get("warnings", ()))
         if step["global_step"] is not None:
+            self.runs += step["global_step"] <= 1 < self._last_step
+            self._last_step = step["global_step"]
             self.steps.set(step["global_step"], {name: step[name] for name in STEP_FIGURES})
 
     def skip(self, line: Any) -> None:
@@ -219,7 +229,7 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
         (events, since, ((EVENT, found.add), (CLIP, found.add_clip))),
         (critic, None, ((CRITIC, found.warnings.take_in_critic),)),
     ):
-        for entry in _entries(found, files):
+        for entry in _entries(found, files, once=files is not steps):
             add = next((add for form, add in (*forms, (NOTE, found.take_in_note)) if conforms(entry, form)), None)
             if add is None:
                 found.skip(entry)
@@ -239,13 +249,22 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
     return found
 
 
-def _entries(found: Evidence, files: Sequence[str]) -> Iterator[Any]:
-    """What the lines hold; lines that are malformed or unfinished are counted as skipped."""
+def _entries(found: Evidence, files: Sequence[str], once: bool) -> Iterator[Any]:
+    """What the lines hold, each line `once`; lines that are malformed or unfinished are counted as skipped."""
+    seen: set[int] = set()
     for line in _lines(files):
         try:
-            yield current(parse(line))
+            entry = current(parse(line))
         except ValueError:
             found.skipped += 1
+            continue
+        digest = hash(line)
+        if once and digest in seen:
+            found.doubled += 1
+            continue
+        if once:
+            seen.add(digest)
+        yield entry
 
 
 def _lines(files: Sequence[str]) -> Iterator[bytes]:
@@ -268,7 +287,7 @@ def _files(path: str) -> list[list[str]]:
         for directory in (path, os.path.join(path, "bisect_dump")):
             if os.path.isdir(directory) and any(files := [evidence_files(directory, name) for name in _NAMES]):
                 return files
-        raise FileNotFoundError(errno.ENOENT, "No steps.jsonl or spikes.jsonl, which spike_detection writes", path)
+        raise _no_evidence(path)
     if _is_evidence(path):
         directory = os.path.dirname(path) or "."
         if any(files := [evidence_files(directory, name) for name in _NAMES]):
@@ -279,3 +298,32 @@ def _files(path: str) -> list[list[str]]:
 def _is_evidence(path: str) -> bool:
     """Whether a file has the name of one with evidence."""
     return os.path.basename(path) in [f"{name}.jsonl" for name in _NAMES]
+
+
+def _no_evidence(path: str) -> OSError:
+    """The error for a directory without evidence, with directories near it that have some."""
+    if near := _with_evidence_near(path):
+        more = f", and {len(near) - _NEAR} more" if len(near) > _NEAR else ""
+        found = f"found in {', '.join(near[:_NEAR])}{more}: give {'that' if len(near) == 1 else 'one of them'}"
+        return FileNotFoundError(errno.ENOENT, f"No steps.jsonl or spikes.jsonl, {found}", path)
+    return FileNotFoundError(errno.ENOENT, "No steps.jsonl or spikes.jsonl, which spike_detection writes", path)
+
+
+def _with_evidence_near(path: str) -> list[str]:
+    """The directories with evidence up to two levels above and below one."""
+    parent = os.path.dirname(os.path.abspath(path))
+    near = [parent, os.path.dirname(parent)]
+    level = [path]
+    for _ in range(2):
+        level = [found for directory in level for found in _directories(directory)][:_MOST_DIRECTORIES]
+        near += level
+    near = [directory for directory in near if os.access(directory, os.R_OK | os.X_OK)]
+    return [directory for directory in near if any(evidence_files(directory, name) for name in _NAMES)]
+
+
+def _directories(directory: str) -> list[str]:
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entry.path for entry in islice(entries, _MOST_DIRECTORIES) if entry.is_dir())
+    except OSError:
+        return []  # it only helps to find the right one

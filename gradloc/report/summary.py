@@ -41,6 +41,9 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "drills": drill_reports(evidence),
         "steps": _steps(evidence),
         "lost_spikes": lost_spikes(evidence.steps, totals.by_step, evidence.left_out, evidence.since),
+        "runs_in_folder": evidence.runs,
+        "doubled_lines": evidence.doubled,
+        "merged": merged(evidence),
         "events": totals.events,
         "culprits": evidence.sources.total(),
         "first_step": min(totals.by_step, default=None),
@@ -114,6 +117,19 @@ def other_versions(evidence: Evidence) -> list[str]:
         f"{SCHEMA - 1} and {SCHEMA}: use the release that wrote the file."
         for version, lines in sorted(evidence.other_versions.items())
     ]
+
+
+def merged(evidence: Evidence) -> list[str]:
+    """What is said of a folder with several runs, or with lines that are there more than once."""
+    found = []
+    if evidence.runs > 1:
+        found.append(
+            f"{evidence.runs} runs are in this folder: the steps begin again at 1, and the spikes of all are counted. "
+            "Give each run a bisect_dump_dir of its own, or move the files of the others away."
+        )
+    if evidence.doubled:
+        found.append(f"{count(evidence.doubled, 'line')} found more than once, and counted once.")
+    return found
 
 
 def messages(notes: Mapping[str, Collection[int]]) -> list[str]:

@@ -5,7 +5,8 @@
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -24,6 +25,8 @@ Summary = Mapping[str, Any]
 
 # The maximum width of the sparkline of a run's steps, in columns.
 _SPARKLINE_WIDTH = 60
+# Of a token with its context: under the first number, other columns are left out; the second is the least.
+_CONTEXT_WIDTH, _TOKEN_WIDTH = 30, 14
 
 
 def print_summary(summary: Summary) -> None:
@@ -35,6 +38,8 @@ def print_summary(summary: Summary) -> None:
         console.print(Text(text, style="bold red"))
     if summary["lost_spikes"]:
         console.print(Text(summary["lost_spikes"], style="bold red"))
+    for sentence in summary["merged"]:
+        console.print(Text(sentence, style="bold yellow"))
     for warning in summary["warnings"]:
         console.print(Text(f"{warning['when']}: {visible(warning['sentence'])}", style="bold yellow"))
         console.print(Text(f"  {visible(warning['check'])}", style="yellow"))
@@ -98,7 +103,7 @@ def quoted(token: str) -> str:
 
 
 def _print_verdict(console: Console, summary: Summary) -> None:
-    """What the spikes come from, what to do about the largest, and the command that checks it."""
+    """What the spikes come from, what to do about the largest, and how to check it."""
     first, last = summary["first_step"], summary["last_step"]
     where = "" if first is None else f" in step {first}" if first == last else f" in steps {first} to {last}"
     title = count(summary["events"], "gradient spike") + where
@@ -231,21 +236,10 @@ def _measured_token(token: Mapping[str, Any]) -> str:
 
 def _suspected(tokens: Sequence[Summary], width: int) -> Table:
     """The tokens of spikes that were only recorded, with as many columns as the terminal is wide enough for."""
-    table = titled("Suspected tokens: recorded, not measured")
-    with_context = width >= 110
-    figures = ("ratio", "advantage", "reward") if width >= 80 else ()
-    _add_columns(table, "step", "rank", "row", "position", justify="right")
-    _add_columns(table, "token in its context" if with_context else "token")
-    _add_columns(table, "suspicion", *figures, justify="right")
-    _add_columns(table, "source")
-    for row in tokens:
-        table.add_row(
-            *(_step(row), str(row["rank"]), str(row["row"]), str(row["position"])),
-            _words(token_name(row), row, width - 95 if with_context else 14, with_context, "bold"),
-            *(short(row[name]) for name in ("suspicion", *figures)),
-            row["source"],
-        )
-    return table
+    figures = {name: partial(_figure, name) for name in ("suspicion", "ratio", "advantage", "reward")}
+    places, optional = ("step", "rank", "row", "position"), ("reward", "rank", "advantage", "ratio")
+    title = "Suspected tokens: recorded, not measured"
+    return _token_table(title, tokens, places, figures, optional, width, "bold")
 
 
 def _sources(summary: Summary) -> Table:
@@ -264,26 +258,63 @@ def _sources(summary: Summary) -> Table:
 def _culprits(summary: Summary, width: int) -> Table:
     """The largest culprits, with as many columns as the terminal is wide enough for."""
     culprits = summary["largest_culprits"]
-    table = titled("The culprits" if len(culprits) == summary["culprits"] else "The largest culprits")
-    with_context = width >= 110
-    figures = ("ratio", "advantage", "reward") if width >= 80 else ()
-    _add_columns(table, "step", "rank", justify="right")
-    _add_columns(table, "token in its context" if with_context else "token")
-    _add_columns(table, "norm", "× threshold", *figures, justify="right")
+    title = "The culprits" if len(culprits) == summary["culprits"] else "The largest culprits"
+    figures = {
+        "norm": lambda row: short(row["grad_norm"]),
+        "× threshold": lambda row: short(culprit_factor(row)),
+        **{name: partial(_figure, name) for name in ("ratio", "advantage", "reward")},
+    }
+    return _token_table(title, culprits, ("step", "rank"), figures, ("reward", "rank", "advantage", "ratio"), width)
+
+
+def _figure(name: str, row: Mapping[str, Any]) -> str:
+    return short(row[name])
+
+
+def _token_table(
+    title: str,
+    rows: Sequence[Summary],
+    places: Sequence[str],
+    figures: Mapping[str, Callable[[Summary], str]],
+    optional: Sequence[str],
+    width: int,
+    style: str = "bold red",
+) -> Table:
+    """Tokens in their contexts; in a narrow terminal columns are left out, so that the context and the source stay.
+
+    Args:
+        title (str): The table's.
+        rows (Sequence[Mapping]): The tokens.
+        places (Sequence[str]): The columns before the token: the step, and others as the rows have them.
+        figures (Mapping): What is in the columns after it, by name.
+        optional (Sequence[str]): The columns that may be left out, the first one first.
+        width (int): Of the terminal, in columns.
+        style (str): The token's.
+    """
+    cells = {name: [_step(row) if name == "step" else str(row[name]) for row in rows] for name in places}
+    cells |= {name: [text(row) for row in rows] for name, text in figures.items()}
+    cells["source"] = [row["source"] for row in rows]
+    left = [*optional]
+    while (most := width - sum(map(_column_width, cells, cells.values())) - 2) < _CONTEXT_WIDTH and left:
+        cells.pop(left.pop(0), None)
+    table = titled(title)
+    words = [_words(token_name(row), row, max(most, _TOKEN_WIDTH), True, style) for row in rows]
+    before = [name for name in places if name in cells]
+    after = [name for name in figures if name in cells]
+    _add_columns(table, *before, justify="right")
+    _add_columns(table, "token in its context")
+    _add_columns(table, *after, justify="right")
     _add_columns(table, "source")
-    # The figures need the rest.
-    most = width - 85 if with_context else 20 if figures else 14
-    for row in culprits:
-        table.add_row(
-            _step(row),
-            str(row["rank"]),
-            _words(token_name(row), row, most, with_context),
-            short(row["grad_norm"]),
-            short(culprit_factor(row)),
-            *(short(row[name]) for name in figures),
-            row["source"],
-        )
+    for index, token in enumerate(words):
+        of_row = {name: texts[index] for name, texts in cells.items()}
+        figures_of_row = (of_row[name] for name in (*after, "source"))
+        table.add_row(*(of_row[name] for name in before), token, *figures_of_row)
     return table
+
+
+def _column_width(name: str, texts: Sequence[str]) -> int:
+    """With the space after it."""
+    return max(map(len, (name, *texts))) + 2
 
 
 def _print_clips(console: Console, clips: Summary) -> None:
@@ -326,7 +357,7 @@ def _run_level(steps: Mapping[str, Any]) -> str:
     facts = [f"{count(steps['count'], 'step')}, {steps['first']} to {steps['last']}"]
     if steps["highest_spike_margin"] is not None:
         margin, step = short(steps["highest_spike_margin"]), steps["highest_spike_margin_step"]
-        facts.append(f"largest token norm over its threshold {margin}, in step {step}")
+        facts.append(f"largest micro-batch norm per token over its threshold {margin}, in step {step}")
     return "   ".join(facts)
 
 

@@ -89,7 +89,9 @@ def test_earlier_steps_can_be_left_out(runs: list[str], capsys: pytest.CaptureFi
 
 
 def test_what_the_files_lack_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = write(tmp_path / "a", [spike(3, {"position": 0, "norm": 900.0})] * 20, [0.5])
+    first = write(
+        tmp_path / "a", [{**spike(3, {"position": 0, "norm": 900.0}), "mini_batch": i} for i in range(20)], [0.5]
+    )
     second = write(tmp_path / "b", [], [0.5])
     with (tmp_path / "b" / "spikes.jsonl").open("w") as file:
         file.write("not JSON\n")
@@ -112,6 +114,7 @@ def test_terminal_and_page_show_the_same(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     page = tmp_path / "new" / "page.html"
+    page.parent.mkdir()
     assert main([*runs, "--html", str(page)]) == 0
     printed, text = capsys.readouterr().out, page.read_text()
     assert f"The report: {page}" in printed and "\x1b" not in printed

@@ -243,7 +243,7 @@ def test_a_run_without_a_spike_says_how_near_it_came(tmp_path: Path, show: Any) 
     out = show("--html", str(tmp_path / "page.html"))
     assert '"level":{"steps":[1,2,3,4],"norms":[120.0' in (tmp_path / "page.html").read_text()
     assert "No gradient spike in" in out
-    assert "4 steps, 1 to 4 largest token norm over its threshold 0.3, in step 3" in out
+    assert "4 steps, 1 to 4 largest micro-batch norm per token over its threshold 0.3, in step 3" in out
 
 
 def test_the_summary_of_an_event_comes_after_its_verdict(tmp_path: Path, show: Any) -> None:
@@ -370,3 +370,29 @@ def test_spikes_that_the_writer_leaves_out_are_not_lost(
     show("--since", "5")
     record_step(str(tmp_path), 3, {**FIGURES, "triggered": math.inf})
     show()
+
+
+# Several runs in one folder
+
+
+def test_two_runs_in_one_folder_are_told(tmp_path: Path, show: Any) -> None:
+    for step in (1, 2, 1, 2):
+        record_step(str(tmp_path), step, FIGURES)
+    said = "2 runs are in this folder: the steps begin again at 1, and the spikes of all are counted."
+    assert said in show("--html", str(tmp_path / "page.html")) and said in (tmp_path / "page.html").read_text()
+    assert json.loads(show("--json"))["runs_in_folder"] == 2
+    assert main([str(tmp_path)] * 2) == 0
+
+
+def test_a_resumed_run_is_one_run(tmp_path: Path, show: Any) -> None:
+    for step in (1, 2, 3, 4, 3, 4, 5, 3):
+        record_step(str(tmp_path), step, FIGURES)
+    assert "in this folder" not in show()
+
+
+def test_a_doubled_line_counts_once(tmp_path: Path, show: Any) -> None:
+    show(events=samples(2))
+    first, second = (tmp_path / "spikes.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "spikes.jsonl").write_bytes(first + second + first + first)
+    out = show()
+    assert out.count("2 gradient spikes") == 1 and "2 lines found more than once, and counted once." in out

@@ -70,7 +70,7 @@ def test_where_nothing_is_known_no_time_is_told(unknown: Any) -> None:
         ({1: {follow.TOKEN_NORM: 0.0}}, "No spike in 1 step: all answers to each prompt got the same reward"),
         (
             {1: {follow.TOKEN_NORM: 40.0, "actor/gradloc/threshold": 160.0}, 2: {follow.TOKEN_NORM: 8.0}},
-            "No spike in 2 steps. The largest token norm was 40, in step 1, 25% of the threshold.",
+            "No spike in 2 steps. The largest micro-batch norm per token was 40, in step 1, 25% of the threshold.",
         ),
         ({1: {follow.TOKEN_NORM: 40.0, "actor/gradloc/triggered": 1.0}, 2: {}}, "1 of 2 steps spiked."),
     ],
