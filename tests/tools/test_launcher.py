@@ -895,3 +895,23 @@ def test_the_evidence_of_another_run_is_not_added_to(
     for mode in ("auto", "resume_path"):
         assert main.launch([*arguments, f"trainer.resume_mode={mode}"]) == 0
     assert main.launch([*arguments, f"BISECT_DUMP_DIR={tmp_path}/other"]) == 0
+
+
+@pytest.mark.parametrize("profile", ["--embedded", "--cluster"])
+def test_a_missing_python_is_refused_at_once(tmp_path: Path, profile: str) -> None:
+    (tmp_path / "no_program").touch()
+    for python in ("/nope", str(tmp_path), str(tmp_path / "no_program")):
+        for more in ([], ["--dry-run"]):
+            with pytest.raises(Refused, match=f"there is no Python at {python}: give another with --python"):
+                main.launch([profile, "--python", python, f"OUTPUT_DIR={tmp_path}/out", *more])
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise Refused("no verl")
+
+    monkeypatch.setattr(run, "STATE", tmp_path / "state")
+    monkeypatch.setattr(checks, "check_verl", refuse)
+    with pytest.raises(Refused, match="no verl"):
+        main.launch(["--embedded", "--python", sys.executable, f"OUTPUT_DIR={tmp_path}/out"])
+    assert not (tmp_path / "out").exists()
