@@ -484,7 +484,9 @@ def test_few_of_many_ignored_locations_are_named(capsys: pytest.CaptureFixture) 
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_locations_that_pip_ignores_are_named_once(tmp_path: Path, capfd: pytest.CaptureFixture, missing: bool) -> None:
+def test_locations_that_pip_ignores_are_named_once_if_it_fails(
+    tmp_path: Path, capfd: pytest.CaptureFixture, missing: bool
+) -> None:
     """With the real pip, which warns of them for every package."""
     names = ["one", "two", "three"]
     for name in names:
@@ -501,8 +503,8 @@ def test_locations_that_pip_ignores_are_named_once(tmp_path: Path, capfd: pytest
         made.install("--dry-run", *names)
     printed = capfd.readouterr().out
     assert re.search(r"falling back to pip: pip is configured with (.*, )?find-links, no-index", printed)
-    (told,) = [line for line in printed.splitlines() if "pip ignores " in line]
-    assert all(path in told for path in absent)
+    told = [line for line in printed.splitlines() if "pip ignores " in line]
+    assert len(told) == missing and all(path in line for line in told for path in absent)
     assert ("No matching distribution found for not-there" in printed) == missing
     assert "is ignored" not in printed
 
@@ -915,3 +917,12 @@ def test_a_run_that_cannot_start_leaves_no_folder(tmp_path: Path, monkeypatch: p
     with pytest.raises(Refused, match="no verl"):
         main.launch(["--embedded", "--python", sys.executable, f"OUTPUT_DIR={tmp_path}/out"])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("fault", [None, "unsampled", "nan"])
+def test_what_is_proposed_next_is_another_fault(fault: str | None) -> None:
+    said = "\n".join(outcome.Outcome(0, 0, [], True).last_words("null", fault))
+    (line,) = (line for line in said.splitlines() if "--fault" in line)
+    named = re.split(r"[ ,()]+", line.partition("--fault ")[2])
+    assert set(named) - {"or", ""} == faults.FAULTS.keys() - {fault}
+    assert named[0] == ("advantage" if fault == "unsampled" else "unsampled")
