@@ -826,11 +826,13 @@ def test_a_run_without_a_spike_or_drill_has_a_page(
 def test_gradlocs_keys_are_those_of_its_configuration() -> None:
     """Each choice that GradLoc takes is taken, and no other."""
     from verl.utils.gradloc.adapters.actor_config import LayerClipConfig, SpikeConfig, TokenClipConfig
+    from verl.utils.gradloc.adapters.critic_config import CriticSpikeConfig
     from verl.utils.gradloc.config import CHOICES
 
     def names(config: type) -> set[str]:
         return {field.name for field in dataclasses.fields(config) if not field.name.startswith("_")}
 
+    assert names(CriticSpikeConfig) == set(gradloc_keys.OF_CRITIC)
     assert names(SpikeConfig) == gradloc_keys.KEYS.keys() | gradloc_keys.PARTS.keys()
     assert {name: set(gradloc_keys.KEYS[name]) for name in CHOICES} == {key: set(of) for key, of in CHOICES.items()}
     for name, config in (("layer_clip", LayerClipConfig), ("token_clip", TokenClipConfig)):
@@ -847,6 +849,7 @@ ACTOR = "actor_rollout_ref.actor"
         (f"{ACTOR}.grad_norm_treshold=5", f"is no key: did you mean {ACTOR}.grad_norm_threshold?"),
         (f"++{ACTOR}.spike_acton=drop", f"is no key: did you mean {ACTOR}.spike_action?"),
         (f"{ACTOR}.spike_search='later'", "spike_search is 'later': give training or replay"),
+        ("critic.grad_norm_threshold=aut", "critic.grad_norm_threshold is 'aut': give a number over 0 or auto"),
         (f"{ACTOR}.layer_clip.enabled=True", "layer_clip has beta, enable, log_layers"),
     ],
 )
