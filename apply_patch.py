@@ -824,11 +824,14 @@ def head_of(tree: Path) -> str | None:
     return None
 
 
-def check_head(tree: Path, commit: str | None) -> bool:
-    """Refuses a checkout at another commit, where that is known. Returns whether the tree is a git checkout at all."""
+def check_head(tree: Path, commit: str | None, told: bool) -> bool:
+    """Refuses a checkout at another commit, where that is known. Returns whether the tree is a git checkout at all.
+
+    With `told`, it says where the tree lies in another repository, which an installed verl may well do.
+    """
     if not os.path.lexists(tree / ".git"):
         outer = next((parent for parent in tree.parents if os.path.lexists(parent / ".git")), None)
-        if outer:
+        if outer and told:
             say_once(
                 f"{tree} is a subfolder of the repository {outer}, whose HEAD says nothing here; content alone decides"
             )
@@ -1163,7 +1166,7 @@ def inspect(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -
         return chosen, found
     start = found.left_behind or not found.patched  # with other files patched, that is what there is to say
     commit = None if args.unpinned else target.commit
-    checkout = not args.reverse and not args.force and start and check_head(tree, commit)
+    checkout = not args.reverse and not args.force and start and check_head(tree, commit, told=not args.installed)
     check_content(tree, found, args.reverse)
     if checkout:
         check_clean(tree, found.patched)

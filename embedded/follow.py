@@ -22,6 +22,8 @@ PHASES = (
     ("starting the workers", "Training Progress:   0%", 18.0),
 )
 STEP_SECONDS = 41.0
+# Where there is no terminal, a line tells so often how long the current phase or step has taken.
+EVERY = 60.0
 SLOWER = 1.5
 STEP = re.compile(r"step:(\d+) - (.*)")
 TOKEN_NORM = "actor/gradloc/token_norm_max"
@@ -126,6 +128,12 @@ class Clock:
         phases = [seconds for _, _, seconds in PHASES[begin:end]]
         return sum(phases) + STEP_SECONDS * (end - begin - len(phases))
 
+    def waiting(self, now: float) -> str:
+        """What is going on, for how long, and how much time is left."""
+        left = self.left(now)
+        said = f"{self.doing} for {duration(now - self._ended[-1])}"
+        return said if left is None else f"{said}, about {duration(left)} left in all"
+
     def ends(self, now: float) -> None:
         """Notes that the current phase or step has ended."""
         self._ended.append(now)
@@ -171,7 +179,7 @@ def alive(pid: int) -> bool:
 def follow(log: Path, pid: int, clock: Clock) -> None:
     """Prints the steps in the log as they are written, and a summary when the process has ended."""
     start = time.monotonic()
-    warned = False
+    warned, told = False, 0.0
     logged: dict[int, dict[str, float]] = {}
 
     def seconds() -> float:
@@ -197,15 +205,20 @@ def follow(log: Path, pid: int, clock: Clock) -> None:
             while line := file.readline():
                 if clock.phase < len(PHASES) and PHASES[clock.phase][1] in line:
                     left = end_of_phase()
+                    told = seconds()
                     console.print(f"{clock.doing}  ({', '.join(filter(None, [f'{seconds():.0f} s so far', left]))})")
                 for step, metrics in steps_in(line):
                     logged[step] = metrics
                     left = end_of_phase()
+                    told = seconds()
                     console.print(step_line(step, metrics) + (f"  ({left})" if left else ""))
             if ended:
                 break
-            left_now = clock.left(seconds())
-            status.update(clock.doing + ("" if left_now is None else f", about {duration(left_now)} left"))
+            waiting = clock.waiting(seconds())
+            status.update(waiting)
+            if not console.is_terminal and seconds() - told >= EVERY:
+                told = seconds()
+                console.print(f"  {waiting}")
             time.sleep(0.5)
     console.print(summary(logged))
 

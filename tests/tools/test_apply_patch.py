@@ -364,6 +364,13 @@ def test_subfolder_of_another_repository(project: Project, tree: Path, tmp_path:
     assert snapshot(tree) == expected(tmp_path)
 
 
+def test_an_installed_verl_may_lie_in_a_repository(project: Project, tree: Path, tmp_path: Path) -> None:
+    trees.commit_all(tmp_path)
+    done = project.apply("--installed", PYTHONPATH=str(tree))
+    assert done.returncode == 0 and "repository" not in done.stdout + done.stderr
+    assert snapshot(tree) == expected(tmp_path)
+
+
 def test_broken_repository_inside_another(project: Project, tree: Path, tmp_path: Path) -> None:
     trees.commit_all(tmp_path)
     (tree / ".git").mkdir()

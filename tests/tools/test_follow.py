@@ -83,3 +83,22 @@ def test_a_step_in_which_token_clip_found_tokens() -> None:
     metrics = {"critic/score/mean": 0.5, "actor/token_clip/over": 3.0, "actor/token_clip/cut": 2.0}
     assert follow.step_line(7, metrics) == "step 7  reward 0.5  TokenClip: 2 of 3 outlying signals cut"
     assert "TokenClip" not in follow.step_line(7, {"actor/token_clip/over": 0.0, "actor/token_clip/cut": 0.0})
+
+
+def test_the_time_of_a_step_goes_on() -> None:
+    """Also where no time is known that is left, as in a step of a run with a fault."""
+    assert clock(*STARTED, usual=False).waiting(STARTED[1] + 300.0) == "step 1 of 4 for 5 min"
+    assert clock(*STARTED).waiting(STARTED[1] + 20.0) == "step 1 of 4 for 20 s, about 2 min left in all"
+
+
+def test_without_a_terminal_lines_tell_how_long_a_step_has_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "EVERY", 0.0)
+    looks = iter([True, True, False])
+    monkeypatch.setattr(follow, "alive", lambda pid: next(looks))
+    log = tmp_path / "train.log"
+    log.write_text("".join(f"{mark}\n" for _, mark, _ in follow.PHASES))
+    follow.follow(log, 1, follow.Clock(2, False))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" for ")[0] for line in lines if line.startswith("  ")] == ["  step 1 of 2"] * 2

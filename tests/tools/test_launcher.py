@@ -484,7 +484,9 @@ def test_few_of_many_ignored_locations_are_named(capsys: pytest.CaptureFixture) 
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_locations_that_pip_ignores_are_named_once(tmp_path: Path, capfd: pytest.CaptureFixture, missing: bool) -> None:
+def test_locations_that_pip_ignores_are_named_once_if_it_fails(
+    tmp_path: Path, capfd: pytest.CaptureFixture, missing: bool
+) -> None:
     """With the real pip, which warns of them for every package."""
     names = ["one", "two", "three"]
     for name in names:
@@ -501,8 +503,8 @@ def test_locations_that_pip_ignores_are_named_once(tmp_path: Path, capfd: pytest
         made.install("--dry-run", *names)
     printed = capfd.readouterr().out
     assert re.search(r"falling back to pip: pip is configured with (.*, )?find-links, no-index", printed)
-    (told,) = [line for line in printed.splitlines() if "pip ignores " in line]
-    assert all(path in told for path in absent)
+    told = [line for line in printed.splitlines() if "pip ignores " in line]
+    assert len(told) == missing and all(path in line for line in told for path in absent)
     assert ("No matching distribution found for not-there" in printed) == missing
     assert "is ignored" not in printed
 
@@ -824,11 +826,13 @@ def test_a_run_without_a_spike_or_drill_has_a_page(
 def test_gradlocs_keys_are_those_of_its_configuration() -> None:
     """Each choice that GradLoc takes is taken, and no other."""
     from verl.utils.gradloc.adapters.actor_config import LayerClipConfig, SpikeConfig, TokenClipConfig
+    from verl.utils.gradloc.adapters.critic_config import CriticSpikeConfig
     from verl.utils.gradloc.config import CHOICES
 
     def names(config: type) -> set[str]:
         return {field.name for field in dataclasses.fields(config) if not field.name.startswith("_")}
 
+    assert names(CriticSpikeConfig) == set(gradloc_keys.OF_CRITIC)
     assert names(SpikeConfig) == gradloc_keys.KEYS.keys() | gradloc_keys.PARTS.keys()
     assert {name: set(gradloc_keys.KEYS[name]) for name in CHOICES} == {key: set(of) for key, of in CHOICES.items()}
     for name, config in (("layer_clip", LayerClipConfig), ("token_clip", TokenClipConfig)):
@@ -845,6 +849,7 @@ ACTOR = "actor_rollout_ref.actor"
         (f"{ACTOR}.grad_norm_treshold=5", f"is no key: did you mean {ACTOR}.grad_norm_threshold?"),
         (f"++{ACTOR}.spike_acton=drop", f"is no key: did you mean {ACTOR}.spike_action?"),
         (f"{ACTOR}.spike_search='later'", "spike_search is 'later': give training or replay"),
+        ("critic.grad_norm_threshold=aut", "critic.grad_norm_threshold is 'aut': give a number over 0 or auto"),
         (f"{ACTOR}.layer_clip.enabled=True", "layer_clip has beta, enable, log_layers"),
     ],
 )
@@ -895,3 +900,32 @@ def test_the_evidence_of_another_run_is_not_added_to(
     for mode in ("auto", "resume_path"):
         assert main.launch([*arguments, f"trainer.resume_mode={mode}"]) == 0
     assert main.launch([*arguments, f"BISECT_DUMP_DIR={tmp_path}/other"]) == 0
+
+
+@pytest.mark.parametrize("profile", ["--embedded", "--cluster"])
+def test_a_missing_python_is_refused_at_once(tmp_path: Path, profile: str) -> None:
+    (tmp_path / "no_program").touch()
+    for python in ("/nope", str(tmp_path), str(tmp_path / "no_program")):
+        for more in ([], ["--dry-run"]):
+            with pytest.raises(Refused, match=f"there is no Python at {python}: give another with --python"):
+                main.launch([profile, "--python", python, f"OUTPUT_DIR={tmp_path}/out", *more])
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise Refused("no verl")
+
+    monkeypatch.setattr(run, "STATE", tmp_path / "state")
+    monkeypatch.setattr(checks, "check_verl", refuse)
+    with pytest.raises(Refused, match="no verl"):
+        main.launch(["--embedded", "--python", sys.executable, f"OUTPUT_DIR={tmp_path}/out"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("fault", [None, "unsampled", "nan"])
+def test_what_is_proposed_next_is_another_fault(fault: str | None) -> None:
+    said = "\n".join(outcome.Outcome(0, 0, [], True).last_words("null", fault))
+    (line,) = (line for line in said.splitlines() if "--fault" in line)
+    named = re.split(r"[ ,()]+", line.partition("--fault ")[2])
+    assert set(named) - {"or", ""} == faults.FAULTS.keys() - {fault}
+    assert named[0] == ("advantage" if fault == "unsampled" else "unsampled")

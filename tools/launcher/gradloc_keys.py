@@ -35,6 +35,8 @@ PARTS = {
     "layer_clip": frozenset("enable rule target z ratio beta warmup_steps min_bound max_norm log_layers".split()),
     "token_clip": frozenset("enable action factor beta warmup_steps max_share".split()),
 }
+# Those that the critic has, too, below `critic`.
+OF_CRITIC = ("spike_detection", "grad_norm_threshold", "bisect_dump_dir")
 # Below this, two names are two names.
 _SIMILAR = 0.8
 
@@ -53,6 +55,8 @@ def check_overrides(overrides: Iterable[str], asked: Mapping[str, str]) -> str |
     for key, text in given.items():
         if key.startswith(f"{ACTOR}."):
             _check(key.removeprefix(f"{ACTOR}."), text.strip("'\""))
+        elif key.removeprefix("critic.") in OF_CRITIC and "${" not in text:
+            check(key, text.strip("'\""), KEYS[key.removeprefix("critic.")])
     off = given.get(f"{ACTOR}.spike_detection", "").lower() == "false"
     idle = [key for key in given if key.removeprefix(f"{ACTOR}.") in KEYS and not key.endswith(".spike_detection")]
     idle += [name for name in ("GRAD_NORM_THRESHOLD", "SPIKE_ACTION") if name in asked]

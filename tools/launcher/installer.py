@@ -22,7 +22,8 @@ _HARMLESS = frozenset(
     "require-virtualenv retries root-user-action timeout verbose".split()
 )
 _CONFIGURED = re.compile(r"(?:global|install|:env:)\.([^=]+)=")
-# What pip says for each package of each configured location that it does not take.
+# What pip says for each package of each configured location that it does not take. An index in a folder is one for
+# each package, so this matters only where pip fails.
 _IGNORED = re.compile(
     r"WARNING: (?:Location '(?P<path>.+)' is ignored|The repository located at (?P<host>\S+) .*is being ignored)"
 )
@@ -118,9 +119,8 @@ class Installer:
                         print(f"  {line}", end="", flush=True)
         except subprocess.CalledProcessError:
             print("".join(said), end="", flush=True)
-            raise
-        finally:
             _tell(ignored)
+            raise
 
 
 def _tell(ignored: set[str]) -> None:

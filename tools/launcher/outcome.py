@@ -15,7 +15,7 @@ from .log import say
 NEXT = """\
 What next:
   natural spikes of this model  bash run_experiment.sh --embedded{options} GRAD_NORM_THRESHOLD=90
-  what a fault looks like       bash run_experiment.sh --embedded{options} --fault unsampled   (or {others})
+  what a fault looks like       bash run_experiment.sh --embedded{options} --fault {example}   (or {others})
   your own run                  {install}, and add to your launch command:
                                   {keys}"""
 
@@ -101,10 +101,11 @@ class Outcome:
             yield f"The fault '{fault}' was planted on purpose: {FAULTS[fault].meaning}."
             if not self.spikes:
                 yield "It did not raise any gradient over the threshold."
-        others = ", ".join(name for name in FAULTS if name != "unsampled")
+        example, *others = (name for name in FAULTS if name != fault)
         yield NEXT.format(
             options=(f" --target {target}" if target else "") + " --plugin" * plugin,
-            others=others,
+            example=example,
+            others=", ".join(others),
             install=OF_PLUGIN if plugin else OF_PATCH,
             keys=f"\n{' ' * 34}".join((*profiles.PLUGIN, *KEYS) if plugin else KEYS),
         )

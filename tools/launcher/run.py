@@ -3,6 +3,7 @@
 """A run that is about to start: what was asked for, with everything that follows from it."""
 
 import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -137,6 +138,8 @@ def _choose_target(asked: Options, profile: str) -> str:
     """The version of verl that is asked for, or that training's Python has, or the default one."""
     if asked.target is not None:
         targets.check(asked.target, ROOT)
+    if asked.python is not None and shutil.which(asked.python) is None:
+        raise Refused(f"there is no Python at {asked.python}: give another with --python")
     python = asked.python or ("python3" if profile == "cluster" else None)
     target = targets.choose(asked.target, python, ROOT, os.environ)
     if asked.plugin and targets.number(target) < targets.number("0.9.1"):
