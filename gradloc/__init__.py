@@ -31,7 +31,7 @@ The parts of the package. A file imports from its own part and from those above 
 import importlib.util
 import sys
 
-# So it is while `python -m` imports the package of its command.
+# So it is while Python imports the package of a command that -m names.
 if sys.argv[:1] == ["-m"] and importlib.util.find_spec("torch") is None:
     sys.exit(f"GradLoc needs torch, which {sys.executable} does not have: use the Python that runs the training.")
 
