@@ -28,6 +28,13 @@ The parts of the package. A file imports from its own part and from those above 
 - adapters: the only part that knows verl
 """
 
+import importlib.util
+import sys
+
+# So it is while Python imports the package of a command that -m names.
+if sys.argv[:1] == ["-m"] and importlib.util.find_spec("torch") is None:
+    sys.exit(f"GradLoc needs torch, which {sys.executable} does not have: use the Python that runs the training.")
+
 from .config import GradLocConfig
 from .evidence.token_facts import text_evidence
 from .evidence.writer import record_events

@@ -259,7 +259,7 @@ def _culprits(summary: Summary, width: int) -> Table:
     """The largest culprits, with as many columns as the terminal is wide enough for."""
     culprits = summary["largest_culprits"]
     title = "The culprits" if len(culprits) == summary["culprits"] else "The largest culprits"
-    figures = {
+    figures: dict[str, Callable[[Summary], str]] = {
         "norm": lambda row: short(row["grad_norm"]),
         "× threshold": lambda row: short(culprit_factor(row)),
         **{name: partial(_figure, name) for name in ("ratio", "advantage", "reward")},

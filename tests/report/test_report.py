@@ -1133,3 +1133,15 @@ def test_a_narrow_terminal_keeps_the_context_and_the_source(
     assert "«<|i" in row and len(row) <= width
     (head,) = (line for line in out.splitlines() if "token in its context" in line)
     assert ("reward" in head) == (width == 140 or (width == 100 and not recorded))
+
+
+@pytest.mark.parametrize("command", ["report", "replay"])
+def test_a_command_without_torch_says_which_python_to_use(command: str) -> None:
+    # With -S there are no installed packages.
+    program = [sys.executable, "-S", "-m", f"gradloc.{command}", "evidence"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == (
+        f"GradLoc needs torch, which {sys.executable} does not have: use the Python that runs the training.\n"
+    )
