@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 _logger = logging.getLogger(__name__)
 
-# A search makes hundreds of short passes: of those, one line in so many seconds.
+# A search makes hundreds of short passes: one line in this many seconds.
 SECONDS = 5.0
 
 
