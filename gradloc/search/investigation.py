@@ -12,7 +12,7 @@ from ..config import GradLocConfig
 from ..fsdp import collectives
 from ..measure.mini_batch import MiniBatch
 from ..measure.probes import GroupName
-from .broken_rows import BrokenRow, BrokenRows
+from .broken_gradients import BrokenGradients
 from .codes import is_single
 from .groups import Groups, Token
 from .search import Search
@@ -87,16 +87,13 @@ class Investigation:
         self._budget = budget - recomputed if recomputed < budget else budget
         self._scale = mini_batch.scale
         self._device = mini_batch.model.device
-        self._global_norm = mini_batch.global_norm()
         # The other micro-batches give a better estimate for ordinary tokens than an earlier mini-batch.
         below = [each.token_equivalent for each in figures.values() if each.norm and not each.is_over(threshold)]
         levels = [level for level in below if level]
         self.search = Search(threshold, config.bisect_until, statistics.median(levels) if levels else ordinary)
         self.groups = Groups(mini_batch, figures, threshold)
         self._waiting = list(self.groups.members)
-        self._broken = BrokenRows()
-        # Groups whose gradient is non-finite even without any token, found before they were searched.
-        self._broken_groups: list[GroupName] = []
+        self._broken = BrokenGradients(mini_batch, figures, self.groups)
         self.without_tokens: WithoutTokens | None = None
 
     @property
@@ -106,33 +103,23 @@ class Investigation:
 
     @property
     def everything_broken(self) -> bool:
-        """Whether no single token is the cause: all tokens are broken, or the gradient is broken without any token."""
-        if self._is_empty_and_broken:
-            return self._scale == 1
-        return any(each.tokens for each in self.figures.values()) and all(
-            each.broken_tokens == each.tokens for each in self.figures.values()
-        )
+        """See `BrokenGradients.are_everything`."""
+        return self._broken.are_everything
 
     @property
     def overflow(self) -> bool:
-        """Whether the loss scale may be the only problem: fp16 gradients overflowed without a broken token."""
-        wholes = self._meter.wholes(self.figures, self._global_norm)
-        broken = any(not (math.isfinite(norm) or tokens) for norm, tokens in wholes)
-        return self._scale != 1 and (broken or self._is_empty_and_broken)
-
-    @property
-    def _is_empty_and_broken(self) -> bool:
-        return not (math.isfinite(self._global_norm) or any(each.tokens for each in self.figures.values()))
+        """See `BrokenGradients.may_be_overflow`."""
+        return self._broken.may_be_overflow
 
     @property
     def broken(self) -> list[GroupName]:
         """The groups whose gradient is non-finite even without any token."""
-        return self._broken_groups + self.search.broken
+        return self._broken.groups + self.search.broken
 
     @property
     def ended(self) -> bool:
         """Whether the search ended by itself, not by an error or the budget."""
-        settled = not self._broken.unsettled
+        settled = not self._broken.rows.unsettled
         return self.error is None and settled and not self._waiting and not self.search.open_sets
 
     @property
@@ -149,13 +136,13 @@ class Investigation:
         """
         if not (self.culprits and self.ended):
             return False
-        broken, members = {row.micro_batch for row in self._broken.rows}, self.groups.members
+        broken, members = {row.micro_batch for row in self._broken.rows.rows}, self.groups.members
         if any(self._is_over_without_tokens(group) for group in self.groups.candidates):
             return False
         rests = [
             self.search.rest(group) if self.search.knows(group) and not broken & set(members[group]) else None
             for group in self.groups.candidates
-            if self.search.knows(group) or self._broken_tokens_of(group)
+            if self.search.knows(group) or self._broken.tokens_of(group)
         ]
         if any(rest is not None and self.search.is_over(*rest) for rest in rests):
             return False
@@ -178,7 +165,7 @@ class Investigation:
         for culprit in self.search.culprits:
             rank, row, position = self.groups.candidates[culprit.group][culprit.candidate].tolist()
             found.append(((rank, culprit.group[1]), row, position))
-        return self._broken.culprits + found
+        return self._broken.rows.culprits + found
 
     def run(self) -> None:
         """Measures until every suspect group is settled, the budget is spent, or a pass fails. A collective call.
@@ -188,11 +175,11 @@ class Investigation:
         if self.everything_broken:
             self._waiting = []
         if self.overflow:
-            self._waiting = [group for group in self._waiting if self._broken_tokens_of(group)]
+            self._waiting = [group for group in self._waiting if self._broken.tokens_of(group)]
         try:
             if self._waiting and not self.time_limit.is_up():
                 self.passes.rehearse(self._meter.reduces)
-                if self._is_broken_without_tokens():
+                if self._broken.are_without_tokens(self._waiting, self.passes):
                     self._waiting = []
                 self._search_tokens()
             self._measure_micro_batches_of_culprits()
@@ -204,11 +191,11 @@ class Investigation:
         while self.passes.count < self._budget:
             while self._waiting and self.search.has_room(width, self._budget - self.passes.count):
                 self._open()
-            rows = self._broken.unsettled[:width]
+            rows = self._broken.rows.unsettled[:width]
             if rows:
                 if self.time_limit.is_up():
                     return
-                self._narrow(rows)
+                self._broken.narrow(rows, self.passes)
                 continue
             if self._measure_without_tokens():
                 continue
@@ -232,7 +219,7 @@ class Investigation:
                 self.search.add_measurements(list(zip(probes, squares.sum(1).sqrt().tolist(), strict=True)))
                 for group in self.search.broken:
                     if group not in known:
-                        self._suspect_rows(group)
+                        self._broken.suspect_rows(group)
 
     def _measure_without_tokens(self) -> bool:
         """Measures the loudest group, once, if a part of some group's gradient may come from no token.
@@ -260,32 +247,8 @@ class Investigation:
     def _is_over_without_tokens(self, group: GroupName) -> bool:
         """Whether a group over its threshold has no token that can move, so that there was nothing to search."""
         norm = self.figures[self.groups.members[group][0]].norm
-        searched = self.search.knows(group) or self._broken_tokens_of(group)
+        searched = self.search.knows(group) or self._broken.tokens_of(group)
         return not searched and norm is not None and math.isfinite(norm)
-
-    def _broken_tokens_of(self, group: GroupName) -> int:
-        return sum(self.figures[name].broken_tokens for name in self.groups.members[group])
-
-    def _is_broken_without_tokens(self) -> bool:
-        """Whether the gradients are broken even without any token, if all gradients are broken but no token is.
-
-        One pass with one group per probe is enough to find out, instead of a search of all groups. A collective call.
-        """
-        wholes = self._meter.wholes(self.figures, self._global_norm)
-        if not wholes or self._scale != 1 or any(math.isfinite(norm) or broken for norm, broken in wholes):
-            return False
-        begun = [
-            group for group in self._waiting if any(self.figures[name].tokens for name in self.groups.members[group])
-        ]
-        sample = begun[: self._meter.width]
-        if not sample:
-            return False
-        for group in sample:
-            self.groups.obtain(group)
-        probes = [partial(self.groups.empty_subsets, group) for group in sample]
-        broken = not self._meter.measure(self.passes, probes).sum(1).isfinite().any()
-        self._broken_groups += sample if broken else []
-        return broken
 
     def _open(self) -> None:
         """Adds the next group to the search, or all groups if their norms are unknown. A collective call."""
@@ -297,15 +260,14 @@ class Investigation:
             self.groups.obtain(group)
         with collectives.raised_on_all_ranks(self._device):
             for group in groups if known else sorted(groups, key=self.groups.suspicion, reverse=True):
-                for name, tokens in zip(self.groups.members[group], self.groups.tokens(group), strict=True):
-                    self._broken.look_into(name, tokens)
+                self._broken.look_into(group)
                 self._add_to_search(group, known)
         self._waiting = self._waiting[len(groups) :]
 
     def _add_to_search(self, group: GroupName, known: bool) -> None:
         found = self.groups.list_candidates(group)
         # With broken tokens, the group's norm says nothing about its other tokens.
-        known &= not self._broken_tokens_of(group) and found.all_measurable
+        known &= not self._broken.tokens_of(group) and found.all_measurable
         norm = self.figures[self.groups.members[group][0]].norm if known else None
         # An overflow caused by the loss scale would look like broken tokens.
         if self._scale != 1 and norm is not None and not math.isfinite(norm):
@@ -313,21 +275,8 @@ class Investigation:
         if len(found.weights):
             self.search.add_group(group, norm, found.suspicion, found.weights, probe_empty=found.healthy)
         elif norm is not None and not math.isfinite(norm):
-            self._broken_groups.append(group)
-            self._suspect_rows(group)
-
-    def _suspect_rows(self, group: GroupName) -> None:
-        """Queues all rows of a group for `_narrow`: its gradient is broken although none of its tokens is."""
-        for name, tokens in zip(self.groups.members[group], self.groups.tokens(group), strict=True):
-            self._broken.suspect(name, tokens)
-
-    def _narrow(self, rows: list[BrokenRow]) -> None:
-        """Runs one pass that narrows down the first bad token in some rows. A collective call."""
-        cuts = [(row, index) for row in rows for index in row.cuts(self._meter.width // len(rows))]
-        probes = [partial(self.groups.subsets, [(row.micro_batch, row.row, row.positions[i])]) for row, i in cuts]
-        squares = self._meter.measure(self.passes, probes)
-        for (row, index), broken in zip(cuts, ~squares.sum(1).isfinite(), strict=True):
-            row.record(index, bool(broken))
+            self._broken.groups.append(group)
+            self._broken.suspect_rows(group)
 
     def _measure_micro_batches_of_culprits(self) -> None:
         """Measures the unknown norms of micro-batches with culprits, within the budget. A collective call."""
