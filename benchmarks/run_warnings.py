@@ -31,7 +31,7 @@ from grpo_run import Run, Samples, Settings, Variant
 from sums_task import PROMPT, RESPONSE, learn_from_examples, new_model
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
-from verl.utils.gradloc import gradloc as gradloc_module
+from verl.utils.gradloc import run_warnings
 from verl.utils.gradloc.evidence.scaling import coefficient_factor
 
 RATE = 1e-4
@@ -98,13 +98,13 @@ def run(planted: Planted, weights: dict[str, Tensor], seed: int, steps: int) -> 
     gradloc = training.actor.gradloc
     assert gradloc is not None
     scales: list[Tensor] = []
-    check_run = gradloc_module.loss_scale_warning
+    check_run = run_warnings.loss_scale_warning
 
     def looked_at(by_rank: Tensor, *others: Any) -> dict[str, str] | None:
         scales.append(by_rank)
         return check_run(by_rank, *others)
 
-    gradloc_module.loss_scale_warning = looked_at
+    run_warnings.loss_scale_warning = looked_at
     figures = []
     for _ in range(steps):
         samples, log_probs = rollout.draw()
@@ -115,10 +115,10 @@ def run(planted: Planted, weights: dict[str, Tensor], seed: int, steps: int) -> 
                 tensors["ref_log_prob"] = rollout.reference(tensors["input_ids"])
 
         training.step("no", samples, change)
-        found = {**_figures(gradloc._run_checks), "scale": max(map(_off_scale, scales))}
+        found = {**_figures(gradloc._warnings._checks), "scale": max(map(_off_scale, scales))}
         figures.append({**found, "warnings": [warning["name"] for warning in gradloc.warnings]})
         scales.clear()
-    gradloc_module.loss_scale_warning = check_run
+    run_warnings.loss_scale_warning = check_run
     return figures
 
 

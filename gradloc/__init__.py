@@ -14,7 +14,7 @@ The parts of the package. A file imports from its own part and from those above 
 - search: what to measure next
 - evidence: what was found, as events in a file
 - bundles: an event's largest micro-batches in a folder that can be taken elsewhere
-- metrics: an update's metrics
+- metrics, run_warnings: an update's metrics; warnings that need no spike
 - report: the reader of the evidence
 - replay: computes a bundle again in one process, and searches it, also in several; with verl, it asks
   adapters.remedy_losses for other losses
@@ -43,7 +43,8 @@ from .gradloc import GradLoc
 from .layers.layer_clip import LayerClip, LayerClipConfig
 from .measure.token_weights import token_weights
 from .spike import Located
-from .token_clip.token_clip import TokenClip, TokenClipConfig
+from .token_clip.config import TokenClipConfig
+from .token_clip.token_clip import TokenClip
 from .version import __version__
 
 __all__ = [

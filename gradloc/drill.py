@@ -18,6 +18,7 @@ from .evidence.event import build_event
 from .evidence.in_words import summary
 from .fsdp import collectives
 from .fsdp.state import SetAside, clear_gradients, undisturbed
+from .fsdp.unless_it_fails import is_known_on_all_ranks
 from .measure.figures import AllFigures
 from .measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
@@ -75,7 +76,7 @@ def hold(
     ordinary: OrdinaryGradient,
     where: Mapping[str, Any],
     time_limit: TimeLimit,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Plants a spike in a copy of the mini-batch, searches for it, and restores everything. A collective call.
 
     Args:
@@ -87,8 +88,26 @@ def hold(
         time_limit (TimeLimit): How long its search may take.
 
     Returns:
-        dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place.
+        dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place. None if an
+            error that all ranks know of left none.
     """
+    try:
+        return _held(mini_batch, tau, config, ordinary, where, time_limit)
+    except Exception as error:
+        if not is_known_on_all_ranks(error):
+            raise
+        logger.warning("the spike drill failed; training continues", exc_info=True)
+        return None
+
+
+def _held(
+    mini_batch: MiniBatch,
+    tau: Threshold,
+    config: GradLocConfig,
+    ordinary: OrdinaryGradient,
+    where: Mapping[str, Any],
+    time_limit: TimeLimit,
+) -> dict[str, Any]:
     started = time.perf_counter()
     model, threshold = mini_batch.model, tau.of(mini_batch.level.finite)
     planted: Planted | None = None

@@ -107,8 +107,13 @@ class UpdateMetrics:
         self._skipped_without_event += skipped
 
     def metrics(self) -> dict[str, float]:
-        """The metrics; see also `GradLoc.metrics`. Those without data are missing.
+        """The metrics; those without data are missing. Drills count in `drill_found` alone.
 
+        - `misaligned_share` (only with rollout log-probs): the share of response tokens whose log-prob differs from the
+          rollout's by more than a nat.
+        - `threshold`: τ in the mini-batch with the largest norm, or in the last one if that was in the warm-up of an
+          automatic threshold; missing before the warm-up has ended.
+        - `drill_found` (only after a drill): 1 if the planted token was found.
         - `ratio_max`: the largest importance ratio p/p_old. Small ratios do not count: a token's coefficient shrinks
           with its ratio.
         - `rollout_ratio_max`: the largest of p/p_rollout and p_rollout/p: either way training and rollout disagree.

@@ -9,7 +9,7 @@ from verl.base_config import BaseConfig
 from ..checks import is_positive_integer
 from ..config import GradLocConfig
 from ..layers import layer_clip
-from ..token_clip import token_clip
+from ..token_clip import config as token_clip_config
 
 
 @dataclass
@@ -21,7 +21,7 @@ class LayerClipConfig(BaseConfig, layer_clip.LayerClipConfig):
 
 
 @dataclass
-class TokenClipConfig(BaseConfig, token_clip.TokenClipConfig):
+class TokenClipConfig(BaseConfig, token_clip_config.TokenClipConfig):
     """Configuration for cutting single tokens' outlying signals in the backward pass.
 
     Fields and their validation are those of verl.utils.gradloc.TokenClipConfig.

@@ -112,9 +112,7 @@ class Watch:
                 sequence_parallel_size=sequence_parallel_size,
                 meter=meter_kind(module),
                 recover=getattr(module, "reset_activation_offloading", None),
-                cut=None if self.token_clip is None else self.token_clip.repeated,
-                outliers=None if self.token_clip is None else self.token_clip.outliers,
-                cut_tokens=None if self.token_clip is None else self.token_clip.cut_tokens,
+                token_clip=self.token_clip,
                 bundle_writer=build_bundle_writer(module, config, rows_of, dtype, grad_clip, self.layer_clip),
                 learning_rate=learning_rate,
             )
@@ -202,7 +200,10 @@ class Watch:
             try:
                 tokens = read()
             except Exception as error:
-                read = self._not_read(error)
+                if not self._has_not_read:
+                    self._has_not_read = True
+                    logger.warning("TokenClip leaves micro-batches alone whose tokens cannot be read", exc_info=error)
+                read = _failing_like(error)
             else:
                 others = {name: tensor for name, tensor in tokens.items() if name not in ("weight", "entropy")}
                 self.token_clip.observe(loss_inputs["coefficient"][0], tokens["weight"], self._scale, others)
@@ -211,19 +212,6 @@ class Watch:
             derive = partial(with_derived, config=self._config, eos_tokens=self._eos_tokens)
             mode = aggregation_mode(call, self._config, shape)
             self.gradloc.observe_later(lambda: derive(read(), factor=factor, options=options), loss_inputs, mode)
-
-    def _not_read(self, error: Exception) -> Callable[[], dict[str, Tensor]]:
-        """Takes an error in reading the tokens, of which the first is logged; what it returns raises it again."""
-        if not self._has_not_read:
-            self._has_not_read = True
-            logger.warning("TokenClip leaves micro-batches alone whose tokens cannot be read", exc_info=error)
-        message = f"{type(error).__name__}: {error}"
-        release_frames(error)
-
-        def read() -> dict[str, Tensor]:
-            raise RuntimeError(message)
-
-        return read
 
     def step(self, epoch: int, mini_batch: int, optimizer_step: Callable[[], Norm]) -> Norm | float:
         """Takes the optimizer step, unless `spike_action` leaves it out. A collective call.
@@ -304,6 +292,17 @@ class Watch:
     def _parts(self) -> dict[str, GradLoc | LayerClip | TokenClip]:
         parts = {"gradloc": self.gradloc, "layer_clip": self.layer_clip, "token_clip": self.token_clip}
         return {name: part for name, part in parts.items() if part is not None}
+
+
+def _failing_like(error: Exception) -> Callable[[], dict[str, Tensor]]:
+    """What raises an error like this one again, without its frames and the tensors in them."""
+    message = f"{type(error).__name__}: {error}"
+    release_frames(error)
+
+    def read() -> dict[str, Tensor]:
+        raise RuntimeError(message)
+
+    return read
 
 
 def read_state(folder: str | None) -> dict[str, Any]:

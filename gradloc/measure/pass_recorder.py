@@ -35,12 +35,13 @@ class PassRecorder:
 
     Attributes:
         failed (bool): Whether tokens could not be read since the last `discard`.
+        is_off (bool): Whether to record nothing; set by the owner.
         current (MicroBatch | None): The one whose pass is being recorded.
         micro_batches (list[MicroBatch]): Those recorded since the last `take`.
     """
 
     def __init__(self, model: WatchedModel) -> None:
-        self.failed = False
+        self.failed = self.is_off = False
         self._has_warned = False
         self.current: MicroBatch | None = None
         self.micro_batches: list[MicroBatch] = []
@@ -56,19 +57,27 @@ class PassRecorder:
             inputs (dict): The inputs of `Forward`; kept until `take`.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
+        if self.is_off:
+            return
         self.current = MicroBatch(inputs, [int(row) for row in rows], get_rng_state(self._model.device))
         self._read_tokens, self._gradients = None, {}
         self._model.meter.start()
 
-    def observe(self, tokens: Mapping[str, Tensor], loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
+    def observe(
+        self, tokens: Mapping[str, Tensor], loss_inputs: LossInputs | None, loss_agg_mode: str | None = None
+    ) -> None:
         """Called between a pass's loss and its backward.
 
         Args:
             tokens (Mapping[str, Tensor]): What is known of the tokens, all of shape (rows, response length).
-            loss_inputs (Mapping): See `LossInputs`; what needs no gradient is left out.
+            loss_inputs (Mapping, optional): See `LossInputs`; what needs no gradient is left out. None if the loss is
+                computed from the `log_prob` and `entropy` of the tokens.
             loss_agg_mode (str, optional): As in `MicroBatch`.
         """
         _check_shapes(tokens)
+        if loss_inputs is None:
+            names = {"coefficient": "log_prob", "entropy_coefficient": "entropy"}
+            loss_inputs = {name: (tokens[of], unchanged) for name, of in names.items() if of in tokens}
         self.observe_later(lambda: tokens, loss_inputs, loss_agg_mode)
 
     def observe_later(self, read_tokens: ReadTokens, loss_inputs: LossInputs, loss_agg_mode: str | None = None) -> None:
@@ -76,6 +85,8 @@ class PassRecorder:
 
         The device has nothing to do between a loss that the host has waited for and its backward.
         """
+        if self.is_off:
+            return
         if self.current is None:
             raise RuntimeError("observe() belongs between begin_pass() and end_pass().")
         self.current.loss_agg_mode = loss_agg_mode
@@ -86,6 +97,8 @@ class PassRecorder:
 
     def end(self) -> None:
         """Called after a pass's backward."""
+        if self.is_off:
+            return
         current = self.current
         if current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")

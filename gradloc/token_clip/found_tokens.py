@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fsdp import collectives
 from .watched_pass import LOG_PROBS, WatchedPass
 
 # The maximum number of tokens that are described, those furthest over their bounds first.
@@ -110,6 +111,30 @@ def cut_tokens(each: WatchedPass) -> Tensor:
             cut = over.cut.flatten().cpu() & (positions >= 0) & (positions < found.shape[1])
             found[rows[cut], positions[cut]] = True
     return found
+
+
+def marks(passes: Sequence[WatchedPass], factor: float, first: int, size: int) -> list[dict[str, Tensor]]:
+    """What a search is to know of the tokens of this rank's passes. A collective call.
+
+    Args:
+        passes (Sequence[WatchedPass]): Those of a mini-batch.
+        factor (float): A bound as a multiple of the usual signal.
+        first (int): The first rank of this rank's group with Ulysses, each of which has a part of the positions.
+        size (int): The size of such a group.
+
+    Returns:
+        list[dict[str, Tensor]]: For each pass `outlier`, see `outliers`, and `cut`, see `cut_tokens`.
+    """
+    own: list[dict[str, Tensor]] = []
+
+    def find() -> list[Tensor]:
+        own.extend({"outlier": outliers(each, factor), "cut": cut_tokens(each)} for each in passes)
+        return [each["cut"].nonzero() for each in own] if size > 1 else []
+
+    for of_part in collectives.exchange(find)[first : first + size]:
+        for each, places in zip(own, of_part, strict=False):
+            each["cut"][tuple(places.T)] = True
+    return own
 
 
 def largest_tokens(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,66 +3,23 @@
 """TokenClip: cuts a token's backward signal where it is far over the usual largest one."""
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import is_finite_number, is_positive_integer
 from ..fsdp import collectives
 from .boundaries import hook_boundaries
+from .bounds import Bounds
+from .config import TokenClipConfig
 from .counts import Counts
-from .found_tokens import cut_tokens, largest_tokens, outliers, own_tokens
+from .found_tokens import largest_tokens, marks, own_tokens
 from .positions import Positions
-from .usual_signal import UsualSignal
 from .watched_pass import LOG_PROBS, WatchedPass
 
 logger = logging.getLogger(__name__)
-
-ACTIONS = ("log", "drop", "smooth")
-
-
-@dataclass
-class TokenClipConfig:
-    """When a token's backward signal is cut.
-
-    Args:
-        enable (bool): Whether to compare each token's backward signal with the usual largest one.
-        action (str): What happens to the signal of a token over the bound. Options: 'log' (nothing; it is only written
-            down), 'drop' (multiplied by 0), 'smooth' (multiplied by a factor that falls from 1 at the bound to 0 at
-            twice the bound).
-        factor (float): The bound, as a multiple of the usual largest signal.
-        beta (float): Decay of the usual largest signal, a moving average, per optimizer step.
-        warmup_steps (int): Number of optimizer steps before tokens are compared.
-        max_share (float): Maximum share of a rank's tokens of a mini-batch that are cut at a boundary. A micro-batch
-            with which there would be more of them is left as it is.
-
-    Raises:
-        ValueError: A value is out of range.
-    """
-
-    enable: bool = False
-    action: str = "drop"
-    factor: float = 4.0
-    beta: float = 0.98
-    warmup_steps: int = 20
-    max_share: float = 0.1
-
-    def __post_init__(self) -> None:
-        self._check("enable", isinstance(self.enable, bool), "True or False")
-        self._check("action", self.action in ACTIONS, f"one of {list(ACTIONS)}")
-        self._check("factor", is_finite_number(self.factor) and self.factor > 1, "a number over 1")
-        self._check("beta", is_finite_number(self.beta) and 0 < self.beta < 1, "a number between 0 and 1")
-        self._check("warmup_steps", is_positive_integer(self.warmup_steps), "an integer over 0")
-        self._check("max_share", is_finite_number(self.max_share) and 0 < self.max_share <= 1, "over 0 and at most 1")
-
-    def _check(self, name: str, good: bool, wanted: str) -> None:
-        if not good:
-            raise ValueError(f"token_clip.{name} must be {wanted}, got {getattr(self, name)!r}.")
 
 
 class TokenClip:
@@ -103,14 +60,12 @@ class TokenClip:
         self._sequence_parallel_size = sequence_parallel_size
         self._rank, self._part = divmod(collectives.rank(), sequence_parallel_size)
         self.boundaries = [*hook_boundaries(module, self._hook), LOG_PROBS]
-        self._usual = {boundary: UsualSignal() for boundary in self.boundaries}
+        self._bounds = Bounds(self.boundaries, config, self._device, sequence_parallel_size)
+        self._counts = Counts(len(self.boundaries), self._device)
         self._warned = False
-        # Of a mini-batch, on all ranks.
-        self._tokens = 0.0
         self._current: WatchedPass | None = None
         self._passes: list[WatchedPass] = []
         self._steps: list[dict[str, Any]] = []
-        self._set_bounds()
 
     def begin_pass(self, positions: Positions, rows: Sequence[int]) -> None:
         """Starts watching a training pass; called before its forward.
@@ -157,7 +112,7 @@ class TokenClip:
         if list(self._current.signals) == [LOG_PROBS] and not self._warned:
             self._warned = True
             logger.warning("TokenClip sees the log-probs only: the layers' hidden states are not in a form it knows.")
-        self._counts.take_in(self._current, self.boundaries, self._bounds)
+        self._counts.take_in(self._current, self.boundaries, self._bounds.tensor)
         self._passes.append(self._current)
         self._current = None
 
@@ -185,25 +140,10 @@ class TokenClip:
         finally:
             self._current = None
 
-    def outliers(self, index: int) -> Tensor:
-        """`found_tokens.outliers` of this rank's micro-batch with that index."""
-        return outliers(self._passes[index], self._config.factor)
-
-    def cut_tokens(self) -> list[Tensor]:
-        """`found_tokens.cut_tokens` of each of this rank's micro-batches. A collective call."""
-        own: list[Tensor] = []
-
-        def find() -> list[Tensor]:
-            own.extend(map(cut_tokens, self._passes))
-            # Of a group's positions, each of its ranks has a part.
-            return [cut.nonzero() for cut in own] if self._sequence_parallel_size > 1 else []
-
-        by_rank = collectives.exchange(find)
-        first = self._rank * self._sequence_parallel_size
-        for of_part in by_rank[first : first + self._sequence_parallel_size]:
-            for cut, places in zip(own, of_part, strict=False):
-                cut[tuple(places.T)] = True
-        return own
+    def marks(self) -> list[dict[str, Tensor]]:
+        """What a search is to know of this rank's micro-batches; see `found_tokens.marks`. A collective call."""
+        size = self._sequence_parallel_size
+        return marks(self._passes, self._config.factor, self._rank * size, size)
 
     def end_mini_batch(self) -> dict[str, Any] | None:
         """Updates the bounds, and tells what was over them. A collective call.
@@ -225,18 +165,15 @@ class TokenClip:
             "cut": self._by_boundary(cut.sum(0).long()),
             "refused": [name for name, count in self._by_boundary(refused.sum(0)).items() if count],
             "largest": self._by_boundary(largest.amax(0)),
-            "usual": {name: usual.value or None for name, usual in self._usual.items()},
+            "usual": {name: self._bounds.usual(name) or None for name in self.boundaries},
         }
         self._steps.append(step)
         evidence = None
         if any(step["over"].values()):
             names = {"action": self._config.action, "factor": self._config.factor}
             evidence = {**names, **step, "tokens": self._gather_tokens(passes)}
-        for boundary, value in step["largest"].items():
-            config = self._config
-            self._usual[boundary].take_in(value, config.factor, config.beta, config.warmup_steps)
-        self._tokens = tokens[:: self._sequence_parallel_size].sum().item() or self._tokens
-        self._set_bounds()
+        self._bounds.take_in(step["largest"], tokens[:: self._sequence_parallel_size].sum().item())
+        self._counts = Counts(len(self.boundaries), self._device)
         return evidence
 
     def metrics(self) -> dict[str, float]:
@@ -263,51 +200,16 @@ class TokenClip:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The usual signals by boundary: plain numbers, the same on every rank and for any number of ranks."""
-        return {
-            "boundaries": {name: asdict(usual) for name, usual in self._usual.items()},
-            "tokens": self._tokens,
-        }
+        """See `Bounds.state_dict`."""
+        return self._bounds.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restores saved usual signals.
-
-        Args:
-            state (Mapping, optional): From `state_dict`; with None (no saved state) the warm-up starts over.
-
-        Raises:
-            ValueError: They belong to other boundaries.
-        """
-        if state is None:
-            logger.warning(
-                "No TokenClip statistics are loaded (there is no gradloc_state.pt beside the checkpoint, or "
-                "checkpoint.load_contents is without 'extra'); the warm-up starts over."
-            )
-            state = {"boundaries": {name: {} for name in self.boundaries}, "tokens": 0.0}
-        saved = set(state["boundaries"])
-        if saved != set(self.boundaries):
-            raise ValueError(
-                "The checkpoint's TokenClip statistics belong to another model (boundaries only in the checkpoint: "
-                f"{sorted(saved - set(self.boundaries))}; only in this model: {sorted(set(self.boundaries) - saved)}): "
-                "resume from a checkpoint of this model, or set actor_rollout_ref.actor.token_clip.enable=False."
-            )
-        self._usual = {name: UsualSignal(**state["boundaries"][name]) for name in self.boundaries}
-        self._tokens = state["tokens"]
-        self._set_bounds()
+        """See `Bounds.load_state_dict`."""
+        self._bounds.load_state_dict(state)
+        self._counts = Counts(len(self.boundaries), self._device)
 
     def _by_boundary(self, values: Tensor) -> dict[str, Any]:
         return dict(zip(self.boundaries, values.tolist(), strict=True))
-
-    def _set_bounds(self) -> None:
-        """Sets the bounds of the next mini-batch, whose counts start at zero."""
-        groups = collectives.world_size() // self._sequence_parallel_size
-        self._limit = max(1, int(self._config.max_share * self._tokens / groups))
-        # Of a group's positions, each of its ranks has a part.
-        self._limit_of_part = max(1, self._limit // self._sequence_parallel_size)
-        bounds = [self._config.factor * usual.value or math.inf for usual in self._usual.values()]
-        # Pageable memory is copied at once, so the host need not wait until the device has it.
-        self._bounds = torch.tensor(bounds, dtype=torch.float32).to(self._device, non_blocking=True)
-        self._counts = Counts(len(self.boundaries), self._device)
 
     def _hook(self, boundary: str, values: Tensor) -> None:
         """Watches the gradient of hidden states or log-probs, if they are a pass's."""
@@ -327,14 +229,15 @@ class TokenClip:
         if scaling is None:
             return None  # these are not the text's hidden states, or not in this form
         signal = current.signals[boundary] = signal * scaling
-        if self._usual[boundary].value == 0 or self._config.action == "log":
+        if self._bounds.usual(boundary) == 0 or self._config.action == "log":
             return None
         i = self.boundaries.index(boundary)
-        bound = self._bounds[i]
+        bound = self._bounds.tensor[i]
         over = current.is_over(signal, bound)
         if current.recorded:
             count, so_far = over.sum(), self._counts.cut[i]
-            current.refused[boundary] = so_far + count > (self._limit if at_log_probs else self._limit_of_part)
+            limit = self._bounds.limit if at_log_probs else self._bounds.limit_of_part
+            current.refused[boundary] = so_far + count > limit
             self._counts.cut[i] += torch.where(current.refused[boundary], 0, count)
         elif boundary not in current.refused:
             return None  # training did not see it

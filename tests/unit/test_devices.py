@@ -15,8 +15,9 @@ import gradloc
 from gradloc import GradLoc, GradLocConfig
 from gradloc.critic_watch import CriticWatch
 from gradloc.layers.layer_clip import LayerClip, LayerClipConfig
+from gradloc.token_clip.config import TokenClipConfig
 from gradloc.token_clip.positions import Positions
-from gradloc.token_clip.token_clip import TokenClip, TokenClipConfig
+from gradloc.token_clip.token_clip import TokenClip
 
 PACKAGE = str(Path(gradloc.__file__).parent)
 MICRO_BATCHES, ROWS, PROMPT, RESPONSE, VOCABULARY = 2, 2, 4, 8, 37
@@ -45,9 +46,7 @@ class Training:
             CUDA,
             squared_norms=self.layer_clip.squared_norms if self.layer_clip else None,
             meter=meter,
-            cut=self.token_clip.repeated if self.token_clip else None,
-            outliers=self.token_clip.outliers if self.token_clip else None,
-            cut_tokens=self.token_clip.cut_tokens if self.token_clip else None,
+            token_clip=self.token_clip,
         )
 
     def forward(self, inputs: dict[str, Tensor], rows: list[int], response_length: int) -> tuple[Tensor, Tensor]:

@@ -82,9 +82,7 @@ class Training:
             GradLocConfig(**{"grad_norm_threshold": 12.0, **options}),
             self.forward,
             meter=meter,
-            cut=self.clip.repeated,
-            outliers=self.clip.outliers,
-            cut_tokens=self.clip.cut_tokens,
+            token_clip=self.clip,
         )
         torch.manual_seed(1)
         self.advantage = torch.randn(ROWS, 1).sign().expand(ROWS, RESPONSE).clone()
@@ -222,7 +220,7 @@ def test_ranks_of_a_group_tell_each_other_what_they_cut(monkeypatch: pytest.Monk
             return [unread, unread, *((own, others) if part == 0 else (others, own))]
 
         monkeypatch.setattr(collectives, "exchange", exchange)
-        found.append([cut.nonzero().tolist() for cut in clip.cut_tokens()])
+        found.append([marks["cut"].nonzero().tolist() for marks in clip.marks()])
     assert found == [[[[0, 1], [1, 2]], [[0, 2]]], [[[0, 1], [1, 2]], []]]
 
 

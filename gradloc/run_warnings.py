@@ -1,0 +1,106 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings that need no spike: what the checks of the run and of the loss's scale are given, and what they say."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .evidence.ordinary import HOLDS
+from .evidence.scaling import SCALE_FIGURES, loss_scale_warning, own_scale_figures
+from .fsdp import collectives
+from .measure.micro_batch import MicroBatch
+from .run_checks import RunChecks, own_sums
+
+logger = logging.getLogger(__name__)
+
+
+class RunWarnings:
+    """Checks each mini-batch of a run; the same on every rank. Each warning is logged once.
+
+    Args:
+        learning_rate (Callable): See `GradLoc`.
+        loss_agg_mode (str, optional): See `GradLoc`.
+
+    Attributes:
+        of_update (list[dict]): The warnings of the update so far; see `RunChecks.warnings`.
+    """
+
+    def __init__(self, learning_rate: Callable[[], float | Tensor], loss_agg_mode: str | None) -> None:
+        self.of_update: list[dict[str, str]] = []
+        self._learning_rate = learning_rate
+        self._loss_agg_mode = loss_agg_mode
+        self._checks = RunChecks()
+        self._global_step: int | None = None
+        self._logged: set[str] = set()
+
+    @property
+    def of_mini_batch(self) -> list[dict[str, str]]:
+        """The warnings that hold for the last mini-batch."""
+        return self._checks.warnings(of_mini_batch=True)
+
+    @property
+    def steps_since_resume(self) -> int | None:
+        """1 in the first step after a loaded checkpoint; None if none was loaded."""
+        return self._checks.steps_since_resume
+
+    def start_update(self, global_step: int | None) -> None:
+        """Begins an update."""
+        self.of_update, self._global_step = [], global_step
+        self._checks.start_update(global_step)
+
+    def own_figures(self, micro_batches: Sequence[MicroBatch], scale: float, where: Mapping[str, Any]) -> Tensor:
+        """What one rank knows of a mini-batch, for `take_in`: float64 of shape (27,). No host sync.
+
+        Args:
+            micro_batches (Sequence[MicroBatch]): Its micro-batches.
+            scale (float): Their loss scale.
+            where (Mapping): Its `epoch` and `mini_batch`.
+        """
+        tokens = [micro_batch.tokens for micro_batch in micro_batches]
+        checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
+        first = (where["epoch"], where["mini_batch"]) == (0, 0)
+        sums = own_sums(checked, first, self._checks.usual_gap, self._checks.bypass)
+        return torch.cat([sums, own_scale_figures(tokens, scale, self._mode_of(micro_batches))])
+
+    def take_in(self, by_rank: Tensor, epoch: int) -> None:
+        """Adds a mini-batch.
+
+        Args:
+            by_rank (Tensor): What `own_figures` returned on each rank, shape (ranks, 27), on the CPU.
+            epoch (int): Its PPO epoch: all after the first have the same responses again.
+        """
+        sums, of_scale = by_rank[:, :-SCALE_FIGURES], by_rank[:, -SCALE_FIGURES:]
+        self._checks.take_in(sums if epoch == 0 else None, loss_scale_warning(of_scale))
+        self.of_update = self._checks.warnings()
+        for warning in self.of_update:
+            if warning["name"] not in self._logged and collectives.rank() == 0:
+                logger.warning("Step %s: %s %s", self._global_step, warning["sentence"], warning["check"])
+            self._logged.add(warning["name"])
+
+    def add_step(self) -> None:
+        """Adds an optimizer step that is about to be taken."""
+        try:
+            rate = float(self._learning_rate())  # an optimizer may have a tensor
+        except Exception:
+            if "learning_rate" not in self._logged:
+                logger.warning("the learning rate cannot be read; run checks take it for 0", exc_info=True)
+            self._logged.add("learning_rate")
+            rate = 0.0
+        self._checks.add_step(rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `RunChecks.state_dict`."""
+        return self._checks.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """See `RunChecks.load_state_dict`."""
+        self._checks.load_state_dict(state)
+
+    def _mode_of(self, micro_batches: Sequence[MicroBatch]) -> str | None:
+        """How the losses of these micro-batches are aggregated; None if that is unknown, or not the same for all."""
+        modes = {micro_batch.loss_agg_mode or self._loss_agg_mode for micro_batch in micro_batches}
+        return modes.pop() if len(modes) == 1 else None
