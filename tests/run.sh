@@ -5,9 +5,9 @@
 #        bash tests/run.sh --plugin CHECKOUT [pytest arguments]      of pytest only the plugin's tests, with the verl of a checkout (of main, say)
 # The tests run against the verl of patches/DEFAULT. Without arguments, those that are marked smoke also run against each
 # other verl that there is a patch for, those marked every_target against each that has requirements of its own, and
-# those marked target against the one that they name: in parts, two at a time, with four cores three; their logs are in
-# build/logs. --target takes one verl, for everything. One that has no wheel is left out, unless VERL_CLONE names a clone
-# of verl that has its commit. --quick is for each commit: against one verl, in two parts. It leaves out what is marked
+# those marked target against the one that they name: in parts, three at a time; their logs are in build/logs.
+# --target takes one verl, for everything. One that has no wheel is left out, unless VERL_CLONE names a clone of verl
+# that has its commit. --quick is for each commit: against one verl, in parts, too. It leaves out what is marked
 # slow: runs of the trainer, benchmarks, the page in a browser, other trackers, make_patch.sh, real virtual environments,
 # Ray and a full disk; and of each file in tests/multirank all cases with ranks but one.
 # Exit code: 0 if everything passes, the failing step's own code otherwise.
@@ -151,7 +151,6 @@ if [[ ${1-} == --plugin ]]; then
 fi
 quick=
 in_parts=
-cores=$(nproc)
 if ((!$#)); then
     in_parts=1
     # The newest one first, which has most of the marked tests.
@@ -207,18 +206,16 @@ if [[ $in_parts ]]; then
 fi
 exec 9>&-
 
-# A part of a run: a verl, and what of the tests. WITH_PROCESSES are the folders whose tests start many; in a quick run
-# they take less time, and the unit tests besides about as much as the rest.
-WITH_PROCESSES="tests/multirank tests/trainer"
-[[ ! $quick ]] || WITH_PROCESSES+=" tests/unit"
+# A part of a run: a verl, and what of the tests: one of these folders, all others, or what is marked for another verl.
+FOLDERS="tests/multirank tests/trainer tests/unit"
 test_part() {
     local version=$1 what=$2 folder marked="smoke or target(version='$1')" arguments=()
     [[ $(environment_of "$version") != "$version" ]] || marked="every_target or $marked"
     use_target "$version"
     case $what in
-        processes) for folder in $WITH_PROCESSES; do [[ ! -d $folder ]] || arguments+=("$folder"); done ;;
-        rest) for folder in $WITH_PROCESSES; do arguments+=("--ignore=$folder"); done ;;
+        rest) for folder in $FOLDERS; do arguments+=("--ignore=$folder"); done ;;
         marked) arguments=(-m "$marked") ;;
+        *) arguments=("$what") ;;
     esac
     say "pytest, verl $version, ${arguments[*]}"
     "$venv/bin/python" -m pytest ${quick:+"$quick"} "${arguments[@]}"
@@ -271,12 +268,13 @@ fi
 
 # The longest parts come first. None keeps two cores busy all the time; a process of torch takes up to 1 GB.
 parts=()
-for folder in $WITH_PROCESSES; do [[ ! -d $folder ]] || parts=("$target processes"); done
+[[ ! -d tests/multirank ]] || parts=("$target tests/multirank")
 for version in "${others[@]}"; do parts+=("$version marked"); done
+for folder in tests/trainer tests/unit; do [[ ! -d $folder ]] || parts+=("$target $folder"); done
 parts+=("$target rest")
 workers=()
 set -m # each in a process group of its own, which ends with this one
-for ((worker = 0; worker < (cores < 4 ? 2 : 3); worker++)); do
+for worker in 1 2 3; do
     work &
     workers+=($!)
 done
