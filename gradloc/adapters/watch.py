@@ -132,12 +132,16 @@ class Watch:
         self.clips, self._global_step, self._pass_open = [], global_step, False
         if self.gradloc is not None:
             self.gradloc.start_update(global_step)
+        if self.token_clip is not None:
+            self.token_clip.discard()
 
     def start_mini_batch(self) -> None:
         """Begins another mini-batch, whose events are to be told apart."""
         self.clips, self._pass_open = [], False
         if self.gradloc is not None:
             self.gradloc.start_mini_batch()
+        if self.token_clip is not None:
+            self.token_clip.discard()
 
     def begin_pass(
         self, inputs: dict[str, Any], rows: Sequence[int], sequences: Callable[[], tuple[Tensor, Sequence[int]]]

@@ -67,6 +67,11 @@ class TokenClip:
         self._passes: list[WatchedPass] = []
         self._steps: list[dict[str, Any]] = []
 
+    def discard(self) -> None:
+        """Drops the passes since the last `end_mini_batch`: their mini-batch was thrown away, perhaps in a pass."""
+        self._current, self._passes = None, []
+        self._counts = Counts(len(self.boundaries), self._device)
+
     def begin_pass(self, positions: Positions, rows: Sequence[int]) -> None:
         """Starts watching a training pass; called before its forward.
 

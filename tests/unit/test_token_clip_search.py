@@ -98,8 +98,14 @@ class Training:
 
     def step(self, step: int) -> dict[str, Any] | None:
         """The clip line of a step."""
+        self.backward(step)
+        self.gradloc.locate(0, 0)
+        return self.clip.end_mini_batch()
+
+    def backward(self, step: int) -> None:
         self.model.zero_grad()
         self.gradloc.start_update(step)
+        self.clip.discard()
         weight = torch.full((ROWS, RESPONSE), 1 / (ROWS * RESPONSE))
         self.gradloc.begin_pass({"ids": self.ids}, range(ROWS))
         mask = torch.ones(ROWS, PROMPT + RESPONSE - 1, dtype=torch.bool)
@@ -111,8 +117,6 @@ class Training:
         (-log_prob * self.advantage * weight).sum().backward()
         self.gradloc.end_pass()
         self.clip.end_pass()
-        self.gradloc.locate(0, 0)
-        return self.clip.end_mini_batch()
 
 
 @pytest.fixture
@@ -159,6 +163,16 @@ def test_a_unit_that_a_cut_token_puts_over_its_threshold_is_judged_by_its_norm(
     (event,) = training.gradloc.events
     assert event["culprits"] == [] and not event["explained"] and event["error"] is None
     assert probed and not any(keep[CUT] for keep in probed)
+
+
+def test_a_mini_batch_that_was_thrown_away_is_in_no_other() -> None:
+    training, other = Training(), Training()
+    for each in (training, other):
+        each.advantage[LOUD] *= 40
+    training.backward(2)  # its optimizer step never comes
+    assert training.step(2) == other.step(2)
+    (event,), (expected,) = training.gradloc.events, other.gradloc.events
+    assert event["culprits"] == expected["culprits"] and event["explained"]
 
 
 def test_the_gradient_without_the_culprits_is_cut_as_training_was() -> None:
