@@ -20,6 +20,7 @@ from ..bundles.opening import Bundle
 from ..layers.layer_names import layers_by_parameter
 from .folders import safe_adapter, safe_model, unread
 from .memory import is_out_of_memory
+from .progress import loading
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 FLASH = "flash_attention_2"
@@ -155,6 +156,7 @@ def load(
         with nullcontext(path) if trust_remote_code else safe_model(path) as source:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
             _check_config(bundle, config, path)
+            loading(path, variant)
             loaded, info = cast(Any, AutoModelForCausalLM).from_pretrained(
                 source,
                 config=config,

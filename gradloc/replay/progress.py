@@ -3,15 +3,24 @@
 """What a replay is measuring and for how long it has run, on stderr: on a CPU it may take an hour."""
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..report.figures import visible
+
 _logger = logging.getLogger(__name__)
 
 # A search makes hundreds of short passes: one line in this many seconds.
 SECONDS = 5.0
+
+
+def loading(path: str, variant: object) -> None:
+    """Says which model is loaded from now on, on rank 0 alone."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        _logger.info("loading the model %s with %s", visible(path), variant)
 
 
 def measuring(what: str, number: int, of: int) -> None:
