@@ -258,14 +258,14 @@ def test_which_hooks_fit(base_tree: Path, tmp_path: Path, capsys: pytest.Capture
 
     score = tree / "verl/utils/reward_score/__init__.py"
     score.write_text(f"# theirs\n{score.read_text()}")
-    assert "verl/utils/reward_score/__init__.py:103: fits, 1 line further down\n" in fits(capsys, 0, tree)
+    assert "verl/utils/reward_score/__init__.py:104: fits, 1 line further down\n" in fits(capsys, 0, tree)
 
     expected = '        raise NotImplementedError(f"Reward function is not implemented for {data_source=}")\n'
     score.write_text(score.read_text().replace(expected, "        return theirs()\n"))
     tracking = tree / "verl/utils/tracking.py"
     tracking.unlink()
     told = fits(capsys, 1, tree)
-    assert "reward_score/__init__.py:103: rejected\n" in told
+    assert "reward_score/__init__.py:104: rejected\n" in told
     assert f"      - {expected}      +         return theirs()\n" in told
     assert "tracking.py" in told and "rejected\n      there is no such file\n" in told
     assert "Every" not in told

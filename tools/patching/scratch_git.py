@@ -27,10 +27,10 @@ OPTIONS = (
     "core.quotePath=true",
     "core.whitespace=blank-at-eol,space-before-tab,blank-at-eof",
 )
-# Every setting that shapes a diff.
+# Every setting that shapes a diff. With two lines of context each hunk's lines are in their file once; with one not.
 DIFF = (
     *("diff", "--full-index", "--no-renames", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/"),
-    *("--dst-prefix=b/", "-U3", "--inter-hunk-context=0", "--diff-algorithm=histogram", "--indent-heuristic"),
+    *("--dst-prefix=b/", "-U2", "--inter-hunk-context=0", "--diff-algorithm=histogram", "--indent-heuristic"),
     *("--no-relative", "--submodule=short"),
 )
 
