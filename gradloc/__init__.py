@@ -6,7 +6,7 @@ The parts of the package. A file imports from its own part and from those above 
 
 - version, checks, limits: the version, checks of values, and the limits of bundles
 - config, threshold: the settings; τ, and when a norm is over its threshold
-- run_checks: what is wrong with a run without any spike
+- alignment, run_checks: what is wrong with a run without any spike, and with positions of log-probs before all
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
 - token_clip: TokenClip, which acts in the backward pass

@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of every step that need no spike: does the rollout have the policy's weights, and report its log-probs?"""
+"""Checks of every step that need no spike: does the rollout have the policy's weights, and report its log-probs?
+
+A name needs evidence for it. Old weights are named where the rollout agrees with an earlier policy, the reference. A
+gap that has grown or jumped is reported as that. Positions come first: wrong ones make all else look wrong.
+"""
 
 import copy
 import math
@@ -9,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .alignment import ALIGNMENT_SUMS, Off, correlation, find_off, misaligned_warning
 
 # The limits of the checks, in nats where they are differences of log-probs; what ordinary runs give:
 # docs/verdict-figures.md.
@@ -20,10 +26,17 @@ STALE_SHARE = 0.25
 WHOLE_SHARE = 0.8
 CLEAR_SHARE = 0.6
 STALE_RESPONSES = 4
-TREND_UPDATES = 4
-TREND_GAP = 0.1
-TREND_GROWTH = 4.0
-TREND_HALFWAY = (0.25, 0.85)
+# A gap that is so large, and so many times what it was, is reported: as a drift if it has grown all the time, so that
+# halfway it was between these shares of the rise, and as a jump if one update made most of it. The first updates of a
+# run whose rollout is late by a step or two have smaller gaps than all others.
+APART_GAP = 0.1
+APART_GROWTH = 4.0
+APART_HALFWAY = (0.25, 0.75)
+APART_UPDATES = 6
+# An optimizer step does not make so large a gap of so small a one.
+POLICY_GAP = (0.05, 0.3)
+# Log-probs that were so much alike, and suddenly are not at all, belong to other tokens.
+RELATED = 0.5
 ONE_SIDE_NATS = 0.01
 ONE_SIDE_TOKENS = 0.25
 ONE_SIDE = 0.85
@@ -35,13 +48,17 @@ OTHER_GAP = 0.05
 OTHER_LEAST = 0.25
 # So many tokens of an update, at least, that the policy did not produce. Without such a fault there are none.
 UNSAMPLED_TOKENS = 4
-# A rule has to hold in so many updates in a row: neither a broken update nor a rollout that is late by a step or two is
-# a lasting cause.
+# Where one update cannot tell, a rule has to hold in so many: a rollout may be late by a step or two.
 IN_A_ROW = 3
 # So many steps after a loaded checkpoint, warnings and verdicts say that there was one.
 RESUME_STEPS = 3
 
 _READINGS = 64
+_NO_ALIGNMENT = [0.0] * ALIGNMENT_SUMS
+
+# The warnings that say what is seen, and no cause.
+APART = "engines_apart"
+WITHOUT_CAUSE = (APART,)
 
 # What `own_sums` gives, by place. "gap" is |rollout − policy|, "distance" is |rollout − reference|. A response is stale
 # if its log-probs are the reference's and not the policy's, fresh if it is the other way round, and unclear if neither
@@ -70,6 +87,9 @@ _SUMS = (
     "stale_distance",
 )
 
+# What `state_dict` has, but for the underscore.
+_STATE = "rates readings stride since_reading times gap least misaligned_since related".split()
+_OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
 _WEIGHTS = "check that the weights, or the LoRA adapter, of every step reach every rollout worker"
 _SAME_WEIGHTS = (
@@ -168,9 +188,9 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float,
 class RunChecks:
     """Collects what `own_sums` gives over the steps of a run, and warns; the same on every rank.
 
-    The gap is the mean difference |rollout − policy| of an update. `_readings` holds it for earlier updates, with the
-    sum of the learning rates until then: [sum, gap, step]. If it falls to under half of its largest value, the rollout
-    got new weights, and the readings begin again with that update.
+    The gap is the mean difference |rollout − policy| of an update. `_readings` holds [gap, step] of every `_stride`-th
+    update. If it falls to under half of its largest value, the rollout got new weights, and the readings begin again
+    with that update.
     """
 
     def __init__(self) -> None:
@@ -178,17 +198,21 @@ class RunChecks:
         self._step: int | None = None
         self._rates = self._rates_before = 0.0
         self._readings: list[list[Any]] = []
-        # The rule that held in the last update, and in how many updates in a row; and the smallest gap of all updates.
-        self._held, self._times = "", 0
+        self._stride, self._since_reading = 1, 0
+        # By rule, in how many updates it held since one contradicted it; the gap of the last update, and the smallest.
+        self._times: dict[str, int] = {}
+        self._gap: float | None = None
         self._least = math.inf
+        self._alignment = _NO_ALIGNMENT
+        # The first step since which log-probs are misaligned, and how rollout and policy were related before.
+        self._misaligned_since: int | None = None
+        self._related: float | None = None
         self._updates_since_resume: int | None = None
         # The warning of a wrongly scaled loss, of the last mini-batch and of the update; and how many mini-batches in a
         # row had one.
-        self._scaled: dict[str, str] | None = None
-        self._scaled_in_update: dict[str, str] | None = None
+        self._scaled: dict[str, Any] | None = None
+        self._scaled_in_update: dict[str, Any] | None = None
         self._scaled_times = 0
-        # In how many updates in a row there were tokens that the policy did not produce.
-        self._unsampled_times = 0
 
     @property
     def steps_since_resume(self) -> int | None:
@@ -198,7 +222,7 @@ class RunChecks:
     @property
     def usual_gap(self) -> float:
         """A quarter of the last update's gap: responses over it are those that make the gap."""
-        return self._readings[-1][1] / 4 if self._readings else math.inf
+        return math.inf if self._gap is None else self._gap / 4
 
     @property
     def bypass(self) -> bool:
@@ -213,12 +237,15 @@ class RunChecks:
         if self._updates_since_resume is not None:
             self._updates_since_resume += 1
 
-    def take_in(self, by_rank: Tensor | None, scaled: dict[str, str] | None = None) -> None:
+    def take_in(
+        self, by_rank: Tensor | None, scaled: dict[str, Any] | None = None, alignment: Tensor | None = None
+    ) -> None:
         """Adds a mini-batch.
 
         Args:
             by_rank (Tensor, optional): What `own_sums` returned on each rank, shape (ranks, 20), on the CPU; None after
                 the first PPO epoch, whose responses the others have again.
+            alignment (Tensor, optional): The same of `own_alignment`.
             scaled (dict, optional): A warning that its loss is scaled wrongly; said once there are three in a row.
         """
         self._scaled_times = 0 if scaled is None else self._scaled_times + 1
@@ -227,87 +254,139 @@ class RunChecks:
         if by_rank is not None:
             for name, value in zip(_SUMS, by_rank.sum(0).tolist(), strict=True):
                 self._sums[name] += value
+        if alignment is not None:
+            self._alignment = (alignment.sum(0) + torch.tensor(self._alignment, dtype=torch.float64)).tolist()
 
     def add_step(self, learning_rate: float) -> None:
         """Adds an optimizer step that is taken."""
         self._rates += learning_rate
 
-    def warnings(self, of_mini_batch: bool = False) -> list[dict[str, str]]:
-        """The warnings of the update so far: dicts of `name`, `sentence` and `check`.
+    def warnings(self, of_mini_batch: bool = False) -> list[dict[str, Any]]:
+        """The warnings of the update so far, the weightiest first: dicts of `name`, `sentence`, `check` and, where it
+        is known, `share` (of the responses).
 
         Args:
             of_mini_batch (bool): Leave out that of a wrongly scaled loss if the last mini-batch's was right.
         """
         note = resume_note(self.steps_since_resume)
-        found = [
-            warning
-            for rule, warning in self._holding().items()
-            # The trend is one of several updates already.
-            if rule == "stale_trend" or (rule == self._held and self._times >= IN_A_ROW - 1)
-        ]
+        found = [warning for rule, warning in self._holding().items() if self._is_certain(rule)]
         scaled = self._scaled if of_mini_batch else self._scaled_in_update
         if scaled is not None:
             found.append(scaled)
-        if self._has_unsampled() and self._unsampled_times >= IN_A_ROW - 1:
+        if self._sums["unsampled"] >= UNSAMPLED_TOKENS:
             found.append(self._unsampled())
+        found.sort(key=lambda warning: warning["name"] in WITHOUT_CAUSE)
         return [{**warning, "sentence": warning["sentence"] + note} for warning in found]
+
+    def misaligned_share(self) -> float | None:
+        """The share of the update's responses whose log-probs belong to other tokens; None if it cannot be told."""
+        off = self._off()
+        return max((each.share for each in off.values() if each is not None), default=0.0) if off else None
 
     def state_dict(self) -> dict[str, Any]:
         """What later updates are compared with: the same on every rank and for any number of ranks."""
         # Of a copy: a checkpoint may be saved within an update, and by rank 0 alone.
         ended = copy.deepcopy(self)
         ended._end_update()
-        held = {"rule": ended._held, "times": ended._times}
-        return {"rates": ended._rates, "readings": ended._readings, "least": ended._least, "held": held}
+        return {name: getattr(ended, f"_{name}") for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restores `state_dict` after a resume; with None (no saved state) the next step is the first one seen."""
-        self._sums = dict.fromkeys(_SUMS, 0.0)
-        self._rates = 0.0 if state is None else state["rates"]
-        self._readings = [] if state is None else [list(reading) for reading in state["readings"]]
-        self._least = math.inf if state is None else state["least"]
-        self._held, self._times = ("", 0) if state is None else (state["held"]["rule"], state["held"]["times"])
+        fresh = RunChecks()
+        for name in _STATE:
+            setattr(self, f"_{name}", copy.deepcopy((state or {}).get(name, getattr(fresh, f"_{name}"))))
+        self._sums, self._alignment = fresh._sums, fresh._alignment
         self._updates_since_resume = 0
 
-    def _end_update(self) -> None:
-        """Takes the update's gap into the readings."""
-        if self._sums["weighted"]:
-            self._unsampled_times = self._unsampled_times + 1 if self._has_unsampled() else 0
-        if not self._sums["tokens"]:
-            self._sums = dict.fromkeys(_SUMS, 0.0)
-            return
-        rule = next(iter(self._holding()), "")
-        self._held, self._times = rule, self._times + 1 if rule == self._held else 1
-        gap = self._mean("gap")
-        self._least = min(self._least, gap)
-        if any(gap < reading[1] / 2 for reading in self._readings):
-            self._readings = []
-        self._readings.append([self._rates_before, gap, self._step])
-        if len(self._readings) > _READINGS:
-            self._readings = self._readings[::2]
-        self._sums = dict.fromkeys(_SUMS, 0.0)
+    def _is_certain(self, rule: str) -> bool:
+        """Whether the update shows for certain what holds in it, or others before it have shown the same."""
+        if rule in ("other_log_probs", "policy_log_probs") and self._is_first:
+            return True
+        return rule == "misaligned" or self._times.get(rule, 0) >= IN_A_ROW - 1
 
-    def _holding(self) -> dict[str, dict[str, str]]:
+    @property
+    def _is_first(self) -> bool:
+        """Whether no optimizer step was taken yet: then both engines have the same weights."""
+        return not self._rates_before and self._updates_since_resume is None
+
+    def _end_update(self) -> None:
+        """Takes the update's figures into what later ones are compared with."""
+        if not self._sums["tokens"]:
+            self._sums, self._alignment = dict.fromkeys(_SUMS, 0.0), _NO_ALIGNMENT
+            return
+        gap, off = self._mean("gap"), self._off()
+        holding = self._holding()
+        for rule in {*self._times, *holding}:
+            if rule in holding:
+                self._times[rule] = max(self._times.get(rule, 0) + 1, IN_A_ROW * self._is_certain(rule))
+            elif gap < STALE_GAP or holding:
+                self._times[rule] = 0  # an update that says nothing contradicts nothing
+        if any(each is not None for each in off.values()):
+            if self._times.get(_OFF, 0) == 0:
+                self._misaligned_since = self._step
+            self._times[_OFF] = self._times.get(_OFF, 0) + 1
+        elif off:
+            self._times[_OFF] = 0
+        related = correlation(self._alignment)
+        if related is not None and not self._is_unrelated(off):
+            self._related = related
+        self._least, self._gap = min(self._least, gap), gap
+        self._read(gap)
+        self._sums, self._alignment = dict.fromkeys(_SUMS, 0.0), _NO_ALIGNMENT
+
+    def _read(self, gap: float) -> None:
+        if any(gap < reading[0] / 2 for reading in self._readings):
+            self._readings, self._stride, self._since_reading = [], 1, 0
+        if self._since_reading == 0:
+            self._readings.append([gap, self._step])
+        self._since_reading = (self._since_reading + 1) % self._stride
+        if len(self._readings) > _READINGS:
+            self._readings, self._stride = self._readings[::2], 2 * self._stride
+            self._since_reading = 1
+
+    def _off(self) -> dict[str, Off | None]:
+        """What is misaligned in this update."""
+        return find_off(self._alignment, self._related is None or self._related > RELATED)
+
+    @staticmethod
+    def _is_unrelated(off: Mapping[str, Off | None]) -> bool:
+        return any(each is not None and each.kind == "unrelated" for each in off.values())
+
+    def _holding(self) -> dict[str, dict[str, Any]]:
         """The rule that holds in this update, and its warning; empty if none does.
 
-        The reference says most: what agrees with it has its weights, whatever the differences look like.
+        Positions come first, then the reference, which says most: what agrees with it has its weights, whatever the
+        differences look like.
         """
-        if not self._sums["tokens"]:
+        if not self._sums["tokens"] and self._alignment is _NO_ALIGNMENT:
             return {}
+        if (warning := self._misaligned()) is not None:
+            return {"misaligned": warning}
         rules = {
+            "policy_log_probs": self._policy_by_reference,
             "stale_reference": self._stale_by_reference,
             "other_log_probs": self._other_log_probs,
-            "stale_trend": self._stale_by_trend,
+            APART: self._apart,
         }
-        for rule, check in rules.items():
+        for rule, check in rules.items() if self._sums["tokens"] else ():
             if (warning := check()) is not None:
                 return {rule: warning}
         return {}
 
-    def _has_unsampled(self) -> bool:
-        return self._sums["unsampled"] >= UNSAMPLED_TOKENS
+    def _misaligned(self) -> dict[str, Any] | None:
+        """Log-probs that belong to other tokens; in few responses, only if some were seen in updates before."""
+        off, times = self._off(), self._times.get(_OFF, 0)
+        enough = {
+            pair: each if each is not None and (each.clear or times >= IN_A_ROW - 1) else None
+            for pair, each in off.items()
+        }
+        warning = misaligned_warning(enough)
+        if warning is None:
+            return None
+        since = self._misaligned_since if times else self._step
+        return {**warning, "sentence": warning["sentence"] + ("" if since is None else f" Since step {since}.")}
 
-    def _unsampled(self) -> dict[str, str]:
+    def _unsampled(self) -> dict[str, Any]:
         share = self._sums["unsampled"] / self._sums["weighted"]
         return {
             "name": UNSAMPLED,
@@ -321,13 +400,39 @@ class RunChecks:
     def _mean(self, name: str) -> float:
         return self._sums[name] / self._sums["tokens"]
 
-    def _stale_by_reference(self) -> dict[str, str] | None:
-        """Responses whose log-probs are the reference's and not the policy's."""
+    def _share_of_reference(self) -> float | None:
+        """The share of the responses whose log-probs are the reference's and not the policy's; None if it is small."""
         sums = self._sums
         stale, told = sums["stale"], sums["stale"] + sums["fresh"]
         if stale < STALE_RESPONSES or stale < STALE_SHARE * told or told < CLEAR_SHARE * (told + sums["unclear"]):
             return None
-        share = stale / told
+        return stale / told
+
+    def _policy_by_reference(self) -> dict[str, Any] | None:
+        """Rollout and reference agree, and the policy is where no optimizer step can have brought it."""
+        share, gap = self._share_of_reference(), self._mean("gap")
+        if share is None or share < WHOLE_SHARE or self._updates_since_resume is not None:
+            return None
+        before, after = POLICY_GAP
+        jumped = self._gap is not None and self._gap < before and gap > after
+        if not (self._is_first or jumped or self._times.get("policy_log_probs")):
+            return None
+        when = "before any optimizer step" if self._is_first else "within one step"
+        return {
+            "name": "misaligned",
+            "sentence": f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the "
+            f"reference's do not, {when}: what computes them changed, and not the weights. Look at the forward pass of "
+            "the update: which logits are gathered, the attention mask, position ids, kernels.",
+            "check": "`python -m verl.utils.gradloc.replay BUNDLE` compares the recorded log-probs with those of saved "
+            "weights.",
+            "share": share,
+        }
+
+    def _stale_by_reference(self) -> dict[str, Any] | None:
+        """Responses whose log-probs are the reference's and not the policy's."""
+        sums, share = self._sums, self._share_of_reference()
+        if share is None:
+            return None
         distance, gap = sums["stale_distance"] / sums["stale_tokens"], sums["stale_gap"] / sums["stale_tokens"]
         if distance < INITIAL_RATIO * gap:
             weights = "the weights of step 1"
@@ -337,23 +442,32 @@ class RunChecks:
             agree = f"are nearer to the reference's (mean difference {distance:.2g}) than to the policy's ({gap:.2g})"
         return _stale(weights, share, f"log-probs {agree}")
 
-    def _stale_by_trend(self) -> dict[str, str] | None:
-        """A gap that was next to nothing, and has grown with the sum of learning rates from then on."""
-        if len(self._readings) + 1 < TREND_UPDATES:
+    def _apart(self) -> dict[str, Any] | None:
+        """A gap that is much larger than it was. This alone is no evidence of old weights."""
+        readings = [*self._readings, [self._mean("gap"), self._step]]
+        (first, start), (gap, _) = readings[0], readings[-1]
+        if len(readings) < APART_UPDATES or gap < APART_GAP or gap < APART_GROWTH * first:
             return None
-        gap, (start, base, step) = self._mean("gap"), self._readings[0]
-        rates = self._rates_before - start
-        if not (rates > 0 and gap >= TREND_GAP and gap >= TREND_GROWTH * base):
+        least, most = APART_HALFWAY
+        at = max(range(1, len(readings)), key=lambda i: readings[i][0] - readings[i - 1][0])
+        before, (_, step) = max(reading[0] for reading in readings[:at]), readings[at]
+        if at * self._stride >= APART_UPDATES and gap >= APART_GROWTH * before:
+            about = "" if self._stride == 1 else "about "
+            since = "" if step is None else f" since {about}step {step}"
+            what = f"differ by {gap:.2g} nats in the mean{since}, and by {before:.2g} before: look at what changed then"
+        elif least <= (readings[len(readings) // 2][0] - first) / (gap - first) <= most:
+            since = "" if start is None else f" since step {start}"
+            what = f"have drifted apart{since}, from {first:.2g} to {gap:.2g} nats in the mean"
+        else:
             return None
-        halfway = _interpolated([*self._readings, [self._rates_before, gap, None]], start + rates / 2)
-        least, most = TREND_HALFWAY
-        if not least <= (halfway - base) / (gap - base) <= most:
-            return None
-        weights = "the weights of the first step seen" if step is None else f"the weights of step {step}"
-        grown = f"log-probs' mean difference from the policy's has grown from {base:.2g} to {gap:.2g} since then"
-        return _stale(weights, self._sums["over_usual"] / self._sums["responses"], grown)
+        return {
+            "name": APART,
+            "sentence": f"The log-probs of rollout and training {what}. Either the engines compute differently, or the "
+            "rollout's weights are old; a reference tells which (use_kl_loss=True with kl_loss_coef=0).",
+            "check": _SAME_WEIGHTS,
+        }
 
-    def _other_log_probs(self) -> dict[str, str] | None:
+    def _other_log_probs(self) -> dict[str, Any] | None:
         """Differences of one sign, or larger for likelier tokens, which were there in every step seen."""
         sums, gap = self._sums, self._mean("gap")
         if gap < OTHER_GAP or self._least < OTHER_LEAST * gap:
@@ -393,7 +507,7 @@ def resume_note(steps: int | None) -> str:
     return f" This is step {steps} after a checkpoint was loaded." if steps and steps <= RESUME_STEPS else ""
 
 
-def _stale(weights: str, share: float, why: str) -> dict[str, str]:
+def _stale(weights: str, share: float, why: str) -> dict[str, Any]:
     if share >= WHOLE_SHARE:
         name, fault = "stale_weights", "never_synced"
         claim = f"The rollout still samples from {weights}: its {why}"
@@ -403,11 +517,5 @@ def _stale(weights: str, share: float, why: str) -> dict[str, str]:
             f"For {share:.0%} of the responses, as from one of several workers, the rollout still samples from "
             f"{weights}: its {why}"
         )
-    return {"name": name, "sentence": f"{claim}; {_WEIGHTS}.", "check": f"{_SAME_WEIGHTS} {_SEE.format(fault)}"}
-
-
-def _interpolated(readings: Sequence[Sequence[Any]], rates: float) -> float:
-    """The gap at a sum of learning rates, between the readings around it."""
-    after = next(i for i, reading in enumerate(readings) if reading[0] >= rates)
-    (x0, y0, _), (x1, y1, _) = readings[max(after - 1, 0)], readings[after]
-    return y1 if x1 == x0 else y0 + (y1 - y0) * (rates - x0) / (x1 - x0)
+    check = f"{_SAME_WEIGHTS} {_SEE.format(fault)}"
+    return {"name": name, "sentence": f"{claim}; {_WEIGHTS}.", "check": check, "share": share}

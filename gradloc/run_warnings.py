@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .alignment import ALIGNMENT_SUMS, own_alignment
 from .evidence.ordinary import HOLDS
 from .evidence.scaling import SCALE_FIGURES, loss_scale_warning, own_scale_figures
+from .evidence.token_facts import find_turns
 from .fsdp import collectives
 from .measure.micro_batch import MicroBatch
 from .run_checks import RunChecks, own_sums
@@ -30,7 +32,7 @@ class RunWarnings:
     """
 
     def __init__(self, learning_rate: Callable[[], float | Tensor], loss_agg_mode: str | None) -> None:
-        self.of_update: list[dict[str, str]] = []
+        self.of_update: list[dict[str, Any]] = []
         self._learning_rate = learning_rate
         self._loss_agg_mode = loss_agg_mode
         self._checks = RunChecks()
@@ -38,7 +40,7 @@ class RunWarnings:
         self._logged: set[str] = set()
 
     @property
-    def of_mini_batch(self) -> list[dict[str, str]]:
+    def of_mini_batch(self) -> list[dict[str, Any]]:
         """The warnings that hold for the last mini-batch."""
         return self._checks.warnings(of_mini_batch=True)
 
@@ -53,7 +55,7 @@ class RunWarnings:
         self._checks.start_update(global_step)
 
     def own_figures(self, micro_batches: Sequence[MicroBatch], scale: float, where: Mapping[str, Any]) -> Tensor:
-        """What one rank knows of a mini-batch, for `take_in`: float64 of shape (27,). No host sync.
+        """What one rank knows of a mini-batch, for `take_in`: float64 of one dimension. No host sync.
 
         Args:
             micro_batches (Sequence[MicroBatch]): Its micro-batches.
@@ -64,17 +66,22 @@ class RunWarnings:
         checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
         first = (where["epoch"], where["mini_batch"]) == (0, 0)
         sums = own_sums(checked, first, self._checks.usual_gap, self._checks.bypass)
-        return torch.cat([sums, own_scale_figures(tokens, scale, self._mode_of(micro_batches))])
+        aligned = own_alignment([{**each, "turn": find_turns(each["response_mask"])} for each in tokens])
+        return torch.cat([sums, aligned, own_scale_figures(tokens, scale, self._mode_of(micro_batches))])
 
     def take_in(self, by_rank: Tensor, epoch: int) -> None:
         """Adds a mini-batch.
 
         Args:
-            by_rank (Tensor): What `own_figures` returned on each rank, shape (ranks, 27), on the CPU.
+            by_rank (Tensor): What `own_figures` returned on each rank, on the CPU.
             epoch (int): Its PPO epoch: all after the first have the same responses again.
         """
-        sums, of_scale = by_rank[:, :-SCALE_FIGURES], by_rank[:, -SCALE_FIGURES:]
-        self._checks.take_in(sums if epoch == 0 else None, loss_scale_warning(of_scale))
+        rest = by_rank.shape[1] - ALIGNMENT_SUMS - SCALE_FIGURES
+        sums, alignment, of_scale = by_rank.split([rest, ALIGNMENT_SUMS, SCALE_FIGURES], dim=1)
+        if epoch == 0:
+            self._checks.take_in(sums, loss_scale_warning(of_scale), alignment)
+        else:
+            self._checks.take_in(None, loss_scale_warning(of_scale))
         self.of_update = self._checks.warnings()
         for warning in self.of_update:
             if warning["name"] not in self._logged and collectives.rank() == 0:

@@ -1,0 +1,442 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Alignment: do the log-probs of rollout, training and reference belong to the same tokens?
+
+Two engines that score the same tokens agree on which of them are likely, however noisy or old their weights are. So if
+a[t] is nearer to b[t + k] than to b[t], token for token, one of the two was taken at wrong positions.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+# The limits; what ordinary runs give: docs/verdict-figures.md.
+SHIFTS = (-1, 1, -2, 2)
+LEAST_LOG_PROB = -10.0  # smaller log-probs count as this, so that a single broken one does not make a sum
+FITS = 0.6  # the moved comparison's distances have at most this share of the others
+EVIDENCE = 3.0  # in standard deviations of `_evidence`, were either comparison as likely to be nearer
+LARGEST_LOG_RATIO = 2.5
+LEAST_COUNT = 5.0  # of tokens that count, for the evidence of a ratio
+LEAST_GAP = 0.005  # nats, in the mean; smaller distances are no mismatch
+LEAST_TOKENS = 4  # before the position from which on a response is moved; of a constant tail
+TAIL_NATS = 2.0  # what a constant tail leaves out, in the sum
+ROW_TOKENS = 64  # of each response, compared with all others
+ROW_LEAST = 16
+ROW_FITS = 0.3
+MOST_ROWS = 1024
+POOLED_TOKENS = 32
+POOLED_EVIDENCE = 6.0
+UNRELATED_CORRELATION = 0.1
+UNRELATED_TOKENS = 128
+UNRELATED_SPREAD = (0.5, 2.0)
+UNRELATED_NATS = 2.0
+CLEAR_RESPONSES = 3
+CLEAR_SHARE = 0.05
+
+_PAIRS = ("rollout", "reference", "old")
+_OF_SHIFT = ("whole", "inside", "here", "there", "size", "square")
+_SUMS = (
+    "responses",
+    "aligned",
+    *(f"{name} {shift}" for shift in SHIFTS for name in _OF_SHIFT),
+    "start",
+    "at_turn",
+    "other_row",
+    "zero_tail",
+    "constant_tail",
+    "tokens",
+    "first",
+    "second",
+    "first_square",
+    "second_square",
+    "product",
+)
+ALIGNMENT_SUMS = len(_PAIRS) * len(_SUMS)
+
+
+class Alignment(NamedTuple):
+    """How log-probs a and b of the same responses fit; tensors of shape (rows, 1), sums of shape (shifts,).
+
+    Args:
+        aligned (Tensor): bool: a[t] is clearly nearer to b[t] than to any neighbour.
+        shift (Tensor): int64, k where a[t] fits b[t + k], from `start` on; 0 where it fits b[t], or nothing.
+        start (Tensor): int64, the index in the response; 0 where the whole response is moved.
+        tail (Tensor): int64, how many tokens at the end have one and the same a, which b contradicts; 0 where none.
+        tail_value (Tensor): That value.
+        here (Tensor): Σ |a[t] − b[t]| over the tokens that each shift compares.
+        there (Tensor): Σ |a[t] − b[t + k]| over the same tokens.
+        size (Tensor): Σ of the sizes of the differences of the two.
+        square (Tensor): Σ of their squares.
+    """
+
+    aligned: Tensor
+    shift: Tensor
+    start: Tensor
+    tail: Tensor
+    tail_value: Tensor
+    here: Tensor
+    there: Tensor
+    size: Tensor
+    square: Tensor
+
+
+def align(first: Tensor, second: Tensor, mask: Tensor) -> Alignment:
+    """Compares log-probs a and b at the same and at neighbouring positions. No host sync.
+
+    A response is moved by k from a token on if, over the tokens from there to its end, |a[t] − b[t + k]| adds up to at
+    most `FITS` of |a[t] − b[t]|, with enough `EVIDENCE`. The token is the one from which on it is nearer by most.
+    Noise, old weights or another temperature in either engine make both distances larger, and do not prefer a
+    neighbour.
+
+    Args:
+        first (Tensor): a, shape (rows, response length).
+        second (Tensor): b, same shape.
+        mask (Tensor): bool, same shape: the response's tokens.
+    """
+    counted = mask & first.isfinite() & second.isfinite()
+    a, b = (torch.where(counted, each, 0.0).clamp(min=LEAST_LOG_PROB).float() for each in (first, second))
+    distance = (a - b).abs()
+    rows, device = len(mask), mask.device
+    shift = torch.zeros((rows, 1), dtype=torch.int64, device=device)
+    start, best = shift.clone(), torch.zeros((rows, 1), device=device)
+    aligned = counted.any(1, keepdim=True)
+    sums = []
+    for k in SHIFTS:
+        compared = counted & _moved(counted, k)
+        here = torch.where(compared, distance, 0.0)
+        there = torch.where(compared, (a - _moved(b, k)).abs(), 0.0)
+        difference = here - there
+        parts = [here, there, difference.abs(), difference.square()]
+        sums.append(torch.stack([part.sum() for part in parts]))
+        *parts, count = (_from_there_on(part) for part in (*parts, compared.float()))
+        gain, at = (parts[0] - parts[1]).masked_fill(~compared, -math.inf).max(1, keepdim=True)
+        of_tail, tokens = [part.gather(1, at) for part in parts], count.gather(1, at)
+        of_all = [part[:, :1] for part in parts]
+        before = [whole - tail for whole, tail in zip(of_all, of_tail, strict=True)]
+        fits = (gain > best) & (of_tail[1] <= FITS * of_tail[0]) & (_evidence(*of_tail) >= EVIDENCE)
+        fits &= of_tail[0] > LEAST_GAP * tokens
+        inside = (count[:, :1] - tokens >= LEAST_TOKENS) & (before[0] <= FITS * before[1])
+        shift, best = torch.where(fits, k, shift), torch.where(fits, gain, best)
+        start = torch.where(fits, torch.where(inside, at, 0), start)
+        aligned &= of_all[0] < FITS * of_all[1]
+    tail, value = _constant_tail(first, b, mask)
+    shift = torch.where(tail > 0, 0, shift)
+    return Alignment(aligned & (shift == 0), shift, start, tail, value, *torch.stack(sums, 1).double())
+
+
+def _evidence(here: Tensor, there: Tensor, size: Tensor, square: Tensor) -> Tensor:
+    """By how many standard deviations the moved comparison is nearer, were either as likely to be for each token.
+
+    The larger of two: of the sum of the differences, with random signs; and of the logarithm of the distances' ratio,
+    for as many tokens as count (the differences' participation ratio). The second tells an exact fit in a few tokens.
+    """
+    tiny = torch.finfo(here.dtype).tiny
+    by_sum = (here - there) / square.sqrt().clamp(min=tiny)
+    count = size.square() / square.clamp(min=tiny)
+    by_ratio = (count / 2).sqrt() * (here.clamp(min=tiny) / there.clamp(min=tiny)).log().clamp(max=LARGEST_LOG_RATIO)
+    return torch.maximum(by_sum, torch.where(count >= LEAST_COUNT, by_ratio, 0.0))
+
+
+def _moved(values: Tensor, k: int) -> Tensor:
+    """values[t + k] at t; zero where there is none."""
+    return pad(values[:, k:] if k > 0 else values[:, :k], (0, k) if k > 0 else (-k, 0))
+
+
+def _from_there_on(values: Tensor) -> Tensor:
+    """The sum from each position to the end."""
+    return values.flip(1).cumsum(1).flip(1)
+
+
+def _constant_tail(first: Tensor, second: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tokens at the end of a response have one and the same log-prob, while the other's add up to something.
+
+    A rollout that reports log-probs after top-p gives 0 for a token that is left alone, and so nearly does training.
+    """
+    position = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, position, 0).amax(1, keepdim=True)
+    value = first.gather(1, last)
+    other = mask & (first != value)
+    # From the token after the last other one on.
+    begin = torch.where(other, position + 1, 0).amax(1, keepdim=True)
+    tail = mask & (position >= begin)
+    missing = torch.where(tail, (second - value).abs(), 0.0).sum(1, keepdim=True)
+    count = tail.sum(1, keepdim=True)
+    return torch.where((count >= LEAST_TOKENS) & (missing >= TAIL_NATS), count, 0), value
+
+
+def fits_another_row(first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
+    """Where a response's a fits the b of another response far better than its own, bool (rows, 1). No host sync.
+
+    Args:
+        first (Tensor): a, shape (rows, response length).
+        second (Tensor): b, same shape.
+        mask (Tensor): bool, same shape.
+    """
+    mask = mask & first.isfinite() & second.isfinite()
+    a, b = (torch.where(mask, each, 0.0).clamp(min=LEAST_LOG_PROB).float()[:, :ROW_TOKENS] for each in (first, second))
+    a, b, count = a[:MOST_ROWS], b[:MOST_ROWS], mask[:MOST_ROWS, :ROW_TOKENS].sum(1)
+    distance = torch.cdist(a, b, p=1.0)
+    own = distance.diagonal()
+    others = distance + torch.diag(torch.full_like(own, math.inf))
+    found = (others.amin(1) < ROW_FITS * own) & (count >= ROW_LEAST) & (own > LEAST_GAP * count)
+    return pad(found, (0, len(mask) - len(found))).unsqueeze(1)
+
+
+def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """What one rank knows of a mini-batch's alignment, for `find_off`. No host sync.
+
+    Args:
+        micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
+            `response_mask`, `weight`, `log_prob`, `turn`, and if available `old_log_prob`, `ref_log_prob`,
+            `rollout_log_prob`.
+
+    Returns:
+        Tensor: float64 of shape (ALIGNMENT_SUMS,); zeros where log-probs are missing.
+    """
+    width = max(tokens["response_mask"].shape[1] for tokens in micro_batches)
+    names = set.intersection(*(set(tokens) for tokens in micro_batches))
+    wanted = names & {"response_mask", "turn", "log_prob", "old_log_prob", "ref_log_prob", "rollout_log_prob"}
+    joined = {
+        name: torch.cat([pad(tokens[name], (0, width - tokens[name].shape[1])) for tokens in micro_batches])
+        for name in wanted
+    }
+    mask, now = joined["response_mask"].bool(), joined["log_prob"]
+    zero = torch.zeros((), dtype=torch.float64, device=mask.device)
+    policy = now
+    if "old_log_prob" in joined and "rollout_log_prob" in joined:
+        # verl's bypass mode takes the rollout's log-probs for the old ones.
+        bypassed = ~(mask & (joined["old_log_prob"] != joined["rollout_log_prob"])).any()
+        policy = torch.where(bypassed, now, joined["old_log_prob"])
+        joined["old_log_prob"] = policy
+    columns = {
+        "rollout": ("rollout_log_prob", policy),
+        "reference": ("ref_log_prob", now),
+        "old": ("old_log_prob", now),
+    }
+    found = []
+    for pair, (name, other) in columns.items():
+        sums: dict[str, Tensor] = {}
+        if name in joined and width:
+            sums = _sums_of_pair(joined[name], other, mask, joined.get("turn"), rows=pair == "rollout")
+        found += [sums.get(each, zero).double() for each in _SUMS]
+    return torch.stack(found)
+
+
+def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor | None, rows: bool) -> dict[str, Tensor]:
+    found = align(a, b, mask)
+    moved, inside = found.shift != 0, found.start > 0
+    sums = {"responses": mask.any(1).sum(), "aligned": found.aligned.sum()}
+    sums["start"] = torch.where(moved & inside, found.start, 0).sum()
+    for index, k in enumerate(SHIFTS):
+        sums[f"whole {k}"] = ((found.shift == k) & ~inside).sum()
+        sums[f"inside {k}"] = ((found.shift == k) & inside).sum()
+        for name in ("here", "there", "size", "square"):
+            sums[f"{name} {k}"] = getattr(found, name)[index]
+    if turn is not None:
+        sums["at_turn"] = (moved & inside & starts_turn(turn, found.start)).sum()
+    sums["zero_tail"] = ((found.tail > 0) & (found.tail_value == 0) & ~moved).sum()
+    sums["constant_tail"] = ((found.tail > 0) & (found.tail_value != 0) & ~moved).sum()
+    if rows:
+        sums["other_row"] = (fits_another_row(a, b, mask) & ~moved & (found.tail == 0)).sum()
+    counted = mask & a.isfinite() & b.isfinite()
+    a, b = (torch.where(counted, each, 0.0).double().clamp(min=LEAST_LOG_PROB) for each in (a, b))
+    sums |= {"tokens": counted.sum(), "first": a.sum(), "second": b.sum(), "product": (a * b).sum()}
+    return sums | {"first_square": a.square().sum(), "second_square": b.square().sum()}
+
+
+def starts_turn(turn: Tensor, start: Tensor, within: int = 3) -> Tensor:
+    """Whether a position is one of the first tokens of a turn after the first, bool of start's shape (rows, 1)."""
+    here = turn.gather(1, start)
+    before = turn.gather(1, (start - within).clamp(min=0))
+    return (here > 1) & (before != here)
+
+
+class Off(NamedTuple):
+    """What is wrong between two columns of log-probs.
+
+    Args:
+        kind (str): "moved", "other_row", "zero_tail", "constant_tail" or "unrelated".
+        share (float): In which share of the responses.
+        clear (bool): Whether this update shows it for certain.
+        shift (int): k, where a[t] fits b[t + k]; else 0.
+        start (float): Where it begins inside most of these responses, the mean index from which on; else 0.
+        at_turn (bool): Whether most of these begin with a turn.
+        correlation (float): Between the two columns.
+    """
+
+    kind: str
+    share: float
+    clear: bool
+    shift: int = 0
+    start: float = 0.0
+    at_turn: bool = False
+    correlation: float = 0.0
+
+
+def find_off(sums: Sequence[float], judge_correlation: bool) -> dict[str, Off | None]:
+    """By pair ("rollout" with the policy, "reference" and "old" with the current one) what is wrong; None if nothing.
+
+    A pair that cannot be judged is missing.
+
+    Args:
+        sums (Sequence[float]): What `own_alignment` returned, added up over ranks and mini-batches.
+        judge_correlation (bool): Whether log-probs without any relation are a fault: an engine that has drifted away
+            over the steps of a run is none.
+    """
+    found: dict[str, Off | None] = {}
+    for number, pair in enumerate(_PAIRS):
+        of_pair = dict(zip(_SUMS, sums[number * len(_SUMS) : (number + 1) * len(_SUMS)], strict=True))
+        if of_pair["tokens"] >= POOLED_TOKENS:
+            found[pair] = _off(of_pair, judge_correlation)
+    return found
+
+
+def correlation(sums: Sequence[float], pair: str = "rollout") -> float | None:
+    """Between the log-probs of a pair; None where they are too few or all the same."""
+    at = _PAIRS.index(pair) * len(_SUMS)
+    return _correlation(dict(zip(_SUMS, sums[at : at + len(_SUMS)], strict=True)))
+
+
+def _correlation(sums: Mapping[str, float]) -> float | None:
+    count = sums["tokens"]
+    if count < UNRELATED_TOKENS:
+        return None
+    first, second = _variance(sums, "first"), _variance(sums, "second")
+    if min(first, second) < LEAST_GAP**2:
+        return None
+    return (sums["product"] - sums["first"] * sums["second"] / count) / count / math.sqrt(first * second)
+
+
+def _variance(sums: Mapping[str, float], name: str) -> float:
+    return sums[f"{name}_square"] / sums["tokens"] - (sums[name] / sums["tokens"]) ** 2
+
+
+def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
+    moved = {k: sums[f"whole {k}"] + sums[f"inside {k}"] for k in SHIFTS}
+    inside = sum(sums[f"inside {k}"] for k in SHIFTS)
+    counts = {
+        "moved": sum(moved.values()),
+        **{name: sums[name] for name in ("other_row", "zero_tail", "constant_tail")},
+    }
+    kind = max(counts, key=counts.__getitem__)
+    count = counts[kind]
+    # Some responses are too short, or their tokens too sure, to tell.
+    known = max(count + sums["aligned"] if kind == "moved" else sums["responses"], 1.0)
+    found = Off(kind, count / known, count >= max(CLEAR_RESPONSES, CLEAR_SHARE * known))
+    if kind == "moved" and count:
+        mostly_inside = 2 * inside > count
+        found = found._replace(
+            shift=max(moved, key=moved.__getitem__),
+            start=sums["start"] / inside if mostly_inside else 0.0,
+            at_turn=mostly_inside and 2 * sums["at_turn"] > inside,
+        )
+    if found.clear and kind != "other_row":
+        return found
+    # Responses too short, or engines too far apart, to tell one by one.
+    for k in SHIFTS:
+        parts = [sums[f"{name} {k}"] for name in ("here", "there", "size", "square")]
+        evidence = float(_evidence(*torch.tensor(parts, dtype=torch.float64)))
+        is_nearer = parts[1] <= (1 + FITS) / 2 * parts[0] and parts[0] > LEAST_GAP * sums["tokens"]
+        if is_nearer and evidence >= POOLED_EVIDENCE:
+            return Off("moved", 1.0, True, shift=k)
+    if found.clear:
+        return found
+    related = _correlation(sums)
+    if judge_correlation and related is not None and related < UNRELATED_CORRELATION:
+        spread = _variance(sums, "first") / _variance(sums, "second")
+        apart = abs(sums["first"] - sums["second"]) / sums["tokens"]
+        # Noise, too, hides a relation, but then one spreads far more than the other.
+        if UNRELATED_SPREAD[0] <= spread <= UNRELATED_SPREAD[1] or apart > UNRELATED_NATS:
+            return Off("unrelated", 1.0, True, correlation=related)
+    return found if count else None
+
+
+_COLUMNS = {
+    "rollout": ("The rollout's log-probs", "r"),
+    "policy": ("Training's log-probs", "p"),
+    "reference": ("The reference's log-probs", "ref"),
+    "old": ("The old log-probs", "old"),
+    "now": ("The log-probs of the update", "p"),
+}
+_WHICH = "; a reference tells which of the two (use_kl_loss=True with kl_loss_coef=0)"
+
+
+def misaligned_warning(off: Mapping[str, Off | None]) -> dict[str, Any] | None:
+    """The warning, or None: `name` ("misaligned", or "retokenized"), `sentence`, `check` and `share`.
+
+    Args:
+        off (Mapping): What `find_off` returned, of what is clear.
+    """
+    wrong = {pair: each for pair, each in off.items() if each is not None}
+    if not wrong:
+        return None
+    column, other, pair = _wrong_column(wrong, off)
+    each = wrong[pair]
+    # r[t] fits p[t + k]: if it is p that was moved, p[t] fits r[t − k].
+    shift = each.shift if column == pair else -each.shift
+    subject, letter = _COLUMNS[column]
+    unsure = column == "rollout" and "reference" not in off and each.kind in ("moved", "other_row", "unrelated")
+    where = f"in {_share(each.share)} of the responses" if each.share < 0.995 else "in all responses"
+    if each.kind == "moved":
+        by = "one position" if abs(shift) == 1 else f"{abs(shift)} positions"
+        way, back = ("late", "early") if shift < 0 else ("early", "late")
+        fits = f"{letter}[t] fits {_COLUMNS[other][1]}[t{shift:+d}]"
+        what = f"are {by} {way}"
+        if unsure:
+            what += f", or training's are {by} {back},"
+        if each.start:
+            where += f", from inside them on (on average from token {each.start:.0f})"
+        sentence = f"{subject} {what} {where} ({fits})"
+        advice = "look for where they are sliced, padded or gathered, and whether a list begins one token later"
+        if each.start:
+            advice = (
+                "look for tokens that only one of the two lists has from there on: decoded and encoded again, or "
+                "special tokens left out"
+            )
+    elif each.kind == "other_row":
+        sentence = f"{subject} {where} are those of other responses of the batch"
+        advice = "look for what reorders, pads or repeats rows in one of the columns alone"
+    elif each.kind == "unrelated":
+        sentence = f"{subject} have no relation to {_of(other)} (correlation {each.correlation:.2f})"
+        advice = "they belong to other tokens, or to another model: print both beside the token ids"
+    else:
+        value = "exact zeros" if each.kind == "zero_tail" else "one repeated value"
+        sentence = f"{subject} end in {value} {where}, where {_of(other)} are not"
+        advice = "log-probs are missing there and were padded: take the engine's own, or set response_mask to 0"
+    at_turn = each.kind == "moved" and each.at_turn
+    if at_turn:
+        sentence += ", beginning with a turn"
+    return {
+        "name": "retokenized" if at_turn else "misaligned",
+        "sentence": f"{sentence}: {advice}{_WHICH if unsure else ''}.",
+        "check": "Print `responses`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one row of the batch "
+        "side by side, and the engine's own list of tokens and log-probs: the same token should have about the same "
+        "log-prob everywhere.",
+        "share": each.share,
+    }
+
+
+def _wrong_column(wrong: Mapping[str, Off], off: Mapping[str, Off | None]) -> tuple[str, str, str]:
+    """Which column is off, what it was compared with, and the pair that shows it: the one that fits no other."""
+    if "old" in wrong and "rollout" in off and "rollout" not in wrong:
+        return "now", "old", "old"
+    if "old" in wrong:
+        return "old", "now", "old"
+    if "rollout" in wrong and "reference" in wrong:
+        return "policy", "rollout", "rollout"
+    if "rollout" in wrong:
+        return "rollout", "policy", "rollout"
+    return "reference", "now", "reference"
+
+
+def _of(column: str) -> str:
+    subject = _COLUMNS[column][0]
+    return subject[0].lower() + subject[1:]
+
+
+def _share(share: float) -> str:
+    return "under 1%" if share < 0.01 else f"{share:.0%}"
