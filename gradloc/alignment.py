@@ -24,6 +24,7 @@ LEAST_COUNT = 5.0  # of tokens that count, for the evidence of a ratio
 LEAST_GAP = 0.005  # nats, in the mean; smaller distances are no mismatch
 LEAST_TOKENS = 4  # before the position from which on a response is moved; of a constant tail
 TAIL_NATS = 2.0  # what a constant tail leaves out, in the sum
+TAIL_USUAL = 0.05  # of the other tokens that differ from that value by as many nats, at most this share has it, too
 ROW_TOKENS = 64  # of each response, compared with all others
 ROW_LEAST = 16
 ROW_FITS = 0.3
@@ -154,7 +155,8 @@ def _from_there_on(values: Tensor) -> Tensor:
 def _constant_tail(first: Tensor, second: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """How many tokens at the end of a response have one and the same log-prob, while the other's add up to something.
 
-    A rollout that reports log-probs after top-p gives 0 for a token that is left alone, and so nearly does training.
+    A rollout that reports log-probs after top-p gives 0 for each token that is left alone, not at the end only: such a
+    batch has no tails.
     """
     position = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, position, 0).amax(1, keepdim=True)
@@ -165,7 +167,50 @@ def _constant_tail(first: Tensor, second: Tensor, mask: Tensor) -> tuple[Tensor,
     tail = mask & (position >= begin)
     missing = torch.where(tail, (second - value).abs(), 0.0).sum(1, keepdim=True)
     count = tail.sum(1, keepdim=True)
-    return torch.where((count >= LEAST_TOKENS) & (missing >= TAIL_NATS), count, 0), value
+    before = mask & ~tail & ((second - value).abs() > TAIL_USUAL)
+    usual = (before & (first == value)).sum() > TAIL_USUAL * before.sum()
+    return torch.where((count >= LEAST_TOKENS) & (missing >= TAIL_NATS) & ~usual, count, 0), value
+
+
+def policy_before(tokens: Mapping[str, Tensor]) -> Tensor:
+    """The policy's log-probs before the update: the old ones, unless they are the rollout's, as in verl's bypass mode.
+
+    Args:
+        tokens (Mapping[str, Tensor]): `response_mask`, `log_prob`, and if available `old_log_prob` and
+            `rollout_log_prob`, of shape (rows, response length).
+    """
+    if "old_log_prob" not in tokens or "rollout_log_prob" not in tokens:
+        return tokens.get("old_log_prob", tokens["log_prob"])
+    old, rollout = tokens["old_log_prob"], tokens["rollout_log_prob"]
+    bypassed = ~(tokens["response_mask"].bool() & (old != rollout)).any(1, keepdim=True)
+    return torch.where(bypassed, tokens["log_prob"], old)
+
+
+def misplaced(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Tokens whose log-probs belong to others: of the rollout or the reference, compared with the policy's.
+
+    Args:
+        tokens (Mapping[str, Tensor]): `response_mask`, `log_prob`, and if available `old_log_prob`, `ref_log_prob` and
+            `rollout_log_prob`, of shape (rows, response length).
+
+    Returns:
+        tuple[Tensor, Tensor]: bool of that shape; int64 of shape (rows, 1): by how many positions, 0 where by none, or
+            where log-probs are missing at the end.
+    """
+    mask = tokens["response_mask"].bool()
+    position = torch.arange(mask.shape[1], device=mask.device)
+    last = (
+        torch.where(mask, position, -1).amax(1, keepdim=True) if mask.shape[1] else mask.new_zeros(len(mask), 1).long()
+    )
+    found, shift = torch.zeros_like(mask), torch.zeros((len(mask), 1), dtype=torch.int64, device=mask.device)
+    pairs = {"rollout_log_prob": policy_before(tokens), "ref_log_prob": tokens["log_prob"]}
+    for name, other in pairs.items() if mask.shape[1] else ():
+        if name in tokens:
+            aligned = align(tokens[name], other, mask)
+            found = found | (mask & (aligned.shift != 0) & (position >= aligned.start))
+            found = found | (mask & (aligned.tail > 0) & (position > last - aligned.tail))
+            shift = torch.where(shift == 0, aligned.shift, shift)
+    return found, shift
 
 
 def fits_another_row(first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
@@ -176,13 +221,18 @@ def fits_another_row(first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
         second (Tensor): b, same shape.
         mask (Tensor): bool, same shape.
     """
+    if not len(mask):
+        return mask.new_zeros((0, 1))
     mask = mask & first.isfinite() & second.isfinite()
     a, b = (torch.where(mask, each, 0.0).clamp(min=LEAST_LOG_PROB).float()[:, :ROW_TOKENS] for each in (first, second))
     a, b, count = a[:MOST_ROWS], b[:MOST_ROWS], mask[:MOST_ROWS, :ROW_TOKENS].sum(1)
     distance = torch.cdist(a, b, p=1.0)
     own = distance.diagonal()
     others = distance + torch.diag(torch.full_like(own, math.inf))
-    found = (others.amin(1) < ROW_FITS * own) & (count >= ROW_LEAST) & (own > LEAST_GAP * count)
+    # Sure tokens all have log-probs near 0: a fit is one only if it is better than that of a constant.
+    mean = a.sum(1, keepdim=True) / count.unsqueeze(1)
+    spread = torch.where(mask[:MOST_ROWS, :ROW_TOKENS], (a - mean).abs(), 0.0).sum(1)
+    found = (others.amin(1) < ROW_FITS * torch.minimum(own, spread)) & (count >= ROW_LEAST) & (own > LEAST_GAP * count)
     return pad(found, (0, len(mask) - len(found))).unsqueeze(1)
 
 
@@ -206,11 +256,8 @@ def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
     }
     mask, now = joined["response_mask"].bool(), joined["log_prob"]
     zero = torch.zeros((), dtype=torch.float64, device=mask.device)
-    policy = now
-    if "old_log_prob" in joined and "rollout_log_prob" in joined:
-        # verl's bypass mode takes the rollout's log-probs for the old ones.
-        bypassed = ~(mask & (joined["old_log_prob"] != joined["rollout_log_prob"])).any()
-        policy = torch.where(bypassed, now, joined["old_log_prob"])
+    policy = policy_before(joined)
+    if "old_log_prob" in joined:
         joined["old_log_prob"] = policy
     columns = {
         "rollout": ("rollout_log_prob", policy),

@@ -200,8 +200,12 @@ class GradLoc:
         self._model.meter.close()
 
     def metrics(self) -> dict[str, float]:
-        """The update's metrics for the training log, the same on every rank; see `UpdateMetrics.metrics`."""
-        return self._metrics.metrics()
+        """The update's metrics for the training log, the same on every rank; see `UpdateMetrics.metrics`.
+
+        `misplaced_share` is the share of responses whose log-probs belong to other tokens.
+        """
+        share = self._warnings.misplaced_share
+        return self._metrics.metrics() | ({} if share is None else {"actor/gradloc/misplaced_share": share})
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learned of the run, for any number of ranks; to be saved by rank 0, whose seconds count."""

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metrics of an update, the same on every rank."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .evidence.sources import MISALIGNED_FRACTION, UNLIKELY
-from .evidence.token_facts import MISALIGNED_NATS, off_the_rollout
-from .fsdp import collectives
+from .evidence.sources import UNLIKELY
+from .evidence.token_facts import off_the_rollout
 from .measure.figures import Level
-
-logger = logging.getLogger(__name__)
 
 
 def own_figures(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
@@ -84,14 +80,6 @@ class UpdateMetrics:
         self._compared += compared
         self._unlikely += unlikely
         self._tokens += tokens
-        if misaligned > MISALIGNED_FRACTION * compared and collectives.rank() == 0:
-            logger.warning(
-                "%.0f of %.0f response tokens have log-probs that differ from the rollout's by more than %g nat: "
-                "they may belong to other positions, weights or temperatures",
-                misaligned,
-                compared,
-                MISALIGNED_NATS,
-            )
 
     def take_in_level(self, level: Level, threshold: float | None) -> None:
         """Adds the size of a mini-batch's gradient and its τ; None in the warm-up of an automatic one."""

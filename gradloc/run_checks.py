@@ -8,6 +8,7 @@ gap that has grown or jumped is reported as that. Positions come first: wrong on
 
 import copy
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,10 +51,16 @@ OTHER_LEAST = 0.25
 UNSAMPLED_TOKENS = 4
 # Where one update cannot tell, a rule has to hold in so many: a rollout may be late by a step or two.
 IN_A_ROW = 3
+# Advantages so many times as large, or as small, as in all of the last updates, of which there are some, and so many
+# responses with one.
+SCALE_FACTOR = 5.0
+SCALE_UPDATES = 3
+SCALE_RESPONSES = 8
 # So many steps after a loaded checkpoint, warnings and verdicts say that there was one.
 RESUME_STEPS = 3
 
 _READINGS = 64
+_SIZES = 8
 _NO_ALIGNMENT = [0.0] * ALIGNMENT_SUMS
 
 # The warnings that say what is seen, and no cause.
@@ -88,7 +95,7 @@ _SUMS = (
 )
 
 # What `state_dict` has, but for the underscore.
-_STATE = "rates readings stride since_reading times gap least misaligned_since related".split()
+_STATE = "rates readings stride since_reading times gap least misaligned_since related sizes scale_since".split()
 _OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
 _WEIGHTS = "check that the weights, or the LoRA adapter, of every step reach every rollout worker"
@@ -185,6 +192,39 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float,
     return torch.stack([sums[name].double() if name in sums else zero for name in _SUMS])
 
 
+# What `own_columns` gives: responses; of each column, in how many of them a value is not finite; and, of responses with
+# an advantage, Σ log|A| and their number.
+_COLUMNS = ("advantage", "old_log_prob", "ref_log_prob", "log_prob")
+_VERL_NAMES = {"advantage": "advantages", "old_log_prob": "old_log_probs", "ref_log_prob": "ref_log_prob"}
+COLUMN_SUMS = len(_COLUMNS) + 3
+
+
+def own_columns(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """What one rank knows of the columns of a mini-batch, for `RunChecks.take_in`. No host sync.
+
+    Args:
+        micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
+            `response_mask`, `log_prob`, and if available `advantage`, `old_log_prob`, `ref_log_prob`.
+
+    Returns:
+        Tensor: float64 of shape (COLUMN_SUMS,).
+    """
+    total = torch.zeros(COLUMN_SUMS, dtype=torch.float64, device=micro_batches[0]["log_prob"].device)
+    for tokens in micro_batches:
+        mask = tokens["response_mask"].bool()
+        found = [mask.any(1).sum()]
+        for name in _COLUMNS:
+            found.append((mask & ~tokens[name].isfinite()).any(1).sum() if name in tokens else mask.new_zeros(()))
+        size = (
+            tokens["advantage"].double().abs() if "advantage" in tokens else torch.zeros_like(mask, dtype=total.dtype)
+        )
+        mean = torch.where(mask, size, 0.0).sum(1) / mask.sum(1)
+        counted = mean.isfinite() & (mean > 0)
+        found += [torch.where(counted, mean.log(), 0.0).sum(), counted.sum()]
+        total += torch.stack([each.double() for each in found])
+    return total
+
+
 class RunChecks:
     """Collects what `own_sums` gives over the steps of a run, and warns; the same on every rank.
 
@@ -207,6 +247,10 @@ class RunChecks:
         # The first step since which log-probs are misaligned, and how rollout and policy were related before.
         self._misaligned_since: int | None = None
         self._related: float | None = None
+        self._columns = [0.0] * COLUMN_SUMS
+        # The typical |A|, a geometric mean, of the last updates; and since which step another one holds.
+        self._sizes: list[float] = []
+        self._scale_since: list[Any] | None = None
         self._updates_since_resume: int | None = None
         # The warning of a wrongly scaled loss, of the last mini-batch and of the update; and how many mini-batches in a
         # row had one.
@@ -238,7 +282,11 @@ class RunChecks:
             self._updates_since_resume += 1
 
     def take_in(
-        self, by_rank: Tensor | None, scaled: dict[str, Any] | None = None, alignment: Tensor | None = None
+        self,
+        by_rank: Tensor | None,
+        scaled: dict[str, Any] | None = None,
+        alignment: Tensor | None = None,
+        columns: Tensor | None = None,
     ) -> None:
         """Adds a mini-batch.
 
@@ -246,6 +294,7 @@ class RunChecks:
             by_rank (Tensor, optional): What `own_sums` returned on each rank, shape (ranks, 20), on the CPU; None after
                 the first PPO epoch, whose responses the others have again.
             alignment (Tensor, optional): The same of `own_alignment`.
+            columns (Tensor, optional): The same of `own_columns`.
             scaled (dict, optional): A warning that its loss is scaled wrongly; said once there are three in a row.
         """
         self._scaled_times = 0 if scaled is None else self._scaled_times + 1
@@ -256,6 +305,9 @@ class RunChecks:
                 self._sums[name] += value
         if alignment is not None:
             self._alignment = (alignment.sum(0) + torch.tensor(self._alignment, dtype=torch.float64)).tolist()
+
+        if columns is not None:
+            self._columns = (columns.sum(0) + torch.tensor(self._columns, dtype=torch.float64)).tolist()
 
     def add_step(self, learning_rate: float) -> None:
         """Adds an optimizer step that is taken."""
@@ -269,7 +321,8 @@ class RunChecks:
             of_mini_batch (bool): Leave out that of a wrongly scaled loss if the last mini-batch's was right.
         """
         note = resume_note(self.steps_since_resume)
-        found = [warning for rule, warning in self._holding().items() if self._is_certain(rule)]
+        found = [warning for check in (self._broken, self._reward_scale) if (warning := check()) is not None]
+        found += [warning for rule, warning in self._holding().items() if self._is_certain(rule)]
         scaled = self._scaled if of_mini_batch else self._scaled_in_update
         if scaled is not None:
             found.append(scaled)
@@ -278,7 +331,7 @@ class RunChecks:
         found.sort(key=lambda warning: warning["name"] in WITHOUT_CAUSE)
         return [{**warning, "sentence": warning["sentence"] + note} for warning in found]
 
-    def misaligned_share(self) -> float | None:
+    def misplaced_share(self) -> float | None:
         """The share of the update's responses whose log-probs belong to other tokens; None if it cannot be told."""
         off = self._off()
         return max((each.share for each in off.values() if each is not None), default=0.0) if off else None
@@ -295,7 +348,7 @@ class RunChecks:
         fresh = RunChecks()
         for name in _STATE:
             setattr(self, f"_{name}", copy.deepcopy((state or {}).get(name, getattr(fresh, f"_{name}"))))
-        self._sums, self._alignment = fresh._sums, fresh._alignment
+        self._sums, self._alignment, self._columns = fresh._sums, fresh._alignment, fresh._columns
         self._updates_since_resume = 0
 
     def _is_certain(self, rule: str) -> bool:
@@ -311,6 +364,10 @@ class RunChecks:
 
     def _end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
+        self._scale_since = self._other_scale()
+        if (size := self._size()) is not None and self._scale_since is None:
+            self._sizes = [*self._sizes, size][-_SIZES:]
+        self._columns = [0.0] * COLUMN_SUMS
         if not self._sums["tokens"]:
             self._sums, self._alignment = dict.fromkeys(_SUMS, 0.0), _NO_ALIGNMENT
             return
@@ -343,6 +400,56 @@ class RunChecks:
         if len(self._readings) > _READINGS:
             self._readings, self._stride = self._readings[::2], 2 * self._stride
             self._since_reading = 1
+
+    def _size(self) -> float | None:
+        """The typical |A| of the update's responses; None of too few."""
+        *_, total, count = self._columns
+        return math.exp(total / count) if count >= SCALE_RESPONSES else None
+
+    def _other_scale(self) -> list[Any] | None:
+        """[step, factor] since when advantages have another size; None while they have not."""
+        size, since = self._size(), self._scale_since
+        if size is None or len(self._sizes) < SCALE_UPDATES:
+            return since
+        low, high = min(self._sizes), max(self._sizes)
+        if low / SCALE_FACTOR < size < high * SCALE_FACTOR:
+            return None
+        return [self._step if since is None else since[0], size / statistics.median(self._sizes)]
+
+    def _reward_scale(self) -> dict[str, Any] | None:
+        since = self._other_scale()
+        if since is None or self._size() is None:
+            return None
+        step, factor = since
+        when = "" if step is None else f" since step {step}"
+        times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
+        return {
+            "name": "reward_scale",
+            "sentence": f"Advantages are {times} what they were{when}, in the typical response: rewards are scaled "
+            "differently, or no longer normalized. Look at what changed in the reward function or in the advantage's "
+            "normalization at that step.",
+            "check": "Compare `critic/score/mean`, `critic/score/max` and `critic/advantages/max` in the log before "
+            "and after that step.",
+        }
+
+    def _broken(self) -> dict[str, Any] | None:
+        """A column with NaN or Inf: the first one from which the others follow."""
+        responses, *broken = self._columns[: len(_COLUMNS) + 1]
+        for name, count in zip(_COLUMNS[:-1], broken, strict=False):
+            if count:
+                column, of_advantage = _VERL_NAMES[name], name == "advantage"
+                where = "all" if count == responses else f"{count:.0f} of {responses:.0f}"
+                rows = " (one bad reward makes the advantages of its whole group NaN)" if of_advantage else ""
+                look = "rewards and their normalization" if of_advantage else "its forward pass and its precision"
+                return {
+                    "name": "nonfinite",
+                    "sentence": f"`{column}` is NaN or infinite in {where} responses{rows}: look at what computes it, "
+                    f"before the update: {look}.",
+                    "check": f"Print `{column}` of these rows before the update, and for advantages "
+                    "`token_level_scores` of all rows of the same `uid`.",
+                    "share": count / responses,
+                }
+        return None
 
     def _off(self) -> dict[str, Off | None]:
         """What is misaligned in this update."""

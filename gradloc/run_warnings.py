@@ -15,7 +15,7 @@ from .evidence.scaling import SCALE_FIGURES, loss_scale_warning, own_scale_figur
 from .evidence.token_facts import find_turns
 from .fsdp import collectives
 from .measure.micro_batch import MicroBatch
-from .run_checks import RunChecks, own_sums
+from .run_checks import COLUMN_SUMS, RunChecks, own_columns, own_sums
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,11 @@ class RunWarnings:
         """1 in the first step after a loaded checkpoint; None if none was loaded."""
         return self._checks.steps_since_resume
 
+    @property
+    def misplaced_share(self) -> float | None:
+        """See `RunChecks.misplaced_share`."""
+        return self._checks.misplaced_share()
+
     def start_update(self, global_step: int | None) -> None:
         """Begins an update."""
         self.of_update, self._global_step = [], global_step
@@ -67,7 +72,9 @@ class RunWarnings:
         first = (where["epoch"], where["mini_batch"]) == (0, 0)
         sums = own_sums(checked, first, self._checks.usual_gap, self._checks.bypass)
         aligned = own_alignment([{**each, "turn": find_turns(each["response_mask"])} for each in tokens])
-        return torch.cat([sums, aligned, own_scale_figures(tokens, scale, self._mode_of(micro_batches))])
+        return torch.cat(
+            [sums, aligned, own_columns(tokens), own_scale_figures(tokens, scale, self._mode_of(micro_batches))]
+        )
 
     def take_in(self, by_rank: Tensor, epoch: int) -> None:
         """Adds a mini-batch.
@@ -76,10 +83,11 @@ class RunWarnings:
             by_rank (Tensor): What `own_figures` returned on each rank, on the CPU.
             epoch (int): Its PPO epoch: all after the first have the same responses again.
         """
-        rest = by_rank.shape[1] - ALIGNMENT_SUMS - SCALE_FIGURES
-        sums, alignment, of_scale = by_rank.split([rest, ALIGNMENT_SUMS, SCALE_FIGURES], dim=1)
+        rest = by_rank.shape[1] - ALIGNMENT_SUMS - COLUMN_SUMS - SCALE_FIGURES
+        sizes = [rest, ALIGNMENT_SUMS, COLUMN_SUMS, SCALE_FIGURES]
+        sums, alignment, columns, of_scale = by_rank.split(sizes, dim=1)
         if epoch == 0:
-            self._checks.take_in(sums, loss_scale_warning(of_scale), alignment)
+            self._checks.take_in(sums, loss_scale_warning(of_scale), alignment, columns)
         else:
             self._checks.take_in(None, loss_scale_warning(of_scale))
         self.of_update = self._checks.warnings()

@@ -16,24 +16,25 @@ from .token_facts import response_evidence, token_evidence
 Facts = dict[str, Any]
 
 
-def culprit_facts(investigation: Investigation) -> dict[Token, Facts]:
-    """The facts about every culprit, the same on every rank. A collective call.
+def token_facts_of(investigation: Investigation, tokens: Sequence[Token]) -> dict[Token, Facts]:
+    """The facts about some tokens, the same on every rank. A collective call.
 
     Args:
         investigation (Investigation): The search, after its end.
+        tokens (Sequence[Token]): The same on every rank: its culprits, or others.
 
     Raises:
-        RankFailedError: A rank could not tell of its culprits.
+        RankFailedError: A rank could not tell of its tokens.
     """
     mini_batch = investigation.mini_batch
     by_rank: dict[int, list[Token]] = {}
-    for token in investigation.culprits:
+    for token in tokens:
         by_rank.setdefault(token[0][0], []).append(token)
     found: dict[Token, Facts] = {}
-    for rank, tokens in by_rank.items():
+    for rank, of_rank in by_rank.items():
         # Not an all-gather, which would pad what each rank sends to the longest.
         sender = rank * mini_batch.model.sequence_parallel_size
-        found |= collectives.broadcast(partial(_own_facts, mini_batch, tokens), sender)
+        found |= collectives.broadcast(partial(_own_facts, mini_batch, of_rank), sender)
     return found
 
 

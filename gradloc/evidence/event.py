@@ -15,14 +15,16 @@ from ..measure.micro_batch import MicroBatchName
 from ..measure.mini_batch import OrdinaryGradient
 from ..search.groups import Token
 from ..search.investigation import Investigation
-from .culprits import Facts, culprit_facts
+from .culprits import Facts, token_facts_of
 from .medians import token_medians
 from .ordinary import ordinary_shares
-from .sources import Medians, classify, has_large_advantage
+from .sources import RULES, Medians, classify, has_large_advantage
 from .verdict import whole_event
 
 # How many of the largest tokens an event lists for a spike without a culprit.
 _LARGEST_TOKENS = 3
+# Of how many tokens measured under τ the sources are counted, at most and at least.
+_MEASURED, _LEAST_MEASURED = 64, 4
 
 
 def build_event(
@@ -51,7 +53,7 @@ def build_event(
     """
     mini_batch = investigation.mini_batch
     model = mini_batch.model
-    facts = culprit_facts(investigation)
+    facts = token_facts_of(investigation, investigation.culprits)
     if medians is None:
         medians = token_medians(mini_batch.micro_batches, model.sequence_parallel_size)
     ordinary_tokens = ordinary_shares(
@@ -61,6 +63,7 @@ def build_event(
         mini_batch.scale,
         model.sequence_parallel_size,
     )
+    measured = _measured_shares(investigation, medians)
     ordinary_before = ordinary.layer_norms(model)
     clocks = collectives.gather_objects((time.perf_counter() - started, datetime.now(timezone.utc).isoformat()))
     with collectives.raised_on_all_ranks(model.device):
@@ -85,7 +88,31 @@ def build_event(
             "world_size": model.data_parallel_size,
             "loss_scale": mini_batch.scale,
         }
-        return whole_event(fields, ordinary_tokens, warnings)
+        return whole_event(fields, ordinary_tokens, warnings, measured)
+
+
+def _measured_shares(investigation: Investigation, medians: Medians) -> dict[str, float] | None:
+    """By rule, the share of tokens that were measured under τ; None of too few. A collective call.
+
+    They were picked by suspicion like the culprits: what is as frequent among them makes no norm large.
+    """
+    culprits = set(investigation.culprits)
+    under = [token for token in sorted(investigation.measured) if token not in culprits][:_MEASURED]
+    if len(under) < _LEAST_MEASURED:
+        return None
+    facts = token_facts_of(investigation, under)
+    sources = [
+        classify(
+            {
+                **facts[token],
+                "grad_norm": _grad_norm(investigation, token),
+                "layer_norms": _layer_norms(investigation, token),
+            },
+            medians,
+        )
+        for token in under
+    ]
+    return {rule.name: sum(rule.name in each for each in sources) / len(under) for rule in RULES}
 
 
 def _least_advantage(facts: Mapping[Token, Facts], medians: Medians) -> float | None:
@@ -268,9 +295,6 @@ def _open_segments(investigation: Investigation) -> list[dict[str, Any]]:
 def _culprit(investigation: Investigation, token: Token, facts: Facts, medians: Medians) -> dict[str, Any]:
     name, row, position = token
     micro_batch = investigation.groups.micro_batches[name]
-    layer_norms = [math.nan] * len(investigation.layers)
-    if token in investigation.measured:
-        layer_norms = [norm / _weight(investigation, token) for norm in investigation.measured[token]]
     found = {
         "rank": name[0],
         "micro_batch": name[1],
@@ -280,10 +304,18 @@ def _culprit(investigation: Investigation, token: Token, facts: Facts, medians: 
         "threshold": investigation.threshold,
         "share": _share(investigation, token),
         **facts,
-        "layer_norms": dict(zip(investigation.layers, layer_norms, strict=True)),
+        "layer_norms": _layer_norms(investigation, token),
     }
     sources = classify(found, medians)
     return {**found, "source": sources[0], "sources": sources}
+
+
+def _layer_norms(investigation: Investigation, token: Token) -> dict[str, float]:
+    """‖g_t‖ by layer; NaN if it was not measured."""
+    norms = [math.nan] * len(investigation.layers)
+    if token in investigation.measured:
+        norms = [norm / _weight(investigation, token) for norm in investigation.measured[token]]
+    return dict(zip(investigation.layers, norms, strict=True))
 
 
 def _weight(investigation: Investigation, token: Token) -> float:

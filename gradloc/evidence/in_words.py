@@ -33,12 +33,13 @@ _KINDS = {
         "tokens in or after turns with which the mismatch to the rollout begins",
     ),
     "misaligned": (
-        "a misaligned token (its response's log-probs differ from the rollout's)",
-        "misaligned tokens (their responses' log-probs differ from the rollout's)",
+        "a misaligned token (log-probs of its response belong to other tokens)",
+        "misaligned tokens (log-probs of their responses belong to other tokens)",
     ),
     "unsampled": ("a token that the policy did not produce", "tokens that the policy did not produce"),
     "advantage": ("a token with an outlying advantage", "tokens with outlying advantages"),
     "weight": ("a token with an outlying weight in the loss", "tokens with outlying weights in the loss"),
+    "entropy": ("a token driven by the entropy bonus", "tokens driven by the entropy bonus"),
     "kl": ("a token driven by the KL loss", "tokens driven by the KL loss"),
     "token": ("a token whose importance ratio is far from 1", "tokens whose importance ratios are far from 1"),
     "sequence": (

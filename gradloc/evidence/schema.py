@@ -102,7 +102,11 @@ _TOKEN_FIELDS = {
     "response_kl": _or_null(object_with(fields("k1 k2 k3", _NUMBERS))),
 }
 # Older events lack these.
-_TURNS = fields("turn mismatch_start mismatch_turn", INTEGER_OR_NULL)
+_TURNS = {
+    **fields("turn mismatch_start mismatch_turn shift response_length", INTEGER_OR_NULL),
+    "misplaced": _YES_NO_OR_NULL,
+    "entropy_coefficient": NUMBER_OR_NULL,
+}
 # The trainer adds these: to any token, and to those that a search has named or suspects.
 _SHORT_TEXTS = {**fields("token context data_source uid", TEXT_OR_NULL), "reward": NUMBER_OR_NULL}
 _TEXTS = {
@@ -272,7 +276,8 @@ STEP = _line(
         "threshold token_norm_max spike_margin ratio_max rollout_ratio_max unlikely_share triggered", NUMBER_OR_NULL
     ),
     # Older lines lack these: what is wrong with the run without any spike.
-    warnings=list_of(object_with(fields("name sentence check", TEXT))),
+    warnings=list_of(object_with(fields("name sentence check", TEXT), share=NUMBER_OR_NULL)),
+    misplaced_share=NUMBER_OR_NULL,
 )
 
 

@@ -3,11 +3,13 @@
 """Rules that classify what looks wrong with a culprit: the one table that code, report and documentation use."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .shares import layer_shares
+from .token_facts import LEAST_RESPONSE
 
 # What is known of a culprit, or as tensors of many tokens: see `token_facts`.
 Facts = Mapping[str, Any]
@@ -24,6 +26,10 @@ LARGE_ADVANTAGE = 2.5
 LARGE_WEIGHT = 5.0
 # A token to which the rollout gave probability 1 and training one under this: the rollout did not sample it.
 UNSAMPLED = 1e-3
+# The same in a response of one token, which an engine returns for a request that failed.
+UNSAMPLED_ALONE = 0.1
+# A ratio that is larger makes infinite gradients of finite log-probs.
+OVERFLOW_RATIO = 1e6
 # How often each rule holds for natural culprits and for ordinary tokens: docs/verdict-figures.md.
 UNLIKELY = 0.05
 CONFIDENT = 0.9
@@ -66,7 +72,9 @@ def classify(culprit: Facts, medians: Medians) -> list[str]:
 
 
 def _is_nonfinite(of: Facts, _: Medians) -> Any:
-    return _is_broken(of["grad_norm"])
+    ratio = of.get("ratio")
+    overflows = ratio is not None and (ratio > OVERFLOW_RATIO) & (of["log_prob"] == of["log_prob"])
+    return _is_broken(of["grad_norm"]) & (overflows ^ True)
 
 
 def _is_retokenized(of: Facts, _: Medians) -> Any:
@@ -76,7 +84,15 @@ def _is_retokenized(of: Facts, _: Medians) -> Any:
 
 def _is_misaligned(of: Facts, _: Medians) -> Any:
     share = of.get("misaligned_share")
-    return share is not None and share > MISALIGNED_FRACTION
+    by_nats = share is not None and (share > MISALIGNED_FRACTION) & _is_long(of)
+    found = of.get("misplaced")
+    return by_nats if found is None else by_nats | found
+
+
+def _is_long(of: Facts) -> Any:
+    """Whether there are enough tokens to speak of the whole response."""
+    count = of.get("response_length")
+    return count is None or count >= LEAST_RESPONSE
 
 
 def _is_unsampled(of: Facts, _: Medians) -> Any:
@@ -85,7 +101,8 @@ def _is_unsampled(of: Facts, _: Medians) -> Any:
     if rollout is None:
         return after_eos
     # A finite log-prob shows that the rollout sampled it, even after an end token.
-    return _is_broken(rollout) | ((rollout == 0) & (after_eos | (of["log_prob"] < math.log(UNSAMPLED))))
+    alone = (of.get("response_length") == 1) & (of["log_prob"] < math.log(UNSAMPLED_ALONE))
+    return _is_broken(rollout) | ((rollout == 0) & (after_eos | alone | (of["log_prob"] < math.log(UNSAMPLED))))
 
 
 def has_large_advantage(of: Facts, medians: Medians) -> Any:
@@ -105,12 +122,27 @@ def _is_due_to_kl(of: Facts, _: Medians) -> Any:
     return kl is not None and abs(kl) > abs(of["coefficient"] - kl)
 
 
+def _is_due_to_entropy(of: Facts, _: Medians) -> Any:
+    return entropy_share(of) > 0.5
+
+
+def entropy_share(of: Facts) -> Any:
+    """The entropy bonus's share of what `suspicion` estimates: |∂L/∂H|·H of that and |∂L/∂log p|·(1 − p)."""
+    entropy, coefficient = of.get("entropy"), of.get("entropy_coefficient")
+    if entropy is None or coefficient is None:
+        return 0.0
+    of_bonus = abs(coefficient) * abs(entropy)
+    rest = abs(of["coefficient"]) * abs(1 - math.e ** of["log_prob"])
+    return of_bonus / (of_bonus + rest + sys.float_info.min)
+
+
 def _has_far_ratio(of: Facts, _: Medians) -> Any:
     return _is_far_from_one(of.get("ratio"), TOKEN_RATIO) | _is_far_from_one(of.get("rollout_ratio"), TOKEN_RATIO)
 
 
 def _has_far_sequence_ratio(of: Facts, _: Medians) -> Any:
-    return _is_far_from_one(of.get("sequence_ratio"), SEQUENCE_RATIO)
+    ratio = of.get("sequence_ratio")
+    return ratio is not None and _is_far_from_one(ratio, SEQUENCE_RATIO) & _is_long(of)
 
 
 def _is_unlikely(of: Facts, _: Medians) -> Any:
@@ -154,12 +186,22 @@ RULES = (
     Rule(
         "nonfinite",
         "The token's gradient is NaN or infinite.",
-        "Look at the data, the precision and the loss of this token.",
+        "Look at the column that is not finite first: the rest follows from it.",
         _is_nonfinite,
         claim="Single tokens have NaN or infinite gradients",
         check="Find which of the culprit's `advantage`, `log_prob`, `old_log_prob` and `weight` in spikes.jsonl is NaN "
         "or infinite: then look at that column of the batch; if none is, at the model's weights."
         + _EXAMPLE.format("nan"),
+    ),
+    Rule(
+        "unsampled",
+        "The policy did not produce the token: it is after the end of the turn, or the rollout gave it no log-prob, "
+        "or exactly 0 while training gives it a probability under 1e-3 (0.1 in a response of one token).",
+        "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
+        _is_unsampled,
+        claim="Tokens that the policy did not produce are trained on",
+        check="Compare `response_mask` in the batch, in the culprit's `row` at its `position`, with the token ids "
+        "that the rollout returned: it should be 1 for these alone." + _EXAMPLE.format("unsampled"),
     ),
     Rule(
         "retokenized",
@@ -174,22 +216,16 @@ RULES = (
     ),
     Rule(
         "misaligned",
-        "Over half of the response's log-probs differ from the rollout's by more than 1 nat, or are NaN there.",
-        "Look for a bug: log-probs taken at wrong positions, or other weights or another temperature in the rollout.",
+        "Its response's log-probs, of the rollout or the reference, fit the policy's at other positions better, from "
+        "its own position or an earlier one on, or end in one repeated value. Or over half of them differ from the "
+        "rollout's by more than 1 nat, or are NaN, in a response of at least 8 tokens.",
+        "Look for where log-probs are gathered, sliced or padded; or for other weights or another temperature in the "
+        "rollout.",
         _is_misaligned,
-        claim="The log-probs of whole responses are not those of the rollout",
-        check="`python -m verl.utils.gradloc.replay BUNDLE` compares the recorded log-probs with those of saved "
-        "weights.",
-    ),
-    Rule(
-        "unsampled",
-        "The policy did not produce the token: it is after the end of the turn, or the rollout gave it no log-prob, "
-        "or exactly 0 while training gives it a probability under 1e-3.",
-        "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
-        _is_unsampled,
-        claim="Tokens that the policy did not produce are trained on",
-        check="Compare `response_mask` in the batch, in the culprit's `row` at its `position`, with the token ids "
-        "that the rollout returned: it should be 1 for these alone." + _EXAMPLE.format("unsampled"),
+        claim="Log-probs do not belong to the tokens that they are used for",
+        check="Compare `rollout_log_prob`, `old_log_prob` and `ref_log_prob` of the culprit's row, token by token: "
+        "`shift` in spikes.jsonl says by how many positions they fit. `python -m verl.utils.gradloc.replay BUNDLE` "
+        "compares them with those of saved weights.",
     ),
     Rule(
         "token",
@@ -221,10 +257,10 @@ RULES = (
     Rule(
         "weight",
         "Its weight in the loss is over 5 times the median of the mini-batch.",
-        "Use loss_agg_mode=token-mean, or filter out very short responses: a mean over sequences gives their tokens "
+        "Filter out very short responses, or use loss_agg_mode=token-mean: a mean over sequences gives their tokens "
         "large weights.",
         _has_large_weight,
-        claim="The tokens of a few responses have large weights in the loss",
+        claim="A few tokens weigh much more in the loss than others, and so make most of the whole gradient",
         check=_REMEDIES,
     ),
     Rule(
@@ -233,16 +269,25 @@ RULES = (
         "Lower kl_loss_coef, or use a KL estimator with a smaller gradient far from the reference (kl_loss_type).",
         _is_due_to_kl,
         claim="The KL loss, not the policy loss, makes the gradient of these tokens",
-        check=_REMEDIES,
+        check="Compare `actor/kl_loss` with the steps before, and the culprits' `ref_log_prob` with their `log_prob` "
+        "in spikes.jsonl: they should be far apart. " + _REMEDIES,
+    ),
+    Rule(
+        "entropy",
+        "The entropy bonus's part of its gradient is estimated to be larger than all others'.",
+        "Lower entropy_coeff.",
+        _is_due_to_entropy,
+        claim="The entropy bonus, not the policy loss, makes the gradient of these tokens",
+        check="Compare `actor/pg_loss` with entropy_coeff times `actor/entropy` in the log. " + _REMEDIES,
     ),
     Rule(
         "unlikely",
         "The policy gives it a probability under 0.05: a rare token is reinforced (if its coefficient is negative) or "
         "suppressed.",
-        "Give rare tokens less weight, sample with top-p, or clip layers; check whether clip-higher or an entropy "
-        "bonus makes them frequent.",
+        "Nothing is broken by this alone. If such spikes disturb training, give rare tokens less weight, sample with "
+        "top-p, or clip layers.",
         _is_unlikely,
-        claim=f"Rare tokens (p < {UNLIKELY:g}) make the gradient",
+        claim="A natural spike: rare tokens that were sampled are rewarded or punished",
         check=_REMEDIES,
     ),
     Rule(
@@ -251,7 +296,7 @@ RULES = (
         "Look at what its response was punished for, and whether right responses have the same tokens; give tokens of "
         "negative responses less weight.",
         _is_punished,
-        claim=f"Confident tokens (p > {CONFIDENT:g}) are pushed down",
+        claim=f"A natural spike: confident tokens (p > {CONFIDENT:g}) are pushed down",
         check=_REMEDIES,
     ),
     Rule(

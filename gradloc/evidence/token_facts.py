@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..alignment import misplaced
+
+# Of shorter responses, nothing is said as a whole.
+LEAST_RESPONSE = 8
 # A log-prob that differs from the rollout's by more than this is misaligned.
 MISALIGNED_NATS = 1.0
 
@@ -23,7 +27,7 @@ WINDOW = 512
 
 # The facts that are given.
 _NUMBERS: tuple[str, ...] = ("weight", "coefficient", "advantage", "log_prob", "old_log_prob", "ref_log_prob")
-_NUMBERS += ("entropy", "rollout_log_prob", "kl_coefficient")
+_NUMBERS += ("entropy", "entropy_coefficient", "rollout_log_prob", "kl_coefficient")
 
 
 def token_facts(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -47,10 +51,12 @@ def token_facts(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if other in facts
     }
     facts |= {ratio: log_ratio.exp() for ratio, log_ratio in log_ratios.items()}
+    facts["response_length"] = mask.sum(1, keepdim=True)
     if log_ratios:
         facts["sequence_ratio"] = _mean(list(log_ratios.values())[-1], mask).exp()
     if "rollout_ratio" in log_ratios:
         facts["misaligned_share"] = _mean(off_the_rollout(log_ratios["rollout_ratio"]).double(), mask)
+    facts["misplaced"], facts["shift"] = misplaced(tokens)
     facts["turn"] = find_turns(mask)
     facts["mismatch_start"], facts["mismatch_turn"] = find_mismatch(tokens)
     return facts
@@ -69,18 +75,21 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
     Returns:
         dict: Numbers; None if there is no data. `misaligned_share` is the fraction of the response's tokens whose
             log-prob differs from the rollout's by more than a nat, or for which the difference is NaN. `turn` counts
-            from 1, and is None in a response of one turn. `mismatch_start` is the index in the response, and
+            from 1, and is None in a response of one turn. `misplaced` and `shift` are what `alignment.misplaced` gives,
+            `response_length` the number of the response's tokens. `mismatch_start` is the index in the response, and
             `mismatch_turn` the turn, that `find_mismatch` gives.
     """
     facts = token_facts({name: of[row : row + 1] for name, of in tokens.items()})
     here = {name: of[0, position if of.shape[1] > 1 else 0].item() for name, of in facts.items()}
     names = (*_NUMBERS, "after_eos", "ratio", "rollout_ratio", "sequence_ratio", "misaligned_share")
+    names += ("misplaced", "response_length")
     return {
         "token_id": int(tokens["token_id"][row, position]),
         **{name: here.get(name) for name in names},
         "turn": here["turn"] if facts["turn"].max() > 1 else None,
         "mismatch_start": here["mismatch_start"] if here["mismatch_start"] >= 0 else None,
         "mismatch_turn": here["mismatch_turn"] or None,
+        "shift": here["shift"] or None,
     }
 
 

@@ -4,18 +4,18 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..run_checks import resume_note
+from ..run_checks import WITHOUT_CAUSE, resume_note
 from ..version import __version__
 from .auxiliary import auxiliary_verdict
 from .in_words import summary, turn_boundary
 from .ordinary import APART, is_apart
-from .scaling import LOSS_SCALE
 from .schema import SCHEMA
 from .shares import layer_shares
-from .sources import RULES
+from .sources import RULES, entropy_share
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +27,27 @@ CLOSE = 0.1
 # What the culprits of a micro-batch explain of its norm, at least: they are the cause of the spike only then.
 EXPLAINED = 0.1
 # How many times its odds in an ordinary token a layer's share of the squared norm has in a culprit, at least.
-LAYER_ODDS = 50.0
+LAYER_ODDS = 20.0
+# A cause is likely if it holds for so many culprits, and for this share of ordinary tokens at most.
+LIKELY_TOKENS = 2
+LIKELY_ORDINARY = 0.1
+# Groups of up to 37 ordinary rewards, divided by their standard deviation, have advantages up to 6.
+NATURAL_ADVANTAGE = 6.0
+NATURAL_FACTOR = 8.0
+# A weight that is so many times the median makes most of the gradient by itself: without it, under a quarter.
+HEAVY = 5.0
+# Where culprits are rare by selection, and what spikes of healthy runs are.
+SELECTED = ("advantage", "weight", "unlikely", "punished")
+NATURAL = ("advantage", "unlikely", "punished")
 # A culprit whose norm is over so many thresholds is not one because it is rare.
 RARE_NORM = 30.0
 
 
 # The rules that may be a cause.
 CAUSES = {rule.name: rule for rule in RULES}
+
+# The warnings that are about the rollout's log-probs.
+_OF_ROLLOUT = ("misaligned", "retokenized", "stale_weights", "partly_stale", "other_log_probs")
 
 # By diagnosis, why no cause is known where the search has named no token.
 _WITHOUT_CULPRITS = {
@@ -54,49 +68,55 @@ CHECK_UNSEARCHED = (
 
 
 def whole_event(
-    fields: Mapping[str, Any], ordinary: Mapping[str, float | None], warnings: Sequence[Mapping[str, str]]
+    fields: Mapping[str, Any],
+    ordinary: Mapping[str, float | None],
+    warnings: Sequence[Mapping[str, Any]],
+    measured: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """An event of these fields, with its verdict and summary; the other arguments are those of `decide`."""
     event = {"schema": SCHEMA, "gradloc_version": __version__, **fields}
     event |= {"layer_clip": None, "drill": None, "replay": None}
-    event["verdict"] = verdict(event, ordinary, warnings)
+    event["verdict"] = verdict(event, ordinary, warnings, measured)
     event["summary"] = summary(event)
     return event
 
 
 def verdict(
-    event: Mapping[str, Any], ordinary: Mapping[str, float | None], warnings: Sequence[Mapping[str, str]] = ()
+    event: Mapping[str, Any],
+    ordinary: Mapping[str, float | None],
+    warnings: Sequence[Mapping[str, Any]] = (),
+    measured: Mapping[str, float] | None = None,
 ) -> dict[str, Any] | None:
     """What `decide` gives; None if that fails: a verdict must not cost the event."""
     try:
-        return decide(event, ordinary, warnings)
+        return decide(event, ordinary, warnings, measured)
     except Exception:
         logger.warning("no verdict on an event could be made", exc_info=True)
         return None
 
 
 def decide(
-    event: Mapping[str, Any], ordinary: Mapping[str, float | None], warnings: Sequence[Mapping[str, str]] = ()
+    event: Mapping[str, Any],
+    ordinary: Mapping[str, float | None],
+    warnings: Sequence[Mapping[str, Any]] = (),
+    measured: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The verdict on a spike.
 
     Args:
         event (Mapping): The event's other fields.
         ordinary (Mapping): What `ordinary_shares` returned.
-        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned. The first one that is about all tokens is the
-            cause, unless gradients are not finite or come from no token: what is wrong with all tokens comes before
-            what is wrong with a few.
+        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned. The first one that is about most tokens is the
+            cause, unless gradients come from no token: what is wrong with all tokens comes before what is wrong with a
+            few.
+        measured (Mapping, optional): By rule, the share of the tokens that the search measured under τ; None where it
+            measured too few.
 
     Returns:
         dict: `cause`, the name of a rule or of a warning, "auxiliary", or None where no cause is known; `culprits` and
             `ordinary`, the shares for which it holds (None where unknown); `sentence`, with what to do; `check`, how
             to check it in the run's own data.
     """
-    if event.get("diagnosis") == "unsearched":
-        return _unsearched(event, ordinary, [each for each in warnings if each["name"] not in CAUSES])
-    auxiliary = auxiliary_verdict(event)
-    if auxiliary is not None:
-        return auxiliary
     count = len(event["culprits"])
     explaining = explaining_culprits(event["culprits"])
     culprits = {
@@ -104,37 +124,149 @@ def decide(
         for rule in RULES
     }
     culprits["layer"] = _share_of_unusual_layers(event)
-    cause = find_cause(culprits, ordinary, event["ordinary_layer_norms"])
-    # A warning that a rule has as well is about some tokens: whether these are the culprits, the rule says.
-    of_all_tokens = [warning for warning in warnings if warning["name"] not in CAUSES]
-    if of_all_tokens and cause != "nonfinite":
-        return _of_warning(event, ordinary, of_all_tokens[0])
+    of_run = [each for each in warnings if _is_of_run(each, culprits)]
+    if event.get("diagnosis") == "unsearched":
+        return _unsearched(event, ordinary, of_run)
+    auxiliary = auxiliary_verdict(event)
+    if auxiliary is not None:
+        return auxiliary
+    compared = dict(ordinary)
+    if event["diagnosis"] not in ("tokens", "nonfinite"):
+        # The search picks large and rare tokens first, and these did not explain the spike.
+        compared |= {name: None if measured is None else measured[name] for name in SELECTED}
+    cause = find_cause(culprits, compared, event["ordinary_layer_norms"])
+    broken = [each for each in of_run if each["name"] == "nonfinite"]
+    if broken and (cause == "nonfinite" or event["diagnosis"] == "nonfinite"):
+        return _of_warning(event, ordinary, broken[0])
+    causes = [each for each in of_run if each["name"] not in (*WITHOUT_CAUSE, "nonfinite")]
+    if causes and cause != "nonfinite":
+        return _of_warning(event, ordinary, causes[0])
+    if cause is None or cause in NATURAL:
+        if of_weight := _weight_of_the_whole(event):
+            return {"cause": "weight", "culprits": 1.0, "ordinary": ordinary.get("weight"), **of_weight}
+        if layer := _layer_of_all(event):
+            return {"cause": "layer", "culprits": None, "ordinary": None, **layer}
     note = resume_note(event.get("steps_since_resume"))
     if cause is None:
-        why = _WITHOUT_CULPRITS.get(event["diagnosis"], "the search ended without a result")
-        if count:
-            why = "no rule holds for most of the culprits and for few ordinary tokens"
-            if all(share is None for share in ordinary.values()):
-                why = "there are no ordinary tokens to compare the culprits with"
-        if count and not explaining:
-            why = f"the culprits make under {EXPLAINED:.0%} of the norm of their micro-batches"
-        sentence, check = f"No known cause: {why}.{note}", CHECK_UNKNOWN
-        return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": check}
-    advice, claim = CAUSES[cause].advice, CAUSES[cause].claim
+        sentence = f"No known cause: {_why_unknown(event, ordinary, explaining)}.{note}"
+        without = [each for each in of_run if each["name"] in WITHOUT_CAUSE]
+        if without:
+            sentence += f" But note: {without[0]['sentence']}"
+        return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": CHECK_UNKNOWN}
+    claim, advice = CAUSES[cause].claim, CAUSES[cause].advice
     if cause == "retokenized" and (boundary := turn_boundary(event["culprits"])):
         claim += f", {boundary}"
-    shares = f"{of_culprits(culprits[cause], count)}, {_of_ordinary(ordinary[cause])}"
+    if cause == "advantage" and not _has_outlying_advantage(event):
+        claim = "A natural spike: tokens of responses that were rewarded unlike most of their group"
+        advice = "Nothing is broken by this alone. If such spikes disturb training, clip advantages or layers."
+    if cause == "layer" and (name := _most_common_layer(event)):
+        claim = f"The layer {name} makes most of the gradient"
+    evidence = _evidence(culprits[cause], count, ordinary[cause])
     return {
         "cause": cause,
         "culprits": culprits[cause],
         "ordinary": ordinary[cause],
-        "sentence": f"{claim} ({shares}): {advice[0].lower()}{advice[1:]}{note}",
+        "sentence": f"{claim} ({evidence}): {advice[0].lower()}{advice[1:]}{note}",
         "check": CAUSES[cause].check,
     }
 
 
+def _is_of_run(warning: Mapping[str, Any], culprits: Mapping[str, float]) -> bool:
+    """Whether a warning is about most tokens, or about the culprits: others are no cause of this spike.
+
+    Of tokens that the policy did not produce, the rule tells.
+    """
+    name = warning["name"]
+    if name in ("misaligned", "retokenized"):
+        share = warning.get("share")
+        return share is None or share >= MOST_CULPRITS or culprits[name] >= MOST_CULPRITS
+    return name != "unsampled"
+
+
+def _why_unknown(
+    event: Mapping[str, Any], ordinary: Mapping[str, float | None], explaining: Sequence[Mapping[str, Any]]
+) -> str:
+    if not event["culprits"]:
+        return _WITHOUT_CULPRITS.get(event["diagnosis"], "the search ended without a result")
+    if not explaining:
+        return f"the culprits make under {EXPLAINED:.0%} of the norm of their micro-batches"
+    if all(share is None for share in ordinary.values()):
+        return "there are no ordinary tokens to compare the culprits with"
+    return "no rule tells the culprits from other tokens"
+
+
+def _evidence(share: float, count: int, of_ordinary: float | None) -> str:
+    """How sure a cause is, and on what that rests: a few tokens, or a small difference, make it only possible."""
+    is_likely = share * count >= LIKELY_TOKENS and of_ordinary is not None and of_ordinary <= LIKELY_ORDINARY
+    word = "likely" if is_likely else "possible"
+    others = "" if of_ordinary is None else f", and of {percent(of_ordinary)} of the other tokens"
+    return f"{word}: true of {of_culprits(share, count)}{others}"
+
+
+def _has_outlying_advantage(event: Mapping[str, Any]) -> bool:
+    """Whether the culprits' advantages are larger than those that groups of ordinary rewards give."""
+    median = event["median_advantage"] or math.inf
+    largest = max((abs(each["advantage"]) for each in event["culprits"] if each["advantage"] is not None), default=0.0)
+    return largest > max(NATURAL_ADVANTAGE, NATURAL_FACTOR * median)
+
+
+def _weight_of_the_whole(event: Mapping[str, Any]) -> dict[str, str] | None:
+    """That the weights of some culprits, and not their norms, make the whole gradient large; None if they do not.
+
+    With the median weight, their part of the squared norm would be under a quarter of what it is.
+    """
+    whole, median = event["global_norm"], event["median_weight"]
+    if not (median and math.isfinite(whole) and whole > 0):
+        return None
+    heavy = [each for each in event["culprits"] if each["weight"] > HEAVY * median and math.isfinite(each["grad_norm"])]
+    parts = [each["weight"] * each["grad_norm"] / event["world_size"] for each in heavy]
+    if math.hypot(*parts) < math.sqrt(0.5) * whole:
+        return None
+    times = max(each["weight"] for each in heavy) / median
+    what = "one token weighs" if len(heavy) == 1 else f"{len(heavy)} tokens weigh up to"
+    return {
+        "sentence": f"In the whole gradient, {what} as much as {times:.0f} ordinary tokens: {CAUSES['weight'].advice}",
+        "check": CAUSES["weight"].check,
+    }
+
+
+def _layer_of_all(event: Mapping[str, Any]) -> dict[str, str] | None:
+    """A layer that carries most of the norm in every micro-batch over its threshold, and did not before."""
+    usual = layer_shares(event["ordinary_layer_norms"] or {})
+    shares = [layer_shares(unit["layer_norms"]) for unit in event["units"]]
+    if not usual or not shares or not all(shares):
+        return None
+    names = {max(share, key=share.__getitem__) for share in shares}
+    if len(names) != 1:
+        return None
+    name = names.pop()
+    least = min(share[name] for share in shares)
+    if not is_unusual(least, usual.get(name, 0.0)):
+        return None
+    return {
+        "sentence": f"The layer {name} carries {percent(least)} of the squared norm or more in every micro-batch over "
+        f"its threshold, and ordinarily {percent(usual.get(name, 0.0))}: look at this layer's weights and kernels.",
+        "check": "`python -m verl.utils.gradloc.replay BUNDLE` says whether saved weights give the same norms: if not, "
+        "the weights in memory were damaged, or a kernel is wrong. " + CAUSES["layer"].check,
+    }
+
+
+def _most_common_layer(event: Mapping[str, Any]) -> str | None:
+    largest = [
+        max(shares, key=shares.__getitem__)
+        for each in event["culprits"]
+        if (shares := layer_shares(each["layer_norms"]))
+    ]
+    return Counter(largest).most_common(1)[0][0] if largest else None
+
+
+def is_unusual(share: float, usual: float) -> bool:
+    """Whether a layer's share of the squared norm has `LAYER_ODDS` times its usual odds."""
+    return share * (1 - usual) > LAYER_ODDS * usual * (1 - share)
+
+
 def _unsearched(
-    event: Mapping[str, Any], ordinary: Mapping[str, float | None], warnings: Sequence[Mapping[str, str]]
+    event: Mapping[str, Any], ordinary: Mapping[str, float | None], warnings: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The verdict on a recorded spike: a warning about the run, or none until it is searched."""
     if warnings:
@@ -144,12 +276,12 @@ def _unsearched(
 
 
 def _of_warning(
-    event: Mapping[str, Any], ordinary: Mapping[str, float | None], warning: Mapping[str, str]
+    event: Mapping[str, Any], ordinary: Mapping[str, float | None], warning: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The verdict where something is wrong with the run; the shares, of a rollout, are those of tokens `is_apart`."""
     apart = [is_apart(culprit["rollout_log_prob"], culprit["old_log_prob"]) for culprit in event["culprits"]]
     known = [each for each in apart if each is not None]
-    is_of_rollout = warning["name"] != LOSS_SCALE
+    is_of_rollout = warning["name"] in _OF_ROLLOUT
     return {
         "cause": warning["name"],
         "culprits": sum(known) / len(known) if known and is_of_rollout else None,
@@ -178,7 +310,8 @@ def find_cause(
 
     `nonfinite` needs a single culprit and comes before all: one NaN makes the whole gradient NaN.
 
-    `retokenized` needs no such comparison: it compares the turns of a response, and a fault may be in all of them.
+    `retokenized`, `kl` and `entropy` need no such comparison. The first compares the turns of a response, and a fault
+    may be in all of them; the others are parts of the loss, without which the culprits are under the threshold.
 
     Culprits that make next to nothing of their micro-batches' norms (`EXPLAINED`) count for `layer` alone.
 
@@ -205,7 +338,7 @@ def find_cause(
         for rule in RULES
         if culprits[rule.name] >= MOST_CULPRITS
         and (
-            rule.name == "retokenized"
+            rule.name in ("retokenized", "kl", "entropy")
             or (rule.name == "layer" and ordinary_layer_norms is not None)
             or (rule.name != "layer" and _stands_out(culprits[rule.name], ordinary[rule.name]))
         )
@@ -235,7 +368,13 @@ def _suffices(rule: str, culprit: Mapping[str, Any], event: Mapping[str, Any]) -
     norm, threshold = culprit["grad_norm"], culprit["threshold"]
     if rule == "advantage":
         return bool(norm * event["median_advantage"] <= threshold * abs(culprit["advantage"]))
-    return rule != "unlikely" or bool(norm <= RARE_NORM * threshold)
+    if rule == "kl":
+        rest = culprit["coefficient"] - culprit["kl_coefficient"]
+        return bool(norm * abs(rest) <= threshold * abs(culprit["coefficient"]))
+    if rule == "entropy":
+        return bool(norm * (1 - entropy_share(culprit)) <= threshold)
+    # Norms are divided by the weight, which therefore is not why one is over the threshold.
+    return rule != "weight" and (rule != "unlikely" or bool(norm <= RARE_NORM * threshold))
 
 
 def _share_of_unusual_layers(event: Mapping[str, Any]) -> float:
@@ -249,20 +388,15 @@ def _share_of_unusual_layers(event: Mapping[str, Any]) -> float:
             # There are none if a norm is not finite.
             shares = layer_shares(culprit["layer_norms"]) or {"": 0.0}
             layer = max(shares, key=shares.__getitem__)
-            here, before = shares[layer], usual.get(layer, 0.0)
-            found += here * (1 - before) > LAYER_ODDS * before * (1 - here)
+            found += is_unusual(shares[layer], usual.get(layer, 0.0))
     return found / len(event["culprits"])
 
 
 def of_culprits(share: float, count: int) -> str:
     """A share of an event's culprits, in words."""
     if count == 1:
-        return "the only culprit"
-    return f"all {count} culprits" if share == 1 else f"{percent(share)} of {count} culprits"
-
-
-def _of_ordinary(share: float | None) -> str:
-    return "unknown for ordinary tokens" if share is None else f"{percent(share)} of ordinary tokens"
+        return "the one culprit"
+    return f"all {count} culprits" if share == 1 else f"{round(share * count)} of {count} culprits"
 
 
 def percent(share: float) -> str:

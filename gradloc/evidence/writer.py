@@ -32,7 +32,7 @@ STEP_TOTAL_BYTES = 64 * 2**20
 
 # The metrics in steps.jsonl, without their prefix.
 STEP_FIGURES = tuple(
-    "threshold token_norm_max spike_margin ratio_max rollout_ratio_max unlikely_share triggered".split()
+    "threshold token_norm_max spike_margin ratio_max rollout_ratio_max unlikely_share misplaced_share triggered".split()
 )
 # Another run may write to the same directory, and rename a full file at the same moment.
 _ATTEMPTS = 100

@@ -193,7 +193,7 @@ class Evidence:
         if step["global_step"] is not None:
             self.runs += step["global_step"] <= 1 < self._last_step
             self._last_step = step["global_step"]
-            self.steps.set(step["global_step"], {name: step[name] for name in STEP_FIGURES})
+            self.steps.set(step["global_step"], {name: step.get(name) for name in STEP_FIGURES})
 
     def skip(self, line: Any) -> None:
         """Counts a line that is not read: as one of another version if it says so, otherwise as malformed."""

@@ -23,7 +23,7 @@ POSITION = 1
 
 
 def facts(**changes: list[float]) -> dict[str, Any]:
-    """A culprit in the middle of a response of three tokens, as `token_evidence` makes it."""
+    """A culprit in a response of three tokens, three times over, as `token_evidence` makes it."""
     values = {
         "response_mask": [1.0, 1.0, 1.0, 0.0],
         "token_id": [5, 6, 7, 0],
@@ -33,7 +33,7 @@ def facts(**changes: list[float]) -> dict[str, Any]:
         "log_prob": [-1.0, -2.0, -0.5, 0.0],
         **changes,
     }
-    tokens = {name: torch.tensor([row]) for name, row in values.items()}
+    tokens = {name: torch.tensor([row[:3] * 3 + row[3:]]) for name, row in values.items()}
     return {"grad_norm": 100.0, "layer_norms": LAYERS, **token_evidence(tokens, 0, POSITION)}
 
 
@@ -55,7 +55,7 @@ SAME = [-1.0, -2.0, -0.5, 0.0]
         # Over half of the response is off by more than a nat; half is not over half.
         ({"rollout_log_prob": [-2.1, -3.1, -0.5, 0.0]}, ["misaligned", "token", "sequence"]),
         ({"rollout_log_prob": [-1.0, -3.1, -0.5, 0.0]}, ["token", "sequence"]),
-        ({"rollout_log_prob": [math.nan, math.nan, -0.5, 0.0]}, ["misaligned", "unsampled", "token", "sequence"]),
+        ({"rollout_log_prob": [math.nan, math.nan, -0.5, 0.0]}, ["unsampled", "misaligned", "token", "sequence"]),
         # Behind the end of the turn.
         ({"after_eos": here(1.0)}, ["unsampled"]),
         ({"after_eos": here(1.0), "rollout_log_prob": here(0.0, -1.0)}, ["unsampled", "token", "sequence"]),
@@ -79,6 +79,9 @@ SAME = [-1.0, -2.0, -0.5, 0.0]
         # The KL loss pulls against the policy loss, and is larger.
         ({"coefficient": here(0.01), "kl_coefficient": here(0.11)}, ["kl"]),
         ({"coefficient": here(0.0), "kl_coefficient": here(0.0)}, ["other"]),
+        # 0.1·(1 − e⁻²) = 0.086 against 0.1·0.9 and 0.1·0.8.
+        ({"entropy": here(0.9), "entropy_coefficient": here(-0.1)}, ["entropy"]),
+        ({"entropy": here(0.8), "entropy_coefficient": here(-0.1)}, ["other"]),
         ({"old_log_prob": [-1.0, -2.7, -0.5, 0.0]}, ["token", "sequence"]),
         ({"old_log_prob": [-1.7, -2.7, 0.9, 0.0]}, ["token"]),
         ({"old_log_prob": [-1.2, -2.2, -0.7, 0.0]}, ["sequence"]),
@@ -102,6 +105,13 @@ def test_the_rules_on_facts_from_tensors(changes: dict[str, list[float]], source
     [
         ({"grad_norm": math.nan}, ["nonfinite"]),
         ({"grad_norm": math.inf, "advantage": 9.0}, ["nonfinite", "advantage"]),
+        # A ratio that overflows: no broken weights.
+        ({"grad_norm": math.inf, "ratio": 6e24}, ["token"]),
+        ({"grad_norm": math.inf, "ratio": 6e24, "log_prob": math.nan}, ["nonfinite", "token"]),
+        # A failed request that came back as one token; what is said of whole responses needs more.
+        ({"response_length": 1, "rollout_log_prob": 0.0, "log_prob": -2.5}, ["unsampled"]),
+        ({"response_length": 1, "misaligned_share": 1.0, "sequence_ratio": 9.0}, ["other"]),
+        ({"misplaced": True, "shift": -1}, ["misaligned"]),
         ({"layer_norms": {"a": 1.0, "b": 3.0, "c": 1.0}}, ["layer"]),
         ({"layer_norms": {"a": 1.0}}, ["other"]),
         # The square is infinite.

@@ -30,7 +30,7 @@ from gradloc.measure.micro_batch import MicroBatch
 from tools.launcher.faults import FAULTS
 
 ROWS, LENGTH = 6, 14
-OPTIONAL = ("advantage", "old_log_prob", "ref_log_prob", "rollout_log_prob", "kl_coefficient", "after_eos")
+OPTIONAL = ("advantage", "old_log_prob", "ref_log_prob", "rollout_log_prob", "kl_coefficient", "after_eos", "entropy")
 UNUSUAL = {"advantage": 9.0, "weight": 8.0, "old_log_prob": -6.0, "rollout_log_prob": 0.0, "kl_coefficient": 3.0}
 
 
@@ -57,6 +57,8 @@ def micro_batch(seed: int, without: tuple[str, ...]) -> MicroBatch:
         "rollout_log_prob": log_prob + torch.randn(shape) * torch.randint(0, 3, (ROWS, 1)) / 2,
         "kl_coefficient": torch.randn(shape) / 5,
         "after_eos": torch.rand(shape) < 0.1,
+        "entropy": torch.rand(shape),
+        "entropy_coefficient": torch.where(torch.rand(shape) < 0.1, 9.0, 0.01),
     }
     for name, value in UNUSUAL.items():
         tokens[name][torch.rand(shape) < 0.1] = value
@@ -64,6 +66,7 @@ def micro_batch(seed: int, without: tuple[str, ...]) -> MicroBatch:
     retokenized = torch.rand(ROWS, 1) < 0.3
     log_ratio = torch.where(second_turn, -3.0, 0.1)
     tokens["rollout_log_prob"] = torch.where(retokenized, tokens["log_prob"] - log_ratio, tokens["rollout_log_prob"])
+    tokens["entropy_coefficient"] *= tokens["coefficient"] != 0
     for name in ("log_prob", "coefficient", "advantage", "rollout_log_prob", "old_log_prob"):
         for value in (math.nan, math.inf, -math.inf):
             tokens[name][random.randrange(ROWS), random.randrange(LENGTH)] = value
@@ -103,7 +106,7 @@ def test_the_shares_of_ordinary_tokens_are_those_of_a_loop_over_the_tokens(
 ) -> None:
     micro_batches = [micro_batch(seed, without) for seed in range(12)]
     for one in micro_batches:
-        for name in {"coefficient"} & one.tokens.keys():
+        for name in {"coefficient", "entropy_coefficient"} & one.tokens.keys():
             one.tokens[name] *= scale
     culprits = {(index, row, position) for index in (0, 3, 7) for row in range(0, ROWS, 2) for position in range(4)}
     medians = token_medians(micro_batches)
@@ -118,6 +121,7 @@ def test_the_shares_of_ordinary_tokens_are_those_of_a_loop_over_the_tokens(
         "punished": {"advantage"},
         "advantage": {"advantage"},
         "kl": {"kl_coefficient"},
+        "entropy": {"entropy"},
         "token": {"old_log_prob", "rollout_log_prob"},
         "sequence": {"old_log_prob", "rollout_log_prob"},
     }
@@ -137,7 +141,7 @@ def test_the_shares_of_ordinary_tokens_are_those_of_a_loop_over_the_tokens(
 
 def test_without_ordinary_tokens_nothing_is_known_of_them() -> None:
     one = micro_batch(0, ())
-    one.tokens["coefficient"][:] = 0.0
+    one.tokens["coefficient"][:] = one.tokens["entropy_coefficient"][:] = 0.0
     found = ordinary_shares([one], set(), {"median_advantage": 1.0, "median_weight": 1.0})
     assert found == dict.fromkeys([*(rule.name for rule in RULES), APART])
 
@@ -217,6 +221,10 @@ def event(*sources: list[str]) -> dict[str, Any]:
         "culprits": [culprit(names) for names in sources],
         "ordinary_layer_norms": EVEN,
         "median_advantage": 1.0,
+        "median_weight": 1.0,
+        "global_norm": 100.0,
+        "world_size": 1,
+        "units": [],
         "diagnosis": "tokens" if sources else "diffuse",
     }
 
@@ -224,7 +232,9 @@ def event(*sources: list[str]) -> dict[str, Any]:
 def culprit(sources: list[str]) -> dict[str, Any]:
     """A culprit that its advantage of 3 medians explains."""
     layers = {"a": 9.0, "b": 0.1}
-    size = {"grad_norm": 5.0, "threshold": 2.0, "advantage": 3.0, "share": 0.5}
+    size = {"grad_norm": 5.0, "threshold": 2.0, "advantage": 3.0, "share": 0.5, "weight": 1.0, "coefficient": -3.0}
+    size |= {"kl_coefficient": -2.0, "entropy_coefficient": 0.0, "entropy": 1.0, "log_prob": -1.0}
+    size |= {"rollout_log_prob": -1.0, "old_log_prob": -1.0}
     return {"rank": 0, "micro_batch": 0, "sources": sources, "layer_norms": layers, **size}
 
 
@@ -274,23 +284,27 @@ def test_the_verdict_says_after_which_turn_the_mismatch_begins() -> None:
         {**culprit(["retokenized", "unlikely"]), "row": row, "mismatch_turn": turn}
         for row, turn in ((1, 3), (1, 3), (2, 3), (5, 2))
     ]
-    spike = {"culprits": culprits, "ordinary_layer_norms": EVEN}
+    spike = {**event(), "culprits": culprits, "diagnosis": "tokens"}
     found = verdict(spike, {**NONE, "retokenized": 0.01, "unlikely": 0.2})
     assert found["cause"] == "retokenized"
     assert found["sentence"].startswith(
         "The mismatch between training and rollout begins at a turn boundary, with the first token after turn 2 in "
-        "2 of 3 responses (all 4 culprits, 1% of ordinary tokens): train on the token ids"
+        "2 of 3 responses (likely: true of all 4 culprits, and of 1% of the other tokens): train on the token ids"
     )
 
 
 def test_the_verdict_says_cause_shares_what_to_do_and_how_to_check_it() -> None:
-    found = verdict(event(["advantage", "unlikely"], ["advantage"], ["unlikely"]), {**NONE, "advantage": 0.111})
+    spike = event(["advantage", "unlikely"], ["advantage"], ["unlikely"])
+    for each in spike["culprits"]:
+        each["advantage"] = 9.0
+    found = verdict(spike, {**NONE, "advantage": 0.05})
     advice = SOURCES["advantage"].advice
     assert found == {
         "cause": "advantage",
         "culprits": 2 / 3,
-        "ordinary": 0.111,
-        "sentence": f"Advantages are outliers (67% of 3 culprits, 11% of ordinary tokens): l{advice[1:]}",
+        "ordinary": 0.05,
+        "sentence": "Advantages are outliers (likely: true of 2 of 3 culprits, and of 5% of the other tokens): "
+        f"l{advice[1:]}",
         "check": CAUSES["advantage"].check,
     }
 
@@ -298,9 +312,13 @@ def test_the_verdict_says_cause_shares_what_to_do_and_how_to_check_it() -> None:
 @pytest.mark.parametrize(
     ("sources", "ordinary", "shares"),
     [
-        ([["token"]], 0.0, "(the only culprit, 0% of ordinary tokens)"),
-        ([["token"]] * 2, 1e-5, "(all 2 culprits, under 1% of ordinary tokens)"),
-        ([["token"]] * 199 + [["other"]], 0.2, "(over 99% of 200 culprits, 20% of ordinary tokens)"),
+        ([["token"]], 0.0, "(possible: true of the one culprit, and of 0% of the other tokens)"),
+        ([["token"]] * 2, 1e-5, "(likely: true of all 2 culprits, and of under 1% of the other tokens)"),
+        (
+            [["token"]] * 199 + [["other"]],
+            0.2,
+            "(possible: true of 199 of 200 culprits, and of 20% of the other tokens)",
+        ),
     ],
 )
 def test_shares_are_never_rounded_to_none_or_all(sources: list[list[str]], ordinary: float, shares: str) -> None:
@@ -310,7 +328,80 @@ def test_shares_are_never_rounded_to_none_or_all(sources: list[list[str]], ordin
 def test_a_share_that_is_not_known_is_said_to_be_so() -> None:
     found = verdict(event(["layer"]), {**NONE, "layer": None})
     assert (found["cause"], found["ordinary"]) == ("layer", None)
-    assert "(the only culprit, unknown for ordinary tokens)" in found["sentence"]
+    assert "(possible: true of the one culprit)" in found["sentence"]
+
+
+def test_an_advantage_that_groups_of_ordinary_rewards_give_is_called_natural() -> None:
+    """One right answer of eight: its advantage is 2.5, those of the others 0.35."""
+    found = verdict(event(["advantage"], ["advantage"]), {**NONE, "advantage": 0.05})
+    assert found["cause"] == "advantage" and found["sentence"].startswith("A natural spike: ")
+    assert "Nothing is broken by this alone" in found["sentence"] or "nothing is broken" in found["sentence"]
+
+
+def test_what_the_search_picks_by_is_no_cause_of_a_spike_that_it_did_not_explain() -> None:
+    for name in ("advantage", "unlikely", "punished"):
+        spike = {**event([name], [name]), "diagnosis": "diffuse"}
+        assert verdict(spike, {**NONE, name: 0.02})["cause"] is None
+        assert verdict(spike, {**NONE, name: 0.02}, measured={**NONE, name: 0.9})["cause"] is None
+        assert verdict(spike, {**NONE, name: 0.02}, measured={**NONE, name: 0.05})["cause"] == name
+
+
+@pytest.mark.parametrize(("kl", "cause"), [(-2.0, "kl"), (-1.7, None)])
+def test_a_part_of_the_loss_is_the_cause_if_the_tokens_are_under_the_threshold_without_it(
+    kl: float, cause: str | None
+) -> None:
+    """Of all tokens or not: 3 of the coefficient, of which 2 leave a third of a norm of 5 of 2."""
+    spike = event(["kl"], ["kl"])
+    for each in spike["culprits"]:
+        each["kl_coefficient"] = kl
+    assert verdict(spike, {**NONE, "kl": 0.9})["cause"] == cause
+
+
+def test_a_weight_makes_the_whole_gradient_large_and_no_tokens_norm() -> None:
+    spike = event(["weight"])
+    assert verdict(spike, NONE)["cause"] is None
+    spike["culprits"][0]["weight"] = 32.0
+    assert verdict({**spike, "global_norm": 300.0}, NONE)["cause"] is None
+    found = verdict({**spike, "global_norm": 170.0}, NONE)
+    assert found["cause"] == "weight"
+    assert found["sentence"].startswith("In the whole gradient, one token weighs as much as 32 ordinary tokens: ")
+
+
+def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
+    """Also where no token tells it: every micro-batch is over its threshold, and the layer was an ordinary one."""
+    units = [{"layer_norms": {**EVEN, "c": 9.0 + i}} for i in range(3)]
+    found = verdict({**event(["unlikely"]), "units": units}, {**NONE, "unlikely": 0.1})
+    assert found["cause"] == "layer" and found["sentence"].startswith("The layer c carries 95% of the squared norm")
+    assert verdict({**event(["unlikely"]), "units": [*units, {"layer_norms": EVEN}]}, NONE)["cause"] == "unlikely"
+
+
+@pytest.mark.parametrize(("share", "culprits", "cause"), [(0.9, [], "misaligned"), (0.1, [], None)])
+def test_log_probs_of_other_tokens_come_before_every_rule_on_ratios(
+    share: float, culprits: list[str], cause: str | None
+) -> None:
+    warning = {"name": "misaligned", "sentence": "They are one late.", "check": "Look.", "share": share}
+    spike = event(["token", "sequence"], ["token"])
+    for each in spike["culprits"]:
+        each |= {"rollout_log_prob": -1.0, "old_log_prob": -1.0}
+    assert verdict(spike, NONE, [warning])["cause"] == (cause or "token")
+    # In few responses: if the culprits are in them.
+    for each in spike["culprits"]:
+        each["sources"] = ["misaligned", "token"]
+    assert verdict(spike, NONE, [warning])["cause"] == "misaligned"
+
+
+def test_a_column_that_is_not_finite_is_named_for_a_gradient_that_is_not() -> None:
+    warning = {"name": "nonfinite", "sentence": "`advantages` is NaN.", "check": "Look.", "share": 0.1}
+    for spike in (event(["nonfinite"]), {**event(), "diagnosis": "nonfinite"}):
+        assert verdict(spike, NONE, [warning])["sentence"] == "`advantages` is NaN."
+    assert verdict(event(["token"]), NONE, [warning])["cause"] == "token"
+
+
+def test_a_gap_that_has_grown_is_no_cause() -> None:
+    warning = {"name": "engines_apart", "sentence": "They have drifted apart.", "check": "Look."}
+    assert verdict(event(["token"]), NONE, [warning])["cause"] == "token"
+    found = verdict(event(["other"]), NONE, [warning])
+    assert found["cause"] is None and found["sentence"].endswith("But note: They have drifted apart.")
 
 
 @pytest.mark.parametrize("sources", [[], [["other"]], [["token"], ["kl"], ["unlikely"]]])

@@ -1,0 +1,208 @@
+"""Alignment: log-probs of a real model, with the columns spoiled as bugs in the data path spoil them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradloc.alignment import SHIFTS, align, find_off, misaligned_warning, own_alignment
+
+Columns = dict[str, Tensor]
+ROWS, LENGTH, PROMPT, WORDS = 24, 40, 5, 50
+
+
+class Model(torch.nn.Module):
+    """A small recurrent language model, whose log-probs are gathered as trainers do it."""
+
+    def __init__(self, seed: int, sharpness: float) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.step = torch.nn.Embedding(WORDS, 24), torch.nn.GRU(24, 24, batch_first=True)
+        self.head = torch.nn.Linear(24, WORDS)
+        self.sharpness = sharpness
+
+    def log_probs(self, ids: Tensor, first_logit: int = -1, noise: float = 0.0) -> Tensor:
+        """Of the response's tokens; `first_logit` is the position before the response's start that scores its first."""
+        logits = self.sharpness * self.head(self.step(self.embed(ids))[0])
+        logits = (logits + noise * torch.randn_like(logits)).log_softmax(-1)
+        response = ids[:, PROMPT:]
+        found = logits[:, :-1].gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+        return torch.nn.functional.pad(found, (2, 2))[:, PROMPT + first_logit + 2 :][:, : response.shape[1]].detach()
+
+    def sample(self, rows: int) -> Tensor:
+        ids = torch.randint(0, WORDS, (rows, PROMPT))
+        for _ in range(LENGTH):
+            logits = self.sharpness * self.head(self.step(self.embed(ids))[0][:, -1])
+            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1)], 1)
+        return ids.detach()
+
+
+@pytest.fixture(params=[3.0, 12.0], ids=["flat", "sharp"], scope="module")
+def model(request: pytest.FixtureRequest) -> Model:
+    return Model(0, request.param)
+
+
+def batch(model: Model, noise: float = 0.02, drift: float = 0.0, seed: int = 1) -> Columns:
+    """A step's columns: responses of several lengths; `drift` moves the policy away from what the rollout has."""
+    torch.manual_seed(seed)
+    ids = model.sample(ROWS)
+    policy = Model(0, model.sharpness)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += drift * torch.randn_like(parameter)
+    mask = torch.arange(LENGTH) < torch.randint(12, LENGTH + 1, (ROWS, 1))
+    now = policy.log_probs(ids)
+    columns = {"response_mask": mask.float(), "log_prob": now, "old_log_prob": now, "ids": ids}
+    columns |= {"rollout_log_prob": model.log_probs(ids, noise=noise), "ref_log_prob": model.log_probs(ids)}
+    return {**columns, "turn": mask.long()}
+
+
+def warn(*columns: Columns) -> dict[str, str] | None:
+    """What is said of a mini-batch of these micro-batches."""
+    off = find_off(own_alignment(list(columns)).tolist(), True)
+    return misaligned_warning({pair: each if each is None or each.clear else None for pair, each in off.items()})
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "healthy",
+    [{"noise": 0.0}, {"noise": 0.05}, {"noise": 0.5}, {"drift": 0.02}, {"drift": 0.1}, {"noise": 0.3, "drift": 0.05}],
+    ids=str,
+)
+def test_noise_and_old_weights_are_no_misalignment(model: Model, healthy: dict[str, float], seed: int) -> None:
+    assert warn(batch(model, seed=seed, **healthy)) is None
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+def test_another_temperature_and_top_p_are_no_misalignment(model: Model, temperature: float) -> None:
+    columns = batch(model)
+    columns["rollout_log_prob"] = Model(0, model.sharpness / temperature).log_probs(columns["ids"])
+    assert warn(columns) is None
+    columns = batch(model)
+    sure = columns["rollout_log_prob"] > -0.7
+    columns["rollout_log_prob"] = torch.where(sure, 0.0, columns["rollout_log_prob"] + 0.2)
+    assert warn(columns) is None
+
+
+@pytest.mark.parametrize("late", [1, 2, -1])
+def test_log_probs_of_the_rollout_one_entry_off(model: Model, late: int) -> None:
+    """A list with an entry too many at its start, or one too few."""
+    columns = batch(model)
+    columns["rollout_log_prob"] = model.log_probs(columns["ids"], first_logit=-1 - late, noise=0.02)
+    found = warn(columns)
+    assert found is not None and found["name"] == "misaligned" and found["share"] == 1
+    by, way = ("one position" if abs(late) == 1 else "2 positions"), "late" if late > 0 else "early"
+    assert found["sentence"].startswith(
+        f"The rollout's log-probs are {by} {way} in all responses (r[t] fits p[t{-late:+d}])"
+    )
+    del columns["ref_log_prob"]
+    found = warn(columns)
+    assert found is not None and "a reference tells which of the two" in found["sentence"]
+
+
+def test_training_that_gathers_at_wrong_positions_is_told_by_the_reference(model: Model) -> None:
+    columns = batch(model)
+    columns["log_prob"] = columns["old_log_prob"] = model.log_probs(columns["ids"], first_logit=-2)
+    found = warn(columns)
+    assert found is not None
+    assert found["sentence"].startswith(
+        "Training's log-probs are one position late in all responses (p[t] fits r[t-1])"
+    )
+
+
+def test_old_log_probs_and_those_of_the_reference_have_their_own_sentence(model: Model) -> None:
+    columns = batch(model)
+    columns["old_log_prob"] = model.log_probs(columns["ids"], first_logit=-2)
+    found = warn(columns)
+    assert found is not None and found["sentence"].startswith("The old log-probs are one position late")
+    columns = batch(model)
+    columns["ref_log_prob"] = model.log_probs(columns["ids"], first_logit=0)
+    found = warn(columns)
+    assert found is not None and found["sentence"].startswith("The reference's log-probs are one position early")
+
+
+def test_some_responses_and_from_a_token_inside_on(model: Model) -> None:
+    """An entry without an id is skipped in one of two lists (dynamo #8630, cookbook #483)."""
+    columns = batch(model)
+    rollout, start = columns["rollout_log_prob"], 9
+    short = torch.cat([rollout[:, :start], rollout[:, start + 1 :], rollout[:, :1]], 1)
+    chosen = torch.arange(ROWS).unsqueeze(1) < ROWS // 3
+    columns["rollout_log_prob"] = torch.where(chosen, short, rollout)
+    found = warn(columns)
+    assert found is not None and "from inside them on (on average from token " in found["sentence"]
+    assert 0.1 < found["share"] < 0.45
+    mask = columns["response_mask"].bool()
+    aligned = align(columns["rollout_log_prob"], columns["log_prob"], mask)
+    moved = aligned.shift != 0
+    assert not moved[ROWS // 3 :].any() and moved[: ROWS // 3].sum() >= 3
+    assert (aligned.shift[moved] == 1).all() and ((aligned.start[moved] - start).abs() <= 6).all()
+    columns["turn"] = torch.where(torch.arange(LENGTH) >= start, 2, 1).expand(ROWS, -1)
+    found = warn(columns)
+    assert found is not None and found["name"] == "retokenized"
+
+
+@pytest.mark.parametrize(("padding", "said"), [(0.0, "exact zeros"), (-1.0, "one repeated value")])
+def test_a_tail_that_was_padded(model: Model, padding: float, said: str) -> None:
+    """Missing log-probs at the end, filled up with zeros (rllm #816)."""
+    columns = batch(model)
+    length = columns["response_mask"].sum(1, keepdim=True)
+    is_tail = torch.arange(LENGTH) >= length - 8
+    columns["rollout_log_prob"] = torch.where(is_tail, padding, columns["rollout_log_prob"])
+    found = warn(columns)
+    assert found is not None and f"end in {said}" in found["sentence"]
+
+
+@pytest.mark.parametrize("order", [lambda rows: rows.roll(1, 0), lambda rows: rows.flip(0)], ids=["rolled", "reversed"])
+def test_log_probs_of_other_rows(model: Model, order: Callable[[Tensor], Tensor]) -> None:
+    """Rows that were balanced between ranks in one column alone; also between micro-batches of a rank."""
+    columns = batch(model)
+    columns["response_mask"] = torch.ones_like(columns["response_mask"])
+    columns["rollout_log_prob"] = order(columns["rollout_log_prob"])
+    halves = [{name: values[half::2] for name, values in columns.items()} for half in range(2)]
+    found = warn(*halves)
+    assert found is not None and "are those of other responses of the batch" in found["sentence"]
+
+
+def test_log_probs_of_another_text_have_no_relation(model: Model) -> None:
+    columns = batch(model)
+    columns["rollout_log_prob"] = batch(model, seed=2)["rollout_log_prob"]
+    found = warn(columns)
+    assert found is not None and "have no relation to" in found["sentence"]
+    assert misaligned_warning(find_off(own_alignment([columns]).tolist(), judge_correlation=False)) is None
+
+
+def test_ranks_and_micro_batches_add_up(model: Model) -> None:
+    columns = batch(model)
+    columns["rollout_log_prob"] = model.log_probs(columns["ids"], first_logit=-2, noise=0.02)
+    whole = own_alignment([columns])
+    parts = [own_alignment([{name: values[half::2] for name, values in columns.items()}]) for half in range(2)]
+    assert torch.allclose(whole, sum(parts), rtol=1e-4)
+
+
+def test_the_distances_are_those_of_a_loop_over_the_tokens() -> None:
+    torch.manual_seed(0)
+    a, b = -3 * torch.rand(5, 9), -3 * torch.rand(5, 9)
+    a[0, 3], b[1, 2] = float("nan"), -float("inf")
+    mask = torch.rand(5, 9) < 0.8
+    found = align(a, b, mask)
+    for number, k in enumerate(SHIFTS):
+        here = there = 0.0
+        for row in range(5):
+            for t in range(9):
+                if not 0 <= t + k < 9:
+                    continue
+                if all(mask[row, i] and a[row, i].isfinite() and b[row, i].isfinite() for i in (t, t + k)):
+                    here += float((a[row, t] - b[row, t]).abs())
+                    there += float((a[row, t] - b[row, t + k]).abs())
+        assert float(found.here[number]) == pytest.approx(here, rel=1e-5)
+        assert float(found.there[number]) == pytest.approx(there, rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 1)])
+def test_empty_and_short_responses_say_nothing(shape: tuple[int, int]) -> None:
+    columns = {name: -torch.rand(shape) for name in ("log_prob", "old_log_prob", "rollout_log_prob", "ref_log_prob")}
+    columns |= {"response_mask": torch.ones(shape), "turn": torch.ones(shape, dtype=torch.int64)}
+    assert warn(columns) is None
