@@ -2,267 +2,127 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often the verdict names the cause of a run that it knows nothing about.
 
-Ten causes and two kinds of healthy runs, GRPO on sums with verl's patched actor, as in stability.py. A seed draws
-everything else: the sums and samples, the step from which on there is a cause, its size, which rows it hits, the
-learning rate and the noise of the rollout's log-probs. Rules and limits were chosen on runs with TUNING seeds; the
-figures are of other seeds, TEST. The verdict of a run is that of the first spike or warning from the step of the cause
-on; of a cause that is there from step 1 on, the last one that is said; of a healthy run, the first cause that is named.
+One run, as `python -c` in benchmarks/ or from a test:
 
-The patched verl must be importable; after `bash tests/run.sh`:
-
-    PYTHONPATH=build/verl:. build/venv/bin/python benchmarks/blind.py --results build/blind.json --jobs 4
-
-Finished runs are kept in the results and not repeated.
+    observed = run_case("rollout shifted", (1, 1.0), seed=4)       # a kind of FAULTS, one of its strengths
+    observed = run_case("2 steps late", None, seed=4)              # a key of HEALTHY
+    observed.name, observed.said, observed.why
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import random
+import tempfile
+import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from grpo_run import Run, Samples, Settings, Spike, Usual, Variant
-from planted_causes import Tensors, advantages_of, cut_with_an_end
-from run_warnings import Planted, Rollout
-from seed_jobs import Results, arguments_of, key_of, run_all
-from stability import FULL, QUICK
-from torch import Tensor, nn
-from verl.workers.actor import dp_actor
+import torch.distributed as dist
+from blind_faults import FAULTS, HEALTHY
+from blind_world import NATURAL_TAU, TAU, Setting, World, said_in, start_of
 
-TUNING = range(20)
-TEST = range(301, 311)
-STEPS, QUICK_STEPS = 24, 3
-# In which a cause may begin, except for those of a whole run.
-EARLIEST, LATEST = 12, 20
-HEALTHY = "healthy"
-UNKNOWN = "no known cause"
+STEPS_BEFORE, STEPS_AFTER = 4, 8
+STARTS = Path(__file__).resolve().parent.parent / "build/blind.starts"
+# What is said of tokens that are as they should be.
+NATURAL_NAMES = frozenset(["", "unlikely", "advantage", "punished", "weight"])
 
 
 @dataclasses.dataclass(frozen=True)
-class Blind:
-    """A cause, and what a verdict has to name.
+class Observed:
+    """What a user has seen.
 
     Args:
-        expected (str | None): The cause in the verdict or the warning's name, `UNKNOWN` for one that no rule knows;
-            None for a healthy run.
-        kind (str): What happens to a step; see `strike`.
-        whole_run (bool): Whether it is there from step 1 on.
+        said (list): (step, "warning" or "verdict", name), from the fault's first step on; "" is "no known cause".
+        name (str | None): What the run's lines say most often, a warning before a verdict; None: nothing was said.
+        begin (int): The fault's first step, from 1.
+        why (str): What there was to see, for runs of which nothing is said.
     """
 
-    expected: str | None
-    kind: str
-    whole_run: bool = False
+    said: list[tuple[int, str, str]]
+    name: str | None
+    begin: int
+    why: str
 
 
-ROWS = {
-    "advantage of NaN": Blind("nonfinite", "nan"),
-    "one outlying reward": Blind("advantage", "reward"),
-    "gradient of one layer": Blind("layer", "layer"),
-    "added EOS token": Blind("unsampled", "eos"),
-    "rollout log-prob of one token": Blind("token", "log_prob"),
-    "auxiliary loss": Blind("auxiliary", "auxiliary"),
-    "rollout never synced": Blind("stale_weights", "stale", whole_run=True),
-    "one rollout worker of two": Blind("partly_stale", "stale", whole_run=True),
-    "rollout of another temperature": Blind("other_log_probs", "temperature", whole_run=True),
-    "loss scaled wrongly": Blind("loss_scale", "scaled", whole_run=True),
-    "backward signal of one token": Blind(UNKNOWN, "blow"),
-    HEALTHY: Blind(None, ""),
-    "healthy, 2 epochs": Blind(None, ""),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """What a seed draws for a row.
+def run_case(kind: str, strength: Any, seed: int, starts: Path = STARTS, **changes: Any) -> Observed:
+    """One run of 9 to 13 updates.
 
     Args:
-        step (int): From which on there is a cause, from 0.
-        rate (float): The learning rate, in the usual one.
-        noise (float): Of the rollout's log-probs; see run_warnings.py.
-        size (float): How large the cause is, from 0 to 1.
-        temperature (float): Of the rollout's log-probs, where these are wrong.
-        factor (float): That the loss is multiplied by, where that is wrong.
+        kind (str): A key of FAULTS or of HEALTHY.
+        strength (Any): One of the fault's; None for a healthy setting.
+        seed (int): Draws the rest: the setting around a fault, its first step, the model, and whether there is a
+            natural spike.
+        starts (Path): Where trained start models are kept.
+        changes (Any): Fields of the setting to set.
     """
-
-    step: int
-    rate: float
-    noise: float
-    size: float
-    temperature: float
-    factor: float
-
-
-def draw(row: str, seed: int, steps: int) -> Drawn:
-    drawn = random.Random(f"{row} {seed}")
-    return Drawn(
-        step=drawn.randrange(min(EARLIEST, steps - 1), min(LATEST, steps)),
-        rate=drawn.choice([1.0, 2.0, 3.0]),
-        noise=drawn.choice([0.0, 0.01, 0.02, 0.05]),
-        size=drawn.random(),
-        temperature=drawn.choice([0.4, 0.5, 0.7, 1.4, 1.8]),
-        factor=drawn.choice([0.25, 0.5, 2.0, 4.0, 8.0]),
-    )
-
-
-def measure(settings: Settings, weights: Tensors, seed: int, usual: Usual, what: tuple[str, int]) -> dict[str, Any]:
-    """The cause that is named in one run (None: nothing was said), and in which step."""
-    row, steps = what
-    blind, drawn = ROWS[row], draw(row, seed, steps)
-    epochs = 2 if row == "healthy, 2 epochs" else 1
-    settings = dataclasses.replace(settings, learning_rate=settings.learning_rate * drawn.rate, epochs=epochs)
-    variant = Variant("blind", "zscore", action="log", ratio_clip=blind.kind != "log_prob")
-    run = Run(settings, weights, variant, seed, usual)
-    rollout = Rollout(_rollout(row, blind, drawn), run, seed)
-    last: dict[str, Any] = {"named": None, "step": None}
-    with scaled_loss(drawn.factor) if blind.kind == "scaled" else nullcontext():
-        for step in range(steps):
-            begun = blind.expected is not None and (blind.whole_run or step >= drawn.step)
-            causes = take_step(run, rollout, blind.kind, begun and not blind.whole_run, drawn)
-            named = next((cause for cause in causes if cause != UNKNOWN), UNKNOWN)
-            is_better = named != UNKNOWN or last["named"] is None
-            if causes and is_better and (begun or blind.expected is None):
-                last = {"named": named, "step": step}
-                if not blind.whole_run and (begun or named != UNKNOWN):
-                    return last
-    return last
-
-
-def _rollout(row: str, blind: Blind, drawn: Drawn) -> Planted:
-    stale = {"rollout never synced": 1.0, "one rollout worker of two": 0.5}.get(row, 0.0)
-    temperature = drawn.temperature if blind.kind == "temperature" else 1.0
-    return Planted(row, stale=stale, temperature=temperature, noise=drawn.noise)
-
-
-def take_step(run: Run, rollout: Rollout, kind: str, strikes: bool, drawn: Drawn) -> list[str]:
-    """One step, with a cause in its first mini-batch if it strikes.
-
-    Returns:
-        list[str]: The causes of the step's spikes, then the names of its warnings.
-    """
-    samples, log_probs = rollout.draw()
-    if strikes and kind == "eos":
-        samples = cut_with_an_end(run, samples, [])
-        log_probs = torch.where(samples.log_probs == 0, 0.0, rollout.log_probs_of(samples))
-
-    def change(tensors: Tensors) -> None:
-        tensors["rollout_log_probs"] = log_probs
-        tensors["ref_log_prob"] = rollout.reference(tensors["input_ids"])
-        if kind == "reward":
-            tensors["advantages"][:] = advantages_of(run, samples, samples.rewards, by_std=False)
-        if strikes:
-            strike(kind, drawn, run, samples, tensors)
-
-    gradloc = run.actor.gradloc
-    assert gradloc is not None
-    scale = 10 ** (3 + drawn.size)
-    attached = attach_auxiliary_loss(run.model, scale) if strikes and kind == "auxiliary" else nullcontext()
-    with attached:
-        run.step(kind if strikes and kind in Spike.KINDS else "no", samples, change)
-    causes = [event["verdict"]["cause"] or UNKNOWN for event in gradloc.events]
-    return causes + [warning["name"] for warning in gradloc.warnings]
-
-
-def strike(kind: str, drawn: Drawn, run: Run, samples: Samples, tensors: Tensors) -> None:
-    """Changes the batch of a step in which a cause strikes."""
-    rows = len(samples.prompts) // 2
-    moving = tensors["response_mask"][:rows].bool() & (tensors["advantages"][:rows] != 0)
-    places = moving.nonzero()
-    if kind not in ("nan", "reward", "log_prob") or not len(places):
-        return
-    row, position = places[int(drawn.size * len(places))].tolist()
-    if kind == "nan":
-        tensors["advantages"][row, position] = torch.nan
-    elif kind == "reward":
-        rewards = samples.rewards.clone()
-        rewards[row] = 30 * 10**drawn.size
-        tensors["advantages"][:] = advantages_of(run, samples, rewards, by_std=False)
+    prepare_process()
+    drawn = random.Random(f"{kind} {strength} {seed}")
+    fault = FAULTS.get(kind)
+    begin, natural = 0, -1
+    if fault is None:
+        setting, steps = HEALTHY[kind], STEPS_BEFORE + STEPS_AFTER
+        natural = drawn.choice([-1, 3])
     else:
-        tensors["rollout_log_probs"][row, position] -= 5 + 5 * drawn.size
-        tensors["old_log_probs"][:rows] = tensors["rollout_log_probs"][:rows]
+        setting = Setting(
+            rate=drawn.choice([2e-4, 4e-4, 1e-3]),
+            engine=drawn.choice(["fp32", "bf16", "bf16", "fp8"]),
+            behind=drawn.choice([0, 0, 0, 1]),
+            length=drawn.choice([8, 16]),
+            reference=drawn.random() < 0.8,
+        )
+        needed = {key: value(strength) if callable(value) else value for key, value in fault.setting.items()}
+        setting = dataclasses.replace(setting, **needed)
+        late = {"any": drawn.random() < 0.4, "start": False, "later": True}[fault.begins]
+        begin = drawn.randint(2, STEPS_BEFORE) if late else 0
+        natural = begin + 2 if drawn.random() < 0.3 else -1
+        steps = begin + STEPS_AFTER
+    setting = dataclasses.replace(setting, **changes)
+    start = start_of(seed, setting.length, starts)
+    tau = TAU if natural < 0 else NATURAL_TAU
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(setting, start, seed, fault, strength, begin, tau, natural, folder)
+        for _ in range(steps):
+            world.step()
+        said = [line for line in said_in(Path(folder)) if line[0] > begin]
+    largest = max((norm for norm in world.token_norms[begin:] if norm == norm), default=0.0)
+    why = f"norms up to {largest / start.token_norm / tau:.2g} τ, a gap of {max(world.gaps[begin:]):.2g} nats"
+    return Observed(said, name_of(said), begin + 1, why)
 
 
-@contextmanager
-def scaled_loss(factor: float) -> Iterator[None]:
-    """verl's policy losses times a factor, as where a division is forgotten, or done twice."""
-    original = dp_actor.get_policy_loss_fn
-
-    def scaled(name: str) -> Any:
-        loss = original(name)
-
-        def times(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-            value, *others = loss(*arguments, **options)
-            return (value * factor, *others)
-
-        return times
-
-    dp_actor.get_policy_loss_fn = scaled
-    try:
-        yield
-    finally:
-        dp_actor.get_policy_loss_fn = original
+def name_of(said: list[tuple[int, str, str]]) -> str | None:
+    """What the lines of most steps say: a step says its first warning, else its first verdict that has a name."""
+    by_step: dict[int, str] = {}
+    for step, _, name in sorted(said, key=lambda line: (line[1] == "verdict", line[2] == "")):
+        by_step.setdefault(step, name)
+    named = Counter(name for name in by_step.values() if name)
+    return named.most_common(1)[0][0] if named else "" if by_step else None
 
 
-class _AuxiliaryLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradients[0], gradients[0].new_tensor(ctx.scale), None
-
-
-@contextmanager
-def attach_auxiliary_loss(model: nn.Module, scale: float) -> Iterator[None]:
-    """A z-loss of layer 1's gate, whose gradient is added in the backward pass."""
-
-    def attached(block: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return output
-        gate = block.get_submodule("gate_proj")(arguments[0].detach())
-        return _AuxiliaryLoss.apply(output, gate.logsumexp(-1).square().mean(), scale)
-
-    handle = model.get_submodule("model.layers.1.mlp").register_forward_hook(attached)
-    try:
-        yield
-    finally:
-        handle.remove()
+def prepare_process() -> None:
+    """One thread, a process group of one, and a CPU that verl can ask for its number."""
+    if not dist.is_initialized():
+        warnings.filterwarnings("ignore")
+        logging.disable(logging.WARNING)
+        torch.set_num_threads(1)
+        torch.cpu.current_device = lambda: "cpu"  # type: ignore[method-assign,assignment]
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments = arguments_of(parser, ROWS)
-    seeds = [*TEST] if arguments.seeds == parser.get_default("seeds") else arguments.seeds
-    rows = arguments.rows
-    settings, steps = (QUICK, QUICK_STEPS) if arguments.quick else (FULL, STEPS)
-    results = Results(arguments.results, dataclasses.asdict(settings))
-    tasks = {key_of(seed, row): (seed, (row, steps)) for row in rows for seed in seeds}
-    run_all(results, settings, tasks, measure, arguments.jobs)
-    print(f"Seeds {', '.join(map(str, seeds))}.\n")
-    print("| run | right | no known cause | nothing said | named instead |\n|---|---|---|---|---|")
-    totals: Counter[str] = Counter()
-    for row in rows:
-        expected = ROWS[row].expected
-        named = Counter(results.runs[key_of(seed, row)]["named"] for seed in seeds)
-        # In a healthy run, a spike without a known cause is no false name.
-        right = named[expected] + (named[UNKNOWN] if expected is None else 0)
-        silent, nothing = (0 if expected in (None, name) else named[name] for name in (UNKNOWN, None))
-        others = [f"{name} {count}" for name, count in named.most_common() if name not in (None, UNKNOWN, expected)]
-        print(f"| {row} | {right} of {len(seeds)} | {silent or '-'} | {nothing or '-'} | {', '.join(others) or '-'} |")
-        what = "healthy" if expected is None else "unknown" if expected == UNKNOWN else "causes"
-        totals += Counter({what: len(seeds), f"{what} right": right, f"{what} silent": silent + nothing})
-    if totals["causes"]:
-        print(f"\nRight: {totals['causes right']} of {totals['causes']}; not named: {totals['causes silent']}.")
-    for what, runs in (("unknown", "runs with a cause that no rule knows"), ("healthy", "healthy runs")):
-        if totals[what]:
-            false = totals[what] - totals[f"{what} right"] - totals[f"{what} silent"]
-            print(f"False names in {runs}: {false} of {totals[what]}.")
+    parser.add_argument("kinds", nargs="*", default=[*FAULTS, *HEALTHY])
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    for kind in arguments.kinds:
+        for strength in FAULTS[kind].strengths if kind in FAULTS else [None]:
+            found = run_case(kind, strength, arguments.seed)
+            names = dict(Counter(name for _, _, name in found.said))
+            print(f"{kind} {strength}: {found.name!r} from step {found.begin}; {names}; {found.why}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,470 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The small RL stack of blind.py: servers, agent loop, collator, reward, reference, and verl 0.7's patched actor.
+
+A Llama of three layers has learned a random language: a response is a chain of words of very different probabilities,
+then an answer to a question about the prompt's digits; with tools, the chain calls one now and then. Each step, two
+rollout workers load the policy's weights, sample and report log-probs in their own precision, rows are collated, and
+verl's actor computes the old log-probs and updates. A fault is a function that stands at one of these stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import json
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from verl import DataProto
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
+from verl.trainer.ppo.core_algos import (
+    compute_gae_advantage_return,
+    compute_grpo_outcome_advantage,
+    compute_rloo_outcome_advantage,
+)
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.utils.gradloc.adapters.dp_actor import write_evidence
+from verl.workers.actor.dp_actor import DataParallelPPOActor
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
+
+FIRST_WORD, WORDS = 10, 24
+PLAIN, IMAGE, TOOLS, THINK, ANSWER, CALL, RESULT, END, PAD, VOCABULARY = 34, 35, 36, 37, 38, 39, 40, 41, 42, 43
+PROMPT, RESPONSE, TOOL_TOKENS = 6, 48, 3
+RARE = 3  # times as many answers are sampled where a natural spike is wanted
+TAU = 3.0  # in usual token norms; what a natural spike is over: NATURAL_TAU
+NATURAL_TAU = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How a run is trained. Nothing of it is a fault.
+
+    Args:
+        rate (float): The learning rate.
+        engine (str): The rollout's precision: "fp32", "bf16", "fp8" (weights rounded to float8), or "moe" (bf16, and in
+            1% of the positions an expert of one layer is another one).
+        behind (int): By how many steps the rollout's weights are late.
+        temperature (float): Of sampling and training; top_p likewise of sampling, with log-probs before the cut.
+        prompts (int): Of a step, with `answers` each.
+        length (float): The mean number of words that the start model gives, 8 or 16.
+        tools (bool): Whether responses call tools, whose output is not trained on.
+        advantage (str): "grpo", "grpo without std", "rloo" or "gae".
+        kl (float): The KL loss's coefficient; `kl_reward` is that of a penalty in the reward.
+        reference (bool): Whether the batch has the reference's log-probs.
+        correction (dict): Settings of verl's rollout correction.
+        dense (bool): Rewards are graded instead of 0 and 1.
+        actor (dict): Other keys of the actor.
+    """
+
+    rate: float = 3e-4
+    engine: str = "fp32"
+    behind: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    prompts: int = 8
+    answers: int = 8
+    length: int = 8
+    tools: bool = False
+    advantage: str = "grpo"
+    kl: float = 0.0
+    kl_reward: float = 0.0
+    reference: bool = True
+    correction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dense: bool = False
+    actor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Row:
+    """A response as the agent loop has it: lists of one length, `mask` 0 for what a tool said."""
+
+    prompt: list[int]
+    ids: list[int]
+    log_probs: list[float]
+    mask: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A model that has learned the language, and the usual token norm of a run that begins with it."""
+
+    weights: dict[str, Tensor]
+    token_norm: float
+
+
+def new_model(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=PAD,
+        eos_token_id=END,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def draw_prompts(count: int, tools: bool, generator: torch.Generator) -> Tensor:
+    """Prompts of shape (count, PROMPT): a kind, four digits, THINK."""
+    digits = torch.randint(10, (count, 4), generator=generator)
+    kinds = torch.where(torch.rand(count, 1, generator=generator) < 0.3, IMAGE, PLAIN)
+    return torch.cat([torch.full_like(kinds, TOOLS) if tools else kinds, digits, torch.full((count, 1), THINK)], 1)
+
+
+def learn_language(seed: int, length: int) -> dict[str, Tensor]:
+    """Weights after 300 steps on examples of a language that the seed draws."""
+    generator = torch.Generator().manual_seed(seed)
+    chain = (2.0 * torch.randn(WORDS, WORDS, generator=generator)).softmax(-1)
+    model = new_model(seed)
+    steps, rows = 300, 48
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for step in range(steps):
+        prompts = draw_prompts(rows, step % 3 == 2, generator).tolist()
+        examples = [prompt + _example(prompt, length, chain, generator) for prompt in prompts]
+        width = max(map(len, examples))
+        tokens = torch.tensor([example + [PAD] * (width - len(example)) for example in examples])
+        labels = tokens.masked_fill(tokens == PAD, -100)
+        labels[:, :PROMPT] = -100
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=labels).loss.backward()
+        optimizer.step()
+        schedule.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _example(prompt: list[int], length: int, chain: Tensor, generator: torch.Generator) -> list[int]:
+    def chance() -> float:
+        return float(torch.rand((), generator=generator))
+
+    word = int(torch.randint(WORDS, (), generator=generator))
+    tokens = [FIRST_WORD + word]
+    while chance() > 1 / length and len(tokens) < RESPONSE - 4:
+        word = int(torch.multinomial(chain[word], 1, generator=generator))
+        tokens.append(FIRST_WORD + word)
+        if prompt[0] == TOOLS and chance() < 0.15 and len(tokens) < RESPONSE - 8:
+            tokens += [CALL, RESULT, *torch.randint(10, (TOOL_TOKENS - 1,), generator=generator).tolist()]
+    right = max(prompt[1:5]) if chance() < 0.5 else prompt[1 + int(4 * chance())]
+    return [*tokens, ANSWER, right, min(prompt[1:5]), END]
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompts: Tensor, setting: Setting, generator: torch.Generator, processed: str = ""
+) -> list[Row]:
+    """Samples with a KV cache, as a server does, and notes the sampler's log-probs.
+
+    Args:
+        model (nn.Module): The server's model.
+        prompts (Tensor): Shape (rows, PROMPT).
+        setting (Setting): For temperature, top-p and tools.
+        generator (torch.Generator): Of the samples.
+        processed (str): "" for log-probs at the temperature before the top-p cut, which training computes as well;
+            "top_p" for those after the cut; "raw" for those before the temperature.
+    """
+    rows = [Row(prompt, [], [], []) for prompt in prompts.tolist()]
+    forced: list[deque[int]] = [deque() for _ in rows]
+    tokens, past = prompts, None
+    for _ in range(RESPONSE):
+        output = model(input_ids=tokens, past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        raw = output.logits[:, -1].float()
+        full = (raw / setting.temperature).log_softmax(-1)
+        cut = full
+        if setting.top_p < 1:
+            ordered, order = full.exp().sort(descending=True)
+            kept = torch.zeros_like(full, dtype=torch.bool)
+            kept.scatter_(1, order, ordered.cumsum(-1) - ordered < setting.top_p)
+            cut = full.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        chosen = torch.multinomial(cut.exp(), 1, generator=generator)
+        reported = {"": full, "top_p": cut, "raw": raw.log_softmax(-1)}[processed].gather(-1, chosen)[:, 0].tolist()
+        for i, row in enumerate(rows):
+            if row.ids and row.ids[-1] == END:
+                chosen[i] = PAD
+            elif forced[i]:
+                chosen[i] = forced[i].popleft()
+                _append(row, int(chosen[i]), 0.0, 0)
+            else:
+                _append(row, int(chosen[i]), reported[i], 1)
+                if setting.tools and int(chosen[i]) == CALL:
+                    said = torch.randint(10, (TOOL_TOKENS - 1,), generator=generator).tolist()
+                    forced[i].extend([RESULT, *said])
+        tokens = chosen
+        if bool((tokens == PAD).all()):
+            break
+    return rows
+
+
+def _append(row: Row, token: int, log_prob: float, mask: int) -> None:
+    row.ids.append(token)
+    row.log_probs.append(log_prob)
+    row.mask.append(mask)
+
+
+def padded(lists: list[list[Any]], value: float) -> Tensor:
+    return torch.tensor([(each + [value] * RESPONSE)[:RESPONSE] for each in lists])
+
+
+def collate(rows: list[Row]) -> dict[str, Tensor]:
+    """verl's tensors of rows, of which each list is padded by itself."""
+    prompts, responses = torch.tensor([row.prompt for row in rows]), padded([row.ids for row in rows], PAD)
+    valid = torch.arange(RESPONSE) < torch.tensor([[len(row.ids)] for row in rows])
+    attention_mask = torch.cat([torch.ones_like(prompts), valid.long()], 1)
+    return {
+        "prompts": prompts,
+        "input_ids": torch.cat([prompts, responses], 1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "responses": responses,
+        "response_mask": padded([row.mask for row in rows], 0).float(),
+        "rollout_log_probs": padded([row.log_probs for row in rows], 0.0).float(),
+    }
+
+
+def reward_of(row: Row, dense: bool = False) -> float:
+    """1 for an answer that is the largest digit; graded, one tenth less for each digit that it is too small."""
+    if ANSWER not in row.ids or row.ids.index(ANSWER) + 1 >= len(row.ids):
+        return 0.0
+    answer, right = row.ids[row.ids.index(ANSWER) + 1], max(row.prompt[1:5])
+    return max(1.0 - abs(answer - right) / 10, 0.0) if dense and answer < 10 else float(answer == right)
+
+
+class World:
+    """A run.
+
+    Args:
+        setting (Setting): How it is trained.
+        start (Start): What it begins with.
+        seed (int): Of everything that is drawn.
+        fault (Any): With `stages`, functions of (world, strength, value) by stage; each changes the value in place or
+            returns another one. None for none.
+        strength (Any): What these get.
+        begin (int): The step, from 0, from which on they are called.
+        tau (float): GradLoc's threshold in usual token norms.
+        natural (int): The step in which rare responses are preferred, or -1.
+        directory (str): Where the evidence is written.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        start: Start,
+        seed: int,
+        fault: Any,
+        strength: Any,
+        begin: int,
+        tau: float,
+        natural: int,
+        directory: str,
+    ) -> None:
+        self.setting, self.fault, self.strength, self.begin, self.natural = setting, fault, strength, begin, natural
+        self.step_number = 0
+        self.random = torch.Generator().manual_seed(1000 + seed)
+        self.model = self.copy_of(start.weights)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=setting.rate, weight_decay=0.01)
+        rows = setting.prompts * setting.answers
+        policy_loss = PolicyLossConfig(loss_mode=setting.actor.get("loss_mode", "vanilla"))
+        options: dict[str, Any] = dict(
+            strategy="fsdp",
+            rollout_n=1,
+            ppo_mini_batch_size=rows // 2,
+            ppo_micro_batch_size_per_gpu=rows // 4,
+            use_torch_compile=False,
+            fsdp_config=FSDPEngineConfig(dtype="float32"),
+            policy_loss=policy_loss,
+            use_kl_loss=setting.kl > 0,
+            kl_loss_coef=setting.kl,
+            spike_detection=True,
+            grad_norm_threshold=tau * start.token_norm,
+            bisect_budget_steps=64,
+            bisect_budget_seconds=None,
+            bisect_dump_dir=directory,
+            spike_replay=0,
+        )
+        options |= {key: value for key, value in setting.actor.items() if key != "loss_mode"}
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.config = FSDPActorConfig(**options)
+            self.actor = DataParallelPPOActor(self.config, self.model, self.optimizer)
+            self.reference = DataParallelPPOActor(self.config, self.copy_of(start.weights))
+        self.past = [self.weights()]
+        self.workers = [self.copy_of(start.weights) for _ in range(2)]
+        self.processed = ""
+        self.rows: list[Row] = []
+        self.token_norms: list[float] = []
+        self.gaps: list[float] = []
+        self.reward_mean = 0.5
+        forward = self.actor._forward_micro_batch
+
+        def stood_in(micro_batch: Any, temperature: float, calculate_entropy: bool = False) -> Any:
+            def call(changed: Any) -> Any:
+                return forward(changed, temperature=temperature, calculate_entropy=calculate_entropy)
+
+            if self.is_struck("forward"):
+                return self.fault.stages["forward"](self, self.strength, (call, micro_batch))
+            return call(micro_batch)
+
+        self.actor._forward_micro_batch = stood_in  # type: ignore[method-assign]
+
+    @staticmethod
+    def copy_of(weights: dict[str, Tensor]) -> LlamaForCausalLM:
+        model = new_model(0)
+        model.load_state_dict(weights)
+        return model.eval()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def is_struck(self, stage: str) -> bool:
+        struck = self.fault is not None and stage in self.fault.stages
+        return struck and (self.step_number == self.begin if self.fault.once else self.step_number >= self.begin)
+
+    def at(self, stage: str, value: Any) -> Any:
+        """A value after the fault of this stage, if there is one now."""
+        if not self.is_struck(stage):
+            return value
+        changed = self.fault.stages[stage](self, self.strength, value)
+        return value if changed is None else changed
+
+    def step(self) -> None:
+        setting = self.setting
+        late = self.past[max(len(self.past) - 1 - setting.behind, 0)]
+        for worker, weights in zip(self.workers, self.at("sync", [late, late]), strict=True):
+            worker.load_state_dict(weights)
+        self.rows = self.at("rows", self._sample())
+        tensors = self.at("batch", collate(self.rows))
+        rewards = self.at("rewards", torch.tensor([reward_of(row, setting.dense) for row in self.rows]))
+        self.at("model", self.model)
+        tensors |= self._log_probs(tensors)
+        tensors = self.at("log_probs", tensors)
+        tensors |= self._advantages(tensors, rewards)
+        if setting.correction:
+            batch = DataProto.from_dict(tensors)
+            compute_rollout_correction_and_add_to_batch(batch, RolloutCorrectionConfig(**setting.correction))
+            tensors |= {name: batch.batch[name] for name in batch.batch.keys()}
+        tensors = self.at("update", tensors)
+        count = len(self.rows)
+        columns = {
+            "uid": numpy.array([f"{self.step_number}-{i // setting.answers}" for i in range(count)], dtype=object),
+            "data_source": numpy.array(["digits"] * count, dtype=object),
+        }
+        meta = {"temperature": getattr(self, "trained_temperature", setting.temperature)}
+        data = DataProto.from_dict(tensors, columns, meta_info={**meta, "global_steps": self.step_number + 1})
+        with self.fault.during(self, self.strength) if self.is_struck("during") else contextlib.nullcontext():
+            with contextlib.redirect_stdout(io.StringIO()):
+                metrics = self.actor.update_policy(data)
+        write_evidence(self.actor, data, None, metrics)
+        self.token_norms.append(metrics["actor/gradloc/token_norm_max"])
+        mask = tensors["response_mask"].bool()
+        self.gaps.append(float((tensors["rollout_log_probs"] - tensors["old_log_probs"])[mask].abs().mean()))
+        self.past.append(self.weights())
+        self.step_number += 1
+
+    def _sample(self) -> list[Row]:
+        setting = self.setting
+        rare = RARE if self.step_number == self.natural else 1
+        prompts = draw_prompts(setting.prompts, setting.tools, self.random).repeat_interleave(rare * setting.answers, 0)
+        rows: list[Row] = []
+        for worker, own in zip(self.workers, prompts.chunk(2), strict=True):
+            rows += generate(self._served(worker), own, setting, self.random, self.processed)
+        if rare > 1:  # of each group those with the rarest tokens
+            groups = [rows[i : i + rare * setting.answers] for i in range(0, len(rows), rare * setting.answers)]
+            rows = [row for group in groups for row in sorted(group, key=lambda x: min(x.log_probs))[: setting.answers]]
+        return rows
+
+    def _served(self, worker: nn.Module) -> nn.Module:
+        """A worker's model in the engine's precision."""
+        if self.setting.engine == "fp32":
+            return worker
+        model = copy.deepcopy(worker).to(torch.bfloat16)
+        if self.setting.engine == "fp8":
+            for parameter in model.parameters():
+                if parameter.dim() == 2:
+                    parameter.data = parameter.data.to(torch.float8_e4m3fn).to(torch.bfloat16)
+        if self.setting.engine == "moe":
+            route_otherwise(model, 0.01, self.random)
+        return model
+
+    def _log_probs(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        meta = {"micro_batch_size": 16, "temperature": self.setting.temperature, "use_dynamic_bsz": False}
+        meta["temperature"] = getattr(self, "trained_temperature", self.setting.temperature)
+        data = DataProto.from_dict(tensors, meta_info=meta)
+        found = {"old_log_probs": self.actor.compute_log_prob(data)[0]}
+        if self.setting.reference:
+            found["ref_log_prob"] = self.reference.compute_log_prob(data)[0]
+        return found
+
+    def _advantages(self, tensors: dict[str, Tensor], rewards: Tensor) -> dict[str, Tensor]:
+        setting, mask = self.setting, tensors["response_mask"]
+        last = (tensors["attention_mask"][:, PROMPT:].sum(1) - 1).clamp(min=0)
+        scores = torch.zeros_like(mask)
+        scores[torch.arange(len(scores)), last] = rewards
+        token_rewards = scores
+        if setting.kl_reward:
+            apart = (tensors["old_log_probs"] - tensors["ref_log_prob"]) * mask
+            token_rewards = scores - setting.kl_reward * apart
+        groups = numpy.arange(len(scores)) // setting.answers
+        if setting.advantage == "gae":
+            values = torch.full_like(mask, self.reward_mean)
+            advantages, returns = compute_gae_advantage_return(token_rewards, values, mask, 1.0, 0.95)
+            self.reward_mean += 0.2 * (float(rewards.mean()) - self.reward_mean)
+        elif setting.advantage == "rloo":
+            advantages, returns = compute_rloo_outcome_advantage(token_rewards, mask, groups)
+        else:
+            by_std = setting.advantage == "grpo"
+            advantages, returns = compute_grpo_outcome_advantage(
+                token_rewards, mask, groups, norm_adv_by_std_in_grpo=by_std
+            )
+        found = {"advantages": advantages, "returns": returns, "token_level_scores": scores}
+        return self.at("advantages", found)
+
+
+def route_otherwise(model: nn.Module, share: float, generator: torch.Generator) -> None:
+    """In a share of the positions, layer 1's MLP gives half of what it should, as where another expert is taken."""
+
+    def routed(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        jumps = torch.rand(output.shape[:-1], generator=generator) < share
+        return torch.where(jumps[..., None], 0.5 * output.roll(1, -1), output)
+
+    model.get_submodule("model.layers.1.mlp").register_forward_hook(routed)
+
+
+def start_of(seed: int, length: int, folder: Path) -> Start:
+    """One of three starts, kept in a folder."""
+    path = folder / f"{seed % 3}-{length}.pt"
+    if not path.exists():
+        weights = learn_language(seed % 3, length)
+        world = World(Setting(length=length), Start(weights, 1e9), 77, None, None, 0, 1.0, -1, str(folder / "usual"))
+        for _ in range(5):
+            world.step()
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{torch.seed()}.part")
+        torch.save((weights, median(world.token_norms)), part)
+        part.replace(path)
+    return Start(*torch.load(path, weights_only=True))
+
+
+def said_in(directory: Path) -> list[tuple[int, str, str]]:
+    """What a user reads: (step, "warning" or "verdict", name) of every line, "" for a spike of no known cause."""
+    said = []
+    for name in ("steps.jsonl", "spikes.jsonl"):
+        path = directory / name
+        for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+            said += [(line["global_step"], "warning", each["name"]) for each in line.get("warnings", ())]
+            if line.get("verdict"):
+                said.append((line["global_step"], "verdict", line["verdict"]["cause"] or ""))
+    return said
