@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 # The limits; what ordinary runs give: docs/verdict-figures.md.
-SHIFTS = (-1, 1, -2, 2)
+SHIFTS = (-1, 1, -2, 2, -3, 3)
 LEAST_LOG_PROB = -10.0  # smaller log-probs count as this, so that a single broken one does not make a sum
 FITS = 0.6  # the moved comparison's distances have at most this share of the others
 EVIDENCE = 3.0  # in standard deviations of `_evidence`, were either comparison as likely to be nearer
@@ -29,6 +29,10 @@ ROW_TOKENS = 64  # of each response, compared with all others
 ROW_LEAST = 16
 ROW_FITS = 0.3
 MOST_ROWS = 1024
+LOST_TOKENS = 6  # from where on log-probs have no relation
+LOST_TIMES = 5.0  # as far apart as before, at least
+LOST_MOST = 0.7  # of the tokens, each
+LOST_SPREAD = 0.7  # and so far apart, as a part of how far b is from its mean
 POOLED_TOKENS = 32
 POOLED_EVIDENCE = 6.0
 UNRELATED_CORRELATION = 0.1
@@ -46,6 +50,9 @@ _SUMS = (
     *(f"{name} {shift}" for shift in SHIFTS for name in _OF_SHIFT),
     "start",
     "at_turn",
+    "lost",
+    "lost_start",
+    "lost_at_turn",
     "other_row",
     "zero_tail",
     "constant_tail",
@@ -66,6 +73,7 @@ class Alignment(NamedTuple):
         aligned (Tensor): bool: a[t] is clearly nearer to b[t] than to any neighbour.
         shift (Tensor): int64, k where a[t] fits b[t + k], from `start` on; 0 where it fits b[t], or nothing.
         start (Tensor): int64, the index in the response; 0 where the whole response is moved.
+        lost (Tensor): int64, the index from which on a has no relation to b, although it has before; 0 where none.
         tail (Tensor): int64, how many tokens at the end have one and the same a, which b contradicts; 0 where none.
         tail_value (Tensor): That value.
         here (Tensor): Σ |a[t] − b[t]| over the tokens that each shift compares.
@@ -77,6 +85,7 @@ class Alignment(NamedTuple):
     aligned: Tensor
     shift: Tensor
     start: Tensor
+    lost: Tensor
     tail: Tensor
     tail_value: Tensor
     here: Tensor
@@ -126,7 +135,9 @@ def align(first: Tensor, second: Tensor, mask: Tensor) -> Alignment:
         aligned &= of_all[0] < FITS * of_all[1]
     tail, value = _constant_tail(first, b, mask)
     shift = torch.where(tail > 0, 0, shift)
-    return Alignment(aligned & (shift == 0), shift, start, tail, value, *torch.stack(sums, 1).double())
+    lost = torch.where((tail > 0) | (shift != 0), 0, _lost_from(distance, b, counted))
+    aligned &= (shift == 0) & (lost == 0)
+    return Alignment(aligned, shift, start, lost, tail, value, *torch.stack(sums, 1).double())
 
 
 def _evidence(here: Tensor, there: Tensor, size: Tensor, square: Tensor) -> Tensor:
@@ -140,6 +151,35 @@ def _evidence(here: Tensor, there: Tensor, size: Tensor, square: Tensor) -> Tens
     count = size.square() / square.clamp(min=tiny)
     by_ratio = (count / 2).sqrt() * (here.clamp(min=tiny) / there.clamp(min=tiny)).log().clamp(max=LARGEST_LOG_RATIO)
     return torch.maximum(by_sum, torch.where(count >= LEAST_COUNT, by_ratio, 0.0))
+
+
+def _lost_from(distance: Tensor, b: Tensor, counted: Tensor) -> Tensor:
+    """The token from which on |a − b| is largest against what it is before, if b says nothing of a from there on.
+
+    So it is where tokens were decoded and encoded again, and ever more of them are others than were sampled.
+    """
+    if not counted.shape[1]:
+        return counted.new_zeros((len(counted), 1), dtype=torch.int64)
+    after, count = _from_there_on(torch.where(counted, distance, 0.0)), _from_there_on(counted.float())
+    mean = after / count.clamp(min=1)
+    before = (after[:, :1] - after) / (count[:, :1] - count).clamp(min=1)
+    possible = counted & (count >= LOST_TOKENS) & (count[:, :1] - count >= LEAST_TOKENS)
+    apart = possible & (mean >= LOST_TIMES * before) & (mean > LOST_TIMES * LEAST_GAP)
+    _, at = torch.where(apart, (mean - before) * count.sqrt(), -math.inf).max(1, keepdim=True)
+    here = counted & (torch.arange(counted.shape[1], device=b.device) >= at)
+    most = (here & (distance > LOST_TIMES * (before.gather(1, at) + LEAST_GAP))).sum(1, keepdim=True)
+    spread, usual = _spread(b, here), _spread(b, counted)
+    found = apart.any(1, keepdim=True) & (most >= LOST_MOST * here.sum(1, keepdim=True))
+    # Where all tokens are about as likely, no relation can be lost.
+    found &= (mean.gather(1, at) >= LOST_SPREAD * spread) & (spread >= LOST_SPREAD * usual)
+    return torch.where(found, at, 0)
+
+
+def _spread(values: Tensor, where: Tensor) -> Tensor:
+    """The mean distance from the mean, shape (rows, 1)."""
+    count = where.sum(1, keepdim=True).clamp(min=1)
+    middle = torch.where(where, values, 0.0).sum(1, keepdim=True) / count
+    return torch.where(where, (values - middle).abs(), 0.0).sum(1, keepdim=True) / count
 
 
 def _moved(values: Tensor, k: int) -> Tensor:
@@ -208,6 +248,8 @@ def misplaced(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         if name in tokens:
             aligned = align(tokens[name], other, mask)
             found = found | (mask & (aligned.shift != 0) & (position >= aligned.start))
+            if name == "rollout_log_prob":
+                found = found | (mask & (aligned.lost > 0) & (position >= aligned.lost))
             found = found | (mask & (aligned.tail > 0) & (position > last - aligned.tail))
             shift = torch.where(shift == 0, aligned.shift, shift)
     return found, shift
@@ -241,15 +283,14 @@ def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
 
     Args:
         micro_batches (Sequence[Mapping[str, Tensor]]): Each micro-batch's tensors of shape (rows, response length):
-            `response_mask`, `weight`, `log_prob`, `turn`, and if available `old_log_prob`, `ref_log_prob`,
-            `rollout_log_prob`.
+            `response_mask`, `log_prob`, and if available `old_log_prob`, `ref_log_prob`, `rollout_log_prob`.
 
     Returns:
         Tensor: float64 of shape (ALIGNMENT_SUMS,); zeros where log-probs are missing.
     """
     width = max(tokens["response_mask"].shape[1] for tokens in micro_batches)
     names = set.intersection(*(set(tokens) for tokens in micro_batches))
-    wanted = names & {"response_mask", "turn", "log_prob", "old_log_prob", "ref_log_prob", "rollout_log_prob"}
+    wanted = names & {"response_mask", "log_prob", "old_log_prob", "ref_log_prob", "rollout_log_prob"}
     joined = {
         name: torch.cat([pad(tokens[name], (0, width - tokens[name].shape[1])) for tokens in micro_batches])
         for name in wanted
@@ -268,12 +309,12 @@ def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
     for pair, (name, other) in columns.items():
         sums: dict[str, Tensor] = {}
         if name in joined and width:
-            sums = _sums_of_pair(joined[name], other, mask, joined.get("turn"), rows=pair == "rollout")
+            sums = _sums_of_pair(joined[name], other, mask, find_turns(mask), rows=pair == "rollout")
         found += [sums.get(each, zero).double() for each in _SUMS]
     return torch.stack(found)
 
 
-def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor | None, rows: bool) -> dict[str, Tensor]:
+def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, rows: bool) -> dict[str, Tensor]:
     found = align(a, b, mask)
     moved, inside = found.shift != 0, found.start > 0
     sums = {"responses": mask.any(1).sum(), "aligned": found.aligned.sum()}
@@ -283,8 +324,10 @@ def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor | None, rows:
         sums[f"inside {k}"] = ((found.shift == k) & inside).sum()
         for name in ("here", "there", "size", "square"):
             sums[f"{name} {k}"] = getattr(found, name)[index]
-    if turn is not None:
-        sums["at_turn"] = (moved & inside & starts_turn(turn, found.start)).sum()
+    sums["at_turn"] = (moved & inside & starts_turn(turn, found.start)).sum()
+    lost = (found.lost > 0) & rows
+    sums |= {"lost": lost.sum(), "lost_start": found.lost.sum()}
+    sums["lost_at_turn"] = (lost & starts_turn(turn, found.lost)).sum()
     sums["zero_tail"] = ((found.tail > 0) & (found.tail_value == 0) & ~moved).sum()
     sums["constant_tail"] = ((found.tail > 0) & (found.tail_value != 0) & ~moved).sum()
     if rows:
@@ -293,6 +336,28 @@ def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor | None, rows:
     a, b = (torch.where(counted, each, 0.0).double().clamp(min=LEAST_LOG_PROB) for each in (a, b))
     sums |= {"tokens": counted.sum(), "first": a.sum(), "second": b.sum(), "product": (a * b).sum()}
     return sums | {"first_square": a.square().sum(), "second_square": b.square().sum()}
+
+
+def find_turns(response_mask: Tensor) -> Tensor:
+    """The turn of each token, from 1; 0 where response_mask is 0. No host sync.
+
+    A turn is a run of tokens with response_mask 1. Between turns, tool output or a user's message has response_mask 0.
+
+    Args:
+        response_mask (Tensor): Shape (rows, response length).
+
+    Returns:
+        Tensor: int64, same shape.
+    """
+    mask = response_mask.bool()
+    return torch.where(mask, turn_starts(mask).cumsum(1), 0)
+
+
+def turn_starts(mask: Tensor) -> Tensor:
+    """The first token of each turn, bool of the mask's shape."""
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    return starts
 
 
 def starts_turn(turn: Tensor, start: Tensor, within: int = 3) -> Tensor:
@@ -306,7 +371,7 @@ class Off(NamedTuple):
     """What is wrong between two columns of log-probs.
 
     Args:
-        kind (str): "moved", "other_row", "zero_tail", "constant_tail" or "unrelated".
+        kind (str): "moved", "lost" (from a token on), "other_row", "zero_tail", "constant_tail" or "unrelated".
         share (float): In which share of the responses.
         clear (bool): Whether this update shows it for certain.
         shift (int): k, where a[t] fits b[t + k]; else 0.
@@ -367,12 +432,12 @@ def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
     inside = sum(sums[f"inside {k}"] for k in SHIFTS)
     counts = {
         "moved": sum(moved.values()),
-        **{name: sums[name] for name in ("other_row", "zero_tail", "constant_tail")},
+        **{name: sums[name] for name in ("lost", "other_row", "zero_tail", "constant_tail")},
     }
     kind = max(counts, key=counts.__getitem__)
     count = counts[kind]
     # Some responses are too short, or their tokens too sure, to tell.
-    known = max(count + sums["aligned"] if kind == "moved" else sums["responses"], 1.0)
+    known = max(count + sums["aligned"] if kind in ("moved", "lost") else sums["responses"], 1.0)
     found = Off(kind, count / known, count >= max(CLEAR_RESPONSES, CLEAR_SHARE * known))
     if kind == "moved" and count:
         mostly_inside = 2 * inside > count
@@ -381,6 +446,8 @@ def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
             start=sums["start"] / inside if mostly_inside else 0.0,
             at_turn=mostly_inside and 2 * sums["at_turn"] > inside,
         )
+    if kind == "lost" and count:
+        found = found._replace(start=sums["lost_start"] / count, at_turn=2 * sums["lost_at_turn"] > count)
     if found.clear and kind != "other_row":
         return found
     # Responses too short, or engines too far apart, to tell one by one.
@@ -400,6 +467,14 @@ def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
         if UNRELATED_SPREAD[0] <= spread <= UNRELATED_SPREAD[1] or apart > UNRELATED_NATS:
             return Off("unrelated", 1.0, True, correlation=related)
     return found if count else None
+
+
+def alignment_warning(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Any] | None:
+    """What `misaligned_warning` gives for some micro-batches alone, if it is clear; they are as for `own_alignment`."""
+    if not micro_batches:
+        return None
+    off = find_off(own_alignment(micro_batches).tolist(), judge_correlation=True)
+    return misaligned_warning({pair: each if each and each.clear else None for pair, each in off.items()})
 
 
 _COLUMNS = {
@@ -426,7 +501,7 @@ def misaligned_warning(off: Mapping[str, Off | None]) -> dict[str, Any] | None:
     # r[t] fits p[t + k]: if it is p that was moved, p[t] fits r[t − k].
     shift = each.shift if column == pair else -each.shift
     subject, letter = _COLUMNS[column]
-    unsure = column == "rollout" and "reference" not in off and each.kind in ("moved", "other_row", "unrelated")
+    unsure = column == "rollout" and "reference" not in off and each.kind in ("moved", "lost", "other_row", "unrelated")
     where = f"in {_share(each.share)} of the responses" if each.share < 0.995 else "in all responses"
     if each.kind == "moved":
         by = "one position" if abs(shift) == 1 else f"{abs(shift)} positions"
@@ -444,6 +519,12 @@ def misaligned_warning(off: Mapping[str, Off | None]) -> dict[str, Any] | None:
                 "look for tokens that only one of the two lists has from there on: decoded and encoded again, or "
                 "special tokens left out"
             )
+    elif each.kind == "lost":
+        sentence = (
+            f"{subject} {where} agree with {_of(other)} at first, and have no relation to them from inside the "
+            f"responses on (on average from token {each.start:.0f})"
+        )
+        advice = "look for tokens that were decoded and encoded again, or that only one of the two lists has"
     elif each.kind == "other_row":
         sentence = f"{subject} {where} are those of other responses of the batch"
         advice = "look for what reorders, pads or repeats rows in one of the columns alone"
@@ -454,11 +535,10 @@ def misaligned_warning(off: Mapping[str, Off | None]) -> dict[str, Any] | None:
         value = "exact zeros" if each.kind == "zero_tail" else "one repeated value"
         sentence = f"{subject} end in {value} {where}, where {_of(other)} are not"
         advice = "log-probs are missing there and were padded: take the engine's own, or set response_mask to 0"
-    at_turn = each.kind == "moved" and each.at_turn
-    if at_turn:
+    if each.at_turn:
         sentence += ", beginning with a turn"
     return {
-        "name": "retokenized" if at_turn else "misaligned",
+        "name": "retokenized" if each.at_turn else "misaligned",
         "sentence": f"{sentence}: {advice}{_WHICH if unsure else ''}.",
         "check": "Print `responses`, `rollout_log_probs`, `old_log_probs` and `ref_log_prob` of one row of the batch "
         "side by side, and the engine's own list of tokens and log-probs: the same token should have about the same "

@@ -27,6 +27,8 @@ STALE_SHARE = 0.25
 WHOLE_SHARE = 0.8
 CLEAR_SHARE = 0.6
 STALE_RESPONSES = 4
+# A rollout that is late by up to three steps has the first weights until then.
+STALE_UPDATES = 6
 # A gap that is so large, and so many times what it was, is reported: as a drift if it has grown all the time, so that
 # halfway it was between these shares of the rise, and as a jump if one update made most of it. The first updates of a
 # run whose rollout is late by a step or two have smaller gaps than all others.
@@ -63,6 +65,9 @@ _READINGS = 64
 _SIZES = 8
 _NO_ALIGNMENT = [0.0] * ALIGNMENT_SUMS
 
+# What is misaligned in few responses is said if it lasts; other kinds may be chance.
+LASTING = ("moved", "zero_tail", "constant_tail")
+
 # The warnings that say what is seen, and no cause.
 APART = "engines_apart"
 WITHOUT_CAUSE = (APART,)
@@ -95,7 +100,9 @@ _SUMS = (
 )
 
 # What `state_dict` has, but for the underscore.
-_STATE = "rates readings stride since_reading times gap least misaligned_since related sizes scale_since".split()
+_STATE = (
+    "rates readings stride since_reading times updates gap least misaligned_since related sizes scale_since".split()
+)
 _OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
 _WEIGHTS = "check that the weights, or the LoRA adapter, of every step reach every rollout worker"
@@ -241,6 +248,7 @@ class RunChecks:
         self._stride, self._since_reading = 1, 0
         # By rule, in how many updates it held since one contradicted it; the gap of the last update, and the smallest.
         self._times: dict[str, int] = {}
+        self._updates = 0
         self._gap: float | None = None
         self._least = math.inf
         self._alignment = _NO_ALIGNMENT
@@ -355,6 +363,8 @@ class RunChecks:
         """Whether the update shows for certain what holds in it, or others before it have shown the same."""
         if rule in ("other_log_probs", "policy_log_probs") and self._is_first:
             return True
+        if rule == "stale_reference" and self._updates < STALE_UPDATES - 1:
+            return False
         return rule == "misaligned" or self._times.get(rule, 0) >= IN_A_ROW - 1
 
     @property
@@ -387,7 +397,7 @@ class RunChecks:
         related = correlation(self._alignment)
         if related is not None and not self._is_unrelated(off):
             self._related = related
-        self._least, self._gap = min(self._least, gap), gap
+        self._least, self._gap, self._updates = min(self._least, gap), gap, self._updates + 1
         self._read(gap)
         self._sums, self._alignment = dict.fromkeys(_SUMS, 0.0), _NO_ALIGNMENT
 
@@ -484,7 +494,9 @@ class RunChecks:
         """Log-probs that belong to other tokens; in few responses, only if some were seen in updates before."""
         off, times = self._off(), self._times.get(_OFF, 0)
         enough = {
-            pair: each if each is not None and (each.clear or times >= IN_A_ROW - 1) else None
+            pair: each
+            if each is not None and (each.clear or (each.kind in LASTING and times >= IN_A_ROW - 1))
+            else None
             for pair, each in off.items()
         }
         warning = misaligned_warning(enough)

@@ -12,7 +12,6 @@ from torch import Tensor
 from .alignment import ALIGNMENT_SUMS, own_alignment
 from .evidence.ordinary import HOLDS
 from .evidence.scaling import SCALE_FIGURES, loss_scale_warning, own_scale_figures
-from .evidence.token_facts import find_turns
 from .fsdp import collectives
 from .measure.micro_batch import MicroBatch
 from .run_checks import COLUMN_SUMS, RunChecks, own_columns, own_sums
@@ -71,10 +70,8 @@ class RunWarnings:
         checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
         first = (where["epoch"], where["mini_batch"]) == (0, 0)
         sums = own_sums(checked, first, self._checks.usual_gap, self._checks.bypass)
-        aligned = own_alignment([{**each, "turn": find_turns(each["response_mask"])} for each in tokens])
-        return torch.cat(
-            [sums, aligned, own_columns(tokens), own_scale_figures(tokens, scale, self._mode_of(micro_batches))]
-        )
+        scales = own_scale_figures(tokens, scale, self._mode_of(micro_batches))
+        return torch.cat([sums, own_alignment(tokens), own_columns(tokens), scales])
 
     def take_in(self, by_rank: Tensor, epoch: int) -> None:
         """Adds a mini-batch.

@@ -210,6 +210,8 @@ def _say(event: Mapping[str, Any], batch: Batch, options: argparse.Namespace) ->
         print(visible(note), file=sys.stderr)
     print(f"{responses:,} responses in {len(batch.micro_batches):,} micro-batches, τ = {event['threshold']:g}.")
     print(visible(event["summary"]))
+    if event["verdict"]["cause"] is not None:
+        print(visible(f"{event['verdict']['sentence']} {event['verdict']['check']}"))
     model = options.model or "PATH"
     print(visible(f"Search it:   python -m {package}.replay {bundle} --search --model {model}"))
     print(visible(f"The report:  python -m {package}.report {options.out}"))

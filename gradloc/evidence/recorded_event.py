@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..alignment import alignment_warning
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.token_weights import movable
 from .medians import medians_of
@@ -29,7 +30,7 @@ def recorded_event(
     global_threshold: float,
     world_size: int,
     loss_scale: float = 1.0,
-    warnings: Sequence[Mapping[str, str]] = (),
+    warnings: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The event of a spike of which the tokens' figures were recorded. No collective call.
 
@@ -42,9 +43,10 @@ def recorded_event(
         global_threshold (float): The threshold of that norm.
         world_size (int): The number of data-parallel ranks.
         loss_scale (float): The loss scale of fp16 in training.
-        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
+        warnings (Sequence[Mapping]): What `RunChecks.warnings` returned. Positions of log-probs are checked here.
     """
     medians = medians_of(list(micro_batches.values()))
+    found = alignment_warning([each.tokens for each in micro_batches.values()])
     fields = {
         "time": datetime.now(timezone.utc).isoformat(),
         "steps_since_resume": None,
@@ -79,7 +81,7 @@ def recorded_event(
         "world_size": world_size,
         "loss_scale": loss_scale,
     }
-    return whole_event(fields, {}, warnings)
+    return whole_event(fields, {}, [*warnings, *([] if found is None else [found])])
 
 
 def suspected_tokens(micro_batches: Mapping[MicroBatchName, MicroBatch], medians: Medians) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..alignment import misplaced
+from ..alignment import find_turns, misplaced, turn_starts
 
 # Of shorter responses, nothing is said as a whole.
 LEAST_RESPONSE = 8
@@ -129,30 +129,8 @@ def find_after_eos(token_id: Tensor, response_mask: Tensor, eos_tokens: Collecti
     is_end &= mask
     ends_before = is_end.cumsum(1) - is_end.long()
     # How many EOS tokens there were before the turn.
-    ends_before_turn = torch.where(_turn_starts(mask), ends_before, 0).cummax(1).values
+    ends_before_turn = torch.where(turn_starts(mask), ends_before, 0).cummax(1).values
     return mask & (ends_before > ends_before_turn)
-
-
-def find_turns(response_mask: Tensor) -> Tensor:
-    """The turn of each token, from 1; 0 where response_mask is 0. No host sync.
-
-    A turn is a run of tokens with response_mask 1. Between turns, tool output or a user's message has response_mask 0.
-
-    Args:
-        response_mask (Tensor): Shape (rows, response length).
-
-    Returns:
-        Tensor: int64, same shape.
-    """
-    mask = response_mask.bool()
-    return torch.where(mask, _turn_starts(mask).cumsum(1), 0)
-
-
-def _turn_starts(mask: Tensor) -> Tensor:
-    """The first token of each turn, bool of the mask's shape."""
-    starts = mask.clone()
-    starts[:, 1:] &= ~mask[:, :-1]
-    return starts
 
 
 def find_mismatch(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,8 @@ RARE_NORM = 30.0
 # The rules that may be a cause.
 CAUSES = {rule.name: rule for rule in RULES}
 
+# The warnings that are about some tokens alone, or say no cause.
+_OF_SOME = ("unsampled", *WITHOUT_CAUSE)
 # The warnings that are about the rollout's log-probs.
 _OF_ROLLOUT = ("misaligned", "retokenized", "stale_weights", "partly_stale", "other_log_probs")
 
@@ -124,9 +126,9 @@ def decide(
         for rule in RULES
     }
     culprits["layer"] = _share_of_unusual_layers(event)
-    of_run = [each for each in warnings if _is_of_run(each, culprits)]
     if event.get("diagnosis") == "unsearched":
-        return _unsearched(event, ordinary, of_run)
+        return _unsearched(event, ordinary, [each for each in warnings if each["name"] not in _OF_SOME])
+    of_run = [each for each in warnings if _is_of_run(each, culprits)]
     auxiliary = auxiliary_verdict(event)
     if auxiliary is not None:
         return auxiliary
@@ -138,7 +140,7 @@ def decide(
     broken = [each for each in of_run if each["name"] == "nonfinite"]
     if broken and (cause == "nonfinite" or event["diagnosis"] == "nonfinite"):
         return _of_warning(event, ordinary, broken[0])
-    causes = [each for each in of_run if each["name"] not in (*WITHOUT_CAUSE, "nonfinite")]
+    causes = [each for each in of_run if each["name"] != "nonfinite"]
     if causes and cause != "nonfinite":
         return _of_warning(event, ordinary, causes[0])
     if cause is None or cause in NATURAL:
@@ -149,7 +151,7 @@ def decide(
     note = resume_note(event.get("steps_since_resume"))
     if cause is None:
         sentence = f"No known cause: {_why_unknown(event, ordinary, explaining)}.{note}"
-        without = [each for each in of_run if each["name"] in WITHOUT_CAUSE]
+        without = [each for each in warnings if each["name"] in WITHOUT_CAUSE]
         if without:
             sentence += f" But note: {without[0]['sentence']}"
         return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": CHECK_UNKNOWN}
@@ -180,7 +182,7 @@ def _is_of_run(warning: Mapping[str, Any], culprits: Mapping[str, float]) -> boo
     if name in ("misaligned", "retokenized"):
         share = warning.get("share")
         return share is None or share >= MOST_CULPRITS or culprits[name] >= MOST_CULPRITS
-    return name != "unsampled"
+    return name not in _OF_SOME
 
 
 def _why_unknown(

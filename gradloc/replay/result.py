@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..alignment import alignment_warning
 from ..bundles import layout
 from ..bundles.opening import Bundle
 from ..evidence.writer import jsonable
@@ -107,7 +108,9 @@ def build_result(found: Found, open_ones: Sequence[str]) -> dict[str, Any]:
     result["scale"] = find_scale(bundle, measured, result["same_weights"], main.dtype, manifest["dtype"])
     if found.switches:
         result["switches"] = [*found.switches]
-    result["sentences"] = [*sentences(result), *temperature_sentences(found.temperature)]
+    misaligned = alignment_warning([saved.tokens for saved in bundle.micro_batches.values()])
+    of_positions = [] if misaligned is None else [misaligned["sentence"]]
+    result["sentences"] = [*of_positions, *sentences(result), *temperature_sentences(found.temperature)]
     return result
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..alignment import alignment_warning
 from ..bundles.opening import Bundle
 from ..config import GradLocConfig
 from ..evidence.event import build_event
@@ -160,7 +161,7 @@ def search(
             event["action"],
             event["applied"],
             started,
-            _warnings(event),
+            _warnings(event, [each.tokens for each in mini_batch.micro_batches]),
             medians,
         )
     finally:
@@ -298,11 +299,15 @@ def _alone(name: MicroBatchName, micro_batch: MicroBatch, place: tuple[int, int]
     return {name[0]: TokenSubset(micro_batch, keep)}
 
 
-def _warnings(event: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The warning about the run that the event's verdict has for its cause; none if it has another cause."""
+def _warnings(event: Mapping[str, Any], tokens: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Any]]:
+    """What the tokens say of their positions; else the warning that the event's verdict has for its cause, if any.
+
+    A collective call: what one rank sees holds for all.
+    """
+    found = [each for each in collectives.exchange(lambda: alignment_warning(tokens)) if each is not None]
     verdict = event.get("verdict")
-    if verdict is None or verdict["cause"] in (None, "auxiliary", "misfire", *CAUSES):
-        return []
+    if found or verdict is None or verdict["cause"] in (None, "auxiliary", "misfire", *CAUSES):
+        return found[:1]
     return [{"name": verdict["cause"], "sentence": verdict["sentence"], "check": verdict["check"]}]
 
 

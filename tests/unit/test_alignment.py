@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.alignment import SHIFTS, align, find_off, misaligned_warning, own_alignment
+from gradloc.alignment import SHIFTS, align, alignment_warning, find_off, misaligned_warning, own_alignment
 
 Columns = dict[str, Tensor]
 ROWS, LENGTH, PROMPT, WORDS = 24, 40, 5, 50
@@ -57,13 +57,12 @@ def batch(model: Model, noise: float = 0.02, drift: float = 0.0, seed: int = 1) 
     now = policy.log_probs(ids)
     columns = {"response_mask": mask.float(), "log_prob": now, "old_log_prob": now, "ids": ids}
     columns |= {"rollout_log_prob": model.log_probs(ids, noise=noise), "ref_log_prob": model.log_probs(ids)}
-    return {**columns, "turn": mask.long()}
+    return columns
 
 
 def warn(*columns: Columns) -> dict[str, str] | None:
     """What is said of a mini-batch of these micro-batches."""
-    off = find_off(own_alignment(list(columns)).tolist(), True)
-    return misaligned_warning({pair: each if each is None or each.clear else None for pair, each in off.items()})
+    return alignment_warning(columns)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -139,9 +138,25 @@ def test_some_responses_and_from_a_token_inside_on(model: Model) -> None:
     moved = aligned.shift != 0
     assert not moved[ROWS // 3 :].any() and moved[: ROWS // 3].sum() >= 3
     assert (aligned.shift[moved] == 1).all() and ((aligned.start[moved] - start).abs() <= 6).all()
-    columns["turn"] = torch.where(torch.arange(LENGTH) >= start, 2, 1).expand(ROWS, -1)
+    between = torch.arange(LENGTH) == start - 1  # a tool's output, after which the second turn begins
+    columns["response_mask"] = columns["response_mask"] * ~between
     found = warn(columns)
     assert found is not None and found["name"] == "retokenized"
+
+
+def test_tokens_that_were_encoded_again_are_told_from_the_first_one_on(model: Model) -> None:
+    """Pairs of sampled tokens become one other token: the log-probs that were reported belong to ever other ones."""
+    columns, start = batch(model), 10
+    ids, sampled = columns["ids"].clone(), model.log_probs(columns["ids"], noise=0.02)
+    kept = [*range(start), *(t for t in range(start, LENGTH) if (t - start) % 3)]
+    response = torch.cat([ids[:, PROMPT:][:, kept], torch.randint(0, WORDS, (ROWS, LENGTH - len(kept)))], 1)
+    ids[:, PROMPT:] = response
+    inside = torch.arange(LENGTH) < len(kept)
+    columns["response_mask"] = (columns["response_mask"].bool() & inside).float()
+    now = model.log_probs(ids)
+    columns |= {"rollout_log_prob": sampled, "log_prob": now, "old_log_prob": now, "ref_log_prob": now}
+    found = warn(columns)
+    assert found is not None and "The rollout's log-probs" in found["sentence"] and "inside" in found["sentence"]
 
 
 @pytest.mark.parametrize(("padding", "said"), [(0.0, "exact zeros"), (-1.0, "one repeated value")])
@@ -204,5 +219,5 @@ def test_the_distances_are_those_of_a_loop_over_the_tokens() -> None:
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 1)])
 def test_empty_and_short_responses_say_nothing(shape: tuple[int, int]) -> None:
     columns = {name: -torch.rand(shape) for name in ("log_prob", "old_log_prob", "rollout_log_prob", "ref_log_prob")}
-    columns |= {"response_mask": torch.ones(shape), "turn": torch.ones(shape, dtype=torch.int64)}
+    columns["response_mask"] = torch.ones(shape)
     assert warn(columns) is None
