@@ -575,7 +575,7 @@ def auxiliary(world: World, scale: float) -> Iterator[None]:
         handle.remove()
 
 
-SEQ_MEAN = {"actor": {"loss_agg_mode": "seq-mean-token-mean"}}
+SEQ_MEAN: dict[str, Any] = {"actor": {"loss_agg_mode": "seq-mean-token-mean"}}
 add(
     "entropy coefficient",
     (0.3, 1.0, 3.0),
@@ -615,7 +615,7 @@ def scale_layer(world: World, factor: float, model: nn.Module) -> None:
     """A resumed shard is scaled twice, as where an adapter is merged again."""
     for name, parameter in model.named_parameters():
         if "layers.1.mlp" in name:
-            parameter *= factor
+            parameter.mul_(factor)
 
 
 def lose_state(world: World, strength: int, model: nn.Module) -> None:

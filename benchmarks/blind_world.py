@@ -304,7 +304,7 @@ class World:
             self.reference = DataParallelPPOActor(self.config, self.copy_of(start.weights))
         self.past = [self.weights()]
         self.workers = [self.copy_of(start.weights) for _ in range(2)]
-        self.processed = ""
+        self.processed, self.trained_temperature = "", setting.temperature  # faults change them
         self.rows: list[Row] = []
         self.token_norms: list[float] = []
         self.gaps: list[float] = []
@@ -365,7 +365,7 @@ class World:
             "uid": numpy.array([f"{self.step_number}-{i // setting.answers}" for i in range(count)], dtype=object),
             "data_source": numpy.array(["digits"] * count, dtype=object),
         }
-        meta = {"temperature": getattr(self, "trained_temperature", setting.temperature)}
+        meta = {"temperature": self.trained_temperature}
         data = DataProto.from_dict(tensors, columns, meta_info={**meta, "global_steps": self.step_number + 1})
         with self.fault.stages["during"](self, self.strength) if self.is_struck("during") else contextlib.nullcontext():
             with contextlib.redirect_stdout(io.StringIO()):
@@ -403,8 +403,7 @@ class World:
         return model
 
     def _log_probs(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        meta = {"micro_batch_size": 16, "temperature": self.setting.temperature, "use_dynamic_bsz": False}
-        meta["temperature"] = getattr(self, "trained_temperature", self.setting.temperature)
+        meta = {"micro_batch_size": 16, "temperature": self.trained_temperature, "use_dynamic_bsz": False}
         data = DataProto.from_dict(tensors, meta_info=meta)
         found = {"old_log_probs": self.actor.compute_log_prob(data)[0]}
         if self.setting.reference:
