@@ -13,11 +13,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
+import multiprocessing
+import os
 import random
+import sys
 import tempfile
 import warnings
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +31,11 @@ import torch.distributed as dist
 from blind_faults import FAULTS, HEALTHY
 from blind_world import NATURAL_TAU, TAU, Setting, World, said_in, start_of
 
+HALVES = ("tuning", "test")  # even and odd seeds
 STEPS_BEFORE, STEPS_AFTER = 4, 8
 STARTS = Path(__file__).resolve().parent.parent / "build/blind.starts"
 # What is said of tokens that are as they should be.
-NATURAL_NAMES = frozenset(["", "unlikely", "advantage", "punished", "weight"])
+NATURAL_NAMES = frozenset(["", "unlikely", "advantage", "punished", "weight", "engines_apart"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,20 +115,81 @@ def prepare_process() -> None:
         warnings.filterwarnings("ignore")
         logging.disable(logging.WARNING)
         torch.set_num_threads(1)
-        torch.cpu.current_device = lambda: "cpu"  # type: ignore[method-assign,assignment]
+        torch.cpu.current_device = lambda: "cpu"
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def judged(kind: str, name: str | None) -> str:
+    """ "right", "defensible", "wrong", "unknown" (no known cause) or "silent"; of a healthy run "right" or "wrong"."""
+    if kind in HEALTHY:
+        return "right" if name is None or name in NATURAL_NAMES else "wrong"
+    fault = FAULTS[kind]
+    if not name:
+        return "right" if not fault.right else "silent" if name is None else "unknown"
+    return "right" if name in fault.right.split() else "defensible" if name in fault.defensible.split() else "wrong"
+
+
+def print_tables(runs: dict[str, dict[str, Any]]) -> None:
+    """The confusion table, faults of which nothing is said, and totals; `runs` by "kind | strength | seed"."""
+    by_kind: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for key, run in runs.items():
+        by_kind.setdefault(key.split(" | ")[0], []).append((key, run))
+    totals: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    silent = []
+    print("| planted | must be named | right | defensible | wrong name | no known cause | nothing |")
+    print("|---|---|---|---|---|---|---|")
+    for kind, found in sorted(by_kind.items(), key=lambda item: [*FAULTS, *HEALTHY].index(item[0])):
+        counts: Counter[str] = Counter()
+        names: dict[str, Counter[str]] = {"right": Counter(), "defensible": Counter(), "wrong": Counter()}
+        for key, run in found:
+            verdict = judged(kind, run["name"])
+            counts[verdict] += 1
+            if verdict in names:
+                names[verdict][run["name"] or "-"] += 1
+            if kind in FAULTS and verdict in ("silent", "unknown"):
+                silent.append(f"{key}: {'nothing' if verdict == 'silent' else 'no known cause'}; {run['why']}")
+        totals[kind in FAULTS] += counts
+        cells = [", ".join(f"{name} {times}" for name, times in names[each].most_common()) for each in names]
+        must = (FAULTS[kind].right or "nothing") if kind in FAULTS else "nothing"
+        print(f"| {kind} | {must} | {' | '.join(cells)} | {counts['unknown'] or ''} | {counts['silent'] or ''} |")
+    print("\nOf which nothing is said:", *silent, sep="\n- ")
+    faults, healthy = totals[True], totals[False]
+    print(f"\nFaults: {faults.total()}; {', '.join(f'{name} {count}' for name, count in faults.most_common())}.")
+    print(f"Healthy: {healthy.total()}, {healthy['wrong']} with a bug's name.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", default=[*FAULTS, *HEALTHY])
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, required=True, help="JSON file of the runs; those in it are not made")
+    parser.add_argument("--half", choices=HALVES, default="tuning", help="of the seeds (default: tuning)")
+    parser.add_argument("--seeds", type=int, default=1, help="of that half; each takes the next strength (default: 1)")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="faults and healthy settings (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, each on one core (default: 2)")
     arguments = parser.parse_args()
-    for kind in arguments.kinds:
-        for strength in FAULTS[kind].strengths if kind in FAULTS else [None]:
-            found = run_case(kind, strength, arguments.seed)
-            names = dict(Counter(name for _, _, name in found.said))
-            print(f"{kind} {strength}: {found.name!r} from step {found.begin}; {names}; {found.why}", flush=True)
+    kinds = arguments.kinds or [*FAULTS, *HEALTHY]
+    if unknown := [kind for kind in kinds if kind not in FAULTS and kind not in HEALTHY]:
+        sys.exit(f"unknown kinds {unknown}: choose from {[*FAULTS, *HEALTHY]}")
+    path = arguments.results
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    tasks = {}
+    for number in range(arguments.seeds):
+        for kind in kinds:
+            strengths = FAULTS[kind].strengths if kind in FAULTS else (None,)
+            place = (2 * number + HALVES.index(arguments.half)) % len(strengths)
+            seed = 2 * number + HALVES.index(arguments.half)
+            tasks[f"{kind} | {strengths[place]} | {seed}"] = kind, strengths[place], seed
+    os.environ["OMP_NUM_THREADS"] = "1"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        missing = {pool.submit(run_case, *task): key for key, task in tasks.items() if key not in kept}
+        for done, future in enumerate(as_completed(missing), 1):
+            if error := future.exception():
+                print(f"{missing[future]} failed: {error!r}", file=sys.stderr, flush=True)
+                continue
+            kept[missing[future]] = dataclasses.asdict(future.result())
+            path.write_text(json.dumps(kept, indent=0))
+            print(f"{done} of {len(missing)}: {missing[future]}", file=sys.stderr, flush=True)
+    print_tables({key: kept[key] for key in tasks if key in kept})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import io
 import json
+import os
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -291,7 +292,7 @@ class World:
             kl_loss_coef=setting.kl,
             spike_detection=True,
             grad_norm_threshold=tau * start.token_norm,
-            bisect_budget_steps=64,
+            bisect_budget_steps=32,
             bisect_budget_seconds=None,
             bisect_dump_dir=directory,
             spike_replay=0,
@@ -303,7 +304,7 @@ class World:
             self.reference = DataParallelPPOActor(self.config, self.copy_of(start.weights))
         self.past = [self.weights()]
         self.workers = [self.copy_of(start.weights) for _ in range(2)]
-        self.processed = ""
+        self.processed, self.trained_temperature = "", setting.temperature  # faults change them
         self.rows: list[Row] = []
         self.token_norms: list[float] = []
         self.gaps: list[float] = []
@@ -352,7 +353,9 @@ class World:
         tensors |= self._log_probs(tensors)
         tensors = self.at("log_probs", tensors)
         tensors |= self._advantages(tensors, rewards)
-        if setting.correction:
+        if setting.correction.get("bypass_mode"):
+            tensors["old_log_probs"] = tensors["rollout_log_probs"].clone()
+        elif setting.correction:
             batch = DataProto.from_dict(tensors)
             compute_rollout_correction_and_add_to_batch(batch, RolloutCorrectionConfig(**setting.correction))
             tensors |= {name: batch.batch[name] for name in batch.batch.keys()}
@@ -362,9 +365,9 @@ class World:
             "uid": numpy.array([f"{self.step_number}-{i // setting.answers}" for i in range(count)], dtype=object),
             "data_source": numpy.array(["digits"] * count, dtype=object),
         }
-        meta = {"temperature": getattr(self, "trained_temperature", setting.temperature)}
+        meta = {"temperature": self.trained_temperature}
         data = DataProto.from_dict(tensors, columns, meta_info={**meta, "global_steps": self.step_number + 1})
-        with self.fault.during(self, self.strength) if self.is_struck("during") else contextlib.nullcontext():
+        with self.fault.stages["during"](self, self.strength) if self.is_struck("during") else contextlib.nullcontext():
             with contextlib.redirect_stdout(io.StringIO()):
                 metrics = self.actor.update_policy(data)
         write_evidence(self.actor, data, None, metrics)
@@ -400,8 +403,7 @@ class World:
         return model
 
     def _log_probs(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        meta = {"micro_batch_size": 16, "temperature": self.setting.temperature, "use_dynamic_bsz": False}
-        meta["temperature"] = getattr(self, "trained_temperature", self.setting.temperature)
+        meta = {"micro_batch_size": 16, "temperature": self.trained_temperature, "use_dynamic_bsz": False}
         data = DataProto.from_dict(tensors, meta_info=meta)
         found = {"old_log_probs": self.actor.compute_log_prob(data)[0]}
         if self.setting.reference:
@@ -452,7 +454,7 @@ def start_of(seed: int, length: int, folder: Path) -> Start:
         for _ in range(5):
             world.step()
         folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{torch.seed()}.part")
+        part = path.with_suffix(f".{os.getpid()}.part")
         torch.save((weights, median(world.token_norms)), part)
         part.replace(path)
     return Start(*torch.load(path, weights_only=True))

@@ -1,4 +1,4 @@
-"""The blind benchmark: what it plants is there, a healthy run has none of it, and its table counts names."""
+"""The blind benchmark: faults stand where they are said to, runs repeat, and its table counts names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if importlib.util.find_spec("verl.workers.actor") is None:
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import blind  # noqa: E402
+from blind_faults import FAULTS, HEALTHY, ROWS  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_is_told_by_its_lines_and_drawn_again_the_same(tmp_path: Path) -> None:
+def test_a_run_is_drawn_again_the_same_and_its_fault_is_in_its_data(tmp_path: Path) -> None:
     ordinary = blind.run_case("bf16", None, 1, tmp_path)
     found = [blind.run_case("rollout shifted", (1, 1.0), 1, tmp_path) for _ in range(2)]
     assert found[0] == found[1] and found[0].begin in range(1, 6)
@@ -26,7 +27,30 @@ def test_a_run_is_told_by_its_lines_and_drawn_again_the_same(tmp_path: Path) -> 
     assert gaps[0] < 0.1 < 0.5 < gaps[1]
 
 
+def test_there_are_forty_kinds_and_forty_healthy_settings_and_each_kind_has_its_row() -> None:
+    assert len(FAULTS) >= 40 and len(HEALTHY) >= 40 and FAULTS.keys().isdisjoint(HEALTHY)
+    assert [row[0] for row in ROWS] == list(FAULTS) and all(len(row) == 4 and row[3] for row in ROWS)
+
+
 def test_the_name_is_that_of_most_steps_and_a_warning_comes_before_a_verdict() -> None:
     said = [(3, "verdict", "token"), (4, "verdict", ""), (4, "warning", "late"), (4, "verdict", "token")]
     assert blind.name_of(said[:1]) == "token" and blind.name_of(said[1:2]) == "" and blind.name_of([]) is None
     assert blind.name_of([*said, (5, "warning", "late")]) == "late"
+
+
+def test_the_table_counts_what_is_named(capsys: pytest.CaptureFixture) -> None:
+    named = {
+        "tail padded with 0": ["misaligned", "unsampled", "token", "", None],
+        "gradients doubled": ["", "token"],
+        "bf16": [None, "unlikely", "misaligned"],
+    }
+    runs = {
+        f"{kind} | 0 | {seed}": {"name": name, "why": "a gap"}
+        for kind, names in named.items()
+        for seed, name in enumerate(names)
+    }
+    blind.print_tables(runs)
+    printed = capsys.readouterr().out
+    assert "| tail padded with 0 | misaligned | misaligned 1 | unsampled 1 | token 1 | 1 | 1 |" in printed
+    assert "- tail padded with 0 | 0 | 4: nothing; a gap" in printed and "no known cause; a gap" in printed
+    assert "Faults: 7; " in printed and "right 2" in printed and "Healthy: 3, 1 with a bug's name." in printed
