@@ -49,8 +49,7 @@ def may_misfire(event: Mapping[str, Any]) -> bool:
     verdict = event.get("verdict")
     if verdict is None or verdict["cause"] not in LESS_SPECIFIC:
         return False
-    rows = {(culprit["rank"], culprit["row"]) for culprit in explaining_culprits(event["culprits"])}
-    return len(rows) >= LEAST_PROMPTS
+    return bool(explaining_culprits(event["culprits"]))
 
 
 def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict[str, Any] | None:
@@ -66,6 +65,9 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
       responses are as large as those of the responses without the value, or the value is a reward that is farther from
       all others than these are from each other.
 
+    Such a reward is named from one prompt on, if all culprits are in responses with it: the mini-batch's rewards alone
+    show it, and a search that explains a spike needs few culprits.
+
     Args:
         event (Mapping): The event; its culprits, the largest first.
         rows (Mapping): All rows of its mini-batch.
@@ -76,7 +78,8 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
     of_prompts: dict[str, RewardedRow] = {}
     for place in culprits:
         of_prompts.setdefault(moving[place].uid, moving[place])
-    if len(of_prompts) < LEAST_PROMPTS:
+    few = len(of_prompts) < LEAST_PROMPTS
+    if not of_prompts:
         return None
     prompts = {row.uid: row for row in moving.values()}
     for what, drawn_from in (("reward", [*moving.values()]), ("data_source", [*prompts.values()])):
@@ -93,7 +96,8 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
         without = [row.advantage for row in moving.values() if _value(row, what) != value]
         is_usual = bool(without) and statistics.median(with_value) <= USUAL_ADVANTAGE * statistics.median(without)
         is_outlier = what == "reward" and _is_outlier(value, {*known} - {value})
-        if chance < SIGNIFICANT and stands_out and (is_usual or is_outlier):
+        told = is_outlier and share == 1 if few else chance < SIGNIFICANT and (is_usual or is_outlier)
+        if stands_out and told:
             return _verdict(what, value, share, ordinary, len(event["culprits"]), len(of_prompts))
     return None
 
@@ -130,7 +134,9 @@ def _is_outlier(reward: Any, others: Collection[Any]) -> bool:
 def _verdict(what: str, value: Any, share: float, ordinary: float, culprits: int, prompts: int) -> dict[str, Any]:
     reward = what == "reward"
     where = f"The culprits are in responses with the reward {value:g}" if reward else f"{_BY_DATA_SOURCE}{value}"
-    shares = f"{of_culprits(share, culprits)} in {prompts} prompts, {percent(ordinary)} of the responses"
+    shares = (
+        f"{of_culprits(share, culprits)} in {prompts} prompt{'s' * (prompts > 1)}, {percent(ordinary)} of the responses"
+    )
     return {
         "cause": "misfire",
         "culprits": share,

@@ -65,9 +65,7 @@ def test_a_data_source_that_holds_the_culprits_is_named() -> None:
     # One culprit in each of the five prompts, then an ordinary one.
     other = next(place for place, row in rows.items() if row.data_source == "books")
     found = misfire(event(*places[::ANSWERS], other), rows)
-    assert (
-        found is not None and "responses with the data source web (83% of 6 culprits in 6 prompts" in found["sentence"]
-    )
+    assert found is not None and "responses with the data source web (5 of 6 culprits in 6 prompts" in found["sentence"]
     assert found["ordinary"] == 5 / 40
 
 
@@ -130,6 +128,16 @@ def test_culprits_in_few_prompts_say_nothing(special: int, culprits: int, is_nam
     assert misfire(event(*places[:2], *places[:2]), rows) is None
 
 
+def test_a_reward_far_from_all_others_is_named_from_one_culprit_on() -> None:
+    """A search that explains a spike of one response names few tokens of it."""
+    rows, places = mini_batch(1, reward=9.0, advantage=9.0)
+    found = misfire(event(*places, *places), rows)
+    assert found is not None and "with the reward 9 (all 2 culprits in 1 prompt" in found["sentence"]
+    assert misfire(event(*places, (0, 0)), rows) is None
+    rows, places = mini_batch(1, reward=1.9, advantage=9.0)
+    assert misfire(event(*places), rows) is None
+
+
 def test_culprits_that_do_not_explain_the_norm_do_not_count() -> None:
     rows, places = mini_batch()
     line = event(*places)
@@ -157,7 +165,7 @@ def test_unknown_rewards_and_sources_are_no_values() -> None:
 def test_more_specific_causes_stay(cause: str | None) -> None:
     places = [(0, 1), (0, 2), (1, 1)]
     assert may_misfire(event(*places, cause=cause)) == (cause in LESS_SPECIFIC)
-    assert not may_misfire(event(*places[:2], places[0], cause=cause))
+    assert not may_misfire(event(cause=cause))
     assert not may_misfire({**event(*places), "verdict": None})  # a drill
 
 
