@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..fsdp.param_groups import before_reduction, param_groups, parameters_of
+from ..fsdp.param_groups import before_reduction, parameters_of
 from ..fsdp.state import flat_handles
-from ..fsdp.torch_compat import FSDPModule
+from ..fsdp.torch_compat import FSDPModule, keeps_gradients_apart, param_groups
 from ..layers.float32_norms import chunk_norms, norms_of_all
 from ..layers.layer_names import layers_by_parameter
 
@@ -107,7 +106,7 @@ class LocalNorms:
         self._order += [(layer, len(list(same))) for layer, same in groupby(layers)]
         self._norms.append(norms)
 
-    def _watch_flat_parameters(self, module: nn.Module, handles: Sequence[FlatParamHandle]) -> None:
+    def _watch_flat_parameters(self, module: nn.Module, handles: Sequence[Any]) -> None:
         """Under FSDP1."""
         names = {owner: name for name, owner in module.named_modules()}
         # A flat parameter's names lie anywhere in the model, whose order the layers have.
@@ -136,13 +135,12 @@ class LocalNorms:
         layers = self._name_layers(places)
         grouped: dict[tuple[nn.Module, str], tuple[_Group, Any]] = {}
         for param_group in param_groups(module):
-            if hasattr(param_group, "post_backward"):
-                group = _Group(param_group)
-                self._groups.append(group)
-                self._removers.append(before_reduction(param_group, partial(self._measure_group, group)))
-                for owner, attribute, parameter in parameters_of(param_group):
-                    if not parameter.is_dtensor:
-                        grouped[owner, attribute] = group, parameter
+            group = _Group(param_group)
+            self._groups.append(group)
+            self._removers.append(before_reduction(param_group, partial(self._measure_group, group)))
+            for owner, attribute, parameter in parameters_of(param_group):
+                if not parameter.is_dtensor:
+                    grouped[owner, attribute] = group, parameter
         slots: dict[nn.Module, list[_Slot]] = {}
         for name, (owner, attribute, fsdp_module) in places.items():
             of_group = None
@@ -260,12 +258,12 @@ class _Group:
     def has_only_new_gradients(self) -> bool:
         """Whether the gradients at the start of the reduction will be those of this backward alone.
 
-        While the reduction is deferred to a later backward, FSDP2 keeps them in the dtype of the reduction elsewhere,
-        but if that is the dtype that they have, they stay where later ones are added to them. Called when the
-        parameters are unsharded.
+        While the reduction is deferred to a later backward, some versions of FSDP2 keep them in the dtype of the
+        reduction elsewhere. In others, or if that is the dtype that they have, they stay where later ones are added to
+        them. Called when the parameters are unsharded.
         """
         trainable = [p for _, p in self.parameters if p._unsharded_param.requires_grad]
-        if all(p.reduce_dtype not in (None, p._unsharded_param.dtype) for p in trainable):
+        if all(keeps_gradients_apart(p) and p.reduce_dtype not in (None, p._unsharded_param.dtype) for p in trainable):
             return True
         return self.param_group.reduce_grads and all(p._unsharded_param.grad is None for _, p in self.parameters)
 
