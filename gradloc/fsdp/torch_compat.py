@@ -151,4 +151,5 @@ def _objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _has(found: Any, name: str) -> bool:
     """Whether an object has the attribute, or its class says that it will: some come with the first pass."""
-    return hasattr(found, name) or any(name in getattr(kind, "__annotations__", ()) for kind in type(found).__mro__)
+    kinds = type(found).__mro__
+    return hasattr(found, name) or any(name in {**vars(k), **getattr(k, "__annotations__", {})} for k in kinds)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..fsdp.memory import release_frames
 from ..fsdp.param_groups import before_reduction, parameters_of
 from ..fsdp.state import flat_handles
 from ..fsdp.torch_compat import FSDPModule, keeps_gradients_apart, param_groups
@@ -42,6 +43,7 @@ class LocalNorms:
         self.layers: list[str] = []
         self._device = device
         self._recording = False
+        self._error: Exception | None = None
         # The layers of the recorded norms, each with the number of norms in succession.
         self._order: list[tuple[int, int]] = []
         self._norms: list[Tensor] = []
@@ -71,8 +73,15 @@ class LocalNorms:
 
         Returns:
             Tensor: float64 of shape (len(layers),), each layer's squared gradient norm, without a host sync.
+
+        Raises:
+            Exception: What a hook raised; see `_guarded`.
         """
         self._recording = False
+        if self._error is not None:
+            error = self._error
+            self._discard()
+            raise error
         total = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         if self._norms:
             if self._index is None or self._index[0] != self._order:
@@ -95,7 +104,20 @@ class LocalNorms:
             handle.remove()
 
     def _discard(self) -> None:
-        self._order, self._norms = [], []
+        self._order, self._norms, self._error = [], [], None
+
+    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """A hook whose errors are kept for `stop`: in a training pass, they would end training."""
+
+        def call(*arguments: Any) -> None:
+            if self._recording and self._error is None:
+                try:
+                    hook(*arguments)
+                except Exception as error:
+                    release_frames(error)
+                    self._error = error
+
+        return call
 
     def _note(self, found: Sequence[tuple[int, Tensor]]) -> None:
         """Records the norms of several gradients on one device, each with its layer."""
@@ -137,7 +159,8 @@ class LocalNorms:
         for param_group in param_groups(module):
             group = _Group(param_group)
             self._groups.append(group)
-            self._removers.append(before_reduction(param_group, partial(self._measure_group, group)))
+            measure = self._guarded(partial(self._measure_group, group))
+            self._removers.append(before_reduction(param_group, measure))
             for owner, attribute, parameter in parameters_of(param_group):
                 if not parameter.is_dtensor:
                     grouped[owner, attribute] = group, parameter
@@ -149,7 +172,7 @@ class LocalNorms:
                 of_group.parameters.append((layers[name], parameter))
             slots.setdefault(fsdp_module, []).append(_Slot(owner, attribute, layers[name], of_group))
         for fsdp_module, of_module in slots.items():
-            handle = fsdp_module.register_forward_pre_hook(self._pre_forward_hook(of_module))
+            handle = fsdp_module.register_forward_pre_hook(self._guarded(self._pre_forward_hook(of_module)))
             self._removers.append(handle.remove)
 
     def _name_layers(self, names: Iterable[str]) -> dict[str, int]:
@@ -163,21 +186,20 @@ class LocalNorms:
             return
 
         def hook(gradient: Tensor) -> None:
-            if self._recording:
-                self._note([(layer, gradient[start:stop]) for layer, start, stop in flat.pieces()])
+            self._note([(layer, gradient[start:stop]) for layer, start, stop in flat.pieces()])
 
-        self._removers.append(flat.parameter.register_hook(hook).remove)
+        self._removers.append(flat.parameter.register_hook(self._guarded(hook)).remove)
         flat.hooked = True
 
     def _measure_group(self, group: "_Group") -> None:
-        if self._recording and group.together:
+        if group.together:
             self._note(group.gradients())
 
     def _pre_forward_hook(self, slots: "list[_Slot]"):
         groups = list({id(slot.group): slot.group for slot in slots if slot.group is not None}.values())
 
         def hook(_module: nn.Module, _args: object) -> None:
-            if not self._recording or not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
                 return
             in_backward = torch._C._current_graph_task_id() != -1
             for group in groups:
@@ -196,12 +218,12 @@ class LocalNorms:
             return
 
         def hook(gradient: Tensor) -> None:
-            if self._recording and not (slot.group is not None and slot.group.together):
+            if not (slot.group is not None and slot.group.together):
                 norms = chunk_norms(gradient)
                 self._order.append((slot.layer, len(norms)))
                 self._norms.append(norms)
 
-        self._hooked_leaves[parameter] = parameter.register_hook(hook)
+        self._hooked_leaves[parameter] = parameter.register_hook(self._guarded(hook))
 
 
 class _FlatPart(NamedTuple):
