@@ -382,8 +382,8 @@ class Solver:
 
         Returns:
             dict: `culprits`, their places and gradient norms; `rests`, the norms in thresholds, where measured, of the
-                micro-batches over their thresholds without them; `passes`, without the rehearsal of the actor's first
-                search and a diffuse event's pass without any token; `seconds`; whether the budget is spent
+                micro-batches over their thresholds without them; `passes`, without the rehearsal in the actor's first
+                update and a diffuse event's pass without any token; `seconds`; whether the budget is spent
                 (`budget_spent`); `tokens` and `units`, for comparisons: the culprits' places with their norms, and the
                 micro-batches over their thresholds with their norms in thresholds; what the event says of itself:
                 `complete`, `explained`, `diagnosis`, None where there is no event.
@@ -395,7 +395,7 @@ class Solver:
         passes = self._forwards - self._micro_batches
         # One update is one mini-batch, which has one event at most.
         (event,) = actor.gradloc.events or [{}]
-        if passes and self._ranks.world_size > 1 and until not in self._rehearsed:
+        if self._ranks.world_size > 1 and until not in self._rehearsed:
             self._rehearsed.add(until)
             passes -= 1
         if event.get("diagnosis") == "diffuse" and event["without_tokens"] is not None:

@@ -39,7 +39,7 @@ class CriticWatch:
     """Measures the gradient of each (rank, micro-batch, layer) in the training passes, and compares it with τ.
 
     For each micro-batch the trainer calls `begin_pass`, runs the forward, calls `observe` and runs the backward. Before
-    the optimizer step it calls `check`. All ranks make the same calls. The gradient stays as it is.
+    the optimizer step it calls `check`. All ranks make the same calls, also this one. The gradient stays as it is.
 
     Args:
         module (nn.Module): The value model; ranks hold different data (FSDP1, FSDP2, or a single process).
@@ -64,8 +64,13 @@ class CriticWatch:
         meter: str = "local",
     ) -> None:
         self.spikes: list[dict[str, Any]] = []
-        self._model = WatchedModel(
-            module, _no_search, torch.device(device), sequence_parallel_size=sequence_parallel_size, meter=meter
+        self._model = WatchedModel.unless_it_fails(
+            "the search for spikes of the critic's gradient",
+            module,
+            _no_search,
+            torch.device(device),
+            sequence_parallel_size=sequence_parallel_size,
+            meter=meter,
         )
         self._recorder = PassRecorder(self._model)
         self._loss_scale = loss_scale
@@ -135,6 +140,9 @@ class CriticWatch:
             self._recorder.end()
 
     def _check(self, where: dict[str, Any]) -> None:
+        model = self._model
+        if model is None:
+            return
         micro_batches = self._recorder.take()
         if not (micro_batches and all(micro_batch.tokens for micro_batch in micro_batches)):
             if not self._unknown_loss:
@@ -143,7 +151,7 @@ class CriticWatch:
             return
         failed = self._recorder.failed
         own = torch.stack([_error_sums(micro_batch.tokens) for micro_batch in micro_batches])
-        gradient = MiniBatch(self._model, micro_batches, self._loss_scale(), "unit", own.sum(0), failed)
+        gradient = MiniBatch(model, micro_batches, self._loss_scale(), "unit", own.sum(0), failed)
         if gradient.failed:
             return
         level, error = gradient.level, _root_mean_square(gradient.update_figures.sum(0).tolist())
@@ -154,14 +162,14 @@ class CriticWatch:
             self._ordinary_error = error
             return
         figures = gradient.gather_figures()
-        errors = collectives.exchange(lambda: own.tolist())[:: self._model.sequence_parallel_size]
-        values = collectives.exchange(lambda: _largest_errors(micro_batches, self._model.rank))
-        ordinary_norms = self._ordinary.layer_norms(self._model)
+        errors = collectives.exchange(lambda: own.tolist())[:: model.sequence_parallel_size]
+        values = collectives.exchange(lambda: _largest_errors(micro_batches, model.rank))
+        ordinary_norms = self._ordinary.layer_norms(model)
         global_norm = gradient.global_norm()
         assert gradient.squared_norms is not None  # they were measured for the norm
-        layer_norms = self._model.by_reduced_layer(gradient.squared_norms)
+        layer_norms = model.by_reduced_layer(gradient.squared_norms)
         clock = collectives.broadcast(lambda: datetime.now(timezone.utc).isoformat(), 0)
-        with collectives.raised_on_all_ranks(self._model.device):
+        with collectives.raised_on_all_ranks(model.device):
             self._spike_count += 1
             spike = {
                 "schema": SCHEMA,
@@ -177,8 +185,8 @@ class CriticWatch:
                 "error": error,
                 "ordinary_error": self._ordinary_error,
                 "micro_batches": _over(figures, threshold, errors),
-                "values": _all_largest(values[:: self._model.sequence_parallel_size]),
-                "world_size": self._model.data_parallel_size,
+                "values": _all_largest(values[:: model.sequence_parallel_size]),
+                "world_size": model.data_parallel_size,
             }
             self.spikes.append({**spike, "cause": cause(spike), "summary": summary(spike)})
 

@@ -290,7 +290,7 @@ def rerun(
         try:
             squares = passes.accumulate(partial(whole, index=index), meter.stop)
         finally:
-            meter.stop()
+            meter.cancel()
         if index < len(own):
             own[index].squares = squares
 

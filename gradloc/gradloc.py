@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches the training passes, and on a spike of the gradient norm searches for the tokens that caused it."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from . import drill
 from .bundles.bundle_writer import BundleWriter
 from .config import GradLocConfig
+from .fsdp import collectives
+from .fsdp.state import SetAside, undisturbed
 from .fsdp.unless_it_fails import unless_it_fails
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.pass_recorder import LossInputs, PassRecorder, ReadTokens, with_a_column
@@ -24,12 +28,15 @@ from .spike import Located, explain
 from .threshold import Threshold
 from .token_clip.token_clip import TokenClip
 
+logger = logging.getLogger(__name__)
+
 
 class GradLoc:
     """Watches the training passes of a (sharded) model and finds the tokens behind a spike of its gradient.
 
     For each micro-batch the trainer calls `begin_pass`, runs the forward, calls `observe`, runs the backward, and calls
-    `end_pass`. Before the optimizer step it calls `locate`. All ranks make the same calls.
+    `end_pass`. Before the optimizer step it calls `locate`. All ranks make the same calls, also this one. If it finds
+    that it cannot work with the model and torch, it says so once, and does nothing on any rank.
 
     Args:
         module (nn.Module): The model; ranks hold different data (FSDP1, FSDP2, or a single process).
@@ -77,7 +84,8 @@ class GradLoc:
     ) -> None:
         self.config = config
         self.events: list[dict[str, Any]] = []
-        self._model = WatchedModel(
+        self._model = WatchedModel.unless_it_fails(
+            "the search for the tokens behind a gradient spike",
             module,
             forward,
             torch.device(device),
@@ -97,6 +105,7 @@ class GradLoc:
         self._global_step: int | None = None
         self._recorder = PassRecorder(self._model)
         self._search_time = SearchTime(config.bisect_budget_seconds)
+        self._has_rehearsed = False
 
     @property
     def warnings(self) -> list[dict[str, str]]:
@@ -113,7 +122,7 @@ class GradLoc:
         self.events = []
         self._metrics = UpdateMetrics()
         self._recorder.discard()
-        self._recorder.is_off = False
+        self._recorder.is_off = self._model is None
         self._global_step = global_step
         self._warnings.start_update(global_step)
 
@@ -197,7 +206,8 @@ class GradLoc:
 
     def close(self) -> None:
         """Removes its hooks from the model; nothing else is to be called after that."""
-        self._model.meter.close()
+        if self._model is not None:
+            self._model.meter.close()
 
     def metrics(self) -> dict[str, float]:
         """The update's metrics for the training log, the same on every rank; see `UpdateMetrics.metrics`.
@@ -226,6 +236,9 @@ class GradLoc:
         gradient = None if self._recorder.is_off else self._measure(where)
         if gradient is None:
             return Located(take_step=True)
+        if not self._has_rehearsed:
+            self._rehearse(gradient)
+            started = time.perf_counter()
         if self._global_step is not None and tuple(where.values()) == (self.config.spike_drill_step, 0, 0):
             # Whatever becomes of it, the real mini-batch is checked as usual.
             event = drill.hold(gradient, self._threshold, self.config, self._ordinary, where, self._search_time.drill())
@@ -257,8 +270,32 @@ class GradLoc:
             self._metrics.add_spike_without_event(skipped=not located.take_step)
         return located
 
+    def _rehearse(self, gradient: MiniBatch) -> None:
+        """Runs the kinds of pass that a search needs, in the run's first update. A collective call.
+
+        If one fails, each search tries again.
+        """
+        self._has_rehearsed = True
+        model = gradient.model
+        try:
+            with ExitStack() as restored:
+                with collectives.raised_on_all_ranks(model.device):
+                    restored.enter_context(undisturbed(model.module, model.device))
+                    restored.enter_context(SetAside(model.module))
+                passes = model.passes(gradient.micro_batches, gradient.scale)
+                for reduce in {model.meter.reduces, model.meter.reduces or self.config.spike_action == "drop"}:
+                    passes.rehearse(reduce)
+        except collectives.RankFailedError as error:
+            if collectives.rank() == 0:
+                logger.warning(
+                    "Training goes on, but until this is solved, no search will find the tokens behind a gradient "
+                    "spike, as the pass that each of them begins with has failed: %s",
+                    error,
+                )
+
     def _measure(self, where: Mapping[str, Any]) -> MiniBatch | None:
         """The gradient of the passes since the last call; None if a rank cannot read its tokens. A collective call."""
+        assert self._model is not None  # else the recorder is off
         micro_batches = self._recorder.take()
         scale, trigger = self._loss_scale(), self.config.spike_trigger
         for_metrics = own_figures([micro_batch.tokens for micro_batch in micro_batches])

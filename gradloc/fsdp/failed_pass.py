@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays the collective calls of a pass on a rank where an error interrupted it, so that no rank deadlocks."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .collectives import world_size
+from .collectives import gather, world_size
 from .memory import allocate, release_frames, release_unused
 
 # All collective functions that a forward or backward pass may call; older torch versions lack some of them.
@@ -29,8 +29,8 @@ _COLLECTIVES = (
     "reduce_scatter_single",
     "reduce_scatter_tensor",
 )
-# Of these, the functions whose only tensor is both sent and received.
-_IN_PLACE = ("all_reduce", "broadcast")
+# What a rank says before each call of a rehearsal.
+_CALLS, _HAS_ENDED, _HAS_FAILED = 1.0, 2.0, 3.0
 
 
 class RankLostError(RuntimeError):
@@ -99,17 +99,16 @@ class RecordedCollectives:
         self._recorded_calls = None
 
     @contextmanager
-    def recording(self, communicate: bool = True) -> Iterator[None]:
+    def recording(self, before_call: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Wraps one pass and records its calls; they are kept if the pass raises no error.
 
         Args:
-            communicate (bool): Whether the calls are made. If not, no rank waits for another, and what a call would
-                receive is zero.
+            before_call (Callable): Called before each of them; it may make others, which are not recorded.
         """
         self._calls = []
         originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
         for name, function in originals.items():
-            setattr(dist, name, self._recorded(function, communicate))
+            setattr(dist, name, self._recorded(function, before_call))
         try:
             yield
         finally:
@@ -144,35 +143,60 @@ class RecordedCollectives:
                 f"propagated to the other ranks: {type(failure).__name__}: {failure}"
             ) from error
 
-    def _recorded(self, function: Callable, communicate: bool) -> Callable:
+    def rehearse(self, run: Callable[[], None], device: torch.device, gathers: bool) -> Exception | None:
+        """Runs and records a pass whose calls are unknown, so that an error in it leaves no rank waiting. Collective.
+
+        Before each call all ranks say that they are about to make it. If one of them has ended or failed, none does.
+
+        Args:
+            run (Callable): The pass.
+            device (torch.device): Where the ranks exchange tensors.
+            gathers (bool): Whether the pass has to gather parameters.
+
+        Returns:
+            Exception | None: This rank's error. If some rank has one, the calls are still unknown on all ranks.
+        """
+        stopped: set[float] = set()
+
+        def say(what: float) -> None:
+            if not stopped:
+                said = set(torch.stack(gather(torch.tensor([what], device=device))).flatten().tolist())
+                stopped.update(said if said != {_CALLS} else ())
+            if stopped and what == _CALLS:
+                raise RuntimeError("the rehearsal has ended on another rank")
+
+        error: Exception | None = None
+        try:
+            with self.recording(before_call=partial(say, _CALLS)):
+                run()
+            if gathers and not any(call.function.__name__.startswith("all_gather") for call in self._calls):
+                raise RuntimeError(
+                    "none of the collective calls that gather sharded parameters was seen, so after an error in a pass "
+                    "the other ranks would wait for ever"
+                )
+        except Exception as caught:
+            release_frames(caught)
+            error = caught
+        was_stopped = bool(stopped)
+        say(_HAS_FAILED if error is not None else _HAS_ENDED)
+        if stopped != {_HAS_ENDED}:
+            self.forget()
+            if _HAS_FAILED not in stopped:
+                return RuntimeError("the ranks make different numbers of collective calls in a pass")
+        return None if was_stopped else error
+
+    def _recorded(self, function: Callable, before_call: Callable[[], None]) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._inside:  # called by another of these functions
                 return function(*args, **kwargs)
             specs = tree_map_only(Tensor, lambda t: _TensorSpec(t.shape, t.dtype, t.device), (args, kwargs))
             self._inside = True
             try:
-                result = (function if communicate else _silent(function))(*args, **kwargs)
+                before_call()
+                result = function(*args, **kwargs)
             finally:
                 self._inside = False
             self._calls.append(_Call(function, specs))
             return result
 
         return call
-
-
-def _silent(function: Callable) -> Callable:
-    """A stand-in for a collective function that sends nothing and receives zeros."""
-
-    @torch.no_grad()
-    def call(*args: Any, **kwargs: Any) -> Any:
-        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
-        if function.__name__ not in _IN_PLACE:
-            for received in tree_leaves(next(iter(arguments.values()))):
-                received.zero_()
-        if not arguments.get("async_op"):
-            return None
-        done: torch.futures.Future = torch.futures.Future()
-        done.set_result(None)
-        return done
-
-    return call

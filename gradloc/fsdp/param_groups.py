@@ -1,28 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2's parameter groups: the parameters that it unshards together, and whose gradients it reduces together."""
+"""What is in FSDP2's parameter groups, and what is called before it reduces their gradients."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from .torch_compat import FSDPModule
-
 # Where a group keeps what is called before its reduction.
 _ACTIONS = "_gradloc_before_reduction"
-
-
-def param_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups."""
-    found: list[Any] = []
-    for fsdp_module in module.modules():
-        if isinstance(fsdp_module, FSDPModule):
-            state = fsdp_module._get_fsdp_state()
-            # Before torch 2.12 there is at most one.
-            found += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    # Modules that were given to `fully_shard` as a list share a group.
-    return list({id(param_group): param_group for param_group in found if param_group is not None}.values())
 
 
 def parameters_of(param_group: Any) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -49,10 +35,10 @@ def before_reduction(param_group: Any, action: Callable[[], None], last: bool = 
     """
     actions: list[Callable[[], None]] = vars(param_group).setdefault(_ACTIONS, [])
 
-    def post_backward(*_: Any) -> None:
+    def post_backward(*arguments: Any) -> None:
         for each in actions.copy():
             each()
-        type(param_group).post_backward(param_group)
+        type(param_group).post_backward(param_group, *arguments)
 
     def remove() -> None:
         if action in actions:

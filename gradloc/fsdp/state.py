@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
-from torch.distributed.fsdp._flat_param import FlatParamHandle
 
-from .param_groups import before_reduction, param_groups
-from .torch_compat import FSDPModule
+from .param_groups import before_reduction
+from .torch_compat import FSDPModule, FullyShardedDataParallel, keeps_gradients_apart, param_groups
 
 
-def flat_handles(module: nn.Module) -> list[FlatParamHandle]:
+def flat_handles(module: nn.Module) -> list[Any]:
     """FSDP1's handles, one for each flat parameter."""
     fsdp_modules = FullyShardedDataParallel.fsdp_modules(module)
     return [fsdp_module._handle for fsdp_module in fsdp_modules if fsdp_module._handle is not None]
@@ -80,7 +77,7 @@ def _copy_if_reused(holder: Tensor) -> Tensor | None:
 def reset_fsdp(module: nn.Module) -> None:
     """Resets FSDP after an error interrupted a forward or backward, so that a new forward can start."""
     for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
-        fsdp_module.training_state = TrainingState.IDLE
+        fsdp_module.training_state = type(fsdp_module.training_state).IDLE
         fsdp_module._post_backward_callback_queued = False  # type: ignore[assignment]  # torch does not declare it
         if fsdp_module._is_root:
             fsdp_module._exec_order_data.next_iter()
@@ -89,7 +86,8 @@ def reset_fsdp(module: nn.Module) -> None:
     for param_group in param_groups(module):
         for parameter in param_group.fsdp_params:
             # An unreduced gradient left here would be added to the next backward's.
-            parameter.unsharded_accumulated_grad = None
+            if keeps_gradients_apart(parameter):
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
     for child in module.modules():
@@ -97,7 +95,7 @@ def reset_fsdp(module: nn.Module) -> None:
             _reset_fsdp2(child)
 
 
-def _reset_handle(handle: FlatParamHandle) -> None:
+def _reset_handle(handle: Any) -> None:
     """Does what FSDP1 does with a handle at the end of a backward, except for the gradient."""
     flat_param = handle.flat_param
     if hasattr(flat_param, "_post_backward_hook_state"):
@@ -105,11 +103,11 @@ def _reset_handle(handle: FlatParamHandle) -> None:
         del flat_param._post_backward_hook_state
     if hasattr(flat_param, "_saved_grad_shard"):
         del flat_param._saved_grad_shard
-    flat_param._post_backward_called = False  # type: ignore[attr-defined]  # torch does not declare it
-    handle._ran_pre_backward_hook = False  # type: ignore[attr-defined]  # torch does not declare it
+    flat_param._post_backward_called = False
+    handle._ran_pre_backward_hook = False
     handle._needs_pre_backward_unshard = False
     handle._post_forward_index = None
-    handle._training_state = HandleTrainingState.IDLE
+    handle._training_state = type(handle._training_state).IDLE
     handle._prefetched = False
     # Always reshard: after a forward the root points at its shard but keeps the unsharded storage, so neither of them
     # shows whether it is resharded.
@@ -176,7 +174,7 @@ def all_reduced(module: nn.Module) -> Iterator[None]:
         if any(parameter.grad is not None for parameter in parameters):
             for parameter in parameters:
                 if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
 
     with ExitStack() as ended:
         for param_group in param_groups(module):
@@ -189,7 +187,7 @@ def unreduced(module: nn.Module) -> Iterator[None]:
     """Makes FSDP drop gradients where it would reduce them: a backward communicates only to unshard parameters.
 
     FSDP2 then leaves no gradient, and takes no memory for one. FSDP1, which reshards a flat parameter only if it has a
-    gradient, leaves a meaningless one, to be cleared.
+    gradient, leaves a meaningless one, to be cleared, which takes no memory where parameters are sharded.
     """
 
     def drop(param_group: Any) -> None:
@@ -202,12 +200,17 @@ def unreduced(module: nn.Module) -> Iterator[None]:
             ended.callback(before_reduction(param_group, partial(drop, param_group), last=True))
         for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
             ended.callback(setattr, fsdp_module, "_comm_hook", fsdp_module._comm_hook)
-            fsdp_module._comm_hook = _reduce_nothing
+            if fsdp_module._handle is not None:
+                fsdp_module._comm_hook = partial(_reduce_nothing, fsdp_module._handle.flat_param)
         yield
 
 
-def _reduce_nothing(_state: object, *_gradients: Tensor) -> None:
-    """A communication hook of FSDP1: the reduced gradient is what its memory held before."""
+def _reduce_nothing(flat_param: Any, _state: object, _gradient: Tensor, *reduced: Tensor) -> None:
+    """A communication hook of FSDP1: the reduced gradient, where it is one of its own, is a single undefined number."""
+    for gradient in reduced:
+        # One of a module that is called several times would be added up, which one number cannot be.
+        vars(flat_param).pop("_saved_grad_shard", None)
+        gradient.data = gradient.new_empty(1, dtype=flat_param.dtype).expand_as(gradient)
 
 
 @contextmanager

@@ -1,9 +1,28 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Imports the types of sharded modules and tensors, whose place differs between torch versions.
+"""What the package uses of torch that torch may move, rename or drop, and whether it is there.
 
 verl's configuration imports this package for every user, even if their torch cannot run GradLoc or LayerClip.
 """
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+try:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+except ImportError:  # a torch without FSDP1
+
+    class FullyShardedDataParallel(nn.Module):  # type: ignore[no-redef]  # stands in for what this torch lacks
+        """A placeholder where torch has no FSDP1: no module is an instance of it."""
+
+        @staticmethod
+        def fsdp_modules(_module: nn.Module) -> list:
+            """None."""
+            return []
+
 
 try:
     from torch.distributed.tensor import DTensor
@@ -21,4 +40,116 @@ except ImportError:  # torch before 2.6
             """A placeholder where torch has no FSDP2: no module is an instance of it."""
 
 
-__all__ = ["DTensor", "FSDPModule"]
+# What must be there, by what has it. A test compares these names and those below with the sources.
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "torch": ("_foreach_mul_", "_foreach_norm"),
+    "torch._C": ("_current_graph_task_id",),
+    "nn.Module": ("_buffers",),
+    "FullyShardedDataParallel": ("_comm_hook", "_exec_order_data", "_handle", "_is_root", "training_state"),
+    "FlatParamHandle": (
+        "_needs_pre_backward_unshard",
+        "_prefetched",
+        "_training_state",
+        "_use_orig_params",
+        "flat_param",
+        "post_reshard",
+        "process_group",
+        "reshard",
+        "uses_sharded_strategy",
+    ),
+    "FlatParameter": (
+        "_is_padding_mask",
+        "_numels_with_padding",
+        "_param_infos",
+        "_params",
+        "_shapes",
+        "_shard_param_infos",
+    ),
+    "FSDPModule": ("_get_fsdp_state", "reshard"),
+    "FSDPState": ("_is_root",),
+    "FSDPParamGroup": ("fsdp_params", "post_backward", "reduce_grads"),
+    "FSDPParam": ("_module_info", "_unsharded_param", "is_dtensor", "reduce_dtype", "unsharded_param"),
+}
+
+# What is not there in every torch, or not at all times. All of FSDPState is that of torch before 2.12.
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "FullyShardedDataParallel": ("_post_backward_callback_queued",),
+    "FlatParamHandle": ("_post_forward_index", "_ran_pre_backward_hook"),
+    "FlatParameter": ("_cpu_grad", "_post_backward_called", "_post_backward_hook_state", "_saved_grad_shard"),
+    "FSDPState": (
+        "_comm_ctx",
+        "_device_handle",
+        "_fsdp_param_group",
+        "_fsdp_param_groups",
+        "_post_forward_indices",
+        "_state_ctx",
+        "_training_state",
+    ),
+    "FSDPParam": ("unsharded_accumulated_grad",),
+}
+
+
+def missing_names(module: nn.Module) -> list[str]:
+    """The names in `REQUIRED` that this torch lacks for this model, such as "FSDPParam.reduce_dtype"."""
+    kinds = set()
+    missing: dict[str, None] = {}
+    for kind, found in _objects(module):
+        kinds.add(kind)
+        missing |= {f"{kind}.{name}": None for name in REQUIRED[kind] if not _has(found, name)}
+    if not missing and is_sharded(module) and not kinds & {"FlatParamHandle", "FSDPParamGroup"}:
+        missing["FSDPParamGroup"] = None
+    return list(missing)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether parameters of the model are shared out, so that a pass has to gather them."""
+    handles = [fsdp_module._handle for fsdp_module in FullyShardedDataParallel.fsdp_modules(module)]
+    return any(handle is not None and handle.uses_sharded_strategy for handle in handles) or any(
+        size > 1 and not placement.is_replicate()
+        for parameter in module.parameters()
+        if isinstance(parameter, DTensor)
+        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    )
+
+
+def param_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups: the parameters that it unshards together, and whose gradients it reduces together."""
+    found: list[Any] = []
+    for fsdp_module in module.modules():
+        if isinstance(fsdp_module, FSDPModule):
+            state = fsdp_module._get_fsdp_state()
+            # Before torch 2.12 there is at most one.
+            found += getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    # Modules that were given to `fully_shard` as a list share a group.
+    return list({id(param_group): param_group for param_group in found if param_group is not None}.values())
+
+
+def keeps_gradients_apart(parameter: Any) -> bool:
+    """Whether FSDP2 keeps an unreduced gradient in another dtype than its parameter's outside of `.grad`.
+
+    So it is before torch 2.15, where later gradients are added to `.grad` instead.
+    """
+    return "unsharded_accumulated_grad" in vars(parameter)
+
+
+def _objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What `REQUIRED` is about, as far as it can be reached."""
+    yield from (("torch", torch), ("torch._C", torch._C), ("nn.Module", module))
+    for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
+        yield "FullyShardedDataParallel", fsdp_module
+        if (handle := getattr(fsdp_module, "_handle", None)) is not None:
+            yield "FlatParamHandle", handle
+            yield "FlatParameter", getattr(handle, "flat_param", None)
+    fsdp_modules = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    yield from (("FSDPModule", fsdp_module) for fsdp_module in fsdp_modules)
+    if all(hasattr(fsdp_module, "_get_fsdp_state") for fsdp_module in fsdp_modules):
+        yield from (("FSDPState", fsdp_module._get_fsdp_state()) for fsdp_module in fsdp_modules)
+        for param_group in param_groups(module):
+            yield "FSDPParamGroup", param_group
+            yield from (("FSDPParam", parameter) for parameter in getattr(param_group, "fsdp_params", ()))
+
+
+def _has(found: Any, name: str) -> bool:
+    """Whether an object has the attribute, or its class says that it will: some come with the first pass."""
+    kinds = type(found).__mro__
+    return hasattr(found, name) or any(name in {**vars(k), **getattr(k, "__annotations__", {})} for k in kinds)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..fsdp.param_groups import before_reduction, param_groups, parameters_of
+from ..fsdp.memory import release_frames
+from ..fsdp.param_groups import before_reduction, parameters_of
 from ..fsdp.state import flat_handles
-from ..fsdp.torch_compat import FSDPModule
+from ..fsdp.torch_compat import FSDPModule, keeps_gradients_apart, param_groups
 from ..layers.float32_norms import chunk_norms, norms_of_all
 from ..layers.layer_names import layers_by_parameter
 
@@ -43,6 +43,7 @@ class LocalNorms:
         self.layers: list[str] = []
         self._device = device
         self._recording = False
+        self._error: Exception | None = None
         # The layers of the recorded norms, each with the number of norms in succession.
         self._order: list[tuple[int, int]] = []
         self._norms: list[Tensor] = []
@@ -72,8 +73,15 @@ class LocalNorms:
 
         Returns:
             Tensor: float64 of shape (len(layers),), each layer's squared gradient norm, without a host sync.
+
+        Raises:
+            Exception: What a hook raised; see `_guarded`.
         """
         self._recording = False
+        if self._error is not None:
+            error = self._error
+            self._discard()
+            raise error
         total = torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
         if self._norms:
             if self._index is None or self._index[0] != self._order:
@@ -96,7 +104,20 @@ class LocalNorms:
             handle.remove()
 
     def _discard(self) -> None:
-        self._order, self._norms = [], []
+        self._order, self._norms, self._error = [], [], None
+
+    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """A hook whose errors are kept for `stop`: in a training pass, they would end training."""
+
+        def call(*arguments: Any) -> None:
+            if self._recording and self._error is None:
+                try:
+                    hook(*arguments)
+                except Exception as error:
+                    release_frames(error)
+                    self._error = error
+
+        return call
 
     def _note(self, found: Sequence[tuple[int, Tensor]]) -> None:
         """Records the norms of several gradients on one device, each with its layer."""
@@ -107,7 +128,7 @@ class LocalNorms:
         self._order += [(layer, len(list(same))) for layer, same in groupby(layers)]
         self._norms.append(norms)
 
-    def _watch_flat_parameters(self, module: nn.Module, handles: Sequence[FlatParamHandle]) -> None:
+    def _watch_flat_parameters(self, module: nn.Module, handles: Sequence[Any]) -> None:
         """Under FSDP1."""
         names = {owner: name for name, owner in module.named_modules()}
         # A flat parameter's names lie anywhere in the model, whose order the layers have.
@@ -136,13 +157,13 @@ class LocalNorms:
         layers = self._name_layers(places)
         grouped: dict[tuple[nn.Module, str], tuple[_Group, Any]] = {}
         for param_group in param_groups(module):
-            if hasattr(param_group, "post_backward"):
-                group = _Group(param_group)
-                self._groups.append(group)
-                self._removers.append(before_reduction(param_group, partial(self._measure_group, group)))
-                for owner, attribute, parameter in parameters_of(param_group):
-                    if not parameter.is_dtensor:
-                        grouped[owner, attribute] = group, parameter
+            group = _Group(param_group)
+            self._groups.append(group)
+            measure = self._guarded(partial(self._measure_group, group))
+            self._removers.append(before_reduction(param_group, measure))
+            for owner, attribute, parameter in parameters_of(param_group):
+                if not parameter.is_dtensor:
+                    grouped[owner, attribute] = group, parameter
         slots: dict[nn.Module, list[_Slot]] = {}
         for name, (owner, attribute, fsdp_module) in places.items():
             of_group = None
@@ -151,7 +172,7 @@ class LocalNorms:
                 of_group.parameters.append((layers[name], parameter))
             slots.setdefault(fsdp_module, []).append(_Slot(owner, attribute, layers[name], of_group))
         for fsdp_module, of_module in slots.items():
-            handle = fsdp_module.register_forward_pre_hook(self._pre_forward_hook(of_module))
+            handle = fsdp_module.register_forward_pre_hook(self._guarded(self._pre_forward_hook(of_module)))
             self._removers.append(handle.remove)
 
     def _name_layers(self, names: Iterable[str]) -> dict[str, int]:
@@ -165,21 +186,20 @@ class LocalNorms:
             return
 
         def hook(gradient: Tensor) -> None:
-            if self._recording:
-                self._note([(layer, gradient[start:stop]) for layer, start, stop in flat.pieces()])
+            self._note([(layer, gradient[start:stop]) for layer, start, stop in flat.pieces()])
 
-        self._removers.append(flat.parameter.register_hook(hook).remove)
+        self._removers.append(flat.parameter.register_hook(self._guarded(hook)).remove)
         flat.hooked = True
 
     def _measure_group(self, group: "_Group") -> None:
-        if self._recording and group.together:
+        if group.together:
             self._note(group.gradients())
 
     def _pre_forward_hook(self, slots: "list[_Slot]"):
         groups = list({id(slot.group): slot.group for slot in slots if slot.group is not None}.values())
 
         def hook(_module: nn.Module, _args: object) -> None:
-            if not self._recording or not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
                 return
             in_backward = torch._C._current_graph_task_id() != -1
             for group in groups:
@@ -198,12 +218,12 @@ class LocalNorms:
             return
 
         def hook(gradient: Tensor) -> None:
-            if self._recording and not (slot.group is not None and slot.group.together):
+            if not (slot.group is not None and slot.group.together):
                 norms = chunk_norms(gradient)
                 self._order.append((slot.layer, len(norms)))
                 self._norms.append(norms)
 
-        self._hooked_leaves[parameter] = parameter.register_hook(hook)
+        self._hooked_leaves[parameter] = parameter.register_hook(self._guarded(hook))
 
 
 class _FlatPart(NamedTuple):
@@ -260,12 +280,12 @@ class _Group:
     def has_only_new_gradients(self) -> bool:
         """Whether the gradients at the start of the reduction will be those of this backward alone.
 
-        While the reduction is deferred to a later backward, FSDP2 keeps them in the dtype of the reduction elsewhere,
-        but if that is the dtype that they have, they stay where later ones are added to them. Called when the
-        parameters are unsharded.
+        While the reduction is deferred to a later backward, some versions of FSDP2 keep them in the dtype of the
+        reduction elsewhere. In others, or if that is the dtype that they have, they stay where later ones are added to
+        them. Called when the parameters are unsharded.
         """
         trainable = [p for _, p in self.parameters if p._unsharded_param.requires_grad]
-        if all(p.reduce_dtype not in (None, p._unsharded_param.dtype) for p in trainable):
+        if all(keeps_gradients_apart(p) and p.reduce_dtype not in (None, p._unsharded_param.dtype) for p in trainable):
             return True
         return self.param_group.reduce_grads and all(p._unsharded_param.grad is None for _, p in self.parameters)
 

@@ -28,20 +28,20 @@ class PassRecorder:
     """Records the training passes of a mini-batch.
 
     Args:
-        model (WatchedModel): The model that is trained.
+        model (WatchedModel, optional): The model that is trained; without one, nothing is recorded.
 
-    An error in reading the tokens of a pass does not end training: it sets `failed`, which `MiniBatch` exchanges with
-    the other ranks. Until `discard`, micro-batches then have `nothing` for their tokens.
+    An error in measuring a pass or reading its tokens does not end training: it sets `failed`, which `MiniBatch`
+    exchanges with the other ranks. Until `discard`, micro-batches then have `nothing` for their tokens.
 
     Attributes:
-        failed (bool): Whether tokens could not be read since the last `discard`.
+        failed (bool): Whether a pass could not be measured, or its tokens not be read, since the last `discard`.
         is_off (bool): Whether to record nothing; set by the owner.
         current (MicroBatch | None): The one whose pass is being recorded.
         micro_batches (list[MicroBatch]): Those recorded since the last `take`.
     """
 
-    def __init__(self, model: WatchedModel) -> None:
-        self.failed = self.is_off = False
+    def __init__(self, model: WatchedModel | None) -> None:
+        self.failed, self.is_off = False, model is None
         self._has_warned = False
         self.current: MicroBatch | None = None
         self.micro_batches: list[MicroBatch] = []
@@ -57,11 +57,13 @@ class PassRecorder:
             inputs (dict): The inputs of `Forward`; kept until `take`.
             rows (Sequence[int]): The micro-batch's rows in this rank's mini-batch.
         """
-        if self.is_off:
+        if self.is_off or self._model is None:
             return
-        self.current = MicroBatch(inputs, [int(row) for row in rows], get_rng_state(self._model.device))
+        device, meter = self._model.device, self._model.meter
+        self.current = MicroBatch(inputs, [int(row) for row in rows], get_rng_state(device))
+        self.current.squares = torch.zeros(len(meter.layers), dtype=torch.float64, device=device)
         self._read_tokens, self._gradients = None, {}
-        self._model.meter.start()
+        meter.start()
 
     def observe(
         self, tokens: Mapping[str, Tensor], loss_inputs: LossInputs | None, loss_agg_mode: str | None = None
@@ -97,13 +99,13 @@ class PassRecorder:
 
     def end(self) -> None:
         """Called after a pass's backward."""
-        if self.is_off:
+        if self.is_off or self._model is None:
             return
         current = self.current
         if current is None:
             raise RuntimeError("end_pass() comes after begin_pass().")
-        current.squares = self._model.meter.stop()
         try:
+            current.squares = self._model.meter.stop()
             current.tokens = {} if self.failed else self._read()
         except Exception as error:
             self._fail(error)
@@ -129,16 +131,16 @@ class PassRecorder:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "the tokens of a micro-batch, or their weights, cannot be read: training continues, and no spike is "
-                "looked for in this update. The next one tries again; if that fails, no warning follows",
+                "the gradient of a micro-batch, its tokens or their weights cannot be read: training continues, and "
+                "no spike is looked for in this update. The next one tries again; if that fails, no warning follows",
                 exc_info=error,
             )
         release_frames(error)
 
     def discard(self) -> None:
         """Drops what was recorded since the last `take`, and a pass that was interrupted."""
-        if self.current is not None:
-            self._model.meter.stop()
+        if self.current is not None and self._model is not None:
+            self._model.meter.cancel()
         self.current, self.micro_batches, self.failed = None, [], False
         self._read_tokens, self._gradients = None, {}
 

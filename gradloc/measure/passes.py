@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..fsdp import collectives
 from ..fsdp.failed_pass import RecordedCollectives
-from ..fsdp.memory import release_frames
 from ..fsdp.state import all_reduced, clear_gradients, has_gradients, reset_fsdp, set_rng_state, unreduced
+from ..fsdp.torch_compat import is_sharded
 from .micro_batch import MicroBatch, TokenSubset
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Passes:
     def rehearse(self, reduce: bool) -> None:
         """Finds out which collective calls a pass makes, unless that is known. A collective call.
 
-        It is a pass on a dummy input, in which no rank communicates: an error in it leaves no other rank waiting.
+        It is a pass on a dummy input; see `RecordedCollectives.rehearse`.
 
         Args:
             reduce (bool): Whether FSDP reduces the gradient in it.
@@ -117,18 +117,21 @@ class Passes:
             return
         recorded = self._recorded[reduce]
         self.count += 1
-        error: Exception | None = None
-        try:
-            with recorded.recording(communicate=False), self._reduction(reduce):
+
+        def run() -> None:
+            with self._reduction(reduce):
                 self._forward_backward(None)
+
+        error = recorded.rehearse(run, self.device, is_sharded(self._module))
+        try:
+            # Also without an error: so it is known that this works.
+            reset_fsdp(self._module)
+            clear_gradients(self._module)
+            if recorded.needs_rehearsal and self._recover is not None:
+                self._recover()
         except Exception as caught:
-            release_frames(caught)
-            error = caught
-        # The parameters that it unsharded are zeros, so they must all be sharded again.
-        reset_fsdp(self._module)
-        clear_gradients(self._module)
-        if error is not None and self._recover is not None:
-            self._recover()
+            recorded.forget()
+            error = error or caught
         try:
             self._raise_on_all_ranks(error)
         except collectives.RankFailedError:

@@ -46,7 +46,13 @@ class Meter(Protocol):
         """Starts recording a training pass."""
 
     def stop(self) -> Tensor:
-        """Stops recording. Returns the rank's squared gradient norms, float64 of shape (layers,); 0 if not measured."""
+        """Stops recording. Returns the rank's squared gradient norms, float64 of shape (layers,); 0 if not measured.
+
+        Raises what a hook of the recorded pass has raised: there, it would have ended training.
+        """
+
+    def cancel(self) -> None:
+        """Stops recording, if it has started, and discards the norms."""
 
     def close(self) -> None:
         """Removes its hooks from the model."""
@@ -116,6 +122,9 @@ class LocalMeter:
 
     def stop(self) -> Tensor:
         return self._local_norms.stop()
+
+    def cancel(self) -> None:
+        self._local_norms.cancel()
 
     def close(self) -> None:
         self._local_norms.remove()
@@ -194,6 +203,9 @@ class ReducedMeter:
 
     def stop(self) -> Tensor:
         return torch.zeros(len(self.layers), dtype=torch.float64, device=self._device)
+
+    def cancel(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -2,24 +2,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model that is trained, and what it takes to measure its gradients."""
 
+import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..fsdp import collectives
 from ..fsdp.failed_pass import RecordedCollectives
+from ..fsdp.torch_compat import missing_names
 from ..layers.reduced_norms import ReducedNorms
 from .local_norms import LocalNorms
 from .micro_batch import MicroBatch
 from .passes import Cut, Forward, Passes
 from .probes import LocalMeter, Meter, ReducedMeter
 
+logger = logging.getLogger(__name__)
+
 
 class WatchedModel:
-    """A model, how its trainer runs it, and the meter that measures its gradients.
+    """A model, how its trainer runs it, and the meter that measures its gradients. Making one is a collective call.
 
     Args: see `GradLoc`, and for `width` see `LocalMeter`.
+
+    Raises:
+        RankFailedError: On some rank the model cannot be watched, for example because its torch lacks something.
 
     Attributes:
         module (nn.Module): The model.
@@ -54,15 +62,31 @@ class WatchedModel:
         self._recorded = {
             reduce: RecordedCollectives(can_replay=sequence_parallel_size == 1) for reduce in (True, False)
         }
-        reduced_norms = ReducedNorms(module, device)
-        self._reduced_layers = reduced_norms.layers
-        self._reduced_squares = squared_norms or reduced_norms.squared_norms
-        reduced = meter == "reduced" or sequence_parallel_size > 1
-        self.meter: Meter = (
-            ReducedMeter(reduced_norms, device, sequence_parallel_size)
-            if reduced
-            else LocalMeter(LocalNorms(module, device), device, width)
-        )
+        with collectives.raised_on_all_ranks(device):
+            if missing := missing_names(module):
+                raise RuntimeError(
+                    f"torch {torch.__version__} lacks {', '.join(missing)}, without which the gradients of this model "
+                    "cannot be measured; use a torch that docs/support.md names"
+                )
+            reduced_norms = ReducedNorms(module, device)
+            self._reduced_layers = reduced_norms.layers
+            self._reduced_squares = squared_norms or reduced_norms.squared_norms
+            reduced = meter == "reduced" or sequence_parallel_size > 1
+            self.meter: Meter = (
+                ReducedMeter(reduced_norms, device, sequence_parallel_size)
+                if reduced
+                else LocalMeter(LocalNorms(module, device), device, width)
+            )
+
+    @classmethod
+    def unless_it_fails(cls, what: str, *arguments: Any, **options: Any) -> "WatchedModel | None":
+        """Makes one. If that fails, logs once that `what` is off, on all ranks, and returns None."""
+        try:
+            return cls(*arguments, **options)
+        except collectives.RankFailedError as error:
+            if collectives.rank() == 0:
+                logger.warning("%s is off, and training goes on without it: %s", what, error)
+            return None
 
     def passes(self, own: Sequence[MicroBatch], scale: float) -> Passes:
         """Extra passes over this mini-batch.

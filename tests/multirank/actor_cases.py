@@ -165,14 +165,14 @@ def identity(case: Case, budget: int) -> tuple[dict[str, bool], dict[str, bool],
 
 
 def failing_search(case: Case, where: str) -> tuple[dict[str, bool], Run]:
-    """A run in which one extra pass fails on rank 1 alone, compared with the unpatched actor."""
+    """A run in which the first pass after the rehearsal fails on rank 1 alone, compared with the unpatched actor."""
     ordinary = case.rows // case.micro_batch
     count = 0
 
     def fail(*_: Any) -> None:
         nonlocal count
         count += 1
-        if count == ordinary + 1 and dist.get_rank() == 1:
+        if count == ordinary + 2 and dist.get_rank() == 1:
             raise RuntimeError("planted failure")
 
     def prepare(actor: Any) -> None:
@@ -203,7 +203,7 @@ def failing_search(case: Case, where: str) -> tuple[dict[str, bool], Run]:
         grad_norm_threshold=IDENTITY_THRESHOLD,
         bisect_budget_steps=100,
     )
-    assert count > ordinary, "the failure was never reached"
+    assert count > ordinary + 1, "the failure was never reached"
     return compare_runs(run, stock), run
 
 

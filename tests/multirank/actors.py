@@ -375,7 +375,7 @@ def build_actor(
     actor = module.DataParallelPPOActor(build_config(case, **gradloc), model, optimizer)
     if ENGINE:
         actor.nested = case.nested
-    if getattr(actor, "gradloc", None) is not None:
+    if getattr(actor, "gradloc", None) is not None and actor.gradloc._model is not None:
         for reduces, replay in actor.gradloc._model._recorded.items():
             check_collective_calls(replay, reduces)
     if case.precision == "float16":

@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import os
 import random
 import signal
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,17 +24,25 @@ from actors import ENGINE, PROMPT, Case, stock_dp_actor, with_hook_on_log_probs
 from batches import build_batch, response_length
 from oracle import brute_force
 from token_clip_cases import token_clip_config
+from torch.distributed.fsdp import _flat_param, _runtime_utils
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch_stand_ins import as_in_torch_2_15, without_name
 from verl import DataProto
 from verl.utils.gradloc.adapters import loss_weights
 from verl.utils.gradloc.evidence import event
-from verl.utils.gradloc.measure import micro_batch
+from verl.utils.gradloc.fsdp.failed_pass import RecordedCollectives
+from verl.utils.gradloc.fsdp.state import flat_handles
+from verl.utils.gradloc.fsdp.torch_compat import param_groups
+from verl.utils.gradloc.measure import local_norms, micro_batch
+from verl.utils.gradloc.measure.watched_model import WatchedModel
 from verl.utils.gradloc.search.time_limit import SearchTime
 
 PLACES = ["before the forward", "in a layer", "after the forward", "in the backward", "in a layer's backward"]
 
 
-def disturb(actor: Any, where: str, when: int, disturbance: Callable[[], None]) -> None:
-    """Has something happen in an extra pass, or in an ordinary one of an unpatched actor: the one number `when`."""
+def disturb(actor: Any, where: str, when: int | Sequence[int], disturbance: Callable[[], None]) -> None:
+    """Has something happen in extra passes, or in ordinary ones of an unpatched actor: those with these numbers."""
+    numbers = [when] if isinstance(when, int) else when
     count = 0
 
     def strike(*_: Any) -> None:
@@ -40,7 +50,7 @@ def disturb(actor: Any, where: str, when: int, disturbance: Callable[[], None]) 
         gradloc = getattr(actor, "gradloc", None)
         if not getattr(actor, "evaluates", False) and (gradloc is None or gradloc._recorder.current is None):
             count += 1
-            if count == when:
+            if count in numbers:
                 disturbance()
 
     forward = actor._forward_micro_batch
@@ -73,16 +83,109 @@ def run_out_of_memory(*_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def failing_search(case: Case, where: str, ranks: list[int], when: int) -> tuple[dict[str, bool], Run]:
+def failing_search(
+    case: Case, where: str, ranks: list[int], when: int, later_torch: bool = False
+) -> tuple[dict[str, bool], Run]:
     """A run in which an extra pass runs out of memory on some ranks, compared with the unpatched actor."""
 
     def prepare(actor: Any) -> None:
+        if later_torch:
+            as_in_torch_2_15(actor.actor_module)
         if dist.get_rank() in ranks:
             disturb(actor, where, when, run_out_of_memory)
 
     stock = stock_run(case, 2)
     run = train(case, calls=2, prepare=prepare, **DETECTION)
     return compare_runs(run, stock), run
+
+
+def without_a_name(case: Case, name: str, ranks: list[int]) -> tuple[dict[str, bool], Run, list[str]]:
+    """A run on a torch that lacks a name on some ranks, compared with the unpatched actor; and the warnings."""
+    make = WatchedModel.__init__
+
+    def make_without(self: WatchedModel, module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+        if dist.get_rank() in ranks:
+            without_name((param_groups(module) or flat_handles(module))[0], name)
+        make(self, module, *arguments, **options)
+
+    with mock.patch.object(WatchedModel, "__init__", make_without), warnings_of("measure.watched_model") as warnings:
+        run = train(case, calls=2, **DETECTION)
+    return compare_runs(run, stock_run(case, 2)), run, warnings
+
+
+@contextlib.contextmanager
+def warnings_of(module: str) -> Iterator[list[str]]:
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logger = logging.getLogger(f"verl.utils.gradloc.{module}")
+    logger.addHandler(handler)
+    try:
+        yield warnings
+    finally:
+        logger.removeHandler(handler)
+
+
+def with_unseen_calls(case: Case) -> tuple[dict[str, bool], Run, list[str]]:
+    """A run on a torch whose FSDP makes its collective calls by functions that nobody knows; and the warnings."""
+    stock = stock_run(case, 2)
+    copied = types.SimpleNamespace(**vars(dist))
+    parts = [mock.patch.object(part, "dist", copied) for part in (_fsdp_collectives, _flat_param, _runtime_utils)]
+    with contextlib.ExitStack() as ended, warnings_of("gradloc") as warnings:
+        for part in parts:
+            ended.enter_context(part)
+        run = train(case, calls=2, **DETECTION)
+    return compare_runs(run, stock), run, warnings
+
+
+def failing_hook(case: Case) -> tuple[dict[str, bool], Run]:
+    """A run in which rank 1 runs out of memory while a hook measures a training pass, in two calls with a spike."""
+    count, norms_of_all = 0, local_norms.norms_of_all
+
+    def failing_norms(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2 and dist.get_rank() == 1:
+            run_out_of_memory()
+        return norms_of_all(*arguments)
+
+    with mock.patch.object(local_norms, "norms_of_all", failing_norms):
+        run = train(case, calls=2, **DETECTION)
+    return compare_runs(run, stock_run(case, 2)), run
+
+
+def with_assertions(case: Case) -> tuple[dict[str, bool], Run]:
+    """A run of a model that refuses hidden states of zero, compared with the unpatched actor."""
+
+    def check(_module: torch.nn.Module, _arguments: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        assert bool((hidden.abs().amax(-1) > 0).all()), "a hidden state is zero"
+
+    def change(model: torch.nn.Module) -> None:
+        for layer in model.model.layers:
+            layer.register_forward_hook(check)
+
+    stock = train(case, stock_dp_actor(), calls=2, change_model=change)
+    run = train(case, calls=2, change_model=change, **DETECTION)
+    return compare_runs(run, stock), run
+
+
+def rehearsed(calls: list[int], failing: int | None) -> tuple[str, int | None]:
+    """A rehearsal in which each rank makes so many calls, and one may fail before its last.
+
+    Returns:
+        tuple: This rank's error, and how many calls are known after it.
+    """
+    recorded = RecordedCollectives()
+
+    def run() -> None:
+        for number in range(calls[dist.get_rank()]):
+            if dist.get_rank() == failing and number == calls[failing] - 1:
+                run_out_of_memory()
+            dist.all_gather([torch.zeros(3) for _ in calls], torch.ones(3))
+
+    error = recorded.rehearse(run, torch.device("cpu"), gathers=True)
+    return str(error), None if recorded.needs_rehearsal else len(recorded._recorded_calls)
 
 
 def out_of_time(case: Case, others: float) -> tuple[dict[str, bool], Run]:
@@ -118,7 +221,7 @@ def evaluate_before_updates(actor: Any) -> None:
     actor.update_policy = after_an_evaluation
 
 
-def failing_after_an_evaluation(case: Case, where: str, when: int) -> tuple[dict[str, bool], Run]:
+def failing_after_an_evaluation(case: Case, where: str, when: list[int]) -> tuple[dict[str, bool], Run]:
     """Rank 1 runs out of memory in an extra pass, in a run with a forward without gradients before each update."""
 
     def prepare(actor: Any) -> None:

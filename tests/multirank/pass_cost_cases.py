@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from action_cases import DETECTION
 from actor_cases import train
 from actors import DEVICE, ENGINE, Case
 from torch import Tensor, nn
@@ -17,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from verl.utils.gradloc.fsdp.param_groups import param_groups
+from torch_stand_ins import as_in_torch_2_15
 from verl.utils.gradloc.fsdp.state import flat_handles
-from verl.utils.gradloc.measure import local_norms
+from verl.utils.gradloc.fsdp.torch_compat import param_groups
+from verl.utils.gradloc.measure import local_norms, passes
 from verl.utils.gradloc.measure.local_norms import LocalNorms
 
 NEVER = 1e9
@@ -139,6 +141,32 @@ def operations_around_the_backward(case: Case) -> list[tuple[Counter[str], Count
     return found
 
 
+def gradients_of_probes(case: Case) -> tuple[int, list[int]]:
+    """The bytes that gradients take at an optimizer step, and at the end of each probe of a search."""
+    of_probes, of_steps = [], []
+    clear = passes.clear_gradients
+
+    def size(module: nn.Module) -> int:
+        holders = [*module.parameters(), *(handle.flat_param for handle in flat_handles(module))]
+        local = [getattr(holder.grad, "_local_tensor", holder.grad) for holder in holders if holder.grad is not None]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in local}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    def noted_clear(module: nn.Module) -> None:
+        of_probes.append(size(module))
+        clear(module)
+
+    def prepare(actor: Any) -> None:
+        actor.actor_optimizer.register_step_pre_hook(lambda *_: of_steps.append(size(actor.actor_module)))
+
+    passes.clear_gradients = noted_clear
+    try:
+        train(case, prepare=prepare, **DETECTION)
+    finally:
+        passes.clear_gradients = clear
+    return of_steps[0], of_probes
+
+
 class Unusual(nn.Module):
     """A model that may use a layer twice, another one not always, and an embedding that is tied to the LM head."""
 
@@ -158,13 +186,17 @@ class Unusual(nn.Module):
         return self.lm_head(hidden)
 
 
-def norms_of_an_unusual_model(wrap: str, dtype: str, deferred: bool) -> list[tuple[dict[str, float], dict[str, float]]]:
+def norms_of_an_unusual_model(
+    wrap: str, dtype: str, deferred: bool, later_torch: bool = False
+) -> list[tuple[dict[str, float], dict[str, float]]]:
     """For each of some micro-batches, the layers' norms as measured, and those of the model without sharding."""
     torch.manual_seed(3)
     # In half precision, FSDP1 computes two gradients of a layer that is used twice.
     model = Unusual(twice=wrap == "fsdp2" or dtype == "float32").to(DEVICE)
     whole = copy.deepcopy(model).to(getattr(torch, dtype))
     sharded = _shard(model, wrap, getattr(torch, dtype))
+    if later_torch:
+        as_in_torch_2_15(sharded)
     norms = LocalNorms(sharded, DEVICE)
     found = []
     torch.manual_seed(dist.get_rank())

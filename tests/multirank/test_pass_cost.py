@@ -6,7 +6,7 @@ import actors
 import pass_cost_cases
 import pytest
 from actors import Case
-from test_actor import Launch, cases, near
+from test_actor import THREE, Launch, cases, near
 
 NORMS = ("_foreach_norm", "linalg_vector_norm", "norm")
 
@@ -67,6 +67,26 @@ def test_norms_of_an_unusual_model(launch: Launch, wrap: str, dtype: str, deferr
             tolerance = 1e-5 if dtype == "float32" else 2e-2
             assert measured == {name: near(square, tolerance) for name, square in expected.items()}
             assert measured["layers.1"] > 0
+
+
+def test_norms_where_deferred_gradients_stay_in_grad(launch: Launch) -> None:
+    """As in torch 2.15. That version itself keeps them in float32, for which this one has no room beside bfloat16."""
+    for of_rank in launch(2, pass_cost_cases.norms_of_an_unusual_model, "fsdp2", "bfloat16", True, True):
+        for measured, expected in of_rank:
+            assert measured == {name: near(square, 2e-2) for name, square in expected.items()}
+
+
+@cases(
+    (2, Case("fsdp1", planted=THREE)),
+    (2, Case("fsdp1-orig", planted=THREE)),
+    (2, Case("fsdp1", precision="bfloat16", planted=THREE)),
+    (4, Case("fsdp1", hsdp=True, planted=THREE)),
+    (2, Case("fsdp2", planted=THREE)),
+    engine=True,
+)
+def test_the_gradient_that_a_probe_does_not_read_takes_no_memory(launch: Launch, world: int, case: Case) -> None:
+    for of_step, of_probes in launch(world, pass_cost_cases.gradients_of_probes, case):
+        assert of_probes and max(of_probes) < of_step / 100
 
 
 def test_a_frozen_first_parameter_does_not_hide_gradients_that_add_up(launch: Launch) -> None:
