@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -745,6 +746,9 @@ def test_the_example_for_nemo_rl_makes_records(tmp_path: Path) -> None:
             }
         )
     lines.append({**lines[0], "sample_loss_mask": [0.0]})
+    write_lines(tmp_path / "short.jsonl", [{**lines[0], "advantages": [[1.0] * (width - 1)]}])
+    with pytest.raises(SystemExit, match=rf"the shape of advantages is \({width - 1},\), and that of token_ids"):
+        example("nemo_rl_records.py")["main"](tmp_path / "short.jsonl", tmp_path / "short-records.jsonl")
     write_lines(tmp_path / "train_data_step12.jsonl", lines)
     example("nemo_rl_records.py")["main"](tmp_path / "train_data_step12.jsonl", tmp_path / "step12.jsonl")
     bundle = convert(tmp_path / "step12.jsonl")
@@ -756,6 +760,81 @@ def test_the_example_for_nemo_rl_makes_records(tmp_path: Path) -> None:
         expected = -torch.tensor(record["advantages"]) * mask / sum(sum(r["response_mask"]) for r in records())
         torch.testing.assert_close(coefficient, expected)
     assert (bundle.event["suspected"][0]["row"], bundle.event["suspected"][0]["position"]) == BAD
+
+
+def prime_rl_export(folder: Path, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
+    """A step of prime-rl's token exports, in two files, as `TokenExporter` writes them: null for what is not finite."""
+    (folder / "step_12").mkdir()
+    lines = []
+    for index, record in enumerate(records()):
+        prompt, ids = record["prompt_ids"], record["prompt_ids"] + record["response_ids"]
+        no_prompt = [0.0] * len(prompt)
+        trainer = torch.tensor([*no_prompt, *record["log_probs"]])
+        inference = torch.tensor([*no_prompt, *record["old_log_probs"]])
+        advantage = torch.tensor([*no_prompt, *record["advantages"]])
+        risen = trainer.exp() - inference.exp()
+        masked = torch.where(advantage > 0, risen > 0.2, risen < -0.2)
+        line = {
+            "schema_version": 1,
+            "step": 12,
+            "rank": index % 2,
+            "micro_step": index // 2,
+            "token_ids": ids,
+            "loss_mask": [False] * len(prompt) + [bool(each) for each in record["response_mask"]],
+            "advantages": advantage.tolist(),
+            "inference_logprobs": inference.tolist(),
+            "trainer_logprobs": trainer.tolist(),
+            "log_importance_ratio": (trainer - inference).tolist(),
+            "importance_ratio": (trainer - inference).exp().tolist(),
+            "is_masked": masked.tolist(),
+            "rl_weights": [None] * len(ids) if index else [2.0] * (len(ids) - 1) + [0.0],
+            "ce_weights": [None] * len(ids),
+        }
+        lines.append(line | (changes if index == 1 else {}))
+    for rank in (0, 1):
+        write_lines(folder / "step_12" / f"rank_{rank}.jsonl", lines[rank::2])
+    return folder / "step_12", lines
+
+
+def test_the_example_for_prime_rl_makes_records(tmp_path: Path) -> None:
+    """Coefficients are the gradient of its default loss, by autograd."""
+    step, lines = prime_rl_export(tmp_path)
+    example("prime_rl_records.py")["main"](step, tmp_path / "step12.jsonl", 0.9, 0.05)
+    bundle = convert(tmp_path / "step12.jsonl")
+    order = [0, 2, 1, 3]
+    log_probs = [torch.tensor(line["trainer_logprobs"], requires_grad=True) for line in lines]
+    total, tokens, dropped = torch.zeros(()), 0, 0
+    for line, log_prob in zip(lines, log_probs, strict=True):
+        weight = torch.tensor([1.0 if each is None else each for each in line["rl_weights"]])
+        mask = torch.tensor(line["loss_mask"]) & (weight != 0)
+        log_ratio = log_prob - torch.tensor(line["inference_logprobs"])
+        keep = ~torch.tensor(line["is_masked"])
+        loss = 0.05 * log_ratio.square() - keep * 0.9 * torch.tensor(line["advantages"]) * log_ratio.exp()
+        total = total + (loss * weight * mask).sum()
+        tokens += int(mask.sum())
+        dropped += int((mask & ~keep).sum())
+    gradients = torch.autograd.grad(total / tokens, log_probs)
+    assert dropped > 0 and bundle.event["world_size"] == 2
+    for index, coefficient in zip(order, flat(bundle, "coefficient"), strict=True):
+        expected = gradients[index][-LENGTHS[index][1] :]
+        torch.testing.assert_close(coefficient, 2 * expected)  # a rank's part of the mean over two
+    place = (bundle.event["suspected"][0][name] for name in ("rank", "micro_batch", "position"))
+    assert tuple(place) == (1, 0, BAD[1])
+
+
+PRIME_RL = {
+    "is_masked": ([None] * 9, "its loss is not prime-rl's default one"),
+    "ce_weights": ([0.5] * 9, "it is also trained by another loss"),
+    "advantages": ([1.0] * 8, "rank_1.jsonl, line 1: the shape of advantages is (8,), and that of token_ids (9,)"),
+}
+
+
+@pytest.mark.parametrize("field", PRIME_RL)
+def test_what_the_example_for_prime_rl_does_not_know_is_refused(field: str, tmp_path: Path) -> None:
+    values, message = PRIME_RL[field]
+    step, _ = prime_rl_export(tmp_path, **{field: values})
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        example("prime_rl_records.py")["main"](step, tmp_path / "step12.jsonl")
 
 
 class FakeTrainer:
@@ -795,6 +874,8 @@ def test_the_example_for_trl_makes_records(tmp_path: Path, monkeypatch: pytest.M
         "importance_sampling_ratio": torch.full((len(lines), 1), 0.5),
     }
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"the shape of log_probs is \(4, 6\), and that of the mask \(4, 7\)"):
+        trainer(padded(lines, "log_probs")[:, :-1])._compute_loss(None, inputs)
     trainer(padded(lines, "log_probs"))._compute_loss(None, inputs)
     bundle = convert(tmp_path / "step12-rank0.jsonl", "--clip-low", "9", "--clip-high", "9")
     tokens = sum(sum(line["response_mask"]) for line in lines)
