@@ -3,8 +3,8 @@
 """Makes a bundle, and a line of evidence, from what another trainer wrote of the step with the spike.
 
 The files hold plain records, one for each response, as JSON Lines or Parquet; or they are those of slime's
---save-debug-train-data. docs/other-trainers.md gives the format, and examples/ has what writes it in TRL, NeMo RL and prime-rl.
-Then `replay BUNDLE --search --model PATH` finds the tokens, and `report DIR` shows them.
+--save-debug-train-data. docs/other-trainers.md gives the format, and examples/ has what makes it for TRL, NeMo RL and
+prime-rl. Then `replay BUNDLE --search --model PATH` finds the tokens, and `report DIR` shows them.
 """
 
 import argparse
