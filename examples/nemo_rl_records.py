@@ -11,12 +11,18 @@ Names are those of nemo_rl/algorithms/grpo.py (`log_data`) and loss/loss_functio
 import json
 import sys
 
+LISTS = ("token_ids", "token_loss_mask", "advantages", "prev_logprobs", "generation_logprobs")
+
 
 def main(logged: str, records: str) -> None:
     """Each line of `logged` has lists of one entry; entry i of its log-probs is that of token i."""
     with open(logged) as lines, open(records, "w") as file:
         for line in lines:
             one = {key: value[0] for key, value in json.loads(line).items() if isinstance(value, list)}
+            shapes = {name: (len(one[name]),) for name in LISTS}
+            for name, shape in shapes.items():
+                if shape != shapes["token_ids"]:
+                    sys.exit(f"{logged}: the shape of {name} is {shape}, and that of token_ids {shapes['token_ids']}")
             stop = one["input_lengths"]
             if not one["sample_loss_mask"] or 1 not in one["token_loss_mask"][:stop]:
                 continue

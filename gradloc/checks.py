@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TypeGuard, TypeVar
 
-Number = TypeVar("Number", int, float)
+Value = TypeVar("Value", int, float, str)
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
@@ -21,10 +21,10 @@ def is_positive_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def argument(kind: Callable[[str], Number], holds: Callable[[Number], bool], text: str) -> Callable[[str], Number]:
-    """The `type` of a command's argument: a number for which `holds` is true; `text` says what it must be."""
+def argument(kind: Callable[[str], Value], holds: Callable[[Value], bool], text: str) -> Callable[[str], Value]:
+    """The `type` of a command's argument: a value for which `holds` is true; `text` says what it must be."""
 
-    def convert(given: str) -> Number:
+    def convert(given: str) -> Value:
         value = kind(given)
         if not holds(value):
             raise argparse.ArgumentTypeError(text.format(value))

@@ -3,8 +3,8 @@
 """Makes a bundle, and a line of evidence, from what another trainer wrote of the step with the spike.
 
 The files hold plain records, one for each response, as JSON Lines or Parquet; or they are those of slime's
---save-debug-train-data. docs/other-trainers.md gives the format, and examples/ has what writes it in TRL and NeMo RL.
-Then `replay BUNDLE --search --model PATH` finds the tokens, and `report DIR` shows them.
+--save-debug-train-data. docs/other-trainers.md gives the format, and examples/ has what makes it for TRL, NeMo RL and
+prime-rl. Then `replay BUNDLE --search --model PATH` finds the tokens, and `report DIR` shows them.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from ..report.figures import visible
 from ..threshold import MARGIN
 from .batch import Batch, build_batch
 from .loss import AGG_MODES, KL_LOSSES, Loss
-from .plain_files import RECORDS, RESPONSE_TOKENS, json_lines, parquet_rows
+from .plain_files import RECORDS, TOKENS, bounded_memory, json_lines, parquet_rows
 from .records import Record, RecordError, read_record
 from .slime import read_slime
 
@@ -37,6 +37,8 @@ THRESHOLD = 640.0
 _POSITIVE = argument(float, lambda value: 0 < value < math.inf, "it must be positive")
 _NOT_NEGATIVE = argument(float, lambda value: 0 <= value < math.inf, "it must not be negative")
 _WHOLE = argument(int, lambda value: value >= 0, "it must not be negative")
+# A shell gives an empty text for a variable that is not set.
+_FOLDER = argument(str, bool, "it must name a folder")
 _NATURAL = argument(int, lambda value: value >= 1, "it must be at least 1")
 
 _FORMATS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pt": "slime", ".pth": "slime"}
@@ -47,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     need("safetensors", "A bundle")
     try:
-        records, found = _read(options)
+        with bounded_memory():
+            records, found = _read(options)
         loss = Loss(
             found["agg_mode"],
             options.clip_low,
@@ -79,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     assert __spec__ is not None  # this module is imported or run with -m
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.parent}", description=__doc__)
     parser.add_argument("files", metavar="FILE", nargs="+", help="of one optimizer step")
-    parser.add_argument("--out", metavar="DIR", required=True, help="where the evidence and the bundle go")
+    parser.add_argument("--out", metavar="DIR", type=_FOLDER, required=True, help="where evidence and bundle go")
     parser.add_argument("--format", choices=("jsonl", "parquet", "slime"), help="default: by the files' names")
-    parser.add_argument("--model", metavar="PATH", help="the folder with the weights that this step had")
+    parser.add_argument("--model", metavar="PATH", type=_FOLDER, help="the folder with the weights that this step had")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of training")
     parser.add_argument("--step", metavar="N", type=_WHOLE, help="the trainer's step")
     parser.add_argument("--threshold", metavar="TAU", type=_POSITIVE, help=f"norm of a spike's token ({THRESHOLD:g})")
@@ -145,9 +148,9 @@ def _read(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]]:
             records.append(read_record(fields, place, options.temperature, options.keep_nonfinite))
             if len(records) > RECORDS:
                 raise RecordError(f"{place} is one too many: {RECORDS:,} records are the limit.")
-            tokens += records[-1].row.response_length
-            if tokens > RESPONSE_TOKENS:
-                raise RecordError(f"{place} is one too many: {RESPONSE_TOKENS:,} response tokens are the limit.")
+            tokens += len(records[-1].row.input_ids)
+            if tokens > TOKENS:
+                raise RecordError(f"{place} is one too many: {TOKENS:,} tokens are the limit.")
     return records, found
 
 

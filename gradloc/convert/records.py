@@ -31,8 +31,13 @@ FIELDS = (
     *("temperature", "rank", "micro_batch", "uid"),
 )
 
+# By their fields, files of other trainers that have no token ids, and what to do instead.
+_TEXTS: Mapping[tuple[str, str], str] = {
+    ("prompt", "completion"): "in TRL, train with RecordingTrainer of examples/trl_records.py",
+    ("input", "output"): "in verl, set actor_rollout_ref.actor.spike_detection=True and spike_search=replay beside it",
+}
+TOKENS_IN_A_ROW = 2**22
 _TOKEN_IDS = 2**31
-_TOKENS_IN_A_ROW = 2**22
 _RANKS = 2**16
 # A log-prob is not positive but for rounding.
 _ROUNDING = 1e-2
@@ -81,6 +86,9 @@ def read_record(fields: Any, place: str, temperature: float = 1.0, keep_nonfinit
     if not isinstance(fields, Mapping):
         raise RecordError(f"{place} is not an object with fields.")
     known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
+    for texts, instead in _TEXTS.items():
+        if not known.keys() & {"response_ids", "input_ids"} and all(name in fields for name in texts):
+            raise RecordError(f"{place}: texts only, no token ids; {instead}.")
     input_ids, length = _ids(known, place)
     if (given := known.get("temperature", temperature)) is None or not (is_finite_number(given) and given > 0):
         raise RecordError(f"{place}, field 'temperature': it must be a positive number, and is {_short(given)}.")
@@ -129,8 +137,8 @@ def _ids(known: Mapping[str, Any], place: str) -> tuple[Tensor, int]:
             f"{place}, field 'response_length': the response must have at least one token, and the prompt as well; of "
             f"{len(found):,} tokens, {length:,} are the response."
         )
-    if len(found) > _TOKENS_IN_A_ROW:
-        raise RecordError(f"{place}: it has {len(found):,} tokens, and {_TOKENS_IN_A_ROW:,} are the limit.")
+    if len(found) > TOKENS_IN_A_ROW:
+        raise RecordError(f"{place}: it has {len(found):,} tokens, and {TOKENS_IN_A_ROW:,} are the limit.")
     return found, length
 
 
@@ -172,18 +180,21 @@ def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: boo
 def _numbers(value: Any, name: str, length: int, place: str) -> Tensor:
     """Numbers as float64 of shape (length,); null, which pandas writes for NaN, is NaN."""
     if isinstance(value, Tensor):
-        fits = _is_plain(value)
+        fits, shape = _is_plain(value), tuple(value.shape)
     else:
         fits = isinstance(value, Sequence) and not isinstance(value, str)
+        shape = (len(value),) if fits else (length,)
+        if fits and value and isinstance(value[0], Sequence) and not isinstance(value[0], str):
+            shape = (len(value), len(value[0]))
         # A float may be NaN or infinite; an int may be larger than any float.
         fits = fits and all(
             each is None or isinstance(each, (bool, float)) or (isinstance(each, int) and is_finite_number(each))
             for each in value
         )
+    if shape != (length,):
+        raise RecordError(f"{place}, field {name!r}: its shape is {shape}, and that of the response is {(length,)}.")
     if not fits:
         raise RecordError(f"{place}, field {name!r}: it must be a list of numbers.")
-    if len(value) != length:
-        raise RecordError(f"{place}, field {name!r}: it has {len(value):,} values for {length:,} response tokens.")
     if isinstance(value, Tensor):
         return value.detach().double()
     return torch.tensor([math.nan if each is None else float(each) for each in value], dtype=torch.float64)
@@ -192,14 +203,14 @@ def _numbers(value: Any, name: str, length: int, place: str) -> Tensor:
 def _is_plain(value: Tensor) -> bool:
     """Whether it is a list of numbers of a length that is not absurd: one number may be repeated without memory."""
     plain = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
-    return plain and value.dim() == 1 and not value.dtype.is_complex and len(value) <= _TOKENS_IN_A_ROW
+    return plain and value.dim() == 1 and not value.dtype.is_complex and len(value) <= TOKENS_IN_A_ROW
 
 
 def _index(known: Mapping[str, Any], name: str, place: str) -> int | None:
     value = known.get(name)
     if value is None:
         return None
-    most = _TOKENS_IN_A_ROW if name == "response_length" else _RANKS
+    most = TOKENS_IN_A_ROW if name == "response_length" else _RANKS
     if type(value) is not int or not 0 <= value <= most:
         raise RecordError(
             f"{place}, field {name!r}: it must be a whole number from 0 to {most:,}, and is {_short(value)}."

@@ -3,16 +3,17 @@
 """Reads what slime's --save-debug-train-data writes, in both of its forms. docs/other-trainers.md cites them.
 
 Such a file is pickled. It is read with `weights_only=True`, which takes tensors and plain values and runs no code.
+Values of other types, such as numpy's numbers, become `_LeftOut`.
 """
 
-import pickle
-from collections.abc import Mapping, Sequence
+import warnings
+import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .plain_files import check_file
 from .records import RecordError
@@ -27,6 +28,17 @@ _VALUES = {
     "ref_log_probs": "ref_log_probs",
 }
 _PLURAL = "response_lengths"
+_READ = (_PLURAL, "tokens", *_VALUES.values(), "rollout_ids", "sample_index", "rollout_mask_sums")
+
+
+class _LeftOut:
+    """What stands for a value that is neither a tensor nor a plain value."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
 
 
 @dataclass
@@ -62,13 +74,7 @@ def read_slime(path: Path, step: int = 0, own_weights: bool = True) -> TrainData
         OSError: It cannot be read.
     """
     check_file(path)
-    try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, AttributeError, TypeError) as error:
-        raise RecordError(
-            f"{path} is not read: it has more than tensors and plain values, or is damaged "
-            f"({type(error).__name__}), and code of a file is not run."
-        ) from error
+    data, types = _loaded(path)
     try:
         if isinstance(data, Mapping) and data.get("format_version") == _FORMAT:
             found = _of_samples(path, data, step, own_weights)
@@ -82,7 +88,40 @@ def read_slime(path: Path, step: int = 0, own_weights: bool = True) -> TrainData
         raise RecordError(f"{path} is not train data of slime that fits together: {error!r:.200}.") from error
     rollout_id = data.get("rollout_id")
     found.rollout_id = rollout_id if type(rollout_id) is int and rollout_id >= 0 else None
+    if types:
+        parts = [data, data.get("rollout_data"), *data.get("samples", ())]
+        names = {str(key) for part in parts if isinstance(part, Mapping) for key in part if _left_out(part[key])}
+        of = f" of {', '.join(sorted(names))}" if names else ""
+        found.notes.append(f"{path.name}: what has the types {types} was left out{of}.")
     return found
+
+
+def _loaded(path: Path) -> tuple[Any, str]:
+    """What a file has, and the names of the types that were left out of it."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
+                raise RecordError(f"{path} is compressed, and files that torch.save writes are not.")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a sentence of ours says what is wrong
+            types = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            with torch.serialization.safe_globals([(_LeftOut, name) for name in types]):
+                return torch.load(path, map_location="cpu", weights_only=True), ", ".join(sorted(types)[:16])
+    except zipfile.BadZipFile as error:
+        raise RecordError(f"{path} is damaged, or older than torch 1.6: load it, and save it again.") from error
+    except (OSError, MemoryError, RecordError):
+        raise
+    except Exception as error:  # a damaged file may raise any
+        raise RecordError(
+            f"{path} is not read: it has more than tensors and plain values, or is damaged "
+            f"({type(error).__name__}), and code of a file is not run."
+        ) from error
+
+
+def _left_out(value: Any) -> bool:
+    """Whether a value was left out, or one of a list or mapping."""
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+    return any(isinstance(each, _LeftOut) for each in parts)
 
 
 def _of_samples(path: Path, data: Mapping[str, Any], step: int, own_weights: bool) -> TrainData:
@@ -103,7 +142,7 @@ def _of_samples(path: Path, data: Mapping[str, Any], step: int, own_weights: boo
                 number = places[rank, int(names[index])]
                 place = f"{path}, sample {number}"
                 found.samples.append(
-                    (place, _record(samples[number], rank, micro_batch, layout.rollouts(step), own_weights))
+                    (place, _record(place, samples[number], rank, micro_batch, layout.rollouts(step), own_weights))
                 )
     return found
 
@@ -120,15 +159,17 @@ def _of_rank(path: Path, data: Mapping[str, Any], step: int, own_weights: bool) 
     layout = _Layout(columns)
     known = "micro_batch_indices" in columns
     found.steps = layout.steps
+    read = {key: columns[key] for key in _READ if columns.get(key) is not None}
+    for key, column in read.items():
+        if len(column) != count:
+            raise RecordError(f"{path}, field {key!r}: it has {len(column):,} samples, and {_PLURAL!r} has {count:,}.")
     for micro_batch, indices in enumerate(layout.of_step(path, step) if known else [range(count)]):
         for index in indices:
-            sample = {
-                key: column[index]
-                for key, column in columns.items()
-                if isinstance(column, (Sequence, Tensor)) and not isinstance(column, str) and len(column) == count
-            }
-            fields = _record(sample, rank, micro_batch if known else None, layout.rollouts(step), own_weights)
-            found.samples.append((f"{path}, sample {index}", fields))
+            sample = {key: column[index] for key, column in read.items()}
+            place = f"{path}, sample {index}"
+            of_step = layout.rollouts(step)
+            fields = _record(place, sample, rank, micro_batch if known else None, of_step, own_weights)
+            found.samples.append((place, fields))
     return found
 
 
@@ -162,9 +203,12 @@ class _Layout:
 
 
 def _record(
-    sample: Mapping[str, Any], rank: int, micro_batch: int | None, rollouts: int | None, own_weights: bool
+    place: str, sample: Mapping[str, Any], rank: int, micro_batch: int | None, rollouts: int | None, own_weights: bool
 ) -> dict[str, Any]:
     """The fields of a plain record."""
+    for key in _READ:
+        if _left_out(sample.get(key)):
+            raise RecordError(f"{place}, field {key!r}: save it as a tensor or as plain numbers (`.tolist()`).")
     length = int(sample[_PLURAL])
     record: dict[str, Any] = {name: sample[key] for name, key in _VALUES.items() if sample.get(key) is not None}
     record |= {"input_ids": sample["tokens"], "response_length": length, "rank": rank}

@@ -3,13 +3,17 @@
 import json
 import math
 import os
+import re
 import runpy
+import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 import torch
@@ -295,8 +299,19 @@ def without(index: int, *names: str) -> Callable[[list[dict[str, Any]]], None]:
 
 NAN = [math.nan, *[1.0] * 6]
 BROKEN: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
-    "too short": (changed(1, log_probs=[-1.0]), "line 2, field 'log_probs': it has 1 values for 7 response tokens."),
-    "too long": (changed(1, advantages=[1.0] * 8), "line 2, field 'advantages': it has 8 values for 7"),
+    "too short": (
+        changed(1, log_probs=[-1.0]),
+        "line 2, field 'log_probs': its shape is (1,), and that of the response is (7,).",
+    ),
+    "too long": (
+        changed(1, advantages=[1.0] * 8),
+        "line 2, field 'advantages': its shape is (8,), and that of the response is (7,)",
+    ),
+    "a mask that is too short": (
+        changed(1, response_mask=[1] * 6),
+        "line 2, field 'response_mask': its shape is",
+    ),
+    "a list of lists": (changed(1, log_probs=[[-1.0] * 7]), "line 2, field 'log_probs': its shape is (1, 7), and that"),
     "NaN": (changed(1, advantages=NAN), "line 2, field 'advantages': it is nan at index 0; if training had that"),
     "null": (changed(1, log_probs=[-1.0, None, *[-1.0] * 5]), "line 2, field 'log_probs': it is nan at index 1; if"),
     "null coefficients": (
@@ -330,6 +345,14 @@ BROKEN: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
     ),
     "no prompt": (changed(2, prompt_ids=[]), "line 3, field 'response_length': the response must have at"),
     "no ids": (without(0, "response_ids"), "line 1, field 'response_ids': a record needs prompt_ids and response_ids"),
+    "texts of TRL": (
+        lambda lines: lines.insert(0, {"step": 1, "prompt": "a", "completion": "b", "advantage": 1.0}),
+        "line 1: texts only, no token ids; in TRL, train with RecordingTrainer of examples/trl_records.py.",
+    ),
+    "texts of verl": (
+        lambda lines: lines.insert(0, {"input": "a", "output": "b", "score": 1.0, "step": 1}),
+        "line 1: texts only, no token ids; in verl, set actor_rollout_ref.actor.spike_detection=True and spike_search",
+    ),
     "no advantage": (without(0, "advantages"), "line 1, field 'advantages': it is missing, and so is 'coefficients'."),
     "half of the log-probs": (without(3, "ref_log_probs"), "line 1 has values for 'ref_log_prob', and"),
     "a mask of halves": (changed(0, response_mask=[0.5] * 5), "field 'response_mask': it must be of zeros and ones."),
@@ -426,6 +449,81 @@ def test_a_parquet_file_that_grows_is_refused(
     assert "bytes without compression, and 1,000,000 are the limit." in refused(file, capsys)
 
 
+def one_row(file: Path, values: int, name: str = "prompt_ids") -> Path:
+    """A Parquet file of a few hundred bytes: the same number so many times."""
+    array = pyarrow.ListArray.from_arrays([0, values], pyarrow.array([1]).take([0] * values))
+    # In one page.
+    size = {"data_page_size": 2**30, "write_batch_size": 2**24}
+    parquet.write_table(pyarrow.table({name: array}), file, compression="none", **size)
+    assert file.stat().st_size < 4000
+    return file
+
+
+def test_a_run_length_coded_parquet_file_is_refused_before_its_values_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = one_row(tmp_path / "a.parquet", 2 * 10**6)
+    monkeypatch.setattr(plain_files, "TOKENS_IN_A_ROW", 10**6)
+    error = refused(file, capsys)
+    assert "row 1, field 'prompt_ids': it has 2,000,000 values, and 1,000,000 are the limit." in error
+    monkeypatch.setattr(plain_files, "TOKENS", 10**6)
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", None)
+    assert "field 'prompt_ids': it has 2,000,000 values, and 1,000,000 are the limit." in refused(file, capsys)
+
+
+def as_varint(number: int) -> bytes:
+    """A count as Parquet's header and run lengths have it: seven bits a byte, the lowest first."""
+    return bytes([number << 1 & 127 | 128, number >> 6 & 127 | 128, number >> 13 & 127 | 128, number >> 20])
+
+
+def test_a_parquet_file_whose_header_lies_does_not_fill_the_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = one_row(tmp_path / "a.parquet", 3 * 10**6)
+    content = file.read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    pages, footer = content[:start], content[start:]
+    # The page's values, and those that continue the list after the first eight.
+    for less in (0, 8):
+        assert as_varint(3 * 10**6 - less) in pages
+        pages = pages.replace(as_varint(3 * 10**6 - less), as_varint(2**27 - 1 - less))
+    assert as_varint(3 * 10**6) in footer
+    file.write_bytes(pages + footer.replace(as_varint(3 * 10**6), as_varint(2 * 10**6)))
+    monkeypatch.setattr(plain_files, "MEMORY_BYTES", 2**29)
+    assert "Reading the files takes over 536,870,912 bytes of memory." in refused(file, capsys)
+
+
+def test_columns_of_a_parquet_file_that_are_not_known_are_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    lines = [{**line, "text": "x" * 100} for line in records()]
+    parquet.write_table(pyarrow.Table.from_pylist(lines), file)
+    data = file.read_bytes()
+    at = data.index(b"x" * 100)
+    file.write_bytes(data[: at - 20] + bytes(100) + data[at + 80 :])  # its page cannot be read
+    with pytest.raises(OSError):
+        parquet.read_table(file)
+    assert "Fields that were not read: text." in convert(file).manifest["converted"]["notes"]
+
+
+def test_a_parquet_file_of_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = pyarrow.table({"step": [1], "prompt": ["a"], "completion": ["b"], "advantage": [1.0]})
+    parquet.write_table(table, tmp_path / "completions_00001.parquet")
+    assert "row 1: texts only, no token ids; in TRL, train" in refused(tmp_path / "completions_00001.parquet", capsys)
+
+
+@pytest.mark.parametrize("option", ["--out", "--model"])
+def test_a_folder_without_a_name_is_refused(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_lines(tmp_path / "a.jsonl", records())
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(SystemExit):
+        main([str(file), "--out", str(tmp_path / "out"), option, ""])
+    assert f"argument {option}: it must name a folder" in capsys.readouterr().err
+    assert not [*(tmp_path / "empty").iterdir()] and not (tmp_path / "out").exists()
+
+
 # slime's form since 681b3adca: `_build_dump_payload` in slime/observability/train_data_utils.py.
 def slime_file(path: Path, **changes: Any) -> Path:
     """Two data-parallel ranks with two steps; the samples of a rollout share the sum of their masks."""
@@ -495,7 +593,7 @@ def test_slime_train_data(tmp_path: Path) -> None:
     torch.testing.assert_close(flat(second, "weight")[1], torch.full((6,), 2 / 8))
 
 
-def test_slime_train_data_of_its_earlier_form(tmp_path: Path) -> None:
+def test_slime_train_data_of_its_earlier_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = records()
     columns = {
         "tokens": [torch.tensor(line["prompt_ids"] + line["response_ids"]) for line in lines],
@@ -507,7 +605,15 @@ def test_slime_train_data_of_its_earlier_form(tmp_path: Path) -> None:
             for name in ("log_probs", "rollout_log_probs", "advantages")
         },
     }
-    torch.save({"rollout_id": 4, "rank": 0, "rollout_data": columns}, tmp_path / "4_0.pt")
+
+    def save(**changes: Any) -> Path:
+        data = {"rollout_id": 4, "rank": 0, "rollout_data": {**columns, **changes}}
+        torch.save(data, tmp_path / "4_0.pt")
+        return tmp_path / "4_0.pt"
+
+    error = refused(save(log_probs=columns["log_probs"][:3]), capsys)
+    assert "field 'log_probs': it has 3 samples, and 'response_lengths' has 4." in error
+    save()
     bundle = convert(tmp_path / "4_0.pt")
     assert bundle.event["global_step"] == 4 and bundle.event["world_size"] == 1
     for length, mask, weight in zip((5, 7, 2, 6), columns["loss_masks"], flat(bundle, "weight"), strict=True):
@@ -533,6 +639,61 @@ def test_a_pickle_with_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert not marker.exists()
 
 
+def test_what_slime_has_beside_plain_values_is_left_out_and_named(tmp_path: Path) -> None:
+    bundle = convert(slime_file(tmp_path / "a.pt", raw_reward=[np.float64(1.0)], counts=np.zeros(3)))
+    (note,) = [note for note in bundle.manifest["converted"]["notes"] if "left out" in note]
+    assert note.startswith("a.pt: what has the types numpy.") and note.endswith("was left out of counts, raw_reward.")
+
+
+def test_a_needed_field_of_slime_in_another_form_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = slime_file(tmp_path / "a.pt")
+    data = torch.load(file)
+    data["samples"][0]["advantages"] = np.ones(5)
+    torch.save(data, file)
+    assert "sample 0, field 'advantages': save it as a tensor or as plain numbers" in refused(file, capsys)
+
+
+def test_a_compressed_pt_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = slime_file(tmp_path / "a.pt", more=torch.zeros(10**6))
+    with zipfile.ZipFile(file) as stored, zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as deflated:
+        for entry in stored.infolist():
+            deflated.writestr(entry.filename, stored.read(entry))
+    assert len(torch.load(tmp_path / "b.pt")["more"]) == 10**6 and (tmp_path / "b.pt").stat().st_size < 10**5
+    assert "b.pt is compressed, and files that torch.save writes are not." in refused(tmp_path / "b.pt", capsys)
+
+
+def test_older_and_damaged_pt_files_are_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.pt"
+    older = tmp_path / "b.pt"
+    data = torch.load(slime_file(file))
+    torch.save(data, older, _use_new_zipfile_serialization=False)
+    assert "is damaged, or older than torch 1.6: load it, and save it again." in refused(older, capsys)
+    content, whole = file.read_bytes(), older.read_bytes()
+    for cut in range(0, len(whole), 997):
+        older.write_bytes(whole[:cut] + b"\xff" + whole[cut + 1 :])
+        assert "older than torch 1.6" in refused(older, capsys)
+    start = content.index(b"data.pkl") + 64
+    for place in range(start, start + 400, 7):
+        file.write_bytes(content[:place] + b"\x81" + content[place + 1 :])
+        code = main([str(file), "--out", str(tmp_path / "out")])  # 0 if it was in a value that is not read
+        assert code == 0 or capsys.readouterr().err.count("\n") == 1
+        capsys.readouterr()
+
+
+@pytest.mark.filterwarnings("default")
+def test_no_warning_of_torch_stands_before_the_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = slime_file(tmp_path / "a.pt", more=torch.eye(3).to_sparse_csr(), samples=5)
+    done = subprocess.run(
+        [sys.executable, "-m", "gradloc.convert", str(file), "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+
+
 SLIME: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "no samples": ({"samples": []}, (), "is not train data of slime that fits together"),
     "no shards": ({"dp_shards": []}, (), "There is no record."),
@@ -551,7 +712,7 @@ def test_broken_train_data_of_slime(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_files_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = slime_file(tmp_path / "a.pt")
     file.write_bytes(file.read_bytes()[:1000])
-    assert "it has more than tensors and plain values, or is damaged" in refused(file, capsys)
+    assert "is damaged, or older than torch 1.6" in refused(file, capsys)
     torch.save([1, 2], tmp_path / "b.pt")
     assert "it has neither format 2 nor 'rollout_data'." in refused(tmp_path / "b.pt", capsys)
 
@@ -585,6 +746,9 @@ def test_the_example_for_nemo_rl_makes_records(tmp_path: Path) -> None:
             }
         )
     lines.append({**lines[0], "sample_loss_mask": [0.0]})
+    write_lines(tmp_path / "short.jsonl", [{**lines[0], "advantages": [[1.0] * (width - 1)]}])
+    with pytest.raises(SystemExit, match=rf"the shape of advantages is \({width - 1},\), and that of token_ids"):
+        example("nemo_rl_records.py")["main"](tmp_path / "short.jsonl", tmp_path / "short-records.jsonl")
     write_lines(tmp_path / "train_data_step12.jsonl", lines)
     example("nemo_rl_records.py")["main"](tmp_path / "train_data_step12.jsonl", tmp_path / "step12.jsonl")
     bundle = convert(tmp_path / "step12.jsonl")
@@ -596,6 +760,81 @@ def test_the_example_for_nemo_rl_makes_records(tmp_path: Path) -> None:
         expected = -torch.tensor(record["advantages"]) * mask / sum(sum(r["response_mask"]) for r in records())
         torch.testing.assert_close(coefficient, expected)
     assert (bundle.event["suspected"][0]["row"], bundle.event["suspected"][0]["position"]) == BAD
+
+
+def prime_rl_export(folder: Path, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
+    """A step of prime-rl's token exports, in two files, as `TokenExporter` writes them: null for what is not finite."""
+    (folder / "step_12").mkdir()
+    lines = []
+    for index, record in enumerate(records()):
+        prompt, ids = record["prompt_ids"], record["prompt_ids"] + record["response_ids"]
+        no_prompt = [0.0] * len(prompt)
+        trainer = torch.tensor([*no_prompt, *record["log_probs"]])
+        inference = torch.tensor([*no_prompt, *record["old_log_probs"]])
+        advantage = torch.tensor([*no_prompt, *record["advantages"]])
+        risen = trainer.exp() - inference.exp()
+        masked = torch.where(advantage > 0, risen > 0.2, risen < -0.2)
+        line = {
+            "schema_version": 1,
+            "step": 12,
+            "rank": index % 2,
+            "micro_step": index // 2,
+            "token_ids": ids,
+            "loss_mask": [False] * len(prompt) + [bool(each) for each in record["response_mask"]],
+            "advantages": advantage.tolist(),
+            "inference_logprobs": inference.tolist(),
+            "trainer_logprobs": trainer.tolist(),
+            "log_importance_ratio": (trainer - inference).tolist(),
+            "importance_ratio": (trainer - inference).exp().tolist(),
+            "is_masked": masked.tolist(),
+            "rl_weights": [None] * len(ids) if index else [2.0] * (len(ids) - 1) + [0.0],
+            "ce_weights": [None] * len(ids),
+        }
+        lines.append(line | (changes if index == 1 else {}))
+    for rank in (0, 1):
+        write_lines(folder / "step_12" / f"rank_{rank}.jsonl", lines[rank::2])
+    return folder / "step_12", lines
+
+
+def test_the_example_for_prime_rl_makes_records(tmp_path: Path) -> None:
+    """Coefficients are the gradient of its default loss, by autograd."""
+    step, lines = prime_rl_export(tmp_path)
+    example("prime_rl_records.py")["main"](step, tmp_path / "step12.jsonl", 0.9, 0.05)
+    bundle = convert(tmp_path / "step12.jsonl")
+    order = [0, 2, 1, 3]
+    log_probs = [torch.tensor(line["trainer_logprobs"], requires_grad=True) for line in lines]
+    total, tokens, dropped = torch.zeros(()), 0, 0
+    for line, log_prob in zip(lines, log_probs, strict=True):
+        weight = torch.tensor([1.0 if each is None else each for each in line["rl_weights"]])
+        mask = torch.tensor(line["loss_mask"]) & (weight != 0)
+        log_ratio = log_prob - torch.tensor(line["inference_logprobs"])
+        keep = ~torch.tensor(line["is_masked"])
+        loss = 0.05 * log_ratio.square() - keep * 0.9 * torch.tensor(line["advantages"]) * log_ratio.exp()
+        total = total + (loss * weight * mask).sum()
+        tokens += int(mask.sum())
+        dropped += int((mask & ~keep).sum())
+    gradients = torch.autograd.grad(total / tokens, log_probs)
+    assert dropped > 0 and bundle.event["world_size"] == 2
+    for index, coefficient in zip(order, flat(bundle, "coefficient"), strict=True):
+        expected = gradients[index][-LENGTHS[index][1] :]
+        torch.testing.assert_close(coefficient, 2 * expected)  # a rank's part of the mean over two
+    place = (bundle.event["suspected"][0][name] for name in ("rank", "micro_batch", "position"))
+    assert tuple(place) == (1, 0, BAD[1])
+
+
+PRIME_RL = {
+    "is_masked": ([None] * 9, "its loss is not prime-rl's default one"),
+    "ce_weights": ([0.5] * 9, "it is also trained by another loss"),
+    "advantages": ([1.0] * 8, "rank_1.jsonl, line 1: the shape of advantages is (8,), and that of token_ids (9,)"),
+}
+
+
+@pytest.mark.parametrize("field", PRIME_RL)
+def test_what_the_example_for_prime_rl_does_not_know_is_refused(field: str, tmp_path: Path) -> None:
+    values, message = PRIME_RL[field]
+    step, _ = prime_rl_export(tmp_path, **{field: values})
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        example("prime_rl_records.py")["main"](step, tmp_path / "step12.jsonl")
 
 
 class FakeTrainer:
@@ -635,6 +874,8 @@ def test_the_example_for_trl_makes_records(tmp_path: Path, monkeypatch: pytest.M
         "importance_sampling_ratio": torch.full((len(lines), 1), 0.5),
     }
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"the shape of log_probs is \(4, 6\), and that of the mask \(4, 7\)"):
+        trainer(padded(lines, "log_probs")[:, :-1])._compute_loss(None, inputs)
     trainer(padded(lines, "log_probs"))._compute_loss(None, inputs)
     bundle = convert(tmp_path / "step12-rank0.jsonl", "--clip-low", "9", "--clip-high", "9")
     tokens = sum(sum(line["response_mask"]) for line in lines)
