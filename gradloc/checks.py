@@ -1,12 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a setting may be, and what a command needs."""
+"""What a setting may be, what a command needs, and how one with a process group ends."""
 
 import argparse
 import importlib
+import os
 import sys
+import traceback
 from collections.abc import Callable
-from typing import TypeGuard, TypeVar
+from contextlib import suppress
+from typing import NoReturn, TypeGuard, TypeVar
 
 Value = TypeVar("Value", int, float, str)
 
@@ -46,3 +49,24 @@ def need(module: str, what: str) -> None:
         importlib.import_module(module)
     except ImportError:
         sys.exit(f"{what} needs {package}, which is not installed: pip install {package}")
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Runs a command that joins a process group, and ends the process with its code, without the interpreter's end.
+
+    torch's caches keep a group's threads alive after the group was destroyed. A thread that wants the interpreter's
+    lock while the interpreter ends aborts the process, whose work is done.
+    """
+    code: object = 1
+    try:
+        code = main()
+    except SystemExit as error:
+        code = error.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 1)

@@ -3,11 +3,9 @@
 """Reads the events and clip lines that are appended to spikes.jsonl while a run goes on."""
 
 import os
-from itertools import islice
 from typing import Any, BinaryIO
 
 from .foreign_json import parse
-from .writer import evidence_files
 
 # A field of each kind of line that is read.
 _KINDS = ("culprits", "token_clip")
@@ -18,13 +16,13 @@ _TAIL = 4096
 class AppendedEvents:
     """The events and clip lines of `<directory>/spikes.jsonl` that were appended since the last call of `read`.
 
-    What is in the file at the start, as an earlier run has left it, is not read. A search of a bundle replaces the file
-    with one in which a line differs: of that, only what is new is read.
+    What is in the file at the start, as an earlier run has left it, is not read, nor is what the search of a bundle
+    appends: its spike was read before.
     """
 
     def __init__(self, directory: str) -> None:
         self.path = os.path.join(directory or ".", "spikes.jsonl")
-        self._end = self._lines = 0
+        self._end = 0
         self._inode: int | None = None
         self._tail = b""
         if os.path.isfile(self.path):
@@ -39,13 +37,13 @@ class AppendedEvents:
         """
         with open(self.path, "rb") as file:
             if not self._is_continued(file):
-                self._start_again(file)
+                self._end, self._tail = 0, b""
             file.seek(self._end)
             data = file.read()
             finished = data[: data.rfind(b"\n") + 1]
             self._advance(file, finished)
-        entries = map(_parsed, finished.splitlines())
-        return [entry for entry in entries if isinstance(entry, dict) and not entry.keys().isdisjoint(_KINDS)]
+        entries = [entry for line in finished.splitlines() if isinstance(entry := _parsed(line), dict)]
+        return [entry for entry in entries if "replaces" not in entry and not entry.keys().isdisjoint(_KINDS)]
 
     def _is_continued(self, file: BinaryIO) -> bool:
         """Whether a file is the one that was read, with what was read in its place."""
@@ -53,23 +51,10 @@ class AppendedEvents:
         file.seek(self._end - len(self._tail))
         return os.fstat(file.fileno()).st_ino == self._inode and file.read(len(self._tail)) == self._tail
 
-    def _start_again(self, file: BinaryIO) -> None:
-        """Sets what is read next of another file: its new lines if it replaced the one that was read, or else all."""
-        others = (path for path in evidence_files(os.path.dirname(self.path)) if path != self.path)
-        renamed = any(os.stat(path).st_ino == self._inode for path in others)
-        file.seek(0)
-        known = [] if renamed else list(islice(file, self._lines))
-        replaced = len(known) == self._lines and all(line.endswith(b"\n") for line in known)
-        self._end = self._lines = 0
-        self._tail = b""
-        if replaced:
-            self._advance(file, b"".join(known))
-
     def _advance(self, file: BinaryIO, data: bytes) -> None:
         """Counts data as read."""
         self._inode = os.fstat(file.fileno()).st_ino
         self._end += len(data)
-        self._lines += data.count(b"\n")
         self._tail = (self._tail + data[-_TAIL:])[-_TAIL:]
 
 

@@ -191,6 +191,8 @@ EVENT = _line(
     budget_seconds=NUMBER_OR_NULL,
     out_of_time=_YES_OR_NO,
     suspected=list_of(_SUSPECTED),
+    # Of an event that a search of the bundle has appended: `writer.line_digest` of the line in whose place it is read.
+    replaces=TEXT,
 )
 
 NOTE = _line(

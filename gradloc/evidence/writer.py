@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Appends events to spikes.jsonl and steps to steps.jsonl within size limits, and lists the files written."""
 
+import hashlib
 import json
 import logging
 import math
@@ -96,6 +97,11 @@ def _event_lines(event: Mapping[str, Any]) -> list[bytes]:
         return [_note("unwritable", step, 1, message)]
     message = f"of a spike, the {bare} smallest culprits are written without their texts"
     return [line, _note("text_limit", step, bare, message)] if bare else [line]
+
+
+def line_digest(line: bytes) -> str:
+    """What a line that replaces this one has in `replaces`."""
+    return hashlib.sha256(line.rstrip(b"\r\n")).hexdigest()
 
 
 def event_line(event: Mapping[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from functools import partial
 from torch import nn
 
 from ..bundles.opening import Bundle, BundleError, open_bundle
-from ..checks import argument, need
+from ..checks import argument, end_with, need
 from ..evidence.writer import jsonable
 from ..report.figures import severity, visible
 from .measuring import Measured, measure, places
@@ -305,4 +305,6 @@ def _size(bundle: Bundle, model: Model, variant: Variant, loaded: bool = True) -
 
 
 if __name__ == "__main__":
+    if processes() > 1:
+        end_with(main)
     sys.exit(main())

@@ -1,11 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the line of a bundle's spike in the evidence around the bundle, and replaces it."""
+"""Finds the line of a bundle's spike in the evidence around the bundle, and adds one that readers take instead."""
 
+import errno
 import os
-import secrets
+import stat
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,10 @@ from ..bundles.opening import Bundle
 from ..bundles.plain_file import NotPlainFileError, read_plain_file
 from ..evidence.foreign_json import LINE_BYTES, parse
 from ..evidence.schema import EVENT, conforms
-from ..evidence.writer import FILE_BYTES, event_line, evidence_files
+from ..evidence.writer import FILE_BYTES, event_line, evidence_files, line_digest
 from .parts import same_number
 
 _WHERE = ("global_step", "epoch", "mini_batch")
-# Training may append to the file in the same moment.
-_ATTEMPTS = 10
 
 
 class NoLineError(ValueError):
@@ -32,15 +32,13 @@ class EvidenceLine:
 
     Args:
         path (Path): Its file.
-        event (dict): What it holds.
-        start (int): Where it begins in the file.
-        stop (int): Where the next one begins.
+        event (dict): What it holds, or what the last line that replaces it holds.
+        digest (str): Of the line itself.
     """
 
     path: Path
     event: dict[str, Any]
-    start: int
-    stop: int
+    digest: str
 
 
 def find_line(bundle: Bundle, names: Collection[str]) -> EvidenceLine:
@@ -65,84 +63,73 @@ def find_line(bundle: Bundle, names: Collection[str]) -> EvidenceLine:
         files = evidence_files(str(folder.parent))
         for file in files:
             found += _lines_of(Path(file), bundle.event, replays)
+        aside = evidence_files(str(folder.parent)) != files
+    except FileNotFoundError:
+        aside = True
     except (OSError, NotPlainFileError) as error:
         raise NoLineError(f"it cannot be read: {error}") from error
+    if aside:  # in the meantime, training has put a full file aside
+        return find_line(bundle, names)
     if not files:
         raise NoLineError("there is none around the bundle")
-    named = [line for line in found if line.event.get("replay") is not None]
-    found = named or found
-    if len(found) != 1:
-        raise NoLineError(f"{'no line' if not found else f'more than one line ({len(found)})'} of it is of this spike")
-    return found[0]
+    later = {line.event["replaces"]: line.event for line in found if "replaces" in line.event}
+    written = [line for line in found if "replaces" not in line.event]
+    written = [line for line in written if line.event.get("replay") is not None] or written
+    if len(written) != 1:
+        count = f"more than one line ({len(written)})" if written else "no line"
+        raise NoLineError(f"{count} of it is of this spike")
+    (line,) = written
+    event = {**later.get(line.digest, line.event)}
+    event.pop("replaces", None)
+    return replace(line, event=event)
 
 
 def replace_line(bundle: Bundle, names: Collection[str], event: Mapping[str, Any]) -> Path:
-    """Replaces the line that `find_line` finds, and nothing else, and returns its file.
+    """Appends an event that readers take instead of the line that `find_line` finds, and returns the file.
 
-    A reader sees the file before or after it.
+    Nothing is rewritten: training may append to the file in the same moment.
 
     Raises:
         NoLineError: There is no such line, or the event does not fit into one.
         OSError: The file cannot be written.
     """
+    line = find_line(bundle, names)
     try:
-        text = event_line(event)
+        text = event_line({"replaces": line.digest, **event})
     except ValueError as error:
         raise NoLineError(str(error)) from error
-    for _ in range(_ATTEMPTS):
-        line = find_line(bundle, names)
-        try:
-            if _replace(line, text):
-                return line.path
-        except NotPlainFileError as error:
-            raise NoLineError(str(error)) from error
-    raise NoLineError("it changes all the time; try again when training does not write to it")
-
-
-def _replace(line: EvidenceLine, text: bytes) -> bool:
-    """Replaces a line unless the file has changed since it was found."""
-    before = os.stat(line.path, follow_symlinks=False)
-    data = _read(line.path)
-    # The line itself is the one that was found only if it still has the same bytes.
-    if len(data) < line.stop or _event(data[line.start : line.stop]) != line.event:
-        return False
-    # A name that nobody can guess and O_EXCL, so that a link in this folder is not followed.
-    unfinished = line.path.with_name(f".{secrets.token_hex(8)}.unfinished")
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    # Without O_CREAT: a file of another owner would keep training from writing.
+    flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        with open(descriptor, "wb") as file:
-            file.writelines([data[: line.start], text, data[line.stop :]])
-            try:
-                os.fchown(file.fileno(), before.st_uid, before.st_gid)
-            except PermissionError:
-                pass  # only root may give files away; the file is then that of whoever searches
-            os.fchmod(file.fileno(), before.st_mode & 0o777)
-        after = os.stat(line.path, follow_symlinks=False)
-        same = all(getattr(before, name) == getattr(after, name) for name in ("st_ino", "st_size", "st_mtime_ns"))
-        if same:
-            os.replace(unfinished, line.path)
-            return True
-        os.remove(unfinished)
-        return False
-    except BaseException:
-        if unfinished.exists():
-            os.remove(unfinished)
-        raise
+        descriptor = os.open(line.path, flags)
+    except FileNotFoundError:  # put aside since
+        return replace_line(bundle, names, event)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise NoLineError(f"{line.path.name} is not an ordinary file")
+        # A killed run may have left an incomplete line.
+        if found.st_size and os.pread(descriptor, 1, found.st_size - 1) != b"\n":
+            text = b"\n" + text
+        # In one piece, so that what training appends is before or after it.
+        if os.write(descriptor, text) < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(line.path))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return line.path
 
 
 def _lines_of(path: Path, event: Mapping[str, Any], replays: Collection[str]) -> list[EvidenceLine]:
-    data, start, found = _read(path), 0, []
-    while start < len(data):
-        stop = data.find(b"\n", start) + 1 or len(data)
-        if b'"replay"' in data[start : min(stop, start + LINE_BYTES)]:
-            of_line = _event(data[start:stop])
-            if (
-                of_line is not None
-                and all(of_line[name] == event[name] for name in _WHERE)
-                and (of_line.get("replay") in replays or _names_no_bundle(of_line, event))
-            ):
-                found.append(EvidenceLine(path, of_line, start, stop))
-        start = stop
+    found = []
+    for line in BytesIO(read_plain_file(path, FILE_BYTES + 2 * LINE_BYTES)):
+        of_line = _event(line) if b'"replay"' in line else None
+        if (
+            of_line is not None
+            and all(of_line[name] == event[name] for name in _WHERE)
+            and (of_line.get("replay") in replays or _names_no_bundle(of_line, event))
+        ):
+            found.append(EvidenceLine(path, of_line, line_digest(line)))
     return found
 
 
@@ -150,10 +137,6 @@ def _names_no_bundle(line: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
     """Whether a line may be that of a recorded spike of which the rank that wrote it has no bundle."""
     recorded = line.get("search") == event["search"] == "recorded" and line.get("replay") is None
     return recorded and same_number(line["global_norm"], event["global_norm"])
-
-
-def _read(path: Path) -> bytes:
-    return read_plain_file(path, FILE_BYTES + 2 * LINE_BYTES)
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

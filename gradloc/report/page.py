@@ -60,6 +60,8 @@ def write_whole(path: str | os.PathLike[str], *texts: str) -> None:
     try:
         with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
             file.writelines(texts)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(unfinished, path)
     except BaseException:
         os.remove(unfinished)

@@ -19,7 +19,7 @@ from ..bundles.results import read_results
 from ..evidence.foreign_json import LINE_BYTES, parse
 from ..evidence.schema import CLIP, CRITIC, EVENT, NOTE, SCHEMA, STEP, conforms, current
 from ..evidence.texts import without_texts
-from ..evidence.writer import STEP_FIGURES, evidence_files
+from ..evidence.writer import STEP_FIGURES, evidence_files, line_digest
 from .condensed import clipped, condensed_event, culprit_details, culprit_row
 from .drills import condensed_drill
 from .figures import severity
@@ -43,6 +43,11 @@ _NEAR, _MOST_DIRECTORIES = 3, 1000
 # What is too long is skipped in pieces of so many bytes.
 _CHUNK = 2**20
 
+# How a line begins that replaces another one.
+_REPLACING = b'{"replaces": "'
+
+# A file, and where in it a line begins.
+_Place = tuple[str, int]
 # A culprit after what it is sorted by (its size; among equals, the first comes first) and the index of its event.
 RankedCulprit = tuple[float, int, int, dict[str, Any]]
 
@@ -250,35 +255,68 @@ def read(path: str, since: int | None = None, top: int = DETAILED, texts: bool =
 
 
 def _entries(found: Evidence, files: Sequence[str], once: bool) -> Iterator[Any]:
-    """What the lines hold, each line `once`; lines that are malformed or unfinished are counted as skipped."""
+    """What the lines hold, each line `once`; lines that are malformed or unfinished are counted as skipped.
+
+    In place of a line is read what the search of its bundle has appended; where the line is gone, that comes last.
+    """
+    later = _replacing(files) if once else {}
     seen: set[int] = set()
-    for line in _lines(files):
-        try:
-            entry = current(parse(line))
-        except ValueError:
-            found.skipped += 1
-            continue
-        digest = hash(line)
-        if once and digest in seen:
+    replaced: set[str] = set()
+    for line, _ in _lines(files):
+        digest = line_digest(line) if later else ""
+        if digest in later:
+            replaced.add(digest)
+            line = _line_at(later[digest])
+        entry = _parsed(line)
+        if entry is None:
+            found.skipped += line != b"\n"
+        elif hash(line) in seen:
             found.doubled += 1
-            continue
-        if once:
-            seen.add(digest)
-        yield entry
+        elif digest in later or not line.startswith(_REPLACING) or str(entry.get("replaces")) not in later:
+            if once:
+                seen.add(hash(line))
+            yield entry
+    yield from (_parsed(_line_at(later[digest])) for digest in later if digest not in replaced)
 
 
-def _lines(files: Sequence[str]) -> Iterator[bytes]:
-    """All lines; the last one may still be being written.
+def _replacing(files: Sequence[str]) -> dict[str, _Place]:
+    """Where the last event is that replaces a line, by the line's digest."""
+    found = {}
+    for line, place in _lines(files):
+        if line.startswith(_REPLACING) and (entry := _parsed(line)) is not None and conforms(entry, EVENT):
+            found[entry["replaces"]] = place
+    return found
+
+
+def _line_at(place: _Place) -> bytes:
+    with open(place[0], "rb") as file:
+        file.seek(place[1])
+        return file.readline(LINE_BYTES)
+
+
+def _parsed(line: bytes) -> Any:
+    """What a line holds; None for one that is malformed or unfinished."""
+    try:
+        return current(parse(line))
+    except ValueError:
+        return None
+
+
+def _lines(files: Sequence[str]) -> Iterator[tuple[bytes, _Place]]:
+    """All lines, and where they begin; the last one may still be being written.
 
     A line that is longer than `LINE_BYTES` is not read into memory: it is empty.
     """
     for file in files:
         with open(file, "rb") as lines:
+            start = 0
             while line := lines.readline(LINE_BYTES + 1):
-                rest = line
+                size, rest = len(line), line
                 while len(rest) > 0 and not rest.endswith(b"\n"):
                     rest = lines.readline(_CHUNK)
-                yield line if len(line) <= LINE_BYTES else b""
+                    size += len(rest)
+                yield line if len(line) <= LINE_BYTES else b"", (file, start)
+                start += size
 
 
 def _files(path: str) -> list[list[str]]:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..checks import argument
+from ..checks import argument, end_with
 from ..fsdp import collectives
 from ..replay.model import ATTENTIONS, FLASH
 from .loop import Loop, Sizes, build_model
@@ -143,4 +143,4 @@ def _start() -> torch.device:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)
