@@ -20,6 +20,7 @@ from ..bundles.bundle_writer import BundleWriter
 from ..bundles.layout import NotReplayableError, Row
 from ..evidence.writer import jsonable
 from ..layers.layer_clip import LayerClip
+from ..token_clip.token_clip import TokenClip
 
 
 def build_bundle_writer(
@@ -29,6 +30,7 @@ def build_bundle_writer(
     dtype: torch.dtype,
     grad_clip: float | None,
     layer_clip: LayerClip | None,
+    token_clip: TokenClip | None,
 ) -> BundleWriter | None:
     """What writes an actor's bundles; None with `spike_replay=0`.
 
@@ -38,12 +40,13 @@ def build_bundle_writer(
         rows_of (Callable): See `BundleWriter`.
         dtype (torch.dtype): What the model computes in.
         grad_clip (float, optional): The norm that the global clip leaves.
-        layer_clip (LayerClip, optional): LayerClip, if it is on.
+        layer_clip (LayerClip, optional): LayerClip; see `BundleWriter`.
+        token_clip (TokenClip, optional): TokenClip, if it is on.
     """
     if not config.spike_replay:
         return None
     context = partial(_context, module, config, dtype, grad_clip)
-    return BundleWriter(config.bisect_dump_dir, config.spike_replay, rows_of, context, layer_clip)
+    return BundleWriter(config.bisect_dump_dir, config.spike_replay, rows_of, context, layer_clip, token_clip)
 
 
 def padded_rows(inputs: Mapping[str, Any]) -> list[Row]:

@@ -16,6 +16,7 @@ from ..bundles.layout import Row
 from ..evidence.clips import clip_line
 from ..fsdp import collectives
 from ..fsdp.memory import release_frames
+from ..fsdp.unless_it_fails import unless_it_fails
 from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens
@@ -63,7 +64,8 @@ class Watch:
 
     Attributes:
         gradloc (GradLoc | None): None where it is off.
-        layer_clip (LayerClip | None): The same.
+        layer_clip (LayerClip | None): The same. Where bundles are kept, one that is off learns its bounds all the same:
+            they tell what it would have left of a spike.
         token_clip (TokenClip | None): The same.
         clips (list[dict]): What TokenClip found since `start_update` or `start_mini_batch`, as lines of the evidence;
             the same on every rank.
@@ -99,9 +101,15 @@ class Watch:
         device = get_device_name()
         if config.token_clip.enable:
             self.token_clip = TokenClip(module, config.token_clip, device, sequence_parallel_size)
+        self._learning: LayerClip | None = None
         if config.layer_clip.enable:
             self.layer_clip = LayerClip(module, config.layer_clip, device=device)
+        elif config.searches_in_training and config.spike_replay:
+            self._learning = LayerClip(module, config.layer_clip, device=device)
         if config.searches_in_training:
+            bundle_writer = build_bundle_writer(
+                *(module, config, rows_of, dtype, grad_clip, self.layer_clip or self._learning, self.token_clip)
+            )
             self.gradloc = GradLoc(
                 module,
                 config,
@@ -113,7 +121,7 @@ class Watch:
                 meter=meter_kind(module),
                 recover=getattr(module, "reset_activation_offloading", None),
                 token_clip=self.token_clip,
-                bundle_writer=build_bundle_writer(module, config, rows_of, dtype, grad_clip, self.layer_clip),
+                bundle_writer=bundle_writer,
                 learning_rate=learning_rate,
             )
 
@@ -260,12 +268,20 @@ class Watch:
                 norm = float(self.layer_clip.clip(squared_norms))
             if event is not None:
                 event["layer_clip"] = self.layer_clip.last_step if take_step else self.layer_clip.preview(squared_norms)
+        elif self._learning is not None and take_step:
+            unless_it_fails(partial(self._learn, self._learning, squared_norms), None, "learning LayerClip's bounds")
         if self.token_clip is not None:
             self._scale = None
             if found := self.token_clip.end_mini_batch():
                 where = {"global_step": self._global_step, "epoch": epoch, "mini_batch": mini_batch}
                 self.clips.append(clip_line(where, found))
         return take_step, norm
+
+    def _learn(self, layer_clip: LayerClip, squared_norms: Tensor | None) -> None:
+        """Has LayerClip learn from a gradient that it leaves alone. A collective call."""
+        if squared_norms is None:
+            squared_norms = layer_clip.squared_norms() / self._loss_scale() ** 2
+        layer_clip.take_in(layer_clip.preview(squared_norms))
 
     def lines(self) -> list[dict[str, Any]]:
         """The events of GradLoc and the clip lines since `start_update` or `start_mini_batch`, in their order."""
@@ -278,7 +294,10 @@ class Watch:
 
     def save(self, folder: str) -> None:
         """Writes what has been learned of the run to a checkpoint's folder, on rank 0."""
-        if collectives.rank() == 0 and (parts := self._parts()):
+        parts = self._parts()
+        if self._learning is not None:
+            parts["layer_clip"] = self._learning
+        if collectives.rank() == 0 and parts:
             torch.save({name: part.state_dict() for name, part in parts.items()}, os.path.join(folder, STATE_FILE))
 
     def load(self, read: Callable[[], Mapping[str, Any]]) -> None:
@@ -292,6 +311,8 @@ class Watch:
             state = collectives.broadcast(read, 0)
             for name, part in parts.items():
                 part.load_state_dict(state.get(name))
+            if self._learning is not None and set(state.get("layer_clip", ())) == set(self._learning.layers):
+                self._learning.load_state_dict(state["layer_clip"])
 
     def _parts(self) -> dict[str, GradLoc | LayerClip | TokenClip]:
         parts = {"gradloc": self.gradloc, "layer_clip": self.layer_clip, "token_clip": self.token_clip}

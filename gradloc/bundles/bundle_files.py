@@ -36,7 +36,8 @@ def bundle_files(
         micro_batches (Mapping[MicroBatchName, SavedMicroBatch]): The micro-batches, in the manifest's order.
         entries (Mapping[MicroBatchName, Mapping]): What the manifest says of each beside its name and its file: `rows`,
             `norm`, `layer_norms` and `threshold`.
-        findings (Mapping): `layers`, `left_out` and `measured`.
+        findings (Mapping): `layers`, `left_out` and `measured`; of a searched spike also `clips`, what LayerClip
+            and TokenClip knew of their bounds: see `clip_bounds`.
         context (Mapping): What the trainer knows: see `BundleWriter`.
 
     Raises:

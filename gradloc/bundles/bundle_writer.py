@@ -17,6 +17,7 @@ from ..measure.figures import AllFigures, suspects
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch
 from ..search.investigation import Investigation
+from ..token_clip.token_clip import TokenClip
 from . import layout
 from .bundle_files import bundle_files, bundles_in, bytes_of_bundles, write_bundle_files
 from .layout import NotReplayableError, Row, SavedMicroBatch
@@ -39,7 +40,8 @@ class BundleWriter:
             replay could not compute them.
         context (Callable): Returns what the trainer knows, ready for `jsonable`: `model`, `dtype`, `actor`,
             `checkpoint`, `grad_clip`, `versions`. Called on rank 0.
-        layer_clip (LayerClip, optional): LayerClip, if it is on.
+        layer_clip (LayerClip, optional): LayerClip with the bounds that it has learned, also if it is off.
+        token_clip (TokenClip, optional): TokenClip, if it is on.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class BundleWriter:
         rows_of: Callable[[Mapping[str, Any]], list[Row]],
         context: Callable[[], Mapping[str, Any]],
         layer_clip: LayerClip | None = None,
+        token_clip: TokenClip | None = None,
     ) -> None:
         self._directory = Path(directory) / layout.FOLDER
         self._most = most
         self._rows_of = rows_of
         self._context = context
         self._layer_clip = layer_clip
+        self._token_clip = token_clip
         self._said_full = self._failed = False
         self._disk = PatientDisk(self._directory)
 
@@ -138,8 +142,10 @@ class BundleWriter:
     ) -> dict[str, bytes]:
         """The bundle's files; `left_out` more micro-batches were over their threshold."""
         squared_norms = investigation.mini_batch.squared_norms
+        layers = None
         if self._layer_clip is not None and squared_norms is not None:
-            event = {**event, "layer_clip": self._layer_clip.preview(squared_norms)}
+            layers = self._layer_clip.preview(squared_norms)
+        tokens = None if self._token_clip is None else self._token_clip.bounds_in_force()
         saved = {
             name: SavedMicroBatch(self._rows_of(micro_batch.inputs), micro_batch.tokens, micro_batch.rng_state)
             for name, micro_batch in micro_batches.items()
@@ -157,6 +163,7 @@ class BundleWriter:
             "layers": investigation.layers,
             "left_out": left_out,
             "measured": measured_tokens(investigation, micro_batches),
+            "clips": {"layer_clip": layers, "token_clip": tokens},
         }
         return bundle_files(event, saved, entries, findings, self._context())
 

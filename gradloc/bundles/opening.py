@@ -14,6 +14,7 @@ from .. import limits
 from ..evidence.foreign_json import parse
 from ..evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, list_of, object_with
 from ..measure.micro_batch import MicroBatchName
+from ..token_clip.config import ACTIONS
 from . import layout
 from .layout import SavedMicroBatch
 from .plain_file import NotPlainFileError, read_plain_file
@@ -58,6 +59,30 @@ _FORM: dict[str, dict[str, Any]] = {
     "dtype": TEXT,
     "grad_clip": _NORM_OR_NULL,
 }
+_FINITE_OR_NULL = {"anyOf": [_FINITE, {"type": "null"}]}
+# What the clips knew; a bundle of an earlier version, or of a recorded spike, has nothing of them.
+_CLIPS = object_with(
+    {
+        "layer_clip": {
+            "type": ["object", "null"],
+            "additionalProperties": object_with({"norm": _NORM, "bound": _FINITE_OR_NULL, "factor": _FINITE}),
+        },
+        "token_clip": {
+            "anyOf": [
+                object_with(
+                    {
+                        "action": {"enum": [*ACTIONS]},
+                        "factor": _FINITE,
+                        "usual": {"type": "object", "additionalProperties": _FINITE_OR_NULL},
+                        "limit": INDEX,
+                    }
+                ),
+                {"type": "null"},
+            ]
+        },
+    }
+)
+_NO_CLIPS = {"layer_clip": None, "token_clip": None}
 
 
 class BundleError(ValueError):
@@ -81,6 +106,11 @@ class Bundle:
     @property
     def event(self) -> dict[str, Any]:
         return self.manifest["event"]
+
+    @property
+    def clips(self) -> dict[str, Any]:
+        """What LayerClip would have done to the step, and the bounds of TokenClip; None where that is not known."""
+        return self.manifest.get("clips", _NO_CLIPS)
 
     @property
     def first(self) -> MicroBatchName:
@@ -152,6 +182,8 @@ def _problem(manifest: Mapping[str, Any]) -> str | None:
     for name, form in _FORM.items():
         if name not in manifest or not conforms(manifest[name], form):
             return f"its field {name!r} is missing or malformed"
+    if not conforms(manifest.get("clips", _NO_CLIPS), _CLIPS):
+        return "its field 'clips' is malformed"
     if not _LOSS_SCALES[0] <= manifest["event"]["loss_scale"] <= _LOSS_SCALES[1]:
         return f"its loss_scale is {manifest['event']['loss_scale']:g}, which no gradient scaler has"
     layers, files = manifest["layers"], manifest["micro_batches"]

@@ -207,12 +207,12 @@ def _ordinary_layer_norms(investigation: Investigation) -> dict[str, float] | No
     smaller than the rounding error and the effect of the correlation between the two.
 
     Returns:
-        dict: By layer; None if no micro-batch under its threshold has a known, nonzero norm.
+        dict: By layer; None if no micro-batch under its threshold has advantages and a known, nonzero norm.
     """
     ordinary = [
         each
         for each in investigation.figures.values()
-        if each.norm and each.root_square_weight and not each.is_over(investigation.threshold)
+        if each.norm and each.root_square_weight and each.has_advantages and not each.is_over(investigation.threshold)
     ]
     if not ordinary:
         return None

@@ -206,14 +206,18 @@ class LayerClip:
         step = self.preview(squared_norms)
         figures = list(step.values())
         self._reduced_norms.scale_({i: layer["factor"] for i, layer in enumerate(figures) if layer["factor"] < 1})
-        if self._config.rule != "fixed" and all(math.isfinite(layer["norm"]) for layer in figures):
+        self.take_in(step)
+        self.last_step = step
+        self._steps.append(self.last_step)
+        return torch.tensor(math.sqrt(sum(layer["norm"] ** 2 for layer in figures)))
+
+    def take_in(self, step: Mapping[str, LayerStep]) -> None:
+        """Updates the statistics with a step that `preview` gave; by itself where LayerClip only learns its bounds."""
+        if self._config.rule != "fixed" and all(math.isfinite(layer["norm"]) for layer in step.values()):
             for name, layer in step.items():
                 # Cut at the bound under both targets: the reciprocal one would never follow a lasting rise.
                 norm, bound = layer["norm"], layer["bound"]
                 self._statistics[name].take_in(norm if bound is None else min(norm, bound), self._config)
-        self.last_step = step
-        self._steps.append(self.last_step)
-        return torch.tensor(math.sqrt(sum(layer["norm"] ** 2 for layer in figures)))
 
     def preview(self, squared_norms: Tensor) -> dict[str, LayerStep]:
         """What `clip` would do to a gradient with these norms, in the form of `last_step`. Changes nothing."""

@@ -27,6 +27,8 @@ class MicroBatchFigures:
         layer_norms (dict[str, float]): The norm in each layer.
         usable_tokens (int): The number of response tokens with a weight in the loss and finite log-probs and
             coefficients.
+        has_advantages (bool): Whether an advantage is not zero, or none is known. Otherwise the gradient is that of KL
+            and entropy terms alone, which is no ordinary one.
     """
 
     rows: int
@@ -36,6 +38,7 @@ class MicroBatchFigures:
     norm: float | None = None
     layer_norms: Mapping[str, float] = field(default_factory=dict)
     usable_tokens: int = 0
+    has_advantages: bool = True
 
     @property
     def token_equivalent(self) -> float:

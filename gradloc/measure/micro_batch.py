@@ -49,6 +49,12 @@ class MicroBatch:
                 broken |= coefficient.isnan() if scaled and half else ~coefficient.isfinite()
         return broken
 
+    def has_advantages(self) -> Tensor:
+        """Whether an advantage of a response token is not zero, or none is known; bool of shape (), no host sync."""
+        if "advantage" not in self.tokens:
+            return torch.ones((), dtype=torch.bool, device=self.tokens["weight"].device)
+        return ((self.tokens["advantage"] != 0) & self.tokens["response_mask"].bool()).any()
+
     def portable(self, scale: float, inputs: bool = True) -> "MicroBatch":
         """A copy on the CPU, with suspicion, without the loss scale, and with or without the inputs."""
         # Clones: a pickled view, such as a row, takes its whole storage along.

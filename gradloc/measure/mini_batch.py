@@ -54,7 +54,7 @@ class MiniBatch:
         self._global_norm: float | None = None
         self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
         self._own_norms = self._squares.sum(1).sqrt()
-        self._square_weight = torch.stack([square_weight(each.tokens) for each in micro_batches]).sum()
+        self._square_weights = torch.stack([square_weight(each.tokens) for each in micro_batches])
         self._root_square_weights = torch.stack([threshold_square_weight(each.tokens) for each in micro_batches]).sqrt()
         norms = torch.stack(self._norms_of_rank())
         flag = norms.new_full((1,), float(failed))
@@ -95,8 +95,11 @@ class MiniBatch:
         return {(rank, i): each for rank, of_rank in enumerate(by_rank) for i, each in enumerate(of_rank)}
 
     def layer_sums(self) -> tuple[Tensor, Tensor]:
-        """This rank's squared norms by layer, shape (layers,), and its Σ w_t², shape (); over all its micro-batches."""
-        return self._squares.sum(0), self._square_weight
+        """This rank's squared norms by layer, shape (layers,), and its Σ w_t², shape (); where there are advantages."""
+        counted = torch.stack([each.has_advantages() for each in self.micro_batches])
+        squares, weights = self._squares, self._square_weights
+        counted = counted.to(squares.device)
+        return torch.where(counted.unsqueeze(1), squares, 0.0).sum(0), torch.where(counted, weights, 0.0).sum()
 
     def _own_figures(self) -> list[MicroBatchFigures]:
         own = []
@@ -118,6 +121,7 @@ class MiniBatch:
                     root_square_weight=root_square_weight,
                     norm=norm if self.level.by_micro_batch else None,
                     layer_norms=self.model.meter.layer_norms(by_layer),
+                    has_advantages=bool(micro_batch.has_advantages()),
                 )
             )
         return own
@@ -126,7 +130,7 @@ class MiniBatch:
         """This rank's, each of shape (). No host sync."""
         ratios = token_equivalents(self._own_norms, self._root_square_weights)
         largest_finite = torch.where(ratios.isfinite(), ratios, 0.0).max()
-        return RankNorms(ratios.max(), largest_finite, self._squares.sum(), self._square_weight)
+        return RankNorms(ratios.max(), largest_finite, self._squares.sum(), self._square_weights.sum())
 
 
 class OrdinaryGradient:

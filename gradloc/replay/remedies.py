@@ -18,19 +18,16 @@ from torch import Tensor
 
 from ..bundles.layout import SavedMicroBatch
 from ..bundles.opening import Bundle
-from ..measure.token_weights import movable, square_weight
+from ..measure.token_weights import movable
 from ..report.figures import severity
+from ..report.remedies import MOST_MOVED
 from ..threshold import is_over
 from .measuring import Coefficients, Measured, Norms, all_but, coefficients_of, gradient_norms, places
 from .model import HALF, Model
 from .progress import measuring
-from .token_clip import FACTOR, clip_tokens
+from .token_clip import clip_tokens
 
-# A layer whose bound is not known is taken to be clipped at this multiple of an ordinary token's norm: LayerClip's
-# own default for its rule 'ratio'.
-ORDINARY_MULTIPLE = 3.0
-_ESTIMATED = f"each layer at most {ORDINARY_MULTIPLE:g} times what ordinary tokens give it"
-_LAYER_CLIP_AS_SET = "LayerClip, as it was set"
+_SKIPS = "It moves the ordinary tokens' gradient by over half, so for them it is a skipped step."
 
 _ACTOR = "actor_rollout_ref.actor"
 DROP = "spike_action=drop"
@@ -86,12 +83,15 @@ class _Spike:
             note (str, optional): In what the figures may differ from a run with it.
         """
         masked = torch.zeros_like(self.ordinary) if masked is None else masked
+        ordinary_moved = _ratio(moved, self.rest.norm)
+        if ordinary_moved is not None and ordinary_moved > MOST_MOVED:
+            note = " ".join(filter(None, (note, _SKIPS)))
         return {
             "name": name,
             "norm": norm,
             "left": _ratio(norm, self.whole.norm),
             "under": not is_over(norm, float(self.bundle.manifest["micro_batches"][0]["threshold"])),
-            "ordinary_moved": _ratio(moved, self.rest.norm),
+            "ordinary_moved": ordinary_moved,
             "masked": {"tokens": int(masked.sum()), "culprits": int((masked & ~self.ordinary).sum())},
             "override": override,
             "meaning": meaning,
@@ -145,28 +145,27 @@ def estimate_remedies(bundle: Bundle, measured: Measured) -> list[Row]:
         found.append((f"global clip ({float(clip):g})", whole.norm * factor if factor else 0.0, meaning))
     if rest is not None:
         found.append((DROP, rest.norm, "the step without the culprits' gradient, the other tokens' unchanged"))
-    factors, as_set = _layer_clip_factors(bundle, whole)
-    if factors:
-        name, meaning = "LayerClip, estimated", f"an estimate: {_ESTIMATED}"
-        if as_set:
-            name, meaning = _LAYER_CLIP_AS_SET, f"each layer by its own factor of that step, {_tightest(factors)}"
-        found.append((name, _scaled(whole, factors.__getitem__), meaning))
+    if (factors := _layer_clip_factors(bundle, whole)) is not None:
+        meaning = f"each layer by its own factor of that step, {_tightest(factors)}"
+        found.append((_layer_clip_name(bundle), _scaled(whole, factors.__getitem__), meaning))
     return [{"name": name, "norm": norm, "meaning": meaning} for name, norm, meaning in found]
 
 
 def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What rows are sorted by, the best first.
 
-    Those come first that bring the micro-batch under its threshold. Of them, those come first that move the ordinary
-    tokens' gradient least, in whole percent, and `drop`, which searches for the culprits of every spike, after others
-    that move it as little. The rest is in the order of the norms that are left.
+    Those that move the ordinary tokens' gradient by over half, or by nobody knows how much, come last. Before them, and
+    among them, those come first that bring the micro-batch under its threshold. Of these, those come first that move
+    the ordinary tokens' gradient least, in whole percent, and `drop`, which searches for the culprits of every spike,
+    after others that move it as little. The others are in the order of the norms that are left.
     """
     moved = math.inf if row["ordinary_moved"] is None else severity(row["ordinary_moved"])
+    skips = not moved <= MOST_MOVED
     moved = round(moved, 2) if math.isfinite(moved) else math.inf
     norm = severity(row["norm"])
     if not row["under"]:
-        return True, norm, moved, row["name"]
-    return False, moved, row["name"] == DROP, norm, row["name"]
+        return skips, True, norm, moved, row["name"]
+    return skips, False, moved, row["name"] == DROP, norm, row["name"]
 
 
 def _of_verl(spike: _Spike, notes: list[str]) -> Iterator[Row]:
@@ -212,43 +211,57 @@ def _remedy_losses() -> Any:
 
 
 def _of_token_clip(spike: _Spike, notes: list[str]) -> list[Row]:
-    if not spike.has_culprits:
-        notes.append("TokenClip cannot be computed: without culprits, it is not known how large signals usually are.")
+    bundle, bounds = spike.bundle, spike.bundle.clips["token_clip"]
+    enable = f"{_ACTOR}.token_clip.enable=True"
+    if bounds is None or not any(bounds["usual"].values()):
+        notes.append(_unknown("TokenClip", bundle, "token_clip", f"{enable} {_ACTOR}.token_clip.action=log"))
         return []
-    cut = clip_tokens(spike.model, spike.saved, spike.ordinary)
-    if cut is None:
-        notes.append(
-            "TokenClip cannot be computed: no ordinary token has a gradient, or the decoder layers are not known."
-        )
+    found = clip_tokens(spike.model, spike.saved, spike.ordinary, bounds, float(bundle.event["loss_scale"]) != 1)
+    if found is None:
+        notes.append("TokenClip cannot be computed: its bounds are of other layers than this model has.")
         return []
-    override = f"{_ACTOR}.token_clip.enable=True {_ACTOR}.token_clip.action=drop"
-    meaning = f"signals over {FACTOR:g} times the largest of ordinary tokens are cut"
-    if cut.boundary is not None:
-        meaning += f", first at {cut.boundary}"
-    note = (
-        "The usual signal is the largest of this micro-batch's ordinary tokens; a run has a moving average of its own."
-    )
-    if spike.bundle.event["diagnosis"] != "tokens":
-        note += " The culprits do not explain this spike: of other outlying tokens, a run cuts more."
-    if cut.prompt_positions:
-        note += f" {cut.prompt_positions:,} positions of prompts are cut as well."
-    return [spike.row("TokenClip", override, meaning, cut.gradient.norm, cut.moved.norm, cut.positions, note)]
+    name, override = "TokenClip", f"{enable} {_ACTOR}.token_clip.action=drop"
+    if bounds["action"] != "log":
+        name, override = "TokenClip, as it was set", None
+    meaning = f"signals over {bounds['factor']:g} times the usual largest one are cut"
+    if found.boundary is not None:
+        meaning += f", first at {found.boundary}"
+    said = []
+    if found.refused:
+        said.append(f"At {', '.join(found.refused)}, more than max_share are over the bound, so none is cut there.")
+    if found.prompt_positions:
+        said.append(f"{found.prompt_positions:,} positions of prompts are cut as well.")
+    figures = found.gradient.norm, found.moved.norm, found.positions
+    return [spike.row(name, override, meaning, *figures, " ".join(said) or None)]
 
 
 def _of_layer_clip(spike: _Spike, notes: list[str]) -> list[Row]:
-    factors, as_set = _layer_clip_factors(spike.bundle, spike.whole)
-    if not factors:
-        notes.append(
-            "LayerClip cannot be computed: the bundle has neither its bounds nor the norms of ordinary layers."
-        )
+    factors = _layer_clip_factors(spike.bundle, spike.whole)
+    override = f"{_ACTOR}.layer_clip.enable=True"
+    if factors is None:
+        notes.append(_unknown("LayerClip", spike.bundle, "layer_clip", override))
         return []
     norm = _scaled(spike.whole, factors.__getitem__)
     moved = _scaled(spike.rest, lambda layer: 1 - factors[layer])
     meaning = f"each layer is scaled by its own factor, {_tightest(factors)}"
-    if as_set:
-        return [spike.row(_LAYER_CLIP_AS_SET, None, meaning, norm, moved)]
-    override, note = f"{_ACTOR}.layer_clip.enable=True", f"An estimate: {_ESTIMATED}."
-    return [spike.row("LayerClip", override, meaning, norm, moved, note=note)]
+    as_set = _setting(spike.bundle, "layer_clip", "enable") is True
+    return [spike.row(_layer_clip_name(spike.bundle), None if as_set else override, meaning, norm, moved)]
+
+
+def _unknown(name: str, bundle: Bundle, key: str, override: str) -> str:
+    """Why a clip whose bounds are not known has no row."""
+    steps = _setting(bundle, key, "warmup_steps")
+    steps = steps if isinstance(steps, int) and not isinstance(steps, bool) else 20
+    return (
+        f"{name}: unknown until it has run {steps} steps, from which it learns its bounds; the bundle has none. To "
+        f"learn them: {override}"
+    )
+
+
+def _setting(bundle: Bundle, key: str, name: str) -> Any:
+    """A setting of a clip in the recorded configuration, which may have any form; None without it."""
+    settings = bundle.manifest["actor"].get(key)
+    return settings.get(name) if isinstance(settings, dict) else None
 
 
 def _of_grad_clip(spike: _Spike, notes: list[str]) -> list[Row]:
@@ -285,26 +298,23 @@ def _global_clip(bundle: Bundle, clip: float) -> tuple[float, str]:
     return factor, "the whole step is left out"
 
 
-def _layer_clip_factors(bundle: Bundle, unit: Norms) -> tuple[dict[str, float], bool]:
-    """LayerClip's factor for each layer, and whether they are those of that step; no factors if nothing is known.
+def _layer_clip_factors(bundle: Bundle, unit: Norms) -> dict[str, float] | None:
+    """LayerClip's factor for each layer in that step, by its own bounds; None if these are not known.
 
     Args:
         bundle (Bundle): The bundle.
         unit (Norms): The gradient of its first micro-batch.
     """
-    event = bundle.event
-    clipped = event["layer_clip"]
-    if clipped and any(layer["bound"] is not None for layer in clipped.values()):
-        factors = {layer: float(step["factor"]) for layer, step in clipped.items()}
-        return {**factors, **dict.fromkeys(unit.layers - factors.keys(), 1.0)}, True
-    if not event["ordinary_layer_norms"]:
-        return {}, False
-    root = math.sqrt(float(square_weight(bundle.micro_batches[bundle.first].tokens)))
-    bounds = {layer: ORDINARY_MULTIPLE * float(norm) * root for layer, norm in event["ordinary_layer_norms"].items()}
-    norms = {layer: severity(norm) for layer, norm in unit.layers.items()}
-    return {
-        layer: min(1.0, bounds.get(layer, math.inf) / norm) if norm else 1.0 for layer, norm in norms.items()
-    }, False
+    # Earlier versions wrote it into the event, where it was on.
+    step = bundle.clips["layer_clip"] or bundle.event["layer_clip"]
+    if not step or all(layer["bound"] is None for layer in step.values()):
+        return None
+    factors = {layer: float(figures["factor"]) for layer, figures in step.items()}
+    return {**factors, **dict.fromkeys(unit.layers - factors.keys(), 1.0)}
+
+
+def _layer_clip_name(bundle: Bundle) -> str:
+    return "LayerClip, as it was set" if _setting(bundle, "layer_clip", "enable") is True else "LayerClip"
 
 
 def _tightest(factors: Mapping[str, float]) -> str:

@@ -17,6 +17,8 @@ _BUGS = (
 )
 # A remedy that leaves more of what the culprits add to the norm is not recommended.
 _MOST_LEFT = 0.5
+# One that moves the ordinary tokens' gradient by more is as good as a skipped step for them.
+MOST_MOVED = 0.5
 
 
 def best(rows: Sequence[Mapping[str, Any]], most: float = math.inf) -> Mapping[str, Any] | None:
@@ -80,6 +82,8 @@ def remedy_in_words(row: Mapping[str, Any]) -> str:
     left, moved = (None if row[name] is None else number(row[name]) for name in ("left", "ordinary_moved"))
     leaves = f"a norm of {number(row['norm']):.3g}" if left is None else f"{percent(left)} of the norm"
     price = "" if moved is None else f" and moves the gradient of the ordinary tokens by {percent(moved)}"
+    if moved is not None and moved > MOST_MOVED:
+        price += ", for which it is a skipped step"
     return f"{row['name']} fits best: it leaves {leaves}{price}"
 
 

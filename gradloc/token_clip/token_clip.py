@@ -15,6 +15,7 @@ from .boundaries import hook_boundaries
 from .bounds import Bounds
 from .config import TokenClipConfig
 from .counts import Counts
+from .cut import cut, signal_scaling
 from .found_tokens import largest_tokens, marks, own_tokens
 from .positions import Positions
 from .watched_pass import LOG_PROBS, WatchedPass
@@ -101,9 +102,7 @@ class TokenClip:
         current = self._current
         if current is None:
             raise RuntimeError("observe() belongs between begin_pass() and end_pass().")
-        # The tokens of a row have the same weight; those that are not in the loss have none.
-        of_row = weight.detach().abs().float().amax(1) if weight.shape[1] else weight.new_zeros(len(weight)).float()
-        current.scaling = 1 / (scale * torch.where(of_row > 0, of_row, 1.0))
+        current.scaling = signal_scaling(weight, scale)
         current.scaled = scale != 1
         noted = {"weight": weight, "log_prob": log_prob, **(tokens or {})}
         current.tokens = {name: tensor.detach() for name, tensor in noted.items() if tensor.shape == weight.shape}
@@ -204,6 +203,17 @@ class TokenClip:
             metrics["actor/token_clip/largest"], metrics["actor/token_clip/boundary"] = max(multiples)
         return metrics
 
+    def bounds_in_force(self) -> dict[str, Any]:
+        """What this mini-batch's signals are compared with, the same on every rank; for a bundle.
+
+        Returns:
+            dict: `action`, `factor`; `usual`, by boundary the usual signal, None in the warm-up; `limit`, how many
+                signals of a rank may be cut at a boundary in a mini-batch.
+        """
+        usual = {name: self._bounds.usual(name) or None for name in self.boundaries}
+        names = {"action": self._config.action, "factor": self._config.factor}
+        return {**names, "usual": usual, "limit": self._bounds.limit}
+
     def state_dict(self) -> dict[str, Any]:
         """See `Bounds.state_dict`."""
         return self._bounds.state_dict()
@@ -249,10 +259,7 @@ class TokenClip:
         over = over & ~current.refused[boundary]
         if not at_log_probs:
             over, signal = over.unsqueeze(-1), signal.unsqueeze(-1)
-        if self._config.action == "drop":
-            return torch.where(over, 0.0, gradient)
-        left = (2 - signal / bound).nan_to_num(nan=0.0).clamp(0, 1)
-        return torch.where(over, torch.where(left == 0, 0.0, gradient * left.to(gradient.dtype)), gradient)
+        return cut(gradient, signal, bound, over, self._config.action)
 
     def _gather_tokens(self, passes: Sequence[WatchedPass]) -> list[dict[str, Any]]:
         """The `own_tokens` of all ranks, largest multiple first; none if that fails. A collective call."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .cut import is_over
 from .positions import Positions
 
 # The boundary after the last layer: a position's signal there is |∂L/∂log p| of its own token.
@@ -76,8 +77,7 @@ class WatchedPass:
 
     def is_over(self, signal: Tensor, bound: Tensor) -> Tensor:
         """Where a signal is over its bound, bool."""
-        over = ~(signal <= bound)
-        return over & signal.isfinite() if self.scaled else over
+        return is_over(signal, bound, self.scaled)
 
     def forget(self) -> None:
         """Frees what only the pass itself needs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -10,20 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from actor_cases import Run, train
-from actors import IDENTITY_THRESHOLD, Case, build_actor
+from actors import Case, build_actor, events_of, local
 from batches import build_batch
 from oracle import Unit
 from replay_cases import save_model, spiked
-from token_clip_cases import CALLS, SPIKED, WARMUP
 from verl import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
-from verl.workers.config import TokenClipConfig
+from verl.utils.gradloc.threshold import Threshold
+from verl.workers.config import LayerClipConfig, TokenClipConfig
 
 # The culprit's probability in training over that in the rollout, as a logarithm; and those of some ordinary tokens.
 CULPRIT_LOG_RATIO, OTHER_LOG_RATIO = -2.0, 1.0
 # Wherever a run has a spike at all.
 EVERY = 1e-6
+# Nowhere.
+NEVER = 1e30
 
 
 @dataclasses.dataclass
@@ -105,26 +108,54 @@ def recorded_clipped(case: Case, directory: str, clip: Any) -> tuple[list[Unit],
     return recorded(case, directory, layer_clip=clip)
 
 
-def with_and_without_token_clip(case: Case, directory: str) -> list[list[dict[str, Any]]]:
-    """The events of a spiked update: of a run that keeps a bundle, and of one with TokenClip, where all are spikes.
+@dataclasses.dataclass
+class AfterWarmUp:
+    """What a spiked update left in a run of 20 ordinary ones before it.
 
-    Ordinary updates come before it, from which TokenClip learns what is usual. The weights stay as they are.
+    Args:
+        event (dict): The event; every micro-batch is one of its units.
+        norm (float): The norm of the gradient that the optimizer gets.
+    """
+
+    event: dict[str, Any]
+    norm: float
+
+
+def after_warm_up(case: Case, directory: str, advantage: float) -> list[AfterWarmUp]:
+    """A run that keeps a bundle, one with TokenClip and one with LayerClip, which have learned their bounds.
+
+    The planted token is its response's only one, and has this advantage. The weights stay as they are.
     """
     if dist.get_rank() == 0:
         save_model(case, Path(directory))
     dist.barrier()
-    kept = {"grad_norm_threshold": IDENTITY_THRESHOLD, "bisect_dump_dir": f"{directory}/dump", "spike_replay": 1}
-    clipped = {
-        "grad_norm_threshold": EVERY,
-        "bisect_budget_steps": 2,
-        "token_clip": TokenClipConfig(enable=True, warmup_steps=WARMUP),
-    }
-    events = []
-    for options in (kept, clipped):
-        actor = build_actor(case, spike_detection=True, **options)
+    batches = [build_batch(case, dist.get_rank(), seed) for seed in (*range(1, 21), 0)]
+    for rank, row, position in case.planted:
+        if rank == dist.get_rank():
+            batches[-1].batch["advantages"][row, position] = advantage
+            batches[-1].batch["response_mask"][row] = 0.0
+            batches[-1].batch["response_mask"][row, position] = 1.0
+    found = []
+    for options in (
+        {"bisect_dump_dir": f"{directory}/dump", "spike_replay": 1, "token_clip": TokenClipConfig(True, "log")},
+        {"token_clip": TokenClipConfig(enable=True)},
+        {"layer_clip": LayerClipConfig(enable=True)},
+    ):
+        limits = {"grad_norm_threshold": NEVER, "bisect_budget_steps": 2, "grad_clip": 1e9}
+        actor = build_actor(case, spike_detection=True, **limits, **options)
+        squares = torch.zeros(())
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any, squares: torch.Tensor = squares) -> None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            squares.copy_(sum(local(p.grad).square().sum() for p in parameters))
+
+        actor.actor_optimizer.register_step_pre_hook(look)
         for group in actor.actor_optimizer.param_groups:
             group["lr"] = 0.0
-        for seed in CALLS[: SPIKED + 1]:
-            actor.update_policy(build_batch(case, dist.get_rank(), seed))
-        events.append(actor.gradloc.events)
-    return events
+        for batch in batches[:-1]:
+            actor.update_policy(copy.deepcopy(batch))
+        actor.gradloc._threshold = Threshold(EVERY)
+        actor.update_policy(copy.deepcopy(batches[-1]))
+        dist.all_reduce(squares)
+        found.append(AfterWarmUp(events_of(actor)[0], float(squares.sqrt())))
+    return found

@@ -225,3 +225,39 @@ def test_a_failure_of_any_rank_of_a_group_is_known_to_all(failing: int | None, m
     gradient = MiniBatch(model, [micro_batch], 1.0, "unit", figures, failing == 0)
     assert gradient.failed == (failing is not None)
     assert gradient.update_figures.tolist() == [[3.0, 4.0]] and gradient.level.token_norm == 0
+
+
+def test_micro_batches_without_advantages_are_no_ordinary_ones() -> None:
+    """What KL and entropy terms leave of them is far smaller; in the mini-batch of the spike, and in one before it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7))
+    config = GradLocConfig(grad_norm_threshold=100.0, bisect_budget_steps=4)
+
+    def forward(inputs: dict, rows: list[int], length: int) -> tuple[None, torch.Tensor]:
+        ids = inputs["ids"][rows, : length + 1]
+        return None, model(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+
+    ids = torch.randint(7, (1, 6))
+
+    def ordinary_of(*mini_batches: list[tuple[float, float]]) -> dict[str, float]:
+        """Of mini-batches, by micro-batch: the advantage and the coefficient of their tokens."""
+        gradloc = GradLoc(model, config, forward)
+        gradloc.start_update(1)
+        for number, micro_batches in enumerate(mini_batches):
+            for advantage, coefficient in micro_batches:
+                gradloc.begin_pass({"ids": ids}, [0])
+                _, log_prob = forward({"ids": ids}, [0], 5)
+                weight, mask = torch.full((1, 5), 0.1), torch.ones(1, 5)
+                facts = {"response_mask": mask, "token_id": ids[:, 1:], "advantage": torch.full((1, 5), advantage)}
+                gradloc.observe(log_prob, None, weight, **facts)
+                log_prob.backward(coefficient * weight)
+                gradloc.end_pass()
+            gradloc.locate(0, number)
+            model.zero_grad()
+        return gradloc.events[-1]["ordinary_layer_norms"]
+
+    ordinary, still, spike = (1.0, 1.0), (0.0, 1e-3), (1e4, 1e4)
+    expected = ordinary_of([ordinary, spike])
+    assert min(expected.values()) > 0
+    assert ordinary_of([ordinary, still, still, spike]) == pytest.approx(expected)
+    assert ordinary_of([ordinary, still, still], [still, spike]) == pytest.approx(expected)
