@@ -27,7 +27,7 @@ ACTOR = "actor_rollout_ref.actor"
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 DEFAULTS = {
     "spike_detection": False,
-    "grad_norm_threshold": 640.0,
+    "grad_norm_threshold": "auto",
     "bisect_budget_steps": 128,
     "bisect_budget_seconds": "auto",
     "spike_trigger": "unit",
@@ -280,8 +280,8 @@ def test_what_the_trainer_refuses(monkeypatch: pytest.MonkeyPatch, overrides: li
 @pytest.mark.parametrize(
     ("overrides", "warned"),
     [
-        ([f"{ACTOR}.grad_norm_threshold=auto"], True),
-        ([f"{ACTOR}.grad_norm_threshold=auto", f"{ACTOR}.spike_detection=True"], False),
+        ([f"{ACTOR}.grad_norm_threshold=640"], True),
+        ([f"{ACTOR}.grad_norm_threshold=640", f"{ACTOR}.spike_detection=True"], False),
         ([], False),
     ],
 )
@@ -289,7 +289,7 @@ def test_a_threshold_without_detection_is_warned_of(
     caplog: pytest.LogCaptureFixture, overrides: list[str], warned: bool
 ) -> None:
     check_trainer(composed(*overrides), 4)
-    assert ("grad_norm_threshold=auto has no effect" in caplog.text) == warned
+    assert ("grad_norm_threshold=640 has no effect" in caplog.text) == warned
 
 
 @pytest.mark.parametrize(
