@@ -187,6 +187,7 @@ EVENT = _line(
     budget_seconds=NUMBER_OR_NULL,
     out_of_time=_YES_OR_NO,
     suspected=list_of(_SUSPECTED),
+    suspected_ranks=list_of(INDEX),
 )
 
 NOTE = _line(
