@@ -124,6 +124,15 @@ def test_keys_are_overridden_without_a_plus() -> None:
         ("spike_replay=-1", "spike_replay must be a number of bundles, 0 for none, got -1"),
         ("spike_replay=True", "spike_replay must be a number of bundles"),
         ("spike_replay=null", "spike_replay must be a number of bundles"),
+        ("spike_action=drop", "spike_action=drop needs spike_detection=True"),
+        *(
+            (
+                f"{clip}={value}",
+                rf"{clip} is a group of keys, got .*: set actor_rollout_ref.actor.{clip}.enable={wanted}\.",
+            )
+            for clip in ("layer_clip", "token_clip")
+            for value, wanted in (("True", "True"), ("False", "False"), ("null", "False"), ("drop", "True"))
+        ),
         ("token_clip.action=zero", "token_clip.action must be one of"),
         ("token_clip.max_share=0", "token_clip.max_share must be over 0 and at most 1, got 0"),
     ],
