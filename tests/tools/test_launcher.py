@@ -839,6 +839,16 @@ def test_gradlocs_keys_are_those_of_its_configuration() -> None:
         assert gradloc_keys.PARTS[name] == names(config)
 
 
+def test_ray_has_time_to_start_on_a_busy_machine() -> None:
+    """The variable is the one that the installed Ray reads, and a user's own value stays."""
+    import ray
+
+    name, values = "RAY_raylet_start_wait_time_s", {"GPUS_PER_NODE": "2"}
+    assert name.encode() in Path(ray.__file__).with_name("_raylet.so").read_bytes()
+    assert int(command.added_environment("embedded", values, {}, ROOT)[name]) >= 300
+    assert command.added_environment("embedded", values, {name: "7"}, ROOT)[name] == "7"
+
+
 ACTOR = "actor_rollout_ref.actor"
 
 
