@@ -40,7 +40,7 @@ class GradLocConfig:
         ValueError: A value is out of range; the message names the configuration key to fix.
     """
 
-    grad_norm_threshold: float | str = 640.0
+    grad_norm_threshold: float | str = "auto"
     bisect_budget_steps: int = 128
     bisect_budget_seconds: float | str | None = "auto"
     spike_trigger: str = "unit"

@@ -19,8 +19,9 @@ from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import unchanged
 from .replay_bundles import padded_rows
 from .rows import forward_inputs, select_rows
+from .saved_state import read_state
 from .update_evidence import Sample, UpdateEvidence, rewarded_rows
-from .watch import EVIDENCE_KEYS, Watch, read_state
+from .watch import EVIDENCE_KEYS, Watch
 
 if TYPE_CHECKING:
     from verl import DataProto

@@ -24,8 +24,9 @@ from .actor_config import SpikeConfig
 from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config, loss_scale, rewards_of_rows, sample_of_row
 from .ragged import OUTPUTS, ResponseCutter, inputs_of, read_tokens, sequences
 from .replay_bundles import ragged_rows
+from .saved_state import read_state
 from .update_evidence import UpdateEvidence
-from .watch import Watch, read_state
+from .watch import Watch
 
 logger = logging.getLogger(__name__)
 

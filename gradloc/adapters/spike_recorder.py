@@ -8,7 +8,6 @@
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,6 +33,7 @@ from ..threshold import Threshold, is_over
 from .engine_data import sample_of_row
 from .recorded_loss import NotRecordedError, RecordedLoss
 from .replay_bundles import ragged_rows
+from .saved_state import write_whole
 from .update_evidence import facts_of_culprit, write_update
 
 logger = logging.getLogger(__name__)
@@ -173,8 +173,7 @@ class SpikeRecorder:
     def save(self, folder: str) -> None:
         """Rank 0 writes what an automatic threshold has learned to a checkpoint's folder."""
         if self._rank == 0:
-            os.makedirs(folder, exist_ok=True)
-            Path(folder, STATE_FILE).write_text(json.dumps(self._threshold.state_dict()))
+            write_whole(Path(folder, STATE_FILE), json.dumps(self._threshold.state_dict()).encode())
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restores what `save` wrote and `read_state` read."""

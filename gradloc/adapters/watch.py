@@ -3,7 +3,6 @@
 """GradLoc, LayerClip and TokenClip of an actor: what the adapters of all verl versions share."""
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from ..token_clip.token_clip import TokenClip
 from .loss_weights import RecordedAggregation, aggregation_mode, with_derived, with_weights
 from .model_facts import eos_tokens, meter_kind
 from .replay_bundles import build_bundle_writer
+from .saved_state import write_state
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +43,6 @@ EVIDENCE_KEYS = {
 
 # What an actor's optimizer step gives for its gradient's norm: a tensor or a number.
 Norm = TypeVar("Norm")
-
-# Beside an actor's checkpoint.
-STATE_FILE = "gradloc_state.pt"
 
 
 class Watch:
@@ -298,7 +295,7 @@ class Watch:
         if self._learning is not None:
             parts["layer_clip"] = self._learning
         if collectives.rank() == 0 and parts:
-            torch.save({name: part.state_dict() for name, part in parts.items()}, os.path.join(folder, STATE_FILE))
+            write_state(folder, {name: part.state_dict() for name, part in parts.items()})
 
     def load(self, read: Callable[[], Mapping[str, Any]]) -> None:
         """Restores a state, which `read` gives on rank 0; if it is empty, the parts start over. A collective call.
@@ -328,20 +325,3 @@ def _failing_like(error: Exception) -> Callable[[], dict[str, Tensor]]:
         raise RuntimeError(message)
 
     return read
-
-
-def read_state(folder: str | None) -> dict[str, Any]:
-    """What `Watch.save` wrote to a checkpoint's folder; empty without a file.
-
-    Raises:
-        ValueError: The file cannot be read.
-    """
-    path = os.path.join(folder, STATE_FILE) if folder else ""
-    if not os.path.isfile(path):
-        return {}
-    try:
-        return torch.load(path, weights_only=True)
-    except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); restore it, or remove it, and all warm-ups start over"
-        ) from error

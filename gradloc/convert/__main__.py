@@ -31,7 +31,7 @@ from .plain_files import RECORDS, TOKENS, bounded_memory, json_lines, parquet_ro
 from .records import Record, RecordError, read_record
 from .slime import read_slime
 
-# verl's default of grad_norm_threshold.
+# The threshold of the published method.
 THRESHOLD = 640.0
 
 _POSITIVE = argument(float, lambda value: 0 < value < math.inf, "it must be positive")

@@ -187,9 +187,21 @@ def _unsearched(event: Event) -> str:
     text = "" if token.get("token") is None else f" {token['token']!r}"
     place = f"position {token['position']} of row {token['row']} of rank {token['rank']}"
     probability = math.exp(min(token["log_prob"], 0.0))
+    whose = f" on {ranks}" if (ranks := ranks_looked_at(event)) else ""
     return (
-        f"recorded, and not searched; the largest suspicion is that of the token{text} (p = {probability:.2g}), {place}"
+        f"recorded, and not searched; the largest suspicion{whose} is that of the token{text} "
+        f"(p = {probability:.2g}), {place}"
     )
+
+
+def ranks_looked_at(event: Event) -> str | None:
+    """Whose tokens a recorded event's suspected ones were chosen from; None if they were every rank's."""
+    ranks = event.get("suspected_ranks")
+    others = 0 if ranks is None else event["world_size"] - len(ranks)
+    if not others:
+        return None
+    unseen = "the other one was" if others == 1 else f"the {others} others were"
+    return f"rank {', '.join(map(str, ranks))} ({unseen} not looked at)"
 
 
 def _spread(event: Event) -> str:

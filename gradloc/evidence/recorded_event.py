@@ -73,6 +73,7 @@ def recorded_event(
         "error": None,
         **medians,
         "suspected": suspected_tokens(micro_batches, medians),
+        "suspected_ranks": sorted({rank for rank, _ in micro_batches}),
         "budget": 0,
         "budget_seconds": None,
         "out_of_time": False,

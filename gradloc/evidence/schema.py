@@ -193,6 +193,7 @@ EVENT = _line(
     suspected=list_of(_SUSPECTED),
     # Of an event that a search of the bundle has appended: `writer.line_digest` of the line in whose place it is read.
     replaces=TEXT,
+    suspected_ranks=list_of(INDEX),
 )
 
 NOTE = _line(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from ..evidence.in_words import ranks_looked_at
 from ..evidence.sources import SOURCES
 from ..evidence.token_facts import WINDOW
 from .explanation import ended_early, explanation
@@ -62,7 +63,8 @@ def condensed_event(
             culprit's norm, or without a culprit the largest token-equivalent norm), `explanation`, `ended_early`,
             `open_tokens`, `culprits_in_all`, `diffuse_in_all`. Of its units, the largest that have the micro-batch of
             a culprit; `of_ranks` is on how many ranks that micro-batch was over its threshold. Of a recorded spike,
-            `suspected` lists tokens. `next_command` replays its bundle, None where none was kept.
+            `suspected` lists tokens, and `suspected_title` says whose. `next_command` replays its bundle, None where
+            none was kept.
     """
     ordinary = event["ordinary_layer_norms"]
     # The units may not be known.
@@ -89,6 +91,7 @@ def condensed_event(
         "diffuse": [_part(part) for part in parts],
         "diffuse_in_all": len(event["diffuse"]),
         "suspected": [_suspected(token) for token in event.get("suspected", ())[:_SUSPECTED]],
+        "suspected_title": suspected_title(event),
     }
 
 
@@ -166,6 +169,12 @@ def _units(event: Mapping[str, Any]) -> list[dict[str, Any]]:
     ranks = Counter(unit["micro_batch"] for unit in units)
     largest = heapq.nlargest(UNITS, units, key=excess)
     return [_fields(unit, _UNIT_FIELDS) | {"of_ranks": ranks[unit["micro_batch"]]} for unit in largest]
+
+
+def suspected_title(event: Mapping[str, Any]) -> str:
+    """The heading of an event's suspected tokens, which says whose were not looked at."""
+    ranks = ranks_looked_at(event)
+    return f"Suspected tokens{f' of {ranks}' if ranks else ''}: recorded, not measured"
 
 
 def _suspected(token: Mapping[str, Any]) -> dict[str, Any]:

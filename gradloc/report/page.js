@@ -1229,8 +1229,9 @@ function measuredToken({ row, position, grad_norm, share }) {
 }
 
 // The tokens of a spike that was only recorded.
-function showSuspected({ suspected }) {
+function showSuspected({ suspected, suspected_title }) {
   get("suspected").hidden = !suspected.length;
+  get("suspected").querySelector("h3").textContent = suspected_title;
   fillTable("suspected-table", suspectedColumns, suspected);
 }
 

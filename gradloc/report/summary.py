@@ -59,6 +59,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "suspected": [
             {"global_step": event["global_step"], **token} for event in largest for token in event["suspected"]
         ][:top],
+        "suspected_title": next((event["suspected_title"] for event in largest if event["suspected"]), ""),
         "sources": dict(evidence.sources.most_common()),
         "tokens": [
             {"token": token_name({"token": token, "token_id": token_id}), "culprits": count}

@@ -166,7 +166,7 @@ def _tables(console: Console, summary: Summary) -> Iterator[Table]:
     if summary["diffuse"]:
         yield _diffuse_parts(summary["diffuse"])
     if summary["suspected"]:
-        yield _suspected(summary["suspected"], console.width)
+        yield _suspected(summary["suspected"], summary["suspected_title"], console.width)
     if summary["culprits"]:
         yield _sources(summary)
         yield _culprits(summary, console.width)
@@ -234,11 +234,10 @@ def _measured_token(token: Mapping[str, Any]) -> str:
     return f"{token['row']}, {token['position']}: {short(token['grad_norm'])}{share}"
 
 
-def _suspected(tokens: Sequence[Summary], width: int) -> Table:
+def _suspected(tokens: Sequence[Summary], title: str, width: int) -> Table:
     """The tokens of spikes that were only recorded, with as many columns as the terminal is wide enough for."""
     figures = {name: partial(_figure, name) for name in ("suspicion", "ratio", "advantage", "reward")}
     places, optional = ("step", "rank", "row", "position"), ("reward", "rank", "advantage", "ratio")
-    title = "Suspected tokens: recorded, not measured"
     return _token_table(title, tokens, places, figures, optional, width, "bold")
 
 

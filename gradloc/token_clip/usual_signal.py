@@ -31,7 +31,7 @@ class UsualSignal:
     @property
     def value(self) -> float:
         """The usual largest signal; 0 during the warm-up."""
-        if self.average == 0:
+        if self.average == 0 or not self.recent:
             return 0.0
         return max(self.average, _FLOOR * sorted(self.recent)[int(_PERCENTILE * (len(self.recent) - 1))])
 

@@ -55,6 +55,9 @@ def test_what_is_recorded_is_what_the_search_saw(launch: Launch, tmp_path: Path,
         assert event["global_norm"] == pytest.approx(other["global_norm"], rel=1e-4)
         assert (event["action"], event["world_size"], event["loss_scale"]) == ("log", world, case.loss_scale)
         planted = {place for place in case.planted if place[1] // case.mini_batch == event["mini_batch"]}
+        likeliest = event["suspected"][0]
+        assert likeliest["rank"] == 0 and event["suspected_ranks"] == [0]
+        assert "the largest suspicion on rank 0 (the other one was not looked at) is that of" in event["summary"]
         for part in parts:
             first = part.event["suspected"][0]
             place = first["rank"], event["mini_batch"] * case.mini_batch + first["row"], first["position"]

@@ -212,7 +212,11 @@ def unsearched(step: int, tokens: list[dict[str, Any]], random: random.Random, *
     root = math.sqrt(TOKENS) / (TOKENS * 24)
     measured = ("grad_norm", "threshold", "share", "layer_norms")
     suspected = [{name: value for name, value in each.items() if name not in measured} for each in tokens]
-    changes = {"suspected": suspected, "replay": f"replay/step{step}-epoch0-mini_batch0-rank0"} | changes
+    changes = {
+        "suspected": suspected,
+        "suspected_ranks": [0],
+        "replay": f"replay/step{step}-epoch0-mini_batch0-rank0",
+    } | changes
     changes |= {"diagnosis": "unsearched", "search": "recorded", "units": [], "passes": 0, "complete": False}
     changes |= {
         "explained": False,

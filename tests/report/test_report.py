@@ -654,7 +654,8 @@ def test_a_spike_that_was_only_recorded_names_what_it_suspects(run: Any, tmp_pat
     text = " ".join(run(events=[found]).split())
     assert "1 gradient spike in step 40: not searched yet: no token was measured." in text
     assert "replay/step40-epoch0-mini_batch0-rank0 --search" in text
-    assert "Suspected tokens: recorded, not measured" in text and " 7.5 " in text
+    assert "Suspected tokens of rank 0 (the 3 others were not looked at): recorded, not measured" in text
+    assert " 7.5 " in text
     assert "ended early" not in text and "No known cause" not in text
     page = data_of_page(reading.read(str(tmp_path)))
     assert [each["position"] for each in page["events"][0]["suspected"]] == [4, 2]

@@ -839,6 +839,16 @@ def test_gradlocs_keys_are_those_of_its_configuration() -> None:
         assert gradloc_keys.PARTS[name] == names(config)
 
 
+def test_ray_has_time_to_start_on_a_busy_machine() -> None:
+    """The variable is the one that the installed Ray reads, and a user's own value stays."""
+    import ray
+
+    name, values = "RAY_raylet_start_wait_time_s", {"GPUS_PER_NODE": "2"}
+    assert name.encode() in Path(ray.__file__).with_name("_raylet.so").read_bytes()
+    assert int(command.added_environment("embedded", values, {}, ROOT)[name]) >= 300
+    assert command.added_environment("embedded", values, {name: "7"}, ROOT)[name] == "7"
+
+
 ACTOR = "actor_rollout_ref.actor"
 
 
@@ -851,6 +861,11 @@ ACTOR = "actor_rollout_ref.actor"
         (f"{ACTOR}.spike_search='later'", "spike_search is 'later': give training or replay"),
         ("critic.grad_norm_threshold=aut", "critic.grad_norm_threshold is 'aut': give a number over 0 or auto"),
         (f"{ACTOR}.layer_clip.enabled=True", "layer_clip has beta, enable, log_layers"),
+        (
+            f"{ACTOR}.token_clip=True",
+            f"token_clip is a group of keys, not a value: give {ACTOR}.token_clip.enable=True",
+        ),
+        (f"++{ACTOR}.layer_clip=null", "layer_clip is a group of keys, not a value"),
     ],
 )
 def test_a_wrong_key_of_gradloc_is_refused_before_the_start(override: str, sentence: str) -> None:
@@ -868,6 +883,7 @@ def test_a_wrong_key_of_gradloc_is_refused_before_the_start(override: str, sente
         *(f"{ACTOR}.bisect_budget_seconds={value}" for value in ("null", "30", "auto")),
         f"{ACTOR}.spike_replay=0",
         f"{ACTOR}.layer_clip.rule=ratio",
+        f"{ACTOR}.layer_clip={{enable:True}}",
         f"{ACTOR}.grad_clip=0.5",
         f"+{ACTOR}.layer_norm=1",
         "data.seed=2",
@@ -882,6 +898,15 @@ def test_a_threshold_without_detection_is_warned_of() -> None:
     assert gradloc_keys.check_overrides([off], {}) is None
     warning = gradloc_keys.check_overrides([off, f"{ACTOR}.spike_trigger=global"], {"GRAD_NORM_THRESHOLD": "auto"})
     assert warning == (f"without spike_detection=True, {ACTOR}.spike_trigger, GRAD_NORM_THRESHOLD have no effect")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "asked"), [([f"{ACTOR}.spike_action='drop'"], {}), ([], {"SPIKE_ACTION": "drop"})]
+)
+def test_an_action_without_detection_is_refused(overrides: list[str], asked: dict[str, str]) -> None:
+    assert gradloc_keys.check_overrides(overrides, asked) is None
+    with pytest.raises(Refused, match=f"spike_action=drop needs {ACTOR}.spike_detection=True"):
+        gradloc_keys.check_overrides([f"{ACTOR}.spike_detection=False", *overrides], asked)
 
 
 @pytest.mark.parametrize("name", ["spikes.jsonl", "steps.1.jsonl"])

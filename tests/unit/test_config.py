@@ -27,7 +27,7 @@ ACTOR = "actor_rollout_ref.actor"
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 DEFAULTS = {
     "spike_detection": False,
-    "grad_norm_threshold": 640.0,
+    "grad_norm_threshold": "auto",
     "bisect_budget_steps": 128,
     "bisect_budget_seconds": "auto",
     "spike_trigger": "unit",
@@ -124,6 +124,15 @@ def test_keys_are_overridden_without_a_plus() -> None:
         ("spike_replay=-1", "spike_replay must be a number of bundles, 0 for none, got -1"),
         ("spike_replay=True", "spike_replay must be a number of bundles"),
         ("spike_replay=null", "spike_replay must be a number of bundles"),
+        ("spike_action=drop", "spike_action=drop needs spike_detection=True"),
+        *(
+            (
+                f"{clip}={value}",
+                rf"{clip} is a group of keys, got .*: set actor_rollout_ref.actor.{clip}.enable={wanted}\.",
+            )
+            for clip in ("layer_clip", "token_clip")
+            for value, wanted in (("True", "True"), ("False", "False"), ("null", "False"), ("drop", "True"))
+        ),
         ("token_clip.action=zero", "token_clip.action must be one of"),
         ("token_clip.max_share=0", "token_clip.max_share must be over 0 and at most 1, got 0"),
     ],
@@ -280,8 +289,8 @@ def test_what_the_trainer_refuses(monkeypatch: pytest.MonkeyPatch, overrides: li
 @pytest.mark.parametrize(
     ("overrides", "warned"),
     [
-        ([f"{ACTOR}.grad_norm_threshold=auto"], True),
-        ([f"{ACTOR}.grad_norm_threshold=auto", f"{ACTOR}.spike_detection=True"], False),
+        ([f"{ACTOR}.grad_norm_threshold=640"], True),
+        ([f"{ACTOR}.grad_norm_threshold=640", f"{ACTOR}.spike_detection=True"], False),
         ([], False),
     ],
 )
@@ -289,7 +298,7 @@ def test_a_threshold_without_detection_is_warned_of(
     caplog: pytest.LogCaptureFixture, overrides: list[str], warned: bool
 ) -> None:
     check_trainer(composed(*overrides), 4)
-    assert ("grad_norm_threshold=auto has no effect" in caplog.text) == warned
+    assert ("grad_norm_threshold=640 has no effect" in caplog.text) == warned
 
 
 @pytest.mark.parametrize(

@@ -585,6 +585,7 @@ def test_slime_train_data(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, torch.full_like(weight, 2 / 12))
         torch.testing.assert_close(coefficient, -weight * torch.tensor(lines[index]["advantages"]))
     assert event["suspected"][0]["position"] == BAD[1] and event["suspected"][0]["rank"] == 1
+    assert "not looked at" not in event["summary"]
     notes = " ".join(bundle.manifest["converted"]["notes"])
     assert "2 optimizer steps, and this is number 0" in notes
     (tmp_path / "second").mkdir()

@@ -114,6 +114,9 @@ def test_the_event_claims_nothing_that_was_not_measured() -> None:
         "Recorded, and not searched; the largest suspicion is that of the token (p = 0.00012), position 2 of row 3 of "
         "rank 0."
     )
+    of_three = event_of(micro_batches(), world_size=3)
+    assert conforms(jsonable(of_three), EVENT)
+    assert "the largest suspicion on rank 0 (the 2 others were not looked at) is that of" in of_three["summary"]
 
 
 def test_suspected_tokens_are_ordered_by_suspicion() -> None:

@@ -58,6 +58,9 @@ def check_overrides(overrides: Iterable[str], asked: Mapping[str, str]) -> str |
         elif key.removeprefix("critic.") in OF_CRITIC and "${" not in text:
             check(key, text.strip("'\""), KEYS[key.removeprefix("critic.")])
     off = given.get(f"{ACTOR}.spike_detection", "").lower() == "false"
+    action = given.get(f"{ACTOR}.spike_action", asked.get("SPIKE_ACTION", "log")).strip("'\"")
+    if off and action != "log" and "${" not in action:
+        raise Refused(f"spike_action={action} needs {ACTOR}.spike_detection=True: set that, or spike_action=log")
     idle = [key for key in given if key.removeprefix(f"{ACTOR}.") in KEYS and not key.endswith(".spike_detection")]
     idle += [name for name in ("GRAD_NORM_THRESHOLD", "SPIKE_ACTION") if name in asked]
     if not off or not idle:
@@ -73,6 +76,8 @@ def _check(key: str, value: str) -> None:
             check(f"{ACTOR}.{key}", value, KEYS[key])
         return
     if first in PARTS:
+        if not rest and not value.startswith(("{", "${")):
+            raise Refused(f"{ACTOR}.{key} is a group of keys, not a value: give {ACTOR}.{key}.enable=True or False")
         if rest and rest not in PARTS[first]:
             raise Refused(f"{ACTOR}.{key} is no key: {first} has {', '.join(sorted(PARTS[first]))}")
         return

@@ -23,7 +23,6 @@ OF_PATCH = "python apply_patch.py --installed"
 OF_PLUGIN = "python -m pip install '.[report]'"
 KEYS = (
     "actor_rollout_ref.actor.spike_detection=True",
-    "actor_rollout_ref.actor.grad_norm_threshold=auto",
     "actor_rollout_ref.actor.bisect_dump_dir=DIRECTORY",
 )
 
