@@ -181,7 +181,9 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     path.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        missing = {pool.submit(run_case, *task): key for key, task in tasks.items() if key not in kept}
+        # In any order, so that a benchmark that is stopped has a sample of all kinds.
+        keys = random.Random(0).sample([key for key in tasks if key not in kept], len(tasks.keys() - kept.keys()))
+        missing = {pool.submit(run_case, *tasks[key]): key for key in keys}
         for done, future in enumerate(as_completed(missing), 1):
             if error := future.exception():
                 print(f"{missing[future]} failed: {error!r}", file=sys.stderr, flush=True)

@@ -344,9 +344,11 @@ class World:
     def step(self) -> None:
         setting = self.setting
         late = self.past[max(len(self.past) - 1 - setting.behind, 0)]
-        for worker, weights in zip(self.workers, self.at("sync", [late, late]), strict=True):
+        loaded = self.at("sync", [late, late])
+        for worker, weights in zip(self.workers, loaded, strict=True):
             worker.load_state_dict(weights)
-        self.rows = self.at("rows", self._sample())
+        # Workers with the same weights give what one of them gives, in half the time.
+        self.rows = self.at("rows", self._sample(self.workers[: 1 if loaded[0] is loaded[1] else 2]))
         tensors = self.at("batch", collate(self.rows))
         rewards = self.at("rewards", torch.tensor([reward_of(row, setting.dense) for row in self.rows]))
         self.at("model", self.model)
@@ -377,12 +379,12 @@ class World:
         self.past.append(self.weights())
         self.step_number += 1
 
-    def _sample(self) -> list[Row]:
+    def _sample(self, workers: list[LlamaForCausalLM]) -> list[Row]:
         setting = self.setting
         rare = RARE if self.step_number == self.natural else 1
         prompts = draw_prompts(setting.prompts, setting.tools, self.random).repeat_interleave(rare * setting.answers, 0)
         rows: list[Row] = []
-        for worker, own in zip(self.workers, prompts.chunk(2), strict=True):
+        for worker, own in zip(workers, prompts.chunk(len(workers)), strict=True):
             rows += generate(self._served(worker), own, setting, self.random, self.processed)
         if rare > 1:  # of each group those with the rarest tokens
             groups = [rows[i : i + rare * setting.answers] for i in range(0, len(rows), rare * setting.answers)]
@@ -403,7 +405,7 @@ class World:
         return model
 
     def _log_probs(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        meta = {"micro_batch_size": 16, "temperature": self.trained_temperature, "use_dynamic_bsz": False}
+        meta = {"micro_batch_size": len(self.rows), "temperature": self.trained_temperature, "use_dynamic_bsz": False}
         data = DataProto.from_dict(tensors, meta_info=meta)
         found = {"old_log_probs": self.actor.compute_log_prob(data)[0]}
         if self.setting.reference:
