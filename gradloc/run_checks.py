@@ -258,7 +258,7 @@ class RunChecks:
         self._columns = [0.0] * COLUMN_SUMS
         # The typical |A|, a geometric mean, of the last updates; and since which step another one holds.
         self._sizes: list[float] = []
-        self._scale_since: list[Any] | None = None
+        self._scale_since: list[Any] = []
         self._updates_since_resume: int | None = None
         # The warning of a wrongly scaled loss, of the last mini-batch and of the update; and how many mini-batches in a
         # row had one.
@@ -375,7 +375,7 @@ class RunChecks:
     def _end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
         self._scale_since = self._other_scale()
-        if (size := self._size()) is not None and self._scale_since is None:
+        if (size := self._size()) is not None and not self._scale_since:
             self._sizes = [*self._sizes, size][-_SIZES:]
         self._columns = [0.0] * COLUMN_SUMS
         if not self._sums["tokens"]:
@@ -416,19 +416,19 @@ class RunChecks:
         *_, total, count = self._columns
         return math.exp(total / count) if count >= SCALE_RESPONSES else None
 
-    def _other_scale(self) -> list[Any] | None:
-        """[step, factor] since when advantages have another size; None while they have not."""
+    def _other_scale(self) -> list[Any]:
+        """[step, factor] since when advantages have another size; empty while they have not."""
         size, since = self._size(), self._scale_since
         if size is None or len(self._sizes) < SCALE_UPDATES:
             return since
         low, high = min(self._sizes), max(self._sizes)
         if low / SCALE_FACTOR < size < high * SCALE_FACTOR:
-            return None
-        return [self._step if since is None else since[0], size / statistics.median(self._sizes)]
+            return []
+        return [since[0] if since else self._step, size / statistics.median(self._sizes)]
 
     def _reward_scale(self) -> dict[str, Any] | None:
         since = self._other_scale()
-        if since is None or self._size() is None:
+        if not since or self._size() is None:
             return None
         step, factor = since
         when = "" if step is None else f" since step {step}"

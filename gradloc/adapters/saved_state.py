@@ -27,9 +27,17 @@ _USUAL_SIGNAL = {"recent?": [float], "count?": int, "average?": float}
 _LAYER = {"warmup?": [float], "count?": int, "mean?": float, "deviation?": float, "floor?": float}
 _RUN_CHECKS = {
     "rates": float,
-    "readings": [(float, float, int | None)],
+    "readings": [(float, int | None)],
+    "stride": int,
+    "since_reading": int,
+    "times": {str: int},
+    "updates": int,
+    "gap": float | None,
     "least": float,
-    "held": {"rule": str, "times": int},
+    "misaligned_since": int | None,
+    "related": float | None,
+    "sizes": [float],
+    "scale_since": [int | float | None],
 }
 _FORM = {
     "gradloc?": {
@@ -103,7 +111,7 @@ def _misfit(value: Any, form: Any, place: str = "its content") -> str | None:
             is_count = is_finite_number(value) and value >= 0
             fits = isinstance(value, form) and (is_count or not isinstance(value, int))
         return None if fits else f"{place} is {value!r:.60}"
-    kind = dict if isinstance(form, dict) else (list, tuple)
+    kind: Any = dict if isinstance(form, dict) else (list, tuple)
     if not isinstance(value, kind) or (isinstance(form, tuple) and len(value) != len(form)):
         return f"{place} is {value!r:.60}"
     if isinstance(form, list):

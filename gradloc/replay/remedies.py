@@ -220,7 +220,8 @@ def _of_token_clip(spike: _Spike, notes: list[str]) -> list[Row]:
     if found is None:
         notes.append("TokenClip cannot be computed: its bounds are of other layers than this model has.")
         return []
-    name, override = "TokenClip", f"{enable} {_ACTOR}.token_clip.action=drop"
+    name = "TokenClip"
+    override: str | None = f"{enable} {_ACTOR}.token_clip.action=drop"
     if bounds["action"] != "log":
         name, override = "TokenClip, as it was set", None
     meaning = f"signals over {bounds['factor']:g} times the usual largest one are cut"
