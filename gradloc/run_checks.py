@@ -27,8 +27,9 @@ STALE_SHARE = 0.25
 WHOLE_SHARE = 0.8
 CLEAR_SHARE = 0.6
 STALE_RESPONSES = 4
-# A rollout that is late by up to three steps has the first weights until then.
-STALE_UPDATES = 6
+# A rollout that is late by up to three steps has the first weights until the fourth update.
+STALE_UPDATES = 5
+STALE_AT_ONCE = 0.1
 # A gap that is so large, and so many times what it was, is reported: as a drift if it has grown all the time, so that
 # halfway it was between these shares of the rise, and as a jump if one update made most of it. The first updates of a
 # run whose rollout is late by a step or two have smaller gaps than all others.
@@ -363,8 +364,10 @@ class RunChecks:
         """Whether the update shows for certain what holds in it, or others before it have shown the same."""
         if rule in ("other_log_probs", "policy_log_probs") and self._is_first:
             return True
-        if rule == "stale_reference" and self._updates < STALE_UPDATES - 1:
-            return False
+        if rule == "stale_reference" and self._updates < STALE_UPDATES:
+            near = self._sums["stale_distance"] <= STALE_AT_ONCE * self._sums["stale_gap"]
+            if self._updates < STALE_UPDATES - 1 or not near:
+                return False
         return rule == "misaligned" or self._times.get(rule, 0) >= IN_A_ROW - 1
 
     @property
@@ -538,7 +541,7 @@ class RunChecks:
             return None
         when = "before any optimizer step" if self._is_first else "within one step"
         return {
-            "name": "misaligned",
+            "name": "other_log_probs",
             "sentence": f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the "
             f"reference's do not, {when}: what computes them changed, and not the weights. Look at the forward pass of "
             "the update: which logits are gathered, the attention mask, position ids, kernels.",

@@ -39,6 +39,8 @@ HEAVY = 5.0
 # Where culprits are rare by selection, and what spikes of healthy runs are.
 SELECTED = ("advantage", "weight", "unlikely", "punished")
 NATURAL = ("advantage", "unlikely", "punished")
+# The rules of a part of the loss, which may be the cause for all tokens.
+PARTS = ("kl", "entropy")
 # A culprit whose norm is over so many thresholds is not one because it is rare.
 RARE_NORM = 30.0
 
@@ -149,6 +151,18 @@ def decide(
         if layer := _layer_of_all(event):
             return {"cause": "layer", "culprits": None, "ordinary": None, **layer}
     note = resume_note(event.get("steps_since_resume"))
+    of_all = next((name for name in PARTS if (ordinary.get(name) or 0.0) >= MOST_CULPRITS), None)
+    if cause is None and of_all is not None:
+        share, advice = ordinary[of_all], CAUSES[of_all].advice
+        claim = f"{CAUSES[of_all].claim}: {percent(share or 0.0)} of all tokens"
+        sentence = f"{claim}. {advice}{note}"
+        return {
+            "cause": of_all,
+            "culprits": None,
+            "ordinary": share,
+            "sentence": sentence,
+            "check": CAUSES[of_all].check,
+        }
     if cause is None:
         sentence = f"No known cause: {_why_unknown(event, ordinary, explaining)}.{note}"
         without = [each for each in warnings if each["name"] in WITHOUT_CAUSE]
@@ -340,7 +354,7 @@ def find_cause(
         for rule in RULES
         if culprits[rule.name] >= MOST_CULPRITS
         and (
-            rule.name in ("retokenized", "kl", "entropy")
+            rule.name in ("retokenized", *PARTS)
             or (rule.name == "layer" and ordinary_layer_norms is not None)
             or (rule.name != "layer" and _stands_out(culprits[rule.name], ordinary[rule.name]))
         )

@@ -13,7 +13,7 @@ from .meanings import ADVICE
 # Sources and causes that are to be repaired where they come from: a remedy only covers them up.
 _BUGS = (
     *("nonfinite", "retokenized", "misaligned", "unsampled", "weight"),
-    *("loss_scale", "auxiliary", "stale_weights", "partly_stale", "other_log_probs"),
+    *("loss_scale", "auxiliary", "stale_weights", "partly_stale", "other_log_probs", "reward_scale"),
 )
 # A remedy that leaves more of what the culprits add to the norm is not recommended.
 _MOST_LEFT = 0.5

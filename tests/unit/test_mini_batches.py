@@ -109,7 +109,7 @@ def test_a_spike_that_an_error_leaves_without_an_event_is_counted_and_skipped(
     def fail(*_: Any, **__: Any) -> None:
         raise collectives.RankFailedError("rank 1: MemoryError: a planted one")
 
-    owner, name = (Investigation, "__init__") if where == "the search" else (events, "culprit_facts")
+    owner, name = (Investigation, "__init__") if where == "the search" else (events, "token_facts_of")
     monkeypatch.setattr(owner, name, fail)
     loop = Loop(grad_norm_threshold=1e-3, spike_action=action)
     located = loop.step([1.0, -1.0, 1.0, -1.0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.evidence.culprits import culprit_facts
+from gradloc.evidence.culprits import token_facts_of
 from gradloc.evidence.token_facts import response_kl, token_evidence
 from gradloc.fsdp import collectives
 from gradloc.measure import probes
@@ -111,7 +111,7 @@ CULPRITS = [((1, 1), 0, 99), ((0, 0), 3, 7), ((1, 0), 2, 0)]
 def test_the_ranks_that_have_culprits_tell_of_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = Sent(monkeypatch, world_size=12)
     found = investigation(CULPRITS, sequence_parallel_size=4)
-    facts = culprit_facts(found)
+    facts = token_facts_of(found, found.culprits)
     assert set(facts) == set(CULPRITS) and sorted(sent.bytes) == [0, 4]
     # Most of it are the KL estimates around each: far less than the columns of its micro-batch.
     assert max(sent.bytes.values()) < 2 * 6000
@@ -125,11 +125,11 @@ def test_the_ranks_that_have_culprits_tell_of_them_alone(monkeypatch: pytest.Mon
 
 def test_without_culprits_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = Sent(monkeypatch, world_size=2)
-    assert culprit_facts(investigation([], sequence_parallel_size=1)) == {} and sent.bytes == {}
+    assert token_facts_of(investigation([], sequence_parallel_size=1), []) == {} and sent.bytes == {}
 
 
 def test_a_rank_that_cannot_tell_of_its_culprits_fails_on_all() -> None:
     found = investigation(CULPRITS[1:2], sequence_parallel_size=1)
     del found.mini_batch.micro_batches[0].tokens["token_id"]
     with pytest.raises(collectives.RankFailedError, match="rank 0: KeyError: 'token_id'"):
-        culprit_facts(found)
+        token_facts_of(found, found.culprits)
