@@ -15,7 +15,7 @@ Culprit = Mapping[str, Any]
 
 def ended_early(event: Event) -> bool:
     """Whether the search ended before it was done. "No small set of tokens explains the spike" is a result."""
-    if event["diagnosis"] == "unsearched":
+    if event["diagnosis"] in ("unsearched", "under"):
         return False
     done = event["until"] == "explained" and event["diagnosis"] in ("diffuse", "nonfinite", "overflow")
     return not event["complete"] and not done
@@ -27,7 +27,7 @@ def explanation(event: Event) -> str | None:
     Args:
         event (Mapping): An event as the evidence has it.
     """
-    if event["diagnosis"] in ("nonfinite", "overflow", "unsearched"):
+    if event["diagnosis"] in ("nonfinite", "overflow", "unsearched", "under"):
         return None
     if event["diagnosis"] == "diffuse":
         facts = _diffuse(event)

@@ -779,12 +779,13 @@ def test_a_sentence_says_whether_the_culprits_explain_the_spike(
     out = " ".join(run(events=[sample]).split())
     assert f"What the culprits explain step 5 {sentence}" in out if sentence else "culprits explain" not in out
     (shown,) = json.loads(run("--json"))["largest_events"]
+    check = sample["verdict"]["check"].replace("verl.utils.gradloc", "gradloc")
     assert shown == {
         "global_step": 5,
         "next_command": None,
         **{name: sample[name] for name in ("epoch", "mini_batch", "diagnosis", "until", "explained", "more_tokens")},
         "culprits": len(sample["culprits"]),
-        "verdict": sample["verdict"],
+        "verdict": {**sample["verdict"], "check": check + " No bundle was kept of this spike." * ("BUNDLE" in check)},
         "summary": sample["summary"],
         "explanation": sentence,
     }
