@@ -272,9 +272,11 @@ def _entries(found: Evidence, files: Sequence[str], once: bool) -> Iterator[Any]
         entry = _parsed(line)
         if entry is None:
             found.skipped += line != b"\n"
+        elif digest not in later and line.startswith(_REPLACING) and str(entry.get("replaces")) in later:
+            pass  # it is read in the other one's place
         elif hash(line) in seen:
             found.doubled += 1
-        elif digest in later or not line.startswith(_REPLACING) or str(entry.get("replaces")) not in later:
+        else:
             if once:
                 seen.add(hash(line))
             yield entry

@@ -176,8 +176,10 @@ def test_the_last_of_several_searches_counts(evidence: Path, capsys: pytest.Capt
         assert search(evidence, "--budget", str(budget)) == 0
         assert line_of(evidence)["budget"] == budget
     assert len(lines_of(evidence)) == 4
-    (event,) = read(str(evidence)).events
-    assert event["diagnosis"] == "tokens"
+    found = read(str(evidence))
+    (event,) = found.events
+    # Nothing but what was malformed before is left out or counted twice.
+    assert event["diagnosis"] == "tokens" and (found.doubled, found.skipped) == (0, 5)
     # The line of training may be in a file that was moved away.
     data = (evidence / "spikes.jsonl").read_bytes()
     (evidence / "spikes.jsonl").write_bytes(data[data.index(b'{"replaces"') :])
