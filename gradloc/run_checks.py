@@ -110,7 +110,7 @@ _WEIGHTS = "check that the weights, or the LoRA adapter, of every step reach eve
 _SAME_WEIGHTS = (
     "Print a checksum of one weight in training and in every rollout worker after each step: they should be equal."
 )
-_SEE = "`bash run_experiment.sh --embedded --fault {}` plants this fault."
+_SEE = "In a checkout of GradLoc, `bash run_experiment.sh --embedded --fault {}` plants this fault."
 
 
 def own_sums(

@@ -24,7 +24,7 @@ ADVICE = (
 )
 CHECK = (
     "Take one step from the same checkpoint with the coefficient of the auxiliary loss at 0: `actor/grad_norm` should "
-    "fall. An example: `bash run_experiment.sh --embedded --fault auxiliary`."
+    "fall. An example, in a checkout of GradLoc: `bash run_experiment.sh --embedded --fault auxiliary`."
 )
 
 

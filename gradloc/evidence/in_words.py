@@ -167,6 +167,8 @@ def turn_boundary(culprits: Sequence[Culprit]) -> str | None:
 def _without_culprits(event: Event) -> str:
     if event["diagnosis"] == "unsearched":
         return _unsearched(event)
+    if event["diagnosis"] == "under":
+        return "recorded, and searched: no micro-batch is over its threshold"
     if event["diagnosis"] == "overflow":
         return "the scaled fp16 gradients overflowed, while log-probs and advantages are finite"
     if event["diagnosis"] == "nonfinite":

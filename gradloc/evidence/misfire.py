@@ -144,5 +144,5 @@ def _verdict(what: str, value: Any, share: float, ordinary: float, culprits: int
         "sentence": f"{where} ({shares}): read these responses, and look for what the reward function takes for right "
         "or wrong there.",
         "check": "Score the culprits' `response` in spikes.jsonl against its `ground_truth` by hand, and compare with "
-        "its `reward`. An example: `bash run_experiment.sh --embedded --fault misfire`.",
+        "its `reward`. An example, in a checkout of GradLoc: `bash run_experiment.sh --embedded --fault misfire`.",
     }

@@ -159,7 +159,7 @@ EVENT = _line(
         **fields("threshold loss_scale", _POSITIVE),
         **fields("global_norm global_threshold", NUMBER),
         "ordinary_layer_norms": _or_null(_NUMBERS_BY_LAYER),
-        "diagnosis": {"enum": ["tokens", "diffuse", "nonfinite", "overflow", "incomplete", "unsearched"]},
+        "diagnosis": {"enum": ["tokens", "diffuse", "nonfinite", "overflow", "incomplete", "unsearched", "under"]},
         "until": {"enum": ["explained", "exhaustive"]},
         "explained": _YES_NO_OR_NULL,
         "more_tokens": {"type": ["integer", "null"], "minimum": 0},

@@ -173,7 +173,7 @@ def _is_far_from_one(ratio: Any, factor: float) -> Any:
 
 
 # After what to compare in the run's own data.
-_EXAMPLE = " An example: `bash run_experiment.sh --embedded --fault {}`."
+_EXAMPLE = " An example, in a checkout of GradLoc: `bash run_experiment.sh --embedded --fault {}`."
 _RATIOS = (
     "Compare the culprits' `rollout_log_prob`, `old_log_prob` and `log_prob` in spikes.jsonl: a gap between the first "
     "two is between the engines (precision, temperature, old weights), one between the last two comes from the updates "

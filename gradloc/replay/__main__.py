@@ -40,7 +40,7 @@ from .parts import missing_notes
 from .progress import measuring, shown
 from .remedies import remedies_so_far
 from .result import Found, build_result, write_result
-from .search_command import processes, run_search
+from .search_command import given, processes, run_search
 from .searched_event import with_findings
 from .switch_table import AS_REPLAYED
 from .switches import Switch, loaded_switches, measure_switch, row, switches_in_place
@@ -151,7 +151,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.html:
         from .page import write_replay_page  # needs plotly
 
-        write_replay_page(bundle, result, options.html)
+        write_replay_page(bundle, result, options.html, given(options))
         print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
     return 0
 

@@ -39,6 +39,8 @@ from .result import log_prob_distance
 _TOKENS = 16
 # How many probes count as one pass, at most: those of a recorded spike, for which fewer take less time, and of others.
 _WIDTH_OF_RECORDED, _WIDTH = 8, 64
+# What is suggested for τ is under the largest norm by this factor.
+_UNDER = 0.8
 _MEDIANS = ("median_advantage", "median_weight")
 
 
@@ -59,6 +61,11 @@ class Largest:
     token: Place | None
     token_norm: float
     tokens: int
+
+    @property
+    def lower_threshold(self) -> str:
+        """A τ with which the micro-batch is searched."""
+        return f"{_UNDER * self.norm:.2g}"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,15 +41,14 @@ from .model import (
     quiet_transformers,
     why_not,
 )
+from .page import evidence_of
 from .parts import Parts, is_recorded, open_parts
 from .search import Largest, Searched, search
-from .searched_event import places, searched_event
+from .searched_event import places, quiet_event, searched_event
 from .searched_model import build_forward, shard_model
 from .verdict import same_weights, weights_in_words
 
 _TAKE_LESS = "Take another --device, --dtype or --attention, a machine with more memory, or several with torchrun."
-# What is suggested for τ is under the largest norm by this factor.
-_UNDER = 0.8
 
 _Value = TypeVar("_Value")
 
@@ -74,6 +74,13 @@ class _Loaded:
 
 class _FailedError(ValueError):
     """Why there is no result, in one sentence."""
+
+
+def given(options: argparse.Namespace) -> str:
+    """What was given of the model, as words of a shell: a command on the same bundle takes it as well."""
+    paths = (("--model", options.model), ("--adapter", options.adapter))
+    words = [word for name, path in paths if path is not None for word in (name, shlex.quote(path))]
+    return "".join(f" {word}" for word in (*words, *["--trust-remote-code"] * options.trust_remote_code))
 
 
 def processes() -> int:
@@ -203,12 +210,17 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
     sentences, notes = [weights_in_words(facts)], [*parts.notes, *loaded.model.notes]
     event: dict[str, Any] | None = None
     written: str | None = None
+    base, why = _known_event(bundle, parts)
     if searched.found is None:
         sentences.insert(0, _nothing_over(searched.largest, threshold))
+        # What another search has found stays.
+        if base["diagnosis"] in ("unsearched", "under"):
+            event = quiet_event(base, bundle, threshold, searched, of_training)
+            written, of_writing = _write(bundle, parts, event, why)
+            notes += of_writing
     else:
         if not of_training:
             sentences.append("So the tokens are those of these weights, which need not be those of training.")
-        base, why = _known_event(bundle, parts)
         event = searched_event(base, searched.found, bundle, threshold, parts.is_whole)
         sentences.insert(0, _in_words(parts, searched, searched.found))
         sentences += _compared(bundle, event)
@@ -216,6 +228,7 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
             why = "with other weights than those of training, it would lose what training has found"
         written, of_writing = _write(bundle, parts, event, why)
         notes += of_writing
+    shown = evidence_of(event or bundle.event, bundle, given(options))
     if options.json:
         print(json.dumps(jsonable(event or bundle.event), indent=2, allow_nan=False))
         for line in [*sentences, *notes]:
@@ -225,11 +238,9 @@ def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, th
 
         ranks, kind = collectives.world_size(), loaded.model.device.type
         where = f"{loaded.path}   {loaded.variant} on {kind if ranks == 1 else f'{ranks} processes, {kind}'}"
-        print_search(bundle.path.resolve().name, where, sentences, notes, event)
+        print_search(bundle.path.resolve().name, where, sentences, notes, shown if searched.found else None)
     if options.html:
-        from .page import evidence_of
-
-        write_page(evidence_of(event or bundle.event) if written is None else read(written), options.html)
+        write_page(shown if written is None else read(written), options.html)
         print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
@@ -261,7 +272,7 @@ def _write(bundle: Bundle, parts: Parts, event: Mapping[str, Any], why_not: str 
         try:
             path = replace_line(bundle, parts.names, event)
             directory = str(path.parent)
-            notes.append(f"Its line is replaced in {path}")
+            notes.append(f"Appended to {path}: the report shows it in place of training's line")
         except (NoLineError, OSError) as error:
             why_not = str(error)
     if why_not is not None:
@@ -305,4 +316,4 @@ def _nothing_over(largest: Largest | None, threshold: float) -> str:
         _, row, position = largest.token
         of = f"of {largest.tokens} tokens measured alone" if largest.tokens > 1 else "the token measured alone,"
         text += f"; the largest {of} has {short(largest.token_norm / threshold)} τ (row {row}, position {position})"
-    return f"{text}. To search it all the same: --threshold {_UNDER * largest.norm:.2g}."
+    return f"{text}. To search it all the same: --threshold {largest.lower_threshold}."

@@ -13,6 +13,7 @@ from ..bundles.plain_file import read_plain_file
 from ..evidence.foreign_json import parse
 from ..evidence.in_words import summary
 from ..evidence.schema import EVENT, conforms
+from .search import Searched
 
 # What a search finds out.
 _FOUND = (
@@ -71,6 +72,44 @@ def searched_event(
         event["complete"] = found["complete"] and not first and base["complete"]
     if first or places(base["culprits"]) != places(event["culprits"]):
         event["verdict"] = found["verdict"]
+    if event.get("replay") is None:
+        event["replay"] = f"{layout.FOLDER}/{bundle.path.resolve().name}"
+    event["summary"] = summary(event)
+    return event
+
+
+def quiet_event(
+    base: Mapping[str, Any], bundle: Bundle, threshold: float, searched: Searched, of_training: bool
+) -> dict[str, Any]:
+    """The event of a recorded spike after a search with no micro-batch over its threshold.
+
+    Args:
+        base (Mapping): The event so far.
+        bundle (Bundle): The bundle that was searched.
+        threshold (float): τ.
+        searched (Searched): What `search` gave.
+        of_training (bool): Whether the weights are those of training.
+    """
+    check = "No token of the bundle has a gradient: see whether it is of the step with the spike."
+    if searched.largest is not None:
+        check = (
+            f"`python -m verl.utils.gradloc.replay BUNDLE --search --threshold {searched.largest.lower_threshold}` "
+            "searches the largest one all the same."
+        )
+    event = {
+        **base,
+        "diagnosis": "under",
+        "search": "replayed",
+        "threshold": threshold,
+        "global_threshold": float(base["global_threshold"]) * threshold / base["threshold"],
+        "passes": searched.passes,
+    }
+    # What is wrong with the run is wrong without a search.
+    if not (base.get("verdict") or {}).get("cause"):
+        or_ = "or" if of_training else "the weights are not those of training, or"
+        sentence = f"No micro-batch is over its threshold: the spike is not in these tokens, {or_} τ is too high."
+        shares = {"cause": None, "culprits": None, "ordinary": None}
+        event["verdict"] = {**shares, "sentence": sentence, "check": check}
     if event.get("replay") is None:
         event["replay"] = f"{layout.FOLDER}/{bundle.path.resolve().name}"
     event["summary"] = summary(event)

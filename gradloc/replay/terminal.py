@@ -11,9 +11,9 @@ from rich.text import Text
 
 from ..report.__main__ import TABLE_ROWS
 from ..report.figures import short, visible
+from ..report.reading import Evidence
 from ..report.summary import summarize
 from ..report.terminal import new_console, print_summary, titled
-from .page import evidence_of
 
 # The columns of texts.
 _TEXTS = ("layer", "largest layer", "by", "remedy", "meaning", "switch")
@@ -43,7 +43,7 @@ def print_result(result: Mapping[str, Any]) -> None:
 
 
 def print_search(
-    bundle: str, where: str, sentences: Sequence[str], notes: Sequence[str], event: Mapping[str, Any] | None
+    bundle: str, where: str, sentences: Sequence[str], notes: Sequence[str], evidence: Evidence | None
 ) -> None:
     """Prints what a search found.
 
@@ -52,13 +52,13 @@ def print_search(
         where (str): With which model, and how, it was computed.
         sentences (Sequence[str]): What is to be said.
         notes (Sequence[str]): What is missing.
-        event (Mapping, optional): The event, which is printed as the report does; None if nothing was found.
+        evidence (Evidence, optional): What is printed as the report does; None if nothing was found.
     """
     console = _print_head(f"Search of {bundle}", where, sentences, notes)
-    if event is None:
+    if evidence is None:
         console.print()
     else:
-        print_summary(summarize(evidence_of(event), TABLE_ROWS))
+        print_summary(summarize(evidence, TABLE_ROWS))
 
 
 def _print_head(title: str, where: str, sentences: Sequence[str], notes: Sequence[str]) -> Console:

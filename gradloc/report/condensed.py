@@ -44,12 +44,14 @@ _SUSPECTED_FIELDS = ("rank micro_batch row position token_id suspicion advantage
 _SUSPECTED = 16
 _SHORT_TEXTS = ("token", "data_source", "uid")
 _LONG_TEXTS = ("prompt", "response", "ground_truth")
+# Of the Python that reads the evidence, which need not have the verl that wrote it.
+_PACKAGE = __name__.rsplit(".", 2)[0]
 # What a row has for the report itself.
 NOT_SHOWN = ("details", "prompt_hash")
 
 
 def condensed_event(
-    event: Mapping[str, Any], largest: Mapping[str, Any] | None, directory: str = "."
+    event: Mapping[str, Any], largest: Mapping[str, Any] | None, directory: str = ".", options: str = ""
 ) -> dict[str, Any]:
     """An event without its culprits and without the layers of its units.
 
@@ -57,27 +59,37 @@ def condensed_event(
         event (Mapping): As the evidence has it.
         largest (Mapping, optional): Its largest culprit.
         directory (str): The directory that it is from.
+        options (str): What every command on its bundle takes, as words of a shell.
 
     Returns:
         dict: The event with new fields: `level` (the token-equivalent norm that triggered it), `size` (the largest
             culprit's norm, or without a culprit the largest token-equivalent norm), `explanation`, `ended_early`,
             `open_tokens`, `culprits_in_all`, `diffuse_in_all`. Of its units, the largest that have the micro-batch of
             a culprit; `of_ranks` is on how many ranks that micro-batch was over its threshold. Of a recorded spike,
+<<<<<<< HEAD
             `suspected` lists tokens, and `suspected_title` says whose. `next_command` replays its bundle, None where
             none was kept.
+=======
+            `suspected` lists tokens. `next_command` replays its bundle, None where none was kept. `is_spike` is False
+            where nothing was found to be over a threshold.
+>>>>>>> evidence
     """
     ordinary = event["ordinary_layer_norms"]
     # The units may not be known.
-    trigger = number(event["threshold"]) * threshold_factor(event["trigger"])
+    factor = threshold_factor(event["trigger"])
+    trigger = number(event["threshold"]) * factor
     norms = (
         [trigger, *(unit["token_equivalent"] for unit in event["units"])] if largest is None else [largest["grad_norm"]]
     )
     parts = heapq.nlargest(PARTS, event["diffuse"], key=excess)
+    replay = event.get("replay")
+    bundle = shlex.quote(os.path.join(directory, replay)) + options if replay else None
     return {
         **rounded({name: event[name] for name in _EVENT_FIELDS}),
         "error": clipped(event["error"]),
-        "verdict": _verdict(event, directory),
-        "next_command": _next_command(event, directory),
+        "is_spike": factor > 1 or event["diagnosis"] not in ("unsearched", "under"),
+        "verdict": _verdict(event, bundle),
+        "next_command": _next_command(event, bundle),
         "summary": clipped(event["summary"]),
         "trigger": _fields(event["trigger"], _TRIGGER_FIELDS),
         "ordinary_layer_norms": None if ordinary is None else rounded(_by_layer(ordinary)),
@@ -130,28 +142,27 @@ def clipped(text: Any, most: int = TEXT_CHARACTERS) -> str | None:
     return text if len(text) <= most else f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
 
 
-def _verdict(event: Mapping[str, Any], directory: str) -> dict[str, Any] | None:
-    """The verdict's known fields, with the place of the event's bundle in its check; None where there is none."""
+def _verdict(event: Mapping[str, Any], bundle: str | None) -> dict[str, Any] | None:
+    """The verdict's known fields, with the event's bundle, if any, in its check; None where there is none."""
     verdict = event.get("verdict")
     if verdict is None:
         return None
     check = str(clipped(verdict["check"]))
-    if bundle := _bundle(event, directory):
+    check = check.replace("python -m verl.utils.gradloc.", f"python -m {_PACKAGE}.")
+    if bundle is not None:
         check = check.replace("BUNDLE", bundle, 1)
+    elif " BUNDLE" in check:
+        check += " No bundle was kept of this spike."
     texts = {"cause": clipped(verdict["cause"], _SHORT_CHARACTERS), "sentence": clipped(verdict["sentence"])}
     return {**_fields(verdict, ("culprits", "ordinary")), **texts, "check": clipped(check)}
 
 
-def _bundle(event: Mapping[str, Any], directory: str) -> str | None:
-    """The place of the event's bundle as a word of a shell; None where none was kept."""
-    return shlex.quote(os.path.join(directory, event["replay"])) if event.get("replay") else None
-
-
-def _next_command(event: Mapping[str, Any], directory: str) -> str | None:
+def _next_command(event: Mapping[str, Any], bundle: str | None) -> str | None:
     """The command that measures what each remedy leaves of a spike, or that searches a recorded one."""
-    bundle = _bundle(event, directory)
+    if bundle is None or event["diagnosis"] == "under":
+        return None
     what = "--search" if event["diagnosis"] == "unsearched" else "--remedies"
-    return None if bundle is None else clipped(f"python -m verl.utils.gradloc.replay {bundle} {what}")
+    return clipped(f"python -m {_PACKAGE}.replay {bundle} {what}")
 
 
 def _fields(of: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ Culprit = Mapping[str, Any]
 
 def ended_early(event: Event) -> bool:
     """Whether the search ended before it was done. "No small set of tokens explains the spike" is a result."""
-    if event["diagnosis"] == "unsearched":
+    if event["diagnosis"] in ("unsearched", "under"):
         return False
     done = event["until"] == "explained" and event["diagnosis"] in ("diffuse", "nonfinite", "overflow")
     return not event["complete"] and not done
@@ -27,7 +27,7 @@ def explanation(event: Event) -> str | None:
     Args:
         event (Mapping): An event as the evidence has it.
     """
-    if event["diagnosis"] in ("nonfinite", "overflow", "unsearched"):
+    if event["diagnosis"] in ("nonfinite", "overflow", "unsearched", "under"):
         return None
     if event["diagnosis"] == "diffuse":
         facts = _diffuse(event)
@@ -54,7 +54,7 @@ def _explained(event: Event) -> list[str]:
         return [f"Explained: {_without_culprits(event, unit)[0]}"]
     these, them = _these_and_them(event)
     facts = [f"Explained: without {these} every micro-batch is under its threshold"]
-    return facts + ([f"the highest, {_unit_name(unit)}, is {_rest(unit, them)}"] if unit else [])
+    return facts + ([f"the highest, {_unit_name(unit)}, {_rest(unit, them)}"] if unit else [])
 
 
 def _exhaustive(event: Event) -> list[str]:
@@ -86,7 +86,7 @@ def _diffuse(event: Event) -> list[str]:
     if share_known := math.isfinite(share):
         facts.append(f"{which} {'carry' if many else 'carries'} {percent(share)} of the norm")
     if unit and culprits:
-        facts.append(f"without {them if share_known else which} {_unit_name(unit)} is {_rest(unit, them)}")
+        facts.append(f"without {them if share_known else which} {_unit_name(unit)} {_rest(unit, them)}")
     return facts
 
 
@@ -113,7 +113,7 @@ def _worst_rest(event: Event) -> Unit | None:
 def _without_culprits(event: Event, unit: Unit | None) -> list[str]:
     """How far a unit is over its threshold without its culprits; an empty list if there is no such unit."""
     these, them = _these_and_them(event)
-    return [f"without {these} {_unit_name(unit)} is {_rest(unit, them)}"] if unit else []
+    return [f"without {these} {_unit_name(unit)} {_rest(unit, them)}"] if unit else []
 
 
 def _these_and_them(event: Event) -> tuple[str, str]:
@@ -127,5 +127,7 @@ def _unit_name(unit: Unit) -> str:
 
 def _rest(unit: Unit, them: str) -> str:
     """How far a unit is over its threshold without its culprits, and with them."""
+    if not (number(unit["rest"]["norm"]) or number(unit["rest"]["threshold"])):
+        return f"has no token left that can move (it is at {short_factor(unit)} of its threshold with {them})"
     still = "" if threshold_factor(unit["rest"]) <= 1 else "still "
-    return f"{still}at {short_factor(unit['rest'])} of its threshold ({short_factor(unit)} with {them})"
+    return f"is {still}at {short_factor(unit['rest'])} of its threshold ({short_factor(unit)} with {them})"

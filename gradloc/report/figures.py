@@ -19,9 +19,9 @@ def severity(norm: float | str) -> float:
 
 
 def threshold_factor(part: Mapping[str, Any]) -> float:
-    """`norm` divided by `threshold`; infinite if the threshold is zero, as it may be in an edited file."""
-    threshold = number(part["threshold"])
-    return number(part["norm"]) / threshold if threshold else math.inf
+    """`norm` divided by `threshold`; of a part without a token that can move, both are zero, and so is this."""
+    norm, threshold = number(part["norm"]), number(part["threshold"])
+    return norm / threshold if threshold else math.inf if norm else 0.0
 
 
 def culprit_factor(culprit: Mapping[str, Any]) -> float:

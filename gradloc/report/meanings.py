@@ -15,7 +15,8 @@ DIAGNOSES = {
     "nonfinite": "Look at the weights after the previous step, then at rewards and advantages.",
     "overflow": "The gradient scaler handles it; look at the loss scale if it happens repeatedly.",
     "incomplete": "Look at the search's error if there is one, or raise bisect_budget_steps (or _seconds).",
-    "unsearched": "Only recorded: search it with `python -m verl.utils.gradloc.replay BUNDLE --search`.",
+    "under": "The spike is not in these tokens, or τ is too high.",
+    "unsearched": "Only recorded: search its bundle.",
 }
 
 # By `spike_action`: what was done, and what was done instead where that was not possible.

@@ -458,7 +458,7 @@ function title() {
   if (!events.length) return data.lost_spikes ? "No gradient spike could be read" : "No gradient spike";
   const { first_step: first, last_step: last } = totals;
   const where = !haveSteps ? "" : first === last ? ` in step ${first}` : `, steps ${first} to ${last}`;
-  return count(totals.events, "gradient spike") + where;
+  return totals.named + where;
 }
 
 function lead() {
@@ -553,7 +553,7 @@ function makeCheck(sentence) {
 // other options, and of a path only what a shell takes for one word, as Python's shlex.quote gives it.
 const ownCommands = [
   /^bash run_experiment\.sh --embedded --fault [a-z_]+$/,
-  /^python -m verl\.utils\.gradloc\.replay (?!'?-)(?:[\w@%+=:,./-]+|'[^']*'(?:"'"'[^']*')*)(?: --remedies| --switches| --search)*$/,
+  /^python -m (?:verl\.utils\.)?gradloc\.replay (?!'?-)(?:[\w@%+=:,./-]+|'[^']*'(?:"'"'[^']*')*)(?: --remedies| --switches| --search| --threshold [\d.e+-]+)*$/,
 ];
 
 function makeCommand(command) {
@@ -1055,7 +1055,7 @@ function eventName(event) {
 }
 
 function withoutCulprit(event) {
-  return event.diagnosis === "unsearched" ? "not searched" : "no culprit found";
+  return { unsearched: "not searched", under: "nothing over its threshold" }[event.diagnosis] ?? "no culprit found";
 }
 
 function moveToEvent(by, pressed, other) {
@@ -1130,10 +1130,13 @@ function story(event) {
   const left = event.ended_early && event.open_tokens
     ? `, with ${count(event.open_tokens, "token")} not looked at`
     : "";
+  const over = event.is_spike ? ", over its threshold of" : "; its threshold is";
   const sentences = [
-    `${cause} had norm ${short(norm)}, over its threshold of ${short(threshold)}.`,
+    `${cause} had norm ${short(norm)}${over} ${short(threshold)}.`,
     event.diagnosis === "unsearched"
       ? "It was recorded, and not searched."
+      : event.diagnosis === "under"
+      ? "Its bundle was searched: no micro-batch is over its threshold."
       : `${passes} (${short(number(event.seconds).toFixed(2))} s) found ${found}${early}${left}.`,
   ];
   if (event.error) sentences.push(`The search failed with an error: ${event.error.replace(/\.+$/, "")}.`);

@@ -20,7 +20,17 @@ from .token_clips import EXPLANATION, clipped_token_name, done_to
 # The charts over the run are for runs of more steps than these.
 FEW_STEPS = 5
 
-_TOTALS = ("events", "culprits", "first_step", "last_step", "sources", "incomplete_events", "passes", "seconds")
+_TOTALS = (
+    "events",
+    "named",
+    "culprits",
+    "first_step",
+    "last_step",
+    "sources",
+    "incomplete_events",
+    "passes",
+    "seconds",
+)
 # A response of which some tokens are shown: its event's index, rank and row, and the first token's position.
 _StripKey = tuple[int, int, int, int]
 

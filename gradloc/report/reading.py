@@ -62,6 +62,7 @@ class Evidence:
         since (int, optional): Events of earlier steps are left out.
         texts (bool): Whether it has the texts of samples, and the results of replays.
         directory (str): The directory of the files.
+        options (str): What every command on a bundle takes, as words of a shell.
         totals (Totals): Of all spikes, kept or not; drills are no spikes.
         kept (dict[int, dict]): The spikes with the largest norms, condensed, by their place in the order in which they
             were written; as many as the page may show.
@@ -89,6 +90,7 @@ class Evidence:
     since: int | None = None
     texts: bool = True
     directory: str = "."
+    options: str = ""
     totals: Totals = field(default_factory=Totals)
     kept: dict[int, dict[str, Any]] = field(default_factory=dict)
     drills: list[dict[str, Any]] = field(default_factory=list)
@@ -134,7 +136,7 @@ class Evidence:
             return
         largest = max(event["culprits"], key=lambda culprit: severity(culprit["grad_norm"]), default=None)
         index, before = self.totals.events, self.sources.total()
-        self.kept[index] = condensed = condensed_event(event, largest, self.directory)
+        self.kept[index] = condensed = condensed_event(event, largest, self.directory, self.options)
         self.totals.add(condensed, self.top)
         for order, culprit in enumerate(event["culprits"], before):
             row = culprit_row(event, culprit)
@@ -270,9 +272,11 @@ def _entries(found: Evidence, files: Sequence[str], once: bool) -> Iterator[Any]
         entry = _parsed(line)
         if entry is None:
             found.skipped += line != b"\n"
+        elif digest not in later and line.startswith(_REPLACING) and str(entry.get("replaces")) in later:
+            pass  # it is read in the other one's place
         elif hash(line) in seen:
             found.doubled += 1
-        elif digest in later or not line.startswith(_REPLACING) or str(entry.get("replaces")) not in later:
+        else:
             if once:
                 seen.add(hash(line))
             yield entry

@@ -45,6 +45,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "doubled_lines": evidence.doubled,
         "merged": merged(evidence),
         "events": totals.events,
+        "named": totals.named,
         "culprits": evidence.sources.total(),
         "first_step": min(totals.by_step, default=None),
         "last_step": max(totals.by_step, default=None),

@@ -106,7 +106,7 @@ def _print_verdict(console: Console, summary: Summary) -> None:
     """What the spikes come from, what to do about the largest, and how to check it."""
     first, last = summary["first_step"], summary["last_step"]
     where = "" if first is None else f" in step {first}" if first == last else f" in steps {first} to {last}"
-    title = count(summary["events"], "gradient spike") + where
+    title = summary["named"] + where
     largest = summary["largest_events"][0]
     if summary["events"] == 1:
         console.print(Text(f"{title}: {lowered(visible(_opening(largest)))}", style="bold"))
@@ -116,7 +116,7 @@ def _print_verdict(console: Console, summary: Summary) -> None:
         step = "" if largest["global_step"] is None else f", in step {largest['global_step']}"
         console.print(Text(f"The largest{step}: {lowered(visible(_opening(largest)))}"))
     if largest["verdict"] is not None:
-        console.print(Text(visible(largest["verdict"]["check"])))
+        console.print(Text(visible(largest["verdict"]["check"])), soft_wrap=True)  # it may have a command
     command = largest["next_command"]
     if command is not None and (largest["verdict"] is None or command not in largest["verdict"]["check"]):
         console.print(Text(f"Next: `{visible(command)}`"), soft_wrap=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .drills import MiniBatch, mini_batch_of
-from .figures import excess, number
+from .figures import count, excess, number
 from .verdicts import Verdicts
 
 Key = TypeVar("Key")
@@ -23,7 +23,8 @@ class Totals:
     """Sums over spikes.
 
     Attributes:
-        events (int): How many there are.
+        events (int): How many there are, and mini-batches that were recorded and are not known to have one.
+        recorded (int): How many of these there are.
         by_step (Counter): How many each step has; those without a step are left out.
         mini_batches (set): The mini-batches that have one, of known steps.
         thresholds (set): Their thresholds.
@@ -36,6 +37,7 @@ class Totals:
     """
 
     events: int = 0
+    recorded: int = 0
     by_step: Counter[int] = field(default_factory=Counter)
     mini_batches: set[MiniBatch] = field(default_factory=set)
     thresholds: set[float] = field(default_factory=set)
@@ -57,6 +59,7 @@ class Totals:
             most_parts (int): How many parts are kept.
         """
         self.events += 1
+        self.recorded += not event["is_spike"]
         if event["global_step"] is not None:
             self.by_step[event["global_step"]] += 1
             self.mini_batches.add(mini_batch_of(event))
@@ -76,6 +79,14 @@ class Totals:
             heapq.heappush(self.parts, (excess(part), -self._parts_seen, {"global_step": event["global_step"], **part}))
             if len(self.parts) > most_parts:
                 heapq.heappop(self.parts)
+
+    @property
+    def named(self) -> str:
+        """How many there are of what, in words."""
+        spikes, recorded = self.events - self.recorded, self.recorded
+        parts = [count(spikes, "gradient spike")] if spikes else []
+        parts += [count(recorded, "recorded mini-batch", "recorded mini-batches")] if recorded else []
+        return " and ".join(parts)
 
     def largest_parts(self, most: int) -> list[dict[str, Any]]:
         return [part for *_, part in heapq.nlargest(most, self.parts)]

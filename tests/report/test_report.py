@@ -683,6 +683,12 @@ def spread(tokens: int, norm: float, rest: float | None, units: int = 1, **chang
     return made
 
 
+def without_rest(found: dict[str, Any], unit: int) -> dict[str, Any]:
+    """An event of which a unit's culprits are all of its tokens that can move."""
+    found["units"][unit]["rest"] = {"tokens": 0, "norm": 0.0, "threshold": 0.0}
+    return found
+
+
 DIFFUSE = {"diagnosis": "diffuse", "explained": False, "complete": False}
 INCOMPLETE = {"diagnosis": "incomplete", "explained": False, "complete": False, "more_tokens": None}
 EXHAUSTIVE = {"until": "exhaustive", "explained": None, "more_tokens": None}
@@ -705,6 +711,16 @@ AT = "micro-batch 2 of rank 1 is"
             spread(4, 14.2, 0.93, units=2, more_tokens=1),
             "Explained: without these 4 tokens every micro-batch is under its threshold; the highest, micro-batch 2 of "
             "rank 1, is at 0.93 of its threshold (14.2 with them); about 1 more token may be over τ.",
+        ),
+        (
+            without_rest(spread(2, 14.2, 0.93, units=2, more_tokens=0), 0),
+            "Explained: without these 2 tokens every micro-batch is under its threshold; the highest, micro-batch 3 of "
+            "rank 1, is at 0.68 of its threshold (14.2 with them); no more seem to be over τ.",
+        ),
+        (
+            without_rest(spread(1, 14.2, 0.93, more_tokens=0), 0),
+            "Explained: without this token micro-batch 2 of rank 1 has no token left that can move (it is at 14.2 of "
+            "its threshold with it); no more seem to be over τ.",
         ),
         (
             spread(2, 1.42, None, more_tokens=None),
@@ -764,12 +780,13 @@ def test_a_sentence_says_whether_the_culprits_explain_the_spike(
     out = " ".join(run(events=[sample]).split())
     assert f"What the culprits explain step 5 {sentence}" in out if sentence else "culprits explain" not in out
     (shown,) = json.loads(run("--json"))["largest_events"]
+    check = sample["verdict"]["check"].replace("verl.utils.gradloc", "gradloc")
     assert shown == {
         "global_step": 5,
         "next_command": None,
         **{name: sample[name] for name in ("epoch", "mini_batch", "diagnosis", "until", "explained", "more_tokens")},
         "culprits": len(sample["culprits"]),
-        "verdict": sample["verdict"],
+        "verdict": {**sample["verdict"], "check": check + " No bundle was kept of this spike." * ("BUNDLE" in check)},
         "summary": sample["summary"],
         "explanation": sentence,
     }

@@ -574,7 +574,7 @@ def test_the_command_of_a_check_can_be_copied(page: Page, tmp_path: Path) -> Non
     page.open(build(tmp_path, [found]))
     codes = [code.text for code in page.all("#check code")]
     path = shlex.quote(f"{tmp_path}/replay/it's {HOSTILE}").replace("\u202e", "\\u202e")
-    assert codes == [f"python -m verl.utils.gradloc.replay {path} --remedies", fault] and page.all("img") == []
+    assert codes == [f"python -m gradloc.replay {path} --remedies", fault] and page.all("img") == []
     assert page.one("#check").text.endswith("as well.") and "`" not in page.one("#check").text
     keep = "window.kept = []; navigator.clipboard.writeText = async (text) => void window.kept.push(text)"
     # The check has the next command already.

@@ -151,12 +151,10 @@ def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any) -> N
     bundle = {"replay": "replay/it's step1"}
     lines = show(events=[{**spike(1), **bundle}])
     path = f"{tmp_path}/replay/it'\"'\"'s step1"
-    assert lines[1].startswith(
-        f"`python -m verl.utils.gradloc.replay '{path}' --switches` shows whether the spike comes back"
-    )
+    assert lines[1].startswith(f"`python -m gradloc.replay '{path}' --switches` shows whether the spike comes back")
     (shown,) = page_data(report.read(str(tmp_path / "spikes.jsonl")))["events"]
     assert shown["verdict"]["check"] == lines[1]
-    assert lines[2] == f"Next: `python -m verl.utils.gradloc.replay '{path}' --remedies`"
+    assert lines[2] == f"Next: `python -m gradloc.replay '{path}' --remedies`"
     assert f"Next: `{shown['next_command']}`" == lines[2]
 
 
@@ -172,7 +170,7 @@ def test_the_next_command_searches_a_spike_that_was_only_recorded(show: Any) -> 
     generator = random.Random(1)
     found = unsearched(1, [culprit(0, ["a"], 9000.0, generator)], generator)
     lines = show(events=[{**found, "replay": "replay/step1", "verdict": None}])
-    (said,) = [line for line in lines if line.startswith("Next: `python -m verl.utils.gradloc.replay ")]
+    (said,) = [line for line in lines if line.startswith("Next: `python -m gradloc.replay ")]
     assert said.endswith("replay/step1 --search`")
 
 

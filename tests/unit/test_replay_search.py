@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,16 +13,20 @@ from typing import Any
 
 import pytest
 import torch
+from as_torchrun import ABORTS_AT_THE_END
 from stripped_bundles import strip
 from test_replay import BAD, DAMAGES, THRESHOLD, bundle, kept, resave, resign, small_model, tensors_of
 
 from gradloc.bundles.opening import open_bundle
 from gradloc.evidence.schema import EVENT, conforms
+from gradloc.evidence.verdict import CHECK_UNKNOWN
 from gradloc.evidence.writer import jsonable
 from gradloc.measure.passes import Passes
 from gradloc.replay import evidence_line, memory, progress
 from gradloc.replay.__main__ import main
 from gradloc.replay.parts import open_parts
+from gradloc.report.__main__ import main as report
+from gradloc.report.reading import read
 
 __all__ = ["bundle", "kept"]
 
@@ -29,6 +35,7 @@ pytestmark = pytest.mark.target(version="0.9.1")
 
 NAME = "step1-epoch0-mini_batch0"
 OTHER = b'{"not": "an event"}\n\xff\xfe malformed\n'
+UNFINISHED = b'{"schema": 4, "unfin'
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def evidence(kept: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "dump"
     shutil.copytree(kept, folder)
     spikes = folder / "spikes.jsonl"
-    spikes.write_bytes(OTHER + spikes.read_bytes() + OTHER + b'{"schema": 4, "unfin')
+    spikes.write_bytes(OTHER + spikes.read_bytes() + OTHER + UNFINISHED)
     return folder
 
 
@@ -46,16 +53,25 @@ def search(folder: Path, *options: str, name: str = NAME) -> int:
 
 
 def line_of(folder: Path) -> dict[str, Any]:
-    """The event in the evidence; everything else is as it was."""
+    """The event in the evidence, as readers take it; nothing that was there has changed."""
+    (written, *appended) = lines_of(folder)
+    event = appended[-1] if appended else written
+    assert all(line["replaces"] == appended[0]["replaces"] for line in appended) and "replaces" not in written
+    return {name: event[name] for name in event if name != "replaces"}
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """The line of training and those that searches have appended."""
     data = (folder / "spikes.jsonl").read_bytes()
-    assert data.startswith(OTHER) and data.endswith(b"\n" + OTHER + b'{"schema": 4, "unfin')
-    return json.loads(data.removeprefix(OTHER).split(b"\n")[0])
+    line, rest, appended = data.removeprefix(OTHER).partition(b"\n" + OTHER + UNFINISHED)
+    assert data.startswith(OTHER) and rest and b"\n" not in line
+    return [json.loads(each) for each in (line, *filter(None, appended.split(b"\n")))]
 
 
 def change_line(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     event = line_of(folder)
     change(event)
-    (folder / "spikes.jsonl").write_bytes(OTHER + json.dumps(event).encode() + b"\n" + OTHER + b'{"schema": 4, "unfin')
+    (folder / "spikes.jsonl").write_bytes(OTHER + json.dumps(event).encode() + b"\n" + OTHER + UNFINISHED)
 
 
 def left(folder: Path) -> set[str]:
@@ -63,9 +79,7 @@ def left(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and NAME not in path.parts}
 
 
-def test_the_event_is_rewritten_beside_the_bundle_and_in_the_evidence(
-    evidence: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_event_is_beside_the_bundle_and_in_the_evidence(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = {"token": "bad", "context": "a «bad» one", "reward": 1.0, "prompt": "what?"}
     change_line(evidence, lambda event: event["culprits"][0].update(texts))
     before, mode = line_of(evidence), (evidence / "spikes.jsonl").stat().st_mode
@@ -79,12 +93,12 @@ def test_the_event_is_rewritten_beside_the_bundle_and_in_the_evidence(
     same = set(before) - {"search", "culprits", "units", "seconds", "budget_seconds", "passes", "suspected", "summary"}
     assert {name: event[name] for name in same} == {name: before[name] for name in same}
     assert json.loads((evidence / "replay" / f"{NAME}.event.json").read_text()) == event
-    assert (evidence / "spikes.jsonl").stat().st_mode == mode
+    assert (evidence / "spikes.jsonl").stat().st_mode == mode and lines_of(evidence)[0] == before
     assert left(evidence) == {"spikes.jsonl", f"replay/{NAME}.event.json"} | {
         path for path in left(evidence) if path.split("/")[0] in ("model", "wider", "deeper")
     }
     assert "The culprits" in out and "«bad»" in out and "these are the weights of training" in out
-    assert "The search in training named the same tokens." in out and "Its line is replaced in" in out
+    assert "The search in training named the same tokens." in out and "in place of training's line" in out
 
 
 def several(folder: Path) -> None:
@@ -123,40 +137,66 @@ def test_a_line_that_is_not_surely_that_of_the_spike_stays(
     assert json.loads((evidence / "replay" / f"{NAME}.event.json").read_text()) == event
 
 
-def test_lines_that_training_adds_in_the_meantime_stay(evidence: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spikes, read, times = evidence / "spikes.jsonl", evidence_line._read, []
-
-    def appended(path: Path) -> bytes:
-        data = read(path)
-        times.append(path)
-        # Once for the event so far, once for the line, and once to replace it.
-        if len(times) == 3:
-            with open(spikes, "ab") as file:
-                file.write(b"ished\n")
-        return data
-
-    monkeypatch.setattr(evidence_line, "_read", appended)
-    assert search(evidence) == 0
-    data = spikes.read_bytes()
-    assert len(times) == 5 and data.endswith(b'{"schema": 4, "unfinished\n') and b'"replayed"' in data
-    assert not [path for path in left(evidence) if "unfinished" in path]
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-def test_the_file_keeps_its_owner_where_possible(
-    evidence: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
+@pytest.mark.parametrize("put_aside_before", [os.O_RDONLY, os.O_RDWR], ids=["reading", "writing"])
+def test_lines_that_training_adds_in_the_meantime_stay(
+    evidence: Path, monkeypatch: pytest.MonkeyPatch, put_aside_before: int
 ) -> None:
-    owners = []
+    """Before each call of the system, training appends, and once it puts the file aside."""
+    spikes, added, aside = evidence / "spikes.jsonl", [], evidence / "spikes.1.jsonl"
 
-    def chown(descriptor: int, user: int, group: int) -> None:
-        owners.append((user, group))
-        if not allowed:
-            raise PermissionError
+    def training_goes_on(name: str) -> None:
+        call = getattr(os, name)
 
-    monkeypatch.setattr(evidence_line.os, "fchown", chown)
-    status = (evidence / "spikes.jsonl").stat()
-    assert search(evidence) == 0 and line_of(evidence)["search"] == "replayed"
-    assert owners == [(status.st_uid, status.st_gid)]
+        def calling(*arguments: Any, **options: Any) -> Any:
+            if name == "open" and str(arguments[0]) == str(spikes) and not aside.exists():
+                if arguments[1] & os.O_ACCMODE == put_aside_before:
+                    spikes.rename(aside)
+            event = {**line, "global_step": 100 + len(added)}
+            added.append(event["global_step"])
+            with builtin_open(spikes, "ab") as file:
+                file.write(b"\n" * (len(added) == 1) + json.dumps(event).encode() + b"\n")
+            return call(*arguments, **options)
+
+        monkeypatch.setattr(evidence_line.os, name, calling)
+
+    line, builtin_open = line_of(evidence), open
+    for name in ("open", "fstat", "pread", "write", "fsync", "close"):
+        training_goes_on(name)
+    assert search(evidence) == 0
+    monkeypatch.undo()
+    found = read(str(evidence))
+    assert aside.exists() and len(added) > 5 and sorted(event["global_step"] for event in found.events) == [1, *added]
+    (event,) = [event for event in found.events if event["global_step"] == 1]
+    assert event["diagnosis"] == "tokens" and found.events[0] is event
+    assert b'"replayed"' in b"".join(path.read_bytes() for path in evidence.glob("spikes*.jsonl"))
+
+
+def test_the_last_of_several_searches_counts(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for budget in (1, 2, 128):
+        assert search(evidence, "--budget", str(budget)) == 0
+        assert line_of(evidence)["budget"] == budget
+    assert len(lines_of(evidence)) == 4
+    found = read(str(evidence))
+    (event,) = found.events
+    # Nothing but what was malformed before is left out or counted twice.
+    assert event["diagnosis"] == "tokens" and (found.doubled, found.skipped) == (0, 5)
+    # The line of training may be in a file that was moved away.
+    data = (evidence / "spikes.jsonl").read_bytes()
+    (evidence / "spikes.jsonl").write_bytes(data[data.index(b'{"replaces"') :])
+    (event,) = read(str(evidence)).events
+    assert event["diagnosis"] == "tokens"
+
+
+def test_what_only_seems_to_replace_a_line_hides_nothing(evidence: Path) -> None:
+    (line,) = lines_of(evidence)
+    assert search(evidence) == 0
+    (_, appended) = lines_of(evidence)
+    path = evidence / "spikes.jsonl"
+    whole = path.read_bytes()
+    for bad in ({**appended, "culprits": None}, {**appended, "replaces": 1}, {"replaces": appended["replaces"]}):
+        path.write_bytes(whole[: whole.index(b'{"replaces"')] + json.dumps(bad).encode() + b"\n")
+        (event,) = read(str(evidence)).events
+        assert event["passes"] == line["passes"]
 
 
 def test_other_weights_do_not_replace_what_training_has_found(
@@ -192,6 +232,69 @@ def test_a_threshold_that_nothing_exceeds_leads_to_one_that_finds_it(
     event = json.loads(capsys.readouterr().out)
     assert [(culprit["row"], culprit["position"]) for culprit in event["culprits"]] == [BAD]
     assert event["threshold"] == event["culprits"][0]["threshold"] == float(suggested)
+
+
+def run_as_printed(command: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    bin_ = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": path, "PATH": bin_}
+    return subprocess.run(command, shell=True, capture_output=True, text=True, cwd=Path("/"), env=environment)
+
+
+def commands_in(text: str) -> list[str]:
+    return re.findall("`(python -m [^`]*)`", text)
+
+
+def test_the_commands_that_a_search_prints_work_as_printed(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = evidence.with_name("it's a folder")
+    evidence.rename(folder)
+    assert search(folder) == 0
+    commands = commands_in(capsys.readouterr().out)
+    assert [command.rpartition(" ")[2] for command in commands] == ["--remedies"]
+    # What has no cause names another one.
+    change_line(folder, lambda event: event.update(verdict={**event["verdict"], "check": CHECK_UNKNOWN}))
+    (folder / "replay" / f"{NAME}.event.json").unlink()
+    assert search(folder) == 0
+    commands += commands_in(capsys.readouterr().out)
+    assert [command.rpartition(" ")[2] for command in commands] == ["--remedies", "--switches", "--remedies"]
+    for command in commands[:2]:
+        done = run_as_printed(command)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_search_with_nothing_over_its_threshold_is_a_result(
+    parts: list[Path], kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not searched, searched without a culprit, searched with one: the report says which."""
+    dump, model = parts[0].parent.parent, kept / "model"
+    recorded = jsonable({**open_bundle(parts[0]).event, "replay": f"replay/{parts[0].name}"})
+
+    def lines(*options: str) -> str:
+        if options:
+            assert main([str(parts[0]), "--model", str(model), "--search", *options]) == 0
+        capsys.readouterr()
+        assert report([str(dump)]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    for known in (True, False):
+        trigger = {**recorded["trigger"], "norm": "NaN"} if not known else recorded["trigger"]
+        line = json.dumps({**recorded, "trigger": trigger})
+        (dump / "spikes.jsonl").write_text(line + "\n")
+        what = "1 gradient spike" if known else "1 recorded mini-batch"
+        said = lines()
+        assert f"{what} in step 1: not searched yet: no token was measured." in said and "--search`" in said
+        said = lines("--threshold", "1e9")
+        assert f"{what} in step 1: no micro-batch is over its threshold: the spike is not in these tokens" in said
+        assert "not searched yet" not in said and "ended early" not in said and "Next: " not in said
+        event = json.loads((dump / "spikes.jsonl").read_text().splitlines()[1])
+        assert conforms(event, EVENT) and event["diagnosis"] == "under" and event["threshold"] == 1e9
+        (command,) = commands_in(said)
+        done = run_as_printed(f"{command} --model {shlex.quote(str(model))}")
+        assert done.returncode == 0, done.stderr
+        assert "1 gradient spike in step 1: advantages are outliers" in lines()
+        # What was found is not lost with another τ.
+        assert "1 gradient spike in step 1: advantages are outliers" in lines("--threshold", "1e9")
 
 
 def test_a_budget_bounds_the_search(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -392,10 +495,11 @@ def test_the_line_of_a_spike_of_which_its_rank_has_no_bundle(
     shutil.rmtree(parts[0])
     other = {**event, "global_norm": 2 * event["global_norm"]}
     (dump / "spikes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (other, event)))
-    for _ in range(2):
+    for count in (1, 2):
         found, _ = searched_parts(parts[1], kept, capsys)
         lines = [json.loads(line) for line in (dump / "spikes.jsonl").read_text().splitlines()]
-        assert lines == [other, found] and found["search"] == "replayed"
+        assert lines[:2] == [other, event] and len(lines) == 2 + count and found["search"] == "replayed"
+        assert {name: lines[-1][name] for name in lines[-1] if name != "replaces"} == found
 
 
 def test_the_page_shows_the_rewritten_event(parts: list[Path], kept: Path, tmp_path: Path) -> None:
@@ -428,8 +532,10 @@ def test_a_replay_after_the_search_of_a_recorded_spike_has_its_culprits(
         assert replayed()["tokens"] == []
 
 
-def test_two_processes_of_torchrun_find_the_same(evidence: Path) -> None:
-    """As users start it."""
+def test_two_processes_of_torchrun_find_the_same(evidence: Path, tmp_path: Path) -> None:
+    """As users start it. What would abort a process while its interpreter ends does not."""
+    (tmp_path / "sitecustomize.py").write_text(ABORTS_AT_THE_END)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gradloc.replay"]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
@@ -437,9 +543,9 @@ def test_two_processes_of_torchrun_find_the_same(evidence: Path) -> None:
         capture_output=True,
         text=True,
         cwd=root,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "SIGABRT" not in done.stderr, done.stderr
     event = json.loads(done.stdout)
     (culprit,) = event["culprits"]
     assert (culprit["row"], culprit["position"]) == BAD and culprit["grad_norm"] > THRESHOLD
