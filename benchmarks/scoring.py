@@ -16,8 +16,9 @@ Then 1% of the answers hang. The table gives the time of the batch, the least ti
 (hangs x limit / workers), the time of the batch without them, the rest, and how many other answers ran over the limit.
 
 --base-tree names an unpatched verl 0.9, whose own scorer has a pool of 4 processes: it is measured in the same run, and
-last with answers that hang, because it does not end a process that is over the limit. Another table then says how both
-score the answer forms of tests/rewards/answer_forms.py. (What verl 0.7's own scorer does is what the plain calls do.)
+last with answers that hang, because it does not end a process that is over the limit. (What verl 0.7's own scorer does
+is what the plain calls do.) Two more tables say how all score the pairs of tests/rewards/public_pairs.py, which people
+reported in public threads, and the answers of tests/rewards/answer_forms.py, which we wrote.
 
 Usage: PYTHONPATH=<patched verl> python benchmarks/scoring.py [--answers N] [--rounds N] [--workers N]
            [--limit SECONDS] [--hanging LATEX] [--fresh N] [--base-tree DIR]
@@ -109,28 +110,28 @@ def end_processes(scorer: ModuleType) -> None:
         process.kill()
 
 
-def print_answer_forms(ways: dict[str, Callable[[list[Pair]], list[float]]]) -> None:
-    """How each way scores answers in the forms in which models write them."""
+def print_answers(ways: dict[str, Callable[[list[Pair]], list[float]]]) -> None:
+    """How each way scores pairs from public threads, and answers in the forms in which models write them."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/rewards"))
     from answer_forms import FORMS, QUIRKS, REPAIRED
+    from public_pairs import PAIRS
 
-    repaired = [form for group in REPAIRED.values() for form in group]
-    forms = [form for group in FORMS.values() for form in group] + repaired
+    forms = [form for group in (FORMS | REPAIRED).values() for form in group]
     forms += [(answer, truth, deserved) for answer, truth, deserved, *_ in QUIRKS]
-    found = {name: way([(answer, truth) for answer, truth, _ in forms]) for name, way in ways.items()}
-    known = len(repaired) + len(QUIRKS)
-    print(f"\n{len(forms)} answer forms, {known} of them known to be scored wrongly by Math-Verify alone")
-    print("| scored by | right answers with 1 | wrong answers with 0 |\n|---|---|---|")
-    for name, scores in found.items():
-        cells = []
-        for deserved in 1, 0:
-            given = [score for score, (_, _, due) in zip(scores, forms, strict=True) if due == deserved]
-            cells.append(f"{given.count(deserved)} of {len(given)}")
-        print(f"| {name} | {' | '.join(cells)} |")
-    for (answer, truth, deserved), *scores in zip(forms, *found.values(), strict=True):
-        if len(set(scores)) > 1:
-            differing = " and ".join(f"{score:g}" for score in scores)
-            print(f"{answer!r} for {truth!r}, which deserves {deserved:g}, gets {differing}")
+    public = [(f"\\boxed{{{answer}}}", truth, deserved) for answer, truth, deserved, _ in PAIRS]
+    for kind, entries in ("pairs from public threads", public), ("of our own answer forms", forms):
+        found = {name: way([(answer, truth) for answer, truth, _ in entries]) for name, way in ways.items()}
+        print(f"\n{len(entries)} {kind}\n| scored by | right answers with 1 | wrong answers with 0 |\n|---|---|---|")
+        for name, scores in found.items():
+            cells = []
+            for deserved in 1, 0:
+                given = [score for score, (_, _, due) in zip(scores, entries, strict=True) if due == deserved]
+                cells.append(f"{given.count(deserved)} of {len(given)}")
+            print(f"| {name} | {' | '.join(cells)} |")
+        for (answer, truth, deserved), *scores in zip(entries, *found.values(), strict=True):
+            if len(set(scores)) > 1:
+                differing = " and ".join(f"{score:g}" for score in scores)
+                print(f"{answer!r} for {truth!r}, which deserves {deserved:g}, gets {differing}")
 
 
 def processor_time() -> float:
@@ -231,7 +232,7 @@ def main() -> None:
         print(
             f"One by one, the pool is {faster:.2f} times as fast as verl's own, at {cheaper:.2f} of the processor time."
         )
-        print_answer_forms({name: ways[name][0] for name in pools[1:]})
+    print_answers({name: ways[name][0] for name in (plain_name, *pools[1:])})
     for fresh in [name for name in ways if name not in (plain_name, *pools)]:
         faster = median(f / w for f, w in zip(wall[fresh], wall["pool, as a batch"], strict=True))
         cheaper = median(f / w for f, w in zip(work[fresh], work["pool, as a batch"], strict=True))

@@ -60,7 +60,7 @@ from decimal import Decimal
 from functools import lru_cache, partial
 from multiprocessing import connection, context, forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.process import BaseProcess
-from typing import Any, cast, overload
+from typing import Any, cast
 
 try:
     import pebble
@@ -92,34 +92,19 @@ WALL_FACTOR = 10
 RETIRED = 75
 
 TARGETS = ("latex", "expr", "string")
+# Bytes that the path of a Unix socket may have, the least of all systems.
+SOCKET_PATH = 103
 
-# What Math-Verify does not read, in responses and truths, and what it reads.
-SIGNS = {ord(minus): "-" for minus in "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}"} | {
-    ord(invisible): None
-    for invisible in "\N{SOFT HYPHEN}\N{ZERO WIDTH SPACE}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
-    "\N{WORD JOINER}\N{ZERO WIDTH NO-BREAK SPACE}"
-}
-SPELLINGS = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        # A dash as the sign of a number
-        (r"(?<![\w.)\]}])[‐‑‒–](?=[\d.\\])", "-"),
-        (r"\\boxed\s+\{", r"\\boxed{"),
-        # The full stop of a sentence, within the box or the dollars, but not before dollars that open
-        (r"(?<!\.)(?<!\\left)(?<!\\right)[.。](?=\s*\}|\$\$|\$(?:[\s.,;:)]|$)|\\\)|\\\])", ""),
-        # Dots in a list are left out as if nothing followed, or are not understood: now they are an element.
-        (r",\s*(?:\\[lc]?dots|\.\.\.|…)(?=\s*(?:,|\\?[})\]$]|\\right|$))", ",dots"),
-    )
-]
-# Thin spaces between the thousands of a number
-THOUSANDS = re.compile(r"(?<![\w.^\\])\d{1,3}(?:(?:\\[,;: ]|~|[\u00a0\u2009\u202f])\d{3})+(?!\d)")
-# Text behind an answer is dropped as a unit.
-HEDGE = re.compile(r"(\\(?:text\w*|mbox|mathrm)\s*\{)[\s,;(]*(or\b|and\b(?=\s+\d))\s*(?=[^\s}])")
-
-# In LaTeX, what is dropped, although it makes another answer of it: a sign before it, and a base behind the number.
-DROPPED_SIGN = re.compile(r"\s*(\\(?:neg|lnot|not(?:in)?|neq?|[lg]eq?|[lg]t|[lg]eqslant)(?![a-zA-Z])|[<>≠≤≥¬])")
-BASE = re.compile(r"\d\s*_\s*\{?\s*\(?\s*(\w+)")
-INTERVAL = re.compile(r"\[[^\[\]]*,[^\[\]]*\]\s*$")
+# What Math-Verify drops, although it makes another answer of it: text behind a number, as a unit, and dots in a list.
+HEDGE = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\b(?:or\b(?!\s*\})|and\s+\d)[^{}]*\}")
+DOTS = re.compile(r",\s*(?:\\[lc]?dots|\.\.\.|…)(?=\s*(?:,|\\?[})\]$]|\\right|$))")
+# Around a number that is the answer although the LaTeX cannot be read, there may be no more than this.
+BARE = re.compile(r"(?:\s*\\approx|.*(?<!\\not)=)?\s*-?[\d.,]*\d\s*(?:\.|\\?%)?\s*")
+APPROX = re.compile(r"\\approx(?:eq)?(?![a-zA-Z])")
+NUMBER = re.compile(r"\d*\.\d+|\d+")
+BASE_10 = re.compile(r"(?<=\d)\s*_\s*\{?\(?10\)?\}?(?!\d)")
+# Letters that Math-Verify takes for units behind a number, although they are variables.
+VARIABLES = "[a-zA-Z]s?|ab|bc|lt|mp|mt|st"
 # May come along in `default_compute_score`, and are for others.
 FOREIGN_OPTIONS = ("gamma", "rho", "min_steps", "reward_router_address", "reward_model_tokenizer")
 
@@ -151,11 +136,12 @@ def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0
 
     Raises:
         ImportError: If math-verify or pebble is not installed, or math-verify is too old.
-        RuntimeError: If the workers cannot be kept alive, for a minute.
+        RuntimeError: If the workers cannot be kept alive, for a minute, or TMPDIR is too long for their socket.
         TypeError: If an option is not known, the response is no text, or the ground truth neither text nor a number.
-        ValueError: If a setting has a bad value, or asks for another pool than the process has.
+        ValueError: If an option has a bad value, or asks for another pool than the process has.
     """
-    return _score_all([_texts(model_output, ground_truth)], float(timeout_score), _Settings.read(options))[0]
+    settings = _Settings.read(options)
+    return _score_all([_texts(model_output, ground_truth)], _timeout_score(timeout_score), settings)[0]
 
 
 def compute_score_batch(
@@ -184,20 +170,25 @@ def compute_score_batch(
         ValueError: As `compute_score`; also if there are not as many truths as responses.
     """
     answers = [_texts(answer, truth) for answer, truth in zip(solution_strs, ground_truths, strict=True)]
-    return _score_all(answers, float(timeout_score), _Settings.read(options))
+    return _score_all(answers, _timeout_score(timeout_score), _Settings.read(options))
 
 
 def _texts(answer: Any, truth: Any) -> tuple[str, str]:
     # Anything else, as text, would be an answer that nothing matches: every reward would be 0 without a word.
     if not isinstance(answer, str):
         raise TypeError(f"A response for the math_verify reward must be a string, got {reprlib.repr(answer)}.")
-    if not isinstance(truth, str | numbers.Real) or isinstance(truth, bool):
+    # A missing cell of a table is NaN, which is not equal to itself.
+    if not isinstance(truth, str | numbers.Real) or isinstance(truth, bool) or truth != truth:
         raise TypeError(
             f"A ground truth of the math_verify reward must be a string or a number, got {reprlib.repr(truth)}."
         )
+    # A worker could not load the class of a subclass of str.
+    answer = str.__str__(answer)
+    if isinstance(truth, str):
+        return answer, str.__str__(truth)
     text = str(truth)
     # In LaTeX, e is a number.
-    return answer, f"{Decimal(text):f}" if isinstance(truth, numbers.Real) and "e" in text else text
+    return answer, f"{Decimal(text):f}" if "e" in text else text
 
 
 @dataclass(frozen=True)
@@ -232,15 +223,7 @@ class _Settings:
         )
 
 
-@overload
-def _number(name: str, value: Any, what: str) -> float: ...
-
-
-@overload
-def _number(name: str, value: Any, what: str, least: int) -> int: ...
-
-
-def _number(name: str, value: Any, what: str, least: int | None = None) -> float:
+def _number(name: str, value: Any, what: str, least: int | None = None) -> Any:
     """A whole number if it has a least value, otherwise a positive number of seconds."""
     try:
         # As text, because True is no number.
@@ -252,8 +235,15 @@ def _number(name: str, value: Any, what: str, least: int | None = None) -> float
     return number
 
 
-def _targets(name: str, value: str | Iterable[str]) -> tuple[str, ...]:
-    targets = tuple(item.strip() for item in (value.split(",") if isinstance(value, str) else map(str, value)))
+def _timeout_score(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"timeout_score must be a finite number, but is {value!r}.")
+    return float(value)
+
+
+def _targets(name: str, value: Any) -> tuple[str, ...]:
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, Iterable) else ()
+    targets = tuple(str(item).strip() for item in items)
     if not targets or not set(targets) <= set(TARGETS):
         raise ValueError(f"{name} must be a list of {', '.join(TARGETS)}, but is {value!r}.")
     return targets
@@ -335,7 +325,7 @@ def _score_all(answers: list[tuple[str, str]], timeout_score: float, settings: _
             if broken:
                 broken_since = broken_since if breaks else time.monotonic()
                 if time.monotonic() - broken_since > GIVE_UP:
-                    message = "The math_verify workers cannot be kept alive; their own error is in the log."
+                    message = f"The math_verify workers cannot be kept alive; their own error is in the log ({broken})."
                     raise RuntimeError(message) from broken
                 time.sleep(BACKOFF[min(breaks, len(BACKOFF) - 1)])
                 breaks += 1
@@ -553,8 +543,11 @@ def _warm_up(scores: Any, owners: Any, memory: int) -> None:
         for truth, expected in ("\\frac{1}{2}", 1.0), ("\\frac{1}{3}", 0.0):
             if _score("\\boxed{\\frac{1}{2}}", truth, 6, ("latex",), ("expr", "latex")) != expected:
                 _fault = f"it does not score \\frac{{1}}{{2}} as {expected:g} where {truth} is right"
+        from latex2sympy2_extended import math_normalization
         from math_verify import grader
 
+        units = math_normalization.units_regex.pattern
+        math_normalization.units_regex = re.compile(rf"(?!.\s*(?:{VARIABLES})\s*$){units}")
         grader.sympy_numeric_eq = partial(_numeric_eq, grader.sympy_numeric_eq)
     except Exception as error:
         _fault = f"it fails with {error!r}"
@@ -584,115 +577,115 @@ def _score(
     model_output: str, ground_truth: str, precision: int, gold_targets: tuple[str, ...], pred_targets: tuple[str, ...]
 ) -> float:
     """Runs in a worker."""
-    from math_verify import parse, verify
+    from math_verify import verify
 
     try:
-        model_output = _readable(model_output)
         if not HEDGE.search(ground_truth):
-            model_output = HEDGE.sub(r"\\text{ \2 }\1", model_output)
+            model_output = HEDGE.sub(", hedge", model_output)
         # What is parsed and compared here is what math_verify.metric.math_metric does, without its own timeouts.
-        answer = parse(model_output, _extraction(pred_targets), parsing_timeout=None)
-        truth = "\\boxed{" + ground_truth + "}" if "latex" in gold_targets else ground_truth
-        gold = parse(_readable(truth), _extraction(gold_targets), parsing_timeout=None)
+        answer = _parse(model_output, pred_targets)
+        gold = _parse("\\boxed{" + ground_truth + "}" if "latex" in gold_targets else ground_truth, gold_targets)
         if not any(map(_is_infinite, gold)):
             answer = [found for found in answer if not _is_infinite(found)]
-        answer = [_in_order(found, gold) for found in answer]
         right = verify(gold, answer, float_rounding=precision, timeout_seconds=None)
-        return float(right and not _says_something_else(answer, gold))
+        return float(right and not _says_more(answer, gold))
     except Exception:
         # Math-Verify catches what it can raise, but not what comes while it does so, above all a MemoryError. What that
         # can be depends on the answer; that the installation works has been seen at the start.
         return 0.0
 
 
-def _readable(text: str) -> str:
-    """The text in the spellings that Math-Verify reads. Runs in a worker."""
-    if not text.isascii():
-        text = text.translate(SIGNS)
-    for pattern, replacement in SPELLINGS:
-        text = pattern.sub(replacement, text)
-    return THOUSANDS.sub(lambda number: re.sub(r"\D", "", number.group()), text)
+def _parse(text: str, targets: tuple[str, ...]) -> list[Any]:
+    """What Math-Verify reads, and the text that it read first. Runs in a worker.
 
-
-def _in_order(answer: Any, gold: list[Any]) -> Any:
-    """The values of y=1, x=2 or of (y, x) = (1, 2) in the order of the names, where the truth is a tuple.
-
-    Only where the names follow one another, as x and y or x_1 and x_2 do; else their order is not known. Runs in a
-    worker.
+    Of a formula that it cannot read, it would take a number: 3 of x = 3k, k \\in \\mathbb{Z}, and 42 of \\neg 42.
     """
-    from sympy import Eq, FiniteSet, Interval, Tuple
+    from math_verify import parse
 
-    if not gold or not isinstance(gold[0], Tuple | Interval):
-        return answer
-    if isinstance(answer, FiniteSet):
-        equations = getattr(answer, "_unsorted_args", answer.args)
-        if not all(isinstance(equation, Eq) for equation in equations):
-            return answer
-        names, values = zip(*(equation.args for equation in equations), strict=True)
-    elif isinstance(answer, Eq) and isinstance(answer.lhs, Tuple):
-        names, values = answer.lhs.args, answer.rhs.args[: len(answer.lhs.args)]
-    else:
-        return answer
-    if len(names) != len(values):
-        return answer
-    pairs = sorted(zip(map(str, names), values, strict=True), key=lambda pair: pair[0])
-    ordered = [name for name, _ in pairs]
-    follow = all(a[:-1] == b[:-1] and ord(b[-1]) - ord(a[-1]) == 1 for a, b in itertools.pairwise(ordered))
-    return Tuple(*(value for _, value in pairs)) if follow and ordered != list(map(str, names)) else answer
+    read = partial(parse, DOTS.sub(",dots", text), _extraction(targets), parsing_timeout=None)
+    first: list[Any] = read(extraction_mode="first_match")
+    return read() if len(first) == 1 and isinstance(first[0], str) and BARE.fullmatch(first[0]) else first
 
 
-def _says_something_else(answer: list[Any], gold: list[Any]) -> bool:
+def _says_more(answer: list[Any], gold: list[Any]) -> bool:
     """Whether an answer is right only because of what Math-Verify drops from its LaTeX. Runs in a worker."""
-    from sympy import Eq, Expr
+    from sympy import And, Eq, Interval, Tuple
 
     text, truth = (next((found for found in reversed(side) if isinstance(found, str)), "") for side in (answer, gold))
     if text.strip() == truth.strip():
         return False
-    signs = [
-        match and match[1].replace("slant", "").replace("q", "") for match in map(DROPPED_SIGN.match, (text, truth))
-    ]
-    value = gold[0].rhs if isinstance(gold[0], Eq) else gold[0]
-    # Of a chain of equations, the last side is the answer.
-    bases = set(BASE.findall(text.rpartition("=")[2])) - {"10"}
-    return bool(
-        signs[0] != signs[1]
-        or (bases and bases != set(BASE.findall(truth)))
-        or (isinstance(value, Expr) and INTERVAL.search(text))
-        or ("\\circ" not in text and not BASE.search(text) and _contradicts_itself(answer[0]))
+    text, *sides = APPROX.split(text)
+    dropped = _dropped(text, answer[0])
+    if dropped and dropped != _dropped(truth, gold[0]):
+        return True
+    equal = [(answer[0], value) for side in sides for value in _parse(f"\\boxed{{{side}}}", ("latex",))[:1]]
+    if isinstance(answer[0], Eq | And) and not re.search(r"\\circ|\d\s*_", text):
+        equal += [equation.args for equation in answer[0].atoms(Eq)]
+    return any(_differ(*pair) for pair in equal) or (
+        isinstance(gold[0], Tuple | Interval) and _is_out_of_order(answer[0])
     )
 
 
-def _contradicts_itself(answer: Any) -> bool:
-    """Whether it says that two numbers are equal which are not, even if they may be rounded. Runs in a worker."""
-    from sympy import And, Eq, Float, Number
+def _is_out_of_order(answer: Any) -> bool:
+    """Whether the answer is y=1, x=2 or (y, x) = (1, 2), which is not (1, 2). Runs in a worker.
 
-    def differ(left: Any, right: Any) -> bool:
-        if not isinstance(left, Number) or not isinstance(right, Number):
-            return False
-        gap = abs(left - right)
-        rounded = isinstance(left, Float) or isinstance(right, Float)
-        return bool(gap > 0 and gap >= (min(1, abs(left) / 20) if rounded else 1))
+    Only names that follow one another, as x and y or x_1 and x_2 do, have an order.
+    """
+    from sympy import Eq, FiniteSet, Tuple
 
-    return isinstance(answer, Eq | And) and any(differ(*equation.args) for equation in answer.atoms(Eq))
+    if isinstance(answer, Eq) and isinstance(answer.lhs, Tuple):
+        names = [str(name) for name in answer.lhs]
+    elif isinstance(answer, FiniteSet) and all(isinstance(equation, Eq) for equation in answer.args):
+        names = [str(equation.lhs) for equation in getattr(answer, "_unsorted_args", answer.args)]
+    else:
+        return False
+    follow = all(a[:-1] == b[:-1] and ord(b[-1]) - ord(a[-1]) == 1 for a, b in itertools.pairwise(sorted(names)))
+    return follow and names != sorted(names)
+
+
+def _dropped(text: str, found: Any) -> set[str]:
+    """The numbers in the last side of a text that Math-Verify drops: 41 of 41 | 42, 8 of 42_8. Runs in a worker."""
+    side = BASE_10.sub("", text.rpartition("=")[2])
+    kept = set(NUMBER.findall(str(found)))
+    missing = [match for match in NUMBER.finditer(side) if match.group() not in kept]
+    if not missing:
+        return set()
+    # Most have become another number, as 2 and 4 of 2/4 do. One is dropped if it may be any other.
+    value, *others = (
+        _parse(f"\\boxed{{{other}}}", ("latex",))[:1]
+        for other in (side, *(f"{side[: match.end()]}1{side[match.end() :]}" for match in missing))
+    )
+    return {match.group() for match, other in zip(missing, others, strict=True) if other == value}
+
+
+def _differ(left: Any, right: Any) -> bool:
+    """Whether they are numbers that are not equal, even if they may be rounded. Runs in a worker."""
+    from sympy import Eq, Float, Number
+
+    left = left.rhs if isinstance(left, Eq) else left
+    if not isinstance(left, Number) or not isinstance(right, Number):
+        return False
+    gap = abs(left - right)
+    rounded = isinstance(left, Float) or isinstance(right, Float)
+    return bool(gap > 0 and gap >= (min(1, abs(left) / 20) if rounded else 1))
 
 
 def _numeric_eq(original: Callable[..., bool], gold: Any, answer: Any, rounding: int, *rest: Any) -> bool:
-    """Math-Verify's comparison to decimal places, with half as many significant digits where that is more.
+    """Math-Verify's comparison, but relative to the truth where the truth is tiny. Runs in a worker.
 
-    Otherwise 0.0 would be right wherever the truth is tiny. Runs in a worker.
+    Decimals are compared to half as many significant digits as they have decimal places, where that is more, and
+    exact values to twelve digits. Otherwise 0.0 would be right for 6.6e-34, and 1/101! for 1/100!.
     """
-    from sympy import Add, Expr, Float, Integer, Mul, floor, log
+    from sympy import Expr, Float, Integer, floor, log
 
-    digits = (rounding + 1) // 2
-    if digits and isinstance(gold, Expr) and isinstance(answer, Expr):
-        # Of a number, or of the coefficients of an expression
-        sizes = [
-            math.prod((abs(factor.evalf(2)) for factor in Mul.make_args(term) if factor.is_number), start=Integer(1))
-            for term in ([gold.evalf(2)] if gold.is_number else Add.make_args(gold))
-        ]
-        small = [size for size in sizes if isinstance(size, Float) and 0 < size < Float(10) ** (digits - rounding - 1)]
-        if small:
-            scale = Integer(10) ** -floor(log(min(small), 10).evalf())
+    if isinstance(gold, Expr) and isinstance(answer, Expr) and gold.is_number:
+        size, digits = abs(gold.evalf()), (rounding + 1) // 2
+        if not gold.has(Float) and not answer.has(Float):
+            gap = abs((gold - answer).evalf())
+            if isinstance(size, Float) and isinstance(gap, Float) and gap > size * Float("1e-12"):
+                return False
+        elif digits and isinstance(size, Float) and 0 < size < Float(10) ** (digits - rounding - 1):
+            scale = Integer(10) ** -floor(log(size, 10).evalf())
             return original(gold * scale, answer * scale, digits - 1, *rest)
     return original(gold, answer, rounding, *rest)
 
@@ -724,6 +717,12 @@ def _get_pool(settings: _Settings) -> _Pool:
             raise RuntimeError("The interpreter is shutting down, no answer is scored any more.")
         if _pool is None:
             if _server is None:
+                # Its socket is there. multiprocessing adds "/listener-" and eight characters.
+                if len(os.fsencode(folder := util.get_temp_dir())) + 18 > SOCKET_PATH:
+                    raise RuntimeError(
+                        f"The path of the folder for temporary files, {folder}, is too long for a socket of the "
+                        f"math_verify workers: set TMPDIR to a path of at most {SOCKET_PATH - 32} bytes, such as /tmp."
+                    )
                 _server = forkserver.ForkServer()
                 _server.set_forkserver_preload(["math_verify", "pebble", "multiprocessing.sharedctypes"])
                 # Unlike atexit, this also runs in processes that multiprocessing forked, before their children are

@@ -34,12 +34,19 @@ def test_the_benchmark() -> None:
     result = run("--answers", "51", "--rounds", "1", "--workers", "2", "--limit", "5", "--fresh", "1")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("51 ordinary answers, 2 workers, ")
-    speeds, hangs = tables(result.stdout)
+    speeds, public, forms, hangs = tables(result.stdout)
     assert list(speeds) == ["plain calls in this process", *POOL, *FRESH]
     assert speeds["plain calls in this process"][1::2] == ["100.0%", "100.0%"]
     assert all(float(cell.strip("%")) > 0 for cells in speeds.values() for cell in cells)
     for name in FRESH:
         assert result.stdout.count(f"times as fast as {name}, at 1/") == 1
+
+    plain = "plain calls in this process"
+    # What the pool adds to Math-Verify costs no right answer of the public pairs, and none of them is rewarded wrongly.
+    (right, wrong), (right_of_plain, wrong_of_plain) = public[POOL[1]], public[plain]
+    assert right == right_of_plain and wrong != wrong_of_plain
+    assert len(set(wrong.split(" of "))) == 1
+    assert list(forms) == [plain, POOL[1]]
 
     assert "With 1 answers that hang, limit 5 s" in result.stdout
     assert list(hangs) == POOL
@@ -57,13 +64,13 @@ def test_the_comparison_with_upstream(base_tree: Path) -> None:
         assert result.returncode == 2 and "has no pool: it is not that of verl 0.9" in result.stderr
         return
     assert result.returncode == 0, result.stderr
-    speeds, forms, hangs = tables(result.stdout)
+    speeds, public, forms, hangs = tables(result.stdout)
     upstream = "verl's own pool of 4, one by one from 16 threads"
     assert list(speeds) == ["plain calls in this process", *POOL, upstream]
     assert "One by one, the pool is " in result.stdout
     # Both ask Math-Verify, with the same options; ours repairs some of what it gets wrong.
-    assert list(forms) == [POOL[1], upstream]
-    ours, theirs = ([int(cell.split()[0]) for cell in forms[name]] for name in forms)
+    assert list(public) == list(forms) == ["plain calls in this process", POOL[1], upstream]
+    ours, theirs = ([int(cell.split()[0]) for cell in forms[name]] for name in (POOL[1], upstream))
     assert all(our > their > 0 for our, their in zip(ours, theirs, strict=True))
     assert list(hangs) == [*POOL, upstream]
 

@@ -223,7 +223,7 @@ def test_an_unusable_math_verify(says: str, tmp_path: Path) -> None:
     (tmp_path / "math_verify.py").write_text(f"""
 import signal
 ExprExtractionConfig = LatexExtractionConfig = StringExtractionConfig = object
-def parse(*_, parsing_timeout):
+def parse(*_, **options):
     return []
 def verify(*_, timeout_seconds, **options):
     return {says}
@@ -243,7 +243,7 @@ def test_the_limit_is_one_of_cpu_time(tmp_path: Path) -> None:
     (tmp_path / "math_verify/__init__.py").write_text(f"""
 import time
 ExprExtractionConfig = LatexExtractionConfig = StringExtractionConfig = object
-def parse(text, *_, parsing_timeout):
+def parse(text, *_, **options):
     return [text]
 def verify(gold, found, **_):
     if "waits" in found[0]:
@@ -309,6 +309,14 @@ def test_bad_settings(variable: str, value: str, monkeypatch: pytest.MonkeyPatch
         ({"workers": 3}, ValueError, "2 workers of 1024 MiB.* not for 3 "),
         ({"memory_mb": 2048}, ValueError, "2 workers of 1024 MiB.* of 2048 "),
         ({"time_out": 3}, TypeError, "no option 'time_out'; it has timeout, workers"),
+        ({"pred_extraction_target": 5}, ValueError, "pred_extraction_target .* 5"),
+        ({"gold_extraction_target": 0.5}, ValueError, "gold_extraction_target .* 0.5"),
+        ({"workers": [2]}, ValueError, r"workers .* \[2\]"),
+        ({"memory_mb": {}}, ValueError, "memory_mb .* {}"),
+        ({"timeout_score": None}, ValueError, "timeout_score .* None"),
+        ({"timeout_score": "low"}, ValueError, "timeout_score .* 'low'"),
+        ({"timeout_score": True}, ValueError, "timeout_score .* True"),
+        ({"timeout_score": float("nan")}, ValueError, "timeout_score .* nan"),
     ],
 )
 def test_bad_options(options: dict, error: type, message: str) -> None:
@@ -317,7 +325,7 @@ def test_bad_options(options: dict, error: type, message: str) -> None:
         default_compute_score("math_verify", "1", "1", **options)
 
 
-@pytest.mark.parametrize("truth", [None, ["5"], {"target": 5}, np.array(["5"]), b"5", True])
+@pytest.mark.parametrize("truth", [None, ["5"], {"target": 5}, np.array(["5"]), b"5", True, np.nan, np.float32("nan")])
 def test_a_ground_truth_that_is_neither_text_nor_number(truth: object) -> None:
     with pytest.raises(TypeError, match="must be a string or a number, got "):
         score("5", truth)
@@ -329,6 +337,37 @@ def test_a_ground_truth_that_is_neither_text_nor_number(truth: object) -> None:
 def test_a_response_that_is_no_text(answer: object) -> None:
     with pytest.raises(TypeError, match="must be a string, got "):
         score(answer, "5")
+
+
+class Text(str):
+    """A class that the workers do not have."""
+
+    def __str__(self) -> str:
+        raise AssertionError("the text is the answer, not what it is shown as")
+
+
+def test_text_may_be_of_a_class_that_the_workers_do_not_have() -> None:
+    assert score(Text("\\boxed{5}"), Text("5")) == 1.0
+    assert guarded_math_verify.compute_score_batch([], [Text("4"), np.str_("5")], [Text("5"), "5"]) == [0.0, 1.0]
+
+
+def test_a_folder_for_temporary_files_that_is_too_deep_for_a_socket(tmp_path: Path) -> None:
+    fits = tmp_path / ("a" * (guarded_math_verify.SOCKET_PATH - 32 - len(os.fsencode(tmp_path)) - 1))
+    for folder in fits, Path(f"{fits}a"):
+        folder.mkdir()
+        result = subprocess.run(
+            [sys.executable, "-c", PRELUDE + "print(scorer.compute_score('7', '7', workers=2))"],
+            env={**os.environ, "TMPDIR": str(folder)},
+            text=True,
+            capture_output=True,
+            timeout=500,
+        )
+        if folder == fits:
+            assert result.stdout == "1.0\n", result.stderr
+        else:
+            last = result.stderr.splitlines()[-1]
+            assert last.startswith(f"RuntimeError: The path of the folder for temporary files, {folder}/pymp-")
+            assert "set TMPDIR to a path of at most 71 bytes" in last
 
 
 @pytest.mark.parametrize("truth", [5, 5.0, np.int64(5), np.str_("5")])
@@ -426,7 +465,7 @@ def test_workers_that_die_before_they_score_anything(end: OSError | None, monkey
 def test_workers_that_cannot_be_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     doomed = Doomed(monkeypatch, 10**9)
     monkeypatch.setattr(guarded_math_verify, "GIVE_UP", 3)
-    with pytest.raises(RuntimeError, match="cannot be kept alive"):
+    with pytest.raises(RuntimeError, match=r"cannot be kept alive; .* in the log \(.+\)"):
         score("7", "7")
     doomed.lives = 0
     assert score("\\boxed{7}", "7") == 1.0
