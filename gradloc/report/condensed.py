@@ -66,13 +66,8 @@ def condensed_event(
             culprit's norm, or without a culprit the largest token-equivalent norm), `explanation`, `ended_early`,
             `open_tokens`, `culprits_in_all`, `diffuse_in_all`. Of its units, the largest that have the micro-batch of
             a culprit; `of_ranks` is on how many ranks that micro-batch was over its threshold. Of a recorded spike,
-<<<<<<< HEAD
             `suspected` lists tokens, and `suspected_title` says whose. `next_command` replays its bundle, None where
-            none was kept.
-=======
-            `suspected` lists tokens. `next_command` replays its bundle, None where none was kept. `is_spike` is False
-            where nothing was found to be over a threshold.
->>>>>>> evidence
+            none was kept. `is_spike` is False where nothing was found to be over a threshold.
     """
     ordinary = event["ordinary_layer_norms"]
     # The units may not be known.
