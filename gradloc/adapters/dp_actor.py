@@ -97,7 +97,7 @@ def begin_pass(
         indices = [int(row) for row in rows]
         inputs = {**{key: column[indices] for key, column in columns.items()}, "temperature": temperature}
         actor.watch.begin_pass(inputs, indices, partial(_sequences, model_inputs))
-        actor.watch.aggregation.start()
+        actor.watch.start_loss(lambda: model_inputs["response_mask"])
 
 
 def observe(

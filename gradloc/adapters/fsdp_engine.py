@@ -22,7 +22,7 @@ from ..gradloc import GradLoc
 from ..layers.layer_clip import LayerClip
 from .actor_config import SpikeConfig
 from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config, loss_scale, rewards_of_rows, sample_of_row
-from .ragged import OUTPUTS, ResponseCutter, inputs_of, read_tokens, sequences
+from .ragged import OUTPUTS, ResponseCutter, inputs_of, padded, read_tokens, sequences
 from .replay_bundles import ragged_rows
 from .saved_state import read_state
 from .update_evidence import UpdateEvidence
@@ -171,7 +171,7 @@ class WatchedEngine:
         assert loss_function is not None  # the engine's loss is only left out without a backward
         # The loss takes flat values, too, and only a tensor that it was given itself sees its gradient.
         flat = {name: model_output[name].values() for name in OUTPUTS if name in model_output}
-        self.watch.aggregation.start()
+        self.watch.start_loss(lambda: padded(data["response_mask"]), lambda: self._settings.global_batch_info)
         try:
             loss = loss_function(model_output={**model_output, **flat}, data=data, dp_group=dp_group)
         finally:

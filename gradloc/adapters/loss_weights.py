@@ -69,8 +69,12 @@ class RecordedAggregation:
         self._original: Callable[..., Tensor] | None = None
         self._call: AggregationCall | None = None
 
-    def start(self) -> None:
-        """Forgets the call of an earlier loss, and waits for that of the next one."""
+    def start(self, act: Callable[[AggregationCall], object] | None = None) -> None:
+        """Forgets the call of an earlier loss, and waits for that of the next one.
+
+        Args:
+            act (Callable, optional): Called with it at once, within the loss; must not raise.
+        """
         self.take()
         original = self._original = core_algos.agg_loss
 
@@ -83,6 +87,8 @@ class RecordedAggregation:
                     loss_mask.detach(),
                     loss_agg_mode,
                 )
+                if act is not None:
+                    act(self._call)
             return original(loss_mat, loss_mask, loss_agg_mode, *rest, **options)
 
         core_algos.agg_loss = recorded

@@ -119,6 +119,7 @@ def _misfit(value: Any, form: Any, place: str = "its content") -> str | None:
     elif isinstance(form, tuple):
         parts = [(each, own, place) for each, own in zip(value, form, strict=True)]
     else:
+        assert isinstance(value, dict)  # by `kind`
         forms = {name: form[str] for name in value} if str in form else {name.rstrip("?"): form[name] for name in form}
         missing = [name for name in form if name is not str and not name.endswith("?") and name not in value]
         unknown = [name for name in value if not isinstance(name, str) or name not in forms]

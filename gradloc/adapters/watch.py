@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GradLoc, LayerClip and TokenClip of an actor: what the adapters of all verl versions share."""
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,8 +23,15 @@ from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
 from ..spike import Located
 from ..token_clip.positions import Positions
-from ..token_clip.token_clip import TokenClip
-from .loss_weights import RecordedAggregation, aggregation_mode, with_derived, with_weights
+from ..token_clip.token_clip import TokenClip, row_weights
+from .loss_weights import (
+    AggregationCall,
+    RecordedAggregation,
+    aggregation_mode,
+    policy_weights,
+    with_derived,
+    with_weights,
+)
 from .model_facts import eos_tokens, meter_kind
 from .replay_bundles import build_bundle_writer
 from .saved_state import write_state
@@ -93,7 +101,9 @@ class Watch:
         self._scale: float | None = None
         self._global_step: int | None = None
         self._pass_open = False
-        self._has_not_read = False
+        self._has_not_weighed = False
+        self._row_weights: Tensor | None = None
+        self._weigh: Callable[[AggregationCall | None], None] = _no_weights
         self._eos_tokens = eos_tokens(module)
         device = get_device_name()
         if config.token_clip.enable:
@@ -177,6 +187,32 @@ class Watch:
         if self.token_clip is not None:
             self.token_clip.end_pass()
 
+    def start_loss(self, read_mask: Callable[[], Tensor], options: Callable[[], Mapping[str, Any]] = dict) -> None:
+        """Called before a micro-batch's loss.
+
+        TokenClip's weights are computed within it: until a loss waits for the device, the host has time.
+
+        Args:
+            read_mask (Callable): Returns the response mask, shape (rows, response length).
+            options (Callable): Returns more arguments with which verl aggregates the terms of KL and entropy.
+        """
+        self._row_weights = None
+        if self.token_clip is None:
+            self.aggregation.start()
+            return
+
+        def weigh(call: AggregationCall | None) -> None:
+            try:
+                self._row_weights = row_weights(policy_weights(call, self._config, read_mask(), **options()))
+            except Exception as error:
+                if not self._has_not_weighed:
+                    self._has_not_weighed = True
+                    logger.warning("TokenClip leaves micro-batches alone whose weights cannot be read", exc_info=error)
+                release_frames(error)
+
+        self._weigh = weigh
+        self.aggregation.start(weigh)
+
     def observe(
         self,
         loss_inputs: LossInputs,
@@ -188,7 +224,7 @@ class Watch:
         """Notes the tokens of a micro-batch; called between its loss and its backward.
 
         The device is idle there, so only what the backward needs is computed, and the rest in `end_pass`. If the tokens
-        cannot be read, TokenClip leaves the micro-batch alone; for GradLoc, see `GradLoc.observe_later`.
+        cannot be read, see `TokenClip.observe_later` and `GradLoc.observe_later`.
 
         Args:
             loss_inputs (Mapping): See `GradLoc.observe`.
@@ -200,23 +236,19 @@ class Watch:
         """
         call = self.aggregation.take()  # what follows is not the loss
 
+        @functools.cache
         def read() -> dict[str, Tensor]:
             return with_weights(read_tokens(), call, self._config, factor, options)
 
         if self.token_clip is not None:  # first: GradLoc then sees the coefficients that are left
             if self._scale is None:
                 self._scale = self._loss_scale()
-            try:
-                tokens = read()
-            except Exception as error:
-                if not self._has_not_read:
-                    self._has_not_read = True
-                    logger.warning("TokenClip leaves micro-batches alone whose tokens cannot be read", exc_info=error)
-                read = _failing_like(error)
-            else:
-                others = {name: tensor for name, tensor in tokens.items() if name not in ("weight", "entropy")}
-                self.token_clip.observe(loss_inputs["coefficient"][0], tokens["weight"], self._scale, others)
-                read = partial(dict, tokens)
+            if call is None:
+                self._weigh(None)
+            self._weigh = _no_weights  # it has tensors of the micro-batch
+            if self._row_weights is not None:
+                log_prob, _ = loss_inputs["coefficient"]
+                self.token_clip.observe_later(log_prob, self._row_weights * abs(factor), self._scale, read)
         if self.gradloc is not None:
             derive = partial(with_derived, config=self._config, eos_tokens=self._eos_tokens)
             mode = aggregation_mode(call, self._config, shape)
@@ -316,12 +348,5 @@ class Watch:
         return {name: part for name, part in parts.items() if part is not None}
 
 
-def _failing_like(error: Exception) -> Callable[[], dict[str, Tensor]]:
-    """What raises an error like this one again, without its frames and the tensors in them."""
-    message = f"{type(error).__name__}: {error}"
-    release_frames(error)
-
-    def read() -> dict[str, Tensor]:
-        raise RuntimeError(message)
-
-    return read
+def _no_weights(call: AggregationCall | None) -> None:
+    pass

@@ -101,7 +101,8 @@ class BundleWriter:
         if not micro_batches:
             return None
         try:
-            files = self._files(event, investigation, micro_batches, left_out)
+            context = self._disk.run(self._context, PATIENCE)  # it looks for the last checkpoint
+            files = self._files(event, investigation, micro_batches, left_out, context)
             return self._disk.run(partial(write_bundle_files, self._directory, files, event), PATIENCE)
         except Exception as error:
             if not self._failed:
@@ -139,6 +140,7 @@ class BundleWriter:
         investigation: Investigation,
         micro_batches: Mapping[MicroBatchName, MicroBatch],
         left_out: int,
+        context: Mapping[str, Any],
     ) -> dict[str, bytes]:
         """The bundle's files; `left_out` more micro-batches were over their threshold."""
         squared_norms = investigation.mini_batch.squared_norms
@@ -165,7 +167,7 @@ class BundleWriter:
             "measured": measured_tokens(investigation, micro_batches),
             "clips": {"layer_clip": layers, "token_clip": tokens},
         }
-        return bundle_files(event, saved, entries, findings, self._context())
+        return bundle_files(event, saved, entries, findings, context)
 
 
 def worth_keeping(event: Mapping[str, Any], figures: AllFigures, threshold: float) -> list[MicroBatchName]:

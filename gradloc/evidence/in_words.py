@@ -199,8 +199,7 @@ def _unsearched(event: Event) -> str:
 def ranks_looked_at(event: Event) -> str | None:
     """Whose tokens a recorded event's suspected ones were chosen from; None if they were every rank's."""
     ranks = event.get("suspected_ranks")
-    others = event["world_size"] - len(ranks or ())
-    if ranks is None or not others:
+    if ranks is None or not (others := event["world_size"] - len(ranks)):
         return None
     unseen = "the other one was" if others == 1 else f"the {others} others were"
     return f"rank {', '.join(map(str, ranks))} ({unseen} not looked at)"

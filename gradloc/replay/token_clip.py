@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ..bundles.layout import SavedMicroBatch
 from ..token_clip.boundaries import find_boundaries
-from ..token_clip.cut import cut, is_over, signal_scaling
+from ..token_clip.cut import cut, is_over
+from ..token_clip.token_clip import row_weights
 from ..token_clip.watched_pass import LOG_PROBS
 from .measuring import Coefficients, Norms, add_row, coefficients_of, take_norms
 from .model import Model
@@ -71,7 +72,7 @@ def clip_tokens(
     modules = find_boundaries(model.module)
     if {*modules, LOG_PROBS} != set(bounds["usual"]):
         return None
-    clip = _Clip(bounds, signal_scaling(saved.tokens["weight"], 1.0), model.loss_scale, scaled)
+    clip = _Clip(bounds, 1 / row_weights(saved.tokens["weight"]), model.loss_scale, scaled)
     order = [LOG_PROBS, *reversed(modules)]
     refused: list[str] = []
     while True:

@@ -6,19 +6,6 @@ import torch
 from torch import Tensor
 
 
-def signal_scaling(weight: Tensor, scale: float) -> Tensor:
-    """1 / (a token's weight in the loss × loss scale) of each row, shape (rows,); its signals are multiplied by that.
-
-    The tokens of a row have the same weight; those that are not in the loss have none.
-
-    Args:
-        weight (Tensor): The weight of each token in the loss, shape (rows, response length).
-        scale (float): The loss scale.
-    """
-    of_row = weight.detach().abs().float().amax(1) if weight.shape[1] else weight.new_zeros(len(weight)).float()
-    return 1 / (scale * torch.where(of_row > 0, of_row, 1.0))
-
-
 def is_over(signal: Tensor, bound: Tensor | float, scaled: bool) -> Tensor:
     """Where a signal is over its bound, bool. NaN is, unless the loss is scaled: that is left to the scaler."""
     over = ~(signal <= bound)

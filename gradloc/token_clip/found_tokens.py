@@ -3,17 +3,19 @@
 """The tokens over TokenClip's bounds, as plain values."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..fsdp import collectives
-from .watched_pass import LOG_PROBS, WatchedPass
+from .watched_pass import LOG_PROBS, Over, WatchedPass
 
 # The maximum number of tokens that are described, those furthest over their bounds first.
 MAX_TOKENS = 64
+# What is known of a token where the pass has it; None in the prompt.
+VALUES = ("token_id", "weight", "advantage", "log_prob", "old_log_prob", "rollout_log_prob")
 
 
 def own_tokens(passes: Sequence[WatchedPass], rank: int, part: int, factor: float) -> list[dict[str, Any]]:
@@ -31,38 +33,62 @@ def own_tokens(passes: Sequence[WatchedPass], rank: int, part: int, factor: floa
     Returns:
         list[dict]: Of each micro-batch at most 2 × `MAX_TOKENS`, those furthest over their bounds.
     """
-    found: dict[tuple[int, int, int], dict[str, Any]] = {}
+    overs, columns = [], []
     for index, each in enumerate(passes):
         for over in each.over:
-            at_log_probs = over.boundaries == [LOG_PROBS]
-            if at_log_probs and part:
+            if over.boundaries == [LOG_PROBS] and part:
                 continue  # the first rank of the group has the same
-            first, multiple = over.first.flatten(), over.multiple.flatten()
-            size = torch.where(first >= 0, multiple.nan_to_num(nan=math.inf, posinf=math.inf), -1.0)
-            where = size.topk(min(MAX_TOKENS, len(size))).indices
-            where = where[first[where] >= 0]
-            rows, positions = each.positions.tokens_of(over.first.shape, at_log_probs)
-            rows, positions = rows[where.cpu()], positions[where.cpu()]
-            boundaries = [over.boundaries[i] for i in first[where].tolist()]
-            values = _values(each.tokens, rows, positions)
-            for row, position, boundary, times, of_token in zip(
-                rows.tolist(), positions.tolist(), boundaries, multiple[where].tolist(), values, strict=True
-            ):
-                found.setdefault(
-                    (index, row, position),
-                    {
-                        "rank": rank,
-                        "micro_batch": index,
-                        "row": each.rows[row],
-                        "position": position,
-                        "boundary": boundary,
-                        "multiple": times * factor,
-                        "cut": boundary in each.refused and not each.refused[boundary],
-                        **of_token,
-                    },
-                )
+            overs.append((index, each, over.boundaries))
+            columns.append(_largest(each, over))
         each.positions.forget()
+    if not columns:
+        return []
+    found: dict[tuple[int, int, int], dict[str, Any]] = {}
+    # One transfer for all: each would wait for the device.
+    of_overs = torch.cat(columns, 1).cpu().split([each.shape[1] for each in columns], 1)
+    for (index, each, boundaries), of_over in zip(overs, of_overs, strict=True):
+        for first, multiple, cut, row, position, inside, *values in of_over.T.tolist():
+            if first < 0:
+                continue
+            token = {
+                "rank": rank,
+                "micro_batch": index,
+                "row": each.rows[int(row)],
+                "position": int(position),
+                "boundary": boundaries[int(first)],
+                "multiple": multiple * factor,
+                "cut": bool(cut),
+                **dict.fromkeys(VALUES),
+            }
+            if inside:
+                known = {name: value for name, value in zip(VALUES, values, strict=True) if name in each.tokens}
+                token |= known if "token_id" not in known else {**known, "token_id": int(known["token_id"])}
+            found.setdefault((index, int(row), int(position)), token)
     return list(found.values())
+
+
+def _largest(each: WatchedPass, over: Over) -> Tensor:
+    """The positions furthest over their bounds, as columns; no host sync.
+
+    Returns:
+        Tensor: float64, shape (6 + values, at most `MAX_TOKENS`): the index of the boundary (-1 where a position is not
+            over any), the multiple of the bound, whether it was cut, the row, the position in the response, whether the
+            response has that position, and the token's values.
+    """
+    at_log_probs = over.boundaries == [LOG_PROBS]
+    first, multiple = over.first.flatten(), over.multiple.flatten()
+    size = torch.where(first >= 0, multiple.nan_to_num(nan=math.inf, posinf=math.inf), -1.0)
+    where = size.topk(min(MAX_TOKENS, len(size))).indices
+    first = first[where].long()
+    no = torch.zeros((), dtype=torch.bool, device=first.device)
+    cut = torch.stack([~each.refused[name] if name in each.refused else no for name in over.boundaries])
+    rows, positions = (of_tokens[where] for of_tokens in each.positions.tokens_of(over.first.shape, at_log_probs))
+    length = each.tokens["weight"].shape[1] if "weight" in each.tokens else 0
+    inside = (positions >= 0) & (positions < length)
+    at = rows, positions.clamp(0, max(length - 1, 0))
+    values = [each.tokens[name][at] if length and name in each.tokens else torch.zeros_like(rows) for name in VALUES]
+    columns = [first, multiple[where], cut[first.clamp(min=0)], rows, positions, inside, *values]
+    return torch.stack([column.double() for column in columns])
 
 
 def outliers(each: WatchedPass, factor: float) -> Tensor:
@@ -86,7 +112,8 @@ def outliers(each: WatchedPass, factor: float) -> Tensor:
             continue
         boundary = int(first[first >= 0].min())
         if bool(each.refused.get(over.boundaries[boundary], True)):
-            rows, positions = each.positions.tokens_of(over.first.shape, over.boundaries == [LOG_PROBS])
+            tokens = each.positions.tokens_of(over.first.shape, over.boundaries == [LOG_PROBS])
+            rows, positions = (of_tokens.cpu() for of_tokens in tokens)
             found = (first == boundary) & (positions >= 0) & (positions < multiples.shape[1])
             multiples[rows[found], positions[found]] = factor * values[found]
         break
@@ -107,7 +134,7 @@ def cut_tokens(each: WatchedPass) -> Tensor:
     found = torch.zeros(each.tokens["weight"].shape, dtype=torch.bool)
     for over in each.over:
         if over.boundaries != [LOG_PROBS] and bool(over.cut.any()):
-            rows, positions = each.positions.tokens_of(over.cut.shape)
+            rows, positions = (of_tokens.cpu() for of_tokens in each.positions.tokens_of(over.cut.shape))
             cut = over.cut.flatten().cpu() & (positions >= 0) & (positions < found.shape[1])
             found[rows[cut], positions[cut]] = True
     return found
@@ -141,20 +168,3 @@ def largest_tokens(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The tokens furthest over their bounds, NaN first."""
     finite = {id(token): token["multiple"] for token in tokens if math.isfinite(token["multiple"])}
     return sorted(tokens, key=lambda token: -finite.get(id(token), math.inf))[:MAX_TOKENS]
-
-
-def _values(tokens: Mapping[str, Tensor], rows: Tensor, positions: Tensor) -> list[dict[str, Any]]:
-    """Each token's values by name; None where there is no data, as in the prompt."""
-    names = ("token_id", "weight", "advantage", "log_prob", "old_log_prob", "rollout_log_prob")
-    length = tokens["weight"].shape[1] if "weight" in tokens else 0
-    inside = (positions >= 0) & (positions < length)
-    columns: dict[str, list[Any]] = {}
-    for name in names:
-        column: list[Any] = [None] * len(rows)
-        if name in tokens and inside.any():
-            device = tokens[name].device
-            known = tokens[name][rows[inside].to(device), positions[inside].to(device)].tolist()
-            for i, value in zip(inside.nonzero().flatten().tolist(), known, strict=True):
-                column[i] = value
-        columns[name] = column
-    return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -59,18 +59,20 @@ class Positions:
             whole (bool): As there; true for log-probs.
 
         Returns:
-            tuple[Tensor, Tensor]: Flat, on the CPU.
+            tuple[Tensor, Tensor]: Flat, on the device; no host sync.
         """
-        starts = torch.tensor(self.response_starts)
+        device = self.mask.device
+        starts = torch.tensor(self.response_starts).to(device, non_blocking=True)
         if self._padded(shape, whole):
-            rows, columns = torch.meshgrid(torch.arange(shape[0]), torch.arange(shape[1]), indexing="ij")
+            sides = (torch.arange(size, device=device) for size in shape)
+            rows, columns = torch.meshgrid(*sides, indexing="ij")
             rows, columns = rows.flatten(), columns.flatten()
             if whole:
                 return rows, columns
         else:
             cells = self._cells(shape, whole)
             assert cells is not None
-            rows, columns = (cells // self.mask.shape[1]).cpu(), (cells % self.mask.shape[1]).cpu()
+            rows, columns = cells // self.mask.shape[1], cells % self.mask.shape[1]
         return rows, columns + 1 - starts[rows]
 
     def _padded(self, shape: Sequence[int], whole: bool) -> bool:

@@ -3,7 +3,7 @@
 """TokenClip: cuts a token's backward signal where it is far over the usual largest one."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ..fsdp import collectives
+from ..fsdp.memory import release_frames
 from .boundaries import hook_boundaries
 from .bounds import Bounds
 from .config import TokenClipConfig
 from .counts import Counts
-from .cut import cut, signal_scaling
-from .found_tokens import largest_tokens, marks, own_tokens
+from .cut import cut
+from .found_tokens import VALUES, largest_tokens, marks, own_tokens
 from .positions import Positions
 from .watched_pass import LOG_PROBS, WatchedPass
 
@@ -63,14 +64,15 @@ class TokenClip:
         self.boundaries = [*hook_boundaries(module, self._hook), LOG_PROBS]
         self._bounds = Bounds(self.boundaries, config, self._device, sequence_parallel_size)
         self._counts = Counts(len(self.boundaries), self._device)
-        self._warned = False
+        self._warned = self._has_not_read = False
+        self._read_tokens: Callable[[], Mapping[str, Tensor]] | None = None
         self._current: WatchedPass | None = None
         self._passes: list[WatchedPass] = []
         self._steps: list[dict[str, Any]] = []
 
     def discard(self) -> None:
         """Drops the passes since the last `end_mini_batch`: their mini-batch was thrown away, perhaps in a pass."""
-        self._current, self._passes = None, []
+        self._current, self._passes, self._read_tokens = None, [], None
         self._counts = Counts(len(self.boundaries), self._device)
 
     def begin_pass(self, positions: Positions, rows: Sequence[int]) -> None:
@@ -99,13 +101,28 @@ class TokenClip:
             tokens (Mapping, optional): What to write down of tokens over the bound, each of that shape; `token_id` is
                 among them.
         """
+        self.observe_later(
+            log_prob, row_weights(weight), scale, lambda: {"weight": weight, "log_prob": log_prob, **(tokens or {})}
+        )
+
+    def observe_later(
+        self, log_prob: Tensor, of_rows: Tensor, scale: float, read_tokens: Callable[[], Mapping[str, Tensor]]
+    ) -> None:
+        """Like `observe`, but the tokens are read in `end_pass`; only the backward's needs are computed here.
+
+        Args:
+            log_prob (Tensor): As there.
+            of_rows (Tensor): The `row_weights` of the tokens' weights.
+            scale (float): As there.
+            read_tokens (Callable): Returns `weight`, and what to write down of tokens over the bound. If it raises,
+                they are written down without these values.
+        """
         current = self._current
         if current is None:
             raise RuntimeError("observe() belongs between begin_pass() and end_pass().")
-        current.scaling = signal_scaling(weight, scale)
+        current.scaling = 1 / (scale * of_rows)
         current.scaled = scale != 1
-        noted = {"weight": weight, "log_prob": log_prob, **(tokens or {})}
-        current.tokens = {name: tensor.detach() for name, tensor in noted.items() if tensor.shape == weight.shape}
+        self._read_tokens = read_tokens
         if log_prob.requires_grad:
             self._hook(LOG_PROBS, log_prob)
 
@@ -116,9 +133,27 @@ class TokenClip:
         if list(self._current.signals) == [LOG_PROBS] and not self._warned:
             self._warned = True
             logger.warning("TokenClip sees the log-probs only: the layers' hidden states are not in a form it knows.")
+        self._read(self._current)
         self._counts.take_in(self._current, self.boundaries, self._bounds.tensor)
         self._passes.append(self._current)
         self._current = None
+
+    def _read(self, current: WatchedPass) -> None:
+        """Reads the tokens of a pass."""
+        read_tokens, self._read_tokens = self._read_tokens, None
+        try:
+            noted = {} if read_tokens is None else read_tokens()
+        except Exception as error:
+            if not self._has_not_read:
+                self._has_not_read = True
+                logger.warning("TokenClip cannot read the tokens of a micro-batch", exc_info=error)
+            release_frames(error)
+            return
+        current.tokens = {
+            name: noted[name].detach()
+            for name in VALUES
+            if name in noted and noted[name].shape == noted["weight"].shape
+        }
 
     @contextmanager
     def repeated(self, index: int, rows: Sequence[int], response_length: int) -> Iterator[None]:
@@ -271,6 +306,20 @@ class TokenClip:
             logger.warning("the tokens over TokenClip's bounds are not described", exc_info=True)
             return []
         return largest_tokens([token for of_rank in of_ranks for token in of_rank])
+
+
+def row_weights(weight: Tensor) -> Tensor:
+    """The weight of each row's tokens in the loss, 1 for a row without one; float32, shape (rows,).
+
+    The tokens of a row have the same weight; those that are not in the loss have none.
+
+    Args:
+        weight (Tensor): Of each token, shape (rows, response length).
+    """
+    if not weight.shape[1]:
+        return torch.ones(len(weight), device=weight.device)
+    of_row = weight.detach().abs().float().amax(1)
+    return torch.where(of_row > 0, of_row, 1.0)
 
 
 def _norms(gradient: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from action_cases import DETECTION
 from actor_cases import train
 from actors import DEVICE, ENGINE, Case
+from token_clip_cases import token_clip_config
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -80,7 +81,7 @@ def recorded_operations(case: Case, together: bool = True) -> tuple[int, list[Co
     return len(groups), counts
 
 
-def operations_around_the_backward(case: Case) -> list[tuple[Counter[str], Counter[str]]]:
+def operations_around_the_backward(case: Case, clip_tokens: bool) -> list[tuple[Counter[str], Counter[str]]]:
     """For each micro-batch, the operations between its loss and its backward, and those in `end_pass`."""
     found: list[tuple[Counter[str], Counter[str]]] = []
     # Since the last loss; None before there is one.
@@ -134,8 +135,9 @@ def operations_around_the_backward(case: Case) -> list[tuple[Counter[str], Count
     adapter: Any = importlib.import_module("verl.utils.gradloc.adapters.dp_actor")
     observe, backward = adapter.observe, Tensor.backward
     adapter.observe, Tensor.backward = observe_after_loss, counted_backward
+    clip = {"token_clip": token_clip_config(enable=True)} if clip_tokens else {}
     try:
-        train(case, prepare=prepare, spike_detection=True, grad_norm_threshold=NEVER)
+        train(case, prepare=prepare, spike_detection=True, grad_norm_threshold=NEVER, **clip)
     finally:
         adapter.observe, Tensor.backward = observe, backward
     return found

@@ -18,6 +18,7 @@ from actor_cases import Run, compare_runs, search, stock_run, train
 from actors import IDENTITY_THRESHOLD, Case, build_model
 from batches import build_batch
 from oracle import Unit, brute_force
+from verl.utils.gradloc.adapters import replay_bundles
 from verl.utils.gradloc.bundles import bundle_writer
 from verl.utils.gradloc.measure.passes import Passes
 from verl.utils.gradloc.replay import search_command
@@ -58,14 +59,17 @@ def identical(directory: str) -> tuple[dict[str, bool], dict[str, bool], dict[st
     return compare_runs(kept, stock), compare_runs(broken, stock), events
 
 
-def stalled(directory: str) -> tuple[dict[str, bool], list[str | None]]:
-    """A run of two events whose disk answers no more once a bundle is to be written, against the unpatched actor."""
+def stalled(directory: str, function: str) -> tuple[dict[str, bool], list[str | None]]:
+    """A run of two events whose disk answers no more when a bundle's function needs it, against the unpatched actor."""
     case = Case(mini_batch=4, planted=((0, 0, 4), (1, 3, 0), (1, 6, 9)))
     answers = threading.Event()
     options = {"spike_detection": True, "grad_norm_threshold": IDENTITY_THRESHOLD, "spike_replay": 4}
-    stalls = {"PATIENCE": 0.1, "write_bundle_files": lambda *_: answers.wait()}
+    module = bundle_writer if hasattr(bundle_writer, function) else replay_bundles
     try:
-        with mock.patch.multiple(bundle_writer, **stalls):
+        with (
+            mock.patch.object(bundle_writer, "PATIENCE", 0.1),
+            mock.patch.object(module, function, lambda *_: answers.wait()),
+        ):
             run = train(case, bisect_dump_dir=directory, **options)
     finally:
         answers.set()

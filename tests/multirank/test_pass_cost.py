@@ -44,14 +44,18 @@ def test_without_fsdp2s_method_each_parameter_is_measured_alone(launch: Launch) 
     (2, Case("fsdp2", nested=True, mini_batch=4, kl=True, entropy=True, rollout=True)),
     engine=True,
 )
-def test_the_device_waits_for_few_operations_between_loss_and_backward(launch: Launch, world: int, case: Case) -> None:
+@pytest.mark.parametrize("clip", [False, True], ids=["", "token_clip"])
+def test_the_device_waits_for_few_operations_between_loss_and_backward(
+    launch: Launch, world: int, case: Case, clip: bool
+) -> None:
     """And those after the backward do not wait for the device."""
     if case.nested and not actors.ENGINE:
         pytest.skip("this verl has no nested columns")
-    for of_rank in launch(world, pass_cost_cases.operations_around_the_backward, case):
+    for of_rank in launch(world, pass_cost_cases.operations_around_the_backward, case, clip):
         assert len(of_rank) >= case.rows // case.mini_batch
         for in_gap, after in of_rank:
-            assert sum(in_gap.values()) < 10, in_gap
+            launched = {name: count for name, count in in_gap.items() if name != "detach"}  # a view
+            assert sum(launched.values()) < 8, in_gap
             assert sum(after.values()) > 20  # the weights are computed there
             assert not after.keys() & {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}, after
 

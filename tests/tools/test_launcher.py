@@ -299,6 +299,14 @@ def test_the_names_of_a_later_verl(override: str, newest: str) -> None:
     assert renamed_keys.translated(newest, "0.9.1") == newest
 
 
+def test_keys_that_a_later_verl_has_no_more_are_refused() -> None:
+    for override in ("trainer.use_legacy_worker_impl=auto", "data.sampler.class_name=A", "~data.datagen.path"):
+        with pytest.raises(Refused, match=f"^verl 0.9.1 has no {override.partition('=')[0]}: see docs/migrating.md"):
+            run.plan(options.parse(["--cluster", "--target", "0.9.1", override]), "cluster")
+        run.plan(options.parse(["--cluster", "--target", "0.7.0", override]), "cluster")
+    run.plan(options.parse(["--cluster", "--target", "0.9.1", "+data.sampler.class_name=A"]), "cluster")
+
+
 def overrides_of(given: list[str], target: str, values: dict[str, str]) -> list[str]:
     values = resolve(values, profile="embedded")
     return command.overrides("embedded", values, "/ray", ROOT, target, given=given)

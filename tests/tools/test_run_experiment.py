@@ -1,5 +1,6 @@
 """run_experiment.sh: what it would run, what it refuses, and that nothing of it survives an interrupt."""
 
+import functools
 import json
 import os
 import shlex
@@ -8,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -237,6 +240,30 @@ def test_renamed_keys_are_keys_of_this_verl(recorder: Path) -> None:
     assert {override.partition("=")[0].strip("+") for override in overrides[-len(given) :]} == {
         renamed_keys.translated(f"{key}=", trees.TARGET).strip("+=") for key in given
     }
+
+
+FIRST = trees.ROOT / "build/0.7.0/base/verl/trainer/config"
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
+
+
+@pytest.mark.every_target
+@pytest.mark.skipif(not FIRST.is_dir(), reason="the verl 0.7.0 of its tests is not set up")
+def test_every_key_of_the_first_verl_is_there_or_renamed_or_said_to_be_gone() -> None:
+    with initialize_config_dir(str(FIRST), version_base=None):
+        first = OmegaConf.to_container(compose("ppo_trainer"), resolve=False)
+    there = OmegaConf.to_container(composed([]), resolve=False)
+    keys = list(leaves(first))
+    assert len(keys) > 300
+    for key in keys:
+        new = renamed_keys.translated(f"{key}=", trees.TARGET).rstrip("=")
+        *parents, name = new.split(".")
+        node = functools.reduce(lambda inner, part: (inner or {}).get(part), parents, there)
+        is_there = new.startswith("+") or name in (node or {})
+        assert renamed_keys.is_gone(f"{key}=1", trees.TARGET) != is_there, (key, new)
 
 
 @pytest.mark.every_target

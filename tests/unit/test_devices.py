@@ -82,8 +82,8 @@ class Training:
         take_step, squared_norms, *_ = self.gradloc.locate(0, 0)
         if self.layer_clip and take_step:
             self.layer_clip.clip(squared_norms)
-        if self.token_clip:
-            self.token_clip.end_mini_batch()
+        if self.token_clip and (found := self.token_clip.end_mini_batch()):
+            self.found = [found]
         self.gradloc.metrics()
 
 
@@ -148,6 +148,20 @@ def test_an_ordinary_step_waits_once_for_each_part(options: dict[str, Any], mete
         assert not training.gradloc.events
         reduced = meter == "reduced" or "layer_clip" in options
         assert len(waits) == 1 + reduced + ("token_clip" in options), waits
+
+
+@pytest.mark.parametrize("action", ["log", "drop"])
+def test_the_tokens_over_token_clip_s_bounds_take_one_more_wait(action: str) -> None:
+    with CudaStandIn() as stand_in:
+        training = Training(stand_in, token_clip=action, grad_norm_threshold=1e9)
+        for step in range(3):
+            training.step(step, spike=False)
+        before = len(stand_in.waits)
+        training.step(3, spike=True)
+        waits = of_package(stand_in, before)
+        (found,) = training.found
+        assert len(found["tokens"]) >= (2 if action == "log" else 1) and len(waits) == 3, waits
+        assert all(token["weight"] and token["token_id"] for token in found["tokens"] if token["position"] >= 0)
 
 
 def test_a_critic_s_step_waits_once_and_its_spike_mixes_no_devices() -> None:

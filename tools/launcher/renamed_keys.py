@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What later releases of verl call the keys of verl 0.7.0: one table."""
+"""What later releases of verl call the keys of verl 0.7.0, and which of them they have no more."""
 
 import re
 from dataclasses import dataclass
@@ -59,6 +59,49 @@ RENAMED = (
     Renamed("0.8.0", "actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
     Renamed("0.8.0", "critic.grad_clip", "critic.optim.clip_grad"),
 )
+
+_OF_MODEL = "input_tokenizer override_config use_shm use_remove_padding use_fused_kernels fsdp_config"
+_OF_REWARD_MODEL = (
+    "strategy micro_batch_size micro_batch_size_per_gpu max_length use_dynamic_bsz forward_max_token_len_per_gpu "
+    "launch_reward_fn_async profiler ulysses_sequence_parallel_size use_reward_loop"
+)
+# The first release without some keys, the first that has them again, and the keys, alone or with those below them.
+GONE = (
+    (
+        "0.7.1",
+        "",
+        *(f"reward_model.model.{key}" for key in _OF_MODEL.split()),
+        *(f"reward_model.{key}" for key in _OF_REWARD_MODEL.split()),
+        *(
+            f"{model}.profiler.tool_config.torch.{key}"
+            for model in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+            for key in ("step_start", "step_end")
+        ),
+        f"{_REJECTION}_threshold_lower",
+        "algorithm.rollout_correction.rollout_token_veto_threshold",
+    ),
+    (
+        "0.8.0",
+        "",
+        "actor_rollout_ref.rollout.multi_turn.interaction_config_path",
+        "actor_rollout_ref.rollout.skip_rollout",
+        "actor_rollout_ref.rollout.skip_dump_dir",
+        "data.sampler",
+        "data.datagen",
+        "trainer.use_legacy_worker_impl",
+    ),
+    ("0.9.1", "0.10.0", "actor_rollout_ref.actor.router_replay", "actor_rollout_ref.ref.router_replay"),
+)
+
+
+def is_gone(override: str, version: str) -> bool:
+    """Whether this verl rejects the override, because it does not have the key of verl 0.7.0 under any name."""
+    key = override.removeprefix("~").partition("=")[0] + "."
+    return any(
+        number(first) <= number(version) and not (again and number(again) <= number(version))
+        for first, again, *keys in GONE
+        if any(key.startswith(f"{gone}.") for gone in keys)
+    )
 
 
 def translated(override: str, version: str) -> str:

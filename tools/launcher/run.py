@@ -109,6 +109,8 @@ def plan(asked: Options, profile: str) -> Run:
     for override, used in zip(asked.overrides, overrides, strict=True):
         if override != used:
             print(f"run_experiment.sh: for verl {target}, {override} is {used}", file=sys.stderr)
+        elif renamed_keys.is_gone(override, target):
+            raise Refused(f"verl {target} has no {override.partition('=')[0]}: see docs/migrating.md, or leave it out")
     given = by_key(asked.overrides)
     if directory := given.get(DUMP_KEY):
         raise Refused(f"bisect_dump_dir is the setting BISECT_DUMP_DIR here: give BISECT_DUMP_DIR={directory}")
