@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .collectives import gather, world_size
 from .memory import allocate, release_frames, release_unused
+from .torch_compat import tree_leaves, tree_map_only
 
 # All collective functions that a forward or backward pass may call; older torch versions lack some of them.
 _COLLECTIVES = (

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 try:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -45,6 +47,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "torch": ("_foreach_mul_", "_foreach_norm"),
     "torch._C": ("_current_graph_task_id",),
     "nn.Module": ("_buffers",),
+    "nn.modules.dropout": ("_DropoutNd",),
     "FullyShardedDataParallel": ("_comm_hook", "_exec_order_data", "_handle", "_is_root", "training_state"),
     "FlatParamHandle": (
         "_needs_pre_backward_unshard",
@@ -134,7 +137,8 @@ def keeps_gradients_apart(parameter: Any) -> bool:
 
 def _objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """What `REQUIRED` is about, as far as it can be reached."""
-    yield from (("torch", torch), ("torch._C", torch._C), ("nn.Module", module))
+    yield from (("torch", torch), ("torch._C", torch._C))
+    yield from (("nn.Module", module), ("nn.modules.dropout", nn.modules.dropout))
     for fsdp_module in FullyShardedDataParallel.fsdp_modules(module):
         yield "FullyShardedDataParallel", fsdp_module
         if (handle := getattr(fsdp_module, "_handle", None)) is not None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from ..fsdp.torch_compat import tree_map_only
 
 # (rank, index of the micro-batch in its rank's mini-batch).
 MicroBatchName = tuple[int, int]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from gradloc.fsdp.torch_compat import OPTIONAL, REQUIRED
+
 PACKAGE = Path(__file__).resolve().parents[2] / "gradloc"
 # Imported where they are needed, so that the package does without them.
 LAZY = {
@@ -121,3 +123,19 @@ def test_other_packages_are_imported_inside_functions() -> None:
             names = {node.module, *(alias.name for alias in node.names)} if isinstance(node, ast.ImportFrom) else set()
             late = {module.split(".")[-1] for module in IMPORTED_LATE} & names
             assert not (late and at_once), f"{name} imports {late} with itself"
+
+
+def test_torch_compat_lists_every_private_name_of_torch() -> None:
+    listed = {name for names in [*REQUIRED.values(), *OPTIONAL.values()] for name in names} | {"_C"}
+    used = set()
+    for module, tree in modules().items():
+        if module == "fsdp.torch_compat" or subpackage_of(module) not in ("fsdp", "layers", "token_clip", "measure"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and not ast.unparse(node).startswith(("self._", "cls._")):
+                used |= {node.attr} if re.match("_[^_]", node.attr) else set()
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
+                assert "._" not in node.module, f"{module} imports {node.module}"
+    private = {name for name in listed if name.startswith("_")}
+    assert used <= listed
+    assert private - used <= {"_cpu_grad", "_fsdp_param_group", "_fsdp_param_groups"}  # read by their names
