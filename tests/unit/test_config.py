@@ -1,9 +1,11 @@
 """GradLoc's keys in verl's own configuration: yaml, dataclass, and the rules that verl sets for both."""
 
 import contextlib
+import functools
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -15,10 +17,13 @@ import verl
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.gradloc.adapters.critic_config import CriticSpikeConfig
 from verl.utils.gradloc.adapters.trainer_checks import check_trainer
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
+
+import trees
 
 pytestmark = pytest.mark.every_target
 # Since verl 0.8, an engine trains the actor.
@@ -99,6 +104,81 @@ def test_keys_are_overridden_without_a_plus() -> None:
     assert actor_config("grad_norm_threshold=auto").grad_norm_threshold == "auto"
     assert [actor_config(f"bisect_budget_seconds={s}").bisect_budget_seconds for s in ("60", "null")] == [60, None]
     assert [actor_config(f"spike_log={value}").spike_log for value in ("True", "texts")] == [True, "texts"]
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OVERRIDE = re.compile(r"[+~]*([a-z][\w@.]*)=\S+")
+# What looks like an override and is none.
+NO_KEYS = {"key", "weights_only", "x", "y"}
+
+
+def written_overrides(page: Path) -> list[tuple[list[str], list[str], bool]]:
+    """The overrides of each command of a page and of its text, after what may name the verl that they are for.
+
+    That is the comment over a command, or what stands before them in their sentence or cell; the table's header; the
+    headings of the section and of the page. And whether they are a command's.
+    """
+    found, headings, header = [], [], []
+    for part in re.split(r"^( *```.*?^ *```)$", page.read_text(), flags=re.M | re.S):
+        if part.lstrip().startswith("```"):
+            for piece in re.split(r"^(?= *#)", part.replace("\\\n", " "), flags=re.M):
+                for command in piece.splitlines():
+                    if "verl.trainer.main_ppo" in command or "run_experiment.sh" in command:
+                        words = [word for word in shlex.split(command, comments=True) if OVERRIDE.fullmatch(word)]
+                        found.append(([*re.findall(r"\A *(#.*)", piece), headings[-1], headings[0]], words, True))
+            continue
+        for paragraph in part.strip().split("\n\n"):
+            headings += [paragraph] if paragraph.startswith("#") else []
+            is_table = paragraph.startswith("|")
+            for number, line in enumerate(paragraph.splitlines() if is_table else [" ".join(paragraph.split())]):
+                cells = line.split(" |") if is_table else re.split(r"(?<=\.) ", line)
+                header = cells if is_table and number == 0 else header if is_table else [""] * len(cells)
+                for cell, above in zip(cells, header, strict=False):
+                    for code in re.finditer(r"`([^`]+)`", cell):
+                        words = [word for word in code[1].split() if OVERRIDE.fullmatch(word)]
+                        found.append(([cell[: code.start()], above, headings[-1], headings[0]], words, False))
+    return found
+
+
+def whole_key(override: str, config: Any) -> str:
+    """An override with the whole key where a page writes its end."""
+    key = OVERRIDE.fullmatch(override)[1]
+    if "@" in key or key.split(".")[0] in config:
+        return override
+    paths, todo = [], [("", config)]
+    while todo:
+        place, node = todo.pop()
+        paths.append(place)
+        if OmegaConf.is_dict(node):
+            todo += [(f"{place}.{name}".strip("."), node._get_node(name)) for name in node]
+    # GradLoc's own, where others have one of this name.
+    (found, *_) = sorted((path for path in paths if f".{path}".endswith(f".{key}")), key=lambda path: ACTOR not in path)
+    return override.replace(key, found, 1)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_overrides_in_the_documentation_are_those_of_this_verl(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composed as written, for each verl that the text names, or all; and none is a key that verl no longer reads."""
+    monkeypatch.chdir(ROOT)
+    whole, in_text, runs = composed(), [], []
+    for said, words, is_command in written_overrides(page):
+        named = (re.findall(r"\b0\.[789](?:\.\d)?\b", text) for text in said)
+        versions = next((each for each in named if each), [trees.TARGET])
+        if any(f"{trees.TARGET}.".startswith(f"{each}.") for each in versions):
+            overrides = [whole_key(word, whole) for word in words if OVERRIDE.fullmatch(word)[1] not in NO_KEYS]
+            is_command = is_command or any("@" in override for override in overrides)
+            runs += [overrides] if is_command else []
+            in_text += [] if is_command else overrides
+    ignored = {*OmegaConf.load(CONFIG_DIR / "legacy_reward_impl.yaml")} if ENGINE else set()
+    for overrides in (in_text, *runs):
+        groups = any("gradloc_" in override for override in overrides)
+        place = [f"hydra.searchpath=[file://{ROOT}/plugin/gradloc_verl/conf]"] if groups else []
+        config = composed(*overrides, *place)
+        keys = {OVERRIDE.fullmatch(each)[1].split(".")[0] for each in overrides}
+        assert not keys & ignored, f"verl {trees.TARGET} does not read {overrides}"
+        if any("custom_reward_function.path=" in override for override in overrides):
+            assert isinstance(get_custom_reward_fn(config), functools.partial)
 
 
 @pytest.mark.parametrize(
