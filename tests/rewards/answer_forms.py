@@ -3,7 +3,8 @@
 An entry is (response, truth, score). The scores were written down from the mathematics and from what Math-Verify's
 README promises (boxed before plain, last before first, sets without order, tuples and intervals with it, percentages
 equal to their fraction and to the plain number, units dropped, floats compared to 6 places). Math-Verify scores all of
-FORMS so. Of those that it scores otherwise, REPAIRED has what this project's scorer gets right, and QUIRKS the rest.
+FORMS so. Of those that it scores otherwise, REPAIRED has what this project's scorer gets right, above all wrong answers
+that earn nothing, and QUIRKS the rest. We chose these answers: what the scorer earns is said by public_pairs.py.
 """
 
 FORMS: dict[str, list[tuple[str, str, float]]] = {
