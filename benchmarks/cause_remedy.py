@@ -109,8 +109,8 @@ def with_cause(
     Returns:
         tuple: The largest norm of a mini-batch of that step, in thresholds, and the error of the backward pass.
     """
-    clips = {"token_clip": MAX_SHARE, "token_action": token_action}
-    variant = Variant("cause", "zscore", action="log", ratio_clip=cause.ratio_clip, **clips)
+    variant = Variant("cause", "zscore", action="log", ratio_clip=cause.ratio_clip, token_action=token_action)
+    variant = dataclasses.replace(variant, token_clip=MAX_SHARE)
     run = Run(settings, weights, variant, seed, usual, dump_dir=f"{folder}/dump")
     past: list[Tensors] = []
     for _ in range(settings.events[0][0] - 1):
