@@ -15,9 +15,9 @@ parentheses the standard deviation of "left", where it is over 5 points; in brac
 not known for all spikes. * marks what is under the threshold each time; bold is the best, in the order of the replay;
 "=" changes nothing; "–" cannot be computed.
 
-"TokenClip" is the replay's estimate, whose bounds come from the mini-batch's other tokens; "TokenClip in the actor" is
-measured in runs with TokenClip on (drop, max_share=0.1), whose bounds come from the steps before: the largest norm of a
-mini-batch of that step by the one without TokenClip.
+"TokenClip" is the replay's, by the bounds that it has learned in the run (action log); "TokenClip in the actor" is
+measured in runs with TokenClip on (drop, max_share=0.1): the largest norm of a mini-batch of that step by the one
+without TokenClip.
 
 Table of rewards: the reward that spikes in steps 20 and 35 to 37 cost, as in stability.py: from its results, or from
 runs of the same kind with the cause planted in these steps (two runs for each cell and seed).
@@ -98,18 +98,19 @@ class PlantedAgain:
 
 
 def with_cause(
-    settings: Settings, weights: Tensors, seed: int, usual: Usual, cause: Cause, folder: str, token_clip: float = 0.0
+    settings: Settings, weights: Tensors, seed: int, usual: Usual, cause: Cause, folder: str, token_action: str = "log"
 ) -> tuple[float, Planted]:
     """Ordinary steps, then one with a cause.
 
     Args:
         folder (str): Gets the bundle of the spike, and the weights before that step.
-        token_clip (float): TokenClip's max_share; 0 without TokenClip.
+        token_action (str): TokenClip's; with "log", it only learns its bounds, which the bundle then has.
 
     Returns:
         tuple: The largest norm of a mini-batch of that step, in thresholds, and the error of the backward pass.
     """
-    variant = Variant("cause", "zscore", action="log", ratio_clip=cause.ratio_clip, token_clip=token_clip)
+    variant = Variant("cause", "zscore", action="log", ratio_clip=cause.ratio_clip, token_action=token_action)
+    variant = dataclasses.replace(variant, token_clip=MAX_SHARE)
     run = Run(settings, weights, variant, seed, usual, dump_dir=f"{folder}/dump")
     past: list[Tensors] = []
     for _ in range(settings.events[0][0] - 1):
@@ -143,7 +144,7 @@ def measure_cause(settings: Settings, weights: Tensors, seed: int, usual: Usual,
 def measure_token_clip(settings: Settings, weights: Tensors, seed: int, usual: Usual, cause: Cause) -> dict[str, Any]:
     """The same with TokenClip on: what it leaves in the actor, by the bounds that it has learned itself."""
     with tempfile.TemporaryDirectory() as folder:
-        return {"level": with_cause(settings, weights, seed, usual, cause, folder, MAX_SHARE)[0]}
+        return {"level": with_cause(settings, weights, seed, usual, cause, folder, "drop")[0]}
 
 
 def measure_bundle(bundle: Bundle, model_folder: str, planted: Planted) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class Variant:
             of RIVALS.
         target (str): LayerClip's target, under "zscore".
         token_clip (float): TokenClip's max_share, the largest share of the tokens that it drops; 0 without TokenClip.
+        token_action (str): TokenClip's.
         action (str): GradLoc's spike_action; "" without GradLoc.
         clip (float): grad_clip in usual norms.
         ratio_clip (bool): Whether the loss has PPO's ratio clip.
@@ -89,6 +90,7 @@ class Variant:
     rule: str = "global"
     target: str = "reciprocal"
     token_clip: float = 0.0
+    token_action: str = "drop"
     action: str = ""
     clip: float = LOOSE
     ratio_clip: bool = True
@@ -185,7 +187,7 @@ class Run:
             grad_norm_threshold=1e9 if usual is None else TOKEN_THRESHOLD * usual.token_norm,
             token_clip=TokenClipConfig(
                 enable=variant.token_clip > 0,
-                action="drop",
+                action=variant.token_action,
                 factor=4.0,
                 max_share=variant.token_clip or TokenClipConfig.max_share,
                 warmup_steps=settings.warmup,

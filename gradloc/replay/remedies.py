@@ -220,10 +220,9 @@ def _of_token_clip(spike: _Spike, notes: list[str]) -> list[Row]:
     if found is None:
         notes.append("TokenClip cannot be computed: its bounds are of other layers than this model has.")
         return []
-    name = "TokenClip"
-    override: str | None = f"{enable} {_ACTOR}.token_clip.action=drop"
-    if bounds["action"] != "log":
-        name, override = "TokenClip, as it was set", None
+    as_set = bounds["action"] != "log"
+    name = "TokenClip, as it was set" if as_set else "TokenClip"
+    override = None if as_set else f"{enable} {_ACTOR}.token_clip.action=drop"
     meaning = f"signals over {bounds['factor']:g} times the usual largest one are cut"
     if found.boundary is not None:
         meaning += f", first at {found.boundary}"

@@ -99,7 +99,7 @@ def test_an_error_of_the_backward_pass_is_in_the_replay_too(
 
 def test_token_clip_in_the_actor_takes_the_token_out(start: tuple[dict[str, Tensor], Usual], tmp_path: Path) -> None:
     weights, usual = start
-    level, _ = with_cause(QUICK, weights, 0, usual, BY_NAME["token"], str(tmp_path), token_clip=0.1)
+    level, _ = with_cause(QUICK, weights, 0, usual, BY_NAME["token"], str(tmp_path), "drop")
     assert 0 < level < 1 and not list(tmp_path.glob("dump/replay/*"))
 
 

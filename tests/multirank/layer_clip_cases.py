@@ -491,12 +491,14 @@ def resume(
     return straight, update(actor, range(3, 5)), [text for text in warnings if "warm-up" in text]
 
 
-def with_checkpoints(case: Any, checkpoint_config: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
+def with_checkpoints(
+    case: Any, checkpoint_config: dict[str, Any] | None = None, enable: bool = True, **options: Any
+) -> tuple[Any, Any]:
     """An actor with LayerClip, and what saves and loads its checkpoints."""
     import actors
     from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
-    layer_clip = VerlLayerClipConfig(enable=True, warmup_steps=3, rule="ratio", ratio=1.05)
+    layer_clip = VerlLayerClipConfig(enable=enable, warmup_steps=3, rule="ratio", ratio=1.05)
     actor = actors.build_actor(case, layer_clip=layer_clip, **options)
     scheduler = torch.optim.lr_scheduler.ConstantLR(actor.actor_optimizer, factor=1.0)
     return actor, actors.checkpoints(actor, scheduler, checkpoint_config)
@@ -514,6 +516,21 @@ def load_unreadable(folder: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def learned_while_off(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What LayerClip has learned for the bundles of a run that has it off: when it is saved, and after it is loaded."""
+    import actors
+    from batches import build_batch
+
+    case = actors.Case(rows=4, mini_batch=2)
+    detection = {"spike_detection": True, "grad_norm_threshold": 1e30, "spike_replay": 1, "bisect_dump_dir": folder}
+    actor, manager = with_checkpoints(case, enable=False, **detection)
+    actor.update_policy(build_batch(case, dist.get_rank(), 1))
+    manager.save_checkpoint(folder)
+    resumed, manager = with_checkpoints(case, enable=False, **detection)
+    manager.load_checkpoint(folder)
+    return actor.watch._learning.state_dict(), resumed.watch._learning.state_dict()
 
 
 def change_saved(folder: str, change: Callable[[dict[str, Any]], None]) -> None:

@@ -822,6 +822,11 @@ def test_resuming_from_a_checkpoint_is_like_never_stopping(launch: Launch, tmp_p
         assert warnings == []
 
 
+def test_a_run_without_it_resumes_with_what_it_has_learned(launch: Launch, tmp_path: Path) -> None:
+    for saved, loaded in launch(2, layer_clip_cases.learned_while_off, str(tmp_path)):
+        assert saved == loaded and {layer["count"] for layer in saved.values()} == {2}
+
+
 NOT_LOADED = (
     "No LayerClip statistics are loaded (there is no gradloc_state.pt beside the checkpoint, or "
     "checkpoint.load_contents is without 'extra'); the warm-up starts over."

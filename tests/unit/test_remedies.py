@@ -325,6 +325,7 @@ def test_a_table_has_every_field_and_says_what_is_missing(
     clip = rows["grad_clip 0.1"]
     assert clip["ordinary_moved"] == pytest.approx(1 - clip["left"])
     assert clip["override"] == "actor_rollout_ref.actor.grad_clip=0.1"
+    assert clip["note"].endswith("so for them it is a skipped step.") and drop["note"] is None
     said = " ".join(result["remedy_notes"])
     assert "verl cannot be imported (none here) here" in said or "verl is not installed here" in said
     assert "LayerClip: unknown until it has run 20 steps" in said
