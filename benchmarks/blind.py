@@ -150,10 +150,13 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
         counts: Counter[str] = Counter()
         names: dict[str, Counter[str]] = {"right": Counter(), "defensible": Counter(), "wrong": Counter()}
         for key, run in found:
-            verdict = judged(kind, run["name"])
+            name = run["name"]
+            if kind in HEALTHY:  # one wrong line is enough
+                name = next((each for _, _, each in run["said"] if each not in NATURAL_NAMES), name)
+            verdict = judged(kind, name)
             counts[verdict] += 1
             if verdict in names:
-                names[verdict][run["name"] or "-"] += 1
+                names[verdict][name or "-"] += 1
             if kind in FAULTS and verdict in ("silent", "unknown"):
                 silent.append(f"{key}: {'nothing' if verdict == 'silent' else 'no known cause'}; {run['why']}")
         totals[kind in FAULTS] += counts
