@@ -1,8 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""How often the verdict names the cause of a run that it knows nothing about.
+"""How often the verdict names the cause of a run that it knows nothing about: docs/blind.md.
 
-One run, as `python -c` in benchmarks/ or from a test:
+Faults and healthy settings are in blind_faults.py, the small RL stack in which they run in blind_world.py. Rules may be
+tuned on runs of the half "tuning" of the seeds; the half "test" is run once. Printed: for each kind the names that were
+said, faults of which nothing was said, and totals. Finished runs are kept in the results and not repeated.
+
+The patched verl must be importable; after `bash tests/run.sh`:
+
+    PYTHONPATH=build/verl:. build/venv/bin/python benchmarks/blind.py --results build/tuning.json --seeds 3
+
+One run, in benchmarks/ with that path:
 
     observed = run_case("rollout shifted", (1, 1.0), seed=4)       # a kind of FAULTS, one of its strengths
     observed = run_case("2 steps late", None, seed=4)              # a key of HEALTHY
@@ -142,10 +150,13 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
         counts: Counter[str] = Counter()
         names: dict[str, Counter[str]] = {"right": Counter(), "defensible": Counter(), "wrong": Counter()}
         for key, run in found:
-            verdict = judged(kind, run["name"])
+            name = run["name"]
+            if kind in HEALTHY:  # one wrong line is enough
+                name = next((each for _, _, each in run["said"] if each not in NATURAL_NAMES), name)
+            verdict = judged(kind, name)
             counts[verdict] += 1
             if verdict in names:
-                names[verdict][run["name"] or "-"] += 1
+                names[verdict][name or "-"] += 1
             if kind in FAULTS and verdict in ("silent", "unknown"):
                 silent.append(f"{key}: {'nothing' if verdict == 'silent' else 'no known cause'}; {run['why']}")
         totals[kind in FAULTS] += counts
@@ -172,12 +183,11 @@ def main() -> None:
     path = arguments.results
     kept = json.loads(path.read_text()) if path.exists() else {}
     tasks = {}
-    for number in range(arguments.seeds):
+    for seed in range(HALVES.index(arguments.half), 2 * arguments.seeds, 2):
         for kind in kinds:
             strengths = FAULTS[kind].strengths if kind in FAULTS else (None,)
-            place = (2 * number + HALVES.index(arguments.half)) % len(strengths)
-            seed = 2 * number + HALVES.index(arguments.half)
-            tasks[f"{kind} | {strengths[place]} | {seed}"] = kind, strengths[place], seed
+            strength = strengths[([*FAULTS, *HEALTHY].index(kind) + seed // 2) % len(strengths)]
+            tasks[f"{kind} | {strength} | {seed}"] = kind, strength, seed
     os.environ["OMP_NUM_THREADS"] = "1"
     path.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -375,7 +375,7 @@ class World:
         write_evidence(self.actor, data, None, metrics)
         self.token_norms.append(metrics["actor/gradloc/token_norm_max"])
         mask = tensors["response_mask"].bool()
-        self.gaps.append(float((tensors["rollout_log_probs"] - tensors["old_log_probs"])[mask].abs().mean()))
+        self.gaps.append(float((tensors["rollout_log_probs"] - tensors["old_log_probs"])[mask].abs().nanmean()))
         self.past.append(self.weights())
         self.step_number += 1
 

@@ -45,12 +45,13 @@ def test_the_table_counts_what_is_named(capsys: pytest.CaptureFixture) -> None:
         "bf16": [None, "unlikely", "misaligned"],
     }
     runs = {
-        f"{kind} | 0 | {seed}": {"name": name, "why": "a gap"}
+        f"{kind} | 0 | {seed}": {"name": name, "why": "a gap", "said": []}
         for kind, names in named.items()
         for seed, name in enumerate(names)
     }
+    runs["fp8 | 0 | 0"] = {"name": "unlikely", "why": "", "said": [(2, "verdict", "unlikely"), (3, "verdict", "token")]}
     blind.print_tables(runs)
     printed = capsys.readouterr().out
     assert "| tail padded with 0 | misaligned | misaligned 1 | unsampled 1 | token 1 | 1 | 1 |" in printed
     assert "- tail padded with 0 | 0 | 4: nothing; a gap" in printed and "no known cause; a gap" in printed
-    assert "Faults: 7; " in printed and "right 2" in printed and "Healthy: 3, 1 with a bug's name." in printed
+    assert "Faults: 7; " in printed and "right 2" in printed and "Healthy: 4, 2 with a bug's name." in printed
