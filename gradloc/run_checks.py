@@ -102,7 +102,8 @@ _SUMS = (
 
 # What `state_dict` has, but for the underscore.
 _STATE = (
-    "rates readings stride since_reading times updates gap least misaligned_since related sizes scale_since".split()
+    *("rates", "readings", "stride", "since_reading", "times", "updates", "gap", "least"),
+    *("misaligned_since", "related", "sizes", "scale_step", "scale_factor"),
 )
 _OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
@@ -259,7 +260,8 @@ class RunChecks:
         self._columns = [0.0] * COLUMN_SUMS
         # The typical |A|, a geometric mean, of the last updates; and since which step another one holds.
         self._sizes: list[float] = []
-        self._scale_since: list[Any] = []
+        self._scale_step: int | None = None
+        self._scale_factor: float | None = None
         self._updates_since_resume: int | None = None
         # The warning of a wrongly scaled loss, of the last mini-batch and of the update; and how many mini-batches in a
         # row had one.
@@ -377,8 +379,8 @@ class RunChecks:
 
     def _end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
-        self._scale_since = self._other_scale()
-        if (size := self._size()) is not None and not self._scale_since:
+        self._scale_step, self._scale_factor = self._other_scale()
+        if (size := self._size()) is not None and self._scale_factor is None:
             self._sizes = [*self._sizes, size][-_SIZES:]
         self._columns = [0.0] * COLUMN_SUMS
         if not self._sums["tokens"]:
@@ -409,7 +411,7 @@ class RunChecks:
             self._readings, self._stride, self._since_reading = [], 1, 0
         if self._since_reading == 0:
             self._readings.append([gap, self._step])
-        self._since_reading = (self._since_reading + 1) % self._stride
+        self._since_reading = (self._since_reading + 1) % max(self._stride, 1)
         if len(self._readings) > _READINGS:
             self._readings, self._stride = self._readings[::2], 2 * self._stride
             self._since_reading = 1
@@ -419,21 +421,20 @@ class RunChecks:
         *_, total, count = self._columns
         return math.exp(total / count) if count >= SCALE_RESPONSES else None
 
-    def _other_scale(self) -> list[Any]:
-        """[step, factor] since when advantages have another size; empty while they have not."""
-        size, since = self._size(), self._scale_since
+    def _other_scale(self) -> tuple[int | None, float | None]:
+        """Since which step advantages have another size, and by which factor; (None, None) while they have not."""
+        size, since = self._size(), (self._scale_step, self._scale_factor)
         if size is None or len(self._sizes) < SCALE_UPDATES:
             return since
         low, high = min(self._sizes), max(self._sizes)
-        if low / SCALE_FACTOR < size < high * SCALE_FACTOR:
-            return []
-        return [since[0] if since else self._step, size / statistics.median(self._sizes)]
+        if low <= 0 or low / SCALE_FACTOR < size < high * SCALE_FACTOR:
+            return None, None
+        return self._step if since[1] is None else since[0], size / statistics.median(self._sizes)
 
     def _reward_scale(self) -> dict[str, Any] | None:
-        since = self._other_scale()
-        if not since or self._size() is None:
+        step, factor = self._other_scale()
+        if factor is None or self._size() is None:
             return None
-        step, factor = since
         when = "" if step is None else f" since step {step}"
         times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
         return {
@@ -533,7 +534,9 @@ class RunChecks:
     def _policy_by_reference(self) -> dict[str, Any] | None:
         """Rollout and reference agree, and the policy is where no optimizer step can have brought it."""
         share, gap = self._share_of_reference(), self._mean("gap")
-        if share is None or share < WHOLE_SHARE or self._updates_since_resume is not None:
+        if share is None or self._updates_since_resume is not None:
+            return None
+        if self._sums["stale"] < WHOLE_SHARE * self._sums["responses"]:
             return None
         before, after = POLICY_GAP
         jumped = self._gap is not None and self._gap < before and gap > after

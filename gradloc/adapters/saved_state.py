@@ -37,7 +37,8 @@ _RUN_CHECKS = {
     "misaligned_since": int | None,
     "related": float | None,
     "sizes": [float],
-    "scale_since": [int | float | None],
+    "scale_step": int | None,
+    "scale_factor": float | None,
 }
 _FORM = {
     "gradloc?": {

@@ -87,6 +87,9 @@ class Stub:
     def stop(self) -> Tensor:
         return torch.zeros(1)
 
+    def cancel(self) -> None:
+        pass
+
     def check_dummy_inputs(self, ranks: Callable[[], Any]) -> None:
         self.checked.append(ranks())
 

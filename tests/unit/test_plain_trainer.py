@@ -318,7 +318,7 @@ def test_a_response_counts_once_however_many_epochs_train_on_it(
     forward = Forward(Plain())
     gradloc = GradLoc(forward.logits, GradLocConfig(grad_norm_threshold=1e9), forward)
     mask = torch.ones(ROWS, RESPONSE)
-    for step in range(3):
+    for step in range(6):
         gradloc.start_update(step)
         for epoch in range(epochs):
             for stale in (stale_rows, 0):

@@ -23,9 +23,18 @@ LAYER = {"warmup": [], "count": 30, "mean": 1.5, "deviation": 0.25, "floor": 0.1
 SIGNAL = {"recent": [1.0, 2.0], "count": 21, "average": 1.5}
 RUN_CHECKS = {
     "rates": 0.5,
-    "readings": [[0.25, math.nan, 3], [0.5, 0.25, None]],
+    "readings": [[math.nan, 3], [0.25, None]],
+    "stride": 2,
+    "since_reading": 1,
+    "times": {"stale_reference": 2},
+    "updates": 3,
+    "gap": 0.25,
     "least": math.inf,
-    "held": {"rule": "stale_trend", "times": 2},
+    "misaligned_since": None,
+    "related": 0.5,
+    "sizes": [0.5, 0.25, 0.5],
+    "scale_step": 3,
+    "scale_factor": 7.5,
 }
 
 

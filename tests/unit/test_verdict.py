@@ -482,7 +482,7 @@ def test_every_rule_has_a_claim_and_a_check() -> None:
 def test_every_check_is_of_the_runs_own_data() -> None:
     """A fault that is planted in another run shows nothing of this one."""
     for check in (*(cause.check for cause in CAUSES.values()), AUXILIARY_CHECK):
-        before, _, example = check.partition(" An example: ")
+        before, _, example = check.partition(" An example, in a checkout of GradLoc: ")
         assert "--fault" not in before and ("`bash " in example) == bool(example)
         assert "BUNDLE" in before or "batch" in before or "spikes.jsonl" in before or "checkpoint" in before
 
