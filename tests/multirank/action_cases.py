@@ -119,22 +119,18 @@ def broken_weights(case: Case) -> tuple[dict[str, bool], Run]:
     return {"no step": run.gradients == []}, run
 
 
-def misaligned(case: Case, shift: float) -> tuple[float, str, list[str]]:
+def misaligned(case: Case, shift: float) -> tuple[float, str]:
     """Rollout log-probs that are all off by `shift` nats.
 
     Returns:
-        tuple: The logged share, the culprits' sources, and the actor's warnings.
+        tuple: The logged share, and the culprits' sources.
     """
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("verl.utils.gradloc.metrics").addHandler(handler)
     actor = build_actor(case, **DETECTION)
     batch = build_batch(case, dist.get_rank())
     batch.batch["rollout_log_probs"] -= shift * batch.batch["response_mask"]
     metrics = actor.update_policy(batch)
     sources = [culprit["source"] for event in actor.gradloc.events for culprit in event["culprits"]]
-    return metrics["actor/gradloc/misaligned_share"], json.dumps(sources), warnings
+    return metrics["actor/gradloc/misaligned_share"], json.dumps(sources)
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:

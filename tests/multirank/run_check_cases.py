@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -11,19 +12,35 @@ from actors import Case
 from verl import DataProto
 
 
-def warned(case: Case, stale_ranks: tuple[int, ...], calls: int) -> tuple[list[Any], dict[str, Any], list[Any]]:
-    """The warnings after the last update, the state for a checkpoint, and the verdicts of the last update's events."""
+def warned(
+    case: Case, stale_ranks: tuple[int, ...], calls: int, late: int = 0
+) -> tuple[list[Any], dict[str, Any], list[Any], dict[str, float]]:
+    """What is said after the last update of several.
+
+    The policy moves away from the reference with each update, as training does: in the first one they are the same.
+
+    Args:
+        case (Case): What is trained.
+        stale_ranks (tuple): Whose rollout has the reference's weights.
+        calls (int): The number of updates.
+        late (int): By how many positions the rollout's lists are late: a token in front has a log-prob, too.
+
+    Returns:
+        tuple: The warnings, the state for a checkpoint, the verdicts of the last update's events, and its metrics.
+    """
     actors: list[Any] = []
+    updates = itertools.count()
 
     def change(batch: DataProto) -> None:
-        columns = batch.batch
+        columns, update = batch.batch, next(updates)
         generator = torch.Generator().manual_seed(dist.get_rank())
         old = columns["old_log_probs"]
-        columns["ref_log_prob"] = old - torch.rand(old.shape, generator=generator)
+        columns["ref_log_prob"] = old - 0.5 * update * torch.rand(old.shape, generator=generator)
         source = columns["ref_log_prob"] if dist.get_rank() in stale_ranks else old
-        columns["rollout_log_probs"] = source + 0.01 * torch.randn(old.shape, generator=generator)
+        columns["rollout_log_probs"] = source.roll(late, 1) + 0.01 * torch.randn(old.shape, generator=generator)
 
     detection = {"spike_detection": True, "grad_norm_threshold": 1e-6, "bisect_budget_steps": 2}
     train(case, calls=calls, prepare=actors.append, change_batch=change, **detection)
     gradloc = actors[0].gradloc
-    return gradloc.warnings, gradloc.state_dict()["run_checks"], [event["verdict"] for event in gradloc.events]
+    verdicts = [event["verdict"] for event in gradloc.events]
+    return gradloc.warnings, gradloc.state_dict()["run_checks"], verdicts, gradloc.metrics()

@@ -90,12 +90,9 @@ def test_a_nan_in_the_forward_is_traced_to_where_it_begins(launch: Launch, world
 @pytest.mark.parametrize("shift", [2.0, 0.0])
 def test_log_probs_unlike_the_rollouts_are_called_misaligned(launch: Launch, shift: float) -> None:
     results = launch(2, action_cases.misaligned, Case(rollout=True, planted=ONE), shift)
-    for share, sources, _ in results:
+    for share, sources in results:
         assert share == (1.0 if shift else 0.0)
         assert (json.loads(sources) == ["misaligned"]) == bool(shift) and len(json.loads(sources)) == 1
-    first, second = (warnings for _, _, warnings in results)
-    assert len(first) == bool(shift) and second == []
-    assert not shift or "differ from the rollout's by more than 1 nat" in first[0]
 
 
 @cases(*[(2, Case(wrap, loss_agg_mode="seq-mean-token-sum")) for wrap in WRAPS])

@@ -29,10 +29,10 @@ from test_actor import Launch, cases
 def test_all_ranks_warn_alike(
     launch: Launch, world: int, case: Case, stale_ranks: tuple[int, ...], name: str | None, said: str | None
 ) -> None:
-    results = launch(world, run_check_cases.warned, case, stale_ranks, 3)
+    results = launch(world, run_check_cases.warned, case, stale_ranks, 6)
     assert results == results[:1] * world
-    warnings, state, verdicts = results[0]
-    assert len(state["readings"]) == 3 and state["rates"] > 0
+    warnings, state, verdicts, _ = results[0]
+    assert len(state["readings"]) == state["updates"] == 6 and state["rates"] > 0
     assert verdicts
     if name is None:
         assert warnings == [] and {verdict["cause"] for verdict in verdicts}.isdisjoint({"stale_weights"})
@@ -46,5 +46,19 @@ def test_all_ranks_warn_alike(
 
 @cases((2, Case("fsdp2", mini_batch=4, kl=True, rollout=True)))
 def test_one_update_does_not_warn(launch: Launch, world: int, case: Case) -> None:
-    for warnings, state, _ in launch(world, run_check_cases.warned, case, (0, 1), 1):
-        assert warnings == [] and state["held"] == {"rule": "stale_reference", "times": 1}
+    for warnings, state, *_ in launch(world, run_check_cases.warned, case, (0, 1), 2):
+        assert warnings == [] and state["times"] == {"off": 0, "stale_reference": 1}
+
+
+@cases(
+    (2, Case("fsdp2", mini_batch=4, kl=True, rollout=True), pytest.mark.target(version="0.9.1")),
+    (2, Case("fsdp1", mini_batch=4, epochs=2, kl=True, rollout=True, dynamic=True)),
+)
+def test_log_probs_of_other_positions_are_told_in_the_first_update(launch: Launch, world: int, case: Case) -> None:
+    results = launch(world, run_check_cases.warned, case, (), 1, 1)
+    assert results == results[:1] * world
+    (warning,), _, verdicts, metrics = results[0]
+    said = "The rollout's log-probs are one position late in all responses (r[t] fits p[t-1])"
+    assert warning["name"] == "misaligned" and warning["sentence"].startswith(said)
+    assert verdicts and {verdict["cause"] for verdict in verdicts} == {"misaligned"}
+    assert metrics["actor/gradloc/misplaced_share"] == warning["share"] == 1

@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.run_checks import LARGEST, ONE_SIDE_NATS, STALE_GAP, STALE_RATIO, RunChecks, own_sums, resume_note
+from gradloc.run_checks import (
+    LARGEST,
+    ONE_SIDE_NATS,
+    STALE_GAP,
+    STALE_RATIO,
+    RunChecks,
+    own_columns,
+    own_sums,
+    resume_note,
+)
 
 COLUMNS = ("log_prob", "old_log_prob", "ref_log_prob", "rollout_log_prob")
 
@@ -436,3 +445,75 @@ def test_without_saved_state_the_first_step_seen_counts() -> None:
 
 def test_the_note_on_a_resume() -> None:
     assert [bool(resume_note(steps)) for steps in (None, 1, 3, 4)] == [False, True, True, False]
+
+
+def of_columns(checks: RunChecks, step: int, tokens: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """A step of which only the columns are known; its warnings."""
+    checks.start_update(step)
+    checks.take_in(None, columns=own_columns([tokens]).unsqueeze(0))
+    return checks.warnings()
+
+
+def rewarded(seed: int, reward_scale: float = 1.0, normalized: bool = False) -> dict[str, Tensor]:
+    """Columns with advantages over groups of eight responses, of rewards of 0 and 1 times a scale."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards = reward_scale * (torch.rand(8, 8, generator=generator) < 0.4).double()
+    advantages = rewards - rewards.mean(1, keepdim=True)
+    if normalized:
+        advantages = advantages / (rewards.std(1, keepdim=True) + 1e-6)
+    advantage = advantages.reshape(64, 1).expand(64, 5)
+    mask = torch.ones(64, 5)
+    return {"response_mask": mask, "log_prob": -mask, "old_log_prob": -mask, "advantage": advantage.clone()}
+
+
+@pytest.mark.parametrize("scale", [10.0, 0.1])
+def test_rewards_on_another_scale_are_told_from_that_step_on(scale: float) -> None:
+    checks = RunChecks()
+    found = [of_columns(checks, step, rewarded(step, scale if step >= 6 else 1.0)) for step in range(1, 11)]
+    assert names(found) == [""] * 5 + ["reward_scale"] * 5
+    times = "1/" if scale < 1 else ""
+    assert f"Advantages are {times}" in found[-1][0]["sentence"] and "since step 6" in found[-1][0]["sentence"]
+    assert names([of_columns(checks, 11, rewarded(11))]) == [""]
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_rewards_of_ordinary_runs_have_one_scale(normalized: bool) -> None:
+    """Also where answers get better, and after one reward of 100."""
+    checks = RunChecks()
+    for step in range(1, 60):
+        tokens = rewarded(step, normalized=normalized)
+        if step == 30:
+            tokens["advantage"][:8] = torch.tensor([87.5] + [-12.5] * 7).unsqueeze(1)
+        assert of_columns(checks, step, tokens) == [], step
+
+
+@pytest.mark.parametrize("column", ["advantage", "old_log_prob", "ref_log_prob"])
+def test_a_column_that_is_not_finite_is_named_at_once(column: str) -> None:
+    tokens = rewarded(1)
+    tokens["ref_log_prob"] = tokens["log_prob"].clone()
+    tokens[column][8:16, 2] = math.nan
+    tokens["response_mask"][20, 4], tokens[column][20, 4] = 0.0, math.inf  # padding
+    if column == "advantage":
+        tokens["log_prob"][3] = math.nan  # it follows from another one
+    (warning,) = of_columns(RunChecks(), 1, tokens)
+    verl_name = {"advantage": "advantages", "old_log_prob": "old_log_probs", "ref_log_prob": "ref_log_prob"}[column]
+    assert warning["name"] == "nonfinite" and warning["share"] == 8 / 64
+    assert warning["sentence"].startswith(f"`{verl_name}` is NaN or infinite in 8 of 64 responses")
+
+
+def test_rollout_and_reference_that_agree_are_no_old_weights_before_the_first_step() -> None:
+    """Nor where the policy's log-probs jump in one step: an optimizer does not make that, another kernel does."""
+    for begin in (1, 4):
+        checks, found = RunChecks(), []
+        for step, tokens in enumerate(steps(Run(noise=0.01), 8), 1):
+            if step >= begin:
+                other = torch.Generator().manual_seed(step)
+                spoiled = tokens["log_prob"] + 0.8 * torch.randn(48, 40, generator=other)
+                tokens["log_prob"] = tokens["old_log_prob"] = spoiled
+            checks.start_update(step)
+            checks.take_in(own_sums([tokens], True, checks.usual_gap).unsqueeze(0))
+            checks.add_step(1e-6)
+            found.append(checks.warnings())
+        told = names(found)
+        assert set(told[: begin - 1]) <= {""} and "stale_weights" not in told
+        assert told[-1] == "other_log_probs" and "the reference's do not" in found[-1][0]["sentence"]
