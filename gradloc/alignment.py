@@ -184,6 +184,8 @@ def _spread(values: Tensor, where: Tensor) -> Tensor:
 
 def _moved(values: Tensor, k: int) -> Tensor:
     """values[t + k] at t; zero where there is none."""
+    width = values.shape[1]
+    k = min(max(k, -width), width)
     return pad(values[:, k:] if k > 0 else values[:, :k], (0, k) if k > 0 else (-k, 0))
 
 

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.alignment import SHIFTS, align, alignment_warning, find_off, misaligned_warning, own_alignment
+from gradloc.alignment import (
+    SHIFTS,
+    align,
+    alignment_warning,
+    find_off,
+    misaligned_warning,
+    misplaced,
+    own_alignment,
+)
 
 Columns = dict[str, Tensor]
 ROWS, LENGTH, PROMPT, WORDS = 24, 40, 5, 50
@@ -216,8 +224,10 @@ def test_the_distances_are_those_of_a_loop_over_the_tokens() -> None:
         assert float(found.there[number]) == pytest.approx(there, rel=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 1)])
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 1), (2, 2), (1, 3)])
 def test_empty_and_short_responses_say_nothing(shape: tuple[int, int]) -> None:
     columns = {name: -torch.rand(shape) for name in ("log_prob", "old_log_prob", "rollout_log_prob", "ref_log_prob")}
     columns["response_mask"] = torch.ones(shape)
     assert warn(columns) is None
+    found, shift = misplaced(columns)
+    assert found.shape == shape and not found.any() and not shift.any()
