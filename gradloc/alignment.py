@@ -228,6 +228,14 @@ def policy_before(tokens: Mapping[str, Tensor]) -> Tensor:
     return torch.where(bypassed, tokens["log_prob"], old)
 
 
+def _sampled(tokens: Mapping[str, Tensor]) -> Tensor:
+    """The response's tokens, bool, but for those that were added after its end: the rollout has no log-prob of them."""
+    mask = tokens["response_mask"].bool()
+    if "after_eos" not in tokens or "rollout_log_prob" not in tokens:
+        return mask
+    return mask & ~(tokens["after_eos"].bool() & (tokens["rollout_log_prob"] == 0))
+
+
 def misplaced(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Tokens whose log-probs belong to others: of the rollout or the reference, compared with the policy's.
 
@@ -239,7 +247,7 @@ def misplaced(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         tuple[Tensor, Tensor]: bool of that shape; int64 of shape (rows, 1): by how many positions, 0 where by none, or
             where log-probs are missing at the end.
     """
-    mask = tokens["response_mask"].bool()
+    mask = _sampled(tokens)
     position = torch.arange(mask.shape[1], device=mask.device)
     last = (
         torch.where(mask, position, -1).amax(1, keepdim=True) if mask.shape[1] else mask.new_zeros(len(mask), 1).long()
@@ -292,12 +300,12 @@ def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
     """
     width = max(tokens["response_mask"].shape[1] for tokens in micro_batches)
     names = set.intersection(*(set(tokens) for tokens in micro_batches))
-    wanted = names & {"response_mask", "log_prob", "old_log_prob", "ref_log_prob", "rollout_log_prob"}
+    wanted = names & {"response_mask", "log_prob", "old_log_prob", "ref_log_prob", "rollout_log_prob", "after_eos"}
     joined = {
         name: torch.cat([pad(tokens[name], (0, width - tokens[name].shape[1])) for tokens in micro_batches])
         for name in wanted
     }
-    mask, now = joined["response_mask"].bool(), joined["log_prob"]
+    mask, now = _sampled(joined), joined["log_prob"]
     zero = torch.zeros((), dtype=torch.float64, device=mask.device)
     policy = policy_before(joined)
     if "old_log_prob" in joined:

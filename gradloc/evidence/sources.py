@@ -218,7 +218,7 @@ RULES = (
         "misaligned",
         "Its response's log-probs, of the rollout or the reference, fit the policy's at other positions better, from "
         "its own position or an earlier one on, or end in one repeated value. Or over half of them differ from the "
-        "rollout's by more than 1 nat, or are NaN, in a response of at least 8 tokens.",
+        "rollout's by more than 1 nat, or are NaN, in a response of at least 6 tokens.",
         "Look for where log-probs are gathered, sliced or padded; or for other weights or another temperature in the "
         "rollout.",
         _is_misaligned,

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..alignment import find_turns, misplaced, turn_starts
 
 # Of shorter responses, nothing is said as a whole.
-LEAST_RESPONSE = 8
+LEAST_RESPONSE = 6
 # A log-prob that differs from the rollout's by more than this is misaligned.
 MISALIGNED_NATS = 1.0
 

@@ -766,7 +766,7 @@ def test_metrics_have_their_names_in_the_log(launch: Launch, tmp_path: Path, mon
     assert set(written.Tags()["scalars"]) == set(metrics)
     names = {name for name in metrics if "gradloc" in name or "layer_clip" in name}
     gradloc = ["token_norm_max", "threshold", "triggered", "culprits", "passes", "seconds", "out_of_time", "skipped"]
-    gradloc += ["spike_margin", "ratio_max", "rollout_ratio_max", "unlikely_share"]
+    gradloc += ["spike_margin", "ratio_max", "rollout_ratio_max", "unlikely_share", "misplaced_share"]
     layer_clip = ["fraction", "min_factor", "tightest_layer", "norm_max_ratio"]
     layer_clip += [f"{figure}/{layer}" for figure in ("norm", "bound") for layer in ranks[0]["layers"]]
     assert names == {f"actor/gradloc/{name}" for name in [*gradloc, "misaligned_share"]} | {

@@ -93,7 +93,7 @@ def test_a_spike_of_shared_sequences_replays_in_one_process(
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_tokens_with_a_nan_gradient_are_culprits(launch: Launch, wrap: str) -> None:
     case = Case(wrap, planted=ONE, nan=((0, 2, 7),))
-    results = launch(2, reduced_meter_cases.train, case, 1)
+    results = launch(2, reduced_meter_cases.over_a_threshold, case, 1)
     assert len({run.events for run in results}) == 1
     (event,) = valid_events(results[0].events)
     found = {(c["rank"], c["row"], c["position"]): c["source"] for c in event["culprits"]}
@@ -124,7 +124,7 @@ BROKEN = tuple((1, row, 0) for row in range(Case().rows))
 def test_a_rank_whose_rows_are_all_broken_ends_the_search_on_all(
     launch: Launch, world: int, size: int, case: Case
 ) -> None:
-    results = launch(world, reduced_meter_cases.train, case, size)
+    results = launch(world, reduced_meter_cases.over_a_threshold, case, size)
     assert len({run.events for run in results}) == 1
     (event,) = valid_events(results[0].events)
     assert event["error"].startswith("rank 1: each of its rows") and not event["complete"]
