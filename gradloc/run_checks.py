@@ -364,8 +364,10 @@ class RunChecks:
 
     def _is_certain(self, rule: str) -> bool:
         """Whether the update shows for certain what holds in it, or others before it have shown the same."""
-        if rule in ("other_log_probs", "policy_log_probs") and self._is_first:
-            return True
+        # Differences of one sign may be those of tokens that were not sampled: of some responses, or turns.
+        if rule == "policy_log_probs" or (rule == "other_log_probs" and abs(self._correlation()) >= CORRELATION):
+            if self._is_first:
+                return True
         if rule == "stale_reference" and self._updates < STALE_UPDATES:
             near = self._sums["stale_distance"] <= STALE_AT_ONCE * self._sums["stale_gap"]
             if self._updates < STALE_UPDATES - 1 or not near:

@@ -157,7 +157,8 @@ def _warning(what: str, fitting: Sequence[str]) -> dict[str, str]:
     return {
         "name": LOSS_SCALE,
         "sentence": f"The loss is scaled wrongly: {what}{what_it_could_be(fitting)}.",
-        "check": f"{CHECK} In a checkout of GradLoc, `bash run_experiment.sh --embedded --fault loss_scale` plants it.",
+        "check": f"{CHECK} In a checkout of GradLoc, `bash run_experiment.sh --embedded --fault loss_scale` plants "
+        "this fault.",
     }
 
 

@@ -287,7 +287,7 @@ RULES = (
         "Nothing is broken by this alone. If such spikes disturb training, give rare tokens less weight, sample with "
         "top-p, or clip layers.",
         _is_unlikely,
-        claim="A natural spike: rare tokens that were sampled are rewarded or punished",
+        claim="A natural spike of rare tokens that were sampled, and are rewarded or punished",
         check=_REMEDIES,
     ),
     Rule(
@@ -296,7 +296,7 @@ RULES = (
         "Look at what its response was punished for, and whether right responses have the same tokens; give tokens of "
         "negative responses less weight.",
         _is_punished,
-        claim=f"A natural spike: confident tokens (p > {CONFIDENT:g}) are pushed down",
+        claim=f"A natural spike of confident tokens (p > {CONFIDENT:g}) that are pushed down",
         check=_REMEDIES,
     ),
     Rule(

@@ -143,6 +143,9 @@ def decide(
     if broken and (cause == "nonfinite" or event["diagnosis"] == "nonfinite"):
         return _of_warning(event, ordinary, broken[0])
     causes = [each for each in of_run if each["name"] != "nonfinite"]
+    if cause in ("retokenized", "unsampled"):
+        # Tokens that were not sampled look like another temperature or top-p.
+        causes = [each for each in causes if each["name"] != "other_log_probs"]
     if causes and cause != "nonfinite":
         return _of_warning(event, ordinary, causes[0])
     if cause is None or cause in NATURAL:
@@ -173,7 +176,7 @@ def decide(
     if cause == "retokenized" and (boundary := turn_boundary(event["culprits"])):
         claim += f", {boundary}"
     if cause == "advantage" and not _has_outlying_advantage(event):
-        claim = "A natural spike: tokens of responses that were rewarded unlike most of their group"
+        claim = "A natural spike of tokens whose responses were rewarded unlike most of their group"
         advice = "Nothing is broken by this alone. If such spikes disturb training, clip advantages or layers."
     if cause == "layer" and (name := _most_common_layer(event)):
         claim = f"The layer {name} makes most of the gradient"

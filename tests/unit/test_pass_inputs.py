@@ -28,6 +28,7 @@ def test_what_is_kept_for_a_search_comes_from_the_host() -> None:
         watches_passes=True,
         begin_pass=lambda inputs, indices, _: kept.update(inputs, rows=indices),
         aggregation=types.SimpleNamespace(start=lambda: None),
+        start_loss=lambda *_: None,
     )
     dp_actor.begin_pass(types.SimpleNamespace(watch=watch), mini_batch, on_device, 0.5, rows)
     assert kept.pop("rows") == [5, 2] and kept.pop("temperature") == 0.5

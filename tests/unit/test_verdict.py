@@ -334,8 +334,8 @@ def test_a_share_that_is_not_known_is_said_to_be_so() -> None:
 def test_an_advantage_that_groups_of_ordinary_rewards_give_is_called_natural() -> None:
     """One right answer of eight: its advantage is 2.5, those of the others 0.35."""
     found = verdict(event(["advantage"], ["advantage"]), {**NONE, "advantage": 0.05})
-    assert found["cause"] == "advantage" and found["sentence"].startswith("A natural spike: ")
-    assert "Nothing is broken by this alone" in found["sentence"] or "nothing is broken" in found["sentence"]
+    assert found["cause"] == "advantage" and found["sentence"].startswith("A natural spike of tokens")
+    assert "nothing is broken by this alone" in found["sentence"]
 
 
 def test_what_the_search_picks_by_is_no_cause_of_a_spike_that_it_did_not_explain() -> None:
@@ -490,3 +490,12 @@ def test_every_check_is_of_the_runs_own_data() -> None:
 def test_the_checks_plant_faults_that_exist() -> None:
     planted = [cause.check.split("--fault ")[1].split("`")[0] for cause in CAUSES.values() if "--fault" in cause.check]
     assert planted and set(planted) <= set(FAULTS)
+
+
+@pytest.mark.parametrize(("source", "cause"), [("retokenized", "retokenized"), ("token", "other_log_probs")])
+def test_tokens_that_were_not_sampled_come_before_another_temperature(source: str, cause: str) -> None:
+    warning = {"name": "other_log_probs", "sentence": "They are others.", "check": "Look."}
+    spike = event([source], [source])
+    for each in spike["culprits"]:
+        each |= {"row": 1, "mismatch_turn": None}
+    assert verdict(spike, NONE, [warning])["cause"] == cause
