@@ -878,6 +878,7 @@ const symbols = {
   advantage: "hexagon",
   weight: "pentagon",
   kl: "cross",
+  entropy: "hourglass",
   unlikely: "triangle-down",
   punished: "triangle-right",
   other: "circle-open",
