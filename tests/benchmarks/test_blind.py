@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 if importlib.util.find_spec("verl.workers.actor") is None:
     pytest.skip("these train with the actor of verl 0.7", allow_module_level=True)
@@ -19,6 +24,19 @@ from blind_faults import FAULTS, HEALTHY, ROWS  # noqa: E402
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What `prepare_process` changes is as before for the tests that follow in this process."""
+    monkeypatch.setattr(torch.cpu, "current_device", torch.cpu.current_device)
+    threads = torch.get_num_threads()
+    with warnings.catch_warnings():
+        yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("process")
 def test_a_run_is_drawn_again_the_same_and_its_fault_is_in_its_data(tmp_path: Path) -> None:
     ordinary = blind.run_case("bf16", None, 1, tmp_path)
     found = [blind.run_case("rollout shifted", (1, 1.0), 1, tmp_path) for _ in range(2)]
