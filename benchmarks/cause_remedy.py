@@ -6,7 +6,7 @@ The runs are those of stability.py: a Llama of three layers, GRPO on sums with v
 grad_clip of five times the usual norm. Each has 19 ordinary steps; in the first mini-batch of the next one, a cause is
 planted (planted_causes.py). GradLoc's threshold is three times the usual token norm, and it keeps a bundle of the
 spike. Then the replay measures each remedy with the weights before that step, as
-`python -m verl.utils.gradloc.replay BUNDLE --remedies` does. A cause that is an error of the backward pass (layer,
+`gradloc replay BUNDLE --remedies` does. A cause that is an error of the backward pass (layer,
 blow) is planted in the replayed model, too.
 
 Tables of remedies: a cell is "left · moved", in percent, as mean over the seeds that have a spike: the norm that is
@@ -49,10 +49,11 @@ from seed_jobs import Results, arguments_of, key_of, run_all
 from stability import FULL, KINDS, QUICK, VARIANTS, lost
 from sums_task import reward_of
 from torch import Tensor, nn
-from verl.utils.gradloc.bundles.opening import Bundle, open_bundle
-from verl.utils.gradloc.replay.measuring import measure, places
-from verl.utils.gradloc.replay.model import default_variant, load
-from verl.utils.gradloc.replay.remedies import DROP, measure_remedies, rank
+
+from gradloc_tools.bundles.opening import Bundle, open_bundle
+from gradloc_tools.replay.measuring import measure, places
+from gradloc_tools.replay.model import default_variant, load
+from gradloc_tools.replay.remedies import DROP, measure_remedies, rank
 
 # In the order of the columns; names as in the replay's table, but for the clips.
 CLIPS = ("grad_clip 5x", "grad_clip 0.5x", "LayerClip", "TokenClip", DROP)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes records for `python -m gradloc.convert` from what NeMo RL's GRPO logs.
+"""Makes records for `gradloc convert` from what NeMo RL's GRPO logs.
 
 python examples/nemo_rl_records.py train_data_step12.jsonl step12.jsonl
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes records for `python -m gradloc.convert` from a step of prime-rl's token exports (`enable_token_export`).
+"""Makes records for `gradloc convert` from a step of prime-rl's token exports (`enable_token_export`).
 
 python examples/prime_rl_records.py token_exports/step_12 step12.jsonl
 

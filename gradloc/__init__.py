@@ -6,6 +6,7 @@ The parts of the package. A file imports from its own part and from those above 
 
 - version, checks, limits: the version, checks of values, and the limits of bundles
 - config, threshold: the settings; τ, and when a norm is over its threshold
+- warned: what warnings and verdicts share
 - alignment, run_checks: what is wrong with a run without any spike, and with positions of log-probs before all
 - fsdp: FSDP's state around extra passes, and collective calls
 - layers: what a layer is, the reduced gradient's norms by layer, LayerClip
@@ -15,37 +16,47 @@ The parts of the package. A file imports from its own part and from those above 
 - evidence: what was found, as events in a file
 - bundles: an event's largest micro-batches in a folder that can be taken elsewhere
 - metrics, run_warnings: an update's metrics; warnings that need no spike
-- report: the reader of the evidence
-- replay: computes a bundle again in one process, and searches it, also in several; with verl, it asks
-  adapters.remedy_losses for other losses
-- convert: bundles from what other trainers write
 - actions: what happens to the gradient after a spike
 - spike: the search for a spike's tokens, the action, the event and its bundle
 - drill: a spike planted on purpose, to see that it is found
 - gradloc: watches the training passes, measures the mini-batch, and decides whether it is a spike
 - critic_watch: watches a critic's passes, and says what a spike of its gradient comes from
-- selftest: whether GradLoc works with a model on a machine, and what it costs there
 - adapters: the only part that knows verl
+
+What reads the evidence afterwards is the package gradloc_tools. It imports parts of this one where there is no torch,
+so the names below are imported when they are asked for.
 """
 
-import importlib.util
-import sys
+import importlib
+from typing import TYPE_CHECKING, Any
 
-# So it is while Python imports the package of a command that -m names.
-if sys.argv[:1] == ["-m"] and importlib.util.find_spec("torch") is None:
-    sys.exit(f"GradLoc needs torch, which {sys.executable} does not have: use the Python that runs the training.")
-
-from .config import GradLocConfig
-from .evidence.token_facts import text_evidence
-from .evidence.writer import record_events
-from .fsdp.failed_pass import RankLostError
-from .gradloc import GradLoc
-from .layers.layer_clip import LayerClip, LayerClipConfig
-from .measure.token_weights import token_weights
-from .spike import Located
-from .token_clip.config import TokenClipConfig
-from .token_clip.token_clip import TokenClip
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .config import GradLocConfig
+    from .evidence.token_texts import text_evidence
+    from .evidence.writer import record_events
+    from .fsdp.failed_pass import RankLostError
+    from .gradloc import GradLoc
+    from .layers.layer_clip import LayerClip, LayerClipConfig
+    from .measure.token_weights import token_weights
+    from .spike import Located
+    from .token_clip.config import TokenClipConfig
+    from .token_clip.token_clip import TokenClip
+
+_MODULES = {
+    "GradLoc": "gradloc",
+    "GradLocConfig": "config",
+    "LayerClip": "layers.layer_clip",
+    "LayerClipConfig": "layers.layer_clip",
+    "Located": "spike",
+    "RankLostError": "fsdp.failed_pass",
+    "TokenClip": "token_clip.token_clip",
+    "TokenClipConfig": "token_clip.config",
+    "record_events": "evidence.writer",
+    "text_evidence": "evidence.token_texts",
+    "token_weights": "measure.token_weights",
+}
 
 __all__ = [
     "GradLoc",
@@ -61,3 +72,9 @@ __all__ = [
     "text_evidence",
     "token_weights",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

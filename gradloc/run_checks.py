@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .alignment import ALIGNMENT_SUMS, Off, correlation, find_off, misaligned_warning
+from .warned import APART, WITHOUT_CAUSE, resume_note
 
 # The limits of the checks, in nats where they are differences of log-probs; what ordinary runs give:
 # docs/verdict-figures.md.
@@ -59,8 +60,6 @@ IN_A_ROW = 3
 SCALE_FACTOR = 5.0
 SCALE_UPDATES = 3
 SCALE_RESPONSES = 8
-# So many steps after a loaded checkpoint, warnings and verdicts say that there was one.
-RESUME_STEPS = 3
 
 _READINGS = 64
 _SIZES = 8
@@ -68,10 +67,6 @@ _NO_ALIGNMENT = [0.0] * ALIGNMENT_SUMS
 
 # What is misaligned in few responses is said if it lasts; other kinds may be chance.
 LASTING = ("moved", "zero_tail", "constant_tail")
-
-# The warnings that say what is seen, and no cause.
-APART = "engines_apart"
-WITHOUT_CAUSE = (APART,)
 
 # What `own_sums` gives, by place. "gap" is |rollout − policy|, "distance" is |rollout − reference|. A response is stale
 # if its log-probs are the reference's and not the policy's, fresh if it is the other way round, and unclear if neither
@@ -550,8 +545,7 @@ class RunChecks:
             "sentence": f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the "
             f"reference's do not, {when}: what computes them changed, and not the weights. Look at the forward pass of "
             "the update: which logits are gathered, the attention mask, position ids, kernels.",
-            "check": "`python -m verl.utils.gradloc.replay BUNDLE` compares the recorded log-probs with those of saved "
-            "weights.",
+            "check": "`gradloc replay BUNDLE` compares the recorded log-probs with those of saved weights.",
             "share": share,
         }
 
@@ -618,8 +612,7 @@ class RunChecks:
             "sentence": f"The rollout's log-probs are not the ones that training computes: they are {what} (mean "
             f"difference {gap:.2g}); let both be of the same temperature, and from before or after the same top-p and "
             "top-k.",
-            "check": "`python -m verl.utils.gradloc.replay BUNDLE` looks for the temperature that fits; "
-            + _SEE.format("temperature"),
+            "check": "`gradloc replay BUNDLE` looks for the temperature that fits; " + _SEE.format("temperature"),
         }
 
     def _correlation(self) -> float:
@@ -627,11 +620,6 @@ class RunChecks:
         mean, level = self._mean("difference"), self._mean("level")
         variance = (self._mean("difference_square") - mean**2) * (self._mean("level_square") - level**2)
         return (self._mean("product") - mean * level) / math.sqrt(variance) if variance > 1e-12 else 0.0
-
-
-def resume_note(steps: int | None) -> str:
-    """A sentence, in the first `RESUME_STEPS` steps after a loaded checkpoint; otherwise nothing."""
-    return f" This is step {steps} after a checkpoint was loaded." if steps and steps <= RESUME_STEPS else ""
 
 
 def _stale(weights: str, share: float, why: str) -> dict[str, Any]:

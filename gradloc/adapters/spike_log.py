@@ -17,8 +17,6 @@ from typing import Any
 from ..evidence.appended import AppendedEvents
 from ..evidence.texts import without_texts
 from ..evidence.writer import evidence_files
-from ..report.page import write_page
-from ..report.reading import read
 from .trackers import (
     CLIP_COLUMNS,
     COLUMNS,
@@ -132,6 +130,16 @@ class SpikeLog:
             return None
         if sum(map(os.path.getsize, evidence_files(self._directory))) > _PAGE_BYTES:
             self._warn("page", "there is too much evidence for a page in the trackers.")
+            return None
+        try:
+            # Of the package that reads evidence, which need not be installed where training runs.
+            from gradloc_tools.report import read, write_page
+        except ImportError:
+            self._warn(
+                "no page",
+                "trackers get no page, as GradLoc's wheel is not installed beside the driver: pip install . in its "
+                "checkout. They get all else.",
+            )
             return None
         self._guarded("the page", lambda: write_page(read(self._directory, texts=self._texts), str(path)))
         return path if path.exists() else None

@@ -18,7 +18,7 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
-from ..bundles import bundle_writer, layout
+from ..bundles import bundle_writer, naming
 from ..bundles.bundle_files import bundles_in
 from ..bundles.layout import NotReplayableError
 from ..bundles.recorded import NothingMovesError, write_recorded_bundle
@@ -204,7 +204,7 @@ class SpikeRecorder:
     def _write(self, event: Mapping[str, Any], micro_batches: Mapping[MicroBatchName, MicroBatch]) -> str:
         """Writes the bundle; also what it says of the trainer is read from the disk."""
         directory, suffix = Path(self._config.bisect_dump_dir), f"-rank{self._rank}"
-        folder, most = directory / layout.FOLDER, self._config.spike_replay
+        folder, most = directory / naming.FOLDER, self._config.spike_replay
         kept = [path for path in bundles_in(folder) if path.name.endswith(suffix)]
         if len(kept) >= most:
             raise NotReplayableError(f"{folder} has {len(kept)} of this rank, of {most} (spike_replay): move some away")

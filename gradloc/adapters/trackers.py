@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..evidence.clips import left_some
 from ..evidence.in_words import in_one_line
-from ..report.figures import threshold_factor
-from ..report.token_clips import left_some
+from ..evidence.shares import threshold_factor
 
 # Rows of a table, which some trackers get anew with each step.
 TABLE_ROWS = 1000

@@ -11,7 +11,7 @@ from typing import Any
 from ..evidence import clips
 from ..evidence.in_words import in_one_line, summary
 from ..evidence.misfire import RewardedRow, may_misfire, misfire
-from ..evidence.token_facts import context_evidence, text_evidence
+from ..evidence.token_texts import context_evidence, text_evidence
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 

@@ -18,7 +18,7 @@ from .. import limits
 from ..evidence.writer import jsonable
 from ..measure.micro_batch import MicroBatchName
 from ..version import __version__
-from . import layout
+from . import layout, naming
 from .layout import NotReplayableError, SavedMicroBatch
 
 
@@ -59,8 +59,8 @@ def bundle_files(
     files = {file: save(of_file) for file, of_file in tensors.items()}
     versions = {"gradloc": __version__, "torch": torch.__version__, "python": platform.python_version()}
     manifest = {
-        "format": layout.FORMAT,
-        "kind": layout.KIND,
+        "format": naming.FORMAT,
+        "kind": naming.KIND,
         "time": event["time"],
         "event": event,
         "micro_batches": [
@@ -82,14 +82,14 @@ def bundle_files(
     if len(text) > limits.MANIFEST_BYTES:
         raise NotReplayableError(f"its manifest would take {len(text):,} bytes")
     digest = hashlib.sha256(text).hexdigest()
-    return {**files, layout.MANIFEST: text, layout.CHECKSUM: f"{digest}  {layout.MANIFEST}\n".encode()}
+    return {**files, naming.MANIFEST: text, naming.CHECKSUM: f"{digest}  {naming.MANIFEST}\n".encode()}
 
 
 def write_bundle_files(directory: Path, files: Mapping[str, bytes], event: Mapping[str, Any], suffix: str = "") -> str:
     """Writes a bundle with these files, whole or not at all.
 
     Args:
-        directory (Path): The evidence's `layout.FOLDER`; created if it does not exist.
+        directory (Path): The evidence's `naming.FOLDER`; created if it does not exist.
         files (Mapping[str, bytes]): What `bundle_files` returned.
         event (Mapping): The event, for the bundle's name.
         suffix (str): The end of its name.
@@ -111,14 +111,14 @@ def write_bundle_files(directory: Path, files: Mapping[str, bytes], event: Mappi
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return f"{layout.FOLDER}/{name}"
+    return f"{naming.FOLDER}/{name}"
 
 
 def bundles_in(directory: Path) -> list[Path]:
     """The bundles in a folder; none if it does not exist."""
     if not directory.is_dir():
         return []
-    return [path for path in directory.iterdir() if (path / layout.MANIFEST).is_file() and path.name[0] != "."]
+    return [path for path in directory.iterdir() if (path / naming.MANIFEST).is_file() and path.name[0] != "."]
 
 
 def bytes_of_bundles(directory: Path, suffix: str = "") -> int:

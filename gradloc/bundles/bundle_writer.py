@@ -18,7 +18,7 @@ from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.mini_batch import MiniBatch
 from ..search.investigation import Investigation
 from ..token_clip.token_clip import TokenClip
-from . import layout
+from . import naming
 from .bundle_files import bundle_files, bundles_in, bytes_of_bundles, write_bundle_files
 from .layout import NotReplayableError, Row, SavedMicroBatch
 
@@ -53,7 +53,7 @@ class BundleWriter:
         layer_clip: LayerClip | None = None,
         token_clip: TokenClip | None = None,
     ) -> None:
-        self._directory = Path(directory) / layout.FOLDER
+        self._directory = Path(directory) / naming.FOLDER
         self._most = most
         self._rows_of = rows_of
         self._context = context

@@ -12,19 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FORMAT = 1
-KIND = "gradloc replay bundle"
-RESULT_KIND = "gradloc replay result"
-
-MANIFEST = "manifest.json"
-# In the form of sha256sum.
-CHECKSUM = "manifest.json.sha256"
-FOLDER = "replay"
-# What a replay writes beside the bundle of this name.
-RESULT_SUFFIX = ".result.json"
-# What a search writes beside it.
-EVENT_SUFFIX = ".event.json"
-
 # The names that the values of tokens have in a file begin with this.
 _TOKENS = "tokens."
 

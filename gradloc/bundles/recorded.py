@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import limits
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.token_weights import movable, square_weight
-from . import layout
+from . import layout, naming
 from .bundle_files import bundle_files, bytes_of_bundles, write_bundle_files
 from .layout import NotReplayableError, Row, SavedMicroBatch
 
@@ -52,7 +52,7 @@ def write_recorded_bundle(
         NotReplayableError: It would be over a limit, or a replay could not compute it.
         OSError: It cannot be written.
     """
-    folder = directory / layout.FOLDER
+    folder = directory / naming.FOLDER
     moving = {
         name: SavedMicroBatch(rows_of(each.inputs), each.tokens, each.rng_state)
         for name, each in micro_batches.items()

@@ -56,3 +56,8 @@ def describe(line: Mapping[str, Any]) -> str:
     place = "in the prompt" if token["position"] < 0 else f"position {token['position']}"
     where = f"{token['multiple']:.3g} times the usual at {token['boundary']}"
     return f"{start}; the largest: token{text} of rank {token['rank']}, row {token['row']}, {place}, {where}."
+
+
+def left_some(line: Mapping[str, Any]) -> bool:
+    """Whether a clip line has signals over their bounds that were not cut."""
+    return bool(sum(line["token_clip"]["cut"].values()) < sum(line["token_clip"]["over"].values()))

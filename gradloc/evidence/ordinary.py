@@ -12,12 +12,8 @@ from torch import Tensor
 from ..fsdp import collectives
 from ..measure.micro_batch import MicroBatch
 from ..measure.token_weights import movable
-from .sources import RULES, Facts, Medians
+from .sources import APART, RULES, Facts, Medians, is_apart
 from .token_facts import token_facts
-
-# The name of the share of tokens whose log-probs of rollout and old policy differ by more than this, in nats.
-APART = "apart"
-APART_NATS = 0.1
 
 # (index of the micro-batch in its rank's mini-batch, row in it, position in the response).
 Place = tuple[int, int, int]
@@ -55,14 +51,6 @@ def ordinary_shares(
     if not all({"rollout_log_prob", "old_log_prob"} <= each.tokens.keys() for each in micro_batches):
         found[APART] = None
     return {name: found.get(name) for name in (*(rule.name for rule in RULES), APART)}
-
-
-def is_apart(rollout_log_prob: Any, old_log_prob: Any) -> Any:
-    """Whether two log-probs of a token differ by more than `APART_NATS`, or by NaN; None if one is not known."""
-    if rollout_log_prob is None or old_log_prob is None:
-        return None
-    gap = abs(rollout_log_prob - old_log_prob)
-    return (gap != gap) | (gap > APART_NATS)
 
 
 def _holds_apart(facts: Facts, _: Medians) -> Any:

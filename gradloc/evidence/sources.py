@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from .shares import layer_shares
-from .token_facts import LEAST_RESPONSE
 
 # What is known of a culprit, or as tensors of many tokens: see `token_facts`.
 Facts = Mapping[str, Any]
 # The mini-batch's `median_advantage` and `median_weight`.
 Medians = Mapping[str, float | None]
 
+# The name of the share of tokens whose log-probs of rollout and old policy differ by more than this, in nats.
+APART = "apart"
+APART_NATS = 0.1
+# Of shorter responses, nothing is said as a whole.
+LEAST_RESPONSE = 6
 # The limits in the rules.
 MISALIGNED_FRACTION = 0.5
 TOKEN_RATIO = 2.0
@@ -55,6 +59,14 @@ class Rule:
     holds: Callable[[Facts, Medians], Any]
     claim: str = ""
     check: str = ""
+
+
+def is_apart(rollout_log_prob: Any, old_log_prob: Any) -> Any:
+    """Whether two log-probs of a token differ by more than `APART_NATS`, or by NaN; None if one is not known."""
+    if rollout_log_prob is None or old_log_prob is None:
+        return None
+    gap = abs(rollout_log_prob - old_log_prob)
+    return (gap != gap) | (gap > APART_NATS)
 
 
 def classify(culprit: Facts, medians: Medians) -> list[str]:
@@ -179,7 +191,7 @@ _RATIOS = (
     "two is between the engines (precision, temperature, old weights), one between the last two comes from the updates "
     "since the rollout." + _EXAMPLE.format("stale")
 )
-_REMEDIES = "`python -m verl.utils.gradloc.replay BUNDLE --remedies` measures what each remedy leaves of the spike."
+_REMEDIES = "`gradloc replay BUNDLE --remedies` measures what each remedy leaves of the spike."
 
 # Most specific first: broken numbers, then bugs, then what ordinary tokens rarely have.
 RULES = (
@@ -224,7 +236,7 @@ RULES = (
         _is_misaligned,
         claim="Log-probs do not belong to the tokens that they are used for",
         check="Compare `rollout_log_prob`, `old_log_prob` and `ref_log_prob` of the culprit's row, token by token: "
-        "`shift` in spikes.jsonl says by how many positions they fit. `python -m verl.utils.gradloc.replay BUNDLE` "
+        "`shift` in spikes.jsonl says by how many positions they fit. `gradloc replay BUNDLE` "
         "compares them with those of saved weights.",
     ),
     Rule(

@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about a culprit token: probabilities, ratios, KL estimates and text."""
+"""Facts about a culprit token: probabilities, ratios and KL estimates."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..alignment import find_turns, misplaced, turn_starts
+from .token_texts import WINDOW, window_start
 
-# Of shorter responses, nothing is said as a whole.
-LEAST_RESPONSE = 6
 # A log-prob that differs from the rollout's by more than this is misaligned.
 MISALIGNED_NATS = 1.0
 
@@ -21,9 +20,6 @@ MISMATCH_SURPLUS = 4
 MISALIGNED_BEFORE = 0.2
 # A turn begins it if it begins in one of the turn's first tokens: the first may be as likely as the sampled one.
 TURN_START = 3
-
-# The maximum number of tokens around a culprit whose values are kept.
-WINDOW = 512
 
 # The facts that are given.
 _NUMBERS: tuple[str, ...] = ("weight", "coefficient", "advantage", "log_prob", "old_log_prob", "ref_log_prob")
@@ -173,11 +169,6 @@ def off_the_rollout(difference: Tensor) -> Tensor:
     return ~(difference.abs() <= MISALIGNED_NATS)
 
 
-def window_start(position: int) -> int:
-    """The index in the response at which a culprit's `response_…` lists begin."""
-    return max(position - WINDOW // 2, 0)
-
-
 def response_window(values: Tensor, response_mask: Tensor, position: int) -> list[float]:
     """One value per response token in a window around a culprit, rounded to 4 significant digits.
 
@@ -206,44 +197,6 @@ def response_kl(tokens: Mapping[str, Tensor], row: int, position: int) -> dict[s
     r = (tokens["ref_log_prob"][row].double() - tokens["log_prob"][row].double()) * mask
     estimates = {"k1": -r, "k2": r.square() / 2, "k3": r.expm1() - r}
     return {name: response_window(values, mask, position) for name, values in estimates.items()}
-
-
-def context_evidence(tokenizer: Any, response: Sequence[int], position: int) -> dict[str, str]:
-    """A token of a response as text, and its `context`: up to 16 tokens on either side with the token in «»."""
-    token = _decode(tokenizer, response[position : position + 1])
-    before = _decode(tokenizer, response[max(position - 16, 0) : position])
-    after = _decode(tokenizer, response[position + 1 : position + 17])
-    return {"token": token, "context": f"{before}«{token}»{after}"}
-
-
-def text_evidence(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], position: int) -> dict[str, Any]:
-    """The culprit as text, with its context.
-
-    Args:
-        tokenizer (Any): Anything with `decode(list[int], skip_special_tokens=bool) -> str`.
-        prompt (Sequence[int]): The prompt's token ids without padding.
-        response (Sequence[int]): The response's token ids without padding.
-        position (int): The culprit's index in the response.
-
-    Returns:
-        dict: `token`; `context`, up to 16 tokens on either side with the culprit in «»; `prompt`; `response`;
-            `response_tokens`, up to 512 tokens around the culprit, each decoded alone; `response_tokens_start`, the
-            index of the first of them.
-    """
-    start = window_start(position)
-    window = response[start : start + WINDOW]
-    pieces = {token_id: _decode(tokenizer, [token_id]) for token_id in set(window)}
-    return {
-        **context_evidence(tokenizer, response, position),
-        "prompt": _decode(tokenizer, prompt),
-        "response": _decode(tokenizer, response),
-        "response_tokens": [pieces[token_id] for token_id in window],
-        "response_tokens_start": start,
-    }
-
-
-def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..run_checks import WITHOUT_CAUSE, resume_note
 from ..version import __version__
+from ..warned import WITHOUT_CAUSE, resume_note
 from .auxiliary import auxiliary_verdict
 from .in_words import summary, turn_boundary
-from .ordinary import APART, is_apart
 from .schema import SCHEMA
 from .shares import layer_shares
-from .sources import RULES, entropy_share
+from .sources import APART, RULES, entropy_share, is_apart
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +61,11 @@ _WITHOUT_CULPRITS = {
 
 # Where no cause is known.
 CHECK_UNKNOWN = (
-    "`python -m verl.utils.gradloc.replay BUNDLE --switches` shows whether the spike comes back without training's "
+    "`gradloc replay BUNDLE --switches` shows whether the spike comes back without training's "
     "kernels, in which layers it is, and what changes it."
 )
 # Where nothing was searched.
-CHECK_UNSEARCHED = (
-    "`python -m verl.utils.gradloc.replay BUNDLE --search` finds the tokens, with the weights that this step had."
-)
+CHECK_UNSEARCHED = "`gradloc replay BUNDLE --search` finds the tokens, with the weights that this step had."
 
 
 def whole_event(
@@ -265,7 +262,7 @@ def _layer_of_all(event: Mapping[str, Any]) -> dict[str, str] | None:
     return {
         "sentence": f"The layer {name} carries {percent(least)} of the squared norm or more in every micro-batch over "
         f"its threshold, and ordinarily {percent(usual.get(name, 0.0))}: look at this layer's weights and kernels.",
-        "check": "`python -m verl.utils.gradloc.replay BUNDLE` says whether saved weights give the same norms: if not, "
+        "check": "`gradloc replay BUNDLE` says whether saved weights give the same norms: if not, "
         "the weights in memory were damaged, or a kernel is wrong. " + CAUSES["layer"].check,
     }
 

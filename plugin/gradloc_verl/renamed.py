@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package under the name that it has in a patched verl, too.
 
-So the commands of the documentation and of the evidence, `python -m verl.utils.gradloc.report`, work with the plugin.
+So the commands of the documentation and of the evidence, `gradloc report`, work with the plugin.
 """
 
 import importlib

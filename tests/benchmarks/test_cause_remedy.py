@@ -26,7 +26,8 @@ from cause_remedy import cell, measure_bundle, with_cause  # noqa: E402
 from grpo_run import SPIKE, Usual  # noqa: E402
 from planted_causes import CAUSES, correct  # noqa: E402
 from stability import QUICK  # noqa: E402
-from verl.utils.gradloc.bundles.opening import Bundle, open_bundle  # noqa: E402
+
+from gradloc_tools.bundles.opening import Bundle, open_bundle  # noqa: E402
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4  # float32, rows one by one against a batch

@@ -4,8 +4,8 @@ python tests/gpu/gpu_ranks.py --output FILE         # what run.py starts, with i
 
 torch's `fake` process group makes this process one of eight: shards, streams, memory and computing are those of a real
 rank, communication takes no time, and what the others would send is a copy. GradLoc takes itself for a single rank, so
-that it has nobody to wait for. The steps are those of `gradloc.selftest`. Then the model goes to the host and back, and
-a search runs out of memory for real. FILE gets every figure, and a table.
+that it has nobody to wait for. The steps are those of `gradloc selftest`. Then the model goes to the host and back,
+and a search runs out of memory for real. FILE gets every figure, and a table.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from transformers import (
 
 from gradloc import GradLoc
 from gradloc.fsdp import collectives, failed_pass
-from gradloc.fsdp.sharding import shard
 from gradloc.layers import reduced_norms
-from gradloc.selftest import loop as loop_module
-from gradloc.selftest.__main__ import failures, sentence
-from gradloc.selftest.loop import Loop, Sizes
-from gradloc.selftest.measuring import SelfTest
+from gradloc_tools.replay.sharding import shard
+from gradloc_tools.selftest import loop as loop_module
+from gradloc_tools.selftest.command import failures, sentence
+from gradloc_tools.selftest.loop import Loop, Sizes
+from gradloc_tools.selftest.measuring import SelfTest
 
 DEVICE = torch.device(os.environ.get("GRADLOC_TEST_DEVICE", "cpu"))
 RANKS = 8

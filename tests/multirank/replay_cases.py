@@ -21,8 +21,9 @@ from oracle import Unit, brute_force
 from verl.utils.gradloc.adapters import replay_bundles
 from verl.utils.gradloc.bundles import bundle_writer
 from verl.utils.gradloc.measure.passes import Passes
-from verl.utils.gradloc.replay import search_command
-from verl.utils.gradloc.replay.__main__ import main
+
+from gradloc_tools.replay import search_command
+from gradloc_tools.replay.command import main
 
 
 def save_model(case: Case, directory: Path) -> None:

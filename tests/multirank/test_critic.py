@@ -15,8 +15,8 @@ from test_actor import Launch, cases, near
 
 from gradloc.evidence.critic_words import cause, summary
 from gradloc.evidence.schema import CRITIC
-from gradloc.report.reading import read
-from gradloc.report.summary import summarize
+from gradloc_tools.report.reading import read
+from gradloc_tools.report.summary import summarize
 
 pytestmark = pytest.mark.target(version="0.9.1")
 

@@ -13,7 +13,7 @@ from actors import Case
 from test_actor import THREE, Launch, cases
 from valid_events import valid_events
 
-from gradloc.bundles.opening import Bundle, open_bundle
+from gradloc_tools.bundles.opening import Bundle, open_bundle
 
 pytestmark = [
     pytest.mark.target(version="0.9.1"),

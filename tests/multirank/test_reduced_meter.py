@@ -12,7 +12,7 @@ from actors import Case
 from test_actor import ONE, THREE, WRAPS, Launch, check_unit, near
 from valid_events import valid_events
 
-from gradloc.replay.__main__ import main as replay
+from gradloc_tools.replay.command import main as replay
 
 # A world size, how many ranks share their data, and the case. Those that share it run against verl 0.9.1 as well.
 Row = tuple[int, int, Case]

@@ -18,7 +18,7 @@ from test_replay_ranks import TOLERANCE, replayed
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils.gradloc.adapters.actor_config import LayerClipConfig
 
-from gradloc.bundles.opening import open_bundle
+from gradloc_tools.bundles.opening import open_bundle
 
 pytestmark = pytest.mark.target(version="0.9.1")
 

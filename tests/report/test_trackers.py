@@ -23,6 +23,7 @@ from gradloc import record_events
 from gradloc.adapters import spike_log, trackers
 from gradloc.adapters.spike_log import SpikeLog, add_spike_log
 from gradloc.evidence.in_words import in_one_line
+from gradloc_tools import report
 from marked_texts import WORDS, marked, marked_clip
 
 pytestmark = pytest.mark.slow
@@ -370,7 +371,7 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     sent: list[trackers.StepSpikes] = []
     monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda _, spikes: sent.append(spikes))  # type: ignore[arg-type]
     monkeypatch.setattr(spike_log, "TABLE_ROWS", 70)
-    monkeypatch.setattr(spike_log, "write_page", lambda _, path: Path(path).write_text("page"))
+    monkeypatch.setattr(report, "write_page", lambda _, path: Path(path).write_text("page"))
     log = SpikeLog({"wandb": None}, str(tmp_path))
     for step in range(1, 32):
         record_events(str(tmp_path), [spike(step, 30 if step == 1 else 2)])
@@ -378,6 +379,20 @@ def test_tables_and_pages_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [spikes.step for spikes in sent if spikes.page] == [*range(1, 11), 20, 30]
     assert [len(spikes.culprits.new_rows) for spikes in sent] == [20, *[2] * 25, *[0] * 5]
     assert len(sent[-1].culprits.rows) == 70
+
+
+def test_without_the_readers_of_evidence_trackers_get_all_but_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[trackers.StepSpikes] = []
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda _, spikes: sent.append(spikes))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "gradloc_tools.report", None)
+    log = SpikeLog({"wandb": None}, str(tmp_path))
+    for step in (1, 2):
+        record_events(str(tmp_path), [spike(step)])
+        log.log({"actor/gradloc/triggered": 1.0}, step)
+    assert [spikes.page for spikes in sent] == [None, None] and sent[1].culprits.rows and sent[1].sentences
+    assert [message.count("pip install .") for message in caplog.messages] == [1]
 
 
 def test_clipped_tokens_have_a_bounded_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

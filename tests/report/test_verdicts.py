@@ -13,14 +13,15 @@ import jsonschema
 import pytest
 
 from evidence_samples import ORDINARY, culprit, event, unsearched, write_steps
-from gradloc import record_events, report
+from gradloc import record_events
 from gradloc.evidence.in_words import in_one_line
 from gradloc.evidence.schema import STEP, conforms
 from gradloc.evidence.sources import SOURCES
 from gradloc.evidence.verdict import CAUSES, verdict
-from gradloc.report import meanings, run_warnings, verdicts
-from gradloc.report.__main__ import main
-from gradloc.report.page_data import page_data
+from gradloc_tools import report
+from gradloc_tools.report import meanings, run_warnings, verdicts
+from gradloc_tools.report.command import main
+from gradloc_tools.report.page_data import page_data
 
 NO_CAUSE = "No known cause: no rule tells the culprits from other tokens."
 NEWER = {"cause": "stale", "culprits": 1.0, "ordinary": 1.0, "check": "`look` shows it."}
@@ -154,16 +155,16 @@ def test_the_check_names_the_bundle_of_the_event(tmp_path: Path, show: Any) -> N
     bundle = {"replay": "replay/it's step1"}
     lines = show(events=[{**spike(1), **bundle}])
     path = f"{tmp_path}/replay/it'\"'\"'s step1"
-    assert lines[1].startswith(f"`python -m gradloc.replay '{path}' --switches` shows whether the spike comes back")
+    assert lines[1].startswith(f"`gradloc replay '{path}' --switches` shows whether the spike comes back")
     (shown,) = page_data(report.read(str(tmp_path / "spikes.jsonl")))["events"]
     assert shown["verdict"]["check"] == lines[1]
-    assert lines[2] == f"Next: `python -m gradloc.replay '{path}' --remedies`"
+    assert lines[2] == f"Next: `gradloc replay '{path}' --remedies`"
     assert f"Next: `{shown['next_command']}`" == lines[2]
 
 
 def test_a_spike_without_a_bundle_names_no_next_command_and_a_check_that_has_it_is_enough(show: Any) -> None:
     assert not any(line.startswith("Next") for line in show(events=[spike(1)]))
-    check = "`python -m verl.utils.gradloc.replay BUNDLE --remedies` shows it."
+    check = "`gradloc replay BUNDLE --remedies` shows it."
     found = {**spike(2, 99_000.0), "replay": "replay/step2"}
     found["verdict"] = {**found["verdict"], "check": check}
     assert not any(line.startswith("Next") for line in show(events=[found]))
@@ -173,7 +174,7 @@ def test_the_next_command_searches_a_spike_that_was_only_recorded(show: Any) -> 
     generator = random.Random(1)
     found = unsearched(1, [culprit(0, ["a"], 9000.0, generator)], generator)
     lines = show(events=[{**found, "replay": "replay/step1", "verdict": None}])
-    (said,) = [line for line in lines if line.startswith("Next: `python -m gradloc.replay ")]
+    (said,) = [line for line in lines if line.startswith("Next: `gradloc replay ")]
     assert said.endswith("replay/step1 --search`")
 
 

@@ -524,7 +524,7 @@ def test_the_evidence_is_named_where_there_is_some(tmp_path: Path) -> None:
     out = launch(*command).stdout
     assert f"{evidence}/spikes.jsonl" in out
     printed = out.splitlines()[-1]
-    assert shlex.split(printed)[1:] == ["-m", "verl.utils.gradloc.report", str(evidence), "--html", "report.html"]
+    assert shlex.split(printed)[1:] == ["-m", "gradloc_tools", "report", str(evidence), "--html", "report.html"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gradloc.evidence import schema
 from gradloc.evidence.schema import conforms
-from gradloc.replay.__main__ import main as replay
+from gradloc_tools.replay.command import main as replay
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 

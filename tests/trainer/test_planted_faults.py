@@ -111,7 +111,7 @@ MODELS = {"bitflip": with_an_outlier_weight, "retokenized": with_preferences, "k
 
 def replayed(bundle: Path, model: Path) -> dict[str, Any]:
     """What a replay with these weights finds."""
-    command = [runs.warm_interpreter, "-m", "gradloc.replay", bundle, "--model", model, "--only", "--json"]
+    command = [runs.warm_interpreter, "-m", "gradloc_tools", "replay", bundle, "--model", model, "--only", "--json"]
     result: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
     return result
 

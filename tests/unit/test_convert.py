@@ -22,16 +22,16 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradloc import limits
-from gradloc.bundles.opening import Bundle, open_bundle
-from gradloc.convert import plain_files
-from gradloc.convert.__main__ import main
-from gradloc.convert.loss import AGG_MODES, KL_LOSSES
 from gradloc.evidence.foreign_json import LINE_BYTES
 from gradloc.evidence.schema import EVENT, conforms
 from gradloc.evidence.writer import jsonable
-from gradloc.replay.__main__ import main as replay
-from gradloc.report.__main__ import main as report
-from gradloc.report.reading import read
+from gradloc_tools.bundles.opening import Bundle, open_bundle
+from gradloc_tools.convert import plain_files
+from gradloc_tools.convert.command import main
+from gradloc_tools.convert.loss import AGG_MODES, KL_LOSSES
+from gradloc_tools.replay.command import main as replay
+from gradloc_tools.report.command import main as report
+from gradloc_tools.report.reading import read
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 23
@@ -687,7 +687,7 @@ def test_older_and_damaged_pt_files_are_refused_in_one_sentence(
 def test_no_warning_of_torch_stands_before_the_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = slime_file(tmp_path / "a.pt", more=torch.eye(3).to_sparse_csr(), samples=5)
     done = subprocess.run(
-        [sys.executable, "-m", "gradloc.convert", str(file), "--out", str(tmp_path / "out")],
+        [sys.executable, "-m", "gradloc_tools", "convert", str(file), "--out", str(tmp_path / "out")],
         cwd=ROOT,
         capture_output=True,
         text=True,

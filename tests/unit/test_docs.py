@@ -19,7 +19,7 @@ PAGES = [*TOP_LEVEL, *sorted((ROOT / "docs").glob("*.md"))]
 
 # Where a user reads what the code says: the report, the sources, and the keys.
 SPEAKING = [
-    *sorted((ROOT / "gradloc/report").glob("*.py")),
+    *sorted((ROOT / "gradloc_tools/report").glob("*.py")),
     *(ROOT / "gradloc/evidence" / name for name in ("in_words.py", "misfire.py", "sources.py", "verdict.py")),
     ROOT / "gradloc/config.py",
     ROOT / "gradloc/layers/layer_clip.py",
@@ -186,7 +186,7 @@ def test_the_hooks_are_in_plain_words(patch: Path) -> None:
 
 
 def test_the_page_of_the_report_is_in_plain_words() -> None:
-    page = (ROOT / "gradloc/report/page.html").read_text()
+    page = (ROOT / "gradloc_tools/report/page.html").read_text()
     assert banned(page, BANNED | RESPONSE) == []
 
 

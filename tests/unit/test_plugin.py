@@ -163,9 +163,10 @@ def test_the_wheel_has_what_it_needs(tmp_path: Path) -> None:
         info = next(name for name in names if name.endswith("entry_points.txt"))
         points = archive.read(info).decode()
     assert "[verl.plugins]\ngradloc = gradloc_verl" in points
-    listed = trees.git(trees.ROOT, "ls-files", "gradloc", "plugin").splitlines()
+    assert "[console_scripts]\ngradloc = gradloc_tools.__main__:run" in points
+    listed = trees.git(trees.ROOT, "ls-files", "gradloc", "gradloc_tools", "plugin").splitlines()
     assert {name.removeprefix("plugin/") for name in listed} - {"py.typed"} <= names
-    assert {"gradloc/py.typed", "gradloc_verl/scorers/ps_grpo.py", "gradloc/report/page.js"} <= names
+    assert {"gradloc/py.typed", "gradloc_verl/scorers/ps_grpo.py", "gradloc_tools/report/page.js"} <= names
     assert {f"gradloc_verl/conf/gradloc/{keys}.yaml" for keys in ("actor", "recorded_actor", "critic")} <= names
     assert not [name for name in names if name.startswith(("tests", "tools", "build", "embedded"))]
     # A checkout, which an editable installation refers to, has the keys in another folder.

@@ -217,13 +217,8 @@ def test_the_package_has_its_patched_name_as_well(installed: Path) -> None:
         assert renamed is gradloc.evidence.verdict
         assert renamed.__name__ == renamed.__spec__.name == "gradloc.evidence.verdict"
         assert sys.modules["verl.utils.gradloc.adapters.watch"] is sys.modules["gradloc.adapters.watch"]
-        import runpy
-        sys.argv = ["report", "--help"]
-        with suppress(SystemExit):
-            runpy.run_module("verl.utils.gradloc.report", run_name="__main__", alter_sys=True)
     """
-    done = run(installed, f"from contextlib import suppress\n{textwrap.dedent(code)}")
-    assert "usage: " in done.stdout and "verl.utils.gradloc" not in done.stderr
+    run(installed, code)
 
 
 def test_the_keys_work_without_a_plus_and_are_validated(installed: Path) -> None:

@@ -12,10 +12,9 @@ import torch
 from jsonschema import Draft202012Validator
 
 from gradloc import limits, record_events
-from gradloc.bundles import layout
+from gradloc.bundles import layout, naming
 from gradloc.bundles.bundle_files import bytes_of_bundles
 from gradloc.bundles.layout import NotReplayableError, Row, SavedMicroBatch
-from gradloc.bundles.opening import BundleError, open_bundle
 from gradloc.bundles.recorded import write_recorded_bundle
 from gradloc.evidence.recorded_event import SUSPECTED, recorded_event
 from gradloc.evidence.schema import EVENT, conforms
@@ -23,8 +22,9 @@ from gradloc.evidence.texts import without_texts
 from gradloc.evidence.verdict import CHECK_UNSEARCHED
 from gradloc.evidence.writer import jsonable
 from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, suspicion
-from gradloc.report.__main__ import main as report
-from gradloc.report.reading import read
+from gradloc_tools.bundles.opening import BundleError, open_bundle
+from gradloc_tools.report.command import main as report
+from gradloc_tools.report.reading import read
 
 ROWS, PROMPT, RESPONSE = 2, 3, 12
 BAD = (1, 2)
@@ -91,11 +91,11 @@ def write(directory: Path, parts: Parts, suffix: str = "", **changes: Any) -> st
 
 def resign(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Changes the manifest, with a checksum that fits again."""
-    manifest = json.loads((bundle / layout.MANIFEST).read_text())
+    manifest = json.loads((bundle / naming.MANIFEST).read_text())
     change(manifest)
     text = json.dumps(manifest).encode()
-    (bundle / layout.MANIFEST).write_bytes(text)
-    (bundle / layout.CHECKSUM).write_text(f"{hashlib.sha256(text).hexdigest()}  {layout.MANIFEST}\n")
+    (bundle / naming.MANIFEST).write_bytes(text)
+    (bundle / naming.CHECKSUM).write_text(f"{hashlib.sha256(text).hexdigest()}  {naming.MANIFEST}\n")
 
 
 def test_the_event_claims_nothing_that_was_not_measured() -> None:

@@ -26,11 +26,12 @@ if trees.TARGET == "0.9.1":
     from verl.utils import tensordict_utils as tu
     from verl.utils.gradloc.adapters import spike_recorder
     from verl.utils.gradloc.adapters.recorded_engine import RecordedEngine
-    from verl.utils.gradloc.bundles.opening import open_bundle
     from verl.workers.config import McoreActorConfig
     from verl.workers.engine import BaseEngine
     from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
     from verl.workers.utils.losses import ppo_loss
+
+    from gradloc_tools.bundles.opening import open_bundle
 else:
     BaseEngine = RecordedEngine = object
 

@@ -15,17 +15,17 @@ from test_replay import BAD, PROMPT, RESPONSE, ROWS, THRESHOLD, bundle, resave, 
 from test_replay import kept as kept_without_bounds
 from torch import Tensor
 
-from gradloc.bundles.opening import BundleError, open_bundle
-from gradloc.bundles.results import read_results
-from gradloc.replay import remedies
-from gradloc.replay.__main__ import main
-from gradloc.replay.measuring import gradient_norms
-from gradloc.replay.model import Model, default_variant, load
-from gradloc.replay.token_clip import clip_tokens
-from gradloc.report.__main__ import main as report
-from gradloc.report.meanings import ADVICE
-from gradloc.report.reading import read
-from gradloc.report.remedies import advice_by_source, best, recommended
+from gradloc_tools.bundles.opening import BundleError, open_bundle
+from gradloc_tools.bundles.results import read_results
+from gradloc_tools.replay import remedies
+from gradloc_tools.replay.command import main
+from gradloc_tools.replay.measuring import gradient_norms
+from gradloc_tools.replay.model import Model, default_variant, load
+from gradloc_tools.replay.token_clip import clip_tokens
+from gradloc_tools.report.command import main as report
+from gradloc_tools.report.meanings import ADVICE
+from gradloc_tools.report.reading import read
+from gradloc_tools.report.remedies import advice_by_source, best, recommended
 
 __all__ = ["bundle", "kept_without_bounds"]
 
@@ -361,7 +361,7 @@ def test_without_verl_its_rows_are_left_out_with_one_sentence(bundle: Path, kept
 import sys
 for name in ("verl", "ray", "tensordict"):
     sys.modules[name] = None
-from gradloc.replay.__main__ import main
+from gradloc_tools.replay.command import main
 sys.exit(main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--only", "--remedies"]))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -19,20 +19,20 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradloc import GradLoc, GradLocConfig, limits, record_events
-from gradloc.bundles import bundle_writer, layout, opening
+from gradloc.bundles import bundle_writer, naming
 from gradloc.bundles.bundle_writer import BundleWriter
 from gradloc.bundles.layout import NotReplayableError, Row
-from gradloc.bundles.opening import Bundle, BundleError, open_bundle
-from gradloc.replay import __main__ as command
-from gradloc.replay import memory
-from gradloc.replay.__main__ import main
-from gradloc.replay.measuring import measure, places
-from gradloc.replay.memory import needed_memory
-from gradloc.replay.model import Variant, default_variant, load, other_variants
-from gradloc.replay.model import forward as forward_row
-from gradloc.replay.verdict import same_norm, sentences
-from gradloc.report.__main__ import main as report
-from gradloc.report.reading import read
+from gradloc_tools.bundles import opening
+from gradloc_tools.bundles.opening import Bundle, BundleError, open_bundle
+from gradloc_tools.replay import command, memory
+from gradloc_tools.replay.command import main
+from gradloc_tools.replay.measuring import measure, places
+from gradloc_tools.replay.memory import needed_memory
+from gradloc_tools.replay.model import Variant, default_variant, load, other_variants
+from gradloc_tools.replay.model import forward as forward_row
+from gradloc_tools.replay.verdict import same_norm, sentences
+from gradloc_tools.report.command import main as report
+from gradloc_tools.report.reading import read
 
 # transformers 4 and 5 load models in different ways.
 pytestmark = pytest.mark.target(version="0.9.1")
@@ -128,11 +128,11 @@ def tensors_of(bundle: Path) -> Path:
 
 def resign(bundle: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Changes the manifest, with a checksum that fits again, as somebody with bad intentions would."""
-    manifest = json.loads((bundle / layout.MANIFEST).read_text())
+    manifest = json.loads((bundle / naming.MANIFEST).read_text())
     change(manifest)
     text = json.dumps(manifest).encode()
-    (bundle / layout.MANIFEST).write_bytes(text)
-    (bundle / layout.CHECKSUM).write_text(f"{hashlib.sha256(text).hexdigest()}  {layout.MANIFEST}\n")
+    (bundle / naming.MANIFEST).write_bytes(text)
+    (bundle / naming.CHECKSUM).write_text(f"{hashlib.sha256(text).hexdigest()}  {naming.MANIFEST}\n")
 
 
 def resave(bundle: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -193,10 +193,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a link": (link, "is not an ordinary file."),
     "a path": (lead_out, "'../../secret.safetensors' is not the name of the file of its micro-batch"),
     "pickled": (pickled, "rank0-micro_batch0.safetensors is damaged"),
-    "manifest gone": (lambda b: (b / layout.MANIFEST).unlink(), "is not a replay bundle"),
-    "checksum gone": (lambda b: (b / layout.CHECKSUM).unlink(), "The bundle has no manifest.json.sha256."),
+    "manifest gone": (lambda b: (b / naming.MANIFEST).unlink(), "is not a replay bundle"),
+    "checksum gone": (lambda b: (b / naming.CHECKSUM).unlink(), "The bundle has no manifest.json.sha256."),
     "manifest changed": (
-        lambda b: (b / layout.MANIFEST).write_text((b / layout.MANIFEST).read_text() + " "),
+        lambda b: (b / naming.MANIFEST).write_text((b / naming.MANIFEST).read_text() + " "),
         "manifest.json does not match its checksum",
     ),
     "later format": (lambda b: resign(b, lambda m: m.update(format=9)), "has format 9"),
@@ -475,8 +475,8 @@ def test_the_result_is_on_disk_before_a_comparison_begins(bundle: Path, kept: Pa
     """The system ends a process that takes too much memory by SIGKILL, without an error."""
     script = f"""
 import os, signal, sys
-from gradloc.replay import __main__ as command
-from gradloc.replay import memory
+from gradloc_tools.replay import command
+from gradloc_tools.replay import memory
 step, variants = command.{step}, []
 def killed(*arguments, **options):
     variants.append(arguments)
@@ -642,7 +642,7 @@ def test_a_replay_needs_neither_verl_nor_ray(bundle: Path, kept: Path) -> None:
 import sys
 for name in ("verl", "ray", "tensordict"):
     sys.modules[name] = None
-from gradloc.replay.__main__ import main
+from gradloc_tools.replay.command import main
 sys.exit(main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--only"]))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -14,12 +14,12 @@ from test_replay import PROMPT, RESPONSE, ROWS, VOCABULARY, context, forward, ro
 
 from gradloc import GradLoc, GradLocConfig
 from gradloc.bundles.bundle_writer import BundleWriter
-from gradloc.bundles.opening import open_bundle
-from gradloc.bundles.results import RESULT
 from gradloc.evidence.schema import conforms
-from gradloc.replay.__main__ import main
-from gradloc.replay.measuring import Measured, Norms
-from gradloc.replay.scale import find_scale, scale_in_words
+from gradloc_tools.bundles.opening import open_bundle
+from gradloc_tools.bundles.results import RESULT
+from gradloc_tools.replay.command import main
+from gradloc_tools.replay.measuring import Measured, Norms
+from gradloc_tools.replay.scale import find_scale, scale_in_words
 
 # transformers 4 and 5 load models in different ways.
 pytestmark = pytest.mark.target(version="0.9.1")

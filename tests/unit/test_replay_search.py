@@ -17,16 +17,16 @@ from as_torchrun import ABORTS_AT_THE_END
 from stripped_bundles import strip
 from test_replay import BAD, DAMAGES, THRESHOLD, bundle, kept, resave, resign, small_model, tensors_of
 
-from gradloc.bundles.opening import open_bundle
 from gradloc.evidence.schema import EVENT, conforms
 from gradloc.evidence.verdict import CHECK_UNKNOWN
 from gradloc.evidence.writer import jsonable
 from gradloc.measure.passes import Passes
-from gradloc.replay import evidence_line, memory, progress
-from gradloc.replay.__main__ import main
-from gradloc.replay.parts import open_parts
-from gradloc.report.__main__ import main as report
-from gradloc.report.reading import read
+from gradloc_tools.bundles.opening import open_bundle
+from gradloc_tools.replay import evidence_line, memory, progress
+from gradloc_tools.replay.command import main
+from gradloc_tools.replay.parts import open_parts
+from gradloc_tools.report.command import main as report
+from gradloc_tools.report.reading import read
 
 __all__ = ["bundle", "kept"]
 
@@ -537,7 +537,7 @@ def test_two_processes_of_torchrun_find_the_same(evidence: Path, tmp_path: Path)
     """As users start it. What would abort a process while its interpreter ends does not."""
     (tmp_path / "sitecustomize.py").write_text(ABORTS_AT_THE_END)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gradloc.replay"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gradloc_tools", "replay"]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [*command, str(evidence / "replay" / NAME), "--model", str(evidence / "model"), "--search", "--json"],

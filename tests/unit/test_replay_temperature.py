@@ -11,11 +11,11 @@ import pytest
 import torch
 from test_replay import PROMPT, resave, small_model, spikes
 
-from gradloc.bundles.opening import open_bundle
-from gradloc.bundles.results import read_results
 from gradloc.evidence.writer import record_events
-from gradloc.replay.__main__ import main
-from gradloc.replay.temperature import LEFT, _least, temperature_sentences
+from gradloc_tools.bundles.opening import open_bundle
+from gradloc_tools.bundles.results import read_results
+from gradloc_tools.replay.command import main
+from gradloc_tools.replay.temperature import LEFT, _least, temperature_sentences
 
 
 @pytest.fixture(scope="module")

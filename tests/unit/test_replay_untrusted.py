@@ -30,8 +30,8 @@ from transformers import (
 from transformers.utils import hub
 
 from gradloc.adapters.replay_bundles import _model_facts
-from gradloc.replay.__main__ import main
-from gradloc.replay.folders import safe_model
+from gradloc_tools.replay.command import main
+from gradloc_tools.replay.folders import safe_model
 
 __all__ = ["bundle", "kept"]
 

@@ -1,4 +1,4 @@
-"""`python -m gradloc.selftest`, on a CPU: its figures of time and memory are those of a GPU only there."""
+"""`gradloc selftest`, on a CPU: its figures of time and memory are those of a GPU only there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from as_torchrun import ABORTS_AT_THE_END
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradloc import GradLoc
-from gradloc.selftest import measuring
-from gradloc.selftest.__main__ import failures, main, sentence
+from gradloc_tools.selftest import measuring
+from gradloc_tools.selftest.command import failures, main, sentence
 
 SHORT = ["--prompt", "4", "--response", "12", "--seconds", "0"]
 
@@ -49,7 +49,7 @@ def test_two_ranks_find_it(model: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(ABORTS_AT_THE_END)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "gradloc.selftest", "--model", model, *SHORT]
+    command = [*torchrun, "-m", "gradloc_tools", "selftest", "--model", model, *SHORT]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("GradLoc works here: ") and done.stdout.count("GradLoc") == 1

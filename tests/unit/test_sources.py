@@ -15,7 +15,7 @@ from gradloc.evidence.medians import token_medians
 from gradloc.evidence.sources import CONFIDENT, RULES, SOURCES, UNLIKELY, classify
 from gradloc.evidence.token_facts import find_after_eos, find_mismatch, find_turns, token_evidence
 from gradloc.measure.micro_batch import MicroBatch
-from gradloc.report import meanings
+from gradloc_tools.report import meanings
 
 MEDIANS = {"median_advantage": 1.0, "median_weight": 0.1}
 LAYERS = {"a": 1.0, "b": 1.0, "c": 1.0}

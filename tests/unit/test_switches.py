@@ -21,15 +21,14 @@ from transformers.models.llama import modeling_llama
 
 from gradloc import GradLoc, GradLocConfig
 from gradloc.bundles.bundle_writer import BundleWriter
-from gradloc.bundles.opening import open_bundle
-from gradloc.bundles.results import RESULT
 from gradloc.evidence.schema import conforms
-from gradloc.replay import __main__ as command
-from gradloc.replay import memory, switches
-from gradloc.replay.__main__ import main
-from gradloc.replay.measuring import measure
-from gradloc.replay.model import Variant, load
-from gradloc.replay.switch_table import AS_REPLAYED, CHANGE, switches_in_words
+from gradloc_tools.bundles.opening import open_bundle
+from gradloc_tools.bundles.results import RESULT
+from gradloc_tools.replay import command, memory, switches
+from gradloc_tools.replay.command import main
+from gradloc_tools.replay.measuring import measure
+from gradloc_tools.replay.model import Variant, load
+from gradloc_tools.replay.switch_table import AS_REPLAYED, CHANGE, switches_in_words
 
 # transformers 4 and 5 load models in different ways.
 pytestmark = pytest.mark.target(version="0.9.1")
@@ -232,7 +231,7 @@ def test_the_result_is_on_disk_before_each_switch(tmp_path: Path, count: int) ->
     arguments = recorded(tmp_path, 0.6)
     script = f"""
 import os, signal
-from gradloc.replay import __main__ as command
+from gradloc_tools.replay import command
 step, switched = command.measure_switch, []
 def killed(*arguments, **options):
     switched.append(arguments)

@@ -45,5 +45,5 @@ def _name_evidence(run: Run) -> None:
     else:
         say(f"There is no spikes.jsonl in {run.evidence}: no spike was recorded, or it was written on another node")
         return
-    report = ["-m", "verl.utils.gradloc.report", str(run.evidence), "--html", "report.html"]
+    report = ["-m", "gradloc_tools", "report", str(run.evidence), "--html", "report.html"]
     print(for_shell([run.interpreter, *report]), flush=True)

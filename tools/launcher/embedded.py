@@ -69,7 +69,7 @@ def train(run: Run) -> int:
         follower.wait()
         outcome = Outcome.of(run.evidence, evidence_before)
         if outcome.has_evidence:
-            report = [run.interpreter, "-m", "gradloc.report", str(run.evidence)]
+            report = [run.interpreter, "-m", "gradloc_tools", "report", str(run.evidence)]
             page = run.output / "report.html"
             # Without a spike or a clipped token there is no table to show, and the drill has a line of its own.
             tables = outcome.spikes or outcome.clips

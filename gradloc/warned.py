@@ -1,0 +1,15 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What warnings and verdicts share."""
+
+# The warnings that say what is seen, and no cause.
+APART = "engines_apart"
+WITHOUT_CAUSE = (APART,)
+
+# So many steps after a loaded checkpoint, warnings and verdicts say that there was one.
+RESUME_STEPS = 3
+
+
+def resume_note(steps: int | None) -> str:
+    """A sentence, in the first `RESUME_STEPS` steps after a loaded checkpoint; otherwise nothing."""
+    return f" This is step {steps} after a checkpoint was loaded." if steps and steps <= RESUME_STEPS else ""

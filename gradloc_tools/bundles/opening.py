@@ -1,0 +1,272 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Opens a bundle, which may be damaged, or come from a stranger. It needs safetensors."""
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gradloc import limits
+from gradloc.bundles import layout, naming
+from gradloc.bundles.layout import SavedMicroBatch
+from gradloc.evidence.foreign_json import parse
+from gradloc.evidence.schema import EVENT, INDEX, TEXT, TEXT_OR_NULL, conforms, list_of, object_with
+from gradloc.measure.micro_batch import MicroBatchName
+from gradloc.token_clip.config import ACTIONS
+
+from .plain_file import NotPlainFileError, read_plain_file
+
+_FINITE = {"type": "number", "minimum": 0, "maximum": sys.float_info.max}
+_NORM = {"anyOf": [_FINITE, {"enum": ["NaN", "Infinity"]}]}
+_NORM_OR_NULL = {"anyOf": [*_NORM["anyOf"], {"type": "null"}]}
+_NORMS_BY_LAYER = {"type": "object", "additionalProperties": _NORM}
+_OBJECT: dict[str, Any] = {"type": "object"}
+
+# The range of a gradient scaler's factor: with others, no fp16 gradient is left.
+_LOSS_SCALES = (2.0**-32, 2.0**64)
+
+# The form of each field of a manifest.
+_FORM: dict[str, dict[str, Any]] = {
+    "event": EVENT,
+    "layers": list_of(TEXT),
+    "micro_batches": list_of(
+        object_with(
+            {
+                **dict.fromkeys(("rank", "micro_batch", "bytes"), INDEX),
+                **dict.fromkeys(("file", "sha256"), TEXT),
+                "rows": list_of(INDEX),
+                "norm": _NORM_OR_NULL,
+                "threshold": _NORM,
+                "layer_norms": _NORMS_BY_LAYER,
+            }
+        )
+    ),
+    "left_out": INDEX,
+    "measured": list_of(
+        object_with(
+            {
+                **dict.fromkeys(("rank", "micro_batch", "row", "position"), INDEX),
+                "grad_norm": _NORM,
+                "layer_norms": _NORMS_BY_LAYER,
+            }
+        )
+    ),
+    **dict.fromkeys(("model", "versions", "actor"), _OBJECT),
+    "checkpoint": TEXT_OR_NULL,
+    "dtype": TEXT,
+    "grad_clip": _NORM_OR_NULL,
+}
+_FINITE_OR_NULL = {"anyOf": [_FINITE, {"type": "null"}]}
+# What the clips knew; a bundle of an earlier version, or of a recorded spike, has nothing of them.
+_CLIPS = object_with(
+    {
+        "layer_clip": {
+            "type": ["object", "null"],
+            "additionalProperties": object_with({"norm": _NORM, "bound": _FINITE_OR_NULL, "factor": _FINITE}),
+        },
+        "token_clip": {
+            "anyOf": [
+                object_with(
+                    {
+                        "action": {"enum": [*ACTIONS]},
+                        "factor": _FINITE,
+                        "usual": {"type": "object", "additionalProperties": _FINITE_OR_NULL},
+                        "limit": INDEX,
+                    }
+                ),
+                {"type": "null"},
+            ]
+        },
+    }
+)
+_NO_CLIPS = {"layer_clip": None, "token_clip": None}
+
+
+class BundleError(ValueError):
+    """What is wrong with a bundle, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle.
+
+    Args:
+        path (Path): Its folder.
+        manifest (dict): What `BundleWriter` wrote, checked.
+        micro_batches (dict[MicroBatchName, SavedMicroBatch]): Its micro-batches, in the manifest's order.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+    micro_batches: dict[MicroBatchName, SavedMicroBatch]
+
+    @property
+    def event(self) -> dict[str, Any]:
+        return self.manifest["event"]
+
+    @property
+    def clips(self) -> dict[str, Any]:
+        """What LayerClip would have done to the step, and the bounds of TokenClip; None where that is not known."""
+        return self.manifest.get("clips", _NO_CLIPS)
+
+    @property
+    def first(self) -> MicroBatchName:
+        """The micro-batch that most of a replay is about: the first one."""
+        return next(iter(self.micro_batches))
+
+    @cached_property
+    def rows(self) -> dict[MicroBatchName, list[int]]:
+        """The rows of each micro-batch in its rank's mini-batch."""
+        return {(entry["rank"], entry["micro_batch"]): entry["rows"] for entry in self.manifest["micro_batches"]}
+
+    @cached_property
+    def row_indices(self) -> dict[MicroBatchName, dict[int, int]]:
+        """The index of each of these rows in its micro-batch."""
+        return {
+            name: dict(zip(reversed(rows), reversed(range(len(rows))), strict=True)) for name, rows in self.rows.items()
+        }
+
+
+def open_bundle(path: str | Path) -> Bundle:
+    """Reads a bundle and checks all of it: sizes, checksums, the manifest's form, and each tensor's shape and dtype.
+
+    Only files of the folder itself are read, whatever names the manifest has; links are refused.
+
+    Raises:
+        BundleError: It is not a bundle of this version, or it is damaged.
+        OSError: It cannot be read.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise BundleError(f"There is no such folder: {folder}")
+    if not (folder / naming.MANIFEST).exists():
+        raise BundleError(f"{folder} is not a replay bundle: it has no {naming.MANIFEST}.")
+    manifest = _manifest(folder)
+    files = manifest["micro_batches"]
+    if sum(entry["bytes"] for entry in files) > limits.BUNDLE_BYTES * 2:
+        raise BundleError(
+            f"The bundle's manifest names more than {limits.BUNDLE_BYTES * 2:,} bytes, which is too much."
+        )
+    found = {(entry["rank"], entry["micro_batch"]): _micro_batch(folder, entry) for entry in files}
+    bundle = Bundle(folder, manifest, found)
+    check_places(bundle)
+    return bundle
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    text = _read(folder / naming.MANIFEST, limits.MANIFEST_BYTES)
+    digest = _read(folder / naming.CHECKSUM, 1024).split()
+    if digest[:1] != [hashlib.sha256(text).hexdigest().encode()]:
+        raise BundleError(f"{naming.MANIFEST} does not match its checksum: it was changed or cut off.")
+    try:
+        manifest = parse(text)
+    except ValueError as error:
+        raise BundleError(f"{naming.MANIFEST} cannot be parsed: {error}.") from error
+    if not isinstance(manifest, dict) or manifest.get("kind") != naming.KIND:
+        raise BundleError(f"{naming.MANIFEST} is not that of a replay bundle.")
+    if manifest.get("format") != naming.FORMAT:
+        raise BundleError(
+            f"The bundle has format {manifest.get('format')!r}, and this version of GradLoc reads {naming.FORMAT}."
+        )
+    problem = _problem(manifest)
+    if problem is not None:
+        raise BundleError(f"{naming.MANIFEST} is damaged: {problem}.")
+    return manifest
+
+
+def _problem(manifest: Mapping[str, Any]) -> str | None:
+    """What is wrong with the form of a manifest; None if nothing is."""
+    for name, form in _FORM.items():
+        if name not in manifest or not conforms(manifest[name], form):
+            return f"its field {name!r} is missing or malformed"
+    if not conforms(manifest.get("clips", _NO_CLIPS), _CLIPS):
+        return "its field 'clips' is malformed"
+    if not _LOSS_SCALES[0] <= manifest["event"]["loss_scale"] <= _LOSS_SCALES[1]:
+        return f"its loss_scale is {manifest['event']['loss_scale']:g}, which no gradient scaler has"
+    layers, files = manifest["layers"], manifest["micro_batches"]
+    recorded = manifest["event"]["search"] == "recorded"
+    for what, listed, most in (
+        ("layers", layers, limits.LAYERS),
+        ("micro-batches", files, limits.RECORDED_MICRO_BATCHES if recorded else limits.MICRO_BATCHES),
+        ("measured tokens", manifest["measured"], limits.MEASURED_TOKENS),
+        ("rows in a micro-batch", max((entry["rows"] for entry in files), key=len, default=()), limits.ROWS),
+    ):
+        if len(listed) > most:
+            return f"it has {len(listed):,} {what}, and {most:,} are the limit"
+    known = set(layers)
+    if recorded:
+        return _recorded_problem(manifest) or _files_problem(files)
+    if not layers or len(known) != len(layers):
+        return "its layers are not a list of names"
+    if not all(known.issuperset(entry["layer_norms"]) for entry in [*files, *manifest["measured"]]):
+        return "the layers of its norms are not those of the model"
+    return _files_problem(files)
+
+
+def _recorded_problem(manifest: Mapping[str, Any]) -> str | None:
+    """Why a manifest of a recorded spike claims more than was recorded; None if it does not."""
+    event, files = manifest["event"], manifest["micro_batches"]
+    measured = [manifest["layers"], manifest["measured"], *(event[name] for name in ("units", "culprits", "diffuse"))]
+    if any(measured) or any(entry["norm"] is not None or entry["layer_norms"] for entry in files):
+        return "it has norms, although nothing was searched"
+    return None if event["diagnosis"] == "unsearched" else "it has a diagnosis, although nothing was searched"
+
+
+def _files_problem(files: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong with the files that a manifest names; None if nothing is."""
+    if not files:
+        return "it has no micro-batch"
+    for entry in files:
+        if entry["file"] != layout.tensor_file(entry["rank"], entry["micro_batch"]):
+            return f"{entry['file']!r} is not the name of the file of its micro-batch"
+    if len({entry["file"] for entry in files}) != len(files):
+        return "it names a micro-batch twice"
+    return None
+
+
+def _micro_batch(folder: Path, entry: Mapping[str, Any]) -> SavedMicroBatch:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    name = entry["file"]
+    data = _read(folder / name, entry["bytes"])
+    if len(data) != entry["bytes"]:
+        raise BundleError(f"{name} is cut off: it has {len(data):,} of {entry['bytes']:,} bytes.")
+    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+        raise BundleError(f"{name} does not match its checksum: it was changed.")
+    try:
+        return layout.from_tensors(load(data), len(entry["rows"]))
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise BundleError(f"{name} is damaged: {error}.") from error
+
+
+def check_places(bundle: Bundle) -> None:
+    """Refuses places of tokens that the micro-batches do not have.
+
+    Raises:
+        BundleError: The manifest, or its event, names such a place.
+    """
+    widths = {name: saved.tokens["weight"].shape[1] for name, saved in bundle.micro_batches.items()}
+    for token in [*bundle.manifest["measured"], *bundle.event["culprits"], *bundle.event.get("suspected", [])]:
+        name = token["rank"], token["micro_batch"]
+        if name in widths:
+            if token["row"] not in bundle.row_indices[name] or token["position"] >= widths[name]:
+                raise BundleError(f"{naming.MANIFEST} is damaged: it names a token that its micro-batch does not have.")
+
+
+def _read(path: Path, most: int) -> bytes:
+    """A file of at most so many bytes; no link, and nothing but a file.
+
+    Raises:
+        BundleError: It is missing, larger, or something else.
+    """
+    try:
+        return read_plain_file(path, most)
+    except FileNotFoundError as error:
+        raise BundleError(f"The bundle has no {path.name}.") from error
+    except NotPlainFileError as error:
+        raise BundleError(f"In the bundle, {error}") from error

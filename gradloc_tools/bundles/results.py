@@ -1,0 +1,119 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the results of replays, which lie beside their bundles."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gradloc.bundles import naming
+from gradloc.evidence.foreign_json import parse
+from gradloc.evidence.schema import (
+    INDEX,
+    INTEGER_OR_NULL,
+    NUMBER,
+    NUMBER_OR_NULL,
+    TEXT,
+    TEXT_OR_NULL,
+    conforms,
+    list_of,
+    object_with,
+)
+
+from .plain_file import read_plain_file
+
+_FILES = 64
+# Of all of them together.
+_BYTES = 16 * 2**20
+
+_TEMPERATURE = object_with({"fits": NUMBER, "training": NUMBER, "gap": NUMBER, "left": NUMBER})
+_FACTOR = {"anyOf": [object_with({"factor": NUMBER, "spread": NUMBER, "could_be": list_of(TEXT)}), {"type": "null"}]}
+
+_SWITCH = object_with({"name": TEXT, "norm": NUMBER, "log_probs": NUMBER_OR_NULL, "culprit": NUMBER_OR_NULL})
+
+_REPLAYED = {"replayed": NUMBER, "others": list_of(NUMBER)}
+
+_UNIT = object_with(
+    {
+        **dict.fromkeys(("rank", "micro_batch", "rows"), INDEX),
+        **_REPLAYED,
+        "norm": NUMBER_OR_NULL,
+        "threshold": NUMBER,
+        "rest": NUMBER_OR_NULL,
+    }
+)
+_TOKEN = object_with(
+    {
+        **dict.fromkeys(("rank", "micro_batch", "row", "position", "token_id"), INDEX),
+        **_REPLAYED,
+        "culprit": {"type": "boolean"},
+        **dict.fromkeys(("source", "layer"), TEXT_OR_NULL),
+        **dict.fromkeys(("log_prob", "replayed_log_prob"), NUMBER),
+        **dict.fromkeys(("grad_norm", "layer_norm", "replayed_layer_norm"), NUMBER_OR_NULL),
+    }
+)
+# Of a remedy that was measured, besides what all have.
+_MEASURED = {
+    **dict.fromkeys(("left", "ordinary_moved"), NUMBER_OR_NULL),
+    **dict.fromkeys(("override", "note"), TEXT_OR_NULL),
+    "under": {"type": "boolean"},
+    "masked": object_with({"tokens": INDEX, "culprits": INDEX}),
+}
+_SCALE = object_with({"gradient": _FACTOR, "reduced": _FACTOR, "loss": _FACTOR})
+
+RESULT = object_with(
+    {
+        "format": {"const": naming.FORMAT},
+        "kind": {"const": naming.RESULT_KIND},
+        **dict.fromkeys(("time", "bundle", "model", "device", "variant", "recorded"), TEXT),
+        "global_step": INTEGER_OR_NULL,
+        **dict.fromkeys(("epoch", "mini_batch"), INDEX),
+        **dict.fromkeys(("variants", "notes", "sentences"), list_of(TEXT)),
+        "log_probs": object_with({"tokens": INDEX, "nonfinite": INDEX, "mean": NUMBER_OR_NULL, "max": NUMBER_OR_NULL}),
+        "units": list_of(_UNIT),
+        "tokens": list_of(_TOKEN),
+        "layers": list_of(object_with({"layer": TEXT, "norm": NUMBER_OR_NULL, **_REPLAYED})),
+        "remedies": list_of(object_with({"name": TEXT, "norm": NUMBER, "meaning": TEXT}, **_MEASURED)),
+    },
+    remedy_notes=list_of(TEXT),
+    cause=TEXT_OR_NULL,
+    same_weights={"type": "boolean"},
+    temperature={"anyOf": [_TEMPERATURE, {"type": "null"}]},
+    switches=list_of(_SWITCH),
+    scale={"anyOf": [_SCALE, {"type": "null"}]},
+)
+# Overrides are to be copied into a shell: nothing but keys and plain values.
+_OVERRIDES = re.compile(r"[a-z_.]+=[\w.-]+( [a-z_.]+=[\w.-]+)*", re.ASCII)
+
+
+def read_results(directory: str) -> list[dict[str, Any]]:
+    """The results beside the bundles of some evidence, in the order of their events; what is no result is left out.
+
+    They may come from a stranger, so at most 64 files are read, 16 MiB together.
+
+    Args:
+        directory (str): The directory of the evidence.
+    """
+    paths = sorted((Path(directory) / naming.FOLDER).glob(f"[!.]*{naming.RESULT_SUFFIX}"))[:_FILES]
+    found, left = [], _BYTES
+    for path in paths:
+        try:
+            data = read_plain_file(path, left)
+            left -= len(data)
+            result = parse(data)
+        except (OSError, ValueError):
+            continue  # being written, or no result
+        if isinstance(result, dict) and conforms(result, RESULT) and _has_good_remedies(result):
+            found.append(result)
+    return sorted(found, key=lambda result: (result["global_step"] or 0, result["epoch"], result["mini_batch"]))
+
+
+def _has_good_remedies(result: Mapping[str, Any]) -> bool:
+    """Whether remedies have all that measured ones have, or nothing of it, and overrides that are safe to copy."""
+    measured = "remedy_notes" in result
+    return all(
+        all((name in row) == measured for name in _MEASURED)
+        and (row.get("override") is None or _OVERRIDES.fullmatch(row["override"]) is not None)
+        for row in result["remedies"]
+    )

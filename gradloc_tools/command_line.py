@@ -1,0 +1,78 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What commands share: types of arguments, packages that may be missing, and the end of one with a process group."""
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn, TypeVar
+
+Value = TypeVar("Value", int, float, str)
+
+# What is installed with the command; the extra has the rest.
+_OWN = ("rich", "plotly")
+
+
+def parser(name: str, what: str) -> argparse.ArgumentParser:
+    """The parser of a command; `what`, its module's docstring, is shown as it stands."""
+    return argparse.ArgumentParser(
+        prog=f"gradloc {name}", description=what, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def need(what: str, *modules: str) -> None:
+    """Ends a command with a sentence if a module that it needs cannot be imported.
+
+    Args:
+        what (str): The start of the sentence: what needs them.
+        *modules (str): The modules, each of a package of this name.
+    """
+    missing = []
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            missing.append(module.split(".")[0])
+    if missing:
+        extra = "" if set(missing) <= set(_OWN) else "[replay]"
+        names = ", ".join(missing[:-1]) + " and " * (len(missing) > 1) + missing[-1]
+        install = f"run pip install '.{extra}' in GradLoc's checkout"
+        sys.exit(f"{what} needs {names}, not installed for {sys.executable}: {install}")
+
+
+def argument(kind: Callable[[str], Value], holds: Callable[[Value], bool], text: str) -> Callable[[str], Value]:
+    """The `type` of a command's argument: a value for which `holds` is true; `text` says what it must be."""
+
+    def convert(given: str) -> Value:
+        value = kind(given)
+        if not holds(value):
+            raise argparse.ArgumentTypeError(text.format(value))
+        return value
+
+    convert.__name__ = kind.__name__  # argparse says it of what is no number
+    return convert
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Runs a command that joins a process group, and ends the process with its code, without the interpreter's end.
+
+    torch's caches keep a group's threads alive after the group was destroyed. A thread that wants the interpreter's
+    lock while the interpreter ends aborts the process, whose work is done.
+    """
+    code: object = 1
+    try:
+        code = main()
+    except SystemExit as error:
+        code = error.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 1)

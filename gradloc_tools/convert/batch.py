@@ -1,0 +1,175 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Records as the micro-batches of one optimizer step, with weights and coefficients."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from gradloc import limits
+from gradloc.measure.micro_batch import MicroBatch, MicroBatchName
+
+from .loss import Loss
+from .records import Record, RecordError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The micro-batches of an optimizer step.
+
+    Args:
+        micro_batches (dict[MicroBatchName, MicroBatch]): What `MicroBatch.portable` returned for each; its inputs are
+            its samples, as `samples`.
+        uids (dict[tuple[int, int], str]): By rank and row, of those that have one.
+        world_size (int): The number of data-parallel ranks.
+        notes (list[str]): What was taken where the records lack something.
+    """
+
+    micro_batches: dict[MicroBatchName, MicroBatch]
+    uids: dict[tuple[int, int], str]
+    world_size: int
+    notes: list[str]
+
+
+def build_batch(
+    records: Sequence[Record],
+    loss: Loss,
+    world_size: int = 1,
+    micro_batch_size: int | None = None,
+    old_from_rollout: bool = False,
+) -> Batch:
+    """Gives records their weights and coefficients, and divides them into micro-batches.
+
+    A record's weights and coefficients are those of the loss of the whole batch; a rank's are W times as large, because
+    data-parallel training takes the mean over W ranks.
+
+    Args:
+        records (Sequence[Record]): All records of the step, in order.
+        loss (Loss): Where the records have no coefficients or weights.
+        world_size (int): W, at least; a larger rank of a record raises it.
+        micro_batch_size (int, optional): How many responses a micro-batch has, where records name none; default: as
+            few as a bundle's limit allows.
+        old_from_rollout (bool): Whether the loss's old log-probs are those of the rollout.
+
+    Raises:
+        RecordError: The records do not fit together.
+    """
+    if not records:
+        raise RecordError("There is no record.")
+    _check_alike(records)
+    unknown = sorted({name for record in records for name in record.unknown})
+    notes = [f"Fields that were not read: {', '.join(unknown[:16])}."] if unknown else []
+    records = _with_log_probs(records, old_from_rollout, notes)
+    world_size = max(world_size, *(record.rank + 1 for record in records))
+    records = _with_coefficients(records, loss, world_size, notes)
+    parts, rows = _divided(records, micro_batch_size)
+    micro_batches = {}
+    for name, indices in parts.items():
+        here = [records[index] for index in indices]
+        if len(here) > limits.ROWS:
+            raise RecordError(f"Micro-batch {name[1]} of rank {name[0]} has over {limits.ROWS:,} responses.")
+        samples, own_rows = [record.row for record in here], [rows[index] for index in indices]
+        micro_batch = MicroBatch({"samples": samples}, own_rows, (torch.get_rng_state(), None), _padded(here))
+        micro_batches[name] = micro_batch.portable(1.0)
+    uids = {(r.rank, rows[index]): r.uid for index, r in enumerate(records) if r.uid is not None}
+    return Batch(micro_batches, uids, world_size, notes)
+
+
+def _check_alike(records: Sequence[Record]) -> None:
+    """Refuses records that do not all have the same fields."""
+    first = records[0]
+    for record in records:
+        if missing := sorted(first.tokens.keys() ^ record.tokens.keys()):
+            has, lacks = (record, first) if missing[0] in record.tokens else (first, record)
+            raise RecordError(f"{has.place} has values for '{missing[0]}', and {lacks.place} has none.")
+        if (record.micro_batch is None) != (first.micro_batch is None):
+            has, lacks = (first, record) if record.micro_batch is None else (record, first)
+            raise RecordError(f"{has.place} names a micro-batch, and {lacks.place} does not.")
+
+
+def _with_log_probs(records: Sequence[Record], old_from_rollout: bool, notes: list[str]) -> list[Record]:
+    """Records that all have log-probs, and old ones where any are known."""
+    names, place, changed = records[0].tokens.keys(), records[0].place, []
+    if old_from_rollout and "rollout_log_prob" not in names:
+        raise RecordError(f"{place}, field 'rollout_log_probs': it is missing.")
+    source = next((name for name in ("log_prob", "old_log_prob", "rollout_log_prob") if name in names), None)
+    if source is None:
+        raise RecordError(
+            f"{place}, field 'log_probs': it is missing, and so are 'old_log_probs' and 'rollout_log_probs'."
+        )
+    if source != "log_prob":
+        notes.append(
+            f"There are no log_probs of training: {source}s are taken instead, as they are in the first step after a "
+            "rollout."
+        )
+    for record in records:
+        tokens = {**record.tokens, "log_prob": record.tokens[source]}
+        if old_from_rollout:
+            tokens["old_log_prob"] = tokens["rollout_log_prob"]
+        changed.append(replace(record, tokens=tokens))
+    return changed
+
+
+def _with_coefficients(records: Sequence[Record], loss: Loss, world_size: int, notes: list[str]) -> list[Record]:
+    """Records with the weights and coefficients that they have on their ranks."""
+    names = records[0].tokens.keys()
+    if "weight" in names:
+        weights = [record.tokens["weight"] for record in records]
+    else:
+        weights = loss.weights([record.tokens["response_mask"] for record in records])
+        notes.append(f"The weights are those of {loss.agg_mode} over all records.")
+    if "coefficient" not in names:
+        if "old_log_prob" not in names:
+            notes.append("There are no old log-probs: all ratios are 1.")
+        if loss.kl_coef and "ref_log_prob" not in names:
+            raise RecordError(f"{records[0].place}, field 'ref_log_probs': it is missing, and --kl-coef needs it.")
+        notes.append("The coefficients are computed from the loss that the options name.")
+    changed = []
+    for record, weight in zip(records, weights, strict=True):
+        tokens = {**record.tokens, "weight": weight}
+        if "coefficient" not in names:
+            tokens["coefficient"], kl = loss.coefficients(tokens)
+            # Not a product: what the mask leaves out has no gradient, whatever it is.
+            tokens["coefficient"] = torch.where(tokens["response_mask"] == 1, tokens["coefficient"], 0.0)
+            if kl is not None:
+                tokens["kl_coefficient"] = kl * world_size
+        tokens["weight"] = tokens["weight"] * world_size
+        tokens["coefficient"] = tokens["coefficient"] * world_size
+        changed.append(replace(record, tokens=tokens))
+    return changed
+
+
+def _divided(
+    records: Sequence[Record], micro_batch_size: int | None
+) -> tuple[dict[MicroBatchName, list[int]], list[int]]:
+    """The indices of the records of each micro-batch, in order, and each record's row in its rank's mini-batch."""
+    by_rank: dict[int, list[int]] = {}
+    rows = []
+    for index, record in enumerate(records):
+        of_rank = by_rank.setdefault(record.rank, [])
+        rows.append(len(of_rank))
+        of_rank.append(index)
+    # As few responses as fit: a spike stands out most in a small micro-batch.
+    size = micro_batch_size or max(-(-len(records) // limits.RECORDED_MICRO_BATCHES), 1)
+    if micro_batch_size is None and len(by_rank) > 1:
+        a_rank = max(limits.RECORDED_MICRO_BATCHES // len(by_rank), 1)
+        size = max(-(-len(indices) // a_rank) for indices in by_rank.values())
+    parts: dict[MicroBatchName, list[int]] = {}
+    for rank, indices in sorted(by_rank.items()):
+        for number, index in enumerate(indices):
+            micro_batch = records[index].micro_batch
+            parts.setdefault((rank, number // size if micro_batch is None else micro_batch), []).append(index)
+    return dict(sorted(parts.items())), rows
+
+
+def _padded(records: Sequence[Record]) -> dict[str, Tensor]:
+    """The tensors of a micro-batch, of shape (responses, response length)."""
+    tokens = {
+        name: pad_sequence([record.tokens[name].float() for record in records], batch_first=True)
+        for name in records[0].tokens
+    }
+    ids = [record.row.input_ids[record.row.prompt_length :] for record in records]
+    return {**tokens, "token_id": pad_sequence(ids, batch_first=True)}

@@ -1,0 +1,222 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a bundle, and a line of evidence, from what another trainer wrote of the step with the spike.
+
+    gradloc convert step7.jsonl --out spikes --model WEIGHTS
+
+The files hold plain records, one for each response, as JSON Lines or Parquet; or they are those of slime's
+--save-debug-train-data. docs/other-trainers.md gives the format, and examples/ has what makes it for TRL, NeMo RL and
+prime-rl. Then `gradloc replay BUNDLE --search --model WEIGHTS` finds the tokens, and `gradloc report spikes` shows
+them.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from gradloc.bundles.layout import NotReplayableError
+from gradloc.bundles.recorded import write_recorded_bundle
+from gradloc.evidence.recorded_event import recorded_event
+from gradloc.evidence.writer import evidence_files, record_events
+from gradloc.measure.token_weights import square_weight
+from gradloc.threshold import MARGIN
+
+from ..command_line import argument
+from ..report.figures import visible
+from .batch import Batch, build_batch
+from .loss import AGG_MODES, KL_LOSSES, Loss
+from .plain_files import RECORDS, TOKENS, bounded_memory, json_lines, parquet_rows
+from .records import Record, RecordError, read_record
+from .slime import read_slime
+
+# The threshold of the published method.
+THRESHOLD = 640.0
+
+_POSITIVE = argument(float, lambda value: 0 < value < math.inf, "it must be positive")
+_NOT_NEGATIVE = argument(float, lambda value: 0 <= value < math.inf, "it must not be negative")
+_WHOLE = argument(int, lambda value: value >= 0, "it must not be negative")
+# A shell gives an empty text for a variable that is not set.
+_FOLDER = argument(str, bool, "it must name a folder")
+_NATURAL = argument(int, lambda value: value >= 1, "it must be at least 1")
+
+_FORMATS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pt": "slime", ".pth": "slime"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, or 2 where no bundle could be made."""
+    options = _parser().parse_args(arguments)
+    try:
+        with bounded_memory():
+            records, found = _read(options)
+        loss = Loss(
+            found["agg_mode"],
+            options.clip_low,
+            options.clip_high,
+            options.clip_c,
+            options.kl_coef,
+            options.kl_type,
+            options.loss_scale_factor,
+        )
+        batch = build_batch(records, loss, found["ranks"], options.micro_batch_size, options.old_from_rollout)
+        batch.notes[:0] = found["notes"]
+        event = _event(batch, options, found)
+        context = _context(options, loss, batch, found)
+        event["replay"] = write_recorded_bundle(
+            Path(options.out), event, batch.micro_batches, itemgetter("samples"), context
+        )
+    except (RecordError, NotReplayableError) as error:
+        print(visible(str(error)[:1].upper() + str(error)[1:]), file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(visible(f"{error.strerror or error}: {error.filename or options.out}"), file=sys.stderr)
+        return 2
+    record_events(options.out, [event])
+    _say(event, batch, options)
+    return 0 if evidence_files(options.out) else 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradloc convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", help="of one optimizer step")
+    parser.add_argument("--out", metavar="DIR", type=_FOLDER, required=True, help="where evidence and bundle go")
+    parser.add_argument("--format", choices=("jsonl", "parquet", "slime"), help="default: by the files' names")
+    parser.add_argument("--model", metavar="PATH", type=_FOLDER, help="the folder with the weights that this step had")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of training")
+    parser.add_argument("--step", metavar="N", type=_WHOLE, help="the trainer's step")
+    parser.add_argument("--threshold", metavar="TAU", type=_POSITIVE, help=f"norm of a spike's token ({THRESHOLD:g})")
+    parser.add_argument(
+        "--usual-norm",
+        metavar="NORM",
+        type=_POSITIVE,
+        help=f"the run's usual gradient norm; τ is then {MARGIN:g} times the norm that tokens usually have by it",
+    )
+    parser.add_argument("--grad-norm", metavar="NORM", type=float, help="that of this step, before clipping")
+    parser.add_argument("--loss-agg-mode", choices=AGG_MODES, help="as verl names them (token-mean; slime: its own)")
+    parser.add_argument(
+        "--loss-scale-factor", metavar="N", type=_POSITIVE, help="of seq-mean-token-sum-norm (the longest response)"
+    )
+    parser.add_argument("--clip-low", metavar="EPS", type=_NOT_NEGATIVE, default=0.2, help="PPO's clip (0.2)")
+    parser.add_argument("--clip-high", metavar="EPS", type=_NOT_NEGATIVE, default=0.2, help="PPO's clip (0.2)")
+    parser.add_argument("--clip-c", metavar="C", type=_POSITIVE, help="dual clip, over 1 (none)")
+    parser.add_argument("--kl-coef", metavar="BETA", type=_NOT_NEGATIVE, default=0.0, help="of a KL loss (0)")
+    parser.add_argument("--kl-type", choices=tuple(KL_LOSSES), default="low_var_kl", help="(low_var_kl)")
+    parser.add_argument("--temperature", type=_POSITIVE, default=1.0, help="what logits are divided by (1)")
+    parser.add_argument(
+        "--micro-batch-size", metavar="N", type=_NATURAL, help="responses in a micro-batch, where records name none"
+    )
+    parser.add_argument("--slime-step", metavar="N", type=_WHOLE, default=0, help="optimizer step of the rollout (0)")
+    parser.add_argument(
+        "--old-from-rollout", action="store_true", help="the loss's ratio is to the rollout's log-probs"
+    )
+    parser.add_argument("--keep-nonfinite", action="store_true", help="take NaN and infinities, too")
+    return parser
+
+
+def _read(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]]:
+    """The records, and what their files say beside them."""
+    found: dict[str, Any] = {"notes": [], "ranks": 1, "step": options.step, "mini_batch": 0, "formats": []}
+    found["agg_mode"] = options.loss_agg_mode or "token-mean"
+    records: list[Record] = []
+    tokens = 0
+    for file in options.files:
+        path = Path(file)
+        form = options.format or _FORMATS.get(path.suffix.lower())
+        if form is None:
+            raise RecordError(f"{file}: its name does not say what it is: give --format.")
+        found["formats"].append(form)
+        if form == "slime":
+            data = read_slime(path, options.slime_step, options.loss_agg_mode is None)
+            pairs = iter(data.samples)
+            found["ranks"] = max(found["ranks"], data.ranks)
+            found["mini_batch"] = options.slime_step
+            found["agg_mode"] = options.loss_agg_mode or "seq-mean-token-mean"
+            if found["step"] is None:
+                found["step"] = data.rollout_id
+            found["notes"] += [note for note in data.notes if note not in found["notes"]]
+            if data.steps > 1:
+                found["notes"].append(
+                    f"{path.name} has {data.steps} optimizer steps, and this is number {options.slime_step}. Its "
+                    "log-probs are those before the first."
+                )
+        else:
+            pairs = json_lines(path) if form == "jsonl" else parquet_rows(path)
+        for place, fields in islice(pairs, RECORDS + 1):
+            records.append(read_record(fields, place, options.temperature, options.keep_nonfinite))
+            if len(records) > RECORDS:
+                raise RecordError(f"{place} is one too many: {RECORDS:,} records are the limit.")
+            tokens += len(records[-1].row.input_ids)
+            if tokens > TOKENS:
+                raise RecordError(f"{place} is one too many: {TOKENS:,} tokens are the limit.")
+    return records, found
+
+
+def _event(batch: Batch, options: argparse.Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
+    squares = math.fsum(float(square_weight(each.tokens)) for each in batch.micro_batches.values())
+    # The threshold of the reduced gradient's norm, for τ = 1.
+    unit = math.sqrt(squares) / batch.world_size
+    if not unit:
+        raise RecordError("No token can move: all advantages or coefficients are zero, or clipped.")
+    threshold = options.threshold or (MARGIN * options.usual_norm / unit if options.usual_norm else THRESHOLD)
+    if not (0 < threshold < math.inf and 0 < threshold * unit < math.inf):
+        raise RecordError(
+            f"The weights lead to a threshold of {threshold:g} for tokens and of {threshold * unit:g} for the "
+            "gradient: both must be positive and finite."
+        )
+    norm = math.nan if options.grad_norm is None else options.grad_norm
+    if norm <= threshold * unit:
+        batch.notes.append(
+            f"The gradient norm {norm:g} is under its threshold {threshold * unit:.3g}: give --usual-norm, or a "
+            "lower --threshold."
+        )
+    event = recorded_event(
+        batch.micro_batches,
+        where={"global_step": found["step"], "epoch": 0, "mini_batch": found["mini_batch"]},
+        threshold=threshold,
+        global_norm=norm,
+        global_threshold=threshold * unit,
+        world_size=batch.world_size,
+    )
+    for token in event["suspected"]:
+        token["uid"] = batch.uids.get((token["rank"], token["row"]))
+    return event
+
+
+def _context(options: argparse.Namespace, loss: Loss, batch: Batch, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a bundle has of the trainer; its settings by verl's names."""
+    return {
+        "model": {"path": os.path.abspath(options.model) if options.model else None, "attention": None},
+        "dtype": options.dtype,
+        "grad_clip": None,
+        "checkpoint": None,
+        "actor": {
+            "loss_agg_mode": loss.agg_mode,
+            "clip_ratio_low": loss.clip_low,
+            "clip_ratio_high": loss.clip_high,
+            "use_kl_loss": loss.kl_coef > 0,
+            "kl_loss_coef": loss.kl_coef,
+            "kl_loss_type": loss.kl_type,
+        },
+        "converted": {"from": sorted(set(found["formats"])), "notes": batch.notes},
+    }
+
+
+def _say(event: Mapping[str, Any], batch: Batch, options: argparse.Namespace) -> None:
+    bundle = os.path.join(options.out, event["replay"])
+    responses = sum(len(each.rows) for each in batch.micro_batches.values())
+    for note in batch.notes:
+        print(visible(note), file=sys.stderr)
+    print(f"{responses:,} responses in {len(batch.micro_batches):,} micro-batches, τ = {event['threshold']:g}.")
+    print(visible(event["summary"]))
+    if event["verdict"]["cause"] is not None:
+        print(visible(f"{event['verdict']['sentence']} {event['verdict']['check']}"))
+    model = options.model or "PATH"
+    print(visible(f"Search it:   gradloc replay {bundle} --search --model {model}"))
+    print(visible(f"The report:  gradloc report {options.out}"))

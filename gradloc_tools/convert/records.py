@@ -1,0 +1,223 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""One response and its figures, checked: a record of the plain format."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradloc.bundles.layout import Row
+from gradloc.checks import is_finite_number
+
+# By field, the name that a bundle has for these values, one for each token of the response.
+VALUES: Mapping[str, str] = {
+    "response_mask": "response_mask",
+    "advantages": "advantage",
+    "log_probs": "log_prob",
+    "old_log_probs": "old_log_prob",
+    "rollout_log_probs": "rollout_log_prob",
+    "ref_log_probs": "ref_log_prob",
+    "coefficients": "coefficient",
+    "weights": "weight",
+    "rollout_is_weights": "rollout_is_weight",
+}
+FIELDS = (
+    *("prompt_ids", "response_ids", "input_ids", "response_length"),
+    *VALUES,
+    *("temperature", "rank", "micro_batch", "uid"),
+)
+
+# By their fields, files of other trainers that have no token ids, and what to do instead.
+_TEXTS: Mapping[tuple[str, str], str] = {
+    ("prompt", "completion"): "in TRL, train with RecordingTrainer of examples/trl_records.py",
+    ("input", "output"): "in verl, set actor_rollout_ref.actor.spike_detection=True and spike_search=replay beside it",
+}
+TOKENS_IN_A_ROW = 2**22
+_TOKEN_IDS = 2**31
+_RANKS = 2**16
+# A log-prob is not positive but for rounding.
+_ROUNDING = 1e-2
+
+
+class RecordError(ValueError):
+    """What is wrong with a file, in one sentence that names the file, the record and the field."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A response.
+
+    Args:
+        place (str): The file and the record, for messages.
+        row (Row): Its token ids.
+        tokens (dict[str, Tensor]): By the names of `VALUES`, those that the record has, float64 of shape (response
+            length,); 0 where `response_mask`, which is always there, is 0.
+        rank (int): Its data-parallel rank.
+        micro_batch (int, optional): Its micro-batch on that rank.
+        uid (str, optional): Of its prompt.
+        unknown (tuple[str, ...]): Fields that were not read.
+    """
+
+    place: str
+    row: Row
+    tokens: dict[str, Tensor]
+    rank: int
+    micro_batch: int | None
+    uid: str | None
+    unknown: tuple[str, ...] = ()
+
+
+def read_record(fields: Any, place: str, temperature: float = 1.0, keep_nonfinite: bool = False) -> Record:
+    """Checks the fields of a record.
+
+    Args:
+        fields (Any): What a file has for it: an object with `FIELDS`; lists may be tensors, and nulls count as missing.
+        place (str): The file and the record, for messages.
+        temperature (float): That of records that name none.
+        keep_nonfinite (bool): Whether NaN and infinities are taken instead of refused; weights are always finite.
+
+    Raises:
+        RecordError: A field is missing or malformed.
+    """
+    if not isinstance(fields, Mapping):
+        raise RecordError(f"{place} is not an object with fields.")
+    known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
+    for texts, instead in _TEXTS.items():
+        if not known.keys() & {"response_ids", "input_ids"} and all(name in fields for name in texts):
+            raise RecordError(f"{place}: texts only, no token ids; {instead}.")
+    input_ids, length = _ids(known, place)
+    if (given := known.get("temperature", temperature)) is None or not (is_finite_number(given) and given > 0):
+        raise RecordError(f"{place}, field 'temperature': it must be a positive number, and is {_short(given)}.")
+    mask = torch.ones(length, dtype=torch.float64)
+    if "response_mask" in known:
+        mask = _numbers(known["response_mask"], "response_mask", length, place)
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise RecordError(f"{place}, field 'response_mask': it must be of zeros and ones.")
+    tokens = {"response_mask": mask}
+    for name, own_name in VALUES.items():
+        if name != "response_mask" and name in known:
+            tokens[own_name] = _values(known[name], name, mask, place, keep_nonfinite)
+    if "advantage" not in tokens and "coefficient" not in tokens:
+        raise RecordError(f"{place}, field 'advantages': it is missing, and so is 'coefficients'.")
+    uid = known.get("uid")
+    if uid is not None and not isinstance(uid, (str, int)):
+        raise RecordError(f"{place}, field 'uid': it must be a text or a whole number, and is {_short(uid)}.")
+    return Record(
+        place,
+        Row(input_ids, torch.arange(len(input_ids)), length, float(given)),
+        tokens,
+        _index(known, "rank", place) or 0,
+        _index(known, "micro_batch", place),
+        None if uid is None else str(uid)[:200],
+        tuple(sorted(str(name)[:40] for name in fields if name not in FIELDS)),
+    )
+
+
+def _ids(known: Mapping[str, Any], place: str) -> tuple[Tensor, int]:
+    """The token ids of prompt and response, and the response's length."""
+    if "response_ids" in known and "prompt_ids" in known:
+        parts = [_token_ids(known[name], name, place) for name in ("prompt_ids", "response_ids")]
+        found, length = torch.cat(parts), len(parts[1])
+    elif "input_ids" in known and "response_length" in known:
+        found = _token_ids(known["input_ids"], "input_ids", place)
+        index = _index(known, "response_length", place)
+        assert index is not None
+        length = index
+    else:
+        raise RecordError(
+            f"{place}, field 'response_ids': a record needs prompt_ids and response_ids, or input_ids and "
+            "response_length."
+        )
+    if not 0 < length < len(found):
+        raise RecordError(
+            f"{place}, field 'response_length': the response must have at least one token, and the prompt as well; of "
+            f"{len(found):,} tokens, {length:,} are the response."
+        )
+    if len(found) > TOKENS_IN_A_ROW:
+        raise RecordError(f"{place}: it has {len(found):,} tokens, and {TOKENS_IN_A_ROW:,} are the limit.")
+    return found, length
+
+
+def _token_ids(value: Any, name: str, place: str) -> Tensor:
+    if isinstance(value, Tensor):
+        whole = _is_plain(value) and not value.dtype.is_floating_point and value.dtype != torch.bool
+    else:
+        whole = isinstance(value, Sequence) and all(type(each) is int and abs(each) < _TOKEN_IDS for each in value)
+    if not whole:
+        raise RecordError(f"{place}, field {name!r}: it must be a list of token ids, whole numbers under 2^31.")
+    found = torch.as_tensor(value if len(value) else torch.zeros(0), dtype=torch.int64)
+    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < _TOKEN_IDS:
+        raise RecordError(f"{place}, field {name!r}: token ids must be from 0 to 2^31 - 1.")
+    return found
+
+
+def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: bool) -> Tensor:
+    """A value for each token of the response, 0 where the mask is 0."""
+    if name == "advantages" and not isinstance(value, (Sequence, Tensor)):
+        value = [value] * len(mask)
+    found = torch.where(mask == 1, _numbers(value, name, len(mask), place), 0.0)
+    if not (keep_nonfinite and name != "weights") and not bool(found.isfinite().all()):
+        position = int((~found.isfinite()).nonzero()[0])
+        if name == "weights":  # the threshold is computed from all of them
+            raise RecordError(f"{place}, field 'weights': it is {float(found[position])} at index {position}.")
+        raise RecordError(
+            f"{place}, field {name!r}: it is {float(found[position])} at index {position}; if training had that, too, "
+            "take --keep-nonfinite."
+        )
+    if name.endswith("log_probs") and bool((found > _ROUNDING).any()):
+        position = int((found > _ROUNDING).nonzero()[0])
+        raise RecordError(
+            f"{place}, field {name!r}: a log-prob is not positive, and it is {float(found[position]):g} at index "
+            f"{position}."
+        )
+    return found
+
+
+def _numbers(value: Any, name: str, length: int, place: str) -> Tensor:
+    """Numbers as float64 of shape (length,); null, which pandas writes for NaN, is NaN."""
+    if isinstance(value, Tensor):
+        fits, shape = _is_plain(value), tuple(value.shape)
+    else:
+        fits = isinstance(value, Sequence) and not isinstance(value, str)
+        shape = (len(value),) if fits else (length,)
+        if fits and value and isinstance(value[0], Sequence) and not isinstance(value[0], str):
+            shape = (len(value), len(value[0]))
+        # A float may be NaN or infinite; an int may be larger than any float.
+        fits = fits and all(
+            each is None or isinstance(each, (bool, float)) or (isinstance(each, int) and is_finite_number(each))
+            for each in value
+        )
+    if shape != (length,):
+        raise RecordError(f"{place}, field {name!r}: its shape is {shape}, and that of the response is {(length,)}.")
+    if not fits:
+        raise RecordError(f"{place}, field {name!r}: it must be a list of numbers.")
+    if isinstance(value, Tensor):
+        return value.detach().double()
+    return torch.tensor([math.nan if each is None else float(each) for each in value], dtype=torch.float64)
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Whether it is a list of numbers of a length that is not absurd: one number may be repeated without memory."""
+    plain = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
+    return plain and value.dim() == 1 and not value.dtype.is_complex and len(value) <= TOKENS_IN_A_ROW
+
+
+def _index(known: Mapping[str, Any], name: str, place: str) -> int | None:
+    value = known.get(name)
+    if value is None:
+        return None
+    most = TOKENS_IN_A_ROW if name == "response_length" else _RANKS
+    if type(value) is not int or not 0 <= value <= most:
+        raise RecordError(
+            f"{place}, field {name!r}: it must be a whole number from 0 to {most:,}, and is {_short(value)}."
+        )
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -1,0 +1,151 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the line of a bundle's spike in the evidence around the bundle, and adds one that readers take instead."""
+
+import errno
+import os
+import stat
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from gradloc.bundles import naming
+from gradloc.evidence.foreign_json import LINE_BYTES, parse
+from gradloc.evidence.schema import EVENT, conforms
+from gradloc.evidence.writer import FILE_BYTES, event_line, evidence_files, line_digest
+
+from ..bundles.opening import Bundle
+from ..bundles.plain_file import NotPlainFileError, read_plain_file
+from .parts import same_number
+
+_WHERE = ("global_step", "epoch", "mini_batch")
+
+
+class NoLineError(ValueError):
+    """Why there is no line that can be replaced; the message completes "spikes.jsonl is as it was: ..."."""
+
+
+@dataclass(frozen=True)
+class EvidenceLine:
+    """The line of a spike.
+
+    Args:
+        path (Path): Its file.
+        event (dict): What it holds, or what the last line that replaces it holds.
+        digest (str): Of the line itself.
+    """
+
+    path: Path
+    event: dict[str, Any]
+    digest: str
+
+
+def find_line(bundle: Bundle, names: Collection[str]) -> EvidenceLine:
+    """The line of a bundle's spike: that of its step, epoch and mini-batch, whose `replay` is one of some bundles.
+
+    The rank that writes the evidence may have no bundle of a recorded spike. Where no line names one of the bundles,
+    it is the line of a recorded spike that names none and has the same norm.
+
+    Args:
+        bundle (Bundle): The bundle.
+        names (Collection[str]): The names of the folders of its parts.
+
+    Raises:
+        NoLineError: There is none, or more than one.
+    """
+    folder = bundle.path.resolve().parent
+    if folder.name != naming.FOLDER:
+        raise NoLineError(f"the bundle does not lie in a folder {naming.FOLDER}/ of any")
+    replays = {f"{naming.FOLDER}/{name}" for name in names}
+    found = []
+    try:
+        files = evidence_files(str(folder.parent))
+        for file in files:
+            found += _lines_of(Path(file), bundle.event, replays)
+        aside = evidence_files(str(folder.parent)) != files
+    except FileNotFoundError:
+        aside = True
+    except (OSError, NotPlainFileError) as error:
+        raise NoLineError(f"it cannot be read: {error}") from error
+    if aside:  # in the meantime, training has put a full file aside
+        return find_line(bundle, names)
+    if not files:
+        raise NoLineError("there is none around the bundle")
+    later = {line.event["replaces"]: line.event for line in found if "replaces" in line.event}
+    written = [line for line in found if "replaces" not in line.event]
+    written = [line for line in written if line.event.get("replay") is not None] or written
+    if len(written) != 1:
+        count = f"more than one line ({len(written)})" if written else "no line"
+        raise NoLineError(f"{count} of it is of this spike")
+    (line,) = written
+    event = {**later.get(line.digest, line.event)}
+    event.pop("replaces", None)
+    return replace(line, event=event)
+
+
+def replace_line(bundle: Bundle, names: Collection[str], event: Mapping[str, Any]) -> Path:
+    """Appends an event that readers take instead of the line that `find_line` finds, and returns the file.
+
+    Nothing is rewritten: training may append to the file in the same moment.
+
+    Raises:
+        NoLineError: There is no such line, or the event does not fit into one.
+        OSError: The file cannot be written.
+    """
+    line = find_line(bundle, names)
+    try:
+        text = event_line({"replaces": line.digest, **event})
+    except ValueError as error:
+        raise NoLineError(str(error)) from error
+    # Without O_CREAT: a file of another owner would keep training from writing.
+    flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(line.path, flags)
+    except FileNotFoundError:  # put aside since
+        return replace_line(bundle, names, event)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise NoLineError(f"{line.path.name} is not an ordinary file")
+        # A killed run may have left an incomplete line.
+        if found.st_size and os.pread(descriptor, 1, found.st_size - 1) != b"\n":
+            text = b"\n" + text
+        # In one piece, so that what training appends is before or after it.
+        if os.write(descriptor, text) < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(line.path))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return line.path
+
+
+def _lines_of(path: Path, event: Mapping[str, Any], replays: Collection[str]) -> list[EvidenceLine]:
+    found = []
+    for line in BytesIO(read_plain_file(path, FILE_BYTES + 2 * LINE_BYTES)):
+        of_line = _event(line) if b'"replay"' in line else None
+        if (
+            of_line is not None
+            and all(of_line[name] == event[name] for name in _WHERE)
+            and (of_line.get("replay") in replays or _names_no_bundle(of_line, event))
+        ):
+            found.append(EvidenceLine(path, of_line, line_digest(line)))
+    return found
+
+
+def _names_no_bundle(line: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
+    """Whether a line may be that of a recorded spike of which the rank that wrote it has no bundle."""
+    recorded = line.get("search") == event["search"] == "recorded" and line.get("replay") is None
+    return recorded and same_number(line["global_norm"], event["global_norm"])
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The event of a finished line; None if it has none."""
+    if len(line) > LINE_BYTES or not line.endswith(b"\n"):
+        return None
+    try:
+        value = parse(line)
+    except ValueError:
+        return None
+    return value if conforms(value, EVENT) and not isinstance(value.get("global_step"), bool) else None

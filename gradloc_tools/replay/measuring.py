@@ -1,0 +1,189 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures a bundle's gradients with one model: plain autograd over one row after the other.
+
+Rows are independent of each other, so a micro-batch's gradient is the sum of its rows'. A row is computed without its
+padding; packed and padded training differ from that by rounding alone.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradloc.bundles.layout import SavedMicroBatch
+from gradloc.measure.micro_batch import MicroBatchName
+
+from ..bundles.opening import Bundle
+from .model import Model, forward
+from .progress import measuring
+
+# (unit, row in the micro-batch, position in the response).
+Place = tuple[MicroBatchName, int, int]
+# ∂L/∂log p and the derivative by the entropies, each of shape (rows, response length).
+Coefficients = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Norms:
+    """A gradient's norm, and by layer."""
+
+    norm: float
+    layers: dict[str, float]
+
+    def divided_by(self, number: float) -> "Norms":
+        return Norms(self.norm / number, {layer: norm / number for layer, norm in self.layers.items()})
+
+
+@dataclass
+class Measured:
+    """What one model gave.
+
+    Args:
+        units (dict[MicroBatchName, Norms]): The norm of each micro-batch.
+        rests (dict[MicroBatchName, Norms]): The same without its culprits, where it has some.
+        tokens (dict[Place, Norms]): The norm ‖g_t‖ of single tokens: of their share of the loss, by their weight.
+        whole (Norms | None): The norm of the gradient of all micro-batches, averaged over the ranks; None if the bundle
+            does not have all of them.
+        log_probs (dict[MicroBatchName, Tensor]): Of shape (rows, response length); 0 outside of the responses.
+    """
+
+    units: dict[MicroBatchName, Norms] = field(default_factory=dict)
+    rests: dict[MicroBatchName, Norms] = field(default_factory=dict)
+    tokens: dict[Place, Norms] = field(default_factory=dict)
+    whole: Norms | None = None
+    log_probs: dict[MicroBatchName, Tensor] = field(default_factory=dict)
+
+
+def places(bundle: Bundle, listed: Sequence[Mapping[str, Any]]) -> list[Place]:
+    """Where the tokens of a list (culprits, or `measured`) are, those whose micro-batch the bundle has."""
+    found = []
+    for token in listed:
+        name = token["rank"], token["micro_batch"]
+        if name in bundle.rows:
+            found.append((name, bundle.row_indices[name][token["row"]], token["position"]))
+    return found
+
+
+def coefficients_of(saved: SavedMicroBatch, keep: Tensor | None = None) -> Coefficients:
+    """Those of a micro-batch; 0 where `keep`, bool of the same shape, is false."""
+    found = saved.tokens["coefficient"], saved.tokens["entropy_coefficient"]
+    return found if keep is None else (torch.where(keep, found[0], 0.0), torch.where(keep, found[1], 0.0))
+
+
+def all_but(saved: SavedMicroBatch, name: MicroBatchName, culprits: Collection[Place]) -> Tensor:
+    """Which tokens of a micro-batch are not among these, bool of shape (rows, response length)."""
+    keep = torch.ones_like(saved.tokens["weight"], dtype=torch.bool)
+    for unit, row, position in culprits:
+        if unit == name:
+            keep[row, position] = False
+    return keep
+
+
+def measure(
+    bundle: Bundle,
+    model: Model,
+    tokens: Sequence[Place],
+    culprits: Sequence[Place] | None = None,
+    names: Sequence[MicroBatchName] | None = None,
+) -> Measured:
+    """Measures a bundle's micro-batches and some of its tokens.
+
+    Args:
+        bundle (Bundle): The bundle.
+        model (Model): The model; its gradients are cleared.
+        tokens (Sequence[Place]): The tokens to measure alone.
+        culprits (Sequence[Place], optional): The tokens without which the rests are measured; without it, neither these
+            are nor the whole gradient.
+        names (Sequence[MicroBatchName], optional): The micro-batches to measure; all by default.
+    """
+    found = Measured()
+    wanted = list(bundle.micro_batches) if names is None else names
+    for number, name in enumerate(wanted, 1):
+        measuring("micro-batch", number, len(wanted))
+        saved = bundle.micro_batches[name]
+        found.log_probs[name] = torch.zeros_like(saved.tokens["weight"], dtype=torch.float64)
+        found.units[name] = gradient_norms(model, saved, coefficients_of(saved), into=found.log_probs[name])
+        keep = all_but(saved, name, culprits or ())
+        if not keep.all():
+            found.rests[name] = gradient_norms(model, saved, coefficients_of(saved, keep))
+    for number, place in enumerate(tokens, 1):
+        measuring("token alone", number, len(tokens))
+        found.tokens[place] = _token(model, bundle, place)
+    if culprits is not None and bundle.event["micro_batches"] == len(bundle.micro_batches):
+        found.whole = _whole(model, bundle, found).divided_by(bundle.event["world_size"])
+    return found
+
+
+def _whole(model: Model, bundle: Bundle, found: Measured) -> Norms:
+    """The sum of the gradients of all micro-batches."""
+    if len(found.units) == 1:
+        (summed,) = found.units.values()
+        return summed
+    for saved in bundle.micro_batches.values():
+        for index in range(len(saved.rows)):
+            add_row(model, saved, index, coefficients_of(saved))
+    return take_norms(model)
+
+
+def _token(model: Model, bundle: Bundle, place: Place) -> Norms:
+    """A token's gradient, divided by its weight."""
+    name, row, position = place
+    saved = bundle.micro_batches[name]
+    alone = gradient_norms(model, saved, coefficients_of(saved, ~all_but(saved, name, [place])))
+    return alone.divided_by(abs(float(saved.tokens["weight"][row, position])) or math.nan)
+
+
+def gradient_norms(
+    model: Model, saved: SavedMicroBatch, coefficients: Coefficients, into: Tensor | None = None
+) -> Norms:
+    """The norms of Σ (∂L/∂log p_t)·∇log p_t, and the same term for the entropies.
+
+    Args:
+        model (Model): The model; its gradients are cleared.
+        saved (SavedMicroBatch): The micro-batch.
+        coefficients (Coefficients): The coefficients.
+        into (Tensor, optional): Where the log-probs of every row are put, shape (rows, response length). Without it,
+            rows without a coefficient, and what follows the last one, are not computed.
+    """
+    model.module.zero_grad(set_to_none=True)
+    for index in range(len(saved.rows)):
+        add_row(model, saved, index, coefficients, into)
+    return take_norms(model)
+
+
+def add_row(
+    model: Model, saved: SavedMicroBatch, index: int, coefficients: Coefficients, into: Tensor | None = None
+) -> None:
+    """Adds the gradient of a micro-batch's row to the parameters' gradients; see `gradient_norms`."""
+    row = saved.rows[index]
+    coefficient, of_entropy = (values[index, : row.response_length] for values in coefficients)
+    moved = ((coefficient != 0) | (of_entropy != 0)).nonzero()
+    stop = int(moved[-1]) + 1 if len(moved) else 0
+    if into is not None:
+        stop = row.response_length
+    if not stop:
+        return
+    with torch.set_grad_enabled(len(moved) > 0):
+        log_prob, entropy = forward(model, row.cut(stop), bool((of_entropy != 0).any()))
+    if into is not None:
+        into[index, :stop] = log_prob.detach().double().cpu()
+    if len(moved):
+        pairs = [(log_prob, coefficient)] + ([] if entropy is None else [(entropy, of_entropy)])
+        gradients = [(values[:stop] * model.loss_scale).to(output) for output, values in pairs]
+        torch.autograd.backward([output for output, _ in pairs], gradients)
+
+
+def take_norms(model: Model) -> Norms:
+    """The norms of the parameters' gradients, which are cleared."""
+    norms: dict[str, list[float]] = {layer: [] for layer in model.layer_of.values()}
+    for parameter, layer in model.layer_of.items():
+        if parameter.grad is not None:
+            gradient = parameter.grad if parameter.dtype == torch.float64 else parameter.grad.float()
+            norms[layer].append(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / model.loss_scale)
+    model.module.zero_grad(set_to_none=True)
+    layers = {layer: math.hypot(*norms_of_parameters) for layer, norms_of_parameters in norms.items()}
+    return Norms(math.hypot(*layers.values()), layers)

@@ -1,0 +1,332 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What each remedy would have left of a spike, and what it would have cost the ordinary tokens.
+
+A remedy gives other coefficients ∂L/∂log p, so its gradient is one more backward pass from the log-probs. The ordinary
+tokens are all but the culprits. How far their gradient moves is a pass with the differences of their coefficients.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradloc.bundles.layout import SavedMicroBatch
+from gradloc.measure.token_weights import movable
+from gradloc.threshold import is_over
+
+from ..bundles.opening import Bundle
+from ..report.figures import severity
+from ..report.remedies import MOST_MOVED
+from .measuring import Coefficients, Measured, Norms, all_but, coefficients_of, gradient_norms, places
+from .model import HALF, Model
+from .progress import measuring
+from .token_clip import clip_tokens
+
+_SKIPS = "It moves the ordinary tokens' gradient by over half, so for them it is a skipped step."
+
+_ACTOR = "actor_rollout_ref.actor"
+DROP = "spike_action=drop"
+# The tighter global clip is this part of the one that the run had.
+_TIGHTER = 0.1
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Spike:
+    """The micro-batch whose gradient is compared, a bundle's first one.
+
+    Args:
+        bundle (Bundle): The bundle.
+        model (Model): What its gradients are computed with.
+        saved (SavedMicroBatch): It.
+        whole (Norms): Its gradient.
+        rest (Norms): That of its ordinary tokens.
+        ordinary (Tensor): Which tokens are ordinary, bool of shape (rows, response length).
+    """
+
+    bundle: Bundle
+    model: Model
+    saved: SavedMicroBatch
+    whole: Norms
+    rest: Norms
+    ordinary: Tensor
+
+    @property
+    def has_culprits(self) -> bool:
+        return not bool(self.ordinary.all())
+
+    def row(
+        self,
+        name: str,
+        override: str | None,
+        meaning: str,
+        norm: float,
+        moved: float,
+        masked: Tensor | None = None,
+        note: str | None = None,
+    ) -> Row:
+        """A row of the table.
+
+        Args:
+            name (str): The remedy's name.
+            override (str, optional): The Hydra overrides that turn it on; None for what the run had.
+            meaning (str): What it does.
+            norm (float): The norm that is left.
+            moved (float): The norm by which the ordinary tokens' gradient moves.
+            masked (Tensor, optional): The tokens that have no coefficient any more, bool; None for none.
+            note (str, optional): In what the figures may differ from a run with it.
+        """
+        masked = torch.zeros_like(self.ordinary) if masked is None else masked
+        ordinary_moved = _ratio(moved, self.rest.norm)
+        if ordinary_moved is not None and ordinary_moved > MOST_MOVED:
+            note = " ".join(filter(None, (note, _SKIPS)))
+        return {
+            "name": name,
+            "norm": norm,
+            "left": _ratio(norm, self.whole.norm),
+            "under": not is_over(norm, float(self.bundle.manifest["micro_batches"][0]["threshold"])),
+            "ordinary_moved": ordinary_moved,
+            "masked": {"tokens": int(masked.sum()), "culprits": int((masked & ~self.ordinary).sum())},
+            "override": override,
+            "meaning": meaning,
+            "note": note,
+        }
+
+
+def measure_remedies(bundle: Bundle, model: Model, measured: Measured) -> tuple[list[Row], list[str]]:
+    """The last of `remedies_so_far`: the whole table."""
+    *_, found = remedies_so_far(bundle, model, measured)
+    return found
+
+
+def remedies_so_far(bundle: Bundle, model: Model, measured: Measured) -> Iterator[tuple[list[Row], list[str]]]:
+    """The table of remedies for a bundle's first micro-batch, best first; again after each row, and at the end.
+
+    Args:
+        bundle (Bundle): The bundle.
+        model (Model): The model; its gradients are cleared.
+        measured (Measured): What `measure` gave with it, with the rests.
+
+    Yields:
+        tuple: The rows, and sentences on what cannot be computed.
+    """
+    name, whole = bundle.first, measured.units[bundle.first]
+    saved = bundle.micro_batches[name]
+    ordinary = all_but(saved, name, places(bundle, bundle.event["culprits"]))
+    spike = _Spike(bundle, model, saved, whole, measured.rests.get(name, whole), ordinary)
+    notes: list[str] = []
+    rows: list[Row] = []
+    makers: tuple[Callable[[_Spike, list[str]], Iterable[Row]], ...] = (
+        *(_of_verl, _of_token_clip, _of_layer_clip, _of_grad_clip, _of_drop),
+    )
+    for make in makers:
+        for row in make(spike, notes):
+            rows.append(row)
+            yield sorted(rows, key=rank), [*notes]
+    notes.append(
+        "Advantages without the division by the standard deviation (algorithm.norm_adv_by_std_in_grpo=False) cannot be "
+        "computed: the bundle does not have the rewards of the group."
+    )
+    yield sorted(rows, key=rank), notes
+
+
+def estimate_remedies(bundle: Bundle, measured: Measured) -> list[Row]:
+    """`name`, `norm` and `meaning` of what can be told of a bundle's first micro-batch without a further pass."""
+    whole, rest = measured.units[bundle.first], measured.rests.get(bundle.first)
+    found: list[tuple[str, float, str]] = []
+    if (clip := bundle.manifest["grad_clip"]) is not None:
+        factor, meaning = _global_clip(bundle, float(clip))
+        found.append((f"global clip ({float(clip):g})", whole.norm * factor if factor else 0.0, meaning))
+    if rest is not None:
+        found.append((DROP, rest.norm, "the step without the culprits' gradient, the other tokens' unchanged"))
+    if (factors := _layer_clip_factors(bundle, whole)) is not None:
+        meaning = f"each layer by its own factor of that step, {_tightest(factors)}"
+        found.append((_layer_clip_name(bundle), _scaled(whole, factors.__getitem__), meaning))
+    return [{"name": name, "norm": norm, "meaning": meaning} for name, norm, meaning in found]
+
+
+def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What rows are sorted by, the best first.
+
+    Those that move the ordinary tokens' gradient by over half, or by nobody knows how much, come last. Before them, and
+    among them, those come first that bring the micro-batch under its threshold. Of these, those come first that move
+    the ordinary tokens' gradient least, in whole percent, and `drop`, which searches for the culprits of every spike,
+    after others that move it as little. The others are in the order of the norms that are left.
+    """
+    moved = math.inf if row["ordinary_moved"] is None else severity(row["ordinary_moved"])
+    skips = not moved <= MOST_MOVED
+    moved = round(moved, 2) if math.isfinite(moved) else math.inf
+    norm = severity(row["norm"])
+    if not row["under"]:
+        return skips, True, norm, moved, row["name"]
+    return skips, False, moved, row["name"] == DROP, norm, row["name"]
+
+
+def _of_verl(spike: _Spike, notes: list[str]) -> Iterator[Row]:
+    """Other losses and rollout corrections: verl's own functions, where it is installed."""
+    try:
+        losses = _remedy_losses()
+    except ImportError as error:
+        reason = "is not installed" if find_spec("verl") is None else f"cannot be imported ({error})"
+        notes.append(f"verl {reason} here, so its policy losses and rollout corrections are left out.")
+        return
+    manifest, tokens = spike.bundle.manifest, spike.saved.tokens
+    version = manifest["versions"].get("verl")
+    try:
+        found, more = losses.loss_remedies(
+            manifest["actor"], tokens, manifest["dtype"] in HALF, version if isinstance(version, str) else None
+        )
+    except losses.NotTheRecordedLossError as error:
+        notes.append(f"{error} So policy losses and rollout corrections are left out.")
+        return
+    notes += more
+    measured: dict[bytes, tuple[float, float]] = {}
+    for number, remedy in enumerate(found, 1):
+        measuring(f"remedy {remedy.name}", number, len(found) + 1)
+        values: Coefficients = remedy.coefficient, remedy.entropy_coefficient
+        key = b"".join(tensor.contiguous().numpy().tobytes() for tensor in values)
+        if key not in measured:
+            moves = [
+                torch.where(spike.ordinary, new - old, 0.0)
+                for new, old in zip(values, coefficients_of(spike.saved), strict=True)
+            ]
+            left, moved = (gradient_norms(spike.model, spike.saved, (a, b)).norm for a, b in (values, moves))
+            measured[key] = left, moved
+        now = {"weight": tokens["weight"], "coefficient": values[0], "entropy_coefficient": values[1]}
+        masked = movable(tokens) & ~movable(now)
+        yield spike.row(remedy.name, remedy.override, remedy.meaning, *measured[key], masked, remedy.note)
+    measuring("remedy TokenClip", len(found) + 1, len(found) + 1)
+
+
+def _remedy_losses() -> Any:
+    """The module that needs verl, which may be missing where a bundle is replayed."""
+    return importlib.import_module(".remedy_losses", __package__)
+
+
+def _of_token_clip(spike: _Spike, notes: list[str]) -> list[Row]:
+    bundle, bounds = spike.bundle, spike.bundle.clips["token_clip"]
+    enable = f"{_ACTOR}.token_clip.enable=True"
+    if bounds is None or not any(bounds["usual"].values()):
+        notes.append(_unknown("TokenClip", bundle, "token_clip", f"{enable} {_ACTOR}.token_clip.action=log"))
+        return []
+    found = clip_tokens(spike.model, spike.saved, spike.ordinary, bounds, float(bundle.event["loss_scale"]) != 1)
+    if found is None:
+        notes.append("TokenClip cannot be computed: its bounds are of other layers than this model has.")
+        return []
+    as_set = bounds["action"] != "log"
+    name = "TokenClip, as it was set" if as_set else "TokenClip"
+    override = None if as_set else f"{enable} {_ACTOR}.token_clip.action=drop"
+    meaning = f"signals over {bounds['factor']:g} times the usual largest one are cut"
+    if found.boundary is not None:
+        meaning += f", first at {found.boundary}"
+    said = []
+    if found.refused:
+        said.append(f"At {', '.join(found.refused)}, more than max_share are over the bound, so none is cut there.")
+    if found.prompt_positions:
+        said.append(f"{found.prompt_positions:,} positions of prompts are cut as well.")
+    figures = found.gradient.norm, found.moved.norm, found.positions
+    return [spike.row(name, override, meaning, *figures, " ".join(said) or None)]
+
+
+def _of_layer_clip(spike: _Spike, notes: list[str]) -> list[Row]:
+    factors = _layer_clip_factors(spike.bundle, spike.whole)
+    override = f"{_ACTOR}.layer_clip.enable=True"
+    if factors is None:
+        notes.append(_unknown("LayerClip", spike.bundle, "layer_clip", override))
+        return []
+    norm = _scaled(spike.whole, factors.__getitem__)
+    moved = _scaled(spike.rest, lambda layer: 1 - factors[layer])
+    meaning = f"each layer is scaled by its own factor, {_tightest(factors)}"
+    as_set = _setting(spike.bundle, "layer_clip", "enable") is True
+    return [spike.row(_layer_clip_name(spike.bundle), None if as_set else override, meaning, norm, moved)]
+
+
+def _unknown(name: str, bundle: Bundle, key: str, override: str) -> str:
+    """Why a clip whose bounds are not known has no row."""
+    steps = _setting(bundle, key, "warmup_steps")
+    steps = steps if isinstance(steps, int) and not isinstance(steps, bool) else 20
+    return (
+        f"{name}: unknown until it has run {steps} steps, from which it learns its bounds; the bundle has none. To "
+        f"learn them: {override}"
+    )
+
+
+def _setting(bundle: Bundle, key: str, name: str) -> Any:
+    """A setting of a clip in the recorded configuration, which may have any form; None without it."""
+    settings = bundle.manifest["actor"].get(key)
+    return settings.get(name) if isinstance(settings, dict) else None
+
+
+def _of_grad_clip(spike: _Spike, notes: list[str]) -> list[Row]:
+    recorded = spike.bundle.manifest["grad_clip"]
+    if recorded is None or not math.isfinite(float(recorded)):
+        return []
+    tighter = float(recorded) * _TIGHTER
+    rows = []
+    for clip, name, override in (
+        (float(recorded), f"grad_clip {float(recorded):g}, as it was set", None),
+        (tighter, f"grad_clip {tighter:g}", f"{_ACTOR}.grad_clip={tighter:g}"),
+    ):
+        factor, meaning = _global_clip(spike.bundle, clip)
+        norm = spike.whole.norm * factor if factor else 0.0
+        rows.append(spike.row(name, override, meaning, norm, spike.rest.norm * (1 - factor)))
+    return rows
+
+
+def _of_drop(spike: _Spike, notes: list[str]) -> list[Row]:
+    if not spike.has_culprits:
+        notes.append("spike_action=drop cannot be computed: the micro-batch has no culprits.")
+        return []
+    masked = ~spike.ordinary & movable(spike.saved.tokens)
+    meaning = "the step without the culprits' gradient, at the price of a search for each spike"
+    return [spike.row(DROP, f"{_ACTOR}.spike_action=drop", meaning, spike.rest.norm, 0.0, masked)]
+
+
+def _global_clip(bundle: Bundle, clip: float) -> tuple[float, str]:
+    """What a global clip multiplies the step's gradient by, in words too; 0 if that is not finite."""
+    norm = float(bundle.event["global_norm"])
+    factor = 0.0 if not math.isfinite(norm) else min(1.0, clip / norm) if norm else 1.0
+    if factor:
+        return factor, f"everything in the step is scaled by {factor:.3g}, ordinary tokens too"
+    return factor, "the whole step is left out"
+
+
+def _layer_clip_factors(bundle: Bundle, unit: Norms) -> dict[str, float] | None:
+    """LayerClip's factor for each layer in that step, by its own bounds; None if these are not known.
+
+    Args:
+        bundle (Bundle): The bundle.
+        unit (Norms): The gradient of its first micro-batch.
+    """
+    # Earlier versions wrote it into the event, where it was on.
+    step = bundle.clips["layer_clip"] or bundle.event["layer_clip"]
+    if not step or all(layer["bound"] is None for layer in step.values()):
+        return None
+    factors = {layer: float(figures["factor"]) for layer, figures in step.items()}
+    return {**factors, **dict.fromkeys(unit.layers - factors.keys(), 1.0)}
+
+
+def _layer_clip_name(bundle: Bundle) -> str:
+    return "LayerClip, as it was set" if _setting(bundle, "layer_clip", "enable") is True else "LayerClip"
+
+
+def _tightest(factors: Mapping[str, float]) -> str:
+    layer = min(factors, key=lambda layer: factors[layer])
+    return f"{layer} by {factors[layer]:.3g}"
+
+
+def _scaled(norms: Norms, factor: Callable[[str], float]) -> float:
+    """The norm of a gradient with each layer scaled; a layer that is scaled by 0 is left out."""
+    return math.hypot(*(severity(norm) * factor(layer) for layer, norm in norms.layers.items() if factor(layer)))
+
+
+def _ratio(norm: float, by: float) -> float | None:
+    """The ratio of two norms; None if it is not defined."""
+    return norm / by if math.isfinite(norm) and math.isfinite(by) and by > 0 else None

@@ -1,0 +1,157 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whether recorded norms are one constant times the replayed ones: then the gradient was scaled after its loss."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradloc.evidence.scaling import (
+    CHECK,
+    coefficient_factor,
+    fitting_numbers,
+    is_one,
+    own_scale_figures,
+    what_it_could_be,
+)
+
+from ..bundles.opening import Bundle
+from .measuring import Measured, Norms
+
+# How far recorded over replayed may be from their median, relative to it, for each layer of each micro-batch. In half
+# precision, the norms of single layers differ by a few percent in any replay.
+_SPREAD = {"float32": 0.02, "float64": 0.02, "float16": 0.05, "bfloat16": 0.1}
+# A layer whose norm is a smaller part of its micro-batch's, in training and in the replay, says nothing: its rounding
+# error is larger than itself.
+_LEAST_PART = 1e-3
+_LEAST_LAYERS = 3
+# How close the median must be to a number for that to be named; half as far as layers may be apart.
+_FITS = 0.5
+
+
+def find_scale(bundle: Bundle, measured: Measured, same_weights: bool, *dtypes: str) -> dict[str, Any] | None:
+    """Which factors the gradient and the loss have that they should not have.
+
+    Args:
+        bundle (Bundle): The bundle.
+        measured (Measured): What the replay gave.
+        same_weights (bool): Whether its log-probs are those of training; with others, norms do not compare.
+        dtypes (str): What training and the replay computed in.
+
+    Returns:
+        dict: `gradient`, recorded over replayed; `reduced`, the same for the gradient averaged over the ranks, besides
+            that factor; `loss`, coefficients over expected ones. Each is a `factor` with its `spread` and what it
+            `could_be`, or None where there is no single factor, or it is about 1. None if all three are None.
+            Where layers differ, the gradient has no factor, and the norm over the ranks does not compare.
+    """
+    counts = numbers_of_the_run(bundle)
+    tolerance = coarsest(_SPREAD, dtypes)
+    found: dict[str, dict[str, Any] | None] = {"gradient": None, "reduced": None, "loss": _of_loss(bundle, counts)}
+    ratios = _layer_ratios(bundle, measured) if same_weights else []
+    common = _common_factor(ratios, tolerance) if len(ratios) >= _LEAST_LAYERS else None
+    if common is not None:
+        found["gradient"] = _unless_one(*common, counts, tolerance)
+        found["reduced"] = _of_reduced(bundle, measured, common[0], counts, tolerance)
+    return found if any(found.values()) else None
+
+
+def coarsest(tolerances: Mapping[str, float], dtypes: Sequence[str]) -> float:
+    """The tolerance of the dtype that has the largest one; that of an unknown dtype is 0.1."""
+    return max(tolerances.get(dtype, 0.1) for dtype in dtypes)
+
+
+def scale_in_words(scale: Mapping[str, Any] | None) -> list[str]:
+    """The sentences on what `find_scale` returned."""
+    whats = {
+        "loss": "The loss's coefficients are {} times what its weights, advantages and ratios give",
+        "gradient": "The gradient is {} times what its coefficients give, in every layer alike",
+        "reduced": "The gradient averaged over the ranks is {} times what the ranks' gradients give",
+    }
+    given = {name: scale[name] for name in whats if scale is not None and scale[name] is not None}
+    found = [
+        whats[name].format(f"{factor['factor']:.4g}") + what_it_could_be(factor["could_be"]) + "."
+        for name, factor in given.items()
+    ]
+    return [*found, CHECK] if found else []
+
+
+def numbers_of_the_run(bundle: Bundle) -> dict[str, float]:
+    """What a wrong factor could be, by what it is."""
+    event, actor = bundle.event, bundle.manifest["actor"]
+    actor = actor if isinstance(actor, dict) else {}
+    ranks = event["world_size"]
+    info = actor.get("global_batch_info")
+    found: dict[str, Any] = {
+        "ranks": ranks,
+        "micro-batches of a rank": event["micro_batches"] / ranks,
+        "micro-batches": event["micro_batches"],
+        "responses in a mini-batch": actor.get("ppo_mini_batch_size"),
+        "responses in a micro-batch": actor.get("ppo_micro_batch_size_per_gpu"),
+        "ranks of a sequence-parallel group": actor.get("ulysses_sequence_parallel_size"),
+        "response tokens": info.get("batch_num_tokens") if isinstance(info, dict) else None,
+        "loss scale": event["loss_scale"],
+    }
+    if len(bundle.manifest["micro_batches"]) == 1:
+        (saved,) = bundle.micro_batches.values()
+        found["response tokens of the micro-batch"] = float(saved.tokens["response_mask"].sum())
+    return {
+        name: float(number)
+        for name, number in found.items()
+        if isinstance(number, (int, float)) and not isinstance(number, bool)
+    }
+
+
+def _layer_ratios(bundle: Bundle, measured: Measured) -> list[float]:
+    """Recorded over replayed norms of the layers of each micro-batch, as far as they say something."""
+    ratios: list[float] = []
+    for entry in bundle.manifest["micro_batches"]:
+        replayed = measured.units[entry["rank"], entry["micro_batch"]]
+        recorded = {layer: float(norm) for layer, norm in entry["layer_norms"].items()}
+        whole = math.hypot(*recorded.values())
+        for layer, norm in replayed.layers.items():
+            known = recorded.get(layer)
+            if known is None or not math.isfinite(replayed.norm):
+                continue
+            if norm > _LEAST_PART * replayed.norm or known > _LEAST_PART * whole:
+                ratios.append(known / norm if norm else math.inf)
+    return ratios
+
+
+def _of_reduced(
+    bundle: Bundle, measured: Measured, before: float, counts: Mapping[str, float], tolerance: float
+) -> dict[str, Any] | None:
+    """Of the gradient averaged over the ranks, which can be computed if the bundle has all micro-batches.
+
+    `before` is the factor of the micro-batches' gradients, the same in all layers.
+    """
+    whole: Norms | None = measured.whole
+    recorded = float(bundle.event["global_norm"])
+    if whole is None or not (whole.norm > 0 and math.isfinite(recorded)):
+        return None
+    return _unless_one(recorded / (before * whole.norm), 0.0, counts, tolerance)
+
+
+def _of_loss(bundle: Bundle, counts: Mapping[str, float]) -> dict[str, Any] | None:
+    figures = own_scale_figures([saved.tokens for saved in bundle.micro_batches.values()])
+    factor = coefficient_factor(figures.unsqueeze(0))
+    if factor is None or is_one(factor):
+        return None
+    low, high = float(figures[3]) / factor, float(figures[5]) / factor
+    return {"factor": factor, "spread": max(1 - low, high - 1), "could_be": fitting_numbers(factor, counts)}
+
+
+def _common_factor(ratios: list[float], tolerance: float) -> tuple[float, float] | None:
+    """Their median and how far they are from it at most, relative to it; None if they are not all near it."""
+    factor = statistics.median(ratios)
+    if not (0 < factor < math.inf and all(math.isfinite(ratio) for ratio in ratios)):
+        return None
+    spread = max(abs(ratio / factor - 1) for ratio in ratios)
+    return (factor, spread) if spread <= tolerance else None
+
+
+def _unless_one(factor: float, spread: float, counts: Mapping[str, float], tolerance: float) -> dict[str, Any] | None:
+    """A factor of a result; None if it is about 1, or none."""
+    if not (0 < factor < math.inf) or is_one(factor):
+        return None
+    return {"factor": factor, "spread": spread, "could_be": fitting_numbers(factor, counts, _FITS * tolerance)}

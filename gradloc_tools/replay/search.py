@@ -1,0 +1,331 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Searches a bundle's micro-batches for the tokens behind its spike, as a search in training does.
+
+What counts as a pass has as many probes as in training, where each rank measured one. So the search takes the same
+decisions as that in training would, whatever the number of processes, which share the micro-batches and the probes.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradloc.alignment import alignment_warning
+from gradloc.config import GradLocConfig
+from gradloc.evidence.event import build_event
+from gradloc.evidence.verdict import CAUSES
+from gradloc.fsdp import collectives
+from gradloc.fsdp.state import get_rng_state
+from gradloc.measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
+from gradloc.measure.mini_batch import MiniBatch, OrdinaryGradient
+from gradloc.measure.passes import Forward, Passes
+from gradloc.measure.token_weights import movable
+from gradloc.measure.watched_model import WatchedModel
+from gradloc.search.investigation import Investigation
+from gradloc.search.time_limit import TimeLimit
+
+from ..bundles.opening import Bundle
+from .measuring import Place
+from .model import Model
+from .progress import SearchProgress
+from .result import log_prob_distance
+
+# How many tokens are measured alone where nothing is over its threshold.
+_TOKENS = 16
+# How many probes count as one pass, at most: those of a recorded spike, for which fewer take less time, and of others.
+_WIDTH_OF_RECORDED, _WIDTH = 8, 64
+# What is suggested for τ is under the largest norm by this factor.
+_UNDER = 0.8
+_MEDIANS = ("median_advantage", "median_weight")
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest norms where no micro-batch is over its threshold.
+
+    Args:
+        name (MicroBatchName): The micro-batch.
+        norm (float): Its norm/sqrt(Σw²), which is compared with τ.
+        token (Place): Of its likeliest tokens, the one with the largest norm.
+        token_norm (float): The norm ‖g_t‖ of that.
+        tokens (int): How many were measured.
+    """
+
+    name: MicroBatchName
+    norm: float
+    token: Place | None
+    token_norm: float
+    tokens: int
+
+    @property
+    def lower_threshold(self) -> str:
+        """A τ with which the micro-batch is searched."""
+        return f"{_UNDER * self.norm:.2g}"
+
+
+@dataclass(frozen=True)
+class Searched:
+    """What a search gave, the same on every rank.
+
+    Args:
+        found (dict): What `build_event` returned, with the ranks and micro-batches of the bundle; None if nothing is
+            over its threshold.
+        largest (Largest | None): The largest norms in that case.
+        log_probs (dict): What `log_prob_distance` returned.
+        passes (int): How many forward and backward passes this process has made.
+        error (str | None): The error that ended the search.
+    """
+
+    found: dict[str, Any] | None
+    largest: Largest | None
+    log_probs: dict[str, Any]
+    passes: int
+    error: str | None = None
+
+
+class _Recorded(MiniBatch):
+    """A bundle's micro-batches, with the reduced norm of training: that is of all ranks, which a bundle has not."""
+
+    def __init__(self, model: WatchedModel, micro_batches: list[MicroBatch], scale: float, global_norm: float) -> None:
+        self._recorded_norm = global_norm
+        super().__init__(model, micro_batches, scale, "unit", torch.zeros(0, dtype=torch.float64, device=model.device))
+
+    def global_norm(self) -> float:
+        return self._recorded_norm
+
+
+class _Ordinary(OrdinaryGradient):
+    """What the event says of ordinary tokens."""
+
+    def __init__(self, layer_norms: Mapping[str, Any] | None) -> None:
+        super().__init__()
+        self._layer_norms = None if layer_norms is None else {name: float(n) for name, n in layer_norms.items()}
+        norm = math.hypot(*(self._layer_norms or {}).values())
+        self.token_norm = norm if 0 < norm < math.inf else None
+
+    def layer_norms(self, model: WatchedModel) -> dict[str, float] | None:
+        return self._layer_norms
+
+
+def search(
+    bundle: Bundle, model: Model, forward: Forward, threshold: float, budget: int, own_medians: bool
+) -> Searched:
+    """Searches a bundle. A collective call.
+
+    Args:
+        bundle (Bundle): The bundle, or several that were joined; the same on every rank.
+        model (Model): The model.
+        forward (Forward): Of `searched_model`.
+        threshold (float): τ.
+        budget (int): At most so many passes.
+        own_medians (bool): Whether the medians of the event are to be computed anew, from these micro-batches.
+
+    Raises:
+        RankFailedError: A pass failed on some rank before the search began.
+    """
+    started = time.perf_counter()
+    event = bundle.event
+    scale = model.loss_scale
+    names = list(bundle.micro_batches)
+    ranks = collectives.world_size()
+    mine = names[collectives.rank() :: ranks]
+    own = [_micro_batch(bundle, name, model.device, scale) for name in mine]
+    own = own or [_without_tokens(_micro_batch(bundle, names[0], model.device, scale))]
+    # By the name in the search: ranks and micro-batches are those of the processes there.
+    recorded = {(rank, index): name for rank in range(ranks) for index, name in enumerate(names[rank::ranks])}
+
+    outputs = _LastOutputs(forward)
+    watched = WatchedModel(model.module, outputs.forward, model.device, width=_width(event))
+    try:
+        passes = watched.passes(own, scale)
+        passes.rehearse(watched.meter.reduces)
+        differences = _measure_wholes(watched, passes, own, len(mine), -(-len(names) // ranks), outputs)
+        log_probs = log_prob_distance(torch.cat(collectives.exchange(lambda: torch.cat(differences))))
+        mini_batch = _Recorded(watched, own, scale, float(event["global_norm"]))
+        config = GradLocConfig(
+            grad_norm_threshold=threshold,
+            bisect_budget_steps=budget,
+            bisect_budget_seconds=None,
+            bisect_until=event["until"],
+        )
+        ordinary = _Ordinary(event["ordinary_layer_norms"])
+        unlimited = TimeLimit(lambda: None, limited=False)
+        investigation = Investigation(mini_batch, threshold, config, ordinary.token_norm, unlimited)
+        if not investigation.groups.members:
+            return Searched(None, _largest(mini_batch, investigation, passes, recorded), log_probs, outputs.count)
+        investigation.run()
+        where = {name: event.get(name) for name in ("global_step", "epoch", "mini_batch", "steps_since_resume")}
+        medians = None if own_medians else {name: event[name] and float(event[name]) for name in _MEDIANS}
+        found = build_event(
+            investigation,
+            ordinary,
+            where,
+            event["action"],
+            event["applied"],
+            started,
+            _warnings(event, [each.tokens for each in mini_batch.micro_batches]),
+            medians,
+        )
+    finally:
+        watched.meter.close()
+    return Searched(_with_names(found, recorded), None, log_probs, outputs.count, investigation.error)
+
+
+def _width(event: Mapping[str, Any]) -> int:
+    """How many probes count as one pass: with the reduced gradient, training measured one."""
+    if event["search"] == "reduced":
+        return 1
+    return int(min(event["world_size"], _WIDTH_OF_RECORDED if event["search"] == "recorded" else _WIDTH))
+
+
+class _LastOutputs:
+    """Keeps the log-probs of the last pass, and counts the passes."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._progress = SearchProgress()
+        self.count = 0
+        self.rows: list[int] = []
+        self.log_prob = torch.zeros(0, 0)
+
+    def forward(self, inputs: dict[str, Any], rows: list[int], length: int) -> tuple[Tensor | None, Tensor]:
+        entropy, log_prob = self._forward(inputs, rows, length)
+        self.count += 1
+        if collectives.rank() == 0:
+            self._progress.passed(self.count)
+        self.rows, self.log_prob = rows, log_prob.detach()
+        return entropy, log_prob
+
+    def differences(self, tokens: Mapping[str, Tensor]) -> Tensor:
+        """How far they are from those recorded, for the tokens of a response, shape (tokens,)."""
+        length = self.log_prob.shape[1]
+        mask = tokens["response_mask"][self.rows, :length].bool()
+        recorded = tokens["log_prob"][self.rows, :length].double()
+        return (self.log_prob.double().cpu() - recorded)[mask].abs()
+
+
+def _micro_batch(bundle: Bundle, name: MicroBatchName, device: torch.device, scale: float) -> MicroBatch:
+    """A bundle's micro-batch as a pass of training would have left it, with the loss scale."""
+    saved = bundle.micro_batches[name]
+    tokens = dict(saved.tokens)
+    for coefficient in ("coefficient", "entropy_coefficient"):
+        tokens[coefficient] = tokens[coefficient] * scale
+        # The loss scale made it overflow in half precision, for which `broken` does not count it.
+        if scale != 1 and "broken" in tokens and (tokens[coefficient].isinf() & ~tokens["broken"]).any():
+            tokens[coefficient] = tokens[coefficient].half()
+    inputs = {"rows": saved.rows, "entropy": bool((saved.tokens["entropy_coefficient"] != 0).any())}
+    # Nothing is random in evaluation mode, so the random state is not needed.
+    return MicroBatch(inputs, bundle.rows[name], get_rng_state(device), tokens)
+
+
+def _without_tokens(micro_batch: MicroBatch) -> MicroBatch:
+    """Its first row without a token of the response, for a process that has no micro-batch: a mini-batch has one."""
+    tokens = {name: torch.zeros_like(values[:1]) for name, values in micro_batch.tokens.items()}
+    return MicroBatch(micro_batch.inputs, micro_batch.rows[:1], micro_batch.rng_state, tokens)
+
+
+def _measure_wholes(
+    model: WatchedModel, passes: Passes, own: Sequence[MicroBatch], count: int, most: int, outputs: _LastOutputs
+) -> list[Tensor]:
+    """Sets the squared norms of this rank's micro-batches. A collective call.
+
+    Args:
+        model (WatchedModel): The model.
+        passes (Passes): Runs the passes.
+        own (list[MicroBatch]): This rank's micro-batches.
+        count (int): How many of them are of the bundle.
+        most (int): The same of the rank with most.
+        outputs (_LastOutputs): Of the passes.
+
+    Returns:
+        list[Tensor]: How far the log-probs of each are from those recorded, each of shape (tokens,).
+    """
+
+    def whole(index: int, _: int) -> TokenSubset | None:
+        if index >= count:
+            return None
+        micro_batch = own[index].portable(passes.scale)
+        return TokenSubset(micro_batch, micro_batch.tokens["response_mask"].bool())
+
+    differences = [torch.zeros(0, dtype=torch.float64)]
+    for micro_batch in own:
+        micro_batch.squares = torch.zeros(len(model.meter.layers), dtype=torch.float64)
+    for index in range(most):
+        model.meter.start()
+        try:
+            squares = passes.measure(partial(whole, index), model.meter.stop, model.meter.reduces)
+        finally:
+            model.meter.stop()
+        if index < count:
+            own[index].squares = squares
+            differences.append(outputs.differences(own[index].tokens))
+    return differences
+
+
+def _largest(
+    mini_batch: MiniBatch,
+    investigation: Investigation,
+    passes: Passes,
+    recorded: Mapping[MicroBatchName, MicroBatchName],
+) -> Largest | None:
+    """Measures the likeliest tokens of the largest micro-batch. A collective call.
+
+    Returns:
+        Largest: None if no token has a gradient.
+    """
+    figures, meter = investigation.figures, mini_batch.model.meter
+    name = max(figures, key=lambda name: figures[name].token_equivalent)
+    norm = figures[name].token_equivalent
+    if not norm:
+        return None
+    micro_batch = meter.obtain([name], mini_batch.micro_batches, mini_batch.scale)[name]
+    tokens = micro_batch.tokens
+    with collectives.raised_on_all_ranks(mini_batch.model.device):
+        likely = torch.where(movable(tokens), tokens["suspicion"] / tokens["weight"].abs(), -1.0)
+        best = likely.flatten().argsort(descending=True)[:_TOKENS].tolist()
+        places = [divmod(index, likely.shape[1]) for index in best if likely.flatten()[index] >= 0]
+    norms: list[float] = []
+    for start in range(0, len(places), meter.width):
+        part = places[start : start + meter.width]
+        squares = meter.measure(passes, [partial(_alone, name, micro_batch, place) for place in part])
+        weights = [abs(float(tokens["weight"][place])) for place in part]
+        norms += [math.sqrt(float(of)) / weight for of, weight in zip(squares.sum(1), weights, strict=True)]
+    largest = max(range(len(norms)), key=lambda i: norms[i], default=None)
+    place = None if largest is None else (recorded[name], micro_batch.rows[places[largest][0]], places[largest][1])
+    return Largest(recorded[name], norm, place, 0.0 if largest is None else norms[largest], len(norms))
+
+
+def _alone(name: MicroBatchName, micro_batch: MicroBatch, place: tuple[int, int]) -> dict[int, TokenSubset]:
+    keep = torch.zeros_like(micro_batch.tokens["response_mask"], dtype=torch.bool)
+    keep[place] = True
+    return {name[0]: TokenSubset(micro_batch, keep)}
+
+
+def _warnings(event: Mapping[str, Any], tokens: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Any]]:
+    """What the tokens say of their positions; else the warning that the event's verdict has for its cause, if any.
+
+    A collective call: what one rank sees holds for all.
+    """
+    found = [each for each in collectives.exchange(lambda: alignment_warning(tokens)) if each is not None]
+    verdict = event.get("verdict")
+    if found or verdict is None or verdict["cause"] in (None, "auxiliary", "misfire", *CAUSES):
+        return found[:1]
+    return [{"name": verdict["cause"], "sentence": verdict["sentence"], "check": verdict["check"]}]
+
+
+def _with_names(found: dict[str, Any], recorded: Mapping[MicroBatchName, MicroBatchName]) -> dict[str, Any]:
+    """What was found, with the ranks and micro-batches of the bundle."""
+
+    def named(each: Mapping[str, Any]) -> dict[str, Any]:
+        rank, micro_batch = recorded[each["rank"], each["micro_batch"]]
+        return {**each, "rank": rank, "micro_batch": micro_batch}
+
+    lists = {key: [named(each) for each in found[key]] for key in ("units", "culprits", "diffuse", "open_segments")}
+    without = found["without_tokens"]
+    return {**found, **lists, "without_tokens": without and named(without)}

@@ -1,0 +1,320 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What `--search` does: it loads the model, searches, and writes and prints the event. Also under torchrun."""
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradloc.bundles import naming
+from gradloc.config import GradLocConfig
+from gradloc.evidence.writer import jsonable
+from gradloc.fsdp import collectives
+from gradloc.measure import passes
+from gradloc.measure.passes import Forward
+
+from ..bundles.opening import Bundle, BundleError
+from ..report.figures import count, ranges, short, visible
+from ..report.page import write_page, write_whole
+from ..report.reading import read
+from .evidence_line import NoLineError, find_line, replace_line
+from .memory import check_memory, is_out_of_memory, needed_memory
+from .model import (
+    DTYPES,
+    Model,
+    Variant,
+    WrongModelError,
+    default_variant,
+    device_kind,
+    first_line,
+    load,
+    model_path,
+    quiet_transformers,
+    why_not,
+)
+from .page import evidence_of
+from .parts import Parts, is_recorded, open_parts
+from .search import Largest, Searched, search
+from .searched_event import places, quiet_event, searched_event
+from .searched_model import build_forward, shard_model
+from .verdict import same_weights, weights_in_words
+
+_TAKE_LESS = "Take another --device, --dtype or --attention, a machine with more memory, or several with torchrun."
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What is searched, and with which model.
+
+    Args:
+        parts (Parts): The bundle and its other parts.
+        model (Model): The model.
+        forward (Forward): Its forward.
+        path (str): Where it is from.
+        variant (Variant): How it computes.
+    """
+
+    parts: Parts
+    model: Model
+    forward: Forward
+    path: str
+    variant: Variant
+
+
+class _FailedError(ValueError):
+    """Why there is no result, in one sentence."""
+
+
+def given(options: argparse.Namespace) -> str:
+    """What was given of the model, as words of a shell: a command on the same bundle takes it as well."""
+    paths = (("--model", options.model), ("--adapter", options.adapter))
+    words = [word for name, path in paths if path is not None for word in (name, shlex.quote(path))]
+    return "".join(f" {word}" for word in (*words, *["--trust-remote-code"] * options.trust_remote_code))
+
+
+def processes() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+
+
+def run_search(options: argparse.Namespace) -> int:
+    """Searches a bundle as the command line asks for, and returns the exit code: 0, or 2 if that is impossible.
+
+    Raises:
+        OSError: On rank 0, which writes the page: that cannot be written.
+    """
+    try:
+        with _process_group(options.device) as device:
+            return _run(options, device)
+    except (_FailedError, WrongModelError) as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(visible(str(error)), file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace, device: torch.device) -> int:
+    loaded = _on_all_ranks(lambda: _load(options, device))
+    bundle = loaded.parts.bundle
+    threshold = options.threshold or bundle.event["threshold"]
+    budget = options.budget or bundle.event["budget"] or GradLocConfig.bisect_budget_steps
+    own_medians = is_recorded(bundle) and len(loaded.parts.names) > 1
+    try:
+        with _quiet_passes():
+            found = search(bundle, loaded.model, loaded.forward, threshold, budget, own_medians)
+    except collectives.RankFailedError as error:
+        raise _failure(error, loaded.variant) from error
+    if found.error is not None:
+        raise _failure(RuntimeError(found.error), loaded.variant)
+    return _report(options, loaded, found, threshold) if collectives.rank() == 0 else 0
+
+
+@contextmanager
+def _process_group(asked: str | None) -> Iterator[torch.device]:
+    """Joins the processes of torchrun, if there are any. The device is that of this process."""
+    device = torch.device(device_kind(asked))
+    several = processes() > 1
+    if several and device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if device.index >= torch.cuda.device_count():
+            raise WrongModelError(f"There are {torch.cuda.device_count()} CUDA devices here: start no more processes.")
+        torch.cuda.set_device(device)
+    joins = several and not dist.is_initialized()
+    if joins:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device
+    finally:
+        if joins:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _quiet_passes() -> Iterator[None]:
+    """Without the warning of a pass that fails, which is for training."""
+    before = passes.logger.level
+    passes.logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        passes.logger.setLevel(before)
+
+
+def _on_all_ranks(make: Callable[[], _Value]) -> _Value:
+    """What `make` returns on this rank; if it raises on some rank, all raise.
+
+    Raises:
+        _FailedError: With the message of the first rank that failed.
+    """
+    value: list[_Value] = []
+    message = None
+    try:
+        value.append(make())
+    except (_FailedError, BundleError, WrongModelError) as error:
+        message = str(error)
+    except OSError as error:
+        message = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+    messages = [each for each in collectives.gather_objects(message) if each is not None]
+    if messages:
+        raise _FailedError(messages[0])
+    return value[0]
+
+
+def _load(options: argparse.Namespace, device: torch.device) -> _Loaded:
+    quiet_transformers()
+    parts = open_parts(options.bundle)
+    bundle, trust = parts.bundle, options.trust_remote_code
+    path = model_path(bundle, options.model, trust)
+    variant = default_variant(bundle, options.dtype, options.attention, device.type)
+    sharded = processes() > 1
+    try:
+        # Shards are made of a copy on the CPU, so that no device ever has all of it.
+        model = load(bundle, path, variant, "cpu" if sharded else device.type, options.adapter, trust)
+        if sharded:
+            model, forward = shard_model(model, device)
+        else:
+            forward = build_forward(model)
+            check_memory(needed_memory(bundle, model.module, DTYPES[variant.dtype], variant.attention), device.type)
+    except (MemoryError, RuntimeError) as error:
+        raise _failure(error, variant) from error
+    return _Loaded(parts, model, forward, path, variant)
+
+
+def _failure(error: BaseException, variant: Variant) -> _FailedError:
+    if is_out_of_memory(error):
+        return _FailedError(f"{why_not(error, variant)} {_TAKE_LESS}")
+    return _FailedError(f"The search failed: {first_line(error)}")
+
+
+def _report(options: argparse.Namespace, loaded: _Loaded, searched: Searched, threshold: float) -> int:
+    """Writes and prints what was found. On rank 0 alone."""
+    parts, bundle = loaded.parts, loaded.parts.bundle
+    facts = {
+        "log_probs": searched.log_probs,
+        "dtype": loaded.variant.dtype,
+        "recorded_dtype": bundle.manifest["dtype"],
+        "global_step": bundle.event["global_step"],
+        "checkpoint": bundle.manifest["checkpoint"],
+    }
+    of_training = same_weights(facts)
+    sentences, notes = [weights_in_words(facts)], [*parts.notes, *loaded.model.notes]
+    event: dict[str, Any] | None = None
+    written: str | None = None
+    base, why = _known_event(bundle, parts)
+    if searched.found is None:
+        sentences.insert(0, _nothing_over(searched.largest, threshold))
+        # What another search has found stays.
+        if base["diagnosis"] in ("unsearched", "under"):
+            event = quiet_event(base, bundle, threshold, searched, of_training)
+            written, of_writing = _write(bundle, parts, event, why)
+            notes += of_writing
+    else:
+        if not of_training:
+            sentences.append("So the tokens are those of these weights, which need not be those of training.")
+        event = searched_event(base, searched.found, bundle, threshold, parts.is_whole)
+        sentences.insert(0, _in_words(parts, searched, searched.found))
+        sentences += _compared(bundle, event)
+        if why is None and not is_recorded(bundle) and not of_training:
+            why = "with other weights than those of training, it would lose what training has found"
+        written, of_writing = _write(bundle, parts, event, why)
+        notes += of_writing
+    shown = evidence_of(event or bundle.event, bundle, given(options))
+    if options.json:
+        print(json.dumps(jsonable(event or bundle.event), indent=2, allow_nan=False))
+        for line in [*sentences, *notes]:
+            print(visible(line), file=sys.stderr)
+    else:
+        from .terminal import print_search  # needs rich
+
+        ranks, kind = collectives.world_size(), loaded.model.device.type
+        where = f"{loaded.path}   {loaded.variant} on {kind if ranks == 1 else f'{ranks} processes, {kind}'}"
+        print_search(bundle.path.resolve().name, where, sentences, notes, shown if searched.found else None)
+    if options.html:
+        write_page(shown if written is None else read(written), options.html)
+        print(f"The report: {visible(options.html)}", file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def _known_event(bundle: Bundle, parts: Parts) -> tuple[dict[str, Any], str | None]:
+    """The event so far: that of the evidence, which has texts, or that of the bundle, and why it is not the former."""
+    try:
+        return find_line(bundle, parts.names).event, None
+    except NoLineError as error:
+        return bundle.event, str(error)
+
+
+def _write(bundle: Bundle, parts: Parts, event: Mapping[str, Any], why_not: str | None) -> tuple[str | None, list[str]]:
+    """Writes the event beside the bundle and, unless there is a reason not to, into the evidence.
+
+    Returns:
+        tuple: The directory of the evidence that has it, or None; and what is to be said.
+    """
+    folder = bundle.path.resolve()
+    beside = folder.with_name(folder.name + naming.EVENT_SUFFIX)
+    notes = []
+    try:
+        write_whole(beside, json.dumps(jsonable(event), allow_nan=False, indent=1))
+        notes.append(f"The event: {beside}")
+    except OSError as error:
+        notes.append(f"The event cannot be written beside the bundle: {error.strerror}")
+    directory = None
+    if why_not is None:
+        try:
+            path = replace_line(bundle, parts.names, event)
+            directory = str(path.parent)
+            notes.append(f"Appended to {path}: the report shows it in place of training's line")
+        except (NoLineError, OSError) as error:
+            why_not = str(error)
+    if why_not is not None:
+        notes.append(f"spikes.jsonl is as it was: {why_not}.")
+    return directory, notes
+
+
+def _in_words(parts: Parts, searched: Searched, found: Mapping[str, Any]) -> str:
+    """What was searched, and what it took."""
+    bundle = parts.bundle
+    what = count(len(bundle.micro_batches), "micro-batch", "micro-batches")
+    ranks = ranges(sorted({rank for rank, _ in bundle.micro_batches}))
+    took = f"{count(found['passes'], 'pass', 'passes')} of at most {found['budget']}"
+    here = f"{count(searched.passes, 'forward and backward', 'forwards and backwards')} here, {found['seconds']:.1f} s"
+    of_parts = f" in {len(parts.names)} bundles" if len(parts.names) > 1 else ""
+    return f"Searched {what} (rank {ranks}){of_parts}: {took} ({here})."
+
+
+def _compared(bundle: Bundle, event: Mapping[str, Any]) -> list[str]:
+    """Whether the search names what the one in training named; empty if there was none."""
+    if is_recorded(bundle):
+        return []
+    named, before = places(event["culprits"]), places(bundle.event["culprits"])
+    if named == before:
+        same = "the same tokens" if named else "no token either"
+        return [f"The search in training named {same}."]
+    both = len(named & before)
+    return [f"The search in training named {count(len(before), 'token')}, of which this one names {both}."]
+
+
+def _nothing_over(largest: Largest | None, threshold: float) -> str:
+    """What is to be said if no micro-batch is over its threshold."""
+    if largest is None:
+        return "No token of the bundle has a gradient."
+    rank, micro_batch = largest.name
+    text = (
+        f"No micro-batch is over τ = {threshold:.4g}: the largest, micro-batch {micro_batch} of rank {rank}, has "
+        f"{short(largest.norm / threshold)} τ"
+    )
+    if largest.token is not None:
+        _, row, position = largest.token
+        of = f"of {largest.tokens} tokens measured alone" if largest.tokens > 1 else "the token measured alone,"
+        text += f"; the largest {of} has {short(largest.token_norm / threshold)} τ (row {row}, position {position})"
+    return f"{text}. To search it all the same: --threshold {largest.lower_threshold}."

@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Looks for the temperature of the rollout's log-probs, where they are not those that training computes."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradloc.bundles.layout import Row
+from gradloc.run_checks import LARGEST, OTHER_GAP
+
+from ..bundles.opening import Bundle
+from .model import Model, forward
+
+# A temperature fits if it leaves at most this share of the mean difference.
+LEFT = 1 / 3
+# Temperatures from a quarter of training's to four times it are tried, to within half a per cent.
+_WIDEST = 4.0
+_PRECISION = 0.005
+# So many response tokens are enough, from the first rows of the first micro-batch on: each try is a forward pass.
+_TOKENS = 4096
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def fit_temperature(bundle: Bundle, model: Model) -> dict[str, float] | None:
+    """The temperature at which the model's log-probs are nearest to the rollout's.
+
+    Args:
+        bundle (Bundle): The bundle.
+        model (Model): Of training's weights.
+
+    Returns:
+        dict: `fits`, the temperature that was found; `training`, training's; `gap` and `left`, the mean differences to
+            the rollout's log-probs at training's and at that temperature. None if the bundle has no log-probs of the
+            rollout, if rows have several temperatures, if the differences are small, or if no temperature removes most
+            of them.
+    """
+    rows = _rows(bundle)
+    temperatures = {row.temperature for row, _, _ in rows}
+    if len(temperatures) != 1:
+        return None
+    (training,) = temperatures
+
+    def difference(log_factor: float) -> float:
+        return _mean_difference(model, rows, training * math.exp(log_factor))
+
+    gap = difference(0.0)
+    if not gap >= OTHER_GAP:
+        return None
+    best = _least(difference, -math.log(_WIDEST), math.log(_WIDEST))
+    left = difference(best)
+    if not left <= LEFT * gap:
+        return None
+    return {"fits": training * math.exp(best), "training": training, "gap": gap, "left": left}
+
+
+def temperature_sentences(found: Mapping[str, Any] | None) -> list[str]:
+    """What `fit_temperature` found, in at most one sentence."""
+    if found is None:
+        return []
+    return [
+        f"The rollout's log-probs are those of another temperature: {found['fits']:.2f} fits, and training computes "
+        f"them at {found['training']:g} (mean difference {found['gap']:.2g}, and {found['left']:.2g} at "
+        f"{found['fits']:.2f})."
+    ]
+
+
+def _rows(bundle: Bundle) -> list[tuple[Row, Tensor, Tensor]]:
+    """The rows to compare, with the rollout's log-probs and which of them count, each of shape (response length,)."""
+    found: list[tuple[Row, Tensor, Tensor]] = []
+    tokens = 0
+    for saved in bundle.micro_batches.values():
+        if "rollout_log_prob" not in saved.tokens:
+            continue
+        for index, row in enumerate(saved.rows):
+            rollout = saved.tokens["rollout_log_prob"][index, : row.response_length].double()
+            counted = saved.tokens["response_mask"][index, : row.response_length].bool() & rollout.isfinite()
+            if tokens < _TOKENS and counted.any():
+                found.append((row, rollout, counted))
+                tokens += int(counted.sum())
+    return found
+
+
+@torch.no_grad()
+def _mean_difference(model: Model, rows: list[tuple[Row, Tensor, Tensor]], temperature: float) -> float:
+    """Of the log-probs at a temperature from the rollout's, each counted as at most `LARGEST`; NaN if none is known."""
+    differences = []
+    for row, rollout, counted in rows:
+        log_prob, _ = forward(model, replace(row, temperature=temperature), entropy=False)
+        difference = (log_prob.double().cpu() - rollout).abs().clamp(max=LARGEST)
+        differences.append(difference[counted & difference.isfinite()])
+    return float(torch.cat(differences).mean())
+
+
+def _least(value: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function with one valley is least, by golden-section search."""
+    # Of two points, one is a point of the round before, but for rounding.
+    known = cache(value)
+    while high - low > _PRECISION:
+        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        if known(round(left, 9)) < known(round(right, 9)):
+            high = right
+        else:
+            low = left
+    return (low + high) / 2

@@ -1,0 +1,185 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What TokenClip would have left of a micro-batch's gradient.
+
+The rule and its bounds are those of training; a replay's passes have one row, without padding.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradloc.bundles.layout import SavedMicroBatch
+from gradloc.token_clip.boundaries import find_boundaries
+from gradloc.token_clip.cut import cut, is_over
+from gradloc.token_clip.token_clip import row_weights
+from gradloc.token_clip.watched_pass import LOG_PROBS
+
+from .measuring import Coefficients, Norms, add_row, coefficients_of, take_norms
+from .model import Model
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left, and what it costs.
+
+    Args:
+        gradient (Norms): The gradient with the signals cut.
+        moved (Norms): How far the ordinary tokens' gradient moves.
+        positions (Tensor): The response positions with a signal that was cut, bool of shape (rows, response length).
+        prompt_positions (int): How many positions of prompts there are besides.
+        boundary (str | None): The first boundary, in the order of the backward pass, where one was cut.
+        refused (list[str]): The boundaries with too many signals over the bound for any to be cut.
+    """
+
+    gradient: Norms
+    moved: Norms
+    positions: Tensor
+    prompt_positions: int
+    boundary: str | None
+    refused: list[str]
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Which signals at a boundary are cut, and all their values, of the same shape."""
+
+    over: Tensor
+    signal: Tensor
+
+
+def clip_tokens(
+    model: Model, saved: SavedMicroBatch, ordinary: Tensor, bounds: Mapping[str, Any], scaled: bool
+) -> Cut | None:
+    """The gradient of a micro-batch with TokenClip on.
+
+    Args:
+        model (Model): The model; its gradients are cleared.
+        saved (SavedMicroBatch): The micro-batch.
+        ordinary (Tensor): Which tokens are ordinary, bool of shape (rows, response length).
+        bounds (Mapping): What `TokenClip.bounds_in_force` returned, checked by `open_bundle`. Its `limit` is taken to
+            be open: earlier micro-batches may have used some of it.
+        scaled (bool): Whether the loss was scaled in training.
+
+    Returns:
+        Cut | None: None if the model's boundaries are not those of the bounds.
+    """
+    modules = find_boundaries(model.module)
+    if {*modules, LOG_PROBS} != set(bounds["usual"]):
+        return None
+    clip = _Clip(bounds, 1 / row_weights(saved.tokens["weight"]), model.loss_scale, scaled)
+    order = [LOG_PROBS, *reversed(modules)]
+    refused: list[str] = []
+    while True:
+        # Whether a boundary is refused depends on what was cut before it, so they are refused one after the other.
+        clip.start(refused)
+        kept, over = clip.at_log_probs(coefficients_of(saved))
+        for index in range(len(saved.rows)):
+            with _hooked(modules, partial(clip.see, index)):
+                add_row(model, saved, index, kept)
+        gradient = take_norms(model)
+        too_many = next((name for name in order if clip.counts[name] > bounds["limit"] and name not in refused), None)
+        if too_many is None:
+            break
+        refused.append(too_many)
+
+    alone = coefficients_of(saved, ordinary)
+    left, opposite = (clip.cut_log_probs(alone[0], over), alone[1]), (-alone[0], -alone[1])
+    changed = (left[0] != alone[0]).any(-1).tolist()
+    for index in range(len(saved.rows)):
+        if changed[index] or any(row == index for row, _ in clip.cuts):
+            with _hooked(modules, partial(clip.again, index)):
+                add_row(model, saved, index, left)
+            add_row(model, saved, index, opposite)
+    moved = take_norms(model)
+
+    positions, prompt = over.over & (coefficients_of(saved)[0] != 0), 0
+    where = {name for _, name in clip.cuts} | ({LOG_PROBS} if bool(positions.any()) else set())
+    for (index, _), found in clip.cuts.items():
+        places = torch.nonzero(found.over).flatten().cpu() - (saved.rows[index].prompt_length - 1)
+        prompt += int((places < 0).sum())
+        positions[index, places[(0 <= places) & (places < positions.shape[1])]] = True
+    return Cut(gradient, moved, positions, prompt, next((name for name in order if name in where), None), refused)
+
+
+class _Clip:
+    """TokenClip's rule for the rows of a micro-batch.
+
+    Attributes:
+        counts (Counter[str]): How many signals were over the bound, by boundary.
+        cuts (dict): By row and boundary below the log-probs, what was cut.
+    """
+
+    def __init__(self, bounds: Mapping[str, Any], scaling: Tensor, loss_scale: float, scaled: bool) -> None:
+        self._action = "drop" if bounds["action"] == "log" else bounds["action"]
+        self._bounds = {name: bounds["factor"] * usual for name, usual in bounds["usual"].items() if usual}
+        self._scaling, self._loss_scale, self._scaled = scaling, loss_scale, scaled
+
+    def start(self, refused: list[str]) -> None:
+        """Begins anew, with some boundaries at which nothing is cut."""
+        self._refused = {*refused}
+        self.counts: Counter[str] = Counter()
+        self.cuts: dict[tuple[int, str], _Where] = {}
+
+    def at_log_probs(self, coefficients: Coefficients) -> tuple[Coefficients, _Where]:
+        """What is left of coefficients: at the log-probs, a position's signal is its own coefficient."""
+        signal = coefficients[0].abs() * self._scaling.unsqueeze(1)
+        found = self._over(LOG_PROBS, signal)
+        return (self.cut_log_probs(coefficients[0], found), coefficients[1]), found
+
+    def cut_log_probs(self, coefficient: Tensor, found: _Where) -> Tensor:
+        """What is left of coefficients whose signals are cut as `found` says."""
+        return self._cut(LOG_PROBS, coefficient, found)
+
+    def see(self, row: int, name: str, gradient: Tensor) -> Tensor | None:
+        """What replaces the gradient of a row's hidden states, shape (1, positions, hidden); None to leave it."""
+        if name not in self._bounds:
+            return None
+        norms = torch.linalg.vector_norm(gradient[0].float(), dim=-1)
+        found = self._over(name, norms / self._loss_scale * float(self._scaling[row]))
+        if not bool(found.over.any()):
+            return None
+        self.cuts[row, name] = found
+        return self.again(row, name, gradient)
+
+    def again(self, row: int, name: str, gradient: Tensor) -> Tensor | None:
+        """The same cut of another pass of that row, which may be shorter."""
+        if (found := self.cuts.get((row, name))) is None:
+            return None
+        count = gradient.shape[1]
+        return self._cut(name, gradient, _Where(found.over[:count, None], found.signal[:count, None]))
+
+    def _over(self, name: str, signal: Tensor) -> _Where:
+        bound = self._bounds.get(name)
+        over = torch.zeros_like(signal, dtype=torch.bool) if bound is None else is_over(signal, bound, self._scaled)
+        self.counts[name] += int(over.sum())
+        return _Where(over & (name not in self._refused), signal)
+
+    def _cut(self, name: str, gradient: Tensor, found: _Where) -> Tensor:
+        return cut(gradient, found.signal, self._bounds.get(name, 1.0), found.over, self._action)
+
+
+@contextmanager
+def _hooked(modules: dict[str, nn.Module], look: Any) -> Iterator[None]:
+    """Calls `look(name, gradient)` for each boundary in a backward; what it returns replaces the gradient."""
+
+    def hook_of(name: str) -> Any:
+        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(partial(look, name))
+
+        return hook
+
+    handles = [module.register_forward_hook(hook_of(name)) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

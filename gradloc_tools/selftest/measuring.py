@@ -1,0 +1,217 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what GradLoc costs in steps of a loop, and whether it finds planted tokens there."""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradloc.config import GradLocConfig
+from gradloc.fsdp import collectives
+from gradloc.gradloc import GradLoc
+
+from .loop import Loop
+
+NEVER = 1e30
+# τ in ordinary tokens' norms, and what the planted token exceeds its micro-batch's threshold by, if it is ordinary.
+_THRESHOLD, _SPIKE = 10.0, 30.0
+_WARM_UP = 2
+_LEAST_PAIRS = 3
+_NO_EVENT = "no spike was seen, or the search failed as the log says"
+# As int64, a large parameter would need far more memory than training.
+_PART = 2**22
+
+
+class UnusableError(RuntimeError):
+    """Why nothing can be measured, in one sentence."""
+
+
+class SelfTest:
+    """Measures the steps of a loop, on all ranks.
+
+    Args:
+        loop (Loop): The loop.
+        seconds (float): How long to measure what detection costs; at least three pairs of steps.
+    """
+
+    def __init__(self, loop: Loop, seconds: float) -> None:
+        self._loop, self._seconds = loop, seconds
+        self._ordinary = math.nan
+
+    def run(self) -> dict[str, Any]:
+        """All figures; the same on every rank but for memory and seconds, which are this rank's."""
+        with self._watched(NEVER) as gradloc:
+            for _ in range(_WARM_UP):
+                self._step(gradloc)
+            self._ordinary = gradloc.metrics()["actor/gradloc/token_norm_max"]
+        if not 0 < self._ordinary < math.inf:
+            raise UnusableError(
+                f"The gradient norm of random tokens is {self._ordinary:g} with this model: give it other --rows, "
+                "--prompt or --response, or its real weights."
+            )
+        result: dict[str, Any] = {"ordinary_token_norm": self._ordinary, **self._cost()}
+        result["peak"] = {"off": self._peak(lambda: self._step(None))}
+        with self._watched(NEVER) as gradloc:
+            result["peak"]["detection"] = self._peak(lambda: self._step(gradloc))
+        return {**result, "search": self.search("log"), "drop": self.search("drop"), "drill": self._drill()}
+
+    def search(self, action: str) -> dict[str, Any]:
+        """A step with a planted token, after a forward without gradients, as the old log-probs take.
+
+        Args:
+            action (str): `spike_action`.
+
+        Returns:
+            dict: Whether that token alone was `found`; `passes`; `error`; the `seconds` of the search; whether the
+                gradient has the `same_gradient` after it; `peak`, the most bytes that were allocated, None on a CPU.
+                For "drop" also `difference`: that to the gradient without the planted token, as a part of its norm.
+        """
+        place, advantages, without = self._planted()
+        taken: dict[str, Any] = {}
+        with self._watched(_THRESHOLD * self._ordinary, spike_action=action) as gradloc:
+
+            def step() -> None:
+                with torch.no_grad():
+                    self._loop.forward({"ids": self._loop.ids[0]}, range(self._loop.sizes.rows), 1)
+                self._loop.step(gradloc, advantages, 1)
+                before = _gradient_sums(self._loop.model)
+                taken["seconds"], _ = self._timed(lambda: taken.update(located=gradloc.locate(0, 0)))
+                taken["same"] = _gradient_sums(self._loop.model) == before
+
+            peak = self._peak(step)
+        found = [{name: culprit[name] for name in place} for event in gradloc.events for culprit in event["culprits"]]
+        result = {
+            "found": found == [place],
+            "passes": sum(event["passes"] for event in gradloc.events),
+            "error": next((event["error"] for event in gradloc.events), _NO_EVENT),
+            "seconds": taken["seconds"],
+            "same_gradient": all(collectives.gather_objects(taken["same"])),
+            "peak": peak,
+        }
+        return {**result, "difference": self._difference(without)} if action == "drop" else result
+
+    def _difference(self, advantages: Tensor) -> float:
+        """How far the gradient is from that of these advantages, as a part of the latter's norm; that of all ranks."""
+        left = [gradient.cpu() for gradient in _local_gradients(self._loop.model)]
+        self._loop.step(None, advantages)
+        squares = torch.zeros(2, dtype=torch.float64)
+        for ours, wanted in zip(left, _local_gradients(self._loop.model), strict=True):
+            wanted = wanted.cpu().double()
+            squares += torch.stack([(ours.double() - wanted).square().sum(), wanted.square().sum()])
+        difference, norm = torch.stack(collectives.gather_objects(squares)).sum(0).sqrt().tolist()
+        return difference / norm
+
+    @contextmanager
+    def _watched(self, threshold: float, **options: Any) -> Iterator[GradLoc]:
+        """GradLoc, whose hooks are there within it."""
+        config = GradLocConfig(grad_norm_threshold=threshold, **options)
+        gradloc = GradLoc(self._loop.model, config, self._loop.forward, self._loop.device)
+        try:
+            yield gradloc
+        finally:
+            gradloc.close()
+
+    def _step(self, gradloc: GradLoc | None, global_step: int = 0) -> None:
+        """A step, with the check before its optimizer step."""
+        self._loop.step(gradloc, self._loop.advantages, global_step)
+        if gradloc is not None:
+            gradloc.locate(0, 0)
+
+    def _timed(self, call: Callable[[], None]) -> tuple[float, float]:
+        """The seconds of a call, and those after which the host was through with it."""
+        _wait(self._loop.device)
+        started = time.perf_counter()
+        call()
+        host = time.perf_counter() - started
+        _wait(self._loop.device)
+        return time.perf_counter() - started, host
+
+    def _cost(self) -> dict[str, Any]:
+        """Pairs of a step without and one with detection, in an order that is drawn anew."""
+        pairs: list[dict[bool, tuple[float, float]]] = []
+        started = time.perf_counter()
+        draw = random.Random(0)
+
+        def more() -> bool:
+            return len(pairs) < _LEAST_PAIRS or time.perf_counter() - started < self._seconds
+
+        while collectives.broadcast(more, 0):  # the ranks have to take the same number of steps
+            first = draw.random() < 0.5
+            pairs.append({watched: self._seconds_of(watched) for watched in (first, not first)})
+        return {
+            "steps": len(pairs),
+            "step_seconds": median(pair[False][0] for pair in pairs),
+            "host_seconds": median(pair[False][1] for pair in pairs),
+            "detection": median(pair[True][0] / pair[False][0] for pair in pairs) - 1,
+        }
+
+    def _seconds_of(self, watched: bool) -> tuple[float, float]:
+        """Of the second of two steps, as `_timed` returns them."""
+        with self._watched(NEVER) if watched else nullcontext() as gradloc:
+            self._step(gradloc)
+            return self._timed(lambda: self._step(gradloc))
+
+    def _peak(self, call: Callable[[], None]) -> int | None:
+        """The most bytes that are allocated during a call; None on a CPU."""
+        if self._loop.device.type != "cuda":
+            call()
+            return None
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated()
+
+    def _planted(self) -> tuple[dict[str, int], Tensor, Tensor]:
+        """A token's place, the same on every rank, advantages in which its own is far too large, and without it."""
+        sizes, draw = self._loop.sizes, random.Random(1)
+        place = {
+            "rank": draw.randrange(collectives.world_size()),
+            "row": draw.randrange(sizes.micro_batches * sizes.rows),
+            "position": draw.randrange(sizes.response),
+        }
+        advantages, without = self._loop.advantages.clone(), self._loop.advantages.clone()
+        if place["rank"] == collectives.rank():
+            # Against a unit's threshold, which is τ √(its tokens).
+            factor = _SPIKE * _THRESHOLD * math.sqrt(sizes.rows * sizes.response)
+            index = (*divmod(place["row"], sizes.rows), place["position"])
+            advantages[index] = math.copysign(factor, float(advantages[index]))
+            without[index] = 0.0
+        return place, advantages, without
+
+    def _drill(self) -> dict[str, Any]:
+        """A step in which GradLoc plants a token itself."""
+        with self._watched(_THRESHOLD * self._ordinary, spike_drill_step=1) as gradloc:
+            peak = self._peak(lambda: self._step(gradloc, 1))
+        if not gradloc.events:
+            return {"found": False, "passes": 0, "error": _NO_EVENT, "peak": peak}
+        (event,) = gradloc.events
+        return {"found": event["drill"]["found"], "passes": event["passes"], "error": event["error"], "peak": peak}
+
+
+def _gradient_sums(model: nn.Module) -> list[tuple[int, int]]:
+    """Two sums of the bits of each part of this rank's gradient, one by position: other bits have other sums."""
+    sums = []
+    for own in _local_gradients(model):
+        bits = own.flatten().view({2: torch.int16, 4: torch.int32}[own.element_size()])
+        for part in bits.split(_PART):
+            by_position = part.long() * torch.arange(len(part), device=part.device)
+            sums.append((int(part.long().sum()), int(by_position.sum())))
+    return sums
+
+
+def _local_gradients(model: nn.Module) -> list[Tensor]:
+    """This rank's part of each gradient."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [getattr(gradient, "_local_tensor", gradient).detach() for gradient in gradients]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()

@@ -1,0 +1,56 @@
+"""The command `gradloc`: what it takes, what it says of what is missing, and that its help opens with an example."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradloc import __version__
+from gradloc_tools import __main__ as gradloc_command
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ["report", "replay", "convert", "selftest"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_is_a_screen_that_names_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert gradloc_command.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert all(f"gradloc {name} " in out for name in COMMANDS)
+    assert out.count("\n") <= 24 and max(map(len, out.splitlines())) <= 120
+
+
+def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gradloc_command.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gradloc {__version__}\n"
+
+
+def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gradloc_command.main(["reprot", "DIR"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'reprot'" in line and all(name in line for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_opens_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        gradloc_command.main([name, "--help"])
+    assert exit.value.code == 0
+    out = capsys.readouterr().out
+    opening = out.partition("positional arguments")[0].partition("options:")[0]
+    assert f"\n    gradloc {name} " in opening and "verl.utils" not in out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_not_installed_is_one_sentence(name: str) -> None:
+    # With -S there are no installed packages.
+    program = [sys.executable, "-S", "-m", "gradloc_tools", name, "evidence"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    extra = "." if name == "report" else ".[replay]"
+    missing = "rich" if name == "report" else "torch"
+    assert missing in line and line.endswith(f"run pip install '{extra}' in GradLoc's checkout")
