@@ -553,7 +553,7 @@ function makeCheck(sentence) {
 // other options, and of a path only what a shell takes for one word, as Python's shlex.quote gives it.
 const ownCommands = [
   /^bash run_experiment\.sh --embedded --fault [a-z_]+$/,
-  /^python -m (?:verl\.utils\.)?gradloc\.replay (?!'?-)(?:[\w@%+=:,./-]+|'[^']*'(?:"'"'[^']*')*)(?: --remedies| --switches| --search| --threshold [\d.e+-]+)*$/,
+  /^gradloc replay (?!'?-)(?:[\w@%+=:,./-]+|'[^']*'(?:"'"'[^']*')*)(?: --remedies| --switches| --search| --threshold [\d.e+-]+)*$/,
 ];
 
 function makeCommand(command) {

@@ -612,7 +612,7 @@ def test_only_commands_of_a_known_form_can_be_copied(page: Page, tmp_path: Path)
     foreign += [f"{replay} --trust-remote-code", f"{replay} '--model=evil'", f"{replay} ~/x", f"{fault} --evil"]
     # All commands that GradLoc writes.
     sources = [*Path(gradloc.__file__).parent.glob("evidence/*.py"), *Path(gradloc.__file__).parent.glob("*.py")]
-    own = {text for path in sources for text in re.findall(r"`((?:bash|python) [^`\n]+)`", path.read_text())}
+    own = {text for path in sources for text in re.findall(r"`((?:bash|gradloc) [^`\n]+)`", path.read_text())}
     own = sorted(text.replace("{}", "never_synced") for text in own) + [
         f"{replay} 'x; id' --switches",
         f"{replay} /a/b-1",
@@ -646,7 +646,7 @@ def test_verdicts_of_any_release_are_shown(page: Page, tmp_path: Path) -> None:
         shown.append([page.one(f"#{part}").text for part in ("verdict", "summary", "check")])
     assert shown[0] == ["The rollout is behind (all steps): sync it.", events[0]["summary"], "Look at it."]
     assert shown[1] == [events[1]["summary"], "", ""]
-    assert shown[2][0] == "No known cause: no token stands out." and shown[2][2].startswith("python -m")
+    assert shown[2][0] == "No known cause: no token stands out." and shown[2][2].startswith("gradloc replay")
 
 
 def test_warnings_come_first(page: Page, tmp_path: Path) -> None:

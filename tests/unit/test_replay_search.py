@@ -238,13 +238,14 @@ def test_a_threshold_that_nothing_exceeds_leads_to_one_that_finds_it(
 def run_as_printed(command: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    bin_ = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PYTHONPATH": path, "PATH": bin_}
-    return subprocess.run(command, shell=True, capture_output=True, text=True, cwd=Path("/"), env=environment)
+    # What pip makes of the wheel's entry point.
+    program = f'gradloc() {{ {shlex.quote(sys.executable)} -m gradloc_tools "$@"; }}\n{command}'
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(program, shell=True, capture_output=True, text=True, cwd=Path("/"), env=environment)
 
 
 def commands_in(text: str) -> list[str]:
-    return re.findall("`(python -m [^`]*)`", text)
+    return re.findall("`(gradloc [^`]*)`", text)
 
 
 def test_the_commands_that_a_search_prints_work_as_printed(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
