@@ -20,8 +20,8 @@ from batches import build_batch
 from oracle import Unit, brute_force
 from verl.utils.gradloc.adapters import replay_bundles
 from verl.utils.gradloc.bundles import bundle_writer
-from verl.utils.gradloc.measure.passes import Passes
 
+from gradloc.measure.passes import Passes
 from gradloc_tools.replay import search_command
 from gradloc_tools.replay.command import main
 
