@@ -10,6 +10,7 @@ prime-rl. Then `replay BUNDLE --search --model PATH` finds the tokens, and `repo
 import argparse
 import math
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -23,6 +24,7 @@ from ..checks import argument, need
 from ..evidence.recorded_event import recorded_event
 from ..evidence.writer import evidence_files, record_events
 from ..measure.token_weights import square_weight
+from ..report.condensed import bundle_of
 from ..report.figures import visible
 from ..threshold import MARGIN
 from .batch import Batch, build_batch
@@ -207,7 +209,7 @@ def _context(options: argparse.Namespace, loss: Loss, batch: Batch, found: Mappi
 def _say(event: Mapping[str, Any], batch: Batch, options: argparse.Namespace) -> None:
     assert __spec__ is not None
     package = str(__spec__.parent).rpartition(".")[0]
-    bundle = os.path.join(options.out, event["replay"])
+    bundle = bundle_of(event, options.out)
     responses = sum(len(each.rows) for each in batch.micro_batches.values())
     for note in batch.notes:
         print(visible(note), file=sys.stderr)
@@ -215,9 +217,9 @@ def _say(event: Mapping[str, Any], batch: Batch, options: argparse.Namespace) ->
     print(visible(event["summary"]))
     if event["verdict"]["cause"] is not None:
         print(visible(f"{event['verdict']['sentence']} {event['verdict']['check']}"))
-    model = options.model or "PATH"
+    model = shlex.quote(options.model) if options.model else "PATH"
     print(visible(f"Search it:   python -m {package}.replay {bundle} --search --model {model}"))
-    print(visible(f"The report:  python -m {package}.report {options.out}"))
+    print(visible(f"The report:  python -m {package}.report {shlex.quote(options.out)}"))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
+from printed_commands import commands_in, run_as_printed
 from pyarrow import parquet
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -938,3 +939,16 @@ def test_a_search_of_the_bundle_finds_the_planted_token(tmp_path: Path, capsys: 
     assert (culprit["row"], culprit["position"]) == BAD
     assert culprit["grad_norm"] == pytest.approx(token_norm, rel=1e-4)
     assert event["global_step"] == 3 and event["global_norm"] == pytest.approx(norm)
+
+
+def test_the_commands_that_it_prints_work_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = tmp_path / "its model", tmp_path / "it's a folder"
+    small_model(model)
+    file = write_lines(tmp_path / "a.jsonl", records())
+    assert main([str(file), "--out", str(out), "--model", str(model)]) == 0
+    commands = commands_in(capsys.readouterr().out)
+    assert [command.split()[2] for command in commands] == ["gradloc.replay", "gradloc.report"]
+    for command in commands:
+        done = run_as_printed(command)
+        assert done.returncode == 0, done.stderr
+    assert len(read(str(out)).events[0]["units"]) == 1  # it was searched
