@@ -655,6 +655,19 @@ def test_a_needed_field_of_slime_in_another_form_is_named(tmp_path: Path, capsys
     assert "sample 0, field 'advantages': save it as a tensor or as plain numbers" in refused(file, capsys)
 
 
+def test_a_mask_of_few_bytes_and_many_values_is_refused_before_they_are_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_files, "MEMORY_BYTES", 2**29)
+    file = slime_file(tmp_path / "a.pt")
+    data = torch.load(file)
+    data["samples"][0]["loss_masks"] = torch.ones(1).expand(10**9)
+    torch.save(data, file)
+    assert file.stat().st_size < 20_000
+    error = refused(file, capsys)
+    assert "field 'response_mask': its shape is (1000000000,), and that of the response is (5,)." in error
+
+
 def test_a_compressed_pt_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = slime_file(tmp_path / "a.pt", more=torch.zeros(10**6))
     with zipfile.ZipFile(file) as stored, zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as deflated:
