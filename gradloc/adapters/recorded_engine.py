@@ -100,8 +100,8 @@ class RecordedEngine:
     def load_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         try:  # first: the engine may remove the folder
             self._recorder_state = read_state(local_path) if local_path else None
-        except Exception:
-            logger.warning("no state of recorded spikes is read from %s", local_path, exc_info=True)
+        except ValueError as error:
+            logger.warning("%s", error)
         super().load_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]
         if self.recorder is not None and self._recorder_state is not None:
             self.recorder.load(self._recorder_state)

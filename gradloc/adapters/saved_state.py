@@ -62,7 +62,7 @@ def read_state(folder: str | None) -> dict[str, Any]:
         return {}
     try:
         state = torch.load(path, weights_only=True)
-        misfit = _misfit(state, _FORM)
+        misfit = misfit(state, _FORM)
     except Exception as error:
         misfit = str(error)
     if misfit is None:
@@ -103,7 +103,7 @@ def _replace(path: Path, data: bytes) -> None:
         raise
 
 
-def _misfit(value: Any, form: Any, place: str = "its content") -> str | None:
+def misfit(value: Any, form: Any, place: str = "its content") -> str | None:
     """Where a value does not have a form; None if it has."""
     if isinstance(form, (type, UnionType)):
         if form is float:
@@ -127,4 +127,4 @@ def _misfit(value: Any, form: Any, place: str = "its content") -> str | None:
         if missing or unknown:
             return f"{place} lacks {missing[0]}" if missing else f"{place} has {unknown[0]!r:.60}"
         parts = [(each, forms[name], name) for name, each in value.items()]
-    return next((found for part in parts if (found := _misfit(*part)) is not None), None)
+    return next((found for part in parts if (found := misfit(*part)) is not None), None)

@@ -33,7 +33,7 @@ from ..threshold import Threshold, is_over
 from .engine_data import sample_of_row
 from .recorded_loss import NotRecordedError, RecordedLoss
 from .replay_bundles import ragged_rows
-from .saved_state import write_whole
+from .saved_state import misfit, write_whole
 from .update_evidence import facts_of_culprit, write_update
 
 logger = logging.getLogger(__name__)
@@ -225,12 +225,16 @@ def read_state(folder: str) -> dict[str, Any] | None:
     """What `SpikeRecorder.save` wrote to a checkpoint's folder; None without it.
 
     Raises:
-        ValueError: The file cannot be read.
+        ValueError: The file cannot be read, or has another form.
     """
     path = Path(folder, STATE_FILE)
     if not path.is_file():
         return None
-    state = json.loads(path.read_text())
-    if not (isinstance(state, dict) and isinstance(state.get("token_norms"), list)):
-        raise ValueError(f"{path} is no saved state")
-    return {"token_norms": [float(norm) for norm in state["token_norms"]]}
+    try:
+        state = json.loads(path.read_bytes())
+        reason = misfit(state, {"token_norms": [float]})
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    if reason is None:
+        return state
+    raise ValueError(f"{path} cannot be read ({reason}); restore it, or remove it, and the warm-up starts over")

@@ -112,7 +112,7 @@ class Watch:
         if config.layer_clip.enable:
             self.layer_clip = LayerClip(module, config.layer_clip, device=device)
         elif config.searches_in_training and config.spike_replay:
-            self._learning = LayerClip(module, config.layer_clip, device=device)
+            self._learning = _learning_layer_clip(module, config, torch.device(device))
         if config.searches_in_training:
             bundle_writer = build_bundle_writer(
                 *(module, config, rows_of, dtype, grad_clip, self.layer_clip or self._learning, self.token_clip)
@@ -346,6 +346,19 @@ class Watch:
     def _parts(self) -> dict[str, GradLoc | LayerClip | TokenClip]:
         parts = {"gradloc": self.gradloc, "layer_clip": self.layer_clip, "token_clip": self.token_clip}
         return {name: part for name, part in parts.items() if part is not None}
+
+
+def _learning_layer_clip(module: nn.Module, config: Any, device: torch.device) -> LayerClip | None:
+    """LayerClip, for its bounds alone; None on all ranks where one cannot measure the model. A collective call.
+
+    GradLoc cannot measure it either then, and says so.
+    """
+    try:
+        with collectives.raised_on_all_ranks(device):
+            found = LayerClip(module, config.layer_clip, device=device)
+    except collectives.RankFailedError:
+        return None
+    return found
 
 
 def _no_weights(call: AggregationCall | None) -> None:

@@ -13,6 +13,7 @@ them.
 import argparse
 import math
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -28,6 +29,7 @@ from gradloc.measure.token_weights import square_weight
 from gradloc.threshold import MARGIN
 
 from ..command_line import argument
+from ..report.condensed import bundle_of
 from ..report.figures import visible
 from .batch import Batch, build_batch
 from .loss import AGG_MODES, KL_LOSSES, Loss
@@ -209,7 +211,7 @@ def _context(options: argparse.Namespace, loss: Loss, batch: Batch, found: Mappi
 
 
 def _say(event: Mapping[str, Any], batch: Batch, options: argparse.Namespace) -> None:
-    bundle = os.path.join(options.out, event["replay"])
+    bundle = bundle_of(event, options.out)
     responses = sum(len(each.rows) for each in batch.micro_batches.values())
     for note in batch.notes:
         print(visible(note), file=sys.stderr)
@@ -217,6 +219,6 @@ def _say(event: Mapping[str, Any], batch: Batch, options: argparse.Namespace) ->
     print(visible(event["summary"]))
     if event["verdict"]["cause"] is not None:
         print(visible(f"{event['verdict']['sentence']} {event['verdict']['check']}"))
-    model = options.model or "PATH"
+    model = shlex.quote(options.model) if options.model else "PATH"
     print(visible(f"Search it:   gradloc replay {bundle} --search --model {model}"))
-    print(visible(f"The report:  gradloc report {options.out}"))
+    print(visible(f"The report:  gradloc report {shlex.quote(options.out)}"))

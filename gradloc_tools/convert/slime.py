@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .plain_files import check_file
-from .records import RecordError
+from .records import TOKENS_IN_A_ROW, RecordError
 
 _FORMAT = 2
 # By the field of a plain record, that of a sample.
@@ -218,7 +218,9 @@ def _record(
     if isinstance(uid, (int, str)):
         record["uid"] = uid
     mask, sums = record.get("response_mask"), sample.get("rollout_mask_sums")
-    if own_weights and mask is not None and sums is not None and rollouts:
+    # One of another length is refused with the record; a few bytes may stand for many values.
+    fits = mask is not None and len(mask) == length <= TOKENS_IN_A_ROW
+    if own_weights and fits and sums is not None and rollouts:
         # Each rollout counts once, however many samples it has: cp_utils.get_sum_of_sample_mean, loss.loss_function.
         record["weights"] = torch.as_tensor(mask).double() / (max(float(sums), 1.0) * rollouts)
     return record

@@ -77,8 +77,7 @@ def condensed_event(
         [trigger, *(unit["token_equivalent"] for unit in event["units"])] if largest is None else [largest["grad_norm"]]
     )
     parts = heapq.nlargest(PARTS, event["diffuse"], key=excess)
-    replay = event.get("replay")
-    bundle = shlex.quote(os.path.join(directory, replay)) + options if replay else None
+    bundle = bundle_of(event, directory, options)
     return {
         **rounded({name: event[name] for name in _EVENT_FIELDS}),
         "error": clipped(event["error"]),
@@ -142,13 +141,31 @@ def _verdict(event: Mapping[str, Any], bundle: str | None) -> dict[str, Any] | N
     verdict = event.get("verdict")
     if verdict is None:
         return None
-    check = str(clipped(verdict["check"]))
-    if bundle is not None:
-        check = check.replace("BUNDLE", bundle, 1)
-    elif " BUNDLE" in check:
-        check += " No bundle was kept of this spike."
+    check = as_a_command(verdict["check"], bundle, " No bundle was kept of this spike.")
     texts = {"cause": clipped(verdict["cause"], _SHORT_CHARACTERS), "sentence": clipped(verdict["sentence"])}
-    return {**_fields(verdict, ("culprits", "ordinary")), **texts, "check": clipped(check)}
+    return {**_fields(verdict, ("culprits", "ordinary")), **texts, "check": check}
+
+
+def bundle_of(event: Mapping[str, Any], directory: str, options: str = "") -> str | None:
+    """An event's bundle and the options, as words of a shell; None without one. For the arguments see above."""
+    replay = event.get("replay")
+    return shlex.quote(os.path.join(directory, replay)) + options if replay else None
+
+
+def as_a_command(check: Any, bundle: str | None, without: str) -> str | None:
+    """How to check a cause, with a command that works as it stands here.
+
+    Args:
+        check (Any): As the evidence has it.
+        bundle (str, optional): The bundle that it is about, as words of a shell.
+        without (str): What is added where it needs a bundle, and there is none.
+    """
+    text = str(clipped(check))
+    if bundle is not None:
+        text = text.replace("BUNDLE", bundle, 1)
+    elif " BUNDLE" in text:
+        text += without
+    return clipped(text)
 
 
 def _next_command(event: Mapping[str, Any], bundle: str | None) -> str | None:

@@ -21,7 +21,7 @@ from gradloc.evidence.texts import without_texts
 from gradloc.evidence.writer import STEP_FIGURES, evidence_files, line_digest
 
 from ..bundles.results import read_results
-from .condensed import clipped, condensed_event, culprit_details, culprit_row
+from .condensed import bundle_of, clipped, condensed_event, culprit_details, culprit_row
 from .drills import condensed_drill
 from .figures import severity
 from .run_warnings import RunWarnings
@@ -72,6 +72,7 @@ class Evidence:
         faults (list[str]): The names of faults that were planted in the run on purpose.
         steps (dict[int, dict]): The figures of each step, of its last line; None where there is no data.
         warnings (RunWarnings): The warnings of the steps, and the critic's spikes.
+        bundle (str, optional): The bundle of the last spike that has one, as words of a shell.
         notes (dict[str, set]): What was left out of the files, and in which steps.
         left_out (set): The kinds and steps of these notes.
         replays (list[dict]): The results of replays, in the order of their events.
@@ -99,6 +100,7 @@ class Evidence:
     faults: list[str] = field(default_factory=list)
     steps: StepFigures = field(default_factory=StepFigures)
     warnings: RunWarnings = field(default_factory=RunWarnings)
+    bundle: str | None = None
     notes: dict[str, set[int]] = field(default_factory=dict)
     left_out: set[tuple[str, int]] = field(default_factory=set)
     replays: list[dict[str, Any]] = field(default_factory=list)
@@ -138,6 +140,7 @@ class Evidence:
         largest = max(event["culprits"], key=lambda culprit: severity(culprit["grad_norm"]), default=None)
         index, before = self.totals.events, self.sources.total()
         self.kept[index] = condensed = condensed_event(event, largest, self.directory, self.options)
+        self.bundle = bundle_of(event, self.directory, self.options) or self.bundle
         self.totals.add(condensed, self.top)
         for order, culprit in enumerate(event["culprits"], before):
             row = culprit_row(event, culprit)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .condensed import clipped
+from .condensed import as_a_command, clipped
 
 # At most so many names are told apart.
 _NAMES = 64
@@ -47,11 +47,12 @@ class RunWarnings:
             self.said[name] = {"name": name, **{key: clipped(warning[key]) for key in ("sentence", "check")}}
             self.steps.setdefault(name, set()).add(step)
 
-    def listed(self, since: int | None = None) -> list[dict[str, Any]]:
+    def listed(self, since: int | None = None, bundle: str | None = None) -> list[dict[str, Any]]:
         """The warnings, the first one first.
 
         Args:
             since (int, optional): Leave out earlier steps.
+            bundle (str, optional): A bundle of the run for their checks, as words of a shell.
 
         Returns:
             list[dict]: `name`, `sentence`, `check`, `first_step` (None if unknown), `steps` (how many), and the last
@@ -63,7 +64,8 @@ class RunWarnings:
             if steps:
                 first = min((step for step in steps if step is not None), default=None)
                 when = _when(first, len(steps))
-                found.append({**warning, "first_step": first, "steps": len(steps), "when": when})
+                check = as_a_command(warning["check"], bundle, " The run has no bundle: each spike leaves one.")
+                found.append({**warning, "check": check, "first_step": first, "steps": len(steps), "when": when})
         return sorted(found, key=lambda warning: -1 if warning["first_step"] is None else warning["first_step"])
 
 

@@ -37,7 +37,7 @@ def summarize(evidence: Evidence, top: int) -> dict[str, Any]:
         "since": evidence.since,
         "verdict": in_words(verdicts, totals.events),
         "verdicts": verdicts,
-        "warnings": evidence.warnings.listed(evidence.since),
+        "warnings": evidence.warnings.listed(evidence.since, evidence.bundle),
         "faults": evidence.faults,
         "drills": drill_reports(evidence),
         "steps": _steps(evidence),

@@ -29,12 +29,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch_stand_ins import as_in_torch_2_15, without_name
 from verl import DataProto
 from verl.utils.gradloc.adapters import loss_weights
+from verl.utils.gradloc.adapters.watch import Watch
 from verl.utils.gradloc.evidence import event
 from verl.utils.gradloc.fsdp.failed_pass import RecordedCollectives
 from verl.utils.gradloc.fsdp.state import flat_handles
 from verl.utils.gradloc.fsdp.torch_compat import param_groups
 from verl.utils.gradloc.measure import local_norms, micro_batch
-from verl.utils.gradloc.measure.watched_model import WatchedModel
 from verl.utils.gradloc.search.time_limit import SearchTime
 
 PLACES = ["before the forward", "in a layer", "after the forward", "in the backward", "in a layer's backward"]
@@ -101,15 +101,15 @@ def failing_search(
 
 def without_a_name(case: Case, name: str, ranks: list[int]) -> tuple[dict[str, bool], Run, list[str]]:
     """A run on a torch that lacks a name on some ranks, compared with the unpatched actor; and the warnings."""
-    make = WatchedModel.__init__
+    make = Watch.__init__
 
-    def make_without(self: WatchedModel, module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+    def make_without(self: Watch, module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
         if dist.get_rank() in ranks:
             without_name((param_groups(module) or flat_handles(module))[0], name)
         make(self, module, *arguments, **options)
 
-    with mock.patch.object(WatchedModel, "__init__", make_without), warnings_of("measure.watched_model") as warnings:
-        run = train(case, calls=2, **DETECTION)
+    with mock.patch.object(Watch, "__init__", make_without), warnings_of("measure.watched_model") as warnings:
+        run = train(case, calls=2, spike_replay=1, **DETECTION)
     return compare_runs(run, stock_run(case, 2)), run, warnings
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,6 +289,21 @@ def test_a_warning_is_shown_once_at_the_top(tmp_path: Path, show: Any) -> None:
     assert later["warnings"] == [{**STALE, "sentence": "The rollout is far behind.", **when}]
     assert page_data(report.read(str(tmp_path), since=4))["warnings"] == later["warnings"]
     assert not any(line.startswith("Warning") for line in show("--since", "6"))
+
+
+def test_the_command_of_a_warning_has_a_bundle_of_the_run(tmp_path: Path) -> None:
+    warning = {**STALE, "check": "`gradloc replay BUNDLE` compares them."}
+    write_steps(tmp_path, 3, {2: [warning]})
+
+    def check() -> str:
+        (found,) = page_data(report.read(str(tmp_path)))["warnings"]
+        return found["check"]
+
+    command = "`gradloc replay {}` compares them."
+    assert check() == f"{command.format('BUNDLE')} The run has no bundle: each spike leaves one."
+    kept = [{**spike(1), "replay": "replay/step1"}, {**spike(2), "replay": "replay/it's step2"}, spike(3)]
+    record_events(str(tmp_path), kept)
+    assert check() == command.format(shlex.quote(f"{tmp_path}/replay/it's step2"))
 
 
 def test_of_a_step_that_was_repeated_the_last_line_counts() -> None:

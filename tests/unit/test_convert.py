@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
+from printed_commands import commands_in, run_as_printed
 from pyarrow import parquet
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -654,6 +655,19 @@ def test_a_needed_field_of_slime_in_another_form_is_named(tmp_path: Path, capsys
     assert "sample 0, field 'advantages': save it as a tensor or as plain numbers" in refused(file, capsys)
 
 
+def test_a_mask_of_few_bytes_and_many_values_is_refused_before_they_are_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_files, "MEMORY_BYTES", 2**29)
+    file = slime_file(tmp_path / "a.pt")
+    data = torch.load(file)
+    data["samples"][0]["loss_masks"] = torch.ones(1).expand(10**9)
+    torch.save(data, file)
+    assert file.stat().st_size < 20_000
+    error = refused(file, capsys)
+    assert "field 'response_mask': its shape is (1000000000,), and that of the response is (5,)." in error
+
+
 def test_a_compressed_pt_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = slime_file(tmp_path / "a.pt", more=torch.zeros(10**6))
     with zipfile.ZipFile(file) as stored, zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as deflated:
@@ -938,3 +952,16 @@ def test_a_search_of_the_bundle_finds_the_planted_token(tmp_path: Path, capsys: 
     assert (culprit["row"], culprit["position"]) == BAD
     assert culprit["grad_norm"] == pytest.approx(token_norm, rel=1e-4)
     assert event["global_step"] == 3 and event["global_norm"] == pytest.approx(norm)
+
+
+def test_the_commands_that_it_prints_work_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = tmp_path / "its model", tmp_path / "it's a folder"
+    small_model(model)
+    file = write_lines(tmp_path / "a.jsonl", records())
+    assert main([str(file), "--out", str(out), "--model", str(model)]) == 0
+    commands = commands_in(capsys.readouterr().out)
+    assert [command.split()[:2] for command in commands] == [["gradloc", "replay"], ["gradloc", "report"]]
+    for command in commands:
+        done = run_as_printed(command)
+        assert done.returncode == 0, done.stderr
+    assert len(read(str(out)).events[0]["units"]) == 1  # it was searched

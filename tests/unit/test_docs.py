@@ -3,14 +3,20 @@
 import ast
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import apply_patch
 from gradloc import __version__
 from gradloc.evidence import schema
 from gradloc.evidence.sources import SOURCES
+from gradloc_tools.convert.command import main as convert
+from gradloc_tools.replay.command import main as replay
+from gradloc_tools.report.command import main as report
+from gradloc_tools.selftest.command import main as selftest
 
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -63,6 +69,26 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+COMMANDS: dict[str, Callable[[list[str]], Any]] = {
+    r"apply_patch\.py": apply_patch.main,
+    r"gradloc[. ]convert": convert,
+    r"gradloc[. ]replay": replay,
+    r"gradloc[. ]report": report,
+    r"gradloc[. ]selftest": selftest,
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_the_options_that_pages_give_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        COMMANDS[name](["--help"])
+    known = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out))
+    text = "\n".join(page.read_text().replace("\\\n", " ") for page in PAGES[:2] + PAGES[3:])  # not what has changed
+    commands = re.findall(rf"{name}\b([^`#|\n]*)", text)
+    written = {option for command in commands for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", command)}
+    assert written and written <= known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -338,11 +338,33 @@ def test_an_automatic_threshold_survives_a_checkpoint(tmp_path: Path) -> None:
     trained(other, tmp_path, [batch(planted=False)], grad_norm_threshold="auto")
     saved, loaded = (each.recorder._threshold.state_dict()["token_norms"] for each in (engine, other))
     assert len(saved) == 3 and loaded[:3] == saved and len(loaded) == 4
-    (tmp_path / "checkpoint" / spike_recorder.STATE_FILE).write_text("no json")
-    third = recorded(StandIn)
-    third.load_checkpoint(str(tmp_path / "checkpoint"))  # a warning
-    trained(third, tmp_path, [batch(planted=False)], grad_norm_threshold="auto")
-    assert len(third.recorder._threshold.state_dict()["token_norms"]) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no json",
+        "[" * 10**5,
+        "[]",
+        "{}",
+        "{'token_norms': 5}",
+        "{'token_norms': ['x']}",
+        "{'token_norms': [1], 'x': 2}",
+    ],
+)
+def test_a_state_of_another_form_is_a_sentence_and_the_warm_up_starts_over(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "checkpoint" / spike_recorder.STATE_FILE
+    path.parent.mkdir()
+    path.write_text(text.replace("'", '"'))
+    engine = recorded(StandIn)
+    engine.load_checkpoint(str(path.parent))
+    (record,) = [record for record in caplog.records if str(path) in record.getMessage()]
+    assert record.getMessage().endswith("restore it, or remove it, and the warm-up starts over")
+    assert record.exc_info is None
+    trained(engine, tmp_path, [batch(planted=False)], grad_norm_threshold="auto")
+    assert len(engine.recorder._threshold.state_dict()["token_norms"]) == 1
 
 
 @pytest.mark.parametrize("change", ["off", "not_a_source", "dynamic"])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from as_torchrun import ABORTS_AT_THE_END
+from printed_commands import commands_in, run_as_printed
 from stripped_bundles import strip
 from test_replay import BAD, DAMAGES, THRESHOLD, bundle, kept, resave, resign, small_model, tensors_of
 
@@ -233,19 +233,6 @@ def test_a_threshold_that_nothing_exceeds_leads_to_one_that_finds_it(
     event = json.loads(capsys.readouterr().out)
     assert [(culprit["row"], culprit["position"]) for culprit in event["culprits"]] == [BAD]
     assert event["threshold"] == event["culprits"][0]["threshold"] == float(suggested)
-
-
-def run_as_printed(command: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # What pip makes of the wheel's entry point.
-    program = f'gradloc() {{ {shlex.quote(sys.executable)} -m gradloc_tools "$@"; }}\n{command}'
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(program, shell=True, capture_output=True, text=True, cwd=Path("/"), env=environment)
-
-
-def commands_in(text: str) -> list[str]:
-    return re.findall("`(gradloc [^`]*)`", text)
 
 
 def test_the_commands_that_a_search_prints_work_as_printed(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:

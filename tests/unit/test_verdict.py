@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import gradloc
 from gradloc.evidence.auxiliary import CHECK as AUXILIARY_CHECK
 from gradloc.evidence.medians import token_medians
 from gradloc.evidence.ordinary import APART, is_apart, ordinary_shares
@@ -488,8 +491,10 @@ def test_every_check_is_of_the_runs_own_data() -> None:
 
 
 def test_the_checks_plant_faults_that_exist() -> None:
-    planted = [cause.check.split("--fault ")[1].split("`")[0] for cause in CAUSES.values() if "--fault" in cause.check]
-    assert planted and set(planted) <= set(FAULTS)
+    package = Path(gradloc.__file__).parent
+    source = "".join(path.read_text() for path in package.rglob("*.py"))
+    planted = set(re.findall(r'(?:--fault |_(?:EXAMPLE|SEE)\.format\(")([a-z_]+)', source))
+    assert len(planted) > 8 and planted <= set(FAULTS)
 
 
 @pytest.mark.parametrize(("source", "cause"), [("retokenized", "retokenized"), ("token", "other_log_probs")])

@@ -1,0 +1,25 @@
+"""For tests that run the commands that others print, as they stand."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def commands_in(text: str) -> list[str]:
+    """Those in backticks, and those that a line ends with."""
+    found = re.finditer("`(gradloc [^`]*)`|^[A-Z][a-z ]+: +(gradloc .*)$", text, flags=re.M)
+    return [match[1] or match[2] for match in found]
+
+
+def run_as_printed(command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a shell, in another folder than the one in which it was printed."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # What pip makes of the wheel's entry point.
+    program = f'gradloc() {{ {shlex.quote(sys.executable)} -m gradloc_tools "$@"; }}\n{command}'
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(program, shell=True, capture_output=True, text=True, cwd=Path("/"), env=environment)
