@@ -16,10 +16,9 @@ What is checked before anything is written:
   - every file it changes has exactly the content the patch was made for, by blob hash. This also holds for trees
     without git, and --force does not skip it. Files that only a patched verl has may be there already (pip and git
     leave them when they restore verl), if they are exactly as the patch makes them;
-  - in a git checkout: HEAD is the target's commit (in its PIN; where that has none, content decides) or the tag
-    gradloc-base of a development checkout, and no tracked file has local changes. --force skips this. A tree in a
-    subfolder of another repository has no HEAD of its own and is decided by content alone. --reverse looks at content
-    only;
+  - in a git checkout: HEAD is the target's commit (in its PIN; where that has none, content decides), and no tracked
+    file has local changes. --force skips this. A tree in a subfolder of another repository has no HEAD of its own and
+    is decided by content alone. --reverse looks at content only;
   - with --installed: the verl that this Python would import has the target's version.
 
 Then all files are replaced through a journal in verl/.gradloc_patch and read back. Whatever fails or interrupts,
@@ -740,8 +739,7 @@ def check_head(tree: Path, commit: str | None, told: bool) -> bool:
     top, _, head = git(tree, "rev-parse", "--show-toplevel", "HEAD^{commit}").strip().rpartition("\n")
     if Path(top).resolve() != tree:
         raise Stop(f"{tree}/.git is not a repository of its own (git finds {top} instead); repair or remove it")
-    tagged = git(tree, "for-each-ref", "--format=%(objectname)%(*objectname)", "refs/tags/gradloc-base").strip()
-    if commit is not None and head not in (commit, tagged[-40:]):
+    if commit is not None and head != commit:
         raise Stop(
             f"HEAD of {tree} is {head}, not the base commit {commit}; check that out, or pass --force", WRONG_BASE
         )

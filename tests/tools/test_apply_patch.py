@@ -285,13 +285,6 @@ def test_wrong_head_and_force(project: Project, checkout: Path) -> None:
     assert project.apply("--repo", checkout, "--force").returncode == 0
 
 
-def test_development_checkout_counts_as_base(project: Project, checkout: Path) -> None:
-    project.pin("0" * 40)
-    refused(project.apply("--repo", checkout), 3, "HEAD")
-    trees.git(checkout, "tag", "-a", "-m", "base", "gradloc-base")
-    assert project.apply("--repo", checkout).returncode == 0
-
-
 OTHER = "verl/__init__.py"  # a file of verl that the small patch does not change
 
 

@@ -442,6 +442,28 @@ def test_each_target_has_hooks_of_its_own_and_all_have_the_package(two: Made) ->
     ran(two.make("--check"))
 
 
+def test_the_way_to_a_new_target(made: Made, tmp_path: Path) -> None:
+    """As CONTRIBUTING.md describes it, where a hook has a conflict."""
+    made.project.add_target("0.7.1", None)
+    newer = trees.make_next_release(shutil.copytree(made.base, tmp_path / "newer"), "0.7.1")
+    theirs = (newer / ACTOR).read_text() + "# theirs\n"
+    (newer / ACTOR).write_text(theirs)
+    checkout = tmp_path / "0.7.1"
+    named = ["--base-tree", newer]
+    ran(made.make("--init", checkout, "--target", "0.7.1", *named))
+    trees.git(checkout, "fetch", "-q", str(made.checkout), "gradloc-base")
+    conflict = trees.run("git", "-C", checkout, "apply", "--3way", made.project.hooks)
+    assert conflict.returncode == 1 and "<<<<<<<" in (checkout / ACTOR).read_text()
+    (checkout / ACTOR).write_text(theirs + "# last\n")
+    trees.git(checkout, "reset", "-q")
+    before = made.project.text("0.7.0")
+    ran(made.make("--repo", checkout, *named))
+    ran(made.make("--check", "--target", "0.7.1", *named))
+    assert made.project.text("0.7.0") == before
+    assert made.project.apply("--repo", newer).returncode == 0
+    assert (newer / ACTOR).read_bytes() == (checkout / ACTOR).read_bytes() and not (newer / DELETED).exists()
+
+
 def test_check_names_the_target(two: Made) -> None:
     hooks = two.project.parts("0.7.1")[1]
     trees.write_patch(hooks, hooks.read_bytes().replace(b"+# hook for 0.7.1", b"+# hook for 0.7.1 "))

@@ -64,7 +64,7 @@ def commit(tree: Path, target: Target) -> None:
 
 def links() -> dict[str, Path]:
     """Where a checkout has the package: whole folders of the sources, or files of them where verl has some, too."""
-    found = {}
+    found: dict[str, Path] = {}
     for source in SOURCES:
         folder = ROOT / source.folder
         if source.folder == "rewards":
