@@ -8,20 +8,17 @@ For each supported release of verl, a target, the patch has three parts, which a
   - with --installed: the one for the installed version;
   - with --repo: the one for the commit of HEAD; else the one that all the files it changes fit, patched or not; else
     the one for the version that verl/version/version says. --force and --reverse do not look at HEAD.
-A verl of no target is refused, with the supported versions and, for --repo, what differs from each. --unpinned takes
-it if every hunk of a target's patch fits: the lines that it expects are there exactly and once, if perhaps further up
-or down. Of several targets that fit, the newest is taken. Nobody has tested such a verl, and the output says so.
---check, --reverse and a second run need --unpinned as well. tools/which_hooks_fit.py says why a hunk does not fit.
+A verl of no target is refused: another version, or a target with other changes. Of verl 0.9 the plugin takes whatever
+fits it (docs/plugin.md).
 
 What is checked before anything is written:
   - each part has the required SHA-256, is a plain git diff with full blob hashes and changes files below verl/ only;
   - every file it changes has exactly the content the patch was made for, by blob hash. This also holds for trees
     without git, and --force does not skip it. Files that only a patched verl has may be there already (pip and git
     leave them when they restore verl), if they are exactly as the patch makes them;
-  - in a git checkout: HEAD is the target's commit (in its PIN; where that has none, content decides) or the tag
-    gradloc-base of a development checkout, and no tracked file has local changes. --force skips this. A tree in a
-    subfolder of another repository has no HEAD of its own and is decided by content alone. --reverse looks at content
-    only;
+  - in a git checkout: HEAD is the target's commit (in its PIN; where that has none, content decides), and no tracked
+    file has local changes. --force skips this. A tree in a subfolder of another repository has no HEAD of its own and
+    is decided by content alone. --reverse looks at content only;
   - with --installed: the verl that this Python would import has the target's version.
 
 Then all files are replaced through a journal in verl/.gradloc_patch and read back. Whatever fails or interrupts,
@@ -144,53 +141,15 @@ class FilePatch:
             at = start + len(hunk.old)
         return b"".join(done + lines[at:])
 
-    def moved_to(self, content: bytes) -> FilePatch | None:
-        """The same hunks for other content, at the lines where they fit it; None unless all of them do."""
-        data, parts = content, []
-        for hunks in self.parts:
-            starts = places(hunks, io.BytesIO(data).readlines())
-            moved, shift = [], 0
-            for hunk, start in zip(hunks, starts, strict=True):
-                if start is None:
-                    return None
-                moved.append(Hunk(start + bool(hunk.old), hunk.old, hunk.new, start + shift + bool(hunk.new)))
-                shift += len(hunk.new) - len(hunk.old)
-            parts.append(moved)
-            data = self._changed(moved, data)
-        return FilePatch(self.path, blob_hash(content), blob_hash(data), self.mode, parts)
-
-
-def places(hunks: list[Hunk], lines: list[bytes]) -> list[int | None]:
-    """Where the hunks of a part fit a file, as indices of lines; None for one that does not.
-
-    What a hunk expects has to be there once, behind the hunks before it. As in git, a hunk that begins with the file's
-    first line belongs there, and one without unchanged lines at its end belongs at the file's end.
-    """
-    found: list[int | None] = []
-    at = 0
-    for hunk in hunks:
-        length = len(hunk.old)
-        last = len(lines) - length
-        at_start = hunk.old_start <= 1
-        at_end = not hunk.old or not hunk.new or hunk.old[-1] != hunk.new[-1]
-        starts = [
-            start
-            for start in range(at, last + 1)
-            if lines[start : start + length] == hunk.old and not (at_start and start) and not (at_end and start < last)
-        ]
-        found.append(starts[0] if len(starts) == 1 else None)
-        at = starts[0] + length if len(starts) == 1 else at
-    return found
-
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A release of verl, or a commit, that there is a patch for."""
+    """A release of verl that there is a patch for."""
 
     folder: Path
     version: str
     commit: str | None  # None where it is not known
-    wheel_sha256: str | None  # None for a commit that was not released
+    wheel_sha256: str
 
     @property
     def hooks(self) -> Path:
@@ -212,11 +171,10 @@ class Candidate:
 
     target: Target
     patches: list[FilePatch]
-    unpinned: bool = False  # whether the patch was moved to a verl that is not the target
 
     @property
     def name(self) -> str:
-        return f"{'as for ' * self.unpinned}verl {self.target.version}"
+        return f"verl {self.target.version}"
 
 
 def blob_hash(content: bytes | None) -> str | None:
@@ -488,17 +446,15 @@ def read_pin(path: Path) -> Target:
         len(lines) != len(text.splitlines())
         or version != path.parent.name
         or not re.fullmatch(r"[0-9][0-9A-Za-z.]*", version)
-        or not {"COMMIT", "WHEEL_SHA256"} & lines.keys()
-        or "WHEEL_SHA256" in lines
-        and not re.fullmatch(r"[0-9a-f]{64}", wheel)
+        or not re.fullmatch(r"[0-9a-f]{64}", wheel)
         or "COMMIT" in lines
         and not re.fullmatch(r"[0-9a-f]{40}", commit)
     ):
         raise Stop(
-            f"{path} must hold the lines VERSION={path.parent.name}, WHEEL_SHA256=<64 hex digits> where there is a "
-            "wheel and COMMIT=<40 hex digits> where that is known; restore it"
+            f"{path} must hold the lines VERSION={path.parent.name}, WHEEL_SHA256=<64 hex digits> and, where it is "
+            "known, COMMIT=<40 hex digits>; restore it"
         )
-    return Target(path.parent, version, commit or None, wheel or None)
+    return Target(path.parent, version, commit or None, wheel)
 
 
 def narrowed(targets: list[Target], version: str | None) -> list[Target]:
@@ -638,8 +594,6 @@ def choose(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) ->
         Stop: if it is of none, or of several by content and of none by its version.
     """
     found = [(candidate, survey(tree, candidate.patches)) for candidate in candidates]
-    if args.unpinned and not any(at.created.issuperset(at.other) for _, at in found):
-        return moved_candidate(tree, candidates)
     if len(found) == 1:
         return found[0]
     if not args.installed:
@@ -655,63 +609,7 @@ def choose(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) ->
     if fitting:
         fits = versions([candidate.target for candidate, _ in fitting])
         raise Stop(f"{tree} fits the patches for {fits}; say with --target which verl it is", WRONG_BASE)
-    raise no_target(tree, found, differences=not args.installed)
-
-
-def moved_candidate(tree: Path, candidates: list[Candidate]) -> tuple[Candidate, Situation]:
-    """A target whose patch fits a tree that is of none, moved to it, and how its files stand.
-
-    The first choice is the one for the version that the tree says it is, then the newest.
-
-    Raises:
-        Stop: if no patch fits, with what rejects each.
-    """
-    rejected = []
-    release = release_of(tree)
-    for candidate in sorted(reversed(candidates), key=lambda each: not is_release(release, each.target.version)):
-        moved = [moved_patch(patch, read_target(tree, patch.path)) for patch in candidate.patches]
-        bad = [patch.path for patch, other in zip(candidate.patches, moved, strict=True) if other is None]
-        if not bad:
-            candidate = Candidate(candidate.target, [patch for patch in moved if patch], unpinned=True)
-            return candidate, survey(tree, candidate.patches)
-        rejected.append((len(bad), candidate.target.version, listing(bad)))
-    _, version, files = min(rejected, key=lambda entry: entry[0])
-    raise Stop(
-        f"no patch fits the verl in {tree} ({release or 'of unknown version'}): nearest is that for {version}, which "
-        f"does not fit {files}; python {HERE / 'tools/which_hooks_fit.py'} {tree} says why",
-        WRONG_BASE,
-    )
-
-
-def moved_patch(patch: FilePatch, content: bytes | None) -> FilePatch | None:
-    """The change as one of this content, which is to have it, or has it; None if not every hunk fits."""
-    if blob_hash(content) in (patch.old, patch.new) or patch.old is None:
-        return patch
-    if content is None or patch.new is None:
-        return None
-    back = patch.reversed()
-    before: bytes | None
-    after: bytes | None
-    if moved := patch.moved_to(content):
-        before, after = content, moved.result(content)
-    elif taken_out := back.moved_to(content):
-        before, after = taken_out.result(content), content
-        moved = taken_out.reversed()
-    else:
-        return None
-    assert before is not None and after is not None
-    # What was put in has to be found again, and nothing else, or --reverse would not bring the file back.
-    ways = patch.moved_to(before), back.moved_to(after), patch.moved_to(after), back.moved_to(before)
-    return moved if ways == (moved, moved.reversed(), None, None) else None
-
-
-def patched_unpinned(tree: Path, candidates: list[Candidate]) -> bool:
-    """Whether verl's own files have a patch that was moved to them."""
-    try:
-        _, at = moved_candidate(tree, candidates)
-    except Stop:
-        return False
-    return not at.created.issuperset(at.patched)
+    raise no_target(tree, found)
 
 
 def refuse_another_target(tree: Path, named: str) -> None:
@@ -733,7 +631,7 @@ def refuse_another_target(tree: Path, named: str) -> None:
             )
 
 
-def no_target(tree: Path, found: list[tuple[Candidate, Situation]], differences: bool) -> Stop:
+def no_target(tree: Path, found: list[tuple[Candidate, Situation]]) -> Stop:
     """Says which verl is there and which ones there are patches for; also how to remove what a patched one left."""
     targets = [candidate.target for candidate, _ in found]
     release = release_of(tree)
@@ -743,19 +641,23 @@ def no_target(tree: Path, found: list[tuple[Candidate, Situation]], differences:
             f"the verl in {tree} is {release}, but {asked}; leave --target out: there is a patch for {release}",
             WRONG_BASE,
         )
-    several = len(targets) > 1
-    only = f"there are patches for {versions(targets)} only" if several else f"the patch is for {versions(targets)}"
-    if differences and several:
-        only += f" ({'; '.join(f'{each.target.version} differs in {listing(at.other)}' for each, at in found)})"
-    left = sorted({path for _, at in found for path in at.patched + at.other if path in at.created})
-    said = f"the verl in {tree} is {release or 'of unknown version'}, but {only}"
-    if left and patched_unpinned(tree, [candidate for candidate, _ in found]):
-        return Stop(f"{said}; it is patched with --unpinned: give that here, too", WRONG_BASE)
-    also = ""
-    if left:
-        also = "; a patched verl left files in it; if they hold no work of yours, delete them: " + clean_up(tree, left)
-    install = f"install {'one of these' if several else 'that'}, or try --unpinned"
-    return Stop(f"{said}; {install}{also}", WRONG_BASE)
+    if left := sorted({path for _, at in found for path in at.patched + at.other if path in at.created}):
+        command = clean_up(tree, left)
+        say_once(f"a patched verl left files in {tree}; if they hold no work of yours, delete them: {command}")
+    return not_taken(tree, [])
+
+
+def not_taken(tree: Path, changed: list[str]) -> Stop:
+    """One sentence of at most 200 characters, for a verl that is no target, or has changes where its patch has some."""
+    found = (release_of(tree) or "(no version)")[:12]
+    if changed:
+        file = changed[0] if len(changed[0]) <= 40 else f"…{changed[0][-39:]}"
+        found += f" with changes in {file}" + (f" and {len(changed) - 1} more" if changed[1:] else "")
+    return Stop(
+        f"found verl {found}; the patch takes {versions(read_targets())} as released, and 0.9 takes the plugin "
+        "(docs/plugin.md)",
+        WRONG_BASE,
+    )
 
 
 def check_content(tree: Path, found: Situation, reverse: bool) -> None:
@@ -775,8 +677,7 @@ def check_content(tree: Path, found: Situation, reverse: bool) -> None:
         raise Stop(
             f"{tree} is patched, but not as by this patch ({listing(found.other)}); if an older version of the patch "
             "is in it, take that out with the project it came from (apply_patch.py --reverse); if you changed these "
-            "files, restore all of verl from git or by reinstalling it; then run again (where --unpinned was given, "
-            "it is needed here, too)",
+            "files, restore all of verl from git or by reinstalling it; then run again",
             PARTLY,
         )
     if found.patched and found.base:
@@ -788,10 +689,7 @@ def check_content(tree: Path, found: Situation, reverse: bool) -> None:
     if found.other and reverse:
         raise Stop(f"the patch is not applied to {tree} ({listing(found.other)} differ), so it cannot be reversed")
     if found.other:
-        raise Stop(
-            f"not as in the base: {listing(found.other)}; undo local changes, use the base commit, or try --unpinned",
-            WRONG_BASE,
-        )
+        raise not_taken(tree, found.other)
 
 
 def git_environment() -> dict[str, str]:
@@ -841,10 +739,10 @@ def check_head(tree: Path, commit: str | None, told: bool) -> bool:
     top, _, head = git(tree, "rev-parse", "--show-toplevel", "HEAD^{commit}").strip().rpartition("\n")
     if Path(top).resolve() != tree:
         raise Stop(f"{tree}/.git is not a repository of its own (git finds {top} instead); repair or remove it")
-    tagged = git(tree, "for-each-ref", "--format=%(objectname)%(*objectname)", "refs/tags/gradloc-base").strip()
-    if commit is not None and head not in (commit, tagged[-40:]):
-        advice = "check that out, or pass --force or, for another verl, --unpinned"
-        raise Stop(f"HEAD of {tree} is {head}, not the base commit {commit}; {advice}", WRONG_BASE)
+    if commit is not None and head != commit:
+        raise Stop(
+            f"HEAD of {tree} is {head}, not the base commit {commit}; check that out, or pass --force", WRONG_BASE
+        )
     return True
 
 
@@ -1127,9 +1025,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--check", action="store_true", help="only report the state of the tree; write nothing")
     parser.add_argument("--reverse", action="store_true", help="remove the patch")
-    parser.add_argument(
-        "--unpinned", action="store_true", help="also take a verl that is no target, if every hunk of a patch fits it"
-    )
     parser.add_argument("--force", action="store_true", help="skip the check of git HEAD and clean tree (only that)")
     args = parser.parse_args(arguments)
     if args.check and args.reverse:
@@ -1151,22 +1046,15 @@ def inspect(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) -
     target = chosen.target
     if args.target and found.other:
         refuse_another_target(tree, args.target)
-    # A commit may have all files as the target's, and other files of its own.
-    other_commit = args.unpinned and target.commit and head_of(tree) not in (None, target.commit)
-    if (chosen.unpinned or other_commit) and not args.reverse:
-        say_once(
-            f"the verl in {tree} ({release_of(tree) or 'of unknown version'}) is none that this patch was tested with: "
-            f"the lines that the patch for {target.version} expects are there, but nobody has tested whether the code "
-            "around them does what it does there; plant a spike (spike_drill_step) before you rely on it"
-        )
-    if (args.installed or found.unknown) and not (chosen.unpinned or is_release(release_of(tree), target.version)):
-        raise no_target(tree, [(chosen, found)], differences=False)
+    if (args.installed or found.unknown) and not is_release(release_of(tree), target.version):
+        raise no_target(tree, [(chosen, found)])
     done = found.base if args.reverse else found.patched
     if len(done) == len(chosen.patches):
         return chosen, found
     start = found.left_behind or not found.patched  # with other files patched, that is what there is to say
-    commit = None if args.unpinned else target.commit
-    checkout = not args.reverse and not args.force and start and check_head(tree, commit, told=not args.installed)
+    checkout = (
+        not args.reverse and not args.force and start and check_head(tree, target.commit, told=not args.installed)
+    )
     check_content(tree, found, args.reverse)
     if checkout:
         check_clean(tree, found.patched)
@@ -1206,6 +1094,8 @@ def change(args: argparse.Namespace, tree: Path, candidates: list[Candidate]) ->
             replace_files(tree, state, [patch.reversed() for patch in todo] if args.reverse else todo)
             done = "reversed in" if args.reverse else "applied to"
             say(f"{done} {tree} ({name}, {len(todo)} files, all verified)")
+            if not args.reverse:
+                say(f"where the evidence is read, `pip install .` in {HERE} gives the command `gradloc report DIR`")
     return 0
 
 

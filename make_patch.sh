@@ -10,4 +10,4 @@ if [[ $("$python" -c 'import sys; print(sys.version_info >= (3, 10))' 2>/dev/nul
     printf 'make_patch.sh: %s is not Python 3.10 or newer; set PYTHON to one that is\n' "$python" >&2
     exit 3
 fi
-exec "$python" -B "$root/tools/make_patch.py" "$@"
+exec "$python" -B -W ignore "$root/tools/make_patch.py" "$@"

@@ -4,8 +4,8 @@
 
 verl expects the functions of torch.cuda in its device's module, and creates process groups with NCCL. This package
 adds the missing functions to torch.cpu, replaces NCCL by gloo, and registers the `hf` rollout (rollout.py). For verl
-0.8 and 0.9.0, padding.py stands in for flash attention's functions; for 0.9, cpu_platform.py adds the platform, and
-v1_trainer.py makes runs of its V1 trainer repeatable. verl's own files stay as they are.
+0.9, cpu_platform.py adds the platform, and v1_trainer.py makes runs of its V1 trainer repeatable. verl's own files stay
+as they are.
 """
 
 import functools
@@ -80,19 +80,6 @@ def _load_replica() -> type:
     return HFReplica
 
 
-def _register_engines() -> None:
-    """verl 0.8 looks its engines up by the device. Those for CUDA do nothing that a CPU could not."""
-    from verl.workers.engine import EngineRegistry
-
-    for backends in EngineRegistry._engines.values():
-        for devices in backends.values():
-            devices.setdefault("cpu", devices.get("cuda"))
-
-
 if importlib.util.find_spec("verl.plugin") is not None:
     importlib.import_module("embedded.cpu_platform")
-elif importlib.util.find_spec("verl.workers.actor") is None:
-    _register_engines()
-if importlib.util.find_spec("verl.workers.actor") is None:
-    importlib.import_module("embedded.padding")
 _register_rollout()

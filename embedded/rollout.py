@@ -145,7 +145,7 @@ class HFRollout(BaseRollout):
         # Every rank iterates over all weights, because gathering a sharded weight is a collective operation.
         for name, weight in weights:
             if first_of_replica:
-                collected[name] = weight.detach().float().cpu().numpy()  # verl 0.8 makes it bfloat16, which numpy lacks
+                collected[name] = weight.detach().float().cpu().numpy()  # it may be bfloat16, which numpy lacks
         if first_of_replica:
             server = ray.get_actor(server_name(self.device_mesh["dp"].get_local_rank()))
             await server.update_weights.remote(collected, kwargs.get("global_steps"))

@@ -21,7 +21,7 @@ from .status import Unfit
 logger = logging.getLogger(__name__)
 
 
-def watch_engines(module: ModuleType) -> None:
+def extend_engines(module: ModuleType) -> None:
     """Puts the package's mixins over the registered engines.
 
     Not a registration with a vendor of its own: that would need an environment variable on every node, and would take
@@ -39,10 +39,10 @@ def watch_engines(module: ModuleType) -> None:
         expect(engine, "load_checkpoint", "self", "local_path")
         expect(engine, "is_mp_src_rank_with_outputs", "self")
 
-    from gradloc.adapters import watched_engines
     from gradloc.adapters.fsdp_engine import WatchedEngine
+    from gradloc.adapters.watched_engines import watch_engines
 
-    watched_engines.watch_engines()
+    watch_engines()
     WatchedEngine._start = _started_with_step(WatchedEngine._start)  # type: ignore[assignment,method-assign]
     of_actors = module.EngineRegistry._engines["language_model"]
     if not any(issubclass(each, WatchedEngine) for name in ("fsdp", "fsdp2") for each in of_actors[name].values()):
@@ -71,12 +71,14 @@ def name_mini_batches(module: ModuleType) -> None:
 
     @functools.wraps(make_iterator)
     def make_named_iterator(tensordict: Any, mini_batch_size: int, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        from gradloc.adapters.hooks import place_of_mini_batch
+
         mini_batches = make_iterator(tensordict, mini_batch_size, *args, **kwargs)
         of_epoch = len(tensordict) // mini_batch_size
 
         def named() -> Iterator[Any]:
             for number, mini_batch in enumerate(mini_batches):
-                assign(mini_batch, epoch_and_mini_batch=divmod(number, of_epoch))
+                assign(mini_batch, **place_of_mini_batch(number, of_epoch))
                 yield mini_batch
 
         return named()
@@ -217,27 +219,23 @@ def mark_tiled_mlps(module: ModuleType) -> None:
 
     @functools.wraps(patch)
     def patch_and_mark(mlp_class: type, *args: Any, **kwargs: Any) -> None:
+        from gradloc.adapters.hooks import mark_tiled_mlp
+
         patch(mlp_class, *args, **kwargs)
-        mlp_class.is_tiled_mlp = True  # type: ignore[attr-defined]
+        mark_tiled_mlp(mlp_class)
 
     replace(module, "_patch_mlp_class", patch_and_mark)
 
 
 def survive_empty_micro_batches(module: ModuleType) -> None:
     """Rejection sampling may leave no token of a micro-batch; the fix of verl's assertion in fixes.patch."""
-    import torch
-
     compute = expect(module, "compute_offpolicy_metrics", "old_log_prob", "rollout_log_prob", "response_mask")
 
     @functools.wraps(compute)
     def compute_or_none(old_log_prob: Any, rollout_log_prob: Any, response_mask: Any, *args: Any, **kw: Any) -> Any:
-        if not response_mask.any():
-            # No difference is reported. Every micro-batch has to report all metrics, or those of different workers
-            # cannot be averaged.
-            old_log_prob = torch.zeros_like(old_log_prob)
-            rollout_log_prob = None if rollout_log_prob is None else torch.zeros_like(rollout_log_prob)
-            response_mask = torch.ones_like(response_mask)
-        return compute(old_log_prob, rollout_log_prob, response_mask, *args, **kw)
+        from gradloc.adapters.fixes import with_a_token
+
+        return compute(*with_a_token(old_log_prob, rollout_log_prob, response_mask), *args, **kw)
 
     replace(module, "compute_offpolicy_metrics", compute_or_none)
 
@@ -248,33 +246,22 @@ def reset_activation_offloading(module: ModuleType) -> None:
     enable = expect(module, "enable_activation_offloading", "model")
     made: list[Any] = []
 
-    class RepairedHandler(handler_class):  # type: ignore[misc,valid-type]
+    class NotedHandler(handler_class):  # type: ignore[misc,valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             made.append(self)
 
-        def reset(self) -> None:
-            """Forget a forward or backward that was broken off by an error."""
-            if self._offload_ctx.inside_context:
-                self._offload_ctx.__exit__(None, None, None)
-            offloading = self._offload_ctx.offload_handler
-            offloading.groupid_reset()
-            offloading.tensor_tag_to_buf.clear()
-            offloading.group_offload_mapping.clear()
-            offloading.offloaded_group_count = 0
-
     @functools.wraps(enable)
     def enable_with_reset(model: Any, *args: Any, **kwargs: Any) -> None:
+        from gradloc.adapters.fixes import forget_broken_pass
+
         made.clear()
         enable(model, *args, **kwargs)
         if made:  # not for a model with few layers
-            model.reset_activation_offloading = made.pop().reset
+            model.reset_activation_offloading = functools.partial(forget_broken_pass, made.pop())
 
-    replace(module, "ActivationHandler", RepairedHandler)
+    replace(module, "ActivationHandler", NotedHandler)
     replace(module, "enable_activation_offloading", enable_with_reset)
-
-
-_SCORERS = {"math_verify": "guarded_math_verify", "ps_grpo": "ps_grpo"}
 
 
 def add_scorers(module: ModuleType) -> None:
@@ -289,16 +276,13 @@ def add_scorers(module: ModuleType) -> None:
     def compute_score(
         data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if data_source not in _SCORERS:
-            return default(data_source, solution_str, ground_truth, extra_info, *args, **kwargs)
-        from importlib import import_module
+        from gradloc.adapters.hooks import SCORERS, score
 
-        scorer = import_module(f"{module.__name__}.{_SCORERS[data_source]}")
+        if data_source not in SCORERS:
+            return default(data_source, solution_str, ground_truth, extra_info, *args, **kwargs)
         for name in ("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb"):
             kwargs.pop(name, None)
-        if data_source == "math_verify":
-            return scorer.compute_score(solution_str, ground_truth, **kwargs)
-        return scorer.compute_score(solution_str, ground_truth, extra_info, data_source=data_source, **kwargs)
+        return score(data_source, solution_str, ground_truth, extra_info, **kwargs)
 
     replace(module, "default_compute_score", compute_score)
 
@@ -318,7 +302,7 @@ class Hook(NamedTuple):
 
 
 HOOKS = {
-    "verl.workers.engine": Hook(watch_engines, "the search in the FSDP engines"),
+    "verl.workers.engine": Hook(extend_engines, "the search in the FSDP engines"),
     "verl.utils.tensordict_utils": Hook(name_mini_batches, "the mini-batch's number in the evidence"),
     "verl.trainer.ppo.v1.trainer_base": Hook(extend_v1_trainers, "the step's number, spike_action=stop and the checks"),
     "verl.trainer.ppo.ray_trainer": Hook(refuse_v0, "the refusal of older trainers"),

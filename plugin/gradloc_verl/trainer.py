@@ -10,8 +10,8 @@ from typing import Any
 
 from verl.utils.debug import marked_timer
 
+from gradloc.adapters.hooks import start_spike_stop, step_of, update_of
 from gradloc.adapters.spike_stop import SpikeStop
-from gradloc.adapters.trainer_checks import check_trainer
 
 from . import status
 from .hooks import anything_is_on
@@ -29,8 +29,7 @@ class SpikeTrainer:
         super()._init_dataloader()
         if anything_is_on(self.config):
             status.require()
-        check_trainer(self.config, self.total_training_steps)
-        self.spike_stop = SpikeStop(self.config, self.total_training_steps)
+        self.spike_stop = start_spike_stop(self.config, self.total_training_steps)
 
     def on_step_begin(self) -> None:
         # Only now is the step before this one logged.
@@ -57,12 +56,11 @@ class SpikeTrainer:
         self._saved_step = self.global_steps
 
     def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        batch.extra_info["training_step"] = self.global_steps
+        batch.extra_info.update(step_of(self))
         return super()._update_critic(batch, metrics)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        update = (self.local_trigger_step, self.parameter_sync_step)
-        batch.extra_info.update(training_step=self.global_steps, update_of_step=update)
+        batch.extra_info.update(update_of(self))
         return super()._update_actor(batch, metrics)
 
 

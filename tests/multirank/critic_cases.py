@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import verl
 from actors import DEVICE, ENGINE, LEARNING_RATE, PROMPT, RESPONSE, VOCABULARY, Case, stock_module, strategy, wrap
 from batches import Words, build_batch, with_columns
 from mini_batches import loss_factor, split_rows, token_weights, whole_mini_batch
@@ -220,8 +219,7 @@ def brute_force(case: Case, batch: DataProto) -> tuple[list[list[dict[str, Any]]
     """
     config, model = build_config(case), build_model(dataclasses.replace(case, model="llama"))
     mini_batch = batch[: case.mini_batch]
-    # verl 0.8 takes the critic's mean over each micro-batch, and adds these up.
-    info = {} if verl.__version__.startswith("0.8.") else whole_mini_batch(case, mini_batch)
+    info = whole_mini_batch(case, mini_batch)
     found, total = [], [torch.zeros_like(parameter) for parameter in model.parameters()]
     for rows in split_rows(case, config, mini_batch):
         part = mini_batch.batch[rows]

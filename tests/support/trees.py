@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BASE_TREE = Path(os.environ.get("GRADLOC_BASE_TREE") or ROOT / "build" / "base").resolve()
 VERSION_FILE = BASE_TREE / "verl/version/version"
 TARGET = VERSION_FILE.read_text().strip() if VERSION_FILE.is_file() else ""  # the verl that the tests run against
-HAS_PLUGINS = not TARGET.startswith(("0.7.", "0.8."))  # whether GradLoc can be a plugin of it
+HAS_PLUGINS = not TARGET.startswith("0.7.")  # whether GradLoc can be a plugin of it
 # A few real files are enough for most tests, and keep them fast.
 ACTOR = "verl/workers/actor/dp_actor.py"
 ALGOS = "verl/trainer/ppo/core_algos.py"

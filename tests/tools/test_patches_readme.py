@@ -23,7 +23,7 @@ class Place(NamedTuple):
     kind: str  # Hooks or Fixes
     path: str
     code: str  # part of what is added there
-    releases: str  # 0.7 for all that begin so; "0.8 on" for these and later ones; "all"
+    releases: str  # 0.7 for all that begin so; "all"
 
 
 def entries() -> list[Place]:
@@ -32,7 +32,7 @@ def entries() -> list[Place]:
     for line in (trees.ROOT / "patches/README.md").read_text().splitlines():
         if match := re.fullmatch(r"(##|###) (.+)", line):
             kind, path = (match[2], "") if match[1] == "##" else (kind, match[2])
-        elif path and (match := re.match(r"\| `([^`]+)` \| ([\d.]+(?: on)?|all) \|", line)):
+        elif path and (match := re.match(r"\| `([^`]+)` \| ([\d.]+|all) \|", line)):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             assert len(cells) == COLUMNS[kind] and all(cells), line
             found.append(Place(kind, path, match[1], match[2]))
@@ -54,9 +54,7 @@ def hunks(target: Target, kind: str) -> list[tuple[str, str]]:
 
 
 def concerns(place: Place, target: Target) -> bool:
-    release, _, later = place.releases.partition(" ")
-    number, first = ([int(part) for part in re.findall(r"\d+", text)] for text in (target.version, release))
-    return release == "all" or number[: len(first)] == first or bool(later) and number > first
+    return place.releases == "all" or target.version.startswith(f"{place.releases}.")
 
 
 @pytest.mark.parametrize("kind", COLUMNS)

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import trees
-
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TOOLS = "basename bash cat cp cut dirname flock ln mkdir mktemp mv nproc rm sed sha256sum sleep".split()
@@ -70,6 +68,7 @@ def project(tmp_path: Path) -> Path:
     make_venv(tmp_path, "trackers")
     write(tmp_path / "patches/DEFAULT", "0.7.0\n")
     add_target(tmp_path, "0.7.0")
+    write(tmp_path / "build/0.9.0/base/ready", "0.9.0\n")
     write(tmp_path / "tests/test_other.py", "def test_other():\n    pass\n")
     (tmp_path / "tests/report").mkdir()
     for name in ("browser.py", "evidence_samples.py", "test_report_browser.py"):
@@ -141,10 +140,9 @@ def ran(project: Path, *arguments: str) -> list[str]:
 
 
 def test_which_tests_run_against_which_target(project: Path) -> None:
-    """One that shares its requirements with another gets few tests, and one without a wheel none."""
+    """One that shares its requirements with another gets few tests."""
     add_target(project, "0.7.1", shares="0.7.0")
     add_target(project, "0.9.1")
-    write(project / "patches/0.10.0.dev/PIN", f"COMMIT={'0' * 40}\nREQUIREMENTS=0.9.1\n")
     make_venv(project, "0.9.1")
 
     def all_of(version: str) -> list[str]:
@@ -225,27 +223,6 @@ def test_quick_leaves_out_slow_tests_and_all_but_one_case_with_ranks(project: Pa
     assert lines == ["without_ranks", "with 2 fsdp2"] * 3
     assert done.stdout.count("run.sh: pytest, ") == 2  # parts
     assert ("pytest, verl 0.7.1" in done.stdout) == ("--target" in arguments)
-
-
-def test_a_target_without_a_wheel_is_taken_from_a_clone(project: Path, tmp_path: Path) -> None:
-    for name in ("git", "tar"):
-        (project / "bin" / name).symlink_to(shutil.which(name))
-    clone = tmp_path / "clone"
-    write(clone / "verl/__init__.py", "# of the commit\n")
-    commit = trees.commit_all(clone)
-    write(clone / "verl/__init__.py", "# later\n")
-    trees.commit_all(clone)
-    add_target(project, "0.10.0.dev", shares="0.7.0")
-    shutil.rmtree(project / "build/0.10.0.dev")
-    write(project / "patches/0.10.0.dev/PIN", f"COMMIT={commit}\nREQUIREMENTS=0.7.0\n")
-    environment = os.environ | {"PATH": str(project / "bin")}
-    command = [project / "bin/bash", project / "tests/run.sh", "--target", "0.10.0.dev", "-k", "test_other"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and "--target takes one of: 0.7.0" in done.stderr
-    environment["VERL_CLONE"] = str(clone)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "pytest, verl 0.10.0.dev" in done.stdout, done.stdout + done.stderr
-    assert (project / "build/0.10.0.dev/base/verl/__init__.py").read_text() == "# of the commit\n"
 
 
 def test_the_plugins_tests_with_another_verl(project: Path, tmp_path: Path) -> None:

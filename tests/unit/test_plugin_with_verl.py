@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import apply_patch
 import trees
 from warm_python import warm_python
 
@@ -20,6 +22,8 @@ pytestmark = [
     pytest.mark.skipif(not trees.HAS_PLUGINS, reason="the plugin is for verl 0.9"),
 ]
 PATCHED = trees.ROOT / "build/0.9.1/verl"
+# What the plugin is for, and the release before it, which shares its requirements and has no patch.
+EITHER = pytest.mark.parametrize("tree", [trees.BASE_TREE, trees.ROOT / "build/0.9.0/base"], ids=["target", "0.9.0"])
 KEYS = [
     "actor@actor_rollout_ref.actor=gradloc_dp_actor",
     "critic=gradloc_dp_critic",
@@ -115,7 +119,8 @@ def test_verl_loads_it_by_its_entry_point_and_nothing_is_imported_early(installe
     run(installed, code, VERL_USE_EXTERNAL_PLUGINS="none", VERL_USE_EXTERNAL_MODULES="embedded,gradloc_verl")
 
 
-def test_every_hook_fits_verl(installed: Path) -> None:
+@EITHER
+def test_every_hook_fits_verl(installed: Path, tree: Path) -> None:
     code = """
         import importlib
         from gradloc_verl.hooks import HOOKS
@@ -160,8 +165,9 @@ def test_every_hook_fits_verl(installed: Path) -> None:
         from verl.utils.reward_score import default_compute_score
         assert default_compute_score("math_verify", "so it is 13", "13") == 1.0
         assert default_compute_score("openai/gsm8k", "#### 13", "13") == 1.0
+        assert verl.__path__[0] == TREE
     """
-    run(installed, code)
+    run(installed, code.replace("TREE", repr(str(tree / "verl"))), tree)
 
 
 def test_a_module_of_the_user_may_import_parts_of_verl_first(installed: Path, tmp_path: Path) -> None:
@@ -221,7 +227,8 @@ def test_the_package_has_its_patched_name_as_well(installed: Path) -> None:
     run(installed, code)
 
 
-def test_the_keys_work_without_a_plus_and_are_validated(installed: Path) -> None:
+@EITHER
+def test_the_keys_work_without_a_plus_and_are_validated(installed: Path, tree: Path) -> None:
     code = """
         off = actor_config()
         from gradloc.adapters.actor_config import SpikeConfig
@@ -240,27 +247,29 @@ def test_the_keys_work_without_a_plus_and_are_validated(installed: Path) -> None
         plain, ours = (OmegaConf.to_container(each, resolve=False) for each in (plain, ours))
         changed = {name for name, value in plain.items() if ours[name] != value}
         assert changed == {"_target_", "ppo_micro_batch_size_per_gpu"}, changed
-        assert as_patched(KEYS, composed())
     """
-    run(installed, code)
+    if tree == trees.BASE_TREE:
+        code += "    assert as_patched(KEYS, composed())\n"
+    run(installed, code, tree)
 
 
-def test_a_command_says_what_fits(installed: Path, tmp_path: Path) -> None:
+@EITHER
+def test_a_command_says_what_fits(installed: Path, tmp_path: Path, tree: Path) -> None:
     def said(*paths: Path) -> subprocess.CompletedProcess:
         path = ":".join(map(str, [*paths, trees.ROOT, trees.ROOT / "plugin", installed]))
         command = [_interpreter, "-X", "fork", "-m", "gradloc_verl"]
         return trees.run(*command, PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="embedded")
 
-    done = said(trees.BASE_TREE)
+    done = said(tree)
     assert done.returncode == 0, done.stderr
     version, *hooks = done.stdout.splitlines()
     assert (
-        version.startswith(f"verl {trees.TARGET} in ")
+        version.startswith(f"verl {apply_patch.release_of(tree)} in {tree}")
         and len(hooks) == 10
         and all(line.endswith(": fits") for line in hooks)
     )
     # Another verl: the trackers take other arguments, a repair has lost its place.
-    changed = trees.copy_base(tmp_path, None)
+    changed = shutil.copytree(tree / "verl", tmp_path / "verl").parent
     for file, old, new in (
         ("utils/tracking.py", "default_backend", "backends"),
         ("trainer/ppo/rollout_corr_helper.py", "def compute_offpolicy_metrics", "def offpolicy_metrics"),
@@ -279,7 +288,8 @@ def test_a_command_says_what_fits(installed: Path, tmp_path: Path) -> None:
     assert done.stderr.count("ERROR") == 2
 
 
-def test_a_half_loaded_plugin_refuses_runs_and_says_why(installed: Path) -> None:
+@EITHER
+def test_a_half_loaded_plugin_refuses_runs_and_says_why(installed: Path, tree: Path) -> None:
     code = """
         from gradloc_verl.loading import AfterImport
         def change(module):
@@ -289,7 +299,7 @@ def test_a_half_loaded_plugin_refuses_runs_and_says_why(installed: Path) -> None
         actor_config()
         print(refusal(actor_config, ON))
     """
-    done = run(installed, code)
+    done = run(installed, code, tree)
     (logged,) = [line for line in done.stderr.splitlines() if "GradLoc's plugin" in line]
     assert logged.startswith("ERROR")
     sentence = (

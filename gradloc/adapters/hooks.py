@@ -1,0 +1,50 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the patch for verl 0.9.1 does in verl's files and the plugin does from outside: a change of it is made here.
+
+Each of them calls these functions at places of its own; tests/tools/test_plugin_and_patch.py compares the two.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from .spike_stop import SpikeStop
+from .trainer_checks import check_trainer
+
+
+def start_spike_stop(config: Any, total_training_steps: int) -> SpikeStop:
+    """Refuses settings that cannot work, once the number of steps is known; returns what counts the run's spikes."""
+    check_trainer(config, total_training_steps)
+    return SpikeStop(config, total_training_steps)
+
+
+def step_of(trainer: Any) -> dict[str, Any]:
+    """What travels with the batch of an update, so that its events name their step."""
+    return {"training_step": trainer.global_steps}
+
+
+def update_of(trainer: Any) -> dict[str, Any]:
+    """The same where a step may have several updates of the actor: also the update's number, and how many there are."""
+    return step_of(trainer) | {"update_of_step": (trainer.local_trigger_step, trainer.parameter_sync_step)}
+
+
+def place_of_mini_batch(number: int, of_epoch: int) -> dict[str, Any]:
+    """What travels with a mini-batch of an update, so that an event names its epoch and its mini-batch."""
+    return {"epoch_and_mini_batch": divmod(number, of_epoch)}
+
+
+def mark_tiled_mlp(mlp_class: Any) -> None:
+    """Marks a class whose backward pass runs in pieces, so that a gradient is seen several times."""
+    mlp_class.is_tiled_mlp = True
+
+
+# The data sources that have a scorer of ours, and the scorer's module in verl.utils.reward_score.
+SCORERS = {"math_verify": "guarded_math_verify", "ps_grpo": "ps_grpo"}
+
+
+def score(data_source: str, solution: str, ground_truth: str, extra_info: Any, **options: Any) -> Any:
+    """The reward of an answer from a data source in SCORERS."""
+    scorer = import_module(f"verl.utils.reward_score.{SCORERS[data_source]}")
+    if data_source == "math_verify":
+        return scorer.compute_score(solution, ground_truth, **options)
+    return scorer.compute_score(solution, ground_truth, extra_info, data_source=data_source, **options)
