@@ -28,8 +28,7 @@ Usage:
 TREE is the unpatched verl of one target, the base; without it, that is build/VERSION/base, which tests/run.sh makes.
 --check with TREE needs VERSION.
 
-config/gradloc/ holds .yaml files. The other sources hold Python files, and .html, .css and .js files, which become
-one module page_files.py for each folder of verl. A README.md in the sources is not part of the patch.
+config/gradloc/ holds .yaml files, the other sources Python files. A README.md in the sources is not part of the patch.
 
 Exit codes: 0 done, 1 the check failed, 2 usage, 3 refused or failed (one sentence says why).
 """

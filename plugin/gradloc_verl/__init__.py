@@ -11,7 +11,6 @@ verl's modules is imported.
 - signatures: whether verl still has what a hook relies on
 - status: what went wrong, and the refusal of a run that would need it
 - patched: whether this verl is patched
-- renamed: the package's other name
 - trainer: the trainer's part, as a mixin
 - config, keys, conf/: the configuration's keys
 """

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from . import status
 from .loading import AfterImport, replace
 from .patched import has_module, is_patched
-from .renamed import RenamedPackage
 from .signatures import expect
 from .status import Unfit
 
@@ -346,5 +345,4 @@ def install() -> None:
             status.guard(hook.what, functools.partial(_refuse_missing, name))
     as_main = functools.partial(status.guard, HOOKS[_MAIN].what, end_main_with_exit_code, needed=False)
     AfterImport({name: _guarded(hook) for name, hook in HOOKS.items()}, {_MAIN: as_main}).install()
-    RenamedPackage().install()
     status.installed = True

@@ -153,23 +153,11 @@ def test_an_edit_of_the_package_in_a_checkout_is_one_of_the_sources(made: Made) 
     assert made.project.package.read_text() == package
 
 
-def test_page_files_are_a_module_in_verl(made: Made) -> None:
-    for name, text in (("page.css", "p { }\n"), ("page.js", '"use strict";\n')):
-        (made.project.place / "gradloc/deep" / name).write_text(text)
-    ran(made.make("--sources"))
-    assert made.project.apply("--repo", made.base).returncode == 0
-    code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['FILES'])"
-    printed = trees.run(sys.executable, "-c", code, made.base / PACKAGE / "deep/page_files.py").stdout
-    assert printed == "{'page.css': 'p { }\\n', 'page.js': '\"use strict\";\\n'}\n"
-    (made.project.place / "gradloc/deep/page.js").write_text("a")
-    refused(made.make("--sources"), 3, "gradloc/deep/page.js lacks the newline")
-
-
 @pytest.mark.parametrize(
     ("place", "content", "words"),
     [
         ("gradloc/notes.txt", "notes\n", ".py files"),
-        ("gradloc/page_files.py", "", "is a name for what the patch generates"),
+        ("gradloc/page.js", "a\n", ".py files only"),
         ("config/gradloc/keys.py", "", ".yaml files only"),
         ("rewards/__init__.py", "", "would replace a file of verl's own"),
         ("gradloc/bad.py", "x = (\n", "Python cannot compile"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import apply_patch
 import trees
-from tools.patching import page_files, parts
+from tools.patching import parts
 from tools.patching.sources import SOURCES
 
 
@@ -15,9 +15,7 @@ def test_the_package_is_the_new_files_of_the_sources() -> None:
     wanted = set()
     for source in SOURCES:
         folder = trees.ROOT / source.folder
-        pages = {path.with_name(page_files.MODULE) for path in folder.rglob("*") if page_files.is_page_file(path.name)}
-        ours = {*folder.rglob(f"*{source.suffix}"), *pages}
-        wanted |= {f"{source.place}/{path.relative_to(folder)}" for path in ours}
+        wanted |= {f"{source.place}/{path.relative_to(folder)}" for path in folder.rglob(f"*{source.suffix}")}
     assert set(found) == wanted and all(change.old is None for change in found.values())
     ours = found["verl/utils/reward_score/ps_grpo.py"].result(None)
     assert ours == (trees.ROOT / "rewards/ps_grpo.py").read_bytes()

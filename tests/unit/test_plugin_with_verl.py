@@ -215,19 +215,6 @@ def test_an_engine_is_not_watched_without_the_trainer(installed: Path) -> None:
     run(installed, code)
 
 
-def test_the_package_has_its_patched_name_as_well(installed: Path) -> None:
-    code = """
-        import gradloc.evidence.verdict
-        import verl.utils.gradloc.adapters.watch
-        import verl.utils.gradloc.evidence.verdict as renamed
-        assert renamed is gradloc.evidence.verdict
-        assert renamed.__name__ == renamed.__spec__.name == "gradloc.evidence.verdict"
-        assert sys.modules["verl.utils.gradloc.adapters.watch"] is sys.modules["gradloc.adapters.watch"]
-    """
-    run(installed, code)
-
-
-@EITHER
 def test_the_keys_work_without_a_plus_and_are_validated(installed: Path, tree: Path) -> None:
     code = """
         off = actor_config()

@@ -8,8 +8,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 import apply_patch
-from tools.patching import page_files
-from tools.patching.scratch_git import File, Files, Scratch
+from tools.patching.scratch_git import Files, Scratch
 
 ROOT = apply_patch.HERE
 
@@ -46,42 +45,16 @@ def package(base: Files, scratch: Scratch) -> Files:
         files = scratch.work_tree(folder, ".") if folder.is_dir() else {}
         files = {name: file for name, file in files.items() if PurePosixPath(name).name != "README.md"}
         check(files, base, source)
-        try:
-            files = join_pages(files, scratch)
-        except Refused as error:
-            raise Refused(f"{source.folder}/{error}") from None
         found |= {f"{source.place}/{name}": file for name, file in files.items()}
     return found
 
 
 def check(files: Files, base: Files, source: Source) -> None:
     for name, file in files.items():
-        if PurePosixPath(name).name == page_files.MODULE:
-            raise Refused(f"{source.folder}/{name} is a name for what the patch generates; rename it")
-        is_page = source.suffix == ".py" and page_files.is_page_file(name)
-        if not file.mode.startswith("100") or not (name.endswith(source.suffix) or is_page):
+        if not file.mode.startswith("100") or not name.endswith(source.suffix):
             raise Refused(
-                f"{source.folder}/{name} does not belong in a folder of the patch, which holds {source.suffix} files"
-                f"{' (and those of web pages)' * (source.suffix == '.py')} only; move it away"
+                f"{source.folder}/{name} does not belong in a folder of the patch, which holds {source.suffix} files "
+                "only; move it away"
             )
         if f"{source.place}/{name}" in base:
             raise Refused(f"{source.folder}/{name} would replace a file of verl's own; rename it")
-
-
-def join_pages(files: Files, scratch: Scratch) -> Files:
-    """The files as they are in verl: those of web pages as one module a folder.
-
-    Raises:
-        Refused: begins with the name of a file that cannot be part of a module.
-    """
-    joined = {name: file for name, file in files.items() if not page_files.is_page_file(name)}
-    folders: dict[PurePosixPath, dict[str, bytes]] = {}
-    for name in files.keys() - joined.keys():
-        path = PurePosixPath(name)
-        folders.setdefault(path.parent, {})[path.name] = scratch.read(files[name].blob)
-    for folder, texts in sorted(folders.items()):
-        try:
-            joined[str(folder / page_files.MODULE)] = File("100644", scratch.write(page_files.join(texts)))
-        except page_files.Unfit as error:
-            raise Refused(f"{folder}/{error}".removeprefix("./")) from None
-    return joined
