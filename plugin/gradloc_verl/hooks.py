@@ -334,7 +334,8 @@ def install() -> None:
         return
     if is_patched():
         status.left_to_patch = True
-        logger.warning("verl is patched with GradLoc, so GradLoc's plugin does nothing: the patch alone acts")
+        # The wheel is there for the command gradloc.
+        logger.info("verl is patched with GradLoc, so GradLoc's plugin does nothing: the patch alone acts")
         return
     verl = sys.modules.get("verl")
     if verl is not None and not getattr(verl.__spec__, "_initializing", False):
