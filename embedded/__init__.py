@@ -9,11 +9,19 @@ as they are.
 """
 
 import functools
+import importlib
 import importlib.util
+from types import ModuleType
 
 import psutil
 import torch
 import torch.distributed
+
+
+def of_gradloc(name: str) -> ModuleType:
+    """A module of GradLoc's package, which a patch has put into verl, and the plugin's wheel beside it."""
+    package = "verl.utils.gradloc" if importlib.util.find_spec("verl.utils.gradloc") else "gradloc"
+    return importlib.import_module(f"{package}.{name}")
 
 
 def _memory_used(*_args, **_kwargs) -> int:

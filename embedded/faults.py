@@ -3,8 +3,8 @@
 """Plants a fault in a run on purpose, to see what it looks like: run_experiment.sh --embedded --fault NAME.
 
 verl loads this module when VERL_USE_EXTERNAL_MODULES names it, and EMBEDDED_FAULT names the fault. Every event of the
-run has the name in its field `fault`. Faults that strike once do so in step 2. tools/launcher/faults.py has the list of
-them, for people, with what else a run with each needs. `retokenized` is an agent loop of its own: retokenized.py.
+run has the name in its field `fault`. Faults that strike once do so in step 2. config/fault/ says what each is, for
+people, and what else a run with it needs. `retokenized` is an agent loop of its own: retokenized.py.
 """
 
 import functools
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
+from . import of_gradloc
 from .auxiliary_loss import attach
 from .reloaded import load_a_checkpoint
 from .rollout import HFReplica, HFServer, Sampler, server_name
@@ -242,18 +243,17 @@ def _flip_before_the_log_probs_of_step(step: int) -> None:
 
 def _attach_an_auxiliary_loss_in(step: int) -> None:
     """Makes the gradient of that step one that comes from no token, for the most part."""
-    from verl.utils.gradloc.adapters.watch import Watch
-
+    Watch = of_gradloc("adapters.watch").Watch
     handles: list[RemovableHandle] = []
-    modules: dict[Watch, nn.Module] = {}
+    modules: dict[Any, nn.Module] = {}
 
     @around(Watch, "__init__")
-    def building(build: Any, watch: Watch, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def building(build: Any, watch: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         modules[watch] = module
         build(watch, module, *args, **kwargs)
 
     @around(Watch, "start_update")
-    def starting(start: Any, watch: Watch, global_step: int | None) -> None:
+    def starting(start: Any, watch: Any, global_step: int | None) -> None:
         while handles:
             handles.pop().remove()
         if global_step == step:
@@ -264,10 +264,9 @@ def _attach_an_auxiliary_loss_in(step: int) -> None:
 
 def _break_a_backward() -> None:
     """Makes the gradients of training wrong, and none of its log-probs."""
-    from verl.utils.gradloc.adapters.watch import Watch
 
-    @around(Watch, "__init__")
-    def building(build: Any, watch: Watch, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    @around(of_gradloc("adapters.watch").Watch, "__init__")
+    def building(build: Any, watch: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         break_backward(module)
         logger.warning("Fault 'kernel', planted on purpose: a wrong backward of the norm before layer 1's MLP")
         build(watch, module, *args, **kwargs)
@@ -300,10 +299,8 @@ def _micro_batches(config: Any) -> int:
 
 
 def _name_the_fault_in_events() -> None:
-    from verl.utils.gradloc.adapters.update_evidence import UpdateEvidence
-
-    @around(UpdateEvidence, "add")
-    def adding(add: Any, evidence: UpdateEvidence, events: Any, *of_rows: Any) -> None:
+    @around(of_gradloc("adapters.update_evidence").UpdateEvidence, "add")
+    def adding(add: Any, evidence: Any, events: Any, *of_rows: Any) -> None:
         for event in events:
             event["fault"] = NAME
         add(evidence, events, *of_rows)

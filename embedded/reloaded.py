@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
+from . import of_gradloc
+
 logger = logging.getLogger(__name__)
 
 PARAMETER = "model.norm.weight"
@@ -26,10 +28,10 @@ def load_a_checkpoint(engine: bool) -> None:
     worker: Any
     computing: Any
     if engine:
-        from verl.utils.gradloc.adapters.fsdp_engine import WatchedEngine
         from verl.workers.engine import FSDPEngineWithLMHead
 
-        worker, computing, name = WatchedEngine, FSDPEngineWithLMHead, "infer_batch"
+        worker = of_gradloc("adapters.fsdp_engine").WatchedEngine
+        computing, name = FSDPEngineWithLMHead, "infer_batch"
     else:
         from verl.workers.fsdp_workers import ActorRolloutRefWorker
 

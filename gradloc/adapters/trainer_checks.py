@@ -1,15 +1,38 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the Ray trainer refuses, or warns about, before it starts a worker."""
+"""What is refused, or warned about, before Ray starts, and before the Ray trainer starts a worker."""
 
 import logging
+import sys
 from typing import Any
+
+from hydra.errors import InstantiationException
+from verl.trainer.ppo.utils import need_critic
+from verl.utils.config import omega_conf_to_dataclass
 
 from ..config import GradLocConfig
 
 logger = logging.getLogger(__name__)
 
 _ACTOR = "actor_rollout_ref.actor"
+
+
+def refuse_bad_keys(config: Any) -> None:
+    """Ends the process with one sentence if the actor's or the critic's configuration has a bad value.
+
+    To be called before Ray starts, which takes longer than the run's whole configuration.
+
+    Args:
+        config (DictConfig): verl's whole configuration.
+    """
+    sections = [config.actor_rollout_ref.actor, *([config.critic] if need_critic(config) else [])]
+    for section in sections:
+        try:
+            omega_conf_to_dataclass(section)
+        except InstantiationException as error:  # from the error of the class that Hydra builds
+            if not isinstance(error.__cause__, ValueError):
+                raise
+            sys.exit(str(error.__cause__))
 
 
 def check_trainer(config: Any, total_training_steps: int) -> None:

@@ -30,7 +30,8 @@ SPEAKING = [
     ROOT / "gradloc/config.py",
     ROOT / "gradloc/layers/layer_clip.py",
     *(ROOT / "gradloc").glob("*/actor_config.py"),
-    *(ROOT / "tools/launcher" / name for name in ("settings.py", "usage.py", "values.py", "faults.py")),
+    ROOT / "run_experiment.sh",
+    *sorted((ROOT / "embedded/config").glob("*/*.yaml")),
 ]
 # Words that readers stumbled over, and what to write instead.
 BANNED = {

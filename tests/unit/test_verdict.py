@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import launch
 from torch import Tensor
 
 import gradloc
@@ -30,7 +31,6 @@ from gradloc.evidence.verdict import (
     verdict,
 )
 from gradloc.measure.micro_batch import MicroBatch
-from tools.launcher.faults import FAULTS
 
 ROWS, LENGTH = 6, 14
 OPTIONAL = ("advantage", "old_log_prob", "ref_log_prob", "rollout_log_prob", "kl_coefficient", "after_eos", "entropy")
@@ -494,7 +494,7 @@ def test_the_checks_plant_faults_that_exist() -> None:
     package = Path(gradloc.__file__).parent
     source = "".join(path.read_text() for path in package.rglob("*.py"))
     planted = set(re.findall(r'(?:--fault |_(?:EXAMPLE|SEE)\.format\(")([a-z_]+)', source))
-    assert len(planted) > 8 and planted <= set(FAULTS)
+    assert len(planted) > 8 and planted <= set(launch.FAULTS)
 
 
 @pytest.mark.parametrize(("source", "cause"), [("retokenized", "retokenized"), ("token", "other_log_probs")])
