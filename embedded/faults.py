@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 ENGINE = importlib.util.find_spec("verl.workers.actor") is None
 NAME = os.environ["EMBEDDED_FAULT"]
 STEP = 2
+# After the steps that show what is usual.
+FAILING_STEP = 4
 REWARD = 100.0
 STEPS_BEHIND = 3
 REPORTED_TEMPERATURE = 0.6
@@ -70,6 +72,19 @@ class UnsampledServer(HFServer):
                 output.token_ids[-1] = self.eos
                 if output.log_probs is not None:
                     output.log_probs[-1] = 0.0
+        return outputs
+
+
+class FailedRequestServer(HFServer):
+    """In one step every fourth request fails, and comes back as an empty response: an EOS token that nobody sampled."""
+
+    def generate_batch(self, prompts: list[list[int]], params: dict[str, Any], first_row: int) -> list[TokenOutput]:
+        outputs = super().generate_batch(prompts, params, first_row)
+        # The weights come once before each step.
+        for output in outputs[3::4] if self.version == FAILING_STEP else ():
+            output.token_ids[:] = [self.eos]
+            if output.log_probs is not None:
+                output.log_probs[:] = [0.0]
         return outputs
 
 
@@ -120,6 +135,7 @@ class TemperatureServer(HFServer):
 
 SERVERS = {
     "unsampled": UnsampledServer,
+    "failed_request": FailedRequestServer,
     "stale": StaleServer,
     "never_synced": NeverSyncedServer,
     "adapter": NeverSyncedServer,
