@@ -12,6 +12,7 @@ says which options fit the loss.
 
 import argparse
 import json
+import shlex
 import sys
 import warnings
 import zipfile
@@ -56,7 +57,8 @@ def main(files: list[Path], records: Path, step: int = 0, per_token_loss: bool =
         OSError: A file cannot be read or written.
     """
     lines: list[str] = []
-    rollouts, weighted, tokens = set(), True, 0
+    rollouts: set[int | None] = set()
+    weighted, tokens = True, 0
     with bounded_memory():
         for path in files:
             check_file(path)
@@ -68,7 +70,8 @@ def main(files: list[Path], records: Path, step: int = 0, per_token_loss: bool =
                     if len(lines) == RECORDS or tokens > TOKENS:
                         raise RecordError(f"{path} has one too many: {RECORDS:,} records, {TOKENS:,} tokens at most.")
                     lines.append(json.dumps(record) + "\n")
-                rollouts.add(data.get("rollout_id"))
+                rollout = data.get("rollout_id")
+                rollouts.add(rollout if type(rollout) is int and rollout >= 0 else None)
                 layouts = data["dp_shards"] if "dp_shards" in data else [data["rollout_data"]]
                 steps = max((len(counts_of(layout)) for layout in layouts), default=0)
                 left_out = names_of_what_was_left_out(data) if types else []
@@ -84,11 +87,12 @@ def main(files: list[Path], records: Path, step: int = 0, per_token_loss: bool =
     if not lines:
         raise RecordError(f"{', '.join(map(str, files))}: there is no sample.")
     records.write_text("".join(lines))
-    rollout = rollouts.pop() if len(rollouts) == 1 else None
-    number = rollout if type(rollout) is int and rollout >= 0 else "N"
-    # A record's own weights count before the option.
-    mode = "" if weighted else f" --loss-agg-mode {'token-mean' if per_token_loss else 'seq-mean-token-mean'}"
-    print(f"{len(lines):,} records. Next: gradloc convert {records} --out spike --step {number}{mode}")
+    command = f"gradloc convert {shlex.quote(str(records))} --out spike"
+    if len(rollouts) == 1 and (rollout := rollouts.pop()) is not None:
+        command += f" --step {rollout}"
+    if not weighted:  # then `convert` computes the weights
+        command += f" --loss-agg-mode {'token-mean' if per_token_loss else 'seq-mean-token-mean'}"
+    print(f"{len(lines):,} records. Next: {command}")
 
 
 def loaded(path: Path) -> tuple[Any, str]:
