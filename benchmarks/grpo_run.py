@@ -8,13 +8,11 @@ import contextlib
 import dataclasses
 import io
 import math
-from collections.abc import Callable
 from statistics import mean, median
 from typing import Any
 
 import numpy
 import torch
-from rival_clips import AGGC, SPAM, AdaGC, ZClip
 from sums_task import PAD, PROMPT, RESPONSE, all_pairs, answer_mask, new_model, prompts_and_answers, reward_of, sample
 from torch import Tensor, nn
 from verl import DataProto
@@ -22,11 +20,9 @@ from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, LayerClipConfig, TokenClipConfig
 
-RIVALS = ("adagc", "zclip", "spam", "aggc", "aggc limited")
 LOOSE, TIGHT = 5.0, 0.5  # grad_clip in usual norms
 TOKEN_THRESHOLD = 3.0  # GradLoc's, in usual token norms
 SPIKED_LAYER, ABOVE, SPIKE, FLOOR = 1, 2, 1000.0, 1.1
-NO_RATIO_CLIP = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +37,7 @@ class Settings:
         prompts (int): Sums in a step.
         answers (int): Answers to each.
         learning_rate (float): Of AdamW; beyond that, what verl takes by default.
-        epochs (int): PPO epochs over the two mini-batches of a step.
-        false_positives (float): The share of the wrong answers that the verifier takes for right.
-        warmup (int): Optimizer steps before LayerClip, TokenClip and AdaGC (its paper: 100) clip, and after a reset
-            before SPAM does.
-        reset (int): Optimizer steps from one reset of SPAM's moments to the next (its paper: 500).
+        warmup (int): Optimizer steps before LayerClip and TokenClip clip.
     """
 
     steps: int = 60
@@ -55,15 +47,7 @@ class Settings:
     prompts: int = 12
     answers: int = 8
     learning_rate: float = 1e-4
-    epochs: int = 1
-    false_positives: float = 0.0
     warmup: int = 20
-    reset: int = 40
-
-    @property
-    def updates(self) -> int:
-        """Optimizer steps of the whole run."""
-        return 2 * self.epochs * self.steps
 
     def spikes_in(self, step: int) -> bool:
         return any(first <= step <= last for first, last in self.events)
@@ -75,26 +59,19 @@ class Variant:
 
     Args:
         name (str): As in the tables.
-        rule (str): "none" for no clip at all, "global" for grad_clip alone, or what comes before it: "zscore", or one
-            of RIVALS.
+        rule (str): "none" for no clip at all, "global" for grad_clip alone, or LayerClip before it: "zscore".
         target (str): LayerClip's target, under "zscore".
         token_clip (float): TokenClip's max_share, the largest share of the tokens that it drops; 0 without TokenClip.
-        token_action (str): TokenClip's.
         action (str): GradLoc's spike_action; "" without GradLoc.
         clip (float): grad_clip in usual norms.
-        ratio_clip (bool): Whether the loss has PPO's ratio clip.
-        other_samples (bool): Whether to draw other sums and answers.
     """
 
     name: str
     rule: str = "global"
     target: str = "reciprocal"
     token_clip: float = 0.0
-    token_action: str = "drop"
     action: str = ""
     clip: float = LOOSE
-    ratio_clip: bool = True
-    other_samples: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,15 +90,13 @@ class Samples:
         prompts (Tensor): Shape (rows, PROMPT).
         responses (Tensor): Shape (rows, RESPONSE).
         log_probs (Tensor): The sampler's, shape (rows, RESPONSE).
-        right (Tensor): Whether the response is right, shape (rows,).
-        rewards (Tensor): The verifier's, shape (rows,).
+        right (Tensor): Whether the response is right, which is its reward; shape (rows,).
     """
 
     prompts: Tensor
     responses: Tensor
     log_probs: Tensor
     right: Tensor
-    rewards: Tensor
 
 
 class Run:
@@ -133,45 +108,30 @@ class Run:
         variant (Variant): What is tried.
         seed (int): Of the sums and the sampling.
         usual (Usual): The scale of the thresholds; None to measure it.
-        dump_dir (str): Where GradLoc keeps a bundle of its first spike; "" for none.
 
     Attributes:
         rewards (list[float]): Before the first step, and after each that was not replayed.
         moved (list[float]): Of every optimizer step: how far it went; 0 for one that was left out.
-        clipped (list[float]): In every optimizer step, the share of what the rule looks at (layers, tensors, groups,
-            elements, or the step) that it has cut.
+        clipped (list[float]): In every optimizer step, the share of the layers that LayerClip has cut.
         samples (list[Samples]): What every step trained on.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        weights: dict[str, Tensor],
-        variant: Variant,
-        seed: int,
-        usual: Usual | None,
-        dump_dir: str = "",
+        self, settings: Settings, weights: dict[str, Tensor], variant: Variant, seed: int, usual: Usual | None
     ) -> None:
         self.settings = settings
         self.train, self.test = all_pairs(seed)
-        self.random = torch.Generator().manual_seed(1000 + seed + 500 * variant.other_samples)
-        self.verifier = torch.Generator().manual_seed(2000 + seed)
+        self.random = torch.Generator().manual_seed(1000 + seed)
         self.model = new_model(seed)
         self.model.load_state_dict(weights)
         self.spike = Spike(self.model)
         rows = settings.prompts * settings.answers
         grad_clip = math.inf if variant.rule == "none" or usual is None else variant.clip * usual.norm
-        ratio_clip = (0.2, 3.0) if variant.ratio_clip else (NO_RATIO_CLIP, NO_RATIO_CLIP)
         config = FSDPActorConfig(
             strategy="fsdp",
             rollout_n=1,
             ppo_mini_batch_size=rows // 2,
             ppo_micro_batch_size_per_gpu=rows // 2,
-            ppo_epochs=settings.epochs,
-            clip_ratio=ratio_clip[0],
-            clip_ratio_low=ratio_clip[0],
-            clip_ratio_high=ratio_clip[0],
-            clip_ratio_c=ratio_clip[1],
             use_torch_compile=False,
             fsdp_config=FSDPEngineConfig(dtype="float32"),
             grad_clip=grad_clip,
@@ -182,12 +142,11 @@ class Run:
             spike_action=variant.action or "log",
             bisect_budget_steps=64,
             bisect_budget_seconds=None,
-            spike_replay=1 if dump_dir else 0,
-            bisect_dump_dir=dump_dir or FSDPActorConfig.bisect_dump_dir,
+            spike_replay=0,
             grad_norm_threshold=1e9 if usual is None else TOKEN_THRESHOLD * usual.token_norm,
             token_clip=TokenClipConfig(
                 enable=variant.token_clip > 0,
-                action=variant.token_action,
+                action="drop",
                 factor=4.0,
                 max_share=variant.token_clip or TokenClipConfig.max_share,
                 warmup_steps=settings.warmup,
@@ -202,30 +161,6 @@ class Run:
         self.samples: list[Samples] = []
         self.metrics: list[dict[str, Any]] = []
         self._watch(optimizer)
-        if variant.rule in RIVALS:
-            self._clip_before_the_actor(self._rival(variant.rule, optimizer, grad_clip))
-
-    def _rival(self, rule: str, optimizer: torch.optim.Optimizer, grad_clip: float) -> AdaGC | ZClip | SPAM | AGGC:
-        settings = self.settings
-        if rule == "adagc":
-            return AdaGC(grad_clip, settings.warmup)
-        if rule == "zclip":
-            return ZClip()
-        if rule == "spam":
-            return SPAM(optimizer, reset_interval=settings.reset, clip_after=settings.warmup)
-        kinds = [name.split(".")[-2] for name, _ in self.model.named_parameters()]
-        limits = (0.9, 1.1) if rule == "aggc limited" else (0.0, math.inf)
-        return AGGC(kinds, settings.updates, limits=limits)
-
-    def _clip_before_the_actor(self, rival: AdaGC | ZClip | SPAM | AGGC) -> None:
-        step = self.actor._optimizer_step
-
-        def clip_and_step() -> Tensor:
-            gradients: list[Any] = [parameter.grad for parameter in self.model.parameters()]
-            self.clipped.append(rival.clip(gradients))
-            return step()
-
-        self.actor._optimizer_step = clip_and_step  # type: ignore[method-assign]  # the rival's hook
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         before: list[Tensor] = []
@@ -266,24 +201,20 @@ class Run:
         self.model.eval()
         responses, log_probs = sample(self.model, prompts, torch.rand(count, RESPONSE, generator=self.random))
         right = (responses == right_responses).all(1)
-        mistaken = torch.rand(count, generator=self.verifier) < self.settings.false_positives
-        return Samples(prompts, responses, log_probs, right, (right | mistaken).float())
+        return Samples(prompts, responses, log_probs, right)
 
-    def step(
-        self, kind: str, replayed: Samples | None = None, change: Callable[[dict[str, Tensor]], None] | None = None
-    ) -> None:
+    def step(self, kind: str, replayed: Samples | None = None) -> None:
         """One GRPO step, with a spike of a kind.
 
         Args:
             kind (str): One of `Spike.KINDS`.
             replayed (Samples, optional): What to train on; None to draw it. With samples no reward is measured.
-            change (Callable, optional): Changes the batch's tensors in place before the update.
         """
         samples = self.draw() if replayed is None else replayed
         count = len(samples.prompts)
         mask = answer_mask(samples.responses)
         scores = torch.zeros(count, RESPONSE)
-        scores[:, 0] = samples.rewards
+        scores[:, 0] = samples.right.float()
         groups = numpy.arange(count) // self.settings.answers
         advantages, _ = compute_grpo_outcome_advantage(scores, mask.float(), groups)
         tokens = torch.cat([samples.prompts, samples.responses], 1)
@@ -299,8 +230,6 @@ class Run:
         }
         if kind != "no":
             self.spike.plant(kind, tokens[: count // 2], advantages, samples)
-        if change is not None:
-            change(tensors)
         batch = DataProto.from_dict(tensors, meta_info={"temperature": 1.0})
         self.metrics.append(self.actor.update_policy(batch))
         self.samples.append(samples)
@@ -402,8 +331,7 @@ class Spike:
 
 
 def measure_usual(settings: Settings, weights: dict[str, Tensor], seed: int) -> Usual:
-    """The usual norms, from the first steps of a run without spikes and without clips, with one epoch a step."""
-    settings = dataclasses.replace(settings, epochs=1)
+    """The usual norms, from the first steps of a run without spikes and without clips."""
     run = Run(settings, weights, Variant("usual", "none"), seed, None)
     for _ in range(settings.calibration):
         run.step("no")

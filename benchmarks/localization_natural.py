@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import math
 import random
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from localization_actor import (
     PROMPT,
+    VOCABULARY,
     Place,
-    Ranks,
     Shape,
     Solver,
     UnshardedCopy,
     build_batch,
     copy_batch,
-    tiny,
+    gather,
     token_norms,
 )
 from torch import Tensor
@@ -40,35 +42,11 @@ UNDER = 0.5
 # The share of tokens without an advantage in the other rows of sparse batches.
 CLIPPED = 0.1
 
+# Coherent events start here: closer to the threshold, leaving out a few tokens would explain them.
+COHERENT_EXCESS = 1.5
+
 # How many coherent batches in a row may have a token over τ.
 TRIES = 20
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is common to the events of one (W, M, N).
-
-    Args:
-        kinds (Sequence[str]): "natural", "sparse", "coherent".
-        excess (Sequence[float]): x, how many times over their thresholds micro-batches are.
-        coherent_excess (float): The smallest x of coherent events.
-        over_threshold (Sequence[int]): How many micro-batches are over their thresholds.
-        sigma (float): Of the log-normal sizes of advantages.
-        events (int): Of each kind, x and number of micro-batches over their thresholds.
-        untils (Sequence[str]): The ends of GradLoc's search.
-        published (bool): Whether the published schedule solves them, too.
-        seed (int): Of the events.
-    """
-
-    kinds: Sequence[str]
-    excess: Sequence[float]
-    coherent_excess: float
-    over_threshold: Sequence[int]
-    sigma: float
-    events: int
-    untils: Sequence[str]
-    published: bool
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -124,29 +102,28 @@ class Spike:
 
 
 class NaturalEvents:
-    """Natural and coherent events of one (W, M, N), solved in both ways, with the truth from brute force.
+    """Natural and coherent events of one (W, M, N), searched, with the truth from brute force.
 
     Args:
         shape (Shape): Of the model and the micro-batches (N).
         micro_batches (int): M.
         ranks (Ranks): The processes (W).
-        setting (Setting): The events.
+        setting (Namespace): The options of `localization.py`.
     """
 
-    def __init__(self, shape: Shape, micro_batches: int, ranks: Ranks, setting: Setting) -> None:
+    def __init__(self, shape: Shape, micro_batches: int, setting: Namespace) -> None:
         self._shape = shape
         self._micro_batches = micro_batches
-        self._ranks = ranks
         self._setting = setting
-        self._copy = UnshardedCopy(shape, micro_batches, ranks)
-        self._solver = Solver(shape, micro_batches, ranks, THRESHOLD, setting.untils)
+        self._copy = UnshardedCopy(shape, micro_batches)
+        self._solver = Solver(shape, micro_batches, THRESHOLD, setting.until)
         rows = {m: slice(m * shape.rows, (m + 1) * shape.rows) for m in range(micro_batches)}
-        self._own_rows = {(ranks.rank, m): here for m, here in rows.items()}
+        self._own_rows = {(dist.get_rank(), m): here for m, here in rows.items()}
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Solves all events. Each is a batch of its own, and all x scale the same batches."""
         for kind in self._setting.kinds:
-            least = self._setting.coherent_excess if kind == "coherent" else 0.0
+            least = COHERENT_EXCESS if kind == "coherent" else 0.0
             excess = [x for x in self._setting.excess if x >= least]
             for over_threshold in self._setting.over_threshold:
                 for number in range(self._setting.events if excess else 0):
@@ -177,41 +154,41 @@ class NaturalEvents:
         rewards, and so have a tenth of the other tokens. These stand for those that PPO clips, of which an on-policy
         update has none: a clipped token has no gradient either.
         """
-        batch = build_batch(self._shape, self._micro_batches, self._ranks, seed, self._setting.sigma)
+        batch = build_batch(self._shape, self._micro_batches, seed, self._setting.sigma)
         if kind == "sparse":
-            generator = torch.Generator().manual_seed(1000 * seed + self._ranks.rank)
+            generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
             advantages = batch.batch["advantages"]
             moves = torch.rand(advantages.shape, generator=generator) > CLIPPED
             moves &= (torch.arange(len(moves)) % self._shape.rows >= self._shape.rows // 2).unsqueeze(1)
             batch.batch["advantages"] = torch.where(moves, advantages, 0.0)
-        units = [(rank, m) for rank in range(self._ranks.world_size) for m in range(self._micro_batches)]
+        units = [(rank, m) for rank in range(dist.get_world_size()) for m in range(self._micro_batches)]
         chance = random.Random(seed)
         looped = set(chance.sample(units, over_threshold)) if kind == "coherent" else set()
         for unit in sorted(looped):
-            ids = torch.tensor([[chance.randrange(self._shape.vocabulary)] for _ in range(self._shape.rows)])
+            ids = torch.tensor([[chance.randrange(VOCABULARY)] for _ in range(self._shape.rows)])
             if unit in self._own_rows:
                 rows = self._own_rows[unit]
                 batch.batch["responses"][rows] = ids
                 batch.batch["input_ids"][rows, PROMPT:] = ids
                 batch.batch["advantages"][rows] = 1.0
         own = {unit: self._copy.token_equivalent(batch, unit[1]) for unit in self._own_rows}
-        sizes = {unit: size for part in self._ranks.gather(own) for unit, size in part.items()}
+        sizes = {unit: size for part in gather(own) for unit, size in part.items()}
         over = looped or set(sorted(units, key=sizes.__getitem__)[-over_threshold:])
         for unit, rows in self._own_rows.items():
             batch.batch["advantages"][rows] *= (1.0 if unit in over else UNDER) * THRESHOLD / sizes[unit]
         own_grams = {unit: self._copy.gram_matrix(batch, unit[1]) for unit in self._own_rows.keys() & over}
-        grams = {unit: gram for part in self._ranks.gather(own_grams) for unit, gram in part.items()}
+        grams = {unit: gram for part in gather(own_grams) for unit, gram in part.items()}
         return Spike(batch, dict(sorted(grams.items())))
 
     def _solve(self, spike: Spike) -> Iterator[dict[str, Any]]:
-        """Solves an event in both ways.
+        """Searches an event.
 
         Yields:
             dict: For each end of GradLoc's search: `largest`, the largest token's norm in τ; `over`, how many tokens
                 are over τ; how many are `needed`, in one micro-batch `needed_at_most`, and whether each of these is
-                over τ (`explainable`). For each way how many tokens are `named`, how many of these are not over τ
-                (`wrong`), whether they explain the event (`explained_truth`), `passes`, `seconds`; what GradLoc's event
-                says of itself, and the largest relative error of the norms in it (`norm_error`), of tokens and of
+                over τ (`explainable`). In `gradloc`: how many tokens are `named`, how many of these are not over τ
+                (`wrong`), whether they explain the event (`explained_truth`), `passes`, `seconds`; what the event says
+                of itself, and the largest relative error of the norms in it (`norm_error`), of tokens and of
                 micro-batches without them.
         """
         norms, needed = spike.norms(), spike.needed()
@@ -224,25 +201,20 @@ class NaturalEvents:
             "explainable": all(norms[place] > THRESHOLD for place in needed),
         }
 
-        def judge(result: dict[str, Any]) -> dict[str, Any]:
-            culprits = set(result.pop("culprits"))
-            # Tokens of other micro-batches have not been measured yet.
-            measured = norms | token_norms(self._copy, spike.batch, culprits - norms.keys(), self._ranks)
-            return result | {
-                "named": len(culprits),
-                "wrong": sum(not measured[place] > THRESHOLD for place in culprits),
-                "explained_truth": spike.is_explained(culprits),
-            }
-
-        if self._setting.published:
-            record["published"] = judge(self._solver.published(spike.batch))
-        for until in self._setting.untils:
-            result = self._solver.gradloc(spike.batch, until)
-            said = result["culprits"]
+        for until in self._setting.until:
+            result = self._solver.search(spike.batch, until)
+            said = result.pop("culprits")
             errors = [said[place] / norms[place] - 1 for place in said.keys() & norms.keys()]
             errors += [norm / spike.rest(unit, said) - 1 for unit, norm in result.pop("rests").items()]
-            result["norm_error"] = max(map(abs, errors), default=0.0)
-            yield record | {"until": until, "gradloc": judge(result)}
+            # Tokens of other micro-batches have not been measured yet.
+            measured = norms | token_norms(self._copy, spike.batch, said.keys() - norms.keys())
+            judged = {
+                "named": len(said),
+                "wrong": sum(not measured[place] > THRESHOLD for place in said),
+                "explained_truth": spike.is_explained(said),
+                "norm_error": max(map(abs, errors), default=0.0),
+            }
+            yield record | {"until": until, "gradloc": result | judged}
 
 
 def _rest(gram: Tensor, without: Sequence[int]) -> float:
@@ -256,8 +228,8 @@ def _rest(gram: Tensor, without: Sequence[int]) -> float:
     return math.sqrt(max(float(kept @ gram @ kept), 0.0) / max(float(kept.sum()), 1.0))
 
 
-def solve_natural_events(ranks: Ranks, micro_batches: int, tokens: int, setting: Setting) -> Iterator[dict[str, Any]]:
+def solve_natural_events(micro_batches: int, tokens: int, setting: Namespace) -> Iterator[dict[str, Any]]:
     """The events of one (W, M, N)."""
-    sizes = {"part": "natural", "W": ranks.world_size, "M": micro_batches, "N": tokens, "sigma": setting.sigma}
-    for record in NaturalEvents(tiny(tokens), micro_batches, ranks, setting).records():
+    sizes = {"part": "natural", "W": dist.get_world_size(), "M": micro_batches, "N": tokens, "sigma": setting.sigma}
+    for record in NaturalEvents(Shape.of(tokens), micro_batches, setting).records():
         yield sizes | record

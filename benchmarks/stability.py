@@ -11,8 +11,6 @@ The rows differ in what is applied between the gradient and the optimizer:
 - TokenClip: drop at 4 times the usual signal; both: TokenClip, then zscore. "1%": with max_share=0.01 instead of the
   default 0.1: one token here, where a mini-batch has about 170.
 - drop, skip: GradLoc's spike_action, at three times the usual token norm, with 64 passes at most.
-- adagc, zclip, spam, aggc: the rules of four papers (rival_clips.py). "aggc limited" has the limits to a step's factor
-  that are in its authors' code and not in its formulas.
 
 The usual norms are medians over the first 10 steps of a run without spikes. Spikes come in step 20 and in each of
 steps 35 to 37, in the first mini-batch; their kinds are in grpo_run.py, at `Spike`.
@@ -28,10 +26,8 @@ Reward is the probability of the right answer, averaged over 128 sums that are n
   distance that the latter moved; "floor": by a factor of 1.1 for one layer instead of a spike, under global;
 - lost: the reward of the run without spikes, less that of the sampled run with spikes, averaged over the steps from the
   first spike on;
-- end: the reward after the last step;
 - step length: of the run without spikes, averaged over its optimizer steps, as a share of global's of the same seed;
-- cut: the share of layers (adagc: tensors; aggc: groups; spam: elements; zclip: steps) cut in the run without spikes,
-  grad_clip apart; of "both", zscore's;
+- cut: the share of layers that LayerClip cuts in the run without spikes;
 - signals: how many token signals TokenClip cuts in a run without spikes, and with spikes of each kind.
 
 The patched verl must be importable; after `bash tests/run.sh`:
@@ -46,14 +42,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import time
+import json
+import multiprocessing
+import os
+import sys
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from grpo_run import RIVALS, TIGHT, Run, Samples, Settings, Usual, Variant
-from seed_jobs import Results, arguments_of, key_of, run_all
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from grpo_run import TIGHT, Run, Samples, Settings, Usual, Variant, measure_usual
+from sums_task import learn_from_examples
 from torch import Tensor
 
 KINDS = ("layer", "token", "sequence", "blow")
@@ -69,17 +74,15 @@ VARIANTS = [
     Variant("both 1%", "zscore", token_clip=0.01),
     Variant("drop", action="drop"),
     Variant("skip", action="skip"),
-    *(Variant(rule, rule) for rule in RIVALS),
 ]
 FULL = Settings()
-QUICK = Settings(steps=9, events=((7, 7), (8, 9)), calibration=2, skill=0.06, prompts=6, answers=8, warmup=6, reset=8)
+QUICK = Settings(steps=9, events=((7, 7), (8, 9)), calibration=2, skill=0.06, prompts=6, answers=8, warmup=6)
 
 
 def run_variant(
     settings: Settings, weights: dict[str, Tensor], seed: int, usual: Usual, variant: Variant
 ) -> dict[str, Any]:
     """All runs of one row and seed: "no", and by each kind the sampled and the replayed run."""
-    started = time.perf_counter()
 
     def run(kind: str, samples: list[Samples] | None = None) -> Run:
         new = Run(settings, weights, variant, seed, usual)
@@ -108,18 +111,8 @@ def run_variant(
 
     found: dict[str, Any] = {"no": figures(clean)}
     for kind in (*KINDS, "floor") if variant.name == "global" else KINDS:
-        sampled = run(kind)
-        found[kind] = figures(sampled) | {
-            "distance": distance(run(kind, clean.samples)),
-            "sampled_distance": distance(sampled),
-        }
-    if variant.name == "global":
-        other = dataclasses.replace(variant, other_samples=True)
-        beside = Run(settings, weights, other, seed, usual)
-        for _ in range(settings.steps):
-            beside.step("no")
-        found["other samples"] = figures(beside) | {"sampled_distance": distance(beside)}
-    return found | {"seconds": time.perf_counter() - started}
+        found[kind] = figures(run(kind)) | {"distance": distance(run(kind, clean.samples))}
+    return found
 
 
 def spread(values: list[float], digits: int, percent: bool = False) -> str:
@@ -141,12 +134,62 @@ def signals_cut(run: dict[str, Any]) -> float:
     return sum(run["token_clip"].get("actor/token_clip/cut", [0]))
 
 
-def print_tables(settings: Settings, results: Results, seeds: list[int], variants: list[Variant]) -> None:
+def key_of(seed: int, variant: Variant) -> str:
+    return f"{seed} | {variant.name}"
+
+
+def run_all(path: Path, settings: Settings, seeds: list[int], variants: list[Variant], jobs: int) -> dict[str, Any]:
+    """The runs of each seed and row, by `key_of`: those that the file has, and the others, which it gets.
+
+    The seeds' start weights and usual norms are kept beside the file.
+    """
+    size = json.loads(json.dumps(dataclasses.asdict(settings)))
+    kept = json.loads(path.read_text()) if path.exists() else {"settings": size, "runs": {}}
+    if kept["settings"] != size:
+        sys.exit(f"{path} holds runs of other settings: give another file, or remove it")
+    runs = kept["runs"]
+    missing = [(seed, variant) for seed in seeds for variant in variants if key_of(seed, variant) not in runs]
+    starts = path.with_suffix(".starts")
+    starts.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start_worker) as pool:
+        for learned in [pool.submit(_learn, starts, seed, settings) for seed in {seed for seed, _ in missing}]:
+            learned.result()
+        futures = {pool.submit(_work, starts, settings, *task): key_of(*task) for task in missing}
+        for done, future in enumerate(as_completed(futures), 1):
+            runs[futures[future]] = future.result()
+            unfinished = path.with_suffix(".part")
+            unfinished.write_text(json.dumps(kept))
+            unfinished.replace(path)
+            print(f"{done} of {len(futures)}: {futures[future]}", file=sys.stderr, flush=True)
+    return runs
+
+
+def _start_worker() -> None:
+    warnings.filterwarnings("ignore", "CPU Autocast only supports")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _learn(folder: Path, seed: int, settings: Settings) -> None:
+    path = folder / f"{seed}.pt"
+    if not path.exists():
+        weights = learn_from_examples(seed, settings.skill)
+        usual = measure_usual(settings, weights, seed)
+        torch.save((weights, dataclasses.asdict(usual)), path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+
+
+def _work(folder: Path, settings: Settings, seed: int, variant: Variant) -> dict[str, Any]:
+    weights, usual = torch.load(folder / f"{seed}.pt", weights_only=True)
+    return run_variant(settings, weights, seed, Usual(**usual), variant)
+
+
+def print_tables(settings: Settings, kept: dict[str, Any], seeds: list[int], variants: list[Variant]) -> None:
     """Prints the figures over the seeds, as tables in Markdown."""
-    runs = {variant.name: [results.runs[key_of(seed, variant.name)] for seed in seeds] for variant in variants}
-    keys = [key_of(seed, "global") for seed in seeds]
+    runs = {variant.name: [kept[key_of(seed, variant)] for seed in seeds] for variant in variants}
+    keys = [key_of(seed, Variant("global")) for seed in seeds]
     # Empty where global has not been run.
-    reference: list[dict[str, Any]] = [results.runs[key] for key in keys] if set(keys) <= set(results.runs) else []
+    reference: list[dict[str, Any]] = [kept[key] for key in keys] if set(keys) <= set(kept) else []
 
     def table(columns: list[str], cells: Callable[[list[dict[str, Any]]], list[str]]) -> None:
         print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
@@ -171,20 +214,6 @@ def print_tables(settings: Settings, results: Results, seeds: list[int], variant
         ["distance · lost", "step length", *KINDS],
         lambda of_seeds: [step_length(of_seeds), *(both_figures(of_seeds, kind) for kind in KINDS)],
     )
-    table(
-        ["distance", "step length", *KINDS],
-        lambda of_seeds: [
-            step_length(of_seeds),
-            *(spread([run[kind]["distance"] for run in of_seeds], 2) for kind in KINDS),
-        ],
-    )
-    table(
-        ["end", "step length", "no spikes", *KINDS],
-        lambda of_seeds: [
-            step_length(of_seeds),
-            *(spread([run[kind]["rewards"][-1] for run in of_seeds], 3) for kind in ("no", *KINDS)),
-        ],
-    )
 
     def ordinary(of_seeds: list[dict[str, Any]]) -> list[str]:
         gains = [
@@ -201,45 +230,30 @@ def print_tables(settings: Settings, results: Results, seeds: list[int], variant
             " · ".join(f"{mean(signals_cut(run[kind]) for run in of_seeds):.1f}" for kind in ("no", *KINDS)),
         ]
 
-    columns = [
-        "no spikes",
-        "step length",
-        "mean reward less global's",
-        "cut",
-        "GradLoc's events",
-        "passes by kind",
-        "signals",
-    ]
-    table(columns, ordinary)
+    columns = ["no spikes", "step length", "mean reward less global's", "cut", "GradLoc's events"]
+    table([*columns, "passes by kind", "signals"], ordinary)
     if reference:
         before = mean(base["no"]["rewards"][settings.events[0][0] - 1] for base in reference)
         floor = [base["floor"] for base in reference]
         print(f"Reward before the first spike (global): {before:.3f}.")
-        print(f"Floor, by a factor of 1.1: replayed {spread([run['distance'] for run in floor], 3)}, ", end="")
-        print(f"sampled {spread([run['sampled_distance'] for run in floor], 2)}.")
-        others = [base["other samples"]["sampled_distance"] for base in reference]
-        print(f"Two runs without spikes that draw other samples: {spread(others, 2)}.")
+        print(f"Distance of a factor of 1.1, which is no spike: {spread([run['distance'] for run in floor], 3)}.")
 
 
 def main() -> None:
+    names = [variant.name for variant in VARIANTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="GRPO steps, at least 38 (default: 60)")
-    parser.add_argument("--plot", type=Path, help="picture (PNG) of the reward curves; needs Chromium")
-    arguments = arguments_of(parser, [variant.name for variant in VARIANTS])
+    parser.add_argument("--results", type=Path, required=True, help="JSON file of the runs; read first if it exists")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="seeds (default: 0 1 2 3 4)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each on one core (default: 1)")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", default=names, help="rows of the table (default: all)")
+    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.rows if name not in names]:
+        sys.exit(f"unknown rows {unknown}: choose from {names}")
     settings = QUICK if arguments.quick else FULL
-    if arguments.steps is not None:
-        if arguments.steps <= settings.events[-1][1]:
-            parser.error(f"--steps must be over {settings.events[-1][1]}, the step of the last spike")
-        settings = dataclasses.replace(settings, steps=arguments.steps)
     variants = [variant for variant in VARIANTS if variant.name in arguments.rows]
-    results = Results(arguments.results, dataclasses.asdict(settings))
-    tasks = {key_of(seed, variant.name): (seed, variant) for seed in arguments.seeds for variant in variants}
-    run_all(results, settings, tasks, run_variant, arguments.jobs)
-    print_tables(settings, results, arguments.seeds, variants)
-    if arguments.plot:
-        from stability_picture import draw
-
-        draw(settings, results, arguments.seeds, variants, arguments.plot)
+    runs = run_all(arguments.results, settings, arguments.seeds, variants, arguments.jobs)
+    print_tables(settings, runs, arguments.seeds, variants)
 
 
 if __name__ == "__main__":

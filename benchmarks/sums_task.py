@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The task of stability.py and collapse.py: a Llama of three layers that adds two-digit numbers, and its rewards."""
+"""The task of stability.py: a Llama of three layers that adds two-digit numbers, and its rewards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Sets up build/ on first use and runs every check of the project: ruff, deno, the patches against their sources, mypy, pytest.
 # Usage: bash tests/run.sh [--quick] [--target VERSION] [pytest arguments]
-#        bash tests/run.sh --gpu [options of tests/gpu/run.py]     nothing of the above: what a GPU shows, on one
 #        bash tests/run.sh --plugin CHECKOUT [pytest arguments]      of pytest only the plugin's tests, with the verl of a checkout (of main, say)
 # The tests run against the verl of patches/DEFAULT. Without arguments, those that are marked smoke also run against each
 # other verl that there is a patch for, those marked every_target against each that has requirements of its own, and
@@ -15,7 +14,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 build=$root/build
 source embedded/find_python.sh
-[[ ${1-} != --gpu ]] || exec python3 tests/gpu/run.py "${@:2}"
 say() { printf '%s\n' "run.sh: $*"; }
 
 # A line of a target's PIN; nothing where it has none.

@@ -37,7 +37,6 @@ class Batch:
 def build_batch(
     records: Sequence[Record],
     loss: Loss,
-    world_size: int = 1,
     micro_batch_size: int | None = None,
     old_from_rollout: bool = False,
 ) -> Batch:
@@ -49,7 +48,6 @@ def build_batch(
     Args:
         records (Sequence[Record]): All records of the step, in order.
         loss (Loss): Where the records have no coefficients or weights.
-        world_size (int): W, at least; a larger rank of a record raises it.
         micro_batch_size (int, optional): How many responses a micro-batch has, where records name none; default: as
             few as a bundle's limit allows.
         old_from_rollout (bool): Whether the loss's old log-probs are those of the rollout.
@@ -63,7 +61,7 @@ def build_batch(
     unknown = sorted({name for record in records for name in record.unknown})
     notes = [f"Fields that were not read: {', '.join(unknown[:16])}."] if unknown else []
     records = _with_log_probs(records, old_from_rollout, notes)
-    world_size = max(world_size, *(record.rank + 1 for record in records))
+    world_size = 1 + max(record.rank for record in records)
     records = _with_coefficients(records, loss, world_size, notes)
     parts, rows = _divided(records, micro_batch_size)
     micro_batches = {}

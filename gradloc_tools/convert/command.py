@@ -4,10 +4,9 @@
 
     gradloc convert step7.jsonl --out spikes --model WEIGHTS
 
-The files hold plain records, one for each response, as JSON Lines or Parquet; or they are those of slime's
---save-debug-train-data. docs/other-trainers.md gives the format, and examples/ has what makes it for TRL, NeMo RL and
-prime-rl. Then `gradloc replay BUNDLE --search --model WEIGHTS` finds the tokens, and `gradloc report spikes` shows
-them.
+The files hold plain records, one for each response, as JSON Lines or Parquet. docs/other-trainers.md gives the format,
+and examples/ has what makes it for TRL, slime, NeMo RL and prime-rl. Then `gradloc replay BUNDLE --search --model
+WEIGHTS` finds the tokens, and `gradloc report spikes` shows them.
 """
 
 import argparse
@@ -35,7 +34,6 @@ from .batch import Batch, build_batch
 from .loss import AGG_MODES, KL_LOSSES, Loss
 from .plain_files import RECORDS, TOKENS, bounded_memory, json_lines, parquet_rows
 from .records import Record, RecordError, read_record
-from .slime import read_slime
 
 # The threshold of the published method.
 THRESHOLD = 640.0
@@ -47,7 +45,7 @@ _WHOLE = argument(int, lambda value: value >= 0, "it must not be negative")
 _FOLDER = argument(str, bool, "it must name a folder")
 _NATURAL = argument(int, lambda value: value >= 1, "it must be at least 1")
 
-_FORMATS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pt": "slime", ".pth": "slime"}
+_FORMATS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,9 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         with bounded_memory():
-            records, found = _read(options)
+            records = _read(options)
         loss = Loss(
-            found["agg_mode"],
+            options.loss_agg_mode,
             options.clip_low,
             options.clip_high,
             options.clip_c,
@@ -65,10 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.kl_type,
             options.loss_scale_factor,
         )
-        batch = build_batch(records, loss, found["ranks"], options.micro_batch_size, options.old_from_rollout)
-        batch.notes[:0] = found["notes"]
-        event = _event(batch, options, found)
-        context = _context(options, loss, batch, found)
+        batch = build_batch(records, loss, options.micro_batch_size, options.old_from_rollout)
+        event = _event(batch, options)
+        context = _context(options, loss, batch)
         event["replay"] = write_recorded_bundle(
             Path(options.out), event, batch.micro_batches, itemgetter("samples"), context
         )
@@ -89,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("files", metavar="FILE", nargs="+", help="of one optimizer step")
     parser.add_argument("--out", metavar="DIR", type=_FOLDER, required=True, help="where evidence and bundle go")
-    parser.add_argument("--format", choices=("jsonl", "parquet", "slime"), help="default: by the files' names")
+    parser.add_argument("--format", choices=("jsonl", "parquet"), help="default: by the files' names")
     parser.add_argument("--model", metavar="PATH", type=_FOLDER, help="the folder with the weights that this step had")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of training")
     parser.add_argument("--step", metavar="N", type=_WHOLE, help="the trainer's step")
@@ -101,7 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"the run's usual gradient norm; τ is then {MARGIN:g} times the norm that tokens usually have by it",
     )
     parser.add_argument("--grad-norm", metavar="NORM", type=float, help="that of this step, before clipping")
-    parser.add_argument("--loss-agg-mode", choices=AGG_MODES, help="as verl names them (token-mean; slime: its own)")
+    parser.add_argument(
+        "--loss-agg-mode", choices=AGG_MODES, default="token-mean", help="as verl names them (token-mean)"
+    )
     parser.add_argument(
         "--loss-scale-factor", metavar="N", type=_POSITIVE, help="of seq-mean-token-sum-norm (the longest response)"
     )
@@ -114,7 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--micro-batch-size", metavar="N", type=_NATURAL, help="responses in a micro-batch, where records name none"
     )
-    parser.add_argument("--slime-step", metavar="N", type=_WHOLE, default=0, help="optimizer step of the rollout (0)")
     parser.add_argument(
         "--old-from-rollout", action="store_true", help="the loss's ratio is to the rollout's log-probs"
     )
@@ -122,34 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]]:
-    """The records, and what their files say beside them."""
-    found: dict[str, Any] = {"notes": [], "ranks": 1, "step": options.step, "mini_batch": 0, "formats": []}
-    found["agg_mode"] = options.loss_agg_mode or "token-mean"
+def _read(options: argparse.Namespace) -> list[Record]:
     records: list[Record] = []
     tokens = 0
     for file in options.files:
         path = Path(file)
-        form = options.format or _FORMATS.get(path.suffix.lower())
-        if form is None:
-            raise RecordError(f"{file}: its name does not say what it is: give --format.")
-        found["formats"].append(form)
-        if form == "slime":
-            data = read_slime(path, options.slime_step, options.loss_agg_mode is None)
-            pairs = iter(data.samples)
-            found["ranks"] = max(found["ranks"], data.ranks)
-            found["mini_batch"] = options.slime_step
-            found["agg_mode"] = options.loss_agg_mode or "seq-mean-token-mean"
-            if found["step"] is None:
-                found["step"] = data.rollout_id
-            found["notes"] += [note for note in data.notes if note not in found["notes"]]
-            if data.steps > 1:
-                found["notes"].append(
-                    f"{path.name} has {data.steps} optimizer steps, and this is number {options.slime_step}. Its "
-                    "log-probs are those before the first."
-                )
-        else:
-            pairs = json_lines(path) if form == "jsonl" else parquet_rows(path)
+        pairs = json_lines(path) if _format_of(path, options.format) == "jsonl" else parquet_rows(path)
         for place, fields in islice(pairs, RECORDS + 1):
             records.append(read_record(fields, place, options.temperature, options.keep_nonfinite))
             if len(records) > RECORDS:
@@ -157,10 +133,19 @@ def _read(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]]:
             tokens += len(records[-1].row.input_ids)
             if tokens > TOKENS:
                 raise RecordError(f"{place} is one too many: {TOKENS:,} tokens are the limit.")
-    return records, found
+    return records
 
 
-def _event(batch: Batch, options: argparse.Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
+def _format_of(path: Path, named: str | None) -> str:
+    suffix = path.suffix.lower()
+    if named is None and suffix in (".pt", ".pth"):
+        raise RecordError(f"{path} has no records: if it is slime's, examples/slime_records.py makes them of it.")
+    if named is None and suffix not in _FORMATS:
+        raise RecordError(f"{path}: its name does not say what it is: give --format.")
+    return named or _FORMATS[suffix]
+
+
+def _event(batch: Batch, options: argparse.Namespace) -> dict[str, Any]:
     squares = math.fsum(float(square_weight(each.tokens)) for each in batch.micro_batches.values())
     # The threshold of the reduced gradient's norm, for τ = 1.
     unit = math.sqrt(squares) / batch.world_size
@@ -180,7 +165,7 @@ def _event(batch: Batch, options: argparse.Namespace, found: Mapping[str, Any]) 
         )
     event = recorded_event(
         batch.micro_batches,
-        where={"global_step": found["step"], "epoch": 0, "mini_batch": found["mini_batch"]},
+        where={"global_step": options.step, "epoch": 0, "mini_batch": 0},
         threshold=threshold,
         global_norm=norm,
         global_threshold=threshold * unit,
@@ -191,8 +176,9 @@ def _event(batch: Batch, options: argparse.Namespace, found: Mapping[str, Any]) 
     return event
 
 
-def _context(options: argparse.Namespace, loss: Loss, batch: Batch, found: Mapping[str, Any]) -> dict[str, Any]:
+def _context(options: argparse.Namespace, loss: Loss, batch: Batch) -> dict[str, Any]:
     """What a bundle has of the trainer; its settings by verl's names."""
+    formats = {_format_of(Path(file), options.format) for file in options.files}
     return {
         "model": {"path": os.path.abspath(options.model) if options.model else None, "attention": None},
         "dtype": options.dtype,
@@ -206,7 +192,7 @@ def _context(options: argparse.Namespace, loss: Loss, batch: Batch, found: Mappi
             "kl_loss_coef": loss.kl_coef,
             "kl_loss_type": loss.kl_type,
         },
-        "converted": {"from": sorted(set(found["formats"])), "notes": batch.notes},
+        "converted": {"from": sorted(formats), "notes": batch.notes},
     }
 
 

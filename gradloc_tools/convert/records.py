@@ -75,7 +75,7 @@ def read_record(fields: Any, place: str, temperature: float = 1.0, keep_nonfinit
     """Checks the fields of a record.
 
     Args:
-        fields (Any): What a file has for it: an object with `FIELDS`; lists may be tensors, and nulls count as missing.
+        fields (Any): What a file has for it: an object with `FIELDS`; nulls count as missing.
         place (str): The file and the record, for messages.
         temperature (float): That of records that name none.
         keep_nonfinite (bool): Whether NaN and infinities are taken instead of refused; weights are always finite.
@@ -143,13 +143,9 @@ def _ids(known: Mapping[str, Any], place: str) -> tuple[Tensor, int]:
 
 
 def _token_ids(value: Any, name: str, place: str) -> Tensor:
-    if isinstance(value, Tensor):
-        whole = _is_plain(value) and not value.dtype.is_floating_point and value.dtype != torch.bool
-    else:
-        whole = isinstance(value, Sequence) and all(type(each) is int and abs(each) < _TOKEN_IDS for each in value)
-    if not whole:
+    if not (isinstance(value, Sequence) and all(type(each) is int and abs(each) < _TOKEN_IDS for each in value)):
         raise RecordError(f"{place}, field {name!r}: it must be a list of token ids, whole numbers under 2^31.")
-    found = torch.as_tensor(value if len(value) else torch.zeros(0), dtype=torch.int64)
+    found = torch.tensor(value, dtype=torch.int64)
     if len(found) and not 0 <= int(found.min()) <= int(found.max()) < _TOKEN_IDS:
         raise RecordError(f"{place}, field {name!r}: token ids must be from 0 to 2^31 - 1.")
     return found
@@ -157,7 +153,7 @@ def _token_ids(value: Any, name: str, place: str) -> Tensor:
 
 def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: bool) -> Tensor:
     """A value for each token of the response, 0 where the mask is 0."""
-    if name == "advantages" and not isinstance(value, (Sequence, Tensor)):
+    if name == "advantages" and not isinstance(value, Sequence):
         value = [value] * len(mask)
     found = torch.where(mask == 1, _numbers(value, name, len(mask), place), 0.0)
     if not (keep_nonfinite and name != "weights") and not bool(found.isfinite().all()):
@@ -179,31 +175,20 @@ def _values(value: Any, name: str, mask: Tensor, place: str, keep_nonfinite: boo
 
 def _numbers(value: Any, name: str, length: int, place: str) -> Tensor:
     """Numbers as float64 of shape (length,); null, which pandas writes for NaN, is NaN."""
-    if isinstance(value, Tensor):
-        fits, shape = _is_plain(value), tuple(value.shape)
-    else:
-        fits = isinstance(value, Sequence) and not isinstance(value, str)
-        shape = (len(value),) if fits else (length,)
-        if fits and value and isinstance(value[0], Sequence) and not isinstance(value[0], str):
-            shape = (len(value), len(value[0]))
-        # A float may be NaN or infinite; an int may be larger than any float.
-        fits = fits and all(
-            each is None or isinstance(each, (bool, float)) or (isinstance(each, int) and is_finite_number(each))
-            for each in value
-        )
+    fits = isinstance(value, Sequence) and not isinstance(value, str)
+    shape: tuple[int, ...] = (len(value),) if fits else (length,)
+    if fits and value and isinstance(value[0], Sequence) and not isinstance(value[0], str):
+        shape = (len(value), len(value[0]))
+    # A float may be NaN or infinite; an int may be larger than any float.
+    fits = fits and all(
+        each is None or isinstance(each, (bool, float)) or (isinstance(each, int) and is_finite_number(each))
+        for each in value
+    )
     if shape != (length,):
         raise RecordError(f"{place}, field {name!r}: its shape is {shape}, and that of the response is {(length,)}.")
     if not fits:
         raise RecordError(f"{place}, field {name!r}: it must be a list of numbers.")
-    if isinstance(value, Tensor):
-        return value.detach().double()
     return torch.tensor([math.nan if each is None else float(each) for each in value], dtype=torch.float64)
-
-
-def _is_plain(value: Tensor) -> bool:
-    """Whether it is a list of numbers of a length that is not absurd: one number may be repeated without memory."""
-    plain = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
-    return plain and value.dim() == 1 and not value.dtype.is_complex and len(value) <= TOKENS_IN_A_ROW
 
 
 def _index(known: Mapping[str, Any], name: str, place: str) -> int | None:

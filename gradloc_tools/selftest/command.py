@@ -3,12 +3,13 @@
 """Tells in a few minutes whether GradLoc works with a model on this machine, and what it costs here.
 
     gradloc selftest --model MODEL                                # on one GPU, or on a CPU
+    gradloc selftest --model MODEL --as-rank-of 8                 # on one GPU, with the shards of eight
     torchrun --nproc-per-node 8 -m gradloc_tools selftest --model MODEL
 
 It trains nothing and needs no data: the model, sharded by FSDP2, gets random tokens in a plain loop without verl. In
 one copy of a step a token's advantage is multiplied, and the search must name that token and leave the gradient as it
 was. The same steps with and without detection take turns. MODEL is a folder or a name on the hub; its weights are
-needed.
+needed. With --as-rank-of, memory and computing are those of a rank of so many, and communication takes no time.
 
 exit codes: 0  it works here
             1  a token was not found, or the gradient is not what it should be
@@ -19,7 +20,8 @@ exit codes: 0  it works here
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,11 +30,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradloc.fsdp import collectives
-
 from ..command_line import argument
 from ..command_line import parser as new_parser
 from ..replay.model import ATTENTIONS, FLASH
+from .as_rank import rank_0_of
 from .loop import Loop, Sizes, build_model
 from .measuring import SelfTest, UnusableError
 
@@ -42,9 +43,10 @@ _DIFFERENCE = 0.05
 
 def sentence(result: Mapping[str, Any]) -> str:
     """What was found, in a sentence or two."""
+    here = "here" if result["as_rank_of"] is None else f"here as rank 0 of {result['as_rank_of']}"
     failed = failures(result)
     if failed:
-        return f"GradLoc does NOT work here: {'; '.join(failed)}."
+        return f"GradLoc does NOT work {here}: {'; '.join(failed)}."
     search, peak = result["search"], result["peak"]
     parts = [
         f"detection {result['detection']:+.1%} (median of {result['steps']} pairs of steps)",
@@ -60,7 +62,7 @@ def sentence(result: Mapping[str, Any]) -> str:
         }
         figures = ", ".join(f"{name} {bytes_ / 2**30:.1f}" for name, bytes_ in more.items())
         parts.append(f"GiB more than training at the peak: {figures}")
-    return f"GradLoc works here: {'; '.join(parts)}."
+    return f"GradLoc works {here}: {'; '.join(parts)}."
 
 
 def failures(result: Mapping[str, Any]) -> list[str]:
@@ -89,11 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = argument(int, lambda value: value >= 1, "it must be at least 1, got {}")
     for name, default in asdict(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=count, default=default, help=f"default: {default}")
+    parser.add_argument("--as-rank-of", type=count, metavar="N", help="be rank 0 of N, whose other ranks are not there")
     parser.add_argument("--seconds", type=float, default=120.0, help="how long to measure detection (default: 120)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON")
     options = parser.parse_args(arguments)
-    device = _start()
-    try:
+    if options.as_rank_of is not None and "RANK" in os.environ:
+        parser.error("--as-rank-of takes one process, without torchrun")
+    device = _device()
+    with _process_group(device, options.as_rank_of):
         attention = options.attention or (FLASH if device.type == "cuda" and find_spec("flash_attn") else "sdpa")
         try:
             model = build_model(options.model, options.random_weights, attention, device, options.trust_remote_code)
@@ -105,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             loop = Loop(model, sizes, model.config.vocab_size, device)
             result = {
                 "model": options.model,
-                "ranks": collectives.world_size(),
+                "ranks": dist.get_world_size(),
+                "as_rank_of": options.as_rank_of,
                 "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
                 "torch": torch.__version__,
                 "attention": attention,
@@ -116,8 +122,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             memory = "" if isinstance(error, UnusableError) else "Out of memory; smaller --rows or --response may fit. "
             print(f"selftest: {memory}{error}", file=sys.stderr)
             return 3
-    finally:
-        dist.destroy_process_group()
     if int(os.environ.get("RANK", 0)) == 0:
         print(sentence(result))
         if options.output is not None:
@@ -125,15 +129,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failures(result) else 0
 
 
-def _start() -> torch.device:
-    """Joins torchrun's process group, or makes one of this process alone."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def _process_group(device: torch.device, as_rank_of: int | None) -> Iterator[None]:
+    """Torchrun's process group, or one of this process alone, or one that is made believe to have more."""
+    if as_rank_of is not None:
+        with rank_0_of(as_rank_of):
+            yield
+        return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return device
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

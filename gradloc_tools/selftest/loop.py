@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -116,5 +117,5 @@ def build_model(name: str, random_weights: bool, attention: str, device: torch.d
     else:
         model = AutoModelForCausalLM.from_pretrained(name, **options)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    shard(model.train(), half, device, collectives.world_size())
+    shard(model.train(), half, device, dist.get_world_size())
     return model

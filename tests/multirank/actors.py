@@ -58,8 +58,7 @@ else:
     from verl.workers.actor import dp_actor
     from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
-# tests/gpu/ runs these cases on a GPU.
-DEVICE = torch.device(os.environ.get("GRADLOC_TEST_DEVICE", "cpu"))
+DEVICE = torch.device(cluster.DEVICE)
 VOCABULARY = 67  # odd, so that not every shard has the same size
 PROMPT, RESPONSE = 6, 10
 TEMPERATURE = 0.9

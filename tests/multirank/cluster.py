@@ -1,4 +1,4 @@
-"""A few processes in one gloo group that run functions together and cannot hang the tests.
+"""A few processes in one group that run functions together and cannot hang the tests.
 
 How long a function takes depends on what else the machine does, so it may take any time. But where no rank that has yet
 to answer has had anything to do for a while, they wait for each other for ever: that ends the run, with the stacks of
@@ -30,8 +30,10 @@ IDLE_SECONDS_AFTER_FAILURE = 10.0
 # A rank that waits for torch's store looks at a file again and again. It fails by itself after this time.
 GLOO_SECONDS = 900
 
-# How many GPUs there are for ranks, one for each; 0: the ranks compute on the CPU.
-GPU_RANKS = int(os.environ.get("GRADLOC_GPU_RANKS") or 0)
+# Where the ranks compute: "cpu", with gloo, or "cuda", with NCCL and a GPU for each rank.
+DEVICE = os.environ.get("GRADLOC_TEST_DEVICE") or "cpu"
+if DEVICE not in ("cpu", "cuda"):
+    raise ValueError(f"GRADLOC_TEST_DEVICE is {DEVICE!r}: it must be cpu or cuda")
 
 # What the ranks import first; what a version of verl lacks is left out.
 PRELOADED = [
@@ -96,6 +98,8 @@ class Cluster:
         The function must be importable: it is sent by name. Raises RankFailed with every rank's traceback, or its
         stacks if it waits for ever.
         """
+        if DEVICE == "cuda":
+            skip_without_gpus(self.world_size)
         if not all(process.is_alive() for process in self.processes):
             self.stop()
         if not self.processes:
@@ -183,6 +187,16 @@ class Cluster:
             self.pipes.append(ours)
 
 
+def skip_without_gpus(ranks: int) -> None:
+    """Skips a test where there are fewer GPUs than ranks."""
+    import pytest
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if ranks > gpus:
+        pytest.skip(f"each rank takes a GPU: {ranks} needed, {gpus} there")
+
+
 def busy_seconds(pid: int) -> float:
     """How long the main thread of a process has been on a processor or has waited for one; NaN if it has ended."""
     try:
@@ -208,9 +222,10 @@ def _serve(rank: int, world_size: int, store: str, stacks: str, pipe: Connection
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), chain=True)
     torch.set_num_threads(1)
     backend = "gloo"
-    if GPU_RANKS:
-        backend = "cpu:gloo,cuda:nccl"
+    if DEVICE == "cuda":
         torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+        _compute_alike_each_time()
     dist.init_process_group(
         backend,
         store=dist.FileStore(store, world_size),
@@ -236,6 +251,19 @@ def _serve(rank: int, world_size: int, store: str, stacks: str, pipe: Connection
         except BaseException:
             reply = pickle.dumps((False, traceback.format_exc(), _changed))
         pipe.send_bytes(reply)
+
+
+def _compute_alike_each_time() -> None:
+    """Leaves out kernels that add up in an order that changes: no two runs could be compared bit for bit with them."""
+    import torch
+    from verl.utils import torch_functional
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    # Of the operations without another kernel, cumsum for one adds up whole numbers here.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # as in training
+    # Its backward overwrites what a second backward through the same graph needs, and brute force runs many.
+    torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE = False
 
 
 def _forget_meshes() -> None:

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cluster import GPU_RANKS, Cluster
+from cluster import DEVICE, Cluster
 
 import trees
 
 # verl 0.9 takes a CPU for one of its devices if the embedded profile's module says so, in the ranks as well.
 if trees.TARGET and not trees.TARGET.startswith("0.7."):
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "embedded")
+if DEVICE == "cuda":
+    # What asks whether there is a GPU must not start it: the ranks' server forks.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
 CLUSTERS: dict[int, Cluster] = {}
@@ -24,8 +27,6 @@ def launch() -> Callable[..., list[Any]]:
     """Runs a function in so many ranks, which are kept for the next test of this folder."""
 
     def run(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        if GPU_RANKS and world_size > GPU_RANKS:
-            pytest.skip(f"it takes {world_size} GPUs")
         return CLUSTERS.setdefault(world_size, Cluster(world_size)).run(function, *arguments)
 
     return run

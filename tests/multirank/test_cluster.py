@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import cluster
 import pytest
@@ -13,6 +17,8 @@ import torch.distributed as dist
 from cluster import Cluster, RankFailed
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -90,3 +96,27 @@ def test_a_test_that_is_ended_leaves_the_stacks(
     with pytest.raises(KeyboardInterrupt):
         two.run(work, 1e9)
     assert capfd.readouterr().err.count("in work\n") == 2 and two.processes == []
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        ("cuda", "each rank takes a GPU: 2 needed, 0 there"),
+        ("gpu", "GRADLOC_TEST_DEVICE is 'gpu': it must be cpu or cuda"),
+    ],
+)
+def test_the_device_of_the_ranks(device: str, told: str) -> None:
+    """Where there is no GPU: tests with ranks are skipped, and an unknown device is refused."""
+    environment = {**os.environ, "GRADLOC_TEST_DEVICE": device, "CUDA_VISIBLE_DEVICES": ""}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/multirank/test_update_figures_ranks.py",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert told in done.stdout + done.stderr
+    assert (device == "cuda") == (done.returncode == 0) and " passed" not in done.stdout

@@ -34,7 +34,6 @@ if ENGINE:
 
 
 def replayed(bundle: Path, model: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    capsys.readouterr()  # in tests/gpu/ the run has printed into the same process
     assert main([str(bundle), "--model", str(model), "--json", *options]) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -38,7 +38,6 @@ def places(tokens: list[dict[str, Any]]) -> list[tuple[int, int, int, int]]:
 
 def search(bundle: Path, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     """The event after a search in this process."""
-    capsys.readouterr()  # in tests/gpu/ the run has printed into the same process
     adapter = ["--adapter", str(folder / "adapter")] if (folder / "adapter").exists() else []
     assert main([str(bundle), "--model", str(folder / "model"), *adapter, "--search", "--json", *options]) == 0
     return json.loads(capsys.readouterr().out)

@@ -1,5 +1,6 @@
 """Bundles from other trainers' files: what they hold, what is refused, and that the search takes them."""
 
+import contextlib
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from gradloc_tools.bundles.opening import Bundle, open_bundle
 from gradloc_tools.convert import plain_files
 from gradloc_tools.convert.command import main
 from gradloc_tools.convert.loss import AGG_MODES, KL_LOSSES
+from gradloc_tools.convert.records import RecordError
 from gradloc_tools.replay.command import main as replay
 from gradloc_tools.report.command import main as report
 from gradloc_tools.report.reading import read
@@ -573,10 +575,29 @@ def slime_file(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_slime_train_data(tmp_path: Path) -> None:
-    bundle = convert(slime_file(tmp_path / "31.pt"))
+def slime_records(file: Path, **options: Any) -> Path:
+    """The records that the example makes of a file of slime's."""
+    records = file.with_suffix(".jsonl")
+    example("slime_records.py")["main"]([file], records, **options)
+    return records
+
+
+def slime_refused(file: Path, **options: Any) -> str:
+    """The sentence with which the example refuses a file; nothing is written."""
+    with pytest.raises(RecordError) as refusal:
+        slime_records(file, **options)
+    assert not file.with_suffix(".jsonl").exists() and "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
+def test_slime_train_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records_of_it = slime_records(slime_file(tmp_path / "31.pt"))
+    printed = capsys.readouterr()
+    assert printed.out == f"2 records. Next: gradloc convert {records_of_it} --out spike --step 31\n"
+    assert printed.err == "31.pt: step 0 of 2, with the log-probs before the first.\n"
+    bundle = convert(records_of_it, "--step", "31")
     event = bundle.event
-    assert (event["global_step"], event["mini_batch"], event["world_size"]) == (31, 0, 2)
+    assert (event["global_step"], event["world_size"]) == (31, 2)
     assert bundle.rows == {(0, 0): [0], (1, 0): [0]}  # the first of each rank's two samples: the first step
     lines = records()
     for index, (weight, coefficient) in enumerate(
@@ -587,11 +608,13 @@ def test_slime_train_data(tmp_path: Path) -> None:
         torch.testing.assert_close(coefficient, -weight * torch.tensor(lines[index]["advantages"]))
     assert event["suspected"][0]["position"] == BAD[1] and event["suspected"][0]["rank"] == 1
     assert "not looked at" not in event["summary"]
-    notes = " ".join(bundle.manifest["converted"]["notes"])
-    assert "2 optimizer steps, and this is number 0" in notes
     (tmp_path / "second").mkdir()
-    second = convert(slime_file(tmp_path / "second" / "31.pt"), "--slime-step", "1", "--loss-agg-mode", "token-mean")
-    assert [len(values) for values in flat(second, "weight")] == [4, 6] and second.event["mini_batch"] == 1
+    second = convert(
+        slime_records(slime_file(tmp_path / "second" / "31.pt"), step=1, per_token_loss=True),
+        *("--loss-agg-mode", "token-mean"),
+    )
+    assert "--step 31 --loss-agg-mode token-mean\n" in capsys.readouterr().out
+    assert [len(values) for values in flat(second, "weight")] == [4, 6]
     torch.testing.assert_close(flat(second, "weight")[1], torch.full((6,), 2 / 8))
 
 
@@ -613,10 +636,12 @@ def test_slime_train_data_of_its_earlier_form(tmp_path: Path, capsys: pytest.Cap
         torch.save(data, tmp_path / "4_0.pt")
         return tmp_path / "4_0.pt"
 
-    error = refused(save(log_probs=columns["log_probs"][:3]), capsys)
+    error = slime_refused(save(log_probs=columns["log_probs"][:3]))
     assert "field 'log_probs': it has 3 samples, and 'response_lengths' has 4." in error
-    save()
-    bundle = convert(tmp_path / "4_0.pt")
+    records_of_it = slime_records(save())
+    options = capsys.readouterr().out.split("--out spike")[1].split()
+    assert options == ["--step", "4", "--loss-agg-mode", "seq-mean-token-mean"]
+    bundle = convert(records_of_it, *options)
     assert bundle.event["global_step"] == 4 and bundle.event["world_size"] == 1
     for length, mask, weight in zip((5, 7, 2, 6), columns["loss_masks"], flat(bundle, "weight"), strict=True):
         torch.testing.assert_close(weight, mask / (length * 4))
@@ -632,104 +657,113 @@ class Pickled:
         return os.mkdir, (str(self.marker),)
 
 
-def test_a_pickle_with_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pickle_with_code_is_refused(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     file = slime_file(tmp_path / "a.pt", more=Pickled(marker))
     torch.load(file, weights_only=False)
     marker.rmdir()  # so it works
-    assert "it has more than tensors and plain values, or is damaged" in refused(file, capsys)
+    assert "it has more than tensors and plain values, or is damaged" in slime_refused(file)
     assert not marker.exists()
 
 
-def test_what_slime_has_beside_plain_values_is_left_out_and_named(tmp_path: Path) -> None:
-    bundle = convert(slime_file(tmp_path / "a.pt", raw_reward=[np.float64(1.0)], counts=np.zeros(3)))
-    (note,) = [note for note in bundle.manifest["converted"]["notes"] if "left out" in note]
+def test_what_slime_has_beside_plain_values_is_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slime_records(slime_file(tmp_path / "a.pt", raw_reward=[np.float64(1.0)], counts=np.zeros(3)))
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert note.startswith("a.pt: what has the types numpy.") and note.endswith("was left out of counts, raw_reward.")
 
 
-def test_a_needed_field_of_slime_in_another_form_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.ones(5), "sample 0, field 'advantages': save it as a tensor or as plain numbers"),
+        (torch.zeros(1).expand(2**33), "sample 0, field 'advantages': it must be a list of at most 4,194,304 numbers."),
+        (torch.zeros(2, 2), "sample 0, field 'advantages': it must be a list of at most 4,194,304 numbers."),
+    ],
+    ids=["numpy", "repeated", "a matrix"],
+)
+def test_a_needed_field_of_slime_in_another_form_is_named(tmp_path: Path, value: Any, message: str) -> None:
     file = slime_file(tmp_path / "a.pt")
     data = torch.load(file)
-    data["samples"][0]["advantages"] = np.ones(5)
+    data["samples"][0]["advantages"] = value
     torch.save(data, file)
-    assert "sample 0, field 'advantages': save it as a tensor or as plain numbers" in refused(file, capsys)
+    assert file.stat().st_size < 10**5 and message in slime_refused(file)
 
 
-def test_a_mask_of_few_bytes_and_many_values_is_refused_before_they_are_computed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plain_files, "MEMORY_BYTES", 2**29)
-    file = slime_file(tmp_path / "a.pt")
-    data = torch.load(file)
-    data["samples"][0]["loss_masks"] = torch.ones(1).expand(10**9)
-    torch.save(data, file)
-    assert file.stat().st_size < 20_000
-    error = refused(file, capsys)
-    assert "field 'response_mask': its shape is (1000000000,), and that of the response is (5,)." in error
+def test_a_file_of_slime_that_names_a_sample_again_and_again_is_refused(tmp_path: Path) -> None:
+    """A pickle has one object once, however often it is named."""
+    ids = torch.zeros(1, dtype=torch.int64).expand(1000)
+    one = {"data_parallel_rank": 0, "rollout_position": 0, "tokens": ids, "response_lengths": 1, "advantages": 1.0}
+    shard = {"data_parallel_rank": 0, "partition": [0], "micro_batch_indices": [[0] * 11]}
+    file = slime_file(tmp_path / "a.pt", samples=[one], dp_shards=[shard])
+    main_of_example = example("slime_records.py")["main"]
+    main_of_example.__globals__["TOKENS"] = 10**4
+    with pytest.raises(RecordError, match="a.pt has one too many: 1,048,576 records, 10,000 tokens at most."):
+        main_of_example([file], tmp_path / "a.jsonl")
 
 
-def test_a_compressed_pt_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_compressed_pt_file_is_refused(tmp_path: Path) -> None:
     file = slime_file(tmp_path / "a.pt", more=torch.zeros(10**6))
     with zipfile.ZipFile(file) as stored, zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as deflated:
         for entry in stored.infolist():
             deflated.writestr(entry.filename, stored.read(entry))
     assert len(torch.load(tmp_path / "b.pt")["more"]) == 10**6 and (tmp_path / "b.pt").stat().st_size < 10**5
-    assert "b.pt is compressed, and files that torch.save writes are not." in refused(tmp_path / "b.pt", capsys)
+    assert "b.pt is compressed, and files that torch.save writes are not." in slime_refused(tmp_path / "b.pt")
 
 
-def test_older_and_damaged_pt_files_are_refused_in_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_older_and_damaged_pt_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "a.pt"
     older = tmp_path / "b.pt"
     data = torch.load(slime_file(file))
     torch.save(data, older, _use_new_zipfile_serialization=False)
-    assert "is damaged, or older than torch 1.6: load it, and save it again." in refused(older, capsys)
+    assert "is damaged, or older than torch 1.6: load it, and save it again." in slime_refused(older)
     content, whole = file.read_bytes(), older.read_bytes()
     for cut in range(0, len(whole), 997):
         older.write_bytes(whole[:cut] + b"\xff" + whole[cut + 1 :])
-        assert "older than torch 1.6" in refused(older, capsys)
+        assert "older than torch 1.6" in slime_refused(older)
     start = content.index(b"data.pkl") + 64
     for place in range(start, start + 400, 7):
         file.write_bytes(content[:place] + b"\x81" + content[place + 1 :])
-        code = main([str(file), "--out", str(tmp_path / "out")])  # 0 if it was in a value that is not read
-        assert code == 0 or capsys.readouterr().err.count("\n") == 1
-        capsys.readouterr()
+        with contextlib.suppress(RecordError):  # it is none if it was in a value that is not read
+            slime_records(file)
 
 
 @pytest.mark.filterwarnings("default")
-def test_no_warning_of_torch_stands_before_the_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_warning_of_torch_stands_before_the_sentence(tmp_path: Path) -> None:
     file = slime_file(tmp_path / "a.pt", more=torch.eye(3).to_sparse_csr(), samples=5)
-    done = subprocess.run(
-        [sys.executable, "-m", "gradloc_tools", "convert", str(file), "--out", str(tmp_path / "out")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    command = [sys.executable, str(ROOT / "examples/slime_records.py"), str(file), str(tmp_path / "a.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
 
 
-SLIME: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
-    "no samples": ({"samples": []}, (), "is not train data of slime that fits together"),
-    "no shards": ({"dp_shards": []}, (), "There is no record."),
-    "another format": ({"format_version": 3}, (), "it has neither format 2 nor 'rollout_data'."),
-    "no lists": ({"samples": 5}, (), "is not train data of slime that fits together"),
-    "another step": ({}, ("--slime-step", "7"), "has 2 optimizer steps, and none with the number 7."),
+SLIME: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
+    "no samples": ({"samples": []}, {}, "is not train data of slime that fits together"),
+    "no shards": ({"dp_shards": []}, {}, "a.pt: there is no sample."),
+    "another format": ({"format_version": 3}, {}, "it has neither format 2 nor 'rollout_data'."),
+    "no lists": ({"samples": 5}, {}, "is not train data of slime that fits together"),
+    "another step": ({}, {"step": 7}, "has 2 optimizer steps, and none with the number 7."),
 }
 
 
 @pytest.mark.parametrize("broken", SLIME)
-def test_broken_train_data_of_slime(tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
+def test_broken_train_data_of_slime(tmp_path: Path, broken: str) -> None:
     changes, options, message = SLIME[broken]
-    assert message in refused(slime_file(tmp_path / "a.pt", **changes), capsys, *options)
+    assert message in slime_refused(slime_file(tmp_path / "a.pt", **changes), **options)
 
 
-def test_files_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_cut_off(tmp_path: Path) -> None:
     file = slime_file(tmp_path / "a.pt")
     file.write_bytes(file.read_bytes()[:1000])
-    assert "is damaged, or older than torch 1.6" in refused(file, capsys)
+    assert "is damaged, or older than torch 1.6" in slime_refused(file)
     torch.save([1, 2], tmp_path / "b.pt")
-    assert "it has neither format 2 nor 'rollout_data'." in refused(tmp_path / "b.pt", capsys)
+    assert "it has neither format 2 nor 'rollout_data'." in slime_refused(tmp_path / "b.pt")
+
+
+def test_convert_says_what_makes_records_of_a_file_of_slime(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = slime_file(tmp_path / "31.pt")
+    sentence = f"{file} has no records: if it is slime's, examples/slime_records.py makes them of it.\n"
+    assert refused(file, capsys) == sentence
 
 
 def example(name: str) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from as_torchrun import ABORTS_AT_THE_END
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradloc import GradLoc
-from gradloc_tools.selftest import measuring
+from gradloc.fsdp import collectives, failed_pass
+from gradloc_tools.selftest import command, measuring
 from gradloc_tools.selftest.command import failures, main, sentence
 
 SHORT = ["--prompt", "4", "--response", "12", "--seconds", "0"]
@@ -42,6 +43,40 @@ def test_one_process_finds_what_it_plants(
     assert result["search"]["same_gradient"] and not result["drop"]["same_gradient"]
     assert result["drop"]["difference"] < 1e-5
     assert result["steps"] == 3 and result["host_seconds"] > 0 and not torch.distributed.is_initialized()
+
+
+def test_one_process_is_rank_0_of_eight(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shards are those of eight ranks; it finds what it plants, and the gradient is what it was."""
+    monkeypatch.delenv("RANK", raising=False)
+    shares = []
+    original = command.build_model
+
+    def build_model(*arguments: Any) -> Any:
+        built = original(*arguments)
+        parts = [(parameter.to_local().numel(), parameter.numel()) for parameter in built.parameters()]
+        shares.append(sum(own for own, _ in parts) / sum(whole for _, whole in parts))
+        return built
+
+    monkeypatch.setattr(command, "build_model", build_model)
+    assert main(["--model", model, *SHORT, "--as-rank-of", "8", "--output", str(tmp_path / "figures.json")]) == 0
+    result = json.loads((tmp_path / "figures.json").read_text())
+    told = capsys.readouterr().out.strip()
+    assert told == sentence(result) and told.startswith("GradLoc works here as rank 0 of 8: ")
+    assert result["ranks"] == 8 and len(shares) == 1 and shares[0] < 1.2 / 8
+    assert all(result[name]["found"] and result[name]["passes"] > 0 for name in ("search", "drop", "drill"))
+    assert result["search"]["same_gradient"] and result["drop"]["difference"] < 1e-5
+    assert collectives.world_size() == failed_pass.world_size() == 1 and not torch.distributed.is_initialized()
+
+
+def test_rank_0_of_eight_takes_no_torchrun(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as end:
+        main(["--model", model, *SHORT, "--as-rank-of", "8"])
+    assert end.value.code == 2 and "--as-rank-of takes one process, without torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -109,6 +144,7 @@ def test_what_cannot_be_measured_is_told(
 def test_memory_is_told_where_it_is_known() -> None:
     part = {"found": True, "passes": 4, "error": None, "seconds": 2.0, "same_gradient": True, "peak": 5 * 2**30}
     result = {
+        "as_rank_of": None,
         "detection": 0.003,
         "steps": 12,
         "step_seconds": 1.0,
