@@ -20,7 +20,7 @@ from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-from gradloc.adapters.loss_weights import RecordedAggregation, kl_coefficients, policy_weights
+from gradloc.adapters.loss_weights import RecordedAggregation, aggregation_mode, kl_coefficients, policy_weights
 from gradloc.measure.token_weights import token_weights
 
 _ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
@@ -216,7 +216,13 @@ class _Loss:
             self._policy_loss(config, self.tokens["log_prob"].clone().requires_grad_(), mask, None)
         finally:
             aggregation.stop()
-        weight = policy_weights(aggregation.take(), config, mask, **config.global_batch_info)
+        call = aggregation.take()
+        # Some losses have a mode of their own, whatever the settings say; the terms of KL and entropy have not.
+        modes = [aggregation_mode(call, config, mask.shape)]
+        if config.use_kl_loss or config.entropy_coeff != 0:
+            modes.append(config.loss_agg_mode)
+        self.takes_mean_of_tokens = "token-mean" in modes
+        weight = policy_weights(call, config, mask, **config.global_batch_info)
         known = (weight != 0) & weight.isfinite()
         factors = self.tokens["weight"][known] / weight[known]
         if not len(factors) or not bool(factors.isfinite().all()):
@@ -381,7 +387,7 @@ def _corrections(loss: _Loss, notes: list[str]) -> Iterator[LossRemedy]:
         rejected = bool((mask != tokens["response_mask"]).any())
         count = loss.settings["global_batch_info"].get("batch_num_tokens")
         note = None
-        if rejected and count is not None and loss.settings["loss_agg_mode"] == "token-mean":
+        if rejected and count is not None and loss.takes_mean_of_tokens:
             note = (
                 f"The mean stays over the mini-batch's {count:,.0f} tokens: how many the mask would reject in the "
                 "micro-batches that the bundle does not have is not known."

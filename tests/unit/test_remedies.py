@@ -385,6 +385,21 @@ def test_verls_functions_give_the_rows_of_losses(bundle: Path, kept: Path, capsy
     assert rows["token TIS"]["ordinary_moved"] == 0
 
 
+@pytest.mark.parametrize(
+    ("mode", "kl", "said"), [("vanilla", False, True), ("sapo", False, False), ("sapo", True, True)]
+)
+def test_that_a_mean_stays_over_all_tokens_is_said_where_it_is_one(
+    bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], mode: str, kl: bool, said: bool
+) -> None:
+    """sapo takes the mean over sequences, whatever loss_agg_mode is; the KL loss does not."""
+    pytest.importorskip("verl")
+    sizes = {"dp_size": 1, "batch_num_tokens": ROWS * RESPONSE, "global_batch_size": ROWS}
+    of_verl(bundle, policy_loss={"loss_mode": mode}, use_kl_loss=kl, global_batch_info=sizes)
+    resave(bundle, lambda tensors: tensors.update({"tokens.ref_log_prob": tensors["tokens.log_prob"].clone()}))
+    row = rows_by_name(replay(bundle, kept, capsys))["token mask"]
+    assert row["masked"]["culprits"] == 1 and ("The mean stays over" in (row["note"] or "")) == said
+
+
 @pytest.mark.parametrize("value", [-math.inf, math.nan])
 def test_a_token_that_the_rollout_gave_no_log_prob_is_no_reason_to_fail(
     bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], value: float
