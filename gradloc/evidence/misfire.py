@@ -9,7 +9,7 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .verdict import COMMON, LIFT, MOST_CULPRITS, explaining_culprits, of_culprits, percent
+from .verdict import COMMON, LIFT, MOST_CULPRITS, NATURAL_FACTOR, explaining_culprits, of_culprits, percent
 
 # In how many prompts there are culprits, at least: those of one prompt share its data source, and often their reward.
 LEAST_PROMPTS = 3
@@ -63,7 +63,7 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
       probability that as many of them have the value (hypergeometric) would be under `SIGNIFICANT`.
     - Rare values have large advantages, which make spikes without any fault. So either the advantages of these
       responses are as large as those of the responses without the value, or the value is a reward that is farther from
-      all others than these are from each other.
+      all others than these are from each other, and has advantages that ordinary rewards do not give.
 
     Such a reward is named from one prompt on, if all culprits are in responses with it: the mini-batch's rewards alone
     show it, and a search that explains a spike needs few culprits.
@@ -96,6 +96,7 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
         without = [row.advantage for row in moving.values() if _value(row, what) != value]
         is_usual = bool(without) and statistics.median(with_value) <= USUAL_ADVANTAGE * statistics.median(without)
         is_outlier = what == "reward" and _is_outlier(value, {*known} - {value})
+        is_outlier &= bool(without) and statistics.median(with_value) > NATURAL_FACTOR * statistics.median(without)
         told = is_outlier and share == 1 if few else chance < SIGNIFICANT and (is_usual or is_outlier)
         if stands_out and told:
             return _verdict(what, value, share, ordinary, len(event["culprits"]), len(of_prompts))
