@@ -345,12 +345,12 @@ def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
     for pair, (name, other) in columns.items():
         sums: dict[str, Tensor] = {}
         if name in joined and width:
-            sums = _sums_of_pair(joined[name], other, mask, find_turns(mask), rows=pair == "rollout")
+            sums = _sums_of_pair(joined[name], other, mask, find_turns(mask), lost=pair == "rollout")
         found += [sums.get(each, zero).double() for each in _SUMS]
     return torch.stack(found)
 
 
-def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, rows: bool) -> dict[str, Tensor]:
+def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, lost: bool) -> dict[str, Tensor]:
     found = align(a, b, mask)
     moved, inside = found.shift != 0, found.start > 0
     sums = {"responses": mask.any(1).sum(), "aligned": found.aligned.sum()}
@@ -361,14 +361,16 @@ def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, rows: bool) 
         for name in _COMPARED:
             sums[f"{name} {k}"] = getattr(found, name)[index]
     sums["at_turn"] = (moved & inside & starts_turn(turn, found.start)).sum()
-    lost = (found.lost > 0) & rows
-    sums |= {"lost": lost.sum(), "lost_start": found.lost.sum()}
-    sums["lost_at_turn"] = (lost & starts_turn(turn, found.lost)).sum()
-    sums["zero_tail"] = ((found.tail > 0) & (found.tail_value == 0) & ~moved).sum()
-    sums["constant_tail"] = ((found.tail > 0) & (found.tail_value != 0) & ~moved).sum()
-    sums["tail_of_b"] = (found.tail_of_b & ~moved).sum()
-    if rows:
-        sums["other_row"] = (fits_another_row(a, b, mask) & ~moved & (found.tail == 0)).sum()
+    if lost:
+        sums |= {"lost": (found.lost > 0).sum(), "lost_start": found.lost.sum()}
+        sums["lost_at_turn"] = ((found.lost > 0) & starts_turn(turn, found.lost)).sum()
+    # The log-probs of a shorter response end in padding.
+    other_row = fits_another_row(a, b, mask) & ~moved
+    sums["other_row"] = other_row.sum()
+    tail = (found.tail > 0) & ~moved & ~other_row
+    sums["zero_tail"] = (tail & (found.tail_value == 0)).sum()
+    sums["constant_tail"] = (tail & (found.tail_value != 0)).sum()
+    sums["tail_of_b"] = (found.tail_of_b & tail).sum()
     counted = _both_known(a, b, mask)
     a, b = (torch.where(counted, each, 0.0).double().clamp(min=LEAST_LOG_PROB) for each in (a, b))
     sums |= {"tokens": counted.sum(), "first": a.sum(), "second": b.sum(), "product": (a * b).sum()}
@@ -474,6 +476,8 @@ def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
         **{name: sums[name] for name in ("lost", "other_row", "zero_tail", "constant_tail")},
     }
     kind = max(counts, key=counts.__getitem__)
+    if kind in _TAILS and counts["other_row"] >= max(CLEAR_RESPONSES, CLEAR_SHARE * sums["responses"]):
+        kind = "other_row"  # of which only those of shorter responses can be told
     count = counts[kind]
     # Some responses are too short, or their tokens too sure, to tell.
     known = max(count + sums["aligned"] if kind in ("moved", "lost") else sums["responses"], 1.0)
@@ -500,7 +504,9 @@ def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
             return Off("moved", 1.0, True, shift=k)
     if found.clear:
         return found
-    related = _correlation(sums)
+    # A few tokens with large distances hide a relation that most have.
+    own = any(sums[f"farther {k}"] >= MOSTLY * sums[f"nearer {k}"] > 0 for k in SHIFTS)
+    related = None if own else _correlation(sums)
     if judge_correlation and related is not None and related < UNRELATED_CORRELATION:
         spread = _variance(sums, "first") / _variance(sums, "second")
         apart = abs(sums["first"] - sums["second"]) / sums["tokens"]

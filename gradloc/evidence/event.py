@@ -96,7 +96,7 @@ def build_event(
 def _why_unusual(investigation: Investigation, ordinary: OrdinaryGradient) -> str | None:
     """Why the run is not as it usually is; None if it is, or if that is not known."""
     if ordinary.spikes_are_rare is None:
-        return "this is the run's beginning, and what is usual in it is not known"
+        return "too little of the run is known to call this a natural spike"
     if not ordinary.spikes_are_rare:
         return "other mini-batches shortly before had spikes, too, so that the cause is not in this one alone"
     norms = [each.token_equivalent for each in investigation.figures.values() if each.norm and each.has_advantages]

@@ -285,8 +285,8 @@ RULES = (
         "unlikely",
         "The policy gives it a probability under 0.05: a rare token is reinforced (if its coefficient is negative) or "
         "suppressed.",
-        "Nothing is broken by this alone. If such spikes disturb training, give rare tokens less weight, sample with "
-        "top-p, or clip layers.",
+        "Such spikes come without any fault, and do not exclude one. If they disturb training, give rare tokens less "
+        "weight, sample with top-p, or clip layers.",
         _is_unlikely,
         claim="A natural spike of rare tokens that were sampled, and are rewarded or punished",
         check=_NATURAL.format(

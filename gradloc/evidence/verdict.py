@@ -12,7 +12,7 @@ from ..run_checks import WITHOUT_CAUSE, resume_note
 from ..version import __version__
 from .auxiliary import auxiliary_verdict
 from .in_words import summary, turn_boundary
-from .ordinary import APART, is_apart
+from .ordinary import APART, APART_NATS, is_apart
 from .schema import SCHEMA
 from .shares import layer_shares
 from .sources import RULES, entropy_share
@@ -158,6 +158,8 @@ def decide(
     if causes and cause != "nonfinite":
         return _of_warning(event, ordinary, causes[0])
     why_unknown = _why_unknown(event, ordinary, explaining)
+    if cause in ("token", "sequence") and (why := _why_of_the_run(ordinary)):
+        cause, why_unknown = None, why
     if cause in NATURAL and (why := _why_not_natural(event, ordinary, warnings, unusual)):
         if cause != "advantage" or not _has_outlying_advantage(event):
             cause, why_unknown = None, why
@@ -189,7 +191,8 @@ def decide(
         claim += f", {boundary}"
     if cause == "advantage" and not _has_outlying_advantage(event):
         claim = "A natural spike of tokens whose responses were rewarded unlike most of their group"
-        advice = "Nothing is broken by this alone. If such spikes disturb training, clip advantages or layers."
+        advice = "Such spikes come without any fault, and do not exclude one. If they disturb training, clip "
+        advice += "advantages or layers."
     if cause == "layer" and (name := _most_common_layer(event)):
         claim = f"The layer {name} makes most of the gradient"
     evidence = _evidence(culprits[cause], count, ordinary[cause])
@@ -214,6 +217,17 @@ def _is_of_run(warning: Mapping[str, Any], culprits: Mapping[str, float]) -> boo
     return name not in _OF_SOME
 
 
+def _why_of_the_run(ordinary: Mapping[str, float | None]) -> str | None:
+    """That rollout and training differ everywhere, so that ratios far from 1 are no matter of single tokens."""
+    apart = ordinary.get(APART) or 0.0
+    if apart < COMMON:
+        return None
+    return (
+        f"rollout and training differ by over {APART_NATS:g} nat for {percent(apart)} of all tokens, which is a matter "
+        "of the run: old weights, another temperature, prompt or precision"
+    )
+
+
 def _why_not_natural(
     event: Mapping[str, Any],
     ordinary: Mapping[str, float | None],
@@ -227,9 +241,11 @@ def _why_not_natural(
         return unusual
     if 1 < len(event["units"]) == event["micro_batches"]:
         return "every micro-batch is over its threshold, so that this is no spike of single tokens"
-    if (ordinary.get(APART) or 0.0) >= MOST_CULPRITS:
-        return "the log-probs of rollout and training differ for most tokens, so that this need not be a natural spike"
+    if apart := _why_of_the_run(ordinary):
+        return apart
     count = len(event["culprits"])
+    if any(2 * sum(part in each["sources"] for each in event["culprits"]) >= count for part in PARTS):
+        return "the KL loss or the entropy bonus makes most of the gradient of most culprits"
     for rule in OF_BUGS:
         share = sum(rule in each["sources"] for each in event["culprits"]) / count
         if share >= MOST_CULPRITS and _stands_out(share, ordinary.get(rule), count):

@@ -183,10 +183,10 @@ def test_a_tail_of_training_that_was_padded_is_said_of_training(model: Model) ->
     is_tail = torch.arange(LENGTH) >= columns["response_mask"].sum(1, keepdim=True) - 8
     columns["log_prob"] = columns["old_log_prob"] = torch.where(is_tail, 0.0, columns["log_prob"])
     found = warn(columns)
-    assert found is not None and found["sentence"].startswith("Training's log-probs end in exact zeros in all")
+    assert found is not None and found["sentence"].startswith("Training's log-probs end in exact zeros")
     del columns["ref_log_prob"]
     found = warn(columns)
-    assert found is not None and found["sentence"].startswith("Training's log-probs end in exact zeros in all")
+    assert found is not None and found["sentence"].startswith("Training's log-probs end in exact zeros")
 
 
 @pytest.mark.parametrize("value", [0.0, -0.3])
@@ -215,6 +215,15 @@ def test_log_probs_of_other_rows(model: Model, order: Callable[[Tensor], Tensor]
     columns["rollout_log_prob"] = order(columns["rollout_log_prob"])
     halves = [{name: values[half::2] for name, values in columns.items()} for half in range(2)]
     found = warn(*halves)
+    assert found is not None and "are those of other responses of the batch" in found["sentence"]
+
+
+@pytest.mark.parametrize("name", ["rollout_log_prob", "old_log_prob"])
+def test_log_probs_of_other_rows_of_other_lengths_are_no_padding(model: Model, name: str) -> None:
+    columns = batch(model)
+    inside = columns["response_mask"].bool()
+    columns[name] = torch.where(inside.roll(1, 0), columns[name].roll(1, 0), 0.0)
+    found = warn(columns)
     assert found is not None and "are those of other responses of the batch" in found["sentence"]
 
 

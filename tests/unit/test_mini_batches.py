@@ -120,7 +120,7 @@ def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual(monkeypatch: pyt
     loop.step([5.0 * each for each in ordinary])
     loop.step(ordinary, outlier=100.0)
     assert [why and why.split(",")[0] for why in said] == [
-        "this is the run's beginning",
+        "too little of the run is known to call this a natural spike",
         None,
         "the other micro-batches are louder than before",
         "other mini-batches shortly before had spikes",
