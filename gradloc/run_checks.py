@@ -45,6 +45,8 @@ ONE_SIDE_NATS = 0.01
 ONE_SIDE_TOKENS = 0.25
 ONE_SIDE = 0.85
 CORRELATION = 0.6
+# The same where it has been so since the first update, in which both engines have the same weights.
+FIRST_CORRELATION = 0.35
 # A correlation takes larger differences, and smaller log-probs, as these: otherwise one token may make it.
 CORRELATED_NATS = 1.0
 LEAST_LEVEL = -5.0
@@ -611,8 +613,8 @@ class RunChecks:
         sums, gap = self._sums, self._mean("gap")
         if gap < OTHER_GAP or (self._least < OTHER_LEAST * gap and not self._has_jumped(gap)):
             return None
-        # What only comes with training is a rollout that is late by a step or two.
-        if not (self._times.get("other_log_probs") or self._updates < IN_A_ROW or self._has_jumped(gap)):
+        # In the first update both engines have the same weights. What comes with training may be a late rollout.
+        if self._updates and not (self._times.get("other_log_probs") or self._has_jumped(gap)):
             return None
         related = correlation(self._alignment)
         if related is not None and related < OTHER_RELATED:
@@ -622,7 +624,8 @@ class RunChecks:
             return None
         tilt = self._correlation()
         share = max(sums["larger"], sums["smaller"]) / signed
-        if share < ONE_SIDE and abs(tilt) < CORRELATION:
+        since_first = self._updates == 0 or self._times.get("other_log_probs", 0) >= self._updates
+        if share < ONE_SIDE and abs(tilt) < (FIRST_CORRELATION if since_first else CORRELATION):
             return None
         if share >= ONE_SIDE:
             word = "larger" if sums["larger"] > sums["smaller"] else "smaller"

@@ -157,7 +157,7 @@ def decide(
         causes = [each for each in causes if each["name"] != "other_log_probs"]
     if causes and cause != "nonfinite":
         return _of_warning(event, ordinary, causes[0])
-    why_unknown = _why_unknown(event, ordinary, explaining)
+    why_unknown = _why_of_the_run(ordinary) or _why_unknown(event, ordinary, explaining)
     if cause in ("token", "sequence") and (why := _why_of_the_run(ordinary)):
         cause, why_unknown = None, why
     if cause in NATURAL and (why := _why_not_natural(event, ordinary, warnings, unusual)):

@@ -352,6 +352,22 @@ def test_other_log_probs_from_a_later_step_on_are_told_by_the_jump() -> None:
     assert spoiled(Run(noise=0.01), 12, 7, halve)[6:] == ["", "", *["other_log_probs"] * 4]
 
 
+def test_another_temperature_of_a_sure_policy_is_told_if_it_is_there_from_the_start() -> None:
+    """Most tokens are all but certain, so that the differences say little of the likelihood."""
+
+    def sharpen(tokens: dict[str, Tensor]) -> None:
+        generator = torch.Generator().manual_seed(7)
+        shape = (48, 40, 30)
+        logits = 12 * torch.rand(shape[:2], generator=generator, dtype=torch.float64).unsqueeze(-1)
+        logits = logits * torch.randn(shape, generator=generator, dtype=torch.float64)
+        token = torch.multinomial((logits / 0.7).softmax(-1).flatten(0, 1), 1, generator=generator).view(48, 40, 1)
+        policy = logits.log_softmax(-1).gather(-1, token)[..., 0]
+        tokens["log_prob"] = tokens["old_log_prob"] = policy
+        tokens["rollout_log_prob"] = (logits / 0.7).log_softmax(-1).gather(-1, token)[..., 0]
+
+    assert spoiled(Run(reference=False), 5, 1, sharpen)[2:] == ["other_log_probs"] * 3
+
+
 def test_log_probs_of_other_tokens_and_missing_ones_are_no_other_temperature() -> None:
     for spoil in (mix_up, lose_first):
         assert "other_log_probs" not in spoiled(Run(noise=0.01), 8, 1, spoil)
