@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# The limits; what ordinary runs give: docs/verdict-figures.md.
+# The limits; the rules: docs/alignment.md, what ordinary runs give: docs/verdict-figures.md.
 SHIFTS = (-1, 1, -2, 2, -3, 3)
 LEAST_LOG_PROB = -10.0  # smaller log-probs count as this, so that a single broken one does not make a sum
 FITS = 0.6  # the moved comparison's distances have at most this share of the others
@@ -150,6 +150,7 @@ def align(first: Tensor, second: Tensor, mask: Tensor) -> Alignment:
     tail_b, value_b = _constant_tail(second, first, mask)
     of_b = (tail == 0) & (tail_b > 0)
     tail, value = torch.where(of_b, tail_b, tail), torch.where(of_b, value_b, value)
+    tail = torch.where(_agrees_before(tail, distance, b, counted, mask), tail, 0)
     shift = torch.where(tail > 0, 0, shift)
     lost = torch.where((tail > 0) | (shift != 0), 0, _lost_from(distance, b, counted))
     aligned &= (shift == 0) & (lost == 0)
@@ -238,6 +239,16 @@ def _constant_tail(first: Tensor, second: Tensor, mask: Tensor) -> tuple[Tensor,
     before = mask & ~tail & (apart > TAIL_USUAL)
     usual = (before & (first == value)).sum() > TAIL_USUAL * before.sum()
     return torch.where((count >= LEAST_TOKENS) & (missing >= TAIL_NATS) & ~usual, count, 0), value
+
+
+def _agrees_before(tail: Tensor, distance: Tensor, b: Tensor, counted: Tensor, mask: Tensor) -> Tensor:
+    """Whether a fits b before the tail; bool of shape (rows, 1). Those of another, shorter response end in padding."""
+    position = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, position, 0).amax(1, keepdim=True)
+    before = counted & (position <= last - tail)
+    count = before.sum(1, keepdim=True)
+    mean = torch.where(before, distance, 0.0).sum(1, keepdim=True) / count.clamp(min=1)
+    return (count < LEAST_TOKENS) | (mean <= (LOST_SPREAD * _spread(b, before)).clamp(min=LOST_TIMES * LEAST_GAP))
 
 
 def policy_before(tokens: Mapping[str, Tensor]) -> Tensor:

@@ -63,7 +63,7 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
       probability that as many of them have the value (hypergeometric) would be under `SIGNIFICANT`.
     - Rare values have large advantages, which make spikes without any fault. So either the advantages of these
       responses are as large as those of the responses without the value, or the value is a reward that is farther from
-      all others than these are from each other. Below them, where answers without any merit are, it also needs
+      all others than these are from each other. Below them, where responses without any merit are, it also needs
       advantages that ordinary rewards do not give.
 
     Such a reward is named from one prompt on, if all culprits are in responses with it: the mini-batch's rewards alone

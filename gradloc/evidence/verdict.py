@@ -42,7 +42,7 @@ NATURAL = ("advantage", "unlikely", "punished")
 # The rules of a bug of single tokens or responses. Where one tells the culprits, and does not explain their norms, they
 # are no natural spike.
 OF_BUGS = ("nonfinite", "unsampled", "retokenized", "misaligned", "token", "sequence")
-# A rule that so many of the culprits would have by chance, if its share of ordinary tokens is theirs, tells nothing.
+# The largest chance that as many ordinary tokens as there are culprits would have what a rule holds for.
 CHANCE = 0.1
 # The rules of a part of the loss, which may be the cause for all tokens.
 PARTS = ("kl", "entropy")
@@ -373,7 +373,7 @@ def find_cause(
 
     - it holds for at least `MOST_CULPRITS` of them: one that holds for fewer does not explain the spike;
     - it holds for less than `COMMON` of ordinary tokens, and `LIFT` times as often for culprits, with a chance under
-      `CHANCE` that as many of so many tokens have it: what ordinary tokens have as well makes no spike.
+      `CHANCE` that as many ordinary tokens would have it: what ordinary tokens have as well makes no spike.
 
     Of the possible causes whose shares of culprits are within `CLOSE` of the largest, the first in the order of `RULES`
     is taken. A bug often makes the rules after its own hold, too: a token that was not sampled has a ratio far from 1,
