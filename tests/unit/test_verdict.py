@@ -494,8 +494,8 @@ def test_what_is_wrong_with_the_run_comes_before_what_is_wrong_with_tokens() -> 
     log_probs = ((-1.0, -1.5), (-1.0, -1.05), (-1.0, math.nan), (None, -1.0))
     for culprit, (rollout, old) in zip(spike["culprits"], log_probs, strict=True):
         culprit |= {"rollout_log_prob": rollout, "old_log_prob": old}
-    shares = {**NONE, APART: 0.25}
-    want = {"cause": "stale_weights", "culprits": 2 / 3, "ordinary": 0.25, "check": WARNING["check"]}
+    shares = {**NONE, APART: 0.2}
+    want = {"cause": "stale_weights", "culprits": 2 / 3, "ordinary": 0.2, "check": WARNING["check"]}
     assert verdict(spike, shares, [WARNING]) == {**want, "sentence": WARNING["sentence"]}
     assert verdict({**spike, "culprits": []}, {**NONE, APART: None}, [WARNING])["culprits"] is None
     assert verdict(spike, shares)["cause"] == "advantage"
