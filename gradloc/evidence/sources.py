@@ -70,8 +70,10 @@ def classify(culprit: Facts, medians: Medians) -> list[str]:
 
 
 def _is_nonfinite(of: Facts, _: Medians) -> Any:
-    ratio = of.get("ratio")
-    overflows = ratio is not None and (ratio > OVERFLOW_RATIO) & (of["log_prob"] == of["log_prob"])
+    overflows = False
+    for name in ("ratio", "rollout_ratio"):
+        if (ratio := of.get(name)) is not None:
+            overflows = overflows | (ratio > OVERFLOW_RATIO) & (of["log_prob"] == of["log_prob"])
     return _is_broken(of["grad_norm"]) & (overflows ^ True)
 
 

@@ -15,7 +15,7 @@ from .in_words import summary, turn_boundary
 from .ordinary import APART, APART_NATS, is_apart
 from .schema import SCHEMA
 from .shares import layer_shares
-from .sources import RULES, entropy_share
+from .sources import OVERFLOW_RATIO, RULES, entropy_share
 
 logger = logging.getLogger(__name__)
 
@@ -448,7 +448,8 @@ def _suffices(rule: str, culprit: Mapping[str, Any], event: Mapping[str, Any]) -
     if rule == "advantage":
         return bool(norm * event["median_advantage"] <= threshold * abs(culprit["advantage"]))
     if rule in ("token", "sequence"):
-        return not norm > threshold * _times_by_ratio(culprit)
+        times = _times_by_ratio(culprit)
+        return times > OVERFLOW_RATIO or not norm > threshold * times
     if rule == "kl":
         rest = culprit["coefficient"] - culprit["kl_coefficient"]
         return bool(norm * abs(rest) <= threshold * abs(culprit["coefficient"]))

@@ -261,7 +261,8 @@ def culprit(sources: list[str]) -> dict[str, Any]:
         ("sequence", {"grad_norm": 8.5}, "sequence"),
         ("token", {"grad_norm": 8.8}, None),
         ("token", {"rollout_log_prob": -1.7}, None),
-        # The loss multiplies by the ratio.
+        # The loss multiplies by the ratio, also where that makes the norm infinite.
+        ("token", {"grad_norm": math.inf, "rollout_log_prob": -57.0, "coefficient": -1e25}, "token"),
         ("token", {"rollout_log_prob": -1.7, "coefficient": -50.0}, "token"),
     ],
 )
