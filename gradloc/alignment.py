@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# The limits; what ordinary runs give: docs/verdict-figures.md.
+# The limits; the rules: docs/alignment.md, what ordinary runs give: docs/verdict-figures.md.
 SHIFTS = (-1, 1, -2, 2, -3, 3)
 LEAST_LOG_PROB = -10.0  # smaller log-probs count as this, so that a single broken one does not make a sum
 FITS = 0.6  # the moved comparison's distances have at most this share of the others
@@ -22,6 +22,8 @@ EVIDENCE = 3.0  # in standard deviations of `_evidence`, were either comparison 
 LARGEST_LOG_RATIO = 2.5
 LEAST_COUNT = 5.0  # of tokens that count, for the evidence of a ratio
 LEAST_GAP = 0.005  # nats, in the mean; smaller distances are no mismatch
+LEAST_ZERO = 0.01  # nats; an exact zero where the other column has less is no log-prob
+MOSTLY = 1.5  # times as many tokens are nearer where the response is moved: a few large distances do not tell
 LEAST_TOKENS = 4  # before the position from which on a response is moved; of a constant tail
 TAIL_NATS = 2.0  # what a constant tail leaves out, in the sum
 TAIL_USUAL = 0.05  # of the other tokens that differ from that value by as many nats, at most this share has it, too
@@ -43,7 +45,8 @@ CLEAR_RESPONSES = 3
 CLEAR_SHARE = 0.05
 
 _PAIRS = ("rollout", "reference", "old")
-_OF_SHIFT = ("whole", "inside", "here", "there", "size", "square")
+_COMPARED = ("here", "there", "size", "square", "nearer", "farther")
+_OF_SHIFT = ("whole", "inside", *_COMPARED)
 _SUMS = (
     "responses",
     "aligned",
@@ -56,6 +59,7 @@ _SUMS = (
     "other_row",
     "zero_tail",
     "constant_tail",
+    "tail_of_b",
     "tokens",
     "first",
     "second",
@@ -74,12 +78,16 @@ class Alignment(NamedTuple):
         shift (Tensor): int64, k where a[t] fits b[t + k], from `start` on; 0 where it fits b[t], or nothing.
         start (Tensor): int64, the index in the response; 0 where the whole response is moved.
         lost (Tensor): int64, the index from which on a has no relation to b, although it has before; 0 where none.
-        tail (Tensor): int64, how many tokens at the end have one and the same a, which b contradicts; 0 where none.
+        tail (Tensor): int64, how many tokens at the end have one and the same a (or b), which the other contradicts; 0
+            where none.
         tail_value (Tensor): That value.
+        tail_of_b (Tensor): bool: it is b that has one value there.
         here (Tensor): Σ |a[t] − b[t]| over the tokens that each shift compares.
         there (Tensor): Σ |a[t] − b[t + k]| over the same tokens.
         size (Tensor): Σ of the sizes of the differences of the two.
         square (Tensor): Σ of their squares.
+        nearer (Tensor): How many of these tokens are nearer to the moved b.
+        farther (Tensor): How many are nearer to their own.
     """
 
     aligned: Tensor
@@ -88,10 +96,13 @@ class Alignment(NamedTuple):
     lost: Tensor
     tail: Tensor
     tail_value: Tensor
+    tail_of_b: Tensor
     here: Tensor
     there: Tensor
     size: Tensor
     square: Tensor
+    nearer: Tensor
+    farther: Tensor
 
 
 def align(first: Tensor, second: Tensor, mask: Tensor) -> Alignment:
@@ -107,7 +118,7 @@ def align(first: Tensor, second: Tensor, mask: Tensor) -> Alignment:
         second (Tensor): b, same shape.
         mask (Tensor): bool, same shape: the response's tokens.
     """
-    counted = mask & first.isfinite() & second.isfinite()
+    counted = _both_known(first, second, mask)
     a, b = (torch.where(counted, each, 0.0).clamp(min=LEAST_LOG_PROB).float() for each in (first, second))
     distance = (a - b).abs()
     rows, device = len(mask), mask.device
@@ -120,24 +131,36 @@ def align(first: Tensor, second: Tensor, mask: Tensor) -> Alignment:
         here = torch.where(compared, distance, 0.0)
         there = torch.where(compared, (a - _moved(b, k)).abs(), 0.0)
         difference = here - there
-        parts = [here, there, difference.abs(), difference.square()]
+        nearer, farther = ((sign * difference > LEAST_GAP).float() for sign in (1, -1))
+        parts = [here, there, difference.abs(), difference.square(), nearer, farther]
         sums.append(torch.stack([part.sum() for part in parts]))
         *parts, count = (_from_there_on(part) for part in (*parts, compared.float()))
         gain, at = (parts[0] - parts[1]).masked_fill(~compared, -math.inf).max(1, keepdim=True)
         of_tail, tokens = [part.gather(1, at) for part in parts], count.gather(1, at)
         of_all = [part[:, :1] for part in parts]
         before = [whole - tail for whole, tail in zip(of_all, of_tail, strict=True)]
-        fits = (gain > best) & (of_tail[1] <= FITS * of_tail[0]) & (_evidence(*of_tail) >= EVIDENCE)
+        fits = (gain > best) & (of_tail[1] <= FITS * of_tail[0]) & (_evidence(*of_tail[:4]) >= EVIDENCE)
+        fits &= of_tail[4] >= MOSTLY * of_tail[5]
         fits &= of_tail[0] > LEAST_GAP * tokens
         inside = (count[:, :1] - tokens >= LEAST_TOKENS) & (before[0] <= FITS * before[1])
         shift, best = torch.where(fits, k, shift), torch.where(fits, gain, best)
         start = torch.where(fits, torch.where(inside, at, 0), start)
         aligned &= of_all[0] < FITS * of_all[1]
-    tail, value = _constant_tail(first, b, mask)
+    tail, value = _constant_tail(first, second, mask)
+    tail_b, value_b = _constant_tail(second, first, mask)
+    of_b = (tail == 0) & (tail_b > 0)
+    tail, value = torch.where(of_b, tail_b, tail), torch.where(of_b, value_b, value)
+    tail = torch.where(_agrees_before(tail, distance, b, counted, mask), tail, 0)
     shift = torch.where(tail > 0, 0, shift)
     lost = torch.where((tail > 0) | (shift != 0), 0, _lost_from(distance, b, counted))
     aligned &= (shift == 0) & (lost == 0)
-    return Alignment(aligned, shift, start, lost, tail, value, *torch.stack(sums, 1).double())
+    return Alignment(aligned, shift, start, lost, tail, value, of_b, *torch.stack(sums, 1).double())
+
+
+def _both_known(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
+    """The tokens with two log-probs: an exact zero that the other column contradicts is none."""
+    contradicted = ((a == 0) & (b < -LEAST_ZERO)) | ((b == 0) & (a < -LEAST_ZERO))
+    return mask & a.isfinite() & b.isfinite() & ~contradicted
 
 
 def _evidence(here: Tensor, there: Tensor, size: Tensor, square: Tensor) -> Tensor:
@@ -164,14 +187,17 @@ def _lost_from(distance: Tensor, b: Tensor, counted: Tensor) -> Tensor:
     mean = after / count.clamp(min=1)
     before = (after[:, :1] - after) / (count[:, :1] - count).clamp(min=1)
     possible = counted & (count >= LOST_TOKENS) & (count[:, :1] - count >= LEAST_TOKENS)
-    apart = possible & (mean >= LOST_TIMES * before) & (mean > LOST_TIMES * LEAST_GAP)
+    # Where the first tokens of all responses are as far apart, nothing begins inside them.
+    first = counted & (count[:, :1] - count < LEAST_TOKENS)
+    usual = torch.where(first, distance, 0.0).sum() / first.sum().clamp(min=1)
+    apart = possible & (mean >= LOST_TIMES * before.clamp(min=usual)) & (mean > LOST_TIMES * LEAST_GAP)
     _, at = torch.where(apart, (mean - before) * count.sqrt(), -math.inf).max(1, keepdim=True)
     here = counted & (torch.arange(counted.shape[1], device=b.device) >= at)
     most = (here & (distance > LOST_TIMES * (before.gather(1, at) + LEAST_GAP))).sum(1, keepdim=True)
-    spread, usual = _spread(b, here), _spread(b, counted)
+    spread, of_all = _spread(b, here), _spread(b, counted)
     found = apart.any(1, keepdim=True) & (most >= LOST_MOST * here.sum(1, keepdim=True))
     # Where all tokens are about as likely, no relation can be lost.
-    found &= (mean.gather(1, at) >= LOST_SPREAD * spread) & (spread >= LOST_SPREAD * usual)
+    found &= (mean.gather(1, at) >= LOST_SPREAD * spread) & (spread >= LOST_SPREAD * of_all)
     return torch.where(found, at, 0)
 
 
@@ -207,11 +233,22 @@ def _constant_tail(first: Tensor, second: Tensor, mask: Tensor) -> tuple[Tensor,
     # From the token after the last other one on.
     begin = torch.where(other, position + 1, 0).amax(1, keepdim=True)
     tail = mask & (position >= begin)
-    missing = torch.where(tail, (second - value).abs(), 0.0).sum(1, keepdim=True)
+    apart = torch.where(second.isfinite(), (second.clamp(min=LEAST_LOG_PROB) - value).abs(), 0.0)
+    missing = torch.where(tail, apart, 0.0).sum(1, keepdim=True)
     count = tail.sum(1, keepdim=True)
-    before = mask & ~tail & ((second - value).abs() > TAIL_USUAL)
+    before = mask & ~tail & (apart > TAIL_USUAL)
     usual = (before & (first == value)).sum() > TAIL_USUAL * before.sum()
     return torch.where((count >= LEAST_TOKENS) & (missing >= TAIL_NATS) & ~usual, count, 0), value
+
+
+def _agrees_before(tail: Tensor, distance: Tensor, b: Tensor, counted: Tensor, mask: Tensor) -> Tensor:
+    """Whether a fits b before the tail; bool of shape (rows, 1). Those of another, shorter response end in padding."""
+    position = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, position, 0).amax(1, keepdim=True)
+    before = counted & (position <= last - tail)
+    count = before.sum(1, keepdim=True)
+    mean = torch.where(before, distance, 0.0).sum(1, keepdim=True) / count.clamp(min=1)
+    return (count < LEAST_TOKENS) | (mean <= (LOST_SPREAD * _spread(b, before)).clamp(min=LOST_TIMES * LEAST_GAP))
 
 
 def policy_before(tokens: Mapping[str, Tensor]) -> Tensor:
@@ -319,12 +356,12 @@ def own_alignment(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
     for pair, (name, other) in columns.items():
         sums: dict[str, Tensor] = {}
         if name in joined and width:
-            sums = _sums_of_pair(joined[name], other, mask, find_turns(mask), rows=pair == "rollout")
+            sums = _sums_of_pair(joined[name], other, mask, find_turns(mask), lost=pair == "rollout")
         found += [sums.get(each, zero).double() for each in _SUMS]
     return torch.stack(found)
 
 
-def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, rows: bool) -> dict[str, Tensor]:
+def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, lost: bool) -> dict[str, Tensor]:
     found = align(a, b, mask)
     moved, inside = found.shift != 0, found.start > 0
     sums = {"responses": mask.any(1).sum(), "aligned": found.aligned.sum()}
@@ -332,17 +369,20 @@ def _sums_of_pair(a: Tensor, b: Tensor, mask: Tensor, turn: Tensor, rows: bool) 
     for index, k in enumerate(SHIFTS):
         sums[f"whole {k}"] = ((found.shift == k) & ~inside).sum()
         sums[f"inside {k}"] = ((found.shift == k) & inside).sum()
-        for name in ("here", "there", "size", "square"):
+        for name in _COMPARED:
             sums[f"{name} {k}"] = getattr(found, name)[index]
     sums["at_turn"] = (moved & inside & starts_turn(turn, found.start)).sum()
-    lost = (found.lost > 0) & rows
-    sums |= {"lost": lost.sum(), "lost_start": found.lost.sum()}
-    sums["lost_at_turn"] = (lost & starts_turn(turn, found.lost)).sum()
-    sums["zero_tail"] = ((found.tail > 0) & (found.tail_value == 0) & ~moved).sum()
-    sums["constant_tail"] = ((found.tail > 0) & (found.tail_value != 0) & ~moved).sum()
-    if rows:
-        sums["other_row"] = (fits_another_row(a, b, mask) & ~moved & (found.tail == 0)).sum()
-    counted = mask & a.isfinite() & b.isfinite()
+    if lost:
+        sums |= {"lost": (found.lost > 0).sum(), "lost_start": found.lost.sum()}
+        sums["lost_at_turn"] = ((found.lost > 0) & starts_turn(turn, found.lost)).sum()
+    # The log-probs of a shorter response end in padding.
+    other_row = fits_another_row(a, b, mask) & ~moved
+    sums["other_row"] = other_row.sum()
+    tail = (found.tail > 0) & ~moved & ~other_row
+    sums["zero_tail"] = (tail & (found.tail_value == 0)).sum()
+    sums["constant_tail"] = (tail & (found.tail_value != 0)).sum()
+    sums["tail_of_b"] = (found.tail_of_b & tail).sum()
+    counted = _both_known(a, b, mask)
     a, b = (torch.where(counted, each, 0.0).double().clamp(min=LEAST_LOG_PROB) for each in (a, b))
     sums |= {"tokens": counted.sum(), "first": a.sum(), "second": b.sum(), "product": (a * b).sum()}
     return sums | {"first_square": a.square().sum(), "second_square": b.square().sum()}
@@ -388,6 +428,7 @@ class Off(NamedTuple):
         start (float): Where it begins inside most of these responses, the mean index from which on; else 0.
         at_turn (bool): Whether most of these begin with a turn.
         correlation (float): Between the two columns.
+        of_b (bool): Whether a tail is in b, in most of these.
     """
 
     kind: str
@@ -397,6 +438,7 @@ class Off(NamedTuple):
     start: float = 0.0
     at_turn: bool = False
     correlation: float = 0.0
+    of_b: bool = False
 
 
 def find_off(sums: Sequence[float], judge_correlation: bool) -> dict[str, Off | None]:
@@ -445,6 +487,8 @@ def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
         **{name: sums[name] for name in ("lost", "other_row", "zero_tail", "constant_tail")},
     }
     kind = max(counts, key=counts.__getitem__)
+    if kind in _TAILS and counts["other_row"] >= max(CLEAR_RESPONSES, CLEAR_SHARE * sums["responses"]):
+        kind = "other_row"  # of which only those of shorter responses can be told
     count = counts[kind]
     # Some responses are too short, or their tokens too sure, to tell.
     known = max(count + sums["aligned"] if kind in ("moved", "lost") else sums["responses"], 1.0)
@@ -456,20 +500,24 @@ def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
             start=sums["start"] / inside if mostly_inside else 0.0,
             at_turn=mostly_inside and 2 * sums["at_turn"] > inside,
         )
+    if kind in _TAILS:
+        found = found._replace(of_b=2 * sums["tail_of_b"] > sums["zero_tail"] + sums["constant_tail"])
     if kind == "lost" and count:
         found = found._replace(start=sums["lost_start"] / count, at_turn=2 * sums["lost_at_turn"] > count)
     if found.clear and kind != "other_row":
         return found
     # Responses too short, or engines too far apart, to tell one by one.
     for k in SHIFTS:
-        parts = [sums[f"{name} {k}"] for name in ("here", "there", "size", "square")]
+        *parts, nearer, farther = (sums[f"{name} {k}"] for name in _COMPARED)
         evidence = float(_evidence(*torch.tensor(parts, dtype=torch.float64)))
         is_nearer = parts[1] <= (1 + FITS) / 2 * parts[0] and parts[0] > LEAST_GAP * sums["tokens"]
-        if is_nearer and evidence >= POOLED_EVIDENCE:
+        if is_nearer and nearer >= MOSTLY * farther and evidence >= POOLED_EVIDENCE:
             return Off("moved", 1.0, True, shift=k)
     if found.clear:
         return found
-    related = _correlation(sums)
+    # A few tokens with large distances hide a relation that most have.
+    own = any(sums[f"farther {k}"] >= MOSTLY * sums[f"nearer {k}"] > 0 for k in SHIFTS)
+    related = None if own else _correlation(sums)
     if judge_correlation and related is not None and related < UNRELATED_CORRELATION:
         spread = _variance(sums, "first") / _variance(sums, "second")
         apart = abs(sums["first"] - sums["second"]) / sums["tokens"]
@@ -494,6 +542,8 @@ _COLUMNS = {
     "old": ("The old log-probs", "old"),
     "now": ("The log-probs of the update", "p"),
 }
+_OF_PAIR = {"rollout": ("rollout", "policy"), "reference": ("reference", "now"), "old": ("old", "now")}
+_TAILS = ("zero_tail", "constant_tail")
 _WHICH = "; a reference tells which of the two (use_kl_loss=True with kl_loss_coef=0)"
 
 
@@ -508,6 +558,8 @@ def misaligned_warning(off: Mapping[str, Off | None]) -> dict[str, Any] | None:
         return None
     column, other, pair = _wrong_column(wrong, off)
     each = wrong[pair]
+    if each.kind in _TAILS:
+        column, other = _OF_PAIR[pair][:: -1 if each.of_b else 1]
     # r[t] fits p[t + k]: if it is p that was moved, p[t] fits r[t − k].
     shift = each.shift if column == pair else -each.shift
     subject, letter = _COLUMNS[column]

@@ -248,6 +248,7 @@ class GradLoc:
         threshold = self._threshold.next(gradient.level.token_norm, gradient.level.finite)
         self._metrics.take_in_level(gradient.level, self._threshold.last)
         if not gradient.is_over(threshold):
+            self._ordinary.count(False)
             if gradient.is_ordinary(threshold):
                 self._ordinary.take_in(gradient)
             return Located(True, gradient.squared_norms)
@@ -265,6 +266,7 @@ class GradLoc:
             self._warnings.of_mini_batch,
             self._bundle_writer,
         )
+        self._ordinary.count(True)
         self._add(located.event)
         if located.event is None:
             self._metrics.add_spike_without_event(skipped=not located.take_step)

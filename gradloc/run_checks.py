@@ -46,11 +46,15 @@ ONE_SIDE_NATS = 0.01
 ONE_SIDE_TOKENS = 0.25
 ONE_SIDE = 0.85
 CORRELATION = 0.6
+# The same where it has been so since the first update, in which both engines have the same weights.
+FIRST_CORRELATION = 0.35
 # A correlation takes larger differences, and smaller log-probs, as these: otherwise one token may make it.
 CORRELATED_NATS = 1.0
 LEAST_LEVEL = -5.0
 OTHER_GAP = 0.05
 OTHER_LEAST = 0.25
+# Of the tokens' log-probs in both engines: those of other tokens are no other log-probs of the same.
+OTHER_RELATED = 0.7
 # So many tokens of an update, at least, that the policy did not produce. Without such a fault there are none.
 UNSAMPLED_TOKENS = 4
 # Where one update cannot tell, a rule has to hold in so many: a rollout may be late by a step or two.
@@ -58,7 +62,7 @@ IN_A_ROW = 3
 # Advantages so many times as large, or as small, as in all of the last updates, of which there are some, and so many
 # responses with one.
 SCALE_FACTOR = 5.0
-SCALE_UPDATES = 3
+SCALE_UPDATES = 2
 SCALE_RESPONSES = 8
 
 _READINGS = 64
@@ -114,7 +118,8 @@ def own_sums(
 ) -> Tensor:
     """What one rank knows of a mini-batch, for `RunChecks.take_in`. No host sync.
 
-    Only response tokens with a weight in the loss and finite log-probs count. The policy's log-probs are those before
+    Only response tokens with a weight in the loss and finite log-probs count; an exact zero of the rollout is none, if
+    the policy has less. The policy's log-probs are those before
     the update. Where there are none of their own (verl's bypass mode takes the rollout's for them), those of the
     update's first mini-batch are taken, which has changed no weight yet.
 
@@ -150,7 +155,8 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float,
         policy = torch.where(bypassed, log_prob, old) if first else old
         if bypass and not first:
             counted = counted & ~bypassed
-    counted = counted & policy.isfinite()
+    # An exact zero that the policy contradicts is no log-prob.
+    counted = counted & policy.isfinite() & ~((rollout == 0) & (policy < -ONE_SIDE_NATS))
     reference = tokens["ref_log_prob"].double() if "ref_log_prob" in tokens else None
     if reference is not None:
         counted = counted & reference.isfinite()
@@ -357,6 +363,13 @@ class RunChecks:
         self._sums, self._alignment, self._columns = fresh._sums, fresh._alignment, fresh._columns
         self._updates_since_resume = 0
 
+    def _has_jumped(self, gap: float) -> bool:
+        """Whether the gap is so much larger than in the last update as neither a step nor late weights make it."""
+        last, (before, after) = self._gap, POLICY_GAP
+        if last is None:
+            return False
+        return last < before and gap > after or self._updates >= STALE_UPDATES - 1 and gap >= APART_GROWTH * last
+
     def _is_certain(self, rule: str) -> bool:
         """Whether the update shows for certain what holds in it, or others before it have shown the same."""
         # Differences of one sign may be those of tokens that were not sampled: of some responses, or turns.
@@ -399,7 +412,8 @@ class RunChecks:
         related = correlation(self._alignment)
         if related is not None and not self._is_unrelated(off):
             self._related = related
-        self._least, self._gap, self._updates = min(self._least, gap), gap, self._updates + 1
+        self._least = gap if self._has_jumped(gap) else min(self._least, gap)
+        self._gap, self._updates = gap, self._updates + 1
         self._read(gap)
         self._sums, self._alignment = dict.fromkeys(_SUMS, 0.0), _NO_ALIGNMENT
 
@@ -591,19 +605,26 @@ class RunChecks:
     def _other_log_probs(self) -> dict[str, Any] | None:
         """Differences of one sign, or larger for likelier tokens, which were there in every step seen."""
         sums, gap = self._sums, self._mean("gap")
-        if gap < OTHER_GAP or self._least < OTHER_LEAST * gap:
+        if gap < OTHER_GAP or (self._least < OTHER_LEAST * gap and not self._has_jumped(gap)):
+            return None
+        # In the first update both engines have the same weights. What comes with training may be a late rollout.
+        if self._updates and not (self._times.get("other_log_probs") or self._has_jumped(gap)):
+            return None
+        related = correlation(self._alignment)
+        if related is not None and related < OTHER_RELATED:
             return None
         signed = sums["larger"] + sums["smaller"]
         if signed < ONE_SIDE_TOKENS * sums["tokens"]:
             return None
-        correlation = self._correlation()
+        tilt = self._correlation()
         share = max(sums["larger"], sums["smaller"]) / signed
-        if share < ONE_SIDE and abs(correlation) < CORRELATION:
+        since_first = self._updates == 0 or self._times.get("other_log_probs", 0) >= self._updates
+        if share < ONE_SIDE and abs(tilt) < (FIRST_CORRELATION if since_first else CORRELATION):
             return None
         if share >= ONE_SIDE:
             word = "larger" if sums["larger"] > sums["smaller"] else "smaller"
             what = f"{word} for {share:.0%} of the tokens where they differ, as from before or after top-p or top-k"
-        elif correlation > 0:
+        elif tilt > 0:
             what = "larger for likely tokens and smaller for others, as at a lower temperature"
         else:
             what = "smaller for likely tokens and larger for others, as at a higher temperature"

@@ -25,6 +25,8 @@ from .verdict import whole_event
 _LARGEST_TOKENS = 3
 # Of how many tokens measured under τ the sources are counted, at most and at least.
 _MEASURED, _LEAST_MEASURED = 64, 4
+# So many times the usual norm, of the typical micro-batch, is no matter of single tokens.
+_LOUDER = 2.0
 
 
 def build_event(
@@ -88,7 +90,20 @@ def build_event(
             "world_size": model.data_parallel_size,
             "loss_scale": mini_batch.scale,
         }
-        return whole_event(fields, ordinary_tokens, warnings, measured)
+        return whole_event(fields, ordinary_tokens, warnings, measured, _why_unusual(investigation, ordinary))
+
+
+def _why_unusual(investigation: Investigation, ordinary: OrdinaryGradient) -> str | None:
+    """Why the run is not as it usually is; None if it is, or if that is not known."""
+    if ordinary.spikes_are_rare is None:
+        return "too little of the run is known to call this a natural spike"
+    if not ordinary.spikes_are_rare:
+        return "other mini-batches shortly before had spikes, too, so that the cause is not in this one alone"
+    norms = [each.token_equivalent for each in investigation.figures.values() if each.norm and each.has_advantages]
+    usual = ordinary.token_norm
+    if usual and norms and statistics.median(norms) > _LOUDER * usual:
+        return "the other micro-batches are louder than before, too"
+    return None
 
 
 def _measured_shares(investigation: Investigation, medians: Medians) -> dict[str, float] | None:

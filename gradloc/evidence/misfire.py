@@ -9,7 +9,7 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .verdict import COMMON, LIFT, MOST_CULPRITS, explaining_culprits, of_culprits, percent
+from .verdict import COMMON, LIFT, MOST_CULPRITS, NATURAL_FACTOR, explaining_culprits, of_culprits, percent
 
 # In how many prompts there are culprits, at least: those of one prompt share its data source, and often their reward.
 LEAST_PROMPTS = 3
@@ -63,7 +63,8 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
       probability that as many of them have the value (hypergeometric) would be under `SIGNIFICANT`.
     - Rare values have large advantages, which make spikes without any fault. So either the advantages of these
       responses are as large as those of the responses without the value, or the value is a reward that is farther from
-      all others than these are from each other.
+      all others than these are from each other. Below them, where responses without any merit are, it also needs
+      advantages that ordinary rewards do not give.
 
     Such a reward is named from one prompt on, if all culprits are in responses with it: the mini-batch's rewards alone
     show it, and a search that explains a spike needs few culprits.
@@ -95,7 +96,8 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
         with_value = [row.advantage for row in of_prompts.values() if _value(row, what) == value]
         without = [row.advantage for row in moving.values() if _value(row, what) != value]
         is_usual = bool(without) and statistics.median(with_value) <= USUAL_ADVANTAGE * statistics.median(without)
-        is_outlier = what == "reward" and _is_outlier(value, {*known} - {value})
+        is_large = bool(without) and statistics.median(with_value) > NATURAL_FACTOR * statistics.median(without)
+        is_outlier = what == "reward" and _is_outlier(value, {*known} - {value}, is_large)
         told = is_outlier and share == 1 if few else chance < SIGNIFICANT and (is_usual or is_outlier)
         if stands_out and told:
             return _verdict(what, value, share, ordinary, len(event["culprits"]), len(of_prompts))
@@ -124,11 +126,11 @@ def _chance(hits: int, draws: int, marked: int, total: int) -> float:
     return ways / math.comb(total, draws)
 
 
-def _is_outlier(reward: Any, others: Collection[Any]) -> bool:
+def _is_outlier(reward: Any, others: Collection[Any], below_too: bool) -> bool:
     if len(others) < 2:
         return False
     low, high = min(others), max(others)
-    return max(low - reward, reward - high) > high - low
+    return max((low - reward) * below_too, reward - high) > high - low
 
 
 def _verdict(what: str, value: Any, share: float, ordinary: float, culprits: int, prompts: int) -> dict[str, Any]:

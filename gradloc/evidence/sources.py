@@ -29,9 +29,7 @@ LAYER_FRACTION = 0.5
 LARGE_ADVANTAGE = 2.5
 LARGE_WEIGHT = 5.0
 # A token to which the rollout gave probability 1 and training one under this: the rollout did not sample it.
-UNSAMPLED = 1e-3
-# The same in a response of one token, which an engine returns for a request that failed.
-UNSAMPLED_ALONE = 0.1
+UNSAMPLED = 0.1
 # A ratio that is larger makes infinite gradients of finite log-probs.
 OVERFLOW_RATIO = 1e6
 # How often each rule holds for natural culprits and for ordinary tokens: docs/verdict-figures.md.
@@ -84,8 +82,10 @@ def classify(culprit: Facts, medians: Medians) -> list[str]:
 
 
 def _is_nonfinite(of: Facts, _: Medians) -> Any:
-    ratio = of.get("ratio")
-    overflows = ratio is not None and (ratio > OVERFLOW_RATIO) & (of["log_prob"] == of["log_prob"])
+    overflows = False
+    for name in ("ratio", "rollout_ratio"):
+        if (ratio := of.get(name)) is not None:
+            overflows = overflows | (ratio > OVERFLOW_RATIO) & (of["log_prob"] == of["log_prob"])
     return _is_broken(of["grad_norm"]) & (overflows ^ True)
 
 
@@ -113,8 +113,7 @@ def _is_unsampled(of: Facts, _: Medians) -> Any:
     if rollout is None:
         return after_eos
     # A finite log-prob shows that the rollout sampled it, even after an end token.
-    alone = (of.get("response_length") == 1) & (of["log_prob"] < math.log(UNSAMPLED_ALONE))
-    return _is_broken(rollout) | ((rollout == 0) & (after_eos | alone | (of["log_prob"] < math.log(UNSAMPLED))))
+    return _is_broken(rollout) | ((rollout == 0) & (after_eos | (of["log_prob"] < math.log(UNSAMPLED))))
 
 
 def has_large_advantage(of: Facts, medians: Medians) -> Any:
@@ -193,6 +192,8 @@ _RATIOS = (
 )
 _REMEDIES = "`gradloc replay BUNDLE --remedies` measures what each remedy leaves of the spike."
 
+_NATURAL = "It is none if {}: then the cause is elsewhere. "
+
 # Most specific first: broken numbers, then bugs, then what ordinary tokens rarely have.
 RULES = (
     Rule(
@@ -208,7 +209,7 @@ RULES = (
     Rule(
         "unsampled",
         "The policy did not produce the token: it is after the end of the turn, or the rollout gave it no log-prob, "
-        "or exactly 0 while training gives it a probability under 1e-3 (0.1 in a response of one token).",
+        "or exactly 0 while training gives it a probability under 0.1.",
         "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
         _is_unsampled,
         claim="Tokens that the policy did not produce are trained on",
@@ -273,7 +274,8 @@ RULES = (
         "large weights.",
         _has_large_weight,
         claim="A few tokens weigh much more in the loss than others, and so make most of the whole gradient",
-        check=_REMEDIES,
+        check="Multiply the culprits' `grad_norm` in spikes.jsonl by the event's `median_weight` instead of by their "
+        "own `weight`: if that is about as large as `global_norm`, too, the weights are not the cause.",
     ),
     Rule(
         "kl",
@@ -290,17 +292,22 @@ RULES = (
         "Lower entropy_coeff.",
         _is_due_to_entropy,
         claim="The entropy bonus, not the policy loss, makes the gradient of these tokens",
-        check="Compare `actor/pg_loss` with entropy_coeff times `actor/entropy` in the log. " + _REMEDIES,
+        check="Compare `actor/pg_loss` with entropy_coeff times `actor/entropy` in the log: if the second is far "
+        "smaller, the bonus is not the cause. " + _REMEDIES,
     ),
     Rule(
         "unlikely",
         "The policy gives it a probability under 0.05: a rare token is reinforced (if its coefficient is negative) or "
         "suppressed.",
-        "Nothing is broken by this alone. If such spikes disturb training, give rare tokens less weight, sample with "
-        "top-p, or clip layers.",
+        "Such spikes come without any fault, and do not exclude one. If they disturb training, give rare tokens less "
+        "weight, sample with top-p, or clip layers.",
         _is_unlikely,
         claim="A natural spike of rare tokens that were sampled, and are rewarded or punished",
-        check=_REMEDIES,
+        check=_NATURAL.format(
+            "`rollout_log_prob` and `log_prob` of the culprits in spikes.jsonl differ by more than "
+            "they do in other tokens, or if most steps have such spikes"
+        )
+        + _REMEDIES,
     ),
     Rule(
         "punished",
@@ -309,7 +316,7 @@ RULES = (
         "negative responses less weight.",
         _is_punished,
         claim=f"A natural spike of confident tokens (p > {CONFIDENT:g}) that are pushed down",
-        check=_REMEDIES,
+        check=_NATURAL.format("the culprits' `response` in spikes.jsonl is right, and its `reward` is low") + _REMEDIES,
     ),
     Rule(
         "layer",

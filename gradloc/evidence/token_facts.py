@@ -75,14 +75,14 @@ def token_evidence(tokens: Mapping[str, Tensor], row: int, position: int) -> dic
             `response_length` the number of the response's tokens. `mismatch_start` is the index in the response, and
             `mismatch_turn` the turn, that `find_mismatch` gives.
     """
-    facts = token_facts({name: of[row : row + 1] for name, of in tokens.items()})
-    here = {name: of[0, position if of.shape[1] > 1 else 0].item() for name, of in facts.items()}
+    facts = token_facts(tokens)  # of all rows: what is usual in them tells what is not
+    here = {name: of[row, position if of.shape[1] > 1 else 0].item() for name, of in facts.items()}
     names = (*_NUMBERS, "after_eos", "ratio", "rollout_ratio", "sequence_ratio", "misaligned_share")
     names += ("misplaced", "response_length")
     return {
         "token_id": int(tokens["token_id"][row, position]),
         **{name: here.get(name) for name in names},
-        "turn": here["turn"] if facts["turn"].max() > 1 else None,
+        "turn": here["turn"] if facts["turn"][row].max() > 1 else None,
         "mismatch_start": here["mismatch_start"] if here["mismatch_start"] >= 0 else None,
         "mismatch_turn": here["mismatch_turn"] or None,
         "shift": here["shift"] or None,

@@ -14,7 +14,7 @@ from .auxiliary import auxiliary_verdict
 from .in_words import summary, turn_boundary
 from .schema import SCHEMA
 from .shares import layer_shares
-from .sources import APART, RULES, entropy_share, is_apart
+from .sources import APART, APART_NATS, OVERFLOW_RATIO, RULES, entropy_share, is_apart
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,11 @@ HEAVY = 5.0
 # Where culprits are rare by selection, and what spikes of healthy runs are.
 SELECTED = ("advantage", "weight", "unlikely", "punished")
 NATURAL = ("advantage", "unlikely", "punished")
+# The rules of a bug of single tokens or responses. Where one tells the culprits, and does not explain their norms, they
+# are no natural spike.
+OF_BUGS = ("nonfinite", "unsampled", "retokenized", "misaligned", "token", "sequence")
+# The largest chance that as many ordinary tokens as there are culprits would have what a rule holds for.
+CHANCE = 0.1
 # The rules of a part of the loss, which may be the cause for all tokens.
 PARTS = ("kl", "entropy")
 # A culprit whose norm is over so many thresholds is not one because it is rare.
@@ -73,11 +78,12 @@ def whole_event(
     ordinary: Mapping[str, float | None],
     warnings: Sequence[Mapping[str, Any]],
     measured: Mapping[str, float] | None = None,
+    unusual: str | None = None,
 ) -> dict[str, Any]:
     """An event of these fields, with its verdict and summary; the other arguments are those of `decide`."""
     event = {"schema": SCHEMA, "gradloc_version": __version__, **fields}
     event |= {"layer_clip": None, "drill": None, "replay": None}
-    event["verdict"] = verdict(event, ordinary, warnings, measured)
+    event["verdict"] = verdict(event, ordinary, warnings, measured, unusual)
     event["summary"] = summary(event)
     return event
 
@@ -87,10 +93,11 @@ def verdict(
     ordinary: Mapping[str, float | None],
     warnings: Sequence[Mapping[str, Any]] = (),
     measured: Mapping[str, float] | None = None,
+    unusual: str | None = None,
 ) -> dict[str, Any] | None:
     """What `decide` gives; None if that fails: a verdict must not cost the event."""
     try:
-        return decide(event, ordinary, warnings, measured)
+        return decide(event, ordinary, warnings, measured, unusual)
     except Exception:
         logger.warning("no verdict on an event could be made", exc_info=True)
         return None
@@ -101,6 +108,7 @@ def decide(
     ordinary: Mapping[str, float | None],
     warnings: Sequence[Mapping[str, Any]] = (),
     measured: Mapping[str, float] | None = None,
+    unusual: str | None = None,
 ) -> dict[str, Any]:
     """The verdict on a spike.
 
@@ -112,6 +120,7 @@ def decide(
             few.
         measured (Mapping, optional): By rule, the share of the tokens that the search measured under τ; None where it
             measured too few.
+        unusual (str, optional): Why the run is not as it usually is, so that no spike of it is a natural one.
 
     Returns:
         dict: `cause`, the name of a rule or of a warning, "auxiliary", or None where no cause is known; `culprits` and
@@ -135,7 +144,7 @@ def decide(
     if event["diagnosis"] not in ("tokens", "nonfinite"):
         # The search picks large and rare tokens first, and these did not explain the spike.
         compared |= {name: None if measured is None else measured[name] for name in SELECTED}
-    cause = find_cause(culprits, compared, event["ordinary_layer_norms"])
+    cause = find_cause(culprits, compared, event["ordinary_layer_norms"], count)
     broken = [each for each in of_run if each["name"] == "nonfinite"]
     if broken and (cause == "nonfinite" or event["diagnosis"] == "nonfinite"):
         return _of_warning(event, ordinary, broken[0])
@@ -145,6 +154,12 @@ def decide(
         causes = [each for each in causes if each["name"] != "other_log_probs"]
     if causes and cause != "nonfinite":
         return _of_warning(event, ordinary, causes[0])
+    why_unknown = _why_of_the_run(ordinary) or _why_unknown(event, ordinary, explaining)
+    if cause in ("token", "sequence") and (why := _why_of_the_run(ordinary)):
+        cause, why_unknown = None, why
+    if cause in NATURAL and (why := _why_not_natural(event, ordinary, warnings, unusual)):
+        if cause != "advantage" or not _has_outlying_advantage(event):
+            cause, why_unknown = None, why
     if cause is None or cause in NATURAL:
         if of_weight := _weight_of_the_whole(event):
             return {"cause": "weight", "culprits": 1.0, "ordinary": ordinary.get("weight"), **of_weight}
@@ -164,17 +179,17 @@ def decide(
             "check": CAUSES[of_all].check,
         }
     if cause is None:
-        sentence = f"No known cause: {_why_unknown(event, ordinary, explaining)}.{note}"
-        without = [each for each in warnings if each["name"] in WITHOUT_CAUSE]
-        if without:
-            sentence += f" But note: {without[0]['sentence']}"
+        sentence = f"No known cause: {why_unknown}.{note}"
+        if warnings:
+            sentence += f" But note: {warnings[0]['sentence']}"
         return {"cause": None, "culprits": None, "ordinary": None, "sentence": sentence, "check": CHECK_UNKNOWN}
     claim, advice = CAUSES[cause].claim, CAUSES[cause].advice
     if cause == "retokenized" and (boundary := turn_boundary(event["culprits"])):
         claim += f", {boundary}"
     if cause == "advantage" and not _has_outlying_advantage(event):
         claim = "A natural spike of tokens whose responses were rewarded unlike most of their group"
-        advice = "Nothing is broken by this alone. If such spikes disturb training, clip advantages or layers."
+        advice = "Such spikes come without any fault, and do not exclude one. If they disturb training, clip "
+        advice += "advantages or layers."
     if cause == "layer" and (name := _most_common_layer(event)):
         claim = f"The layer {name} makes most of the gradient"
     evidence = _evidence(culprits[cause], count, ordinary[cause])
@@ -197,6 +212,42 @@ def _is_of_run(warning: Mapping[str, Any], culprits: Mapping[str, float]) -> boo
         share = warning.get("share")
         return share is None or share >= MOST_CULPRITS or culprits[name] >= MOST_CULPRITS
     return name not in _OF_SOME
+
+
+def _why_of_the_run(ordinary: Mapping[str, float | None]) -> str | None:
+    """That rollout and training differ everywhere, so that ratios far from 1 are no matter of single tokens."""
+    apart = ordinary.get(APART) or 0.0
+    if apart < COMMON:
+        return None
+    return (
+        f"rollout and training differ by over {APART_NATS:g} nat for {percent(apart)} of all tokens, which is a matter "
+        "of the run: old weights, another temperature, prompt or precision"
+    )
+
+
+def _why_not_natural(
+    event: Mapping[str, Any],
+    ordinary: Mapping[str, float | None],
+    warnings: Sequence[Mapping[str, Any]],
+    unusual: str | None,
+) -> str | None:
+    """Why rare tokens, or unusual rewards, are not said to be all that there is to a spike; None where they may be."""
+    if warnings:
+        return "there is a warning about the run, so that this need not be a natural spike"
+    if unusual is not None:
+        return unusual
+    if 1 < len(event["units"]) == event["micro_batches"]:
+        return "every micro-batch is over its threshold, so that this is no spike of single tokens"
+    if apart := _why_of_the_run(ordinary):
+        return apart
+    count = len(event["culprits"])
+    if any(2 * sum(part in each["sources"] for each in event["culprits"]) >= count for part in PARTS):
+        return "the KL loss or the entropy bonus makes most of the gradient of most culprits"
+    for rule in OF_BUGS:
+        share = sum(rule in each["sources"] for each in event["culprits"]) / count
+        if share >= MOST_CULPRITS and _stands_out(share, ordinary.get(rule), count):
+            return f"of most culprits the rule `{rule}` holds, which does not explain their norms"
+    return None
 
 
 def _why_unknown(
@@ -311,14 +362,15 @@ def find_cause(
     culprits: Mapping[str, float],
     ordinary: Mapping[str, float | None],
     ordinary_layer_norms: Mapping[str, float] | None,
+    count: int,
 ) -> str | None:
     """The rule that tells culprits from ordinary tokens; None if there is none, because a weak guess misleads.
 
     A rule is a possible cause if
 
     - it holds for at least `MOST_CULPRITS` of them: one that holds for fewer does not explain the spike;
-    - it holds for less than `COMMON` of ordinary tokens, and `LIFT` times as often for culprits: what ordinary tokens
-      have as well makes no spike.
+    - it holds for less than `COMMON` of ordinary tokens, and `LIFT` times as often for culprits, with a chance under
+      `CHANCE` that as many ordinary tokens would have it: what ordinary tokens have as well makes no spike.
 
     Of the possible causes whose shares of culprits are within `CLOSE` of the largest, the first in the order of `RULES`
     is taken. A bug often makes the rules after its own hold, too: a token that was not sampled has a ratio far from 1,
@@ -331,9 +383,10 @@ def find_cause(
 
     Culprits that make next to nothing of their micro-batches' norms (`EXPLAINED`) count for `layer` alone.
 
-    `advantage` counts only the culprits that would be under the threshold with the median advantage: an advantage of
-    three times the median does not make a norm of a hundred thresholds. Nor does being rare: `unlikely` counts only
-    culprits of up to `RARE_NORM` thresholds.
+    `token` and `sequence` count only the culprits that would be under the threshold if both engines, and both policies,
+    gave the token the same log-prob. `advantage` counts only the culprits that would be under it with the median
+    advantage: one of three times the median does not make a norm of a hundred thresholds. Nor does being rare:
+    `unlikely` counts only culprits of up to `RARE_NORM` thresholds.
 
     For `layer`, no share of ordinary tokens is known. It is a possible cause if the layer norms of a typical ordinary
     token are known, and counts only the culprits of which the layer's share has `LAYER_ODDS` times its ordinary odds:
@@ -343,10 +396,11 @@ def find_cause(
         culprits (Mapping): By rule, the share of culprits for which it holds, and counts; zeros without a culprit.
         ordinary (Mapping): The same for ordinary tokens; None where unknown.
         ordinary_layer_norms (Mapping, optional): The event's field.
+        count (int): The number of culprits.
     """
     # Where all tokens are culprits, there are no ordinary ones to compare with.
     if culprits["nonfinite"] and (
-        ordinary["nonfinite"] is None or _stands_out(culprits["nonfinite"], ordinary["nonfinite"])
+        ordinary["nonfinite"] is None or _stands_out(culprits["nonfinite"], ordinary["nonfinite"], 0)
     ):
         return "nonfinite"
     possible = [
@@ -356,15 +410,21 @@ def find_cause(
         and (
             rule.name in ("retokenized", *PARTS)
             or (rule.name == "layer" and ordinary_layer_norms is not None)
-            or (rule.name != "layer" and _stands_out(culprits[rule.name], ordinary[rule.name]))
+            or (rule.name != "layer" and _stands_out(culprits[rule.name], ordinary[rule.name], count))
         )
     ]
     most = max((culprits[name] for name in possible), default=0.0)
     return next((name for name in possible if culprits[name] >= most - CLOSE), None)
 
 
-def _stands_out(of_culprits: float, of_ordinary: float | None) -> bool:
-    return of_ordinary is not None and of_ordinary < COMMON and of_culprits >= LIFT * of_ordinary
+def _stands_out(of_culprits: float, of_ordinary: float | None, count: int) -> bool:
+    if of_ordinary is None or of_ordinary >= COMMON or of_culprits < LIFT * of_ordinary:
+        return False
+    hits = round(of_culprits * count)
+    chance = sum(
+        math.comb(count, k) * of_ordinary**k * (1 - of_ordinary) ** (count - k) for k in range(hits, count + 1)
+    )
+    return not count or chance <= CHANCE
 
 
 def explaining_culprits(culprits: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -384,6 +444,9 @@ def _suffices(rule: str, culprit: Mapping[str, Any], event: Mapping[str, Any]) -
     norm, threshold = culprit["grad_norm"], culprit["threshold"]
     if rule == "advantage":
         return bool(norm * event["median_advantage"] <= threshold * abs(culprit["advantage"]))
+    if rule in ("token", "sequence"):
+        times = _times_by_ratio(culprit)
+        return times > OVERFLOW_RATIO or not norm > threshold * times
     if rule == "kl":
         rest = culprit["coefficient"] - culprit["kl_coefficient"]
         return bool(norm * abs(rest) <= threshold * abs(culprit["coefficient"]))
@@ -391,6 +454,21 @@ def _suffices(rule: str, culprit: Mapping[str, Any], event: Mapping[str, Any]) -
         return bool(norm * (1 - entropy_share(culprit)) <= threshold)
     # Norms are divided by the weight, which therefore is not why one is over the threshold.
     return rule != "weight" and (rule != "unlikely" or bool(norm <= RARE_NORM * threshold))
+
+
+def _times_by_ratio(culprit: Mapping[str, Any]) -> float:
+    """How many times larger a token's norm is than with the same log-prob in both engines, and before the update.
+
+    The loss multiplies a coefficient by the ratio, and the gradient of a log-prob is about proportional to 1 − p.
+    """
+    advantage, weight = culprit["advantage"], culprit["weight"]
+    rest = culprit["coefficient"] - (culprit["kl_coefficient"] or 0.0)
+    times = abs(rest / (weight * advantage)) if weight and advantage else 1.0
+    known = [culprit[name] for name in ("rollout_log_prob", "old_log_prob") if culprit[name] is not None]
+    if not known or not all(math.isfinite(each) for each in (*known, culprit["log_prob"])):
+        return math.inf
+    sampled = max(-math.expm1(min(known[0], 0.0)), 1e-6)
+    return times * max(-math.expm1(min(culprit["log_prob"], 0.0)), 1e-6) / sampled
 
 
 def _share_of_unusual_layers(event: Mapping[str, Any]) -> float:

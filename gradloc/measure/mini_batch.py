@@ -3,6 +3,7 @@
 """The gradient of a mini-batch before its optimizer step: its norms, its weights and its thresholds."""
 
 import math
+from collections import deque
 from dataclasses import replace
 
 import torch
@@ -133,8 +134,12 @@ class MiniBatch:
         return RankNorms(ratios.max(), largest_finite, self._squares.sum(), self._square_weights.sum())
 
 
+# A spike is rare if at most this share of the last mini-batches had one, of at least so many.
+_RARE, _LAST, _LEAST = 0.25, 16, 4
+
+
 class OrdinaryGradient:
-    """What the last mini-batch without a spike says of ordinary tokens.
+    """What the last mini-batch without a spike says of ordinary tokens, and how many of the last ones had none.
 
     Attributes:
         token_norm (float | None): The root mean square of their gradient norms; None if unknown.
@@ -143,6 +148,16 @@ class OrdinaryGradient:
     def __init__(self) -> None:
         self.token_norm: float | None = None
         self._sums: tuple[Tensor, Tensor] | None = None
+        self._spikes: deque[bool] = deque(maxlen=_LAST)
+
+    @property
+    def spikes_are_rare(self) -> bool | None:
+        """Whether few of the mini-batches before this one had a spike; None while too few are known."""
+        return None if len(self._spikes) < _LEAST else sum(self._spikes) <= _RARE * len(self._spikes)
+
+    def count(self, is_spike: bool) -> None:
+        """Counts a mini-batch, after its event."""
+        self._spikes.append(is_spike)
 
     def take_in(self, mini_batch: MiniBatch) -> None:
         """Takes a mini-batch without a spike as ordinary, unless none of its tokens can move."""

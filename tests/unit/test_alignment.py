@@ -178,6 +178,35 @@ def test_a_tail_that_was_padded(model: Model, padding: float, said: str) -> None
     assert found is not None and f"end in {said}" in found["sentence"]
 
 
+def test_a_tail_of_training_that_was_padded_is_said_of_training(model: Model) -> None:
+    columns = batch(model)
+    is_tail = torch.arange(LENGTH) >= columns["response_mask"].sum(1, keepdim=True) - 8
+    columns["log_prob"] = columns["old_log_prob"] = torch.where(is_tail, 0.0, columns["log_prob"])
+    found = warn(columns)
+    assert found is not None and found["sentence"].startswith("Training's log-probs end in exact zeros")
+    del columns["ref_log_prob"]
+    found = warn(columns)
+    assert found is not None and found["sentence"].startswith("Training's log-probs end in exact zeros")
+
+
+@pytest.mark.parametrize("value", [0.0, -0.3])
+def test_one_wrong_token_in_each_response_moves_none(model: Model, value: float) -> None:
+    """An end token that was appended has a large distance alone, which a moved comparison leaves out or halves."""
+    columns = batch(model)
+    is_last = torch.arange(LENGTH) == columns["response_mask"].sum(1, keepdim=True) - 1
+    columns["rollout_log_prob"] = torch.where(is_last, value, columns["rollout_log_prob"])
+    for name in ("log_prob", "old_log_prob", "ref_log_prob"):
+        columns[name] = torch.where(is_last, -9.0, columns[name])
+    assert warn(columns) is None
+
+
+def test_engines_that_are_apart_from_the_first_token_on_lose_nothing_inside(model: Model) -> None:
+    for seed in range(6):
+        columns = batch(model, noise=1.5, seed=seed)
+        found = warn(columns)
+        assert found is None or "agree with training's log-probs at first" not in found["sentence"]
+
+
 @pytest.mark.parametrize("order", [lambda rows: rows.roll(1, 0), lambda rows: rows.flip(0)], ids=["rolled", "reversed"])
 def test_log_probs_of_other_rows(model: Model, order: Callable[[Tensor], Tensor]) -> None:
     """Rows that were balanced between ranks in one column alone; also between micro-batches of a rank."""
@@ -186,6 +215,15 @@ def test_log_probs_of_other_rows(model: Model, order: Callable[[Tensor], Tensor]
     columns["rollout_log_prob"] = order(columns["rollout_log_prob"])
     halves = [{name: values[half::2] for name, values in columns.items()} for half in range(2)]
     found = warn(*halves)
+    assert found is not None and "are those of other responses of the batch" in found["sentence"]
+
+
+@pytest.mark.parametrize("name", ["rollout_log_prob", "old_log_prob"])
+def test_log_probs_of_other_rows_of_other_lengths_are_no_padding(model: Model, name: str) -> None:
+    columns = batch(model)
+    inside = columns["response_mask"].bool()
+    columns[name] = torch.where(inside.roll(1, 0), columns[name].roll(1, 0), 0.0)
+    found = warn(columns)
     assert found is not None and "are those of other responses of the batch" in found["sentence"]
 
 

@@ -101,6 +101,32 @@ def test_a_micro_batch_over_its_threshold_without_a_token_is_not_explained_by_an
     assert event["explained"] is False
 
 
+def test_a_verdict_learns_whether_the_run_is_otherwise_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A natural spike is rare, and of few tokens."""
+    said, whole_event = [], events.whole_event
+
+    def spied(*arguments: Any) -> Any:
+        said.append(arguments[-1])
+        return whole_event(*arguments)
+
+    monkeypatch.setattr(events, "whole_event", spied)
+    usual = usual_norm()
+    loop = Loop(grad_norm_threshold=2 * usual)
+    ordinary = [1.0, -1.0, 1.0, -1.0]
+    loop.step(ordinary, outlier=100.0)
+    for _ in range(6):
+        loop.step(ordinary)
+    loop.step(ordinary, outlier=100.0)
+    loop.step([5.0 * each for each in ordinary])
+    loop.step(ordinary, outlier=100.0)
+    assert [why and why.split(",")[0] for why in said] == [
+        "too little of the run is known to call this a natural spike",
+        None,
+        "the other micro-batches are louder than before",
+        "other mini-batches shortly before had spikes",
+    ]
+
+
 @pytest.mark.parametrize("action", ["log", "skip"])
 @pytest.mark.parametrize("where", ["the search", "the event"])
 def test_a_spike_that_an_error_leaves_without_an_event_is_counted_and_skipped(

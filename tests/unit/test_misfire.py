@@ -102,6 +102,9 @@ def test_the_names_of_rewards_and_other_verdicts_are_kept() -> None:
         ({"advantage": 1.6, "reward": -1.0}, False),
         ({"advantage": 9.0, "reward": 2.0}, False),
         ({"advantage": 9.0, "reward": 2.1}, True),
+        # Groups of eight with one answer without any merit have such advantages.
+        ({"advantage": 7.9, "reward": 2.1}, True),
+        ({"advantage": 7.9, "reward": -1.1}, False),
         ({"advantage": 9.0, "reward": -1.1}, True),
         # Responses of groups with equal rewards have no advantage, and no gradient.
         ({"advantage": 0.0}, False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradloc.alignment import own_alignment
 from gradloc.run_checks import (
     LARGEST,
     ONE_SIDE_NATS,
@@ -316,6 +317,75 @@ def test_log_probs_of_another_temperature_or_after_top_p(run: dict[str, Any], re
         next(iter(run))
     ]
     assert told in found[-1][0]["sentence"]
+
+
+def spoiled(run: Run, count: int, begin: int, spoil: Callable[[dict[str, Tensor]], None]) -> list[str]:
+    """The warnings' names of a run whose tensors are changed from a step on."""
+    checks, found = RunChecks(), []
+    for step, tokens in enumerate(steps(run, count), 1):
+        if step >= begin:
+            spoil(tokens)
+        checks.start_update(step)
+        checks.take_in(
+            own_sums([tokens], True, checks.usual_gap).unsqueeze(0), alignment=own_alignment([tokens]).unsqueeze(0)
+        )
+        checks.add_step(1e-6)
+        found.append(checks.warnings())
+    return names(found)
+
+
+def halve(tokens: dict[str, Tensor]) -> None:
+    tokens["rollout_log_prob"] = 0.5 * tokens["rollout_log_prob"]
+
+
+def mix_up(tokens: dict[str, Tensor]) -> None:
+    """All log-probs get a deviation that lowers the likely ones: other tokens, and no other temperature."""
+    noise = torch.randn(48, 40, generator=torch.Generator().manual_seed(3))
+    tokens["rollout_log_prob"] = tokens["rollout_log_prob"].roll(7, 0) - 3 * noise.abs()
+
+
+def lose_first(tokens: dict[str, Tensor]) -> None:
+    tokens["rollout_log_prob"] = torch.where(torch.arange(40) < 12, 0.0, tokens["rollout_log_prob"])
+
+
+def test_other_log_probs_from_a_later_step_on_are_told_by_the_jump() -> None:
+    assert spoiled(Run(noise=0.01), 12, 7, halve)[6:] == ["", "", *["other_log_probs"] * 4]
+
+
+def test_another_temperature_of_a_sure_policy_is_told_if_it_is_there_from_the_start() -> None:
+    """Most tokens are all but certain, so that the differences say little of the likelihood."""
+
+    def sharpen(tokens: dict[str, Tensor]) -> None:
+        generator = torch.Generator().manual_seed(7)
+        shape = (48, 40, 30)
+        logits = 12 * torch.rand(shape[:2], generator=generator, dtype=torch.float64).unsqueeze(-1)
+        logits = logits * torch.randn(shape, generator=generator, dtype=torch.float64)
+        token = torch.multinomial((logits / 0.7).softmax(-1).flatten(0, 1), 1, generator=generator).view(48, 40, 1)
+        policy = logits.log_softmax(-1).gather(-1, token)[..., 0]
+        tokens["log_prob"] = tokens["old_log_prob"] = policy
+        tokens["rollout_log_prob"] = (logits / 0.7).log_softmax(-1).gather(-1, token)[..., 0]
+
+    assert spoiled(Run(reference=False), 5, 1, sharpen)[2:] == ["other_log_probs"] * 3
+
+
+def test_log_probs_of_other_tokens_and_missing_ones_are_no_other_temperature() -> None:
+    for spoil in (mix_up, lose_first):
+        assert "other_log_probs" not in spoiled(Run(noise=0.01), 8, 1, spoil)
+
+
+def test_a_rollout_that_is_late_while_the_policy_sharpens_has_no_other_temperature() -> None:
+    """Each step multiplies the logits, and the rollout has those of three steps before."""
+    checks, found = RunChecks(), []
+    for step, tokens in enumerate(steps(Run(noise=0.1, reference=False), 12), 1):
+        base = tokens["log_prob"]
+        tokens["log_prob"] = tokens["old_log_prob"] = base * 1.1 ** (step - 1)
+        noise = tokens["rollout_log_prob"] - base
+        tokens["rollout_log_prob"] = base * 1.1 ** max(step - 4, 0) + noise
+        checks.start_update(step)
+        checks.take_in(own_sums([tokens], True, checks.usual_gap).unsqueeze(0))
+        checks.add_step(1e-6)
+        found.append(checks.warnings())
+    assert "other_log_probs" not in names(found)
 
 
 def test_rollouts_that_agree_to_the_bit_are_not_taken_for_bypass_mode() -> None:

@@ -107,6 +107,7 @@ def test_the_rules_on_facts_from_tensors(changes: dict[str, list[float]], source
         ({"grad_norm": math.inf, "advantage": 9.0}, ["nonfinite", "advantage"]),
         # A ratio that overflows: no broken weights.
         ({"grad_norm": math.inf, "ratio": 6e24}, ["token"]),
+        ({"grad_norm": math.inf, "rollout_ratio": 6e24}, ["token"]),
         ({"grad_norm": math.inf, "ratio": 6e24, "log_prob": math.nan}, ["nonfinite", "token"]),
         # A failed request that came back as one token; what is said of whole responses needs more.
         ({"response_length": 1, "rollout_log_prob": 0.0, "log_prob": -2.5}, ["unsampled"]),
