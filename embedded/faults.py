@@ -3,8 +3,8 @@
 """Plants a fault in a run on purpose, to see what it looks like: run_experiment.sh --embedded --fault NAME.
 
 verl loads this module when VERL_USE_EXTERNAL_MODULES names it, and EMBEDDED_FAULT names the fault. Every event of the
-run has the name in its field `fault`. Faults that strike once do so in step 2. tools/launcher/faults.py has the list of
-them, for people, with what else a run with each needs. `retokenized` is an agent loop of its own: retokenized.py.
+run has the name in its field `fault`. Faults that strike once do so in step 2. config/fault/ says what each is, for
+people, and what else a run with it needs. `retokenized` is an agent loop of its own: retokenized.py.
 """
 
 import functools

@@ -39,10 +39,10 @@ trap 'rm -rf "$place"' EXIT
 mkdir "$place/verl" "$place/project"
 cp -R "$verl/." "$place/verl"
 "$python" "$root/apply_patch.py" --repo "$place"
-cp -R "$root"/{apply_patch.py,embedded,patches,run_experiment.sh,tools} "$place/project"
+cp "$root/run_experiment.sh" "$place/project"
 find "$place" -name __pycache__ -prune -exec rm -r {} +
 # In a file, because `ray job submit` does not quote what it passes to a shell.
-printf '%q ' exec bash run_experiment.sh --cluster "$@" >"$place/project/job.sh"
+printf '%q ' exec bash run_experiment.sh "$@" >"$place/project/job.sh"
 
 runtime_env=$("$python" -c 'import json, sys
 print(json.dumps({"working_dir": sys.argv[1], "py_modules": [sys.argv[2]]}))' "$place/project" "$place/verl")

@@ -126,7 +126,7 @@ await "${#nodes[@]}"
 
 # Arguments win over these.
 export RAY_ADDRESS=$address:$port NNODES=${#nodes[@]} GPUS_PER_NODE=$gpus
-on "$head" "${container[@]}" bash "$root/run_experiment.sh" --cluster --python "$python" "$@" &
+on "$head" "${container[@]}" bash "$root/run_experiment.sh" --python "$python" "$@" &
 main_step=$!
 status=0
 wait "$main_step" || status=$?

@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The programs behind make_patch.sh and run_experiment.sh, and what installs, pins and downloads requirements."""
+"""The programs behind make_patch.sh, and what pins and downloads requirements."""

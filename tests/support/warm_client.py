@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-FORKED = re.compile(r"-m (verl|gradloc)\.|\S*/ray/_private/workers/(setup|default)_worker\.py|\S*/embedded/\w+\.py")
+FORKED = re.compile(r"-m (verl|gradloc)\.|\S*/ray/_private/workers/(setup|default)_worker\.py|\S*/embedded/prepare\.py")
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 

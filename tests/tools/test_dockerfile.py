@@ -83,7 +83,7 @@ def image(tmp_path: Path) -> Image:
 
 
 @pytest.mark.every_target
-def test_its_lines_make_a_verl_that_the_launcher_takes(image: Image) -> None:
+def test_its_lines_make_a_verl_that_run_experiment_takes(image: Image) -> None:
     install, patch, check, load = arguments_of("RUN")
     refused = image.run(install)
     assert refused.returncode != 0 and "give --build-arg TARGET=VERSION" in refused.stderr
@@ -94,7 +94,7 @@ def test_its_lines_make_a_verl_that_the_launcher_takes(image: Image) -> None:
         done = image.run(line, TARGET=trees.TARGET)
         assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^GradLoc \d", done.stdout, re.M)
-    printed = image.run("bash /opt/gradloc/run_experiment.sh --cluster --dry-run")
+    printed = image.run("bash /opt/gradloc/run_experiment.sh --dry-run")
     assert printed.returncode == 0 and "verl.trainer.main_ppo" in printed.stdout, printed.stderr
 
 

@@ -68,7 +68,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.every_target
-def test_the_job_carries_the_patched_verl_and_the_launcher(kept: Path) -> None:
+def test_the_job_carries_the_patched_verl_and_the_script(kept: Path) -> None:
     settings = ["OUTPUT_DIR=/shared/a run's $HOME", "NNODES=2", "MODEL_PATH=Qwen/Qwen3-4B", "+x=[1,'2']"]
     done = submit("--no-wait", "--submission-id", "run 1", "--", "--dry-run", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,7 +83,7 @@ def test_the_job_carries_the_patched_verl_and_the_launcher(kept: Path) -> None:
     assert job.returncode == 0, job.stderr
     overrides = shlex.split(job.stdout)
     assert "trainer.nnodes=2" in overrides and "+x=[1,'2']" in overrides
-    assert r"trainer.default_local_dir='/shared/a run\'s $HOME'" in overrides
+    assert "trainer.default_local_dir=/shared/a run's $HOME" in overrides
 
 
 def test_nothing_is_changed_here(kept: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_job_of_a_real_ray_has_the_patched_verl(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("PROBE ")]
     overrides, *packages = json.loads(line.removeprefix("PROBE "))
-    assert f"trainer.default_local_dir='{tmp_path}/run 1'" in overrides
+    assert f"trainer.default_local_dir={tmp_path}/run 1" in overrides
     for package in packages:
         assert "/py_modules_files/" in package  # where Ray unpacks what a job brings along
     assert not list(tmp_path.glob("tmp.*"))

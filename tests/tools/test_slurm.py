@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import trees
-
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -173,9 +171,7 @@ def test_training_runs_on_the_head_once_all_nodes_have_joined(
         f"n2 {options} --address={ADDRESS}",
         f"n3 {options} --address={ADDRESS}",
     ]
-    assert cluster.notes("training") == [
-        f"n1 {ADDRESS} 3 4 --cluster --python {sys.executable} MODEL_PATH=/m m data.x=[1,2]"
-    ]
+    assert cluster.notes("training") == [f"n1 {ADDRESS} 3 4 --python {sys.executable} MODEL_PATH=/m m data.x=[1,2]"]
     assert {line.split()[1] for line in cluster.notes("srun") if " ray start " in line} == {"none"}
     assert sorted(cluster.notes("ended")) == NODES
     assert other_ray.poll() is None
@@ -211,7 +207,7 @@ def test_what_starts_a_container_comes_before_each_command(cluster: Cluster) -> 
 
 def test_the_launcher_takes_nodes_and_gpus_from_slurm(cluster: Cluster) -> None:
     cluster.write("project/run_experiment.sh", f'exec bash {ROOT}/run_experiment.sh "$@"\n')
-    code, said = cluster.run("--dry-run", "--target", trees.TARGET)
+    code, said = cluster.run("--dry-run")
     assert code == 0 and "trainer.nnodes=3 " in said and "trainer.n_gpus_per_node=4 " in said, said
 
 

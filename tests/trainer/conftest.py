@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import runs
+from scripts import launch
 
-from tools.launcher.command import added_environment
 from warm_python import warm_python
 
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[None]:
     """Runs are started by an interpreter that has imported what they need."""
-    environment = os.environ | added_environment("embedded", {"GPUS_PER_NODE": "2"}, os.environ, runs.ROOT)
+    environment = os.environ | launch.added_environment(os.environ)
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
         with warm_python(Path(folder), environment) as runs.warm_interpreter:
             yield

@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import verl
 from valid_events import valid_events
 
 from gradloc.evidence.schema import CLIP, conforms
 
 ROOT = Path(__file__).parents[2]
+# The key has another name in verl 0.9.
+_REWARD = "reward.custom_reward_function" if verl.__version__ == "0.9.1" else "custom_reward_function"
+REWARDS = [f"{_REWARD}.path={ROOT}/tests/trainer/varied_rewards.py"]
 warm_interpreter: Path | None = None  # what conftest.py has made
 
 

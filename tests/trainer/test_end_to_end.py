@@ -82,7 +82,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=120",
         "--remedy",
-        "TOKEN_CLIP_ACTION=log",
+        "actor_rollout_ref.actor.token_clip.action=log",
         "actor_rollout_ref.actor.token_clip.warmup_steps=1",
         *CRITIC,
         *TRAINERS[request.param],

@@ -10,15 +10,13 @@ import pytest
 import runs
 import torch
 import verl
-from runs import ROOT, finished
+from runs import REWARDS, ROOT, finished
+from scripts import launch
 from transformers import AutoModelForCausalLM
-
-from tools.launcher.faults import FAULTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 
 ENGINE = verl.__version__ == "0.9.1"
-REWARDS = [f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"]
 # A random model finds all tokens equally unlikely, so that their norms are alike: up to 13, with verl 0.9.1 up to 10.
 # With "unsampled" and "stale" some are over their threshold, with the others only what the fault makes larger.
 THRESHOLDS = {
@@ -132,7 +130,7 @@ def advantage(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[
     "name",
     [
         pytest.param(name, marks=[pytest.mark.target(version="0.9.1")] * (name in ON_ENGINE))
-        for name in FAULTS
+        for name in launch.FAULTS
         if name not in WARNINGS
     ],
 )

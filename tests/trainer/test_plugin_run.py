@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from runs import ROOT, events_in, finished, started
+from runs import REWARDS, ROOT, events_in, finished, started
 
 import trees
 
@@ -76,7 +76,7 @@ def test_repeated_spikes_end_a_run_with_a_checkpoint(installed: Path, tmp_path: 
     output = tmp_path / "out"
     arguments = ["--plugin", "GRAD_NORM_THRESHOLD=0.1", "TOTAL_STEPS=3", "SPIKE_DRILL_STEP=null", "SPIKE_ACTION=stop"]
     arguments += [f"{ACTOR}.bisect_budget_steps=1", f"{ACTOR}.spike_stop_after=1"]
-    arguments += [f"reward.custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"]
+    arguments += REWARDS
     with started(output, *arguments, **environment(installed)) as script:
         printed, _ = script.communicate()
     assert script.returncode == 76, printed

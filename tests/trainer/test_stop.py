@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import verl
-from runs import ROOT, events_in, started
+from runs import REWARDS, events_in, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm"), pytest.mark.target(version="0.9.1")]
 
@@ -18,8 +18,7 @@ def test_repeated_spikes_end_a_run_with_a_checkpoint(trainer: str, tmp_path: Pat
     actor = "actor_rollout_ref.actor"
     arguments = ["GRAD_NORM_THRESHOLD=0.1", "TOTAL_STEPS=3", "SPIKE_DRILL_STEP=null", "SPIKE_ACTION=stop"]
     arguments += [f"{actor}.bisect_budget_steps=1", f"{actor}.spike_stop_after=1", *TRAINERS[trainer]]
-    rewards = f"custom_reward_function.path={ROOT}/tests/trainer/varied_rewards.py"
-    with started(output, *arguments, rewards) as script:
+    with started(output, *arguments, *REWARDS) as script:
         printed, _ = script.communicate()
     assert script.returncode == 76, printed
     events = events_in(output)

@@ -24,7 +24,7 @@ SPEAKING = [
     ROOT / "gradloc/config.py",
     ROOT / "gradloc/layers/layer_clip.py",
     *(ROOT / "gradloc").glob("*/actor_config.py"),
-    *(ROOT / "tools/launcher" / name for name in ("settings.py", "usage.py", "values.py", "faults.py")),
+    *(ROOT / "embedded" / name for name in ("launch.py", "run.py")),
 ]
 # Words that readers stumbled over, and what to write instead.
 BANNED = {

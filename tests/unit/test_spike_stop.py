@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from ray.exceptions import RayTaskError
+from scripts import run
 from verl.utils.gradloc.adapters.spike_stop import EXIT_CODE, RepeatedSpikes, SpikeStop, exit_at_repeated_spikes
-
-from tools.launcher import embedded as launcher
 
 ACTOR = {"spike_detection": True, "spike_action": "stop", "spike_stop_after": 3, "bisect_dump_dir": "/run/bisect_dump"}
 
@@ -98,7 +97,7 @@ def test_other_errors_are_left_alone() -> None:
         pass
 
 
-def test_the_launcher_and_the_documentation_know_the_exit_code() -> None:
-    assert launcher.STOPPED == EXIT_CODE
+def test_the_embedded_run_and_the_documentation_know_the_exit_code() -> None:
+    assert run.STOPPED == EXIT_CODE
     page = Path(__file__).parents[2] / "docs/configuration.md"
     assert f"exit code is {EXIT_CODE}" in page.read_text()

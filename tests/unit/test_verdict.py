@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import launch
 from torch import Tensor
 
 from gradloc.evidence.auxiliary import CHECK as AUXILIARY_CHECK
@@ -27,7 +28,6 @@ from gradloc.evidence.verdict import (
     verdict,
 )
 from gradloc.measure.micro_batch import MicroBatch
-from tools.launcher.faults import FAULTS
 
 ROWS, LENGTH = 6, 14
 OPTIONAL = ("advantage", "old_log_prob", "ref_log_prob", "rollout_log_prob", "kl_coefficient", "after_eos", "entropy")
@@ -489,7 +489,7 @@ def test_every_check_is_of_the_runs_own_data() -> None:
 
 def test_the_checks_plant_faults_that_exist() -> None:
     planted = [cause.check.split("--fault ")[1].split("`")[0] for cause in CAUSES.values() if "--fault" in cause.check]
-    assert planted and set(planted) <= set(FAULTS)
+    assert planted and set(planted) <= set(launch.FAULTS)
 
 
 @pytest.mark.parametrize(("source", "cause"), [("retokenized", "retokenized"), ("token", "other_log_probs")])

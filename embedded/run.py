@@ -1,0 +1,159 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run of `run_experiment.sh --embedded`, by the Python that trains: launch.py starts it.
+
+python embedded/run.py PYTHON -m verl.trainer.main_ppo --config-dir DIR --config-name NAME OVERRIDE ...
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from follow import follow  # type: ignore[import-not-found]  # this file's folder is on the path
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from processes import exit_code, exit_on_signals, session  # type: ignore[import-not-found]
+from set_up import locked, prepare, say  # type: ignore[import-not-found]
+
+# The exit code of a run that spike_action=stop has ended (EXIT_CODE in gradloc/adapters/spike_stop.py), and how the
+# sentence begins that such a run ends with.
+STOPPED = 76
+STOPPING = "Training ends after step "
+REFUSED = 2
+NEXT = """\
+What next:
+  natural spikes of this model  bash run_experiment.sh --embedded{options} GRAD_NORM_THRESHOLD=90
+  what a fault looks like       bash run_experiment.sh --embedded{options} --fault unsampled   (others: --help)
+  your own run                  docs/launching.md, and docs/configuration.md for your own launch script"""
+
+
+def report_command(evidence: Path) -> list[str]:
+    """The command that reads evidence, for this Python."""
+    return [sys.executable, "-m", "gradloc.report", str(evidence)]
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """The configuration of the run, as verl's own Hydra composes it."""
+    verl = importlib.util.find_spec("verl")
+    assert verl is not None and verl.submodule_search_locations is not None
+    verls = f"hydra.searchpath=[file://{verl.submodule_search_locations[0]}/trainer/config]"
+    with initialize_config_dir(str(Path(__file__).with_name("config")), version_base=None):
+        return compose("embedded", [*overrides, verls])
+
+
+def events_in(evidence: Path) -> list[dict[str, Any]]:
+    """What a run has written to spikes.jsonl; a line that is not complete is left out."""
+    events = []
+    for file in sorted(evidence.glob("spikes*.jsonl")):
+        for line in file.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                events.append(json.loads(line))
+    return events
+
+
+def drill_verdict(events: Sequence[dict[str, Any]], step: int) -> str:
+    """One line on the drill that was to be in a step."""
+    for event in reversed(events):
+        if event.get("drill") and event["global_step"] == step:
+            drill = event["drill"]
+            passes = f"{drill['passes']} extra pass{'' if drill['passes'] == 1 else 'es'}"
+            found = "found" if drill["found"] else "NOT FOUND: detection does not work here; see the log"
+            return f"Drill in step {step}: the planted token was {found} ({passes}, {event['seconds']:.0f} s)"
+    return f"THE DRILL OF STEP {step} LEFT NO EVIDENCE, so detection was not tested: see the log"
+
+
+def why_it_ended(status: int, log: Path, lines: int = 30) -> str:
+    """Why a run has failed: the sentence of spike_action=stop, otherwise the end of its log."""
+    with open(log, errors="replace") as file:
+        said = file.read().splitlines()
+    sentences = [line for line in said if line.startswith(STOPPING)]
+    if status == STOPPED and sentences:
+        return f"Training was stopped after repeated spikes (exit code {status}).\n{sentences[-1]}"
+    return "\n".join([f"Training failed (exit code {status}). The end of {log}:", *deque(said, lines)])
+
+
+def show_report(evidence: Path, page: Path, events: Sequence[dict[str, Any]]) -> None:
+    """Prints the report and writes its page. Without a spike or an outlying token there is no table to print."""
+    tables = any(not event.get("drill") and "note" not in event for event in events)
+    if events or any(evidence.glob("steps*.jsonl")):
+        stdout = None if tables else subprocess.DEVNULL
+        subprocess.run([*report_command(evidence), "--html", str(page)], stdout=stdout)
+        if not tables and page.is_file():
+            print(f"The report: {page}", flush=True)
+
+
+def train(command: Sequence[str], config: DictConfig, fault: str | None, options: str) -> int:
+    """Trains, shows its progress and, at the end, the report; returns the exit code of the training."""
+    output, evidence = Path(config.trainer.default_local_dir), Path(config.actor_rollout_ref.actor.bisect_dump_dir)
+    ray_directory = config.ray_kwargs.ray_init._temp_dir
+    output.mkdir(parents=True, exist_ok=True)
+    log = output / "train.log"
+    say(f"Training; the full log is {log}")
+    if fault is not None:
+        say(f"FAULT '{fault}' IS PLANTED IN THIS RUN ON PURPOSE: {config.embedded.fault}")
+    environment = os.environ | {"TENSORBOARD_DIR": str(output / "tensorboard")}
+    with contextlib.ExitStack() as stack:
+        os.mkdir(ray_directory, mode=0o700)
+        stack.callback(shutil.rmtree, ray_directory, ignore_errors=True)
+        file = stack.enter_context(open(log, "wb"))
+        training = stack.enter_context(session(command, environment, file))
+        follow(log, training, config.trainer.total_training_steps)
+        status = exit_code(training.wait())
+    events = events_in(evidence)
+    show_report(evidence, output / "report.html", events)
+    if status:
+        say(why_it_ended(status, log))
+        return status
+    print()
+    step = config.actor_rollout_ref.actor.spike_drill_step
+    if step is not None:
+        print(drill_verdict(events, step))
+    if fault is not None:
+        print(f"The fault '{fault}' was planted on purpose: {config.embedded.fault}.")
+        if not any("token_clip" not in event and not event.get("drill") for event in events):
+            print("It did not raise any gradient over the threshold.")
+    print(NEXT.format(options=options), flush=True)
+    return status
+
+
+def main(command: Sequence[str]) -> int:
+    exit_on_signals()
+    overrides = command[command.index("--config-name") + 2 :]
+    try:
+        config = composed(overrides)
+        evidence = Path(config.actor_rollout_ref.actor.bisect_dump_dir)
+    except (HydraException, OmegaConfBaseException) as error:
+        print(f"run_experiment.sh: {error}", file=sys.stderr)
+        return REFUSED
+    resumes = config.trainer.resume_mode != "disable"
+    if not resumes and any(file.stat().st_size for file in evidence.glob("s*.jsonl")):
+        print(
+            f"run_experiment.sh: {evidence} has the evidence of another run, and the report would count both as one: "
+            "give another OUTPUT_DIR, or leave it out",
+            file=sys.stderr,
+        )
+        return REFUSED
+    prepared = Path(config.embedded.prepared)
+    prepared.parent.mkdir(parents=True, exist_ok=True)
+    with locked(prepared.parent / "lock"):
+        prepare(prepared, prepared.name == "tiny", Path(config.embedded.root))
+    target = overrides[0].removeprefix("verl=")
+    options = "" if target == "0.7.0" else f" --target {target}" + " --plugin" * prepared.parent.name.endswith("plugin")
+    return train(command, config, os.environ.get("EMBEDDED_FAULT"), options)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)  # the command has said itself what is wrong

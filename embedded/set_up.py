@@ -1,0 +1,117 @@
+# SPDX-FileCopyrightText: 2026 The GradLoc Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded run's own virtual environment, model and data.
+
+Each stage leaves a note of what it was made from, and is done again only when that changes.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from installer import Installer  # type: ignore[import-not-found]  # this file's folder is on the path
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Waits for other runs: two side by side must not set up the same files."""
+    with open(file, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def set_up_venv(venv: Path, target: str, root: Path, *, plugin: bool = False) -> None:
+    """Installs what verl `target` needs, then this project, into `venv`; and patches the verl in it, or does not."""
+    embedded = root / "embedded"
+    python = venv / "bin/python"
+    shared = re.search(r"^REQUIREMENTS=(.*)$", (root / f"patches/{target}/PIN").read_text(), re.M)
+    requirements = embedded / f"requirements-{shared[1] if shared else target}.txt"
+    no_deps = embedded / "requirements-no-deps.txt"
+    base = _find_python(embedded / "find_python.sh")
+    version = subprocess.run([base, "-VV"], stdout=subprocess.PIPE, check=True).stdout
+    wanted = _hash(version, *_contents(requirements, no_deps, embedded / "requirements-uv.txt"))
+    if not _is(venv / "ready", wanted):
+        say(f"Installing verl {target} and what it needs into .embedded/{venv.parent.name}/venv (1 to 3 minutes, once)")
+        shutil.rmtree(venv, ignore_errors=True)
+        subprocess.run([base, "-m", "venv", str(venv)], check=True)
+        # PyPI's torch may bring CUDA along. PIP_EXTRA_INDEX_URL can name an index with torch's CPU builds instead.
+        installer = Installer(python)
+        installer.install("-r", str(requirements))
+        installer.install("--no-deps", "-r", str(no_deps))
+        _note(venv / "ready", wanted)
+    sources = [root / "pyproject.toml", venv / "ready"]
+    for folder in ("gradloc", "gradloc_tools", "plugin", "rewards", "config"):
+        sources += sorted(file for file in (root / folder).rglob("*.*") if file.is_file() and file.suffix != ".pyc")
+    if not plugin:
+        sources += [
+            root / "patches" / part for part in ("package.patch", f"{target}/hooks.patch", f"{target}/fixes.patch")
+        ]
+    wanted = _hash(target.encode(), *_contents(*sources))
+    if not _is(venv / "patched", wanted):
+        say("Installing GradLoc" if plugin else "Installing GradLoc and patching verl")
+        (venv / "patched").unlink(missing_ok=True)
+        installer = Installer(python)
+        installer.install_again(str(root))
+        if not plugin:
+            _restore_verl(python, f"verl=={target}", installer)
+            subprocess.run([str(python), str(root / "apply_patch.py"), "--installed"], check=True)
+        _note(venv / "patched", wanted)
+
+
+def prepare(directory: Path, tiny: bool, root: Path) -> None:
+    """Writes model and data into the directory; runs in the Python that trains."""
+    program = root / "embedded/prepare.py"
+    wanted = _hash(*_contents(program, root / "embedded/requirements-no-deps.txt"))
+    if not _is(directory / "ready", wanted):
+        say("Preparing model and data (15 to 60 seconds, once)")
+        shutil.rmtree(directory, ignore_errors=True)
+        subprocess.run([sys.executable, program, directory, *(["--tiny"] if tiny else [])], check=True)
+        _note(directory / "ready", wanted)
+
+
+def _find_python(script: Path) -> str:
+    command = ["bash", "-c", 'source "$1" && find_python', "bash", str(script)]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if found.returncode:
+        print(
+            "run_experiment.sh: no Python 3.10, 3.11 or 3.12 with the venv module was found: install one, or give one "
+            "with --python",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    return found.stdout.rstrip("\n")
+
+
+def _restore_verl(python: Path, pin: str, installer: Installer) -> None:
+    """Installs verl as released: an earlier patch may be in it, and may have left files of its own."""
+    command = [str(python), "-c", 'import sysconfig; print(sysconfig.get_path("purelib"))']
+    site = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    shutil.rmtree(Path(site.rstrip("\n")) / "verl", ignore_errors=True)
+    installer.install_again(pin)
+
+
+def _contents(*files: Path) -> list[bytes]:
+    return [file.read_bytes() for file in files]
+
+
+def _hash(*contents: bytes) -> str:
+    return hashlib.sha256(b"".join(contents)).hexdigest()
+
+
+def _is(note: Path, text: str) -> bool:
+    return note.is_file() and note.read_text().strip() == text
+
+
+def _note(note: Path, text: str) -> None:
+    note.write_text(f"{text}\n")

