@@ -29,6 +29,13 @@ FAULTS = {
 SETTINGS = re.findall(r"^([A-Z][A-Z_]+):", (CONFIG / "embedded.yaml").read_text(), re.M)
 DIRECTORIES = ("OUTPUT_DIR", "BISECT_DUMP_DIR")
 PLUGIN = ("actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_critic")
+SWITCHES = {
+    "tiny": "a random model of two layers: seconds per step",
+    "remedy": "turn on truncated importance sampling, the sequence mask, TokenClip and LayerClip",
+    "drill": "plant a spike beside training in step 2, and find it (default without a fault)",
+    "plugin": "verl 0.9.1 is not patched and has GradLoc as a plugin",
+    "dry-run": "print the command and stop",
+}
 HELP = """\
 Trains SmolLM2-135M on a CPU, for a few minutes, and installs what that needs under .embedded/.
 
@@ -74,22 +81,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         pin.parent.name for pin in ROOT.glob("patches/*/PIN") if (CONFIG / f"verl/{pin.parent.name}.yaml").is_file()
     )
     parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--tiny", action="store_true", help="a random model of two layers: seconds per step")
+    for name, what in SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=what)
     parser.add_argument("--fault", choices=FAULTS, metavar="NAME", help="plant a fault on purpose: see above")
-    parser.add_argument(
-        "--remedy",
-        action="store_true",
-        help="turn on truncated importance sampling, the sequence mask, TokenClip and LayerClip",
-    )
-    parser.add_argument(
-        "--drill",
-        action="store_true",
-        help="plant a spike beside training in step 2, and find it (default without a fault)",
-    )
     parser.add_argument("--target", choices=targets, metavar="VERSION", help=f"the verl: {', '.join(targets)}")
-    parser.add_argument("--plugin", action="store_true", help="verl 0.9.1 is not patched and has GradLoc as a plugin")
     parser.add_argument("--python", help="a Python that has verl and all that is needed, instead of one made here")
-    parser.add_argument("--dry-run", action="store_true", help="print the command and stop")
     parser.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
     asked = parser.parse_intermixed_args(arguments)
     for word in asked.overrides:

@@ -32,6 +32,7 @@ SPEAKING = [
     *(ROOT / "gradloc").glob("*/actor_config.py"),
     ROOT / "run_experiment.sh",
     *sorted((ROOT / "embedded/config").glob("*/*.yaml")),
+    *(ROOT / "embedded" / name for name in ("launch.py", "run.py")),
 ]
 # Words that readers stumbled over, and what to write instead.
 BANNED = {
