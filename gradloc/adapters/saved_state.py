@@ -62,12 +62,12 @@ def read_state(folder: str | None) -> dict[str, Any]:
         return {}
     try:
         state = torch.load(path, weights_only=True)
-        misfit = misfit(state, _FORM)
+        reason = misfit(state, _FORM)
     except Exception as error:
-        misfit = str(error)
-    if misfit is None:
+        reason = str(error)
+    if reason is None:
         return state
-    raise ValueError(f"{path} cannot be read ({misfit}); restore it, or remove it, and all warm-ups start over")
+    raise ValueError(f"{path} cannot be read ({reason}); restore it, or remove it, and all warm-ups start over")
 
 
 def write_state(folder: str, state: Mapping[str, Any]) -> None:

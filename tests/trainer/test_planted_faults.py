@@ -21,6 +21,7 @@ ENGINE = verl.__version__ == "0.9.1"
 # With "unsampled" and "stale" some are over their threshold, with the others only what the fault makes larger.
 THRESHOLDS = {
     "unsampled": "3",
+    "failed_request": "3",
     "advantage": "30",
     "bitflip": "10.5" if ENGINE else "14",
     "stale": "3",
@@ -148,6 +149,11 @@ def test_a_fault_is_told_by_its_evidence(name: str, tmp_path: Path, request: pyt
         case "unsampled":
             appended = [culprit for culprit in culprits if culprit["source"] == "unsampled"]
             assert appended and {culprit["token"] for culprit in appended} == {"<|im_end|>"}
+        case "failed_request":
+            empty = [culprit for culprit in culprits if culprit["response_length"] == 1]
+            assert empty and {each["token"] for each in empty} == {"<|im_end|>"}
+            assert {each["source"] for each in empty} == {"unsampled"}
+            assert {event["global_step"] for event in events if event["verdict"]["cause"] == "unsampled"} <= {4}
         case "advantage":
             assert {event["global_step"] for event in events} == {2}
             assert len({culprit["uid"] for culprit in culprits}) == 1
