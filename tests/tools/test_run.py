@@ -73,7 +73,8 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "tests/report").mkdir()
     for name in ("browser.py", "evidence_samples.py", "test_report_browser.py"):
         shutil.copy(ROOT / "tests/report" / name, tmp_path / "tests/report")
-    (tmp_path / "gradloc").symlink_to(ROOT / "gradloc")
+    for name in ("gradloc", "gradloc_tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 

@@ -30,8 +30,6 @@ SPEAKING = [
     ROOT / "gradloc/config.py",
     ROOT / "gradloc/layers/layer_clip.py",
     *(ROOT / "gradloc").glob("*/actor_config.py"),
-    ROOT / "run_experiment.sh",
-    *sorted((ROOT / "embedded/config").glob("*/*.yaml")),
     *(ROOT / "embedded" / name for name in ("launch.py", "run.py")),
 ]
 # Words that readers stumbled over, and what to write instead.
