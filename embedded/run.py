@@ -33,7 +33,7 @@ REFUSED = 2
 NEXT = """\
 What next:
   natural spikes of this model  bash run_experiment.sh --embedded{options} GRAD_NORM_THRESHOLD=90
-  what a fault looks like       bash run_experiment.sh --embedded{options} --fault unsampled   (others: --help)
+  what a spike looks like       bash run_experiment.sh --embedded{options} --fault failed_request   (others: --help)
   your own run                  docs/launching.md, and docs/configuration.md for your own launch script"""
 
 

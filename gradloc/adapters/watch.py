@@ -110,7 +110,13 @@ class Watch:
             self.token_clip = TokenClip(module, config.token_clip, device, sequence_parallel_size)
         self._learning: LayerClip | None = None
         if config.layer_clip.enable:
-            self.layer_clip = LayerClip(module, config.layer_clip, device=device)
+            try:
+                self.layer_clip = LayerClip(module, config.layer_clip, device=device)
+            except AttributeError as error:
+                raise RuntimeError(
+                    f"actor_rollout_ref.actor.layer_clip.enable: torch {torch.__version__} lacks what LayerClip needs "
+                    f"of FSDP ({error}); take a torch that docs/support.md lists, or set it to False"
+                ) from error
         elif config.searches_in_training and config.spike_replay:
             self._learning = _learning_layer_clip(module, config, torch.device(device))
         if config.searches_in_training:

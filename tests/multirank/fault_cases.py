@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import reduced_meter_cases
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch_stand_ins import as_in_torch_2_15, without_name
 from verl import DataProto
 from verl.utils.gradloc.adapters import loss_weights
+from verl.utils.gradloc.adapters.actor_config import LayerClipConfig
 from verl.utils.gradloc.adapters.watch import Watch
 from verl.utils.gradloc.evidence import event
 from verl.utils.gradloc.fsdp.failed_pass import RecordedCollectives
@@ -97,6 +99,19 @@ def failing_search(
     stock = stock_run(case, 2)
     run = train(case, calls=2, prepare=prepare, **DETECTION)
     return compare_runs(run, stock), run
+
+
+def layer_clip_without(case: Case, name: str) -> str:
+    """What a run with LayerClip says at its start, on a torch that lacks a name."""
+    make = Watch.__init__
+
+    def make_without(self: Watch, module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+        without_name(flat_handles(module)[0], name)
+        make(self, module, *arguments, **options)
+
+    with mock.patch.object(Watch, "__init__", make_without), pytest.raises(RuntimeError) as refused:
+        train(case, layer_clip=LayerClipConfig(enable=True))
+    return str(refused.value)
 
 
 def without_a_name(case: Case, name: str, ranks: list[int]) -> tuple[dict[str, bool], Run, list[str]]:

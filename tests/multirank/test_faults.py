@@ -67,6 +67,11 @@ def test_what_torch_lacks_is_said_once_and_turns_the_search_off_on_all_ranks(
         assert all(same.values()), same
 
 
+def test_layer_clip_says_at_the_start_what_torch_lacks(launch: Launch) -> None:
+    for said in launch(2, fault_cases.layer_clip_without, Case("fsdp1"), "process_group"):
+        assert "layer_clip.enable: torch " in said and "lacks what LayerClip needs of FSDP (process_group)" in said
+
+
 @cases((2, Case("fsdp1", planted=THREE)), (2, Case("fsdp2", planted=THREE)))
 def test_collective_calls_that_are_not_seen_leave_no_rank_waiting(launch: Launch, world: int, case: Case) -> None:
     """They are unknown, and there is no search, in which they would have to be made after an error."""

@@ -87,6 +87,16 @@ def test_a_dry_run_prints_the_command_and_makes_nothing(tmp_path: Path) -> None:
     assert {"verl=0.9.1", "size=tiny", *launch.PLUGIN, rf"OUTPUT_DIR='{tmp_path}/it\'s'"} <= set(lines)
 
 
+def test_the_commands_at_the_end_of_a_run_are_taken() -> None:
+    commands = re.findall(
+        r"  (bash run_experiment\.sh --embedded.*?)(?:  .*)?$", run.NEXT.format(options=" --tiny"), re.M
+    )
+    assert len(commands) == 2
+    for command in commands:
+        done = subprocess.run(f"{command} --dry-run", shell=True, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and "verl.trainer.main_ppo" in done.stdout, (command, done.stderr)
+
+
 def test_a_users_python_has_to_fit(tmp_path: Path) -> None:
     given = ["--python", sys.executable, f"OUTPUT_DIR={tmp_path}/out"]
     other = "0.7.0" if trees.TARGET == "0.9.1" else "0.9.1"
