@@ -228,7 +228,9 @@ def brute_force(case: Case, batch: DataProto) -> tuple[list[list[dict[str, Any]]
         weight = token_weights(case, mask, loss_factor(case, rows), info)
         clipped = old + (values - old).clamp(-CLIP, CLIP)
         losses = 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
-        moves = ((values - returns) ** 2 >= (clipped - returns) ** 2) & (weight != 0)
+        # Within the clip range both losses are the same but for rounding, and both have a gradient.
+        within = (values - old).abs() <= CLIP
+        moves = (within | ((values - returns) ** 2 >= (clipped - returns) ** 2)) & (weight != 0)
         loss = (weight * losses).sum()
         gradients = torch.autograd.grad(loss, [*model.parameters()])
         squares: dict[str, float] = {}
