@@ -30,6 +30,9 @@ from set_up import locked, prepare, say  # type: ignore[import-not-found]
 STOPPED = 76
 STOPPING = "Training ends after step "
 REFUSED = 2
+# What Ray says if its own processes are not up in time; it gives some of them half a minute, whatever is set.
+NOT_STARTED = "The current node timed out during startup"
+STARTS = 3
 NEXT = """\
 What next:
   natural spikes of this model  bash run_experiment.sh --embedded{options} GRAD_NORM_THRESHOLD=90
@@ -102,13 +105,17 @@ def train(command: Sequence[str], config: DictConfig, fault: str | None, options
     if fault is not None:
         say(f"FAULT '{fault}' IS PLANTED IN THIS RUN ON PURPOSE: {config.embedded.fault}")
     environment = os.environ | {"TENSORBOARD_DIR": str(output / "tensorboard")}
-    with contextlib.ExitStack() as stack:
-        os.mkdir(ray_directory, mode=0o700)
-        stack.callback(shutil.rmtree, ray_directory, ignore_errors=True)
-        file = stack.enter_context(open(log, "wb"))
-        training = stack.enter_context(session(command, environment, file))
-        follow(log, training, config.trainer.total_training_steps)
-        status = exit_code(training.wait())
+    for tries_left in reversed(range(STARTS)):
+        with contextlib.ExitStack() as stack:
+            os.mkdir(ray_directory, mode=0o700)
+            stack.callback(shutil.rmtree, ray_directory, ignore_errors=True)
+            file = stack.enter_context(open(log, "wb"))
+            training = stack.enter_context(session(command, environment, file))
+            follow(log, training, config.trainer.total_training_steps)
+            status = exit_code(training.wait())
+        if not (status and tries_left and NOT_STARTED in log.read_text(errors="replace")):
+            break
+        say("Ray's own processes were not up in time, as on a busy machine: starting again")
     events = events_in(evidence)
     show_report(evidence, output / "report.html", events)
     if status:

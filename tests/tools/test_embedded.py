@@ -354,6 +354,28 @@ def test_ray_has_time_to_start_on_a_busy_machine() -> None:
     assert launch.added_environment({name: "7"})[name] == "7"
 
 
+@pytest.mark.parametrize(("failures", "status"), [(0, 0), (2, 0), (9, 1)])
+def test_ray_is_started_again_where_it_was_not_up_in_time(tmp_path: Path, failures: int, status: int) -> None:
+    tries = tmp_path / "tries"
+    tries.write_text("")
+    code = f"""
+import pathlib, sys
+tries = pathlib.Path({str(tries)!r})
+tries.write_text(tries.read_text() + "x")
+if len(tries.read_text()) <= {failures}:
+    sys.exit("Exception: The current node timed out during startup. This could happen because …")
+"""
+    config = OmegaConf.create(
+        {
+            "trainer": {"default_local_dir": str(tmp_path / "out"), "total_training_steps": 1},
+            "actor_rollout_ref": {"actor": {"bisect_dump_dir": str(tmp_path / "out"), "spike_drill_step": None}},
+            "ray_kwargs": {"ray_init": {"_temp_dir": str(tmp_path / "ray")}},
+        }
+    )
+    assert run.train([sys.executable, "-c", code], config, None, "") == status
+    assert len(tries.read_text()) == min(failures + 1, 3) and not (tmp_path / "ray").exists()
+
+
 def test_the_time_left_is_that_of_the_steps_so_far() -> None:
     clock = follow.Clock(4)
     for now in (10.0, 30.0, 130.0, 230.0):
