@@ -385,8 +385,8 @@ def test_a_threshold_without_detection_is_warned_of(
     ("name", "older_place", "imported"),
     [
         ("fsdp.FSDPModule", True, "verl.workers.config"),
-        ("fsdp.FSDPModule", False, "gradloc"),
-        ("tensor.DTensor", True, "gradloc"),
+        ("fsdp.FSDPModule", False, "gradloc.gradloc"),
+        ("tensor.DTensor", True, "gradloc.gradloc"),
     ],
 )
 def test_the_configuration_needs_no_recent_torch(name: str, older_place: bool, imported: str) -> None:
