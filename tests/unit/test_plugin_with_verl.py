@@ -215,6 +215,7 @@ def test_an_engine_is_not_watched_without_the_trainer(installed: Path) -> None:
     run(installed, code)
 
 
+@EITHER
 def test_the_keys_work_without_a_plus_and_are_validated(installed: Path, tree: Path) -> None:
     code = """
         off = actor_config()
@@ -410,8 +411,8 @@ def test_a_patched_verl_wins(installed: Path) -> None:
         assert "gradloc" not in sys.modules
     """
     done = run(installed, code, PATCHED)
-    (logged,) = [line for line in done.stderr.splitlines() if "GradLoc" in line]
-    assert logged.startswith("WARNING") and "verl is patched with GradLoc" in logged
+    # The wheel stands there for the command gradloc: nothing is wrong.
+    assert "GradLoc" not in done.stderr
 
 
 def test_other_engines_have_their_keys(installed: Path) -> None:
