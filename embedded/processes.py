@@ -70,6 +70,7 @@ def _let_signals_through() -> None:
 
 
 def _end_session(leader: subprocess.Popen[bytes]) -> None:
+    handlers = {number: signal.getsignal(number) for number in ENDING}
     _ignore_signals()
     leader.terminate()  # Ray's own way out
     deadline = time.monotonic() + GRACE_SECONDS
@@ -81,6 +82,8 @@ def _end_session(leader: subprocess.Popen[bytes]) -> None:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
     leader.wait()
+    for number, handler in handlers.items():
+        signal.signal(number, handler or signal.SIG_DFL)  # another session may follow
 
 
 def _members(session_id: int) -> list[int]:

@@ -374,6 +374,7 @@ if len(tries.read_text()) <= {failures}:
     )
     assert run.train([sys.executable, "-c", code], config, None, "") == status
     assert len(tries.read_text()) == min(failures + 1, 3) and not (tmp_path / "ray").exists()
+    assert signal.SIG_IGN not in map(signal.getsignal, processes.ENDING), "the next try could not be interrupted"
 
 
 def test_the_time_left_is_that_of_the_steps_so_far() -> None:
