@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from pages import texts_of
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -325,8 +326,6 @@ def test_the_work_of_opening_does_not_grow_with_entries_times_layers_or_rows(bun
 def test_what_a_manifest_names_is_not_a_reason_to_fail(
     bundle: Path, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("plotly")
-
     def change(manifest: dict[str, Any]) -> None:
         manifest["event"] |= {"global_norm": math.nan, "seconds": 1e308}
         for entry in [*manifest["micro_batches"], *manifest["measured"], *manifest["event"]["culprits"]]:
@@ -336,7 +335,7 @@ def test_what_a_manifest_names_is_not_a_reason_to_fail(
     page = tmp_path / "pa\x1b[2Jge.html"
     assert main([str(bundle), "--model", str(kept / "model"), "--only", "--html", str(page)]) == 0
     out, error = capsys.readouterr()
-    assert "carries" in out and page.stat().st_size > 1_000_000
+    assert "carries" in out and 10_000 < page.stat().st_size < 1_000_000
     assert "\x1b" not in out + error and "The report: " in out and "pa\\x1b[2Jge.html" in out
 
 
@@ -615,7 +614,6 @@ def test_other_weights_are_told_from_those_of_training(
 def test_the_terminal_and_the_report_show_a_replay(
     kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("plotly")
     folder = tmp_path / "evidence"
     shutil.copytree(kept, folder)
     page = tmp_path / "page.html"
@@ -623,7 +621,7 @@ def test_the_terminal_and_the_report_show_a_replay(
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "The spike comes back: rank 0, micro-batch 0" in out and "spike_action=drop" in out
-    assert "The spike comes back: rank 0" in page.read_text()
+    assert "The spike comes back: rank 0" in texts_of(page)
     (result,) = read(str(folder)).replays
     assert result["bundle"] == "step1-epoch0-mini_batch0"
     assert report([str(folder)]) == 0
@@ -631,7 +629,7 @@ def test_the_terminal_and_the_report_show_a_replay(
     # Without the evidence around it, as somebody else gets it.
     (folder / "spikes.jsonl").unlink()
     page.unlink()
-    assert main(command) == 0 and "The spike comes back: rank 0" in page.read_text()
+    assert main(command) == 0 and "The spike comes back: rank 0" in texts_of(page)
     (folder / "replay/step1-epoch0-mini_batch0.result.json").write_text('{"kind": "gradloc replay result"}')
     record_events(str(folder), [open_bundle(command[0]).event])
     assert read(str(folder)).replays == []
