@@ -40,7 +40,7 @@ HELP = """\
 Trains SmolLM2-135M on a CPU, for a few minutes, and installs what that needs under .embedded/.
 
   bash run_experiment.sh --embedded                        # a drill in step 2, and no spike
-  bash run_experiment.sh --embedded --fault unsampled      # a fault, planted on purpose: docs/faults.md
+  bash run_experiment.sh --embedded --fault unsampled      # a fault, planted on purpose: docs/lab/faults.md
 
 NAME=value, as an argument or in the environment, sets one of {settings}.
 What else has a = or starts with ~ is a Hydra override; the settings are in embedded/config/.

@@ -37,7 +37,7 @@ NEXT = """\
 What next:
   natural spikes of this model  bash run_experiment.sh --embedded{options} GRAD_NORM_THRESHOLD=90
   what a spike looks like       bash run_experiment.sh --embedded{options} --fault failed_request   (others: --help)
-  your own run                  docs/launching.md, and docs/configuration.md for your own launch script"""
+  your own run                  docs/use/launching.md, and docs/use/configuration.md for your own launch script"""
 
 
 def report_command(evidence: Path) -> list[str]:
