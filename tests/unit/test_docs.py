@@ -219,8 +219,8 @@ def test_the_page_of_the_report_is_in_plain_words() -> None:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_no_page_is_longer_than_2100_words(page: Path) -> None:
-    assert len(page.read_text().split()) <= 2100
+def test_no_page_is_longer_than_2050_words(page: Path) -> None:
+    assert len(page.read_text().split()) <= 2050
 
 
 def test_the_readme_fits_on_a_few_screens() -> None:
