@@ -610,13 +610,16 @@ function addStripListeners() {
   const box = get("strip");
   const explain = ({ target }) => {
     const piece = pieces.get(target);
-    if (piece) showTip(() => target.getClientRects()[0] ?? target.getBoundingClientRect(), piece.title, piece.facts);
+    if (!piece || (target === tipOwner && get("tip"))) return;
+    showTip(() => target.getClientRects()[0] ?? target.getBoundingClientRect(), piece.title, piece.facts);
+    tipOwner = target;
   };
+  const end = ({ target }) => target === tipOwner && hideTip();
   // A move, and no mouseover: that also comes when the keyboard scrolls tokens past a mouse at rest.
   box.addEventListener("mousemove", explain);
   box.addEventListener("focusin", explain);
-  box.addEventListener("mouseout", hideTip);
-  box.addEventListener("focusout", hideTip);
+  box.addEventListener("mouseout", end);
+  box.addEventListener("focusout", end);
   box.addEventListener("click", ({ target }) => selectPiece(target));
   box.addEventListener("keydown", onStripKey);
 }
@@ -665,13 +668,15 @@ function moveFocus(press, from, targets) {
 // The tip with the numbers of a token or point. It keeps what gives the place of its anchor.
 
 let tipAnchor = null;
+// The piece of the strip that it is about.
+let tipOwner = null;
 
 function showTip(anchor, title, facts) {
   hideTip();
   const entries = facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]);
   const head = make("div", { class: "tok" }, title);
   document.body.append(make("div", { id: "tip", role: "tooltip" }, head, make("dl", {}, entries)));
-  tipAnchor = anchor;
+  [tipAnchor, tipOwner] = [anchor, null];
   placeTip();
 }
 

@@ -70,7 +70,7 @@ _SOURCE: Spec = (Column("Source", "badge"), lambda row: str(row["source"]))
 CULPRITS: Sequence[Spec] = (
     index("Step", "global_step"),
     _TOKEN,
-    figure("Gradient norm", "grad_norm"),
+    figure("Norm", "grad_norm"),
     (Column("× threshold", "num"), lambda row: times({"norm": row["grad_norm"], "threshold": row["threshold"]})),
     _SOURCE,
     figure("Ratio", "ratio", 6),

@@ -82,7 +82,7 @@ def print_table(console: Console, table: Table) -> None:
     drawn = RichTable(title=table.title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for column in (table.columns[place] for place in kept):
         drawn.add_column(
-            column.name.lower() if column.name != column.name.upper() else column.name,
+            column.name[:1].lower() + column.name[1:] if len(column.name) > 1 else column.name,
             justify="right" if column.kind == "num" else "left",
             no_wrap=column.kind in ("num", "token", "badge"),
             style="bold" if column.kind in ("row", "badge") else "",

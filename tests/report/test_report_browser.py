@@ -153,9 +153,9 @@ def test_pointing_at_a_token_shows_its_numbers(page: Page, forty: Path) -> None:
     assert int(current.get_attribute("data-position")) == found["position"]
     page.hover(current)
     tip = page.wait(lambda: page.all("#tip"))[0].text
-    assert str(found["position"]) in tip and "Gradient norm" in tip and found["source"] in tip
+    assert str(found["position"]) in tip and "Norm" in tip and found["source"] in tip
     page.hover(page.one("#strip .piece:not(.culprit)"))
-    page.wait(lambda: page.all("#tip") and "Gradient norm" not in page.one("#tip").text)
+    page.wait(lambda: page.all("#tip") and "Norm" not in page.one("#tip").text)
     assert "suspicion" in page.one("#tip").text
     page.hover(page.one("#h-time"))
     page.wait(lambda: not page.all("#tip"))
@@ -167,7 +167,7 @@ def test_the_timeline_answers_the_mouse(page: Page, forty: Path) -> None:
     point = min(page.all("#timeline .marks path"), key=lambda mark: mark.location["y"])
     page.hover(point)
     text = page.wait(lambda: page.all("#tip"))[0].text
-    assert "Gradient norm" in text and "Step" in text
+    assert "Norm" in text and "Step" in text
     title = page.one("#spike").text
     Select(page.one("#event")).select_by_index(0)
     page.wait(lambda: page.one("#spike").text != title)
@@ -210,7 +210,7 @@ def test_filtering(page: Page, forty: Path) -> None:
 
 def test_sorting(page: Page, forty: Path) -> None:
     page.open(forty)
-    assert page.one("th[aria-sort]").text == "Gradient norm"
+    assert page.one("th[aria-sort]").text == "Norm"
     page.one("#columns button").click()
     steps = [int(step) for step in page.column(0)]
     assert steps == sorted(steps, reverse=True)
@@ -244,7 +244,7 @@ def test_the_keyboard_is_enough(page: Page, forty: Path) -> None:
         page.press(Keys.TAB)
     position = int(page.focused().get_attribute("data-position"))
     assert position == spike["culprits"][0]["position"] > 0
-    assert "Gradient norm" in page.one("#tip").text
+    assert "Norm" in page.one("#tip").text
     page.press(Keys.ARROW_LEFT)
     assert int(page.focused().get_attribute("data-position")) == position - 1
     assert f"position\n{position - 1}" in page.one("#tip").text

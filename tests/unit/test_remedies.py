@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import texts_of
 import torch
+from pages import texts_of
 from test_replay import BAD, PROMPT, RESPONSE, ROWS, THRESHOLD, bundle, resave, resign, small_model
 from test_replay import kept as kept_without_bounds
 from torch import Tensor
