@@ -36,8 +36,9 @@ def print_report(evidence: Evidence, rows: int) -> None:
         for sentence in advice:
             console.print(Text(f"  {sentence}", style="red"))
     for place, text in enumerate(view.opening):
-        console.print(Text(text, style="" if place else "bold"), soft_wrap=True)  # it may have a command
-    console.print(Text("   ".join(f"{name}: {value} {more}".rstrip() for name, value, more in view.facts), style="dim"))
+        console.print(Text(text, style="" if place else "bold"), soft_wrap="`" in text)  # a command is to be copied
+    facts = (f"{name}: {value}" + (f" ({more})" if more else "") for name, value, more in view.facts)
+    console.print(Text("   ".join(facts), style="dim"))
     if len(view.by_step) > 1:
         first, last = min(view.by_step), max(view.by_step)
         sparkline = _sparkline(view.by_step, _SPARKLINE_WIDTH)

@@ -251,7 +251,7 @@ def test_a_run_without_a_spike_says_how_near_it_came(tmp_path: Path, show: Any) 
         record_step(str(tmp_path), step, {**FIGURES, "spike_margin": 0.1 * step if step != 4 else None})
     out = show()
     assert "No gradient spike in" in out
-    assert "Steps: 4 1 to 4 Largest micro-batch norm per token over its threshold: 0.3 in step 3" in out
+    assert "Steps: 4 (1 to 4) Largest micro-batch norm per token over its threshold: 0.3 (in step 3)" in out
 
 
 def test_the_summary_of_an_event_comes_after_its_verdict(tmp_path: Path, show: Any) -> None:
