@@ -49,10 +49,11 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         evidence (Evidence): What was read.
         rows (int): How many of the largest spikes, culprits and clipped tokens are shown; totals count all.
         details (int): How many culprits have their response, texts and layers: the largest of each spike, then others.
+            With 0, as for the terminal, the view has neither single spikes nor charts.
     """
     summary = summarize(evidence, rows)
     spikes = sorted(heapq.nlargest(rows, evidence.spikes, key=lambda spike: spike.size), key=lambda spike: spike.index)
-    culprits = _kept(evidence, spikes, rows)
+    culprits = _kept(evidence, spikes, rows) if details else evidence.culprits()[:rows]
     advice = advice_by_source(evidence.replays)
     view = View(
         title=_title(summary),
@@ -71,11 +72,16 @@ def build(evidence: Evidence, rows: int = PAGE_ROWS, details: int = DETAILED) ->
         rules={source: (rule, visible(advice[source])) for source, rule in SOURCES.items()},
     )
     view.bars = _bars(summary)
-    _add_spikes(view, evidence, spikes, culprits, details)
-    view.lead = _lead(view, summary, evidence, culprits)
-    if view.spikes and (len(spikes) < summary["events"] or len(culprits) < summary["culprits"]):
-        view.notes = [*view.notes, _cut(summary, len(spikes), len(culprits))]
-    _add_charts(view, evidence, summary, spikes, culprits)
+    if clips := summary["token_clip"]:
+        how = EXPLANATION if clips["largest_tokens"] else ""
+        hint = visible(" ".join(clips["sentences"]))
+        view.texts |= {"h-clips": clips["title"], "clips-hint": hint, "clips-how": how}
+    if details:
+        _add_spikes(view, evidence, spikes, culprits, details)
+        view.lead = _lead(view, summary, evidence, culprits)
+        if len(spikes) < summary["events"] or len(culprits) < summary["culprits"]:
+            view.notes = [*view.notes, _cut(summary, len(spikes), len(culprits))]
+        _add_charts(view, evidence, summary, spikes, culprits)
     return view
 
 
@@ -343,9 +349,6 @@ def _add_charts(
 ) -> None:
     """Adds the charts and what is said above them."""
     clips = summary["token_clip"]
-    if clips is not None:
-        view.texts |= {"h-clips": clips["title"], "clips-hint": visible(" ".join(clips["sentences"]))}
-        view.texts["clips-how"] = EXPLANATION if clips["largest_tokens"] else ""
     if _span(evidence) <= FEW_STEPS:
         return
     by_step = clips["by_step"] if clips else {}

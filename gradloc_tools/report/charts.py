@@ -148,7 +148,7 @@ def run_level(
         "token-equivalent norm",
         [*norms, *map(number, thresholds), *(spike.level for _, spike in with_step), *(d["level"] for d in drills)],
     )
-    low = y.low * (y.high / y.low) ** 0.03
+    low = y.low * min(y.high / y.low, 1e300) ** 0.03
     places = [*steps, *(spike.step for _, spike in with_step), *(d["global_step"] for d in drills)]
     places += [clip["global_step"] for clip in clips]
     tips, links = zip(*own, strict=True)
@@ -250,7 +250,7 @@ def layers_chart(norms: Mapping[str, Any], ordinary: Mapping[str, Any] | None) -
         return None, table
     compared = {i: value for i, (*_, value) in enumerate(rows) if value is not None and _drawn(value)}
     values = [*compared.values(), *(value for _, value in finite)]
-    low, high = max(min(values) / 2, 1e-300), min(2 * max(values), 1e300)
+    low, high = min(values) / 2, 2 * max(values)
     size = max(1.5, min(4.5, 90 / len(rows)))
     norms_of = dict(finite)
     alone = [i for i in compared if i not in norms_of]
@@ -292,7 +292,7 @@ def layers_chart(norms: Mapping[str, Any], ordinary: Mapping[str, Any] | None) -
 
 
 def _drawn(norm: float) -> bool:
-    return math.isfinite(norm) and norm > 0
+    return 1e-200 < norm < 1e200
 
 
 def _ratio(norm: float, usual: float | None) -> str:

@@ -68,6 +68,8 @@ def times(part: Mapping[str, Any]) -> str:
         return "not finite"
     if 1 < factor < 1.05:
         return f"{factor:.4g}×"
+    if factor >= 1e7:
+        return f"{factor:.3g}×"
     return f"{factor:,.0f}×" if factor >= 9.95 else f"{factor:.{2 if factor < 0.0995 else 1}f}×"
 
 

@@ -271,10 +271,10 @@ def whole_axis(title: str, places: Sequence[int], most: int = 10) -> Axis:
 def log_axis(title: str, values: Sequence[float | None]) -> Axis:
     """A logarithmic axis for values. Those that are not finite get a place of their own above the others."""
     known = [value for value in values if value is not None]
-    finite = [min(max(value, 1e-280), 1e280) for value in known if math.isfinite(value) and value > 0] or [1.0]
+    finite = [min(max(value, 1e-200), 1e200) for value in known if math.isfinite(value) and value > 0] or [1.0]
     low = min(finite) / 1.6
     # Room for the largest mark, however many decades there are.
-    room = max(1.8, (max(finite) / low) ** 0.08)
+    room = max(1.8, 10 ** (0.08 * (math.log10(max(finite)) - math.log10(low))))
     top = max(finite) * room
     ticks = log_ticks(low, top)
     if all(map(math.isfinite, known)):
