@@ -76,12 +76,12 @@ class UnsampledServer(HFServer):
 
 
 class FailedRequestServer(HFServer):
-    """In one step every fourth request fails, and comes back as an empty response: an EOS token that nobody sampled."""
+    """In one step every third request fails, and comes back as an empty response: an EOS token that nobody sampled."""
 
     def generate_batch(self, prompts: list[list[int]], params: dict[str, Any], first_row: int) -> list[TokenOutput]:
         outputs = super().generate_batch(prompts, params, first_row)
         # The weights come once before each step.
-        for output in outputs[3::4] if self.version == FAILING_STEP else ():
+        for output in outputs[2::3] if self.version == FAILING_STEP else ():
             output.token_ids[:] = [self.eos]
             if output.log_probs is not None:
                 output.log_probs[:] = [0.0]
