@@ -171,6 +171,7 @@ def added_environment(environment: Mapping[str, str], workers: int = 2, fault: s
         "VERL_MATH_VERIFY_TIMEOUT": environment.get("VERL_MATH_VERIFY_TIMEOUT") or "100",
         # How long Ray waits for its own start: 30 s are not enough on a busy machine.
         "RAY_raylet_start_wait_time_s": environment.get("RAY_raylet_start_wait_time_s") or "300",
+        "RAY_worker_niceness": environment.get("RAY_worker_niceness") or "0",  # Ray's own, 15, waits for all others
         "RAY_DEDUP_LOGS": "0",  # Ray would drop the log lines of fast steps as duplicates
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
