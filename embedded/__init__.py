@@ -41,7 +41,7 @@ def _do_nothing(*_args, **_kwargs) -> None:
     pass
 
 
-# On a CPU the random numbers are those of torch itself, and the memory is that of the process.
+# On a CPU, torch itself has the random numbers, and the process the memory.
 _SUBSTITUTES = {
     "get_rng_state": lambda *_args: torch.get_rng_state(),
     "set_rng_state": lambda state, *_args: torch.set_rng_state(state),
