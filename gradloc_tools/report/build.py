@@ -286,7 +286,7 @@ def _clip_tables(summary: Summary, evidence: Evidence) -> dict[str, Table]:
         figure("log p", "log_prob", 1),
         figure("Reward", "reward", 2),
         (Column("Data source", "", 3), lambda row: shown(row["data_source"])),
-        (Column("Spike", "link"), lambda row: "yes" if row["spike"] else "–"),
+        (Column("Spike", "link", 7), lambda row: "yes" if row["spike"] else "–"),
     )
     return {"clips": table_of(clips["title"], specs, clips["largest_tokens"])}
 

@@ -21,6 +21,7 @@ from gradloc.evidence.schema import EVENT, NOTE, STEP, conforms
 from gradloc.evidence.writer import record_step
 from gradloc_tools import report
 from gradloc_tools.report import build
+from gradloc_tools.report.build import FEW_STEPS
 from gradloc_tools.report.command import main
 from gradloc_tools.report.steps import POINTS, level, steps_before
 
@@ -216,10 +217,11 @@ def test_the_steps_before_a_spike_are_shown(tmp_path: Path, show: Any) -> None:
         assert len(heights) == 21 and heights.index(min(heights)) == values.index(max(values))
         assert dot == points.split()[-1]  # the spike is marked
     # Earlier steps are left out of the level, but not here.
-    evidence = report.read(str(tmp_path), since=last)
+    since = last - 2 * FEW_STEPS
+    evidence = report.read(str(tmp_path), since=since)
     found = level(evidence.steps, evidence.since)
-    assert found is not None and found["steps"] == [last]
-    assert build(evidence).spikes[0].content["before"] == before
+    assert found is not None and found["steps"] == [*range(since, last + 1)]
+    assert build(evidence).spikes[-1].content["before"] == before
 
 
 def test_missing_steps_and_figures_are_left_out() -> None:
