@@ -61,10 +61,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.umask(0o022)  # the modes that the tests expect are those of most checkouts
 
 
+# Set by verl, Ray and torch when they are imported, which the first test that needs them does.
+OF_LIBRARIES = ("RAY_", "TORCH", "PYTORCH_", "NCCL_", "TOKENIZERS_", "LAZY_LEGACY_OP")
+
+
 def state() -> dict[str, Any]:
     """What a test shares with the tests after it, and with the programs that they start.
 
-    But for what pytest changes by itself: its timer, and the name of the test.
+    But for what pytest changes by itself, its timer and the name of the test, and for variables of libraries.
     """
     (umask,) = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "Umask" in line]
     return {
@@ -74,7 +78,11 @@ def state() -> dict[str, Any]:
         "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "working directory": os.getcwd(),
         "umask": int(umask, 8),
-        "os.environ": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "os.environ": {
+            name: value
+            for name, value in os.environ.items()
+            if name != "PYTEST_CURRENT_TEST" and not name.startswith(OF_LIBRARIES)
+        },
     }
 
 

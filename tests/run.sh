@@ -4,7 +4,7 @@
 #        bash tests/run.sh --plugin CHECKOUT [pytest arguments]      of pytest only the plugin's tests, with the verl of a checkout (of main, say)
 # The tests run against the verl of patches/DEFAULT. Without arguments, those that are marked smoke also run against each
 # other verl that there is a patch for, those marked every_target against each that has requirements of its own, and
-# those marked target against the one that they name: in parts, three at a time; their logs are in build/logs. At the end
+# those marked target against the one that they name: in parts, two at a time; their logs are in build/logs. At the end
 # there is a line for each part. --timings adds tables of the slowest files and fixtures.
 # --target takes one verl, for everything. --quick is for each commit: against one verl, in parts, too. It leaves out
 # what is marked slow: runs of the trainer, benchmarks, the page in a browser, other trackers, make_patch.sh, real virtual
@@ -212,15 +212,18 @@ run_pytest() {
 # A part of a run: a verl, and what of the tests: one of these folders, all others, or what is marked for another verl.
 FOLDERS="tests/multirank tests/trainer tests/unit tests/tools tests/report"
 test_part() {
-    local version=$1 what=$2 folder marked="smoke or target(version='$1')" arguments=()
+    local version=$1 what=$2 marked="smoke or target(version='$1')" arguments=() folder
     [[ $(environment_of "$version") != "$version" ]] || marked="every_target or $marked"
     use_target "$version"
     case $what in
         rest) for folder in $FOLDERS; do arguments+=("--ignore=$folder"); done ;;
-        marked) arguments=(-m "$marked") ;;
+        marked) # no other file is imported
+            mapfile -t arguments < <(grep -rlE --include='test_*.py' 'mark\.(smoke|every_target|target)\b' tests | sort)
+            arguments+=(-m "$marked")
+            ;;
         *) arguments=("$what") ;;
     esac
-    say "pytest, verl $version, ${arguments[*]}"
+    say "pytest, verl $version, $what"
     run_pytest ${timings:+--timings "$3/timings"} "${arguments[@]}"
 }
 
@@ -290,8 +293,8 @@ if [[ ! $in_parts ]]; then
     exit "$code"
 fi
 
-# The longest parts come first, so that none runs alone at the end. None keeps two cores busy all the time; a process of
-# torch takes up to 1 GB.
+# The longest parts come first, so that none runs alone at the end. Two at a time keep two cores busy: one part alone does
+# so where it runs ranks, and hardly at all where it waits for Ray.
 parts=()
 for folder in $FOLDERS; do
     [[ ! -d $folder ]] || parts+=("$target $folder")
@@ -300,7 +303,7 @@ done
 parts+=("$target rest")
 workers=()
 set -m # each in a process group of its own, which ends with this one
-for worker in 1 2 3; do
+for worker in 1 2; do
     work &
     workers+=($!)
 done
