@@ -61,14 +61,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.umask(0o022)  # the modes that the tests expect are those of most checkouts
 
 
-# Set by verl, Ray and torch when they are imported, which the first test that needs them does.
-OF_LIBRARIES = ("RAY_", "TORCH", "PYTORCH_", "NCCL_", "TOKENIZERS_", "LAZY_LEGACY_OP")
+# Libraries add variables when they are imported or first used; these are none of theirs.
+NO_LIBRARY_ADDS = ("EMBEDDED_", "GRADLOC_", "VERL_")
+AT_THE_START = set(os.environ) - {"PYTEST_CURRENT_TEST"}
 
 
 def state() -> dict[str, Any]:
     """What a test shares with the tests after it, and with the programs that they start.
 
-    But for what pytest changes by itself, its timer and the name of the test, and for variables of libraries.
+    But for what pytest changes by itself, its timer and the name of the test, and what libraries add.
     """
     (umask,) = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "Umask" in line]
     return {
@@ -81,7 +82,7 @@ def state() -> dict[str, Any]:
         "os.environ": {
             name: value
             for name, value in os.environ.items()
-            if name != "PYTEST_CURRENT_TEST" and not name.startswith(OF_LIBRARIES)
+            if name in AT_THE_START or name.startswith(NO_LIBRARY_ADDS)
         },
     }
 
