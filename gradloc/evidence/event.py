@@ -183,7 +183,7 @@ def _findings(
 
 
 def _diagnosis(investigation: Investigation) -> str:
-    """What the search has shown; docs/evidence.md gives the rules."""
+    """What the search has shown; docs/reference/evidence.md gives the rules."""
     if investigation.everything_broken:
         return "nonfinite"
     if investigation.culprits and investigation.config.bisect_until == "explained":
