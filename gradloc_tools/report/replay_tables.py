@@ -14,7 +14,7 @@ Result = Mapping[str, Any]
 def replay_tables(result: Result) -> dict[str, Any]:
     """A result as `title`, `where` it was computed, `sentences`, `notes`, `tables`, and `step`."""
     step = "–" if result["global_step"] is None else str(result["global_step"])
-    where = f"{result['model']}   {result['variant']} on {result['device']}   in training {result['recorded']}"
+    where = f"{result['model']}, {result['variant']} on {result['device']}; in training {result['recorded']}"
     measured = "remedy_notes" in result
     notes = [f"{row['name']}: {row['note']}" for row in result["remedies"] if row.get("note") is not None]
     remedies = _measured_remedies(result) if measured else _remedies(result)
