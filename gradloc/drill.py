@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .actions import Done
 from .config import GradLocConfig
 from .evidence.event import build_event
 from .evidence.in_words import summary
@@ -25,7 +26,7 @@ from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .measure.passes import Passes
 from .measure.probes import Meter
 from .measure.token_weights import usable_tokens
-from .search.investigation import Investigation
+from .search.investigation import investigate
 from .search.time_limit import TimeLimit
 from .threshold import Threshold
 
@@ -124,14 +125,15 @@ def _held(
             copy = _with_spike(mini_batch, planted, figures, threshold)
             if not copy.is_over(threshold):
                 raise DrillFailedError("the planted token did not put its micro-batch over the threshold")
-            investigation = Investigation(copy, threshold, config, ordinary.token_norm, time_limit)
+            copy.global_norm()
             clear_gradients(model.module)  # the drill's own, which is measured by now
             time_limit.restart()  # computing the mini-batch again is no part of the search
-            investigation.run()
+            findings = investigate(copy, threshold, config, ordinary.token_norm, time_limit)
+            searched = copy
     except (DrillFailedError, collectives.RankFailedError) as error:
-        investigation = Investigation(mini_batch, threshold, config, ordinary.token_norm, time_limit)
-        investigation.error = str(error)
-    event = build_event(investigation, ordinary, where, "log", True, started)
+        findings = investigate(mini_batch, threshold, config, ordinary.token_norm, time_limit, prevented_by=str(error))
+        searched = mini_batch
+    event = build_event(searched, findings, ordinary, where, "log", Done(True), started)
     place = None if planted is None else planted.place()
     found = place is not None and any(place == {name: culprit[name] for name in place} for culprit in event["culprits"])
     if not found and collectives.rank() == 0:

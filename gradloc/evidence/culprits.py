@@ -9,24 +9,22 @@ from typing import Any
 from ..fsdp import collectives
 from ..measure.mini_batch import MiniBatch
 from ..search.groups import Token
-from ..search.investigation import Investigation
 from .token_facts import response_evidence, token_evidence
 
 # What is known of a culprit, for which the search has no use: see `token_evidence` and `response_evidence`.
 Facts = dict[str, Any]
 
 
-def token_facts_of(investigation: Investigation, tokens: Sequence[Token]) -> dict[Token, Facts]:
+def token_facts_of(mini_batch: MiniBatch, tokens: Sequence[Token]) -> dict[Token, Facts]:
     """The facts about some tokens, the same on every rank. A collective call.
 
     Args:
-        investigation (Investigation): The search, after its end.
-        tokens (Sequence[Token]): The same on every rank: its culprits, or others.
+        mini_batch (MiniBatch): What they are tokens of.
+        tokens (Sequence[Token]): The same on every rank.
 
     Raises:
         RankFailedError: A rank could not tell of its tokens.
     """
-    mini_batch = investigation.mini_batch
     by_rank: dict[int, list[Token]] = {}
     for token in tokens:
         by_rank.setdefault(token[0][0], []).append(token)

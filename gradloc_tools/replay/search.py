@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradloc.actions import Done
 from gradloc.alignment import alignment_warning
 from gradloc.config import GradLocConfig
 from gradloc.evidence.event import build_event
@@ -27,7 +28,8 @@ from gradloc.measure.mini_batch import MiniBatch, OrdinaryGradient
 from gradloc.measure.passes import Forward, Passes
 from gradloc.measure.token_weights import movable
 from gradloc.measure.watched_model import WatchedModel
-from gradloc.search.investigation import Investigation
+from gradloc.search.findings import Findings
+from gradloc.search.investigation import investigate
 from gradloc.search.time_limit import TimeLimit
 
 from ..bundles.opening import Bundle
@@ -156,25 +158,25 @@ def search(
         )
         ordinary = _Ordinary(event["ordinary_layer_norms"])
         unlimited = TimeLimit(lambda: None, limited=False)
-        investigation = Investigation(mini_batch, threshold, config, ordinary.token_norm, unlimited)
-        if not investigation.groups.members:
-            return Searched(None, _largest(mini_batch, investigation, passes, recorded), log_probs, outputs.count)
-        investigation.run()
+        findings = investigate(mini_batch, threshold, config, ordinary.token_norm, unlimited)
+        if not findings.groups:
+            return Searched(None, _largest(mini_batch, findings, passes, recorded), log_probs, outputs.count)
         where = {name: event.get(name) for name in ("global_step", "epoch", "mini_batch", "steps_since_resume")}
         medians = None if own_medians else {name: event[name] and float(event[name]) for name in _MEDIANS}
         found = build_event(
-            investigation,
+            mini_batch,
+            findings,
             ordinary,
             where,
             event["action"],
-            event["applied"],
+            Done(event["applied"]),
             started,
             _warnings(event, [each.tokens for each in mini_batch.micro_batches]),
             medians,
         )
     finally:
         watched.meter.close()
-    return Searched(_with_names(found, recorded), None, log_probs, outputs.count, investigation.error)
+    return Searched(_with_names(found, recorded), None, log_probs, outputs.count, findings.error)
 
 
 def _width(event: Mapping[str, Any]) -> int:
@@ -270,7 +272,7 @@ def _measure_wholes(
 
 def _largest(
     mini_batch: MiniBatch,
-    investigation: Investigation,
+    findings: Findings,
     passes: Passes,
     recorded: Mapping[MicroBatchName, MicroBatchName],
 ) -> Largest | None:
@@ -279,7 +281,7 @@ def _largest(
     Returns:
         Largest: None if no token has a gradient.
     """
-    figures, meter = investigation.figures, mini_batch.model.meter
+    figures, meter = findings.figures, mini_batch.model.meter
     name = max(figures, key=lambda name: figures[name].token_equivalent)
     norm = figures[name].token_equivalent
     if not norm:
