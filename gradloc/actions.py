@@ -5,10 +5,10 @@
 import logging
 import math
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
+from .evidence.event import Done
 from .fsdp import collectives
 from .fsdp.state import SetAside
 from .measure.micro_batch import TokenSubset
@@ -17,22 +17,6 @@ from .measure.passes import Passes
 from .search.findings import Findings
 
 logger = logging.getLogger(__name__)
-
-
-class Done(NamedTuple):
-    """What became of `spike_action`; the same on every rank.
-
-    Args:
-        applied (bool): Whether it was applied.
-        squared_norms (Tensor | None): The squared norms by layer of the gradient that is left.
-        passes (int): How many passes that took.
-        error (str | None): The error that prevented it.
-    """
-
-    applied: bool
-    squared_norms: Tensor | None = None
-    passes: int = 0
-    error: str | None = None
 
 
 def act(action: str, mini_batch: MiniBatch, findings: Findings) -> Done:

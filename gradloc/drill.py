@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 
-from .actions import Done
 from .config import GradLocConfig
-from .evidence.event import build_event
+from .evidence.event import Done, build_event
 from .evidence.in_words import summary
 from .fsdp import collectives
 from .fsdp.state import SetAside, clear_gradients, undisturbed
-from .fsdp.unless_it_fails import is_known_on_all_ranks
 from .measure.figures import AllFigures
 from .measure.micro_batch import MicroBatch, MicroBatchName, TokenSubset
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
@@ -92,13 +90,9 @@ def hold(
         dict: The drill's event; of a drill that failed, it has an error or no culprit at the planted place. None if an
             error that all ranks know of left none.
     """
-    try:
+    with collectives.guarded_on_all_ranks("the spike drill failed"):
         return _held(mini_batch, tau, config, ordinary, where, time_limit)
-    except Exception as error:
-        if not is_known_on_all_ranks(error):
-            raise
-        logger.warning("the spike drill failed; training continues", exc_info=True)
-        return None
+    return None
 
 
 def _held(

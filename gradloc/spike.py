@@ -14,7 +14,6 @@ from .config import GradLocConfig
 from .evidence.event import build_event
 from .fsdp import collectives
 from .fsdp.state import SetAside, undisturbed
-from .fsdp.unless_it_fails import is_known_on_all_ranks
 from .measure.mini_batch import MiniBatch, OrdinaryGradient
 from .search.findings import Findings
 from .search.investigation import investigate
@@ -70,7 +69,7 @@ def explain(
     model, action = mini_batch.model, config.spike_action
     norm = mini_batch.global_norm()
     located = Located(not (action == "skip" and can_skip(mini_batch)), mini_batch.squared_norms, None, norm)
-    try:
+    with collectives.guarded_on_all_ranks(f"a gradient spike in step {where['global_step']} has no event"):
         with undisturbed(model.module, model.device), search_time.search() as time_limit:
             with SetAside(model.module):
                 findings = investigate(
@@ -80,13 +79,11 @@ def explain(
         located = located._replace(squared_norms=done.squared_norms)
         _say_if_cut_short(findings, config.bisect_budget_seconds, where["global_step"])
         event = build_event(mini_batch, findings, ordinary, where, action, done, started, warnings)
-    except Exception as error:
-        if not is_known_on_all_ranks(error):
-            raise
-        logger.warning("a gradient spike in step %s has no event", where["global_step"], exc_info=True)
-        return located
-    event["replay"] = _keep_bundle(bundle_writer, event, mini_batch, findings)
-    return located._replace(event=event)
+        if bundle_writer is not None:
+            with collectives.guarded_on_all_ranks("a gradient spike is reported without a replay bundle"):
+                event["replay"] = bundle_writer.keep(event, mini_batch, findings)
+        located = located._replace(event=event)
+    return located
 
 
 def _say_if_cut_short(findings: Findings, setting: float | str | None, step: int | None) -> None:
@@ -101,16 +98,3 @@ def _say_if_cut_short(findings: Findings, setting: float | str | None, step: int
             of_run if setting == "auto" else "",
             findings.budget_seconds,
         )
-
-
-def _keep_bundle(
-    writer: BundleWriter | None, event: Mapping[str, Any], mini_batch: MiniBatch, findings: Findings
-) -> str | None:
-    """The folder that the event's bundle is in; None without one. A collective call."""
-    if writer is None:
-        return None
-    try:
-        return writer.keep(event, mini_batch, findings)
-    except collectives.RankFailedError:
-        logger.warning("a gradient spike is reported without a replay bundle", exc_info=True)
-        return None

@@ -6,11 +6,10 @@
 # mypy: disable-error-code="attr-defined"
 
 import json
-import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from ..evidence.in_words import summary
 from ..evidence.patient_disk import PatientDisk
 from ..evidence.recorded_event import recorded_event
 from ..evidence.writer import limit_texts
+from ..guarded import guarded
 from ..measure.figures import Level
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..metrics import UpdateMetrics
@@ -35,8 +35,6 @@ from .recorded_loss import NotRecordedError, RecordedLoss
 from .replay_bundles import ragged_rows
 from .saved_state import misfit, write_whole
 from .update_evidence import facts_of_culprit, write_update
-
-logger = logging.getLogger(__name__)
 
 # Beside an actor's checkpoint.
 STATE_FILE = "gradloc_recorded.json"
@@ -81,7 +79,7 @@ class SpikeRecorder:
         self._metrics = UpdateMetrics()
         self._events_of_step: list[dict[str, Any]] = []
         self._disk = PatientDisk(Path(config.bisect_dump_dir))
-        self._warned: set[str] = set()
+        self._said: set[str] = set()
 
     def start_mini_batch(self, where: tuple[int, int]) -> None:
         """Begins a mini-batch, whose PPO epoch and number in the step are given; the first one begins a step."""
@@ -89,26 +87,9 @@ class SpikeRecorder:
         if where == (0, 0):
             self._metrics, self._events_of_step = UpdateMetrics(), []
 
-    def warn_once(self, what: str, error: Exception) -> None:
-        """Logs that something failed; of one kind of failure, the first time only."""
-        if what not in self._warned:
-            self._warned.add(what)
-            known = isinstance(error, (NotRecordedError, NotReplayableError, OSError))
-            logger.warning(
-                "data-parallel rank %d: %s, and no warning follows for later ones: %s",
-                self._rank,
-                what,
-                error if known else repr(error),
-                exc_info=None if known else error,
-            )
-
-    @contextmanager
-    def guarded(self, what: str) -> Iterator[None]:
+    def guarded(self, what: str) -> AbstractContextManager[None]:
         """Within it, an error is a warning: what failed, of one kind of failure the first time only."""
-        try:
-            yield
-        except Exception as error:
-            self.warn_once(what, error)
+        return guarded(f"data-parallel rank {self._rank}: {what}", self._said)
 
     def end_mini_batch(
         self,

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a bundle of each event while training runs. It needs safetensors, which comes with transformers."""
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,6 +13,7 @@ from torch import Tensor
 from .. import limits
 from ..evidence.patient_disk import PATIENCE, PatientDisk
 from ..fsdp import collectives
+from ..guarded import guarded, warn_once
 from ..layers.layer_clip import LayerClip
 from ..measure.figures import AllFigures, suspects
 from ..measure.micro_batch import MicroBatch, MicroBatchName
@@ -22,9 +22,7 @@ from ..search.findings import Findings
 from ..token_clip.token_clip import TokenClip
 from . import naming
 from .bundle_files import bundle_files, bundles_in, bytes_of_bundles, write_bundle_files
-from .layout import NotReplayableError, Row, SavedMicroBatch
-
-logger = logging.getLogger(__name__)
+from .layout import Row, SavedMicroBatch
 
 
 class BundleWriter:
@@ -61,7 +59,7 @@ class BundleWriter:
         self._context = context
         self._layer_clip = layer_clip
         self._token_clip = token_clip
-        self._said_full = self._failed = False
+        self._said: set[str] = set()
         self._disk = PatientDisk(self._directory)
 
     def keep(self, event: Mapping[str, Any], mini_batch: MiniBatch, findings: Findings) -> str | None:
@@ -103,20 +101,11 @@ class BundleWriter:
         """Writes the bundle; whatever the disk or the inputs do, training goes on, and one warning says so."""
         if not micro_batches:
             return None
-        try:
+        with guarded("no replay bundle is kept of a gradient spike", self._said):
             context = self._disk.run(self._context, PATIENCE)  # it looks for the last checkpoint
             files = self._files(event, squared_norms, findings, micro_batches, left_out, context)
             return self._disk.run(partial(write_bundle_files, self._directory, files, event), PATIENCE)
-        except Exception as error:
-            if not self._failed:
-                self._failed = True
-                reason = str(error) if isinstance(error, (NotReplayableError, OSError)) else repr(error)
-                logger.warning(
-                    "no replay bundle is kept of the spike in step %s, and no warning follows for later ones: %s",
-                    event["global_step"],
-                    reason,
-                )
-            return None
+        return None
 
     def _has_room(self) -> bool:
         try:
@@ -126,15 +115,8 @@ class BundleWriter:
             return True  # the write will say what is wrong
         if len(bundles) < self._most and used < limits.TOTAL_BYTES:
             return True
-        if not self._said_full:
-            self._said_full = True
-            logger.warning(
-                "no more replay bundles are kept: %s has %d of %d (spike_replay), %d bytes; move some away",
-                self._directory,
-                len(bundles),
-                self._most,
-                used,
-            )
+        full = f"{self._directory} has {len(bundles)} of {self._most} (spike_replay), {used} bytes; move some away"
+        warn_once(self._said, f"no more replay bundles are kept: {full}", about="full")
         return False
 
     def _files(

@@ -7,9 +7,10 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..actions import Done
+from torch import Tensor
+
 from ..fsdp import collectives
 from ..measure.figures import suspects
 from ..measure.micro_batch import MicroBatchName
@@ -28,6 +29,22 @@ _LARGEST_TOKENS = 3
 _MEASURED, _LEAST_MEASURED = 64, 4
 # So many times the usual norm, of the typical micro-batch, is no matter of single tokens.
 _LOUDER = 2.0
+
+
+class Done(NamedTuple):
+    """What became of `spike_action`; the same on every rank.
+
+    Args:
+        applied (bool): Whether it was applied.
+        squared_norms (Tensor | None): The squared norms by layer of the gradient that is left.
+        passes (int): How many passes that took.
+        error (str | None): The error that prevented it.
+    """
+
+    applied: bool
+    squared_norms: Tensor | None = None
+    passes: int = 0
+    error: str | None = None
 
 
 def build_event(

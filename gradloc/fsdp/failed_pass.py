@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import gather, world_size
-from .memory import allocate, release_frames, release_unused
+from ..guarded import release_frames
+from .collectives import RankLostError, gather, world_size
+from .memory import allocate, release_unused
 from .torch_compat import tree_leaves, tree_map_only
 
 # All collective functions that a forward or backward pass may call; older torch versions lack some of them.
@@ -31,10 +32,6 @@ _COLLECTIVES = (
 )
 # What a rank says before each call of a rehearsal.
 _CALLS, _HAS_ENDED, _HAS_FAILED = 1.0, 2.0, 3.0
-
-
-class RankLostError(RuntimeError):
-    """An error on this rank that cannot be propagated: it aborts the run, because the other ranks would deadlock."""
 
 
 @dataclass(frozen=True)

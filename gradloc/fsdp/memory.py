@@ -4,11 +4,12 @@
 
 import gc
 import time
-import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+
+from ..guarded import release_frames
 
 _Made = TypeVar("_Made")
 
@@ -16,22 +17,6 @@ _Made = TypeVar("_Made")
 # of a failed pass's tensors only when they get the interpreter lock.
 _ATTEMPTS = 5
 _PAUSE = 0.05
-
-
-def release_frames(error: BaseException) -> None:
-    """Clears the local variables of all frames that an error came through, and those of errors behind it.
-
-    They hold the tensors of the pass. An error that was raised while another was handled, or from another, holds that
-    one's frames, too.
-    """
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        found = waiting.pop()
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            traceback.clear_frames(found.__traceback__)
-            waiting += [found.__context__, found.__cause__]
 
 
 def release_unused() -> None:

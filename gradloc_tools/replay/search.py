@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradloc.actions import Done
 from gradloc.alignment import alignment_warning
 from gradloc.config import GradLocConfig
-from gradloc.evidence.event import build_event
+from gradloc.evidence.event import Done, build_event
 from gradloc.evidence.verdict import CAUSES
 from gradloc.fsdp import collectives
 from gradloc.fsdp.state import get_rng_state

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradloc.fsdp import failed_pass, memory
 from gradloc.fsdp.failed_pass import RankLostError, RecordedCollectives
+from gradloc.guarded import release_frames
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_the_frames_of_errors_behind_an_error_let_go_of_their_tensors(way: Calla
             error = caught
         assert held[0]() is not None
         error.__context__.__context__ = error  # errors may form a cycle
-        memory.release_frames(error)
+        release_frames(error)
         assert held[0]() is None
     finally:
         gc.enable()
