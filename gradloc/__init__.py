@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .layers.layer_clip import LayerClip, LayerClipConfig
     from .measure.token_weights import token_weights
     from .spike import Located
-    from .token_clip.config import TokenClipConfig
+    from .token_clip.bounds import TokenClipConfig
     from .token_clip.token_clip import TokenClip
 
 _MODULES = {
@@ -52,7 +52,7 @@ _MODULES = {
     "Located": "spike",
     "RankLostError": "fsdp.collectives",
     "TokenClip": "token_clip.token_clip",
-    "TokenClipConfig": "token_clip.config",
+    "TokenClipConfig": "token_clip.bounds",
     "record_events": "evidence.writer",
     "text_evidence": "evidence.token_texts",
     "token_weights": "measure.token_weights",

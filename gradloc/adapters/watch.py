@@ -21,7 +21,7 @@ from ..layers.layer_clip import LayerClip
 from ..measure.pass_recorder import LossInputs, ReadTokens
 from ..measure.passes import Forward
 from ..spike import Located
-from ..token_clip.positions import Positions
+from ..token_clip.hidden_states import Positions
 from ..token_clip.token_clip import TokenClip, row_weights
 from .loss_weights import (
     AggregationCall,

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,11 +18,48 @@ from ..measure.micro_batch import MicroBatchName
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
 from ..search.findings import Findings, Part
 from ..search.groups import Token
-from .culprits import Facts, token_facts_of
 from .medians import token_medians
 from .ordinary import ordinary_shares
 from .sources import RULES, Medians, classify, has_large_advantage
+from .token_facts import response_evidence, token_evidence
 from .verdict import whole_event
+
+# What is known of a culprit, for which the search has no use: see `token_evidence` and `response_evidence`.
+Facts = dict[str, Any]
+
+
+def token_facts_of(mini_batch: MiniBatch, tokens: Sequence[Token]) -> dict[Token, Facts]:
+    """The facts about some tokens, the same on every rank. A collective call.
+
+    Args:
+        mini_batch (MiniBatch): What they are tokens of.
+        tokens (Sequence[Token]): The same on every rank.
+
+    Raises:
+        RankFailedError: A rank could not tell of its tokens.
+    """
+    by_rank: dict[int, list[Token]] = {}
+    for token in tokens:
+        by_rank.setdefault(token[0][0], []).append(token)
+    found: dict[Token, Facts] = {}
+    for rank, of_rank in by_rank.items():
+        # Not an all-gather, which would pad what each rank sends to the longest.
+        sender = rank * mini_batch.model.sequence_parallel_size
+        found |= collectives.broadcast(partial(_own_facts, mini_batch, of_rank), sender)
+    return found
+
+
+def _own_facts(mini_batch: MiniBatch, culprits: Sequence[Token]) -> dict[Token, Facts]:
+    indices = {index for (_, index), _, _ in culprits}
+    columns = {i: mini_batch.micro_batches[i].portable(mini_batch.scale, inputs=False).tokens for i in indices}
+    return {
+        (name, row, position): {
+            **token_evidence(columns[name[1]], row, position),
+            **response_evidence(columns[name[1]], row, position),
+        }
+        for name, row, position in culprits
+    }
+
 
 # How many of the largest tokens an event lists for a spike without a culprit.
 _LARGEST_TOKENS = 3

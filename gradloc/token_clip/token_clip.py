@@ -12,14 +12,9 @@ from torch import Tensor, nn
 
 from ..fsdp import collectives
 from ..guarded import guarded, warn_once
-from .boundaries import hook_boundaries
-from .bounds import Bounds
-from .config import TokenClipConfig
-from .counts import Counts
-from .cut import cut
-from .found_tokens import VALUES, largest_tokens, marks, own_tokens
-from .positions import Positions
-from .watched_pass import LOG_PROBS, WatchedPass
+from .bounds import Bounds, TokenClipConfig, cut
+from .hidden_states import Positions, hook_boundaries
+from .watched_pass import LOG_PROBS, VALUES, Counts, WatchedPass, largest_tokens, marks, own_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +170,7 @@ class TokenClip:
             self._current = None
 
     def marks(self) -> list[dict[str, Tensor]]:
-        """What a search is to know of this rank's micro-batches; see `found_tokens.marks`. A collective call."""
+        """What a search is to know of this rank's micro-batches; see `marks`. A collective call."""
         size = self._sequence_parallel_size
         return marks(self._passes, self._config.factor, self._rank * size, size)
 

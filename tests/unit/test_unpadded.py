@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.evidence.culprits import token_facts_of
+from gradloc.evidence.event import token_facts_of
 from gradloc.evidence.token_facts import response_kl, token_evidence
 from gradloc.fsdp import collectives
 from gradloc.measure import probes
 from gradloc.measure.micro_batch import MicroBatch
-from gradloc.measure.unpadded import Unpadded
+from gradloc.measure.probes import Unpadded
 
 ROWS, LENGTH = 4, 1000
 
