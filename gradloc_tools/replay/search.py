@@ -90,17 +90,6 @@ class Searched:
     error: str | None = None
 
 
-class _Recorded(MiniBatch):
-    """A bundle's micro-batches, with the reduced norm of training: that is of all ranks, which a bundle has not."""
-
-    def __init__(self, model: WatchedModel, micro_batches: list[MicroBatch], scale: float, global_norm: float) -> None:
-        self._recorded_norm = global_norm
-        super().__init__(model, micro_batches, scale, "unit", torch.zeros(0, dtype=torch.float64, device=model.device))
-
-    def global_norm(self) -> float:
-        return self._recorded_norm
-
-
 class _Ordinary(OrdinaryGradient):
     """What the event says of ordinary tokens."""
 
@@ -142,13 +131,15 @@ def search(
     recorded = {(rank, index): name for rank in range(ranks) for index, name in enumerate(names[rank::ranks])}
 
     outputs = _LastOutputs(forward)
-    watched = WatchedModel(model.module, outputs.forward, model.device, width=_width(event))
+    watched = WatchedModel.watch(model.module, outputs.forward, model.device, width=_width(event))
     try:
         passes = watched.passes(own, scale)
         passes.rehearse(watched.meter.reduces)
         differences = _measure_wholes(watched, passes, own, len(mine), -(-len(names) // ranks), outputs)
         log_probs = log_prob_distance(torch.cat(collectives.exchange(lambda: torch.cat(differences))))
-        mini_batch = _Recorded(watched, own, scale, float(event["global_norm"]))
+        # The reduced norm of training is that of all ranks, which a bundle has not.
+        none, norm = torch.zeros(0, dtype=torch.float64, device=model.device), float(event["global_norm"])
+        mini_batch = MiniBatch.gather(watched, own, scale, "unit", none, global_norm=norm)
         config = GradLocConfig(
             grad_norm_threshold=threshold,
             bisect_budget_steps=budget,
@@ -156,7 +147,7 @@ def search(
             bisect_until=event["until"],
         )
         ordinary = _Ordinary(event["ordinary_layer_norms"])
-        unlimited = TimeLimit(lambda: None, limited=False)
+        unlimited = TimeLimit(None)
         findings = investigate(mini_batch, threshold, config, ordinary.token_norm, unlimited)
         if not findings.groups:
             return Searched(None, _largest(mini_batch, findings, passes, recorded), log_probs, outputs.count)
