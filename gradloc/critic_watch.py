@@ -152,7 +152,7 @@ class CriticWatch:
             return
         failed = self._recorder.failed
         own = torch.stack([_error_sums(micro_batch.tokens) for micro_batch in micro_batches])
-        gradient = MiniBatch.gather(model, micro_batches, self._loss_scale(), "unit", own.sum(0), failed)
+        gradient = MiniBatch(model, micro_batches, self._loss_scale()).gather("unit", own.sum(0), failed)
         if gradient.failed:
             return
         level, error = gradient.level, _root_mean_square(gradient.update_figures.sum(0).tolist())

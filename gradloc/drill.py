@@ -172,7 +172,7 @@ def _with_spike(mini_batch: MiniBatch, planted: Planted, figures: AllFigures, th
     passes = model.passes(micro_batches, new_scale)
     rerun(micro_batches, model.meter, passes, figures, reduced=mini_batch.trigger == "global")
     no_figures = torch.zeros(0, dtype=torch.float64, device=model.device)
-    return MiniBatch.gather(model, micro_batches, new_scale, mini_batch.trigger, no_figures)
+    return MiniBatch(model, micro_batches, new_scale).gather(mini_batch.trigger, no_figures)
 
 
 def _known(norm: float | None) -> float:

@@ -300,7 +300,7 @@ class GradLoc:
         for_metrics = own_figures([micro_batch.tokens for micro_batch in micro_batches])
         for_warnings = self._warnings.own_figures(micro_batches, scale, where)
         figures = torch.cat([for_metrics, for_warnings])
-        gradient = MiniBatch.gather(self._model, micro_batches, scale, trigger, figures, self._recorder.failed)
+        gradient = MiniBatch(self._model, micro_batches, scale).gather(trigger, figures, self._recorder.failed)
         if gradient.failed:
             self._recorder.is_off = True  # for the rest of the update
             return None

@@ -18,14 +18,15 @@ from .watched_model import WatchedModel
 
 
 class MiniBatch:
-    """The current gradient, as it was measured in training; `gather` makes one.
+    """The current gradient, as it was measured in training.
 
     Args:
         model (WatchedModel): The model.
         micro_batches (list[MicroBatch]): This rank's; at least one.
         scale (float): Their loss scale.
+        global_norm (float, optional): The norm of the reduced gradient, if it is known.
 
-    Attributes:
+    Attributes, all set by `gather` but for `squared_norms`:
         level (Level): The size of the gradient.
         trigger (str): "unit": a micro-batch over its threshold is a spike; "global": the reduced gradient is. Where
             micro-batches cannot be measured alone, it is always "global".
@@ -40,53 +41,43 @@ class MiniBatch:
     trigger: str
     update_figures: Tensor
     failed: bool
-    _norms: RankNorms
 
-    def __init__(self, model: WatchedModel, micro_batches: list[MicroBatch], scale: float) -> None:
+    def __init__(
+        self, model: WatchedModel, micro_batches: list[MicroBatch], scale: float, global_norm: float | None = None
+    ) -> None:
         self.model = model
         self.micro_batches = micro_batches
         self.scale = scale
         self.squared_norms: Tensor | None = None
-        self._global_norm: float | None = None
+        self._global_norm = global_norm
         self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
         self._own_norms = self._squares.sum(1).sqrt()
         self._square_weights = torch.stack([square_weight(each.tokens) for each in micro_batches])
         self._root_square_weights = torch.stack([threshold_square_weight(each.tokens) for each in micro_batches]).sqrt()
 
-    @classmethod
-    def gather(
-        cls,
-        model: WatchedModel,
-        micro_batches: list[MicroBatch],
-        scale: float,
-        trigger: str,
-        update_figures: Tensor,
-        failed: bool = False,
-        global_norm: float | None = None,
-    ) -> "MiniBatch":
-        """Exchanges what each rank has measured. A collective call.
+    def gather(self, trigger: str, update_figures: Tensor, failed: bool = False) -> "MiniBatch":
+        """Exchanges what each rank has measured, without which nothing else is known. A collective call.
 
         Args:
-            model (WatchedModel), micro_batches (list[MicroBatch]), scale (float): See the class.
             trigger (str): What is to be a spike.
             update_figures (Tensor): More figures of this rank, float64 of shape (n,), to be gathered in the same call.
             failed (bool): Whether tokens of this rank could not be read.
-            global_norm (float, optional): The norm of the reduced gradient, if it is known.
+
+        Returns:
+            MiniBatch: This one.
         """
-        found = cls(model, micro_batches, scale)
-        found._global_norm = global_norm
-        norms = torch.stack(found._norms_of_rank())
+        norms = torch.stack(self._norms_of_rank())
         flag = norms.new_full((1,), float(failed))
-        gathered = torch.stack(collectives.gather(torch.cat([flag, norms, update_figures]).to(model.device)))
-        found.failed = bool(gathered[:, 0].any())
-        by_rank = gathered[:: model.sequence_parallel_size, 1:]
-        found._norms, found.update_figures = RankNorms(*by_rank[:, : len(norms)].unbind(1)), by_rank[:, len(norms) :]
-        found.level = model.meter.level(found._norms, found.global_norm)
-        found.trigger = trigger if found.level.by_micro_batch else "global"
-        if found.trigger == "global" and found.level.by_micro_batch:
-            of_reduced = level_of_reduced(found._norms, found.global_norm())
-            found.level = replace(found.level, token_norm=of_reduced.token_norm, finite=of_reduced.finite)
-        return found
+        gathered = torch.stack(collectives.gather(torch.cat([flag, norms, update_figures]).to(self.model.device)))
+        self.failed = bool(gathered[:, 0].any())
+        by_rank = gathered[:: self.model.sequence_parallel_size, 1:]
+        self._norms, self.update_figures = RankNorms(*by_rank[:, : len(norms)].unbind(1)), by_rank[:, len(norms) :]
+        self.level = self.model.meter.level(self._norms, self.global_norm)
+        self.trigger = trigger if self.level.by_micro_batch else "global"
+        if self.trigger == "global" and self.level.by_micro_batch:
+            of_reduced = level_of_reduced(self._norms, self.global_norm())
+            self.level = replace(self.level, token_norm=of_reduced.token_norm, finite=of_reduced.finite)
+        return self
 
     def global_norm(self) -> float:
         """The reduced gradient's norm, measured on the first call, which is collective."""

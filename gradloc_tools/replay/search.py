@@ -139,7 +139,7 @@ def search(
         log_probs = log_prob_distance(torch.cat(collectives.exchange(lambda: torch.cat(differences))))
         # The reduced norm of training is that of all ranks, which a bundle has not.
         none, norm = torch.zeros(0, dtype=torch.float64, device=model.device), float(event["global_norm"])
-        mini_batch = MiniBatch.gather(watched, own, scale, "unit", none, global_norm=norm)
+        mini_batch = MiniBatch(watched, own, scale, global_norm=norm).gather("unit", none)
         config = GradLocConfig(
             grad_norm_threshold=threshold,
             bisect_budget_steps=budget,
