@@ -23,7 +23,8 @@ from .engine_data import ROW, MiniBatchPlaces, as_metric, bound_config
 from .model_facts import eos_tokens
 from .recorded_loss import NotRecordedError, RecordedLoss
 from .replay_bundles import engine_context
-from .spike_recorder import SpikeRecorder, read_state
+from .saved_state import read_state
+from .spike_recorder import SpikeRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class RecordedEngine:
 
     def load_checkpoint(self, local_path: str, *arguments: Any, **options: Any) -> None:
         try:  # first: the engine may remove the folder
-            self._recorder_state = read_state(local_path) if local_path else None
+            self._recorder_state = read_state(local_path)
         except ValueError as error:
             logger.warning("%s", error)
         super().load_checkpoint(local_path, *arguments, **options)  # type: ignore[misc]

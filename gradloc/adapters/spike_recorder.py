@@ -5,7 +5,6 @@
 # The types are checked against verl 0.7, which lacks some of these names.
 # mypy: disable-error-code="attr-defined"
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -33,11 +32,8 @@ from ..threshold import Threshold, is_over
 from .engine_data import sample_of_row
 from .recorded_loss import NotRecordedError, RecordedLoss
 from .replay_bundles import ragged_rows
-from .saved_state import misfit, write_whole
+from .saved_state import read_state, write_state
 from .update_evidence import facts_of_culprit, write_update
-
-# Beside an actor's checkpoint.
-STATE_FILE = "gradloc_recorded.json"
 
 
 class SpikeRecorder:
@@ -152,13 +148,14 @@ class SpikeRecorder:
         return metrics
 
     def save(self, folder: str) -> None:
-        """Rank 0 writes what an automatic threshold has learned to a checkpoint's folder."""
+        """Rank 0 writes what an automatic threshold has learned to a checkpoint's folder, beside what clips have."""
         if self._rank == 0:
-            write_whole(Path(folder, STATE_FILE), json.dumps(self._threshold.state_dict()).encode())
+            write_state(folder, {**read_state(folder), "gradloc": self._threshold.state_dict()})
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores what `save` wrote and `read_state` read."""
-        self._threshold.load_state_dict(state)
+        """Restores what `save` wrote, if it is in what `read_state` has read."""
+        if "gradloc" in state:
+            self._threshold.load_state_dict(state["gradloc"])
 
     def _read(self, loss: RecordedLoss, rng_state: Tensor) -> tuple[dict[MicroBatchName, MicroBatch], float]:
         """This rank's micro-batches on the CPU, none if they cannot be read, and what their losses were multiplied by.
@@ -200,22 +197,3 @@ class SpikeRecorder:
                 sample = sample_of_row(data, token["row"])
                 token |= limit_texts(facts_of_culprit(sample, token["position"], self._tokenizer), index)
         event["summary"] = summary(event)
-
-
-def read_state(folder: str) -> dict[str, Any] | None:
-    """What `SpikeRecorder.save` wrote to a checkpoint's folder; None without it.
-
-    Raises:
-        ValueError: The file cannot be read, or has another form.
-    """
-    path = Path(folder, STATE_FILE)
-    if not path.is_file():
-        return None
-    try:
-        state = json.loads(path.read_bytes())
-        reason = misfit(state, {"token_norms": [float]})
-    except (OSError, ValueError, RecursionError) as error:
-        reason = str(error)
-    if reason is None:
-        return state
-    raise ValueError(f"{path} cannot be read ({reason}); restore it, or remove it, and the warm-up starts over")
