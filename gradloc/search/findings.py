@@ -92,7 +92,7 @@ class Findings:
             tokens.
         without_tokens (WithoutTokens | None): What a group's gradient is without any token; None if not measured.
         more_over (int | None): How many more tokens are estimated to be over τ; None if that is unknown.
-        diagnosis (str): What the search has shown; docs/evidence.md gives the rules.
+        diagnosis (str): What the search has shown; docs/reference/evidence.md gives the rules.
         explained (bool | None): Whether each micro-batch over its threshold was measured under it without the culprits;
             None if a rest could not be measured (a row has non-finite log-probs) or was not (in an exhaustive search).
         complete (bool): Whether the search ended by itself, and left nothing that it was to find.
