@@ -242,9 +242,8 @@ def _append(directory: str, name: str, data: bytes, what: str, kind: str, step: 
     def append() -> None:
         os.makedirs(directory, exist_ok=True)
         if (holder := _lock(os.path.join(directory, _lock_name(name)))) is not None:
-            warn_once(
-                _said, f"{what} and what follows are not written to {directory}: {holder} writes there", None, path
-            )
+            others = f"{holder} writes to {directory}"
+            warn_once(_said, f"{what} and all later ones are not written: {others}", about=directory)
             return
         size = os.path.getsize(path) if os.path.exists(path) else 0
         last_line, lines = _last_line(path) if size else b"\n", data

@@ -60,8 +60,8 @@ class Part:
         tokens (int): How many they are.
         threshold (float): τ(S).
         norm (float | None): The norm of their gradient; None if it was not measured.
-        rows (list[int]): Of a diffuse set, its rows in its rank's mini-batch.
-        largest (list[Token]): Of a diffuse set, the tokens of its group that were measured alone, largest first.
+        rows (tuple[int, ...]): Of a diffuse set, its rows in its rank's mini-batch.
+        largest (tuple[Token, ...]): Of a diffuse set, the tokens of its group that were measured alone, largest first.
     """
 
     rank: int | None

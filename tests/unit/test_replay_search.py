@@ -76,7 +76,8 @@ def change_line(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def left(folder: Path) -> set[str]:
     """The files around the bundle."""
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and NAME not in path.parts}
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".run.lock")
+    return {str(path.relative_to(folder)) for path in files if NAME not in path.parts}
 
 
 def test_the_event_is_beside_the_bundle_and_in_the_evidence(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
