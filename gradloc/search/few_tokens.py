@@ -112,8 +112,8 @@ class _Few:
         tokens, over = self.known.tokens, set(self.known.tokens.over)
         alone = [t for t in self.likeliest if t not in over and not (self.enough and t in tokens.alone)]
         wanted = self.guess not in self.known.rests and (not self.enough or self.guess <= over)
-        rests = [tokens.without(self.guess)] if wanted else []
-        return [*rests, *(tokens.token_set([t]) for t in alone)][:count]
+        found: list[Probe] = [tokens.without(self.guess)] if wanted else []
+        return [*found, *(tokens.token_set([t]) for t in alone[:count])][:count]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ class _Beyond:
         rests = [tokens.without(guess)] if named and guess not in self.known.rests else []
         twice = [probe.candidates for probe in (*named, *rests, *self.first, *self.later)]
         others = [probe for probe in found if probe.candidates not in twice]
-        return [*named, *rests, *self.first, *others, *self.later][:count]
+        best_first: list[Probe] = [*named, *rests, *self.first, *others, *self.later]
+        return best_first[:count]
 
 
 @dataclass(frozen=True)
