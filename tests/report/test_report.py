@@ -240,49 +240,29 @@ def test_of_an_event_only_the_largest_culprits_keep_their_texts(tmp_path: Path) 
     assert found["culprits"][-1]["context"] and (note["note"], note["count"]) == ("text_limit", 4)
 
 
-def test_full_files_rotate_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = len(json.dumps(writer.jsonable(spike(1)))) + 1
-    monkeypatch.setattr(writer, "FILE_BYTES", 3 * size)
-    for step in range(10, 20):
-        record_events(str(tmp_path), [spike(step)])
-    assert sorted(os.listdir(tmp_path))[:2] == ["spikes.1.jsonl", "spikes.2.jsonl"]
-    assert all(path.stat().st_size <= 3 * size for path in tmp_path.iterdir())
-    assert [e["global_step"] for e in report.read(str(tmp_path)).events] == list(range(10, 20))
-    assert [e["global_step"] for e in report.read(str(tmp_path / "spikes.jsonl")).events] == list(range(10, 20))
-    # A file that somebody moved away does not make a later one overwrite another.
-    (tmp_path / "spikes.1.jsonl").unlink()
-    before = set(os.listdir(tmp_path))
-    for step in range(20, 24):
-        record_events(str(tmp_path), [spike(step)])
-    assert before < set(os.listdir(tmp_path)) and "spikes.1.jsonl" not in os.listdir(tmp_path)
-
-
-def test_ten_files_are_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "FILE_BYTES", 1)
-    for step in range(12):
-        record_events(str(tmp_path), [spike(step)])
-    assert [e["global_step"] for e in report.read(str(tmp_path)).events] == list(range(12))
-
-
 def test_the_disk_cannot_be_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     size = len(json.dumps(writer.jsonable(spike(1)))) + 1
-    monkeypatch.setattr(writer, "FILE_BYTES", 2 * size)
-    monkeypatch.setattr(writer, "TOTAL_BYTES", 5 * size)
+    monkeypatch.setattr(writer, "FILE_BYTES", 5 * size)
     for step in range(50):
         record_events(str(tmp_path), [spike(step)])
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 6 * size
-    assert "gradient spike(s) left out" in caplog.text
+    assert (tmp_path / "spikes.jsonl").stat().st_size < 6 * size
+    assert caplog.text.count("gradient spike(s) left out") == 1
     found = report.read(str(tmp_path))
-    assert [e["global_step"] for e in found.events] == list(range(len(found.events)))
+    assert 3 < len(found.events) < 6 and [e["global_step"] for e in found.events] == list(range(len(found.events)))
     (note,) = (line for line in lines(tmp_path) if "note" in line)
     jsonschema.validate(note, NOTE)
     assert note["note"] == "size_limit" and found.notes == {note["message"]: {len(found.events)}}
-    # With a file moved away, the evidence goes on.
-    (tmp_path / "spikes.1.jsonl").unlink()
+    # Also in a run that is resumed, and where a smaller event would fit.
+    monkeypatch.setattr(writer, "_said", set())
+    monkeypatch.setattr(writer, "FILE_BYTES", 60 * size)
     record_events(str(tmp_path), [spike(77)])
-    assert report.read(str(tmp_path)).events[-1]["global_step"] == 77
+    assert lines(tmp_path)[-1] == note and caplog.text.count("gradient spike(s) left out") == 2
+    # Where the file was moved away, the evidence goes on.
+    (tmp_path / "spikes.jsonl").unlink()
+    record_events(str(tmp_path), [spike(78)])
+    assert [e["global_step"] for e in report.read(str(tmp_path)).events] == [78]
 
 
 def test_a_resumed_run_appends_behind_half_a_line(tmp_path: Path) -> None:
@@ -294,57 +274,32 @@ def test_a_resumed_run_appends_behind_half_a_line(tmp_path: Path) -> None:
     assert [e["global_step"] for e in found.events] == [1, 3] and found.skipped == 1
 
 
-@pytest.mark.parametrize("call", range(1, 5))
-def test_another_run_may_fill_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Whenever this run looks at the files: the other one writes and renames before this one goes on."""
-    monkeypatch.setattr(writer, "FILE_BYTES", 1)
-    record_events(str(tmp_path), [spike(1)])
-    look, calls = writer._rotated, 0
-
-    def look_and_be_overtaken(*arguments: Any) -> list[int]:
-        nonlocal calls
-        found, calls = look(*arguments), calls + 1
-        if calls == call:
-            with monkeypatch.context() as other:
-                other.setattr(writer, "_disks", {})  # as in another process
-                record_events(str(tmp_path), [spike(2)])
-        return found
-
-    monkeypatch.setattr(writer, "_rotated", look_and_be_overtaken)
-    record_events(str(tmp_path), [spike(3)])
-    monkeypatch.undo()
-    assert calls >= min(call, 2)
-    found = sorted(e["global_step"] for e in report.read(str(tmp_path)).events)
-    assert found == ([1, 2, 3] if calls >= call else [1, 3])
-
-
-def test_two_runs_that_write_to_one_directory_lose_nothing(tmp_path: Path) -> None:
+def test_of_two_runs_the_second_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = """
 import sys
 from evidence_samples import samples
 from gradloc import record_events
-from gradloc.evidence import writer
-writer.FILE_BYTES = 1
-(event,) = samples(1)
-print("ready", flush=True)
+record_events(sys.argv[1], samples(1))
+print("written", flush=True)
 sys.stdin.readline()
-for step in range(150):
-    record_events(sys.argv[1], [{**event, "global_step": int(sys.argv[2]) + step}])
 """
     folders = os.pathsep.join([str(ROOT), str(ROOT / "tests/report")])
-    environment = {**os.environ, "PYTHONPATH": folders}
-    programs = [[sys.executable, "-c", code, str(tmp_path), str(first)] for first in (0, 1000)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-    runs = [subprocess.Popen(program, **pipes) for program in programs]
-    assert [run.stdout.readline() for run in runs] == ["ready\n"] * 2
-    for process in runs:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in runs:
-        process.communicate(timeout=600)
-        assert process.returncode == 0
-    found = sorted(e["global_step"] for e in report.read(str(tmp_path)).events)
-    assert found == [*range(150), *range(1000, 1150)]
+    program = [sys.executable, "-c", code, str(tmp_path)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    assert writer.writer_of(str(tmp_path)) is None
+    with subprocess.Popen(program, env={**os.environ, "PYTHONPATH": folders}, **pipes) as first:
+        assert first.stdout is not None and first.stdout.readline() == "written\n"
+        named = f"another run (process {first.pid} on "
+        assert str(writer.writer_of(str(tmp_path))).startswith(named)
+        before = (tmp_path / "spikes.jsonl").read_bytes()
+        for step in (3, 4):
+            record_events(str(tmp_path), [spike(step)])
+        assert (tmp_path / "spikes.jsonl").read_bytes() == before
+        assert caplog.text.count("are not written: " + named) == 1
+        first.communicate("\n")
+    assert writer.writer_of(str(tmp_path)) is None  # however it has ended
+    record_events(str(tmp_path), [spike(5)])
+    assert [e["global_step"] for e in report.read(str(tmp_path)).events][-1] == 5
 
 
 class Raises:

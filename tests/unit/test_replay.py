@@ -23,6 +23,7 @@ from gradloc import GradLoc, GradLocConfig, limits, record_events
 from gradloc.bundles import bundle_writer, naming
 from gradloc.bundles.bundle_writer import BundleWriter
 from gradloc.bundles.layout import NotReplayableError, Row
+from gradloc.search.findings import Alone
 from gradloc_tools.bundles import opening
 from gradloc_tools.bundles.opening import Bundle, BundleError, open_bundle
 from gradloc_tools.replay import command, memory
@@ -697,15 +698,12 @@ def test_a_write_that_fails_leaves_nothing_behind(
 
 def test_a_manifest_has_the_largest_of_the_tokens_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     name = (0, 0)
-    micro_batch = SimpleNamespace(tokens={"weight": torch.tensor([[0.5, 0.5, 0.5, 0.25]])}, rows=[7])
-    norms = {(name, 0, position): [norm] for position, norm in enumerate([3.0, math.nan, 4.0, 2.0])}
-    search: Any = SimpleNamespace(
-        measured=norms, groups=SimpleNamespace(micro_batches={name: micro_batch}), layers=["a"]
-    )
+    alone = [Alone(0.5, 3.0, {}), Alone(0.5, math.nan, {}), Alone(0.5, 4.0, {}), Alone(0.25, 2.0, {})]
+    found: Any = SimpleNamespace(measured={(name, 0, i): each for i, each in enumerate(alone)}, row=lambda token: 7)
     monkeypatch.setattr(limits, "MEASURED_TOKENS", 3)
-    found = bundle_writer.measured_tokens(search, search.groups.micro_batches)
-    assert [token["position"] for token in found] == [1, 2, 3]
-    assert [token["grad_norm"] for token in found[1:]] == [8.0, 8.0] and found[1]["row"] == 7
+    listed = bundle_writer.measured_tokens(found, {name: None})
+    assert [token["position"] for token in listed] == [1, 2, 3]
+    assert [token["grad_norm"] for token in listed[1:]] == [8.0, 8.0] and listed[1]["row"] == 7
 
 
 def test_a_manifest_that_could_not_be_opened_is_not_written(
