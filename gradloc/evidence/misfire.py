@@ -9,7 +9,9 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .verdict import COMMON, LIFT, MOST_CULPRITS, NATURAL_FACTOR, explaining_culprits, of_culprits, percent
+from .shares import counted, percent
+from .sources import NATURAL_FACTOR, RULES, Kind
+from .verdict import COMMON, LIFT, MOST_CULPRITS, explaining_culprits
 
 # In how many prompts there are culprits, at least: those of one prompt share its data source, and often their reward.
 LEAST_PROMPTS = 3
@@ -18,7 +20,7 @@ SIGNIFICANT = 1e-3
 # Advantages of culprits that are larger than this many times those of other responses explain the spike by themselves.
 USUAL_ADVANTAGE = 1.5
 # The causes that say less than a reward does: what other rules hold for is a bug, or the loss itself.
-LESS_SPECIFIC = (None, "advantage", "unlikely", "punished", "layer")
+LESS_SPECIFIC = (None, *(rule.name for rule in RULES if rule.kind in (Kind.NATURAL, Kind.LAYER)))
 
 # How the verdict by a data source begins; after its name, the shares follow in the sentence's last brackets.
 _BY_DATA_SOURCE = "The culprits are in responses with the data source "
@@ -136,9 +138,8 @@ def _is_outlier(reward: Any, others: Collection[Any], below_too: bool) -> bool:
 def _verdict(what: str, value: Any, share: float, ordinary: float, culprits: int, prompts: int) -> dict[str, Any]:
     reward = what == "reward"
     where = f"The culprits are in responses with the reward {value:g}" if reward else f"{_BY_DATA_SOURCE}{value}"
-    shares = (
-        f"{of_culprits(share, culprits)} in {prompts} prompt{'s' * (prompts > 1)}, {percent(ordinary)} of the responses"
-    )
+    shares = f"{counted(round(share * culprits), culprits)} in {prompts} prompt{'s' * (prompts > 1)}, "
+    shares += f"{percent(ordinary)} of the responses"
     return {
         "cause": "misfire",
         "culprits": share,
