@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from blind_faults import FAULTS, HEALTHY
+from blind_faults import FAULTS, HEALTHY, can_be_planted
 from blind_world import NATURAL_TAU, TAU, Setting, World, said_in, start_of
 
 HALVES = ("tuning", "test")  # even and odd seeds
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help="faults and healthy settings (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="processes, each on one core (default: 2)")
     arguments = parser.parse_args()
-    kinds = arguments.kinds or [*FAULTS, *HEALTHY]
+    kinds = arguments.kinds or [kind for kind in [*FAULTS, *HEALTHY] if can_be_planted(kind)]
     if unknown := [kind for kind in kinds if kind not in FAULTS and kind not in HEALTHY]:
         sys.exit(f"unknown kinds {unknown}: choose from {[*FAULTS, *HEALTHY]}")
     path = arguments.results

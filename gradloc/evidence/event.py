@@ -7,19 +7,22 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 from ..fsdp import collectives
 from ..measure.figures import suspects
 from ..measure.micro_batch import MicroBatchName
-from ..measure.mini_batch import OrdinaryGradient
+from ..measure.mini_batch import MiniBatch, OrdinaryGradient
 from ..search.groups import Token
 from ..search.investigation import Investigation
-from .culprits import Facts, token_facts_of
-from .medians import token_medians
-from .ordinary import ordinary_shares
+from .ordinary import ordinary_shares, token_medians
 from .sources import RULES, Medians, classify, has_large_advantage
+from .token_facts import response_evidence, token_evidence
 from .verdict import whole_event
+
+# What is known of a culprit, for which the search has no use: see `token_evidence` and `response_evidence`.
+Facts = dict[str, Any]
 
 # How many of the largest tokens an event lists for a spike without a culprit.
 _LARGEST_TOKENS = 3
@@ -39,6 +42,7 @@ def build_event(
     warnings: Sequence[Mapping[str, str]] = (),
     medians: Medians | None = None,
     error: str | None = None,
+    broken: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The event of a search, the same on every rank. A collective call.
 
@@ -52,6 +56,7 @@ def build_event(
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
         medians (Mapping, optional): What `token_medians` gave in training; by default, that of this mini-batch.
         error (str, optional): What prevented the action.
+        broken (Mapping, optional): What `WatchedModel.broken_parameters` returned before the action.
     """
     mini_batch = investigation.mini_batch
     model = mini_batch.model
@@ -80,6 +85,7 @@ def build_event(
             "global_norm": mini_batch.global_norm(),
             "global_threshold": mini_batch.global_threshold(investigation.threshold),
             **_findings(investigation, facts, medians, ordinary_before),
+            "broken_parameters": broken,
             "error": investigation.error or error,
             "suspected": [],
             "budget": investigation.config.bisect_budget_steps,
@@ -91,6 +97,40 @@ def build_event(
             "loss_scale": mini_batch.scale,
         }
         return whole_event(fields, ordinary_tokens, warnings, measured, _why_unusual(investigation, ordinary))
+
+
+def token_facts_of(investigation: Investigation, tokens: Sequence[Token]) -> dict[Token, Facts]:
+    """The facts about some tokens, the same on every rank. A collective call.
+
+    Args:
+        investigation (Investigation): The search, after its end.
+        tokens (Sequence[Token]): The same on every rank: its culprits, or others.
+
+    Raises:
+        RankFailedError: A rank could not tell of its tokens.
+    """
+    mini_batch = investigation.mini_batch
+    by_rank: dict[int, list[Token]] = {}
+    for token in tokens:
+        by_rank.setdefault(token[0][0], []).append(token)
+    found: dict[Token, Facts] = {}
+    for rank, of_rank in by_rank.items():
+        # Not an all-gather, which would pad what each rank sends to the longest.
+        sender = rank * mini_batch.model.sequence_parallel_size
+        found |= collectives.broadcast(partial(_own_facts, mini_batch, of_rank), sender)
+    return found
+
+
+def _own_facts(mini_batch: MiniBatch, culprits: Sequence[Token]) -> dict[Token, Facts]:
+    indices = {index for (_, index), _, _ in culprits}
+    columns = {i: mini_batch.micro_batches[i].portable(mini_batch.scale, inputs=False).tokens for i in indices}
+    return {
+        (name, row, position): {
+            **token_evidence(columns[name[1]], row, position),
+            **response_evidence(columns[name[1]], row, position),
+        }
+        for name, row, position in culprits
+    }
 
 
 def _why_unusual(investigation: Investigation, ordinary: OrdinaryGradient) -> str | None:

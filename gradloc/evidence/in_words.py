@@ -59,7 +59,7 @@ def describe(event: Event) -> str:
         parts.append(f"the mismatch begins {boundary}")
     if auxiliary := auxiliary_in_words(event):
         parts.append(auxiliary)
-    if layer := _layer(event):
+    if layer := _broken_parameters(event) or _layer(event):
         parts.append(layer)
     sentence = "; ".join(parts) + "."
     return sentence[0].upper() + sentence[1:]
@@ -179,16 +179,26 @@ def _everywhere(event: Event) -> str:
     return "every micro-batch is over its threshold; " if all_over else ""
 
 
+def _broken_parameters(event: Event) -> str | None:
+    """Which parameters have no finite gradient: where the backward begins to break."""
+    broken = event.get("broken_parameters")
+    if not broken or not broken["names"]:
+        return None
+    count, of, first = broken["count"], broken["of"], broken["names"][0]
+    if count == of:
+        return f"the gradients of {counted(count, of, 'parameters')} are NaN or infinite, from the loss on"
+    if count == 1:
+        return f"of {of} parameters, {first} alone has a NaN or infinite gradient"
+    which = counted(count, of, "parameters")
+    return f"{which} have NaN or infinite gradients, of which the backward reaches {first} first"
+
+
 def _layer(event: Event) -> str | None:
     """The layer that carries far more of the units' squared norm than it does ordinarily."""
     squares: Counter[str] = Counter()
     for unit in event["units"]:
         for layer, norm in unit["layer_norms"].items():
             squares[layer] += norm**2
-    broken = [layer for layer, square in squares.items() if not math.isfinite(square)]
-    if broken:
-        whole = len(broken) == len(squares)
-        return None if whole or len(broken) > 1 else f"only the gradient of {broken[0]} is NaN or infinite"
     shares = shares_of_sum(squares)
     if len(shares) < 2:
         return None

@@ -9,6 +9,7 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..warned import REWARD_SCALE
 from .shares import counted, percent
 from .sources import NATURAL_FACTOR, RULES, Kind
 from .verdict import COMMON, LIFT, MOST_CULPRITS, explaining_culprits
@@ -20,7 +21,7 @@ SIGNIFICANT = 1e-3
 # Advantages of culprits that are larger than this many times those of other responses explain the spike by themselves.
 USUAL_ADVANTAGE = 1.5
 # The causes that say less than a reward does: what other rules hold for is a bug, or the loss itself.
-LESS_SPECIFIC = (None, *(rule.name for rule in RULES if rule.kind in (Kind.NATURAL, Kind.LAYER)))
+LESS_SPECIFIC = (None, REWARD_SCALE, *(rule.name for rule in RULES if rule.kind in (Kind.NATURAL, Kind.LAYER)))
 
 # How the verdict by a data source begins; after its name, the shares follow in the sentence's last brackets.
 _BY_DATA_SOURCE = "The culprits are in responses with the data source "

@@ -75,7 +75,8 @@ class Rule:
         claim (str): What a verdict says is wrong, the start of a sentence.
         check (str): How to check it in the run's own data: with a command, or what to compare.
         suffices (Callable): Whether what it holds for can be why a culprit of this event is over its threshold.
-        compared (bool): Whether it tells culprits only if ordinary tokens have it far less often.
+        compared (bool): Whether it tells culprits only if ordinary tokens have it far less often. Not so: what compares
+            the turns of a response, parts of the loss, and layers, of which ordinary tokens' are known on average.
         is_outlying (Callable): Whether the culprits of an event have more of it than comes without any fault.
         in_event (Callable): Claim and advice in an event, where they are others.
     """
@@ -338,8 +339,8 @@ RULES = (
         _is_nonfinite,
         claim="Single tokens have NaN or infinite gradients",
         check="Find which of the culprit's `advantage`, `log_prob`, `old_log_prob` and `weight` in spikes.jsonl is NaN "
-        "or infinite: then look at that column of the batch; if none is, at the model's weights."
-        + _EXAMPLE.format("nan"),
+        "or infinite: then look at that column of the batch; if none is, at the weights, and at the gradients of the "
+        "event's `broken_parameters` before the optimizer step, the first one first." + _EXAMPLE.format("nan"),
     ),
     Rule(
         "unsampled",

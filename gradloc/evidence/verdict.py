@@ -34,6 +34,8 @@ EXPLAINED = 0.1
 # A cause is likely if it holds for so many culprits, and for this share of ordinary tokens at most.
 LIKELY_TOKENS = 2
 LIKELY_ORDINARY = 0.1
+# The share of the norm of a layer that carries next to all of it, in micro-batches of so many thresholds.
+ALONE, LOUD = 0.9, 10.0
 # A weight that is so many times the median makes most of the gradient by itself: without it, under a quarter.
 HEAVY = 5.0
 
@@ -311,6 +313,20 @@ def of_warning(event: Mapping[str, Any], ordinary: Shares, warning: Mapping[str,
     return _verdict(name, sentence, check, sum(known) / len(known) if known else None, ordinary.get(APART))
 
 
+def settled(event: Mapping[str, Any], warnings: Sequence[Mapping[str, Any]]) -> Verdict | None:
+    """An event's verdict at the end of its update, whose other mini-batches may have shown what is wrong with the run.
+
+    Args:
+        event (Mapping): The event, with its verdict.
+        warnings (Sequence[Mapping]): The update's.
+    """
+    found: Verdict | None = event.get("verdict")
+    causes = [each for each in warnings if each["name"] not in (*OF_SOME, *CAUSES)]
+    if found is None or found["cause"] is not None or not causes:
+        return found
+    return of_warning(event, {}, causes[0])
+
+
 def _weight_of_the_whole(spike: Spike) -> Verdict | None:
     """That the weights of some culprits, and not their norms, make the whole gradient large; None if they do not.
 
@@ -334,18 +350,21 @@ def _layer_of_all(event: Mapping[str, Any]) -> Verdict | None:
     """A layer that carries most of the norm in every micro-batch over its threshold, and did not before."""
     usual = layer_shares(event["ordinary_layer_norms"] or {})
     shares = [layer_shares(unit["layer_norms"]) for unit in event["units"]]
-    if not usual or not shares or not all(shares):
+    if not shares or not all(shares) or len({max(share, key=share.__getitem__) for share in shares}) != 1:
         return None
-    names = {max(share, key=share.__getitem__) for share in shares}
-    if len(names) != 1:
-        return None
-    name = names.pop()
+    name = max(shares[0], key=shares[0].__getitem__)
     least = min(share[name] for share in shares)
-    if not is_unusual(least, usual.get(name, 0.0)):
+    if usual and not is_unusual(least, usual.get(name, 0.0)):
         return None
+    # Where nothing is known of ordinary tokens, as in a run that has had no other mini-batch.
+    loud = min(unit["norm"] / unit["threshold"] for unit in event["units"]) if not usual else LOUD
+    if not usual and (least < ALONE or loud < LOUD or not 1 < len(shares) == event["micro_batches"]):
+        return None
+    before = f", and ordinarily {percent(usual.get(name, 0.0))}" if usual else ""
     sentence = (
         f"The layer {name} carries {percent(least)} of the squared norm or more in every micro-batch over its "
-        f"threshold, and ordinarily {percent(usual.get(name, 0.0))}: look at this layer's weights and kernels."
+        f"threshold{before}: look at this layer's weights and kernels, and at losses that are added there (load "
+        "balancing, z-loss)."
     )
     check = (
         "`gradloc replay BUNDLE` says whether saved weights give the same norms: if not, the weights in memory were "
@@ -363,15 +382,9 @@ def find_cause(culprits: Mapping[str, float], ordinary: Shares, count: int) -> R
     - it holds for less than `COMMON` of ordinary tokens, and `LIFT` times as often for culprits, with a chance under
       `CHANCE` that as many ordinary tokens would have it: what ordinary tokens have as well makes no spike.
 
-    Of the possible causes whose shares of culprits are within `CLOSE` of the largest, the first in the order of `RULES`
-    is taken. A bug often makes the rules after its own hold, too: a token that was not sampled has a ratio far from 1,
-    and is rare. But a rule that holds for clearly more of the culprits comes before a more specific one.
-
-    Numbers that are not finite need a single culprit and come before all: one NaN makes the whole gradient NaN.
-
-    Some rules need no comparison (`Rule.compared`): `retokenized` compares the turns of a response, and a fault may be
-    in all of them; without `kl` and `entropy`, parts of the loss, the culprits are under the threshold; and of ordinary
-    tokens' layers, only the typical norms are known.
+    Of possible causes that hold for about as many culprits (`CLOSE`), the first in the order of `RULES` is taken: a bug
+    often makes the rules after its own hold, too. Numbers that are not finite need a single culprit and come before
+    all: one NaN makes the whole gradient NaN.
 
     Args:
         culprits (Mapping): By rule, the share of culprits for which it holds, and which it explains.

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from gradloc.evidence.foreign_json import LINE_BYTES, parse
-from gradloc.evidence.schema import CLIP, CRITIC, EVENT, NOTE, SCHEMA, STEP, conforms, current
+from gradloc.evidence.schema import CLIP, CRITIC, EVENT, NOTE, SCHEMA, STEP, conforms
 from gradloc.evidence.texts import without_texts
 from gradloc.evidence.writer import STEP_FIGURES, evidence_files, line_digest
 
@@ -305,7 +305,7 @@ def _line_at(place: _Place) -> bytes:
 def _parsed(line: bytes) -> Any:
     """What a line holds; None for one that is malformed or unfinished."""
     try:
-        return current(parse(line))
+        return parse(line)
     except ValueError:
         return None
 

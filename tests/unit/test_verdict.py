@@ -15,8 +15,7 @@ from torch import Tensor
 
 import gradloc
 from gradloc.evidence.auxiliary import CHECK as AUXILIARY_CHECK
-from gradloc.evidence.medians import token_medians
-from gradloc.evidence.ordinary import APART, is_apart, ordinary_shares
+from gradloc.evidence.ordinary import APART, is_apart, ordinary_shares, token_medians
 from gradloc.evidence.sources import RARE_NORM, RULES, SOURCES, classify
 from gradloc.evidence.token_facts import token_evidence
 from gradloc.evidence.verdict import (
@@ -27,6 +26,7 @@ from gradloc.evidence.verdict import (
     LIFT,
     MOST_CULPRITS,
     find_cause,
+    settled,
     verdict,
 )
 from gradloc.measure.micro_batch import MicroBatch
@@ -507,6 +507,15 @@ def test_a_warning_of_some_tokens_leaves_the_verdict_to_the_rules() -> None:
     spike = event(["advantage"])
     spike["culprits"][0] |= {"rollout_log_prob": -1.0, "old_log_prob": -1.0}
     assert verdict(spike, NONE, [warning, WARNING])["cause"] == "stale_weights"
+
+
+def test_what_later_mini_batches_show_is_the_cause_where_none_is_known() -> None:
+    spike = event(["other"])
+    spike["verdict"] = verdict(spike, NONE)
+    assert settled(spike, [{**WARNING, "name": "engines_apart"}]) is spike["verdict"]
+    assert settled(spike, [WARNING])["cause"] == WARNING["name"]
+    spike["verdict"] = verdict(event(["token"]), NONE)
+    assert settled(spike, [WARNING])["cause"] == "token"
 
 
 def test_old_weights_do_not_explain_a_nan() -> None:
