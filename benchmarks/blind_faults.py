@@ -81,7 +81,7 @@ log-probs by chunk | misaligned | - | ai-dynamo/dynamo#8630
 retokenized | retokenized misaligned | - | huggingface/trl#5224
 policy sliced wrongly | misaligned | - | opendilab/LightRFT
 policy sliced wrongly for images | misaligned | - | opendilab/LightRFT
-policy's labels not shifted | misaligned | - | opendilab/LightRFT
+policy's labels not shifted | misaligned | engines_apart | opendilab/LightRFT
 old log-probs of other rows | misaligned | sequence | verl-project/verl#7196
 never synced | stale_weights | - | verl-project/verl#7495
 synced late | stale_weights | engines_apart partly_stale | verl-project/verl#5211
@@ -120,7 +120,7 @@ rollout's log-prob is NaN | nonfinite | token unsampled | huggingface/trl#6166
 training's log-prob is NaN | nonfinite | - | Tencent-Hunyuan/UniRL#110
 loss scaled | loss_scale | - | verl-project/verl#5863
 mask's denominator | loss_scale | - | verl-project/verl#2505
-auxiliary loss | auxiliary | - | verl-project/verl#6609
+auxiliary loss | auxiliary | layer | verl-project/verl#6609
 gradients doubled | - | loss_scale | NVIDIA/Megatron-LM#6660
 backward of one layer | layer | - | Tencent-Hunyuan/UniRL#110
 bit flip | layer | nonfinite | paper 2102.11245

@@ -114,7 +114,7 @@ _SUMS = (
 # What `state_dict` has, but for the underscore.
 _STATE = (
     *("rates", "readings", "stride", "since_reading", "times", "updates", "gap", "least"),
-    *("said", "misaligned_since", "related", "sizes", "spreads", "scale_step", "scale_factor"),
+    *("misaligned_since", "related", "sizes", "spreads", "scale_step", "scale_factor"),
 )
 _OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
@@ -269,6 +269,8 @@ class RunChecks:
         self._alignment = _NO_ALIGNMENT
         # The last warning about log-probs, and the gap of the last update that had the evidence for it.
         self._said: tuple[dict[str, Any], float] | None = None
+        # Whether an update had enough tokens that the policy did not produce to be sure of it.
+        self._had_unsampled = False
         # The first step since which log-probs are misaligned, and how rollout and policy were related before.
         self._misaligned_since: int | None = None
         self._related: float | None = None
@@ -349,7 +351,7 @@ class RunChecks:
         scaled = self._scaled if of_mini_batch else self._scaled_in_update
         if scaled is not None:
             found.append(scaled)
-        if self._sums["unsampled"] >= UNSAMPLED_TOKENS:
+        if self._sums["unsampled"] >= (1 if self._had_unsampled else UNSAMPLED_TOKENS):
             found.append(self._unsampled())
         found.sort(key=lambda warning: warning["name"] in WITHOUT_CAUSE)
         return [{**warning, "sentence": warning["sentence"] + note} for warning in found]
@@ -412,6 +414,7 @@ class RunChecks:
 
     def _end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
+        self._had_unsampled |= self._sums["unsampled"] >= UNSAMPLED_TOKENS
         self._scale_step, self._scale_factor = self._other_scale()
         if (size := self._size()) is not None and self._scale_factor is None:
             self._sizes, self._spreads = [*self._sizes, size[0]][-_SIZES:], [*self._spreads, size[1]][-_SIZES:]

@@ -7,22 +7,18 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from functools import partial
 from typing import Any
 
 from ..fsdp import collectives
 from ..measure.figures import suspects
 from ..measure.micro_batch import MicroBatchName
-from ..measure.mini_batch import MiniBatch, OrdinaryGradient
+from ..measure.mini_batch import OrdinaryGradient
 from ..search.groups import Token
 from ..search.investigation import Investigation
+from .culprits import Facts, token_facts_of
 from .ordinary import ordinary_shares, token_medians
 from .sources import RULES, Medians, classify, has_large_advantage
-from .token_facts import response_evidence, token_evidence
 from .verdict import whole_event
-
-# What is known of a culprit, for which the search has no use: see `token_evidence` and `response_evidence`.
-Facts = dict[str, Any]
 
 # How many of the largest tokens an event lists for a spike without a culprit.
 _LARGEST_TOKENS = 3
@@ -97,40 +93,6 @@ def build_event(
             "loss_scale": mini_batch.scale,
         }
         return whole_event(fields, ordinary_tokens, warnings, measured, _why_unusual(investigation, ordinary))
-
-
-def token_facts_of(investigation: Investigation, tokens: Sequence[Token]) -> dict[Token, Facts]:
-    """The facts about some tokens, the same on every rank. A collective call.
-
-    Args:
-        investigation (Investigation): The search, after its end.
-        tokens (Sequence[Token]): The same on every rank: its culprits, or others.
-
-    Raises:
-        RankFailedError: A rank could not tell of its tokens.
-    """
-    mini_batch = investigation.mini_batch
-    by_rank: dict[int, list[Token]] = {}
-    for token in tokens:
-        by_rank.setdefault(token[0][0], []).append(token)
-    found: dict[Token, Facts] = {}
-    for rank, of_rank in by_rank.items():
-        # Not an all-gather, which would pad what each rank sends to the longest.
-        sender = rank * mini_batch.model.sequence_parallel_size
-        found |= collectives.broadcast(partial(_own_facts, mini_batch, of_rank), sender)
-    return found
-
-
-def _own_facts(mini_batch: MiniBatch, culprits: Sequence[Token]) -> dict[Token, Facts]:
-    indices = {index for (_, index), _, _ in culprits}
-    columns = {i: mini_batch.micro_batches[i].portable(mini_batch.scale, inputs=False).tokens for i in indices}
-    return {
-        (name, row, position): {
-            **token_evidence(columns[name[1]], row, position),
-            **response_evidence(columns[name[1]], row, position),
-        }
-        for name, row, position in culprits
-    }
 
 
 def _why_unusual(investigation: Investigation, ordinary: OrdinaryGradient) -> str | None:
@@ -223,7 +185,7 @@ def _findings(
 
 
 def _diagnosis(investigation: Investigation) -> str:
-    """What the search has shown; docs/evidence.md gives the rules."""
+    """What the search has shown; docs/reference/evidence.md gives the rules."""
     if investigation.everything_broken:
         return "nonfinite"
     if investigation.culprits and investigation.config.bisect_until == "explained":

@@ -74,7 +74,7 @@ class Rule:
             mini-batch.
         claim (str): What a verdict says is wrong, the start of a sentence.
         check (str): How to check it in the run's own data: with a command, or what to compare.
-        suffices (Callable): Whether what it holds for can be why a culprit of this event is over its threshold.
+        left (Callable): The share of a culprit's norm that would be left without it, in this event.
         compared (bool): Whether it tells culprits only if ordinary tokens have it far less often. Not so: what compares
             the turns of a response, parts of the loss, and layers, of which ordinary tokens' are known on average.
         is_outlying (Callable): Whether the culprits of an event have more of it than comes without any fault.
@@ -90,10 +90,15 @@ class Rule:
     holds: Callable[[Facts, Medians], Any]
     claim: str = ""
     check: str = ""
-    suffices: Callable[[Facts, Event], bool] = lambda culprit, event: True
+    left: Callable[[Facts, Event], float] = lambda culprit, event: 0.0
     compared: bool = True
     is_outlying: Callable[[Event], bool] = lambda event: False
     in_event: Callable[[Event], tuple[str, str] | None] = lambda event: None
+
+    def suffices(self, culprit: Facts, event: Event) -> bool:
+        """Whether what it holds for can be why a culprit of this event is over its threshold."""
+        left = self.left(culprit, event)
+        return left < math.inf and not culprit["grad_norm"] * left > culprit["threshold"]
 
     def told(self, event: Event) -> tuple[str, str]:
         """What a verdict on this event claims and advises."""
@@ -224,13 +229,7 @@ def _is_far_from_one(ratio: Any, factor: float) -> Any:
     return ratio is not None and (ratio != ratio) | (ratio > factor) | (ratio < 1 / factor)
 
 
-# Whether what a rule holds for can be why a norm is over its threshold; and claims that depend on the event.
-
-
-def _ratio_suffices(culprit: Facts, _: Event) -> bool:
-    """With the same log-prob in both engines, and before the update, it would be under its threshold."""
-    times = _times_by_ratio(culprit)
-    return times > OVERFLOW_RATIO or not culprit["grad_norm"] > culprit["threshold"] * times
+# What would be left of a culprit's norm without what a rule holds for; and claims that depend on the event.
 
 
 def _times_by_ratio(culprit: Facts) -> float:
@@ -245,30 +244,21 @@ def _times_by_ratio(culprit: Facts) -> float:
     if not known or not all(math.isfinite(each) for each in (*known, culprit["log_prob"])):
         return math.inf
     sampled = max(-math.expm1(min(known[0], 0.0)), 1e-6)
-    return times * max(-math.expm1(min(culprit["log_prob"], 0.0)), 1e-6) / sampled
+    times *= max(-math.expm1(min(culprit["log_prob"], 0.0)), 1e-6) / sampled
+    return max(times, sys.float_info.min) if times <= OVERFLOW_RATIO else math.inf
 
 
-def _advantage_suffices(culprit: Facts, event: Event) -> bool:
-    """With the median advantage, it would be under its threshold."""
-    return bool(culprit["grad_norm"] * event["median_advantage"] <= culprit["threshold"] * abs(culprit["advantage"]))
+def _left_without_kl(culprit: Facts, _: Event) -> float:
+    return abs(culprit["coefficient"] - culprit["kl_coefficient"]) / abs(culprit["coefficient"])
 
 
-def _kl_suffices(culprit: Facts, _: Event) -> bool:
-    rest = culprit["coefficient"] - culprit["kl_coefficient"]
-    return bool(culprit["grad_norm"] * abs(rest) <= culprit["threshold"] * abs(culprit["coefficient"]))
-
-
-def _entropy_suffices(culprit: Facts, _: Event) -> bool:
-    return bool(culprit["grad_norm"] * (1 - entropy_share(culprit)) <= culprit["threshold"])
-
-
-def _is_in_an_unusual_layer(culprit: Facts, event: Event) -> bool:
-    """In a model of three layers, one has half of the squared norm of ordinary tokens as well."""
+def _left_without_a_layer(culprit: Facts, event: Event) -> float:
+    """All, if it is an ordinary one: in a model of three layers, one has half of the squared norm of any token."""
     usual = layer_shares(event["ordinary_layer_norms"] or {})
     # There are none if a norm is not finite.
     shares = layer_shares(culprit["layer_norms"]) or {"": 0.0}
     layer = max(shares, key=shares.__getitem__)
-    return bool(usual) and is_unusual(shares[layer], usual.get(layer, 0.0))
+    return 0.0 if usual and is_unusual(shares[layer], usual.get(layer, 0.0)) else math.inf
 
 
 def is_unusual(share: float, usual: float) -> bool:
@@ -397,7 +387,7 @@ RULES = (
         _has_far_ratio,
         claim="The importance ratios of single tokens are far from 1",
         check=_RATIOS,
-        suffices=_ratio_suffices,
+        left=lambda culprit, event: 1 / _times_by_ratio(culprit),
     ),
     Rule(
         "sequence",
@@ -409,7 +399,7 @@ RULES = (
         _has_far_sequence_ratio,
         claim="The mean importance ratios of whole responses are far from 1",
         check=_RATIOS,
-        suffices=_ratio_suffices,
+        left=lambda culprit, event: 1 / _times_by_ratio(culprit),
     ),
     Rule(
         "advantage",
@@ -424,7 +414,7 @@ RULES = (
         claim="Advantages are outliers",
         check="Compare the culprit's `reward` in spikes.jsonl with `token_level_scores` in the batch, summed over each "
         "row of the same `uid`: see whether one is unlike the others." + _EXAMPLE.format("advantage"),
-        suffices=_advantage_suffices,
+        left=lambda culprit, event: event["median_advantage"] / abs(culprit["advantage"]),
         is_outlying=_has_outlying_advantage,
         in_event=_as_a_natural_spike,
     ),
@@ -441,7 +431,7 @@ RULES = (
         check="Multiply the culprits' `grad_norm` in spikes.jsonl by the event's `median_weight` instead of by their "
         "own `weight`: if that is about as large as `global_norm`, too, the weights are not the cause.",
         # Norms are divided by the weight, which therefore is not why one is over the threshold.
-        suffices=lambda culprit, event: False,
+        left=lambda culprit, event: math.inf,
     ),
     Rule(
         "kl",
@@ -454,7 +444,7 @@ RULES = (
         claim="The KL loss, not the policy loss, makes the gradient of these tokens",
         check="Compare `actor/kl_loss` with the steps before, and the culprits' `ref_log_prob` with their `log_prob` "
         "in spikes.jsonl: they should be far apart. " + _REMEDIES,
-        suffices=_kl_suffices,
+        left=_left_without_kl,
         compared=False,
     ),
     Rule(
@@ -468,7 +458,7 @@ RULES = (
         claim="The entropy bonus, not the policy loss, makes the gradient of these tokens",
         check="Compare `actor/pg_loss` with entropy_coeff times `actor/entropy` in the log: if the second is far "
         "smaller, the bonus is not the cause. " + _REMEDIES,
-        suffices=_entropy_suffices,
+        left=lambda culprit, event: 1 - entropy_share(culprit),
         compared=False,
     ),
     Rule(
@@ -487,7 +477,7 @@ RULES = (
             "they do in other tokens, or if most steps have such spikes"
         )
         + _REMEDIES,
-        suffices=lambda culprit, event: bool(culprit["grad_norm"] <= RARE_NORM * culprit["threshold"]),
+        left=lambda culprit, event: 1 / RARE_NORM,
     ),
     Rule(
         "punished",
@@ -512,7 +502,7 @@ RULES = (
         claim="One layer makes most of the gradient",
         check="Compare the culprits' `layer_norms` with the event's `ordinary_layer_norms` in spikes.jsonl: if one "
         "layer is far above in all of them, look at its weights in the checkpoint." + _EXAMPLE.format("bitflip"),
-        suffices=_is_in_an_unusual_layer,
+        left=_left_without_a_layer,
         compared=False,
         in_event=_with_its_name,
     ),

@@ -147,7 +147,7 @@ class Spike:
     @cached_property
     def doubt(self) -> str | None:
         """Why that rule is not named all the same."""
-        if self.cause is not None and self.cause.kind is Kind.RATIO:
+        if self.cause is not None and self.cause.kind in (Kind.RATIO, Kind.MISALIGNED):
             return self.apart
         if self.cause is not None and self.cause.kind is Kind.NATURAL and not self.cause.is_outlying(self.event):
             return self.why_not_natural

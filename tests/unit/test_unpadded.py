@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradloc.evidence.event import token_facts_of
+from gradloc.evidence.culprits import token_facts_of
 from gradloc.evidence.token_facts import response_kl, token_evidence
 from gradloc.fsdp import collectives
 from gradloc.measure import probes

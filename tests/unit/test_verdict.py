@@ -417,7 +417,7 @@ def test_a_gap_that_has_grown_is_no_cause() -> None:
     assert found["cause"] is None and found["sentence"].endswith("But note: They have drifted apart.")
 
 
-@pytest.mark.parametrize("rule", ["token", "sequence"])
+@pytest.mark.parametrize("rule", ["token", "sequence", "misaligned"])
 def test_a_mismatch_of_all_tokens_is_no_matter_of_single_ones(rule: str) -> None:
     spike = event([rule], [rule])
     assert verdict(spike, {**NONE, APART: 0.2})["cause"] == rule
