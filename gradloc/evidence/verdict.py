@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ..version import __version__
-from ..warned import OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, resume_note
+from ..warned import OF_ROLLOUT, OF_SOME, OTHER_LOG_PROBS, REFERENCE, resume_note
 from .auxiliary import auxiliary_verdict
 from .in_words import summary
 from .schema import SCHEMA
@@ -167,7 +167,7 @@ class Spike:
     @cached_property
     def why_not_natural(self) -> str | None:
         """Why rare tokens, or unusual rewards, are not said to be all that there is to it; None where they may be."""
-        if self.warnings:
+        if any(each["name"] != REFERENCE for each in self.warnings):
             return "there is a warning about the run, so that this need not be a natural spike"
         if self.unusual is not None:
             return self.unusual
