@@ -9,7 +9,7 @@ For each supported release of verl, a target, the patch has three parts, which a
   - with --repo: the one for the commit of HEAD; else the one that all the files it changes fit, patched or not; else
     the one for the version that verl/version/version says. --force and --reverse do not look at HEAD.
 A verl of no target is refused: another version, or a target with other changes. Of verl 0.9 the plugin takes whatever
-fits it (docs/plugin.md).
+fits it (docs/use/plugin.md).
 
 What is checked before anything is written:
   - each part has the required SHA-256, is a plain git diff with full blob hashes and changes files below verl/ only;
@@ -655,7 +655,7 @@ def not_taken(tree: Path, changed: list[str]) -> Stop:
         found += f" with changes in {file}" + (f" and {len(changed) - 1} more" if changed[1:] else "")
     return Stop(
         f"found verl {found}; the patch takes {versions(read_targets())} as released, and 0.9 takes the plugin "
-        "(docs/plugin.md)",
+        "(docs/use/plugin.md)",
         WRONG_BASE,
     )
 

@@ -10,7 +10,7 @@
 # A variable below may also be an argument, NAME=value. Other arguments are Hydra overrides, which win. Options:
 #   --remedy          turn all four remedies on (NAME=off turns one off)
 #   --drill           in step 2, plant a spike beside training and find it
-#   --plugin          GradLoc is a plugin of a verl 0.9 that is not patched (docs/plugin.md)
+#   --plugin          GradLoc is a plugin of a verl 0.9 that is not patched (docs/use/plugin.md)
 #   --python PYTHON   the Python that has verl
 #   --dry-run         print the command and stop
 #   --help            print this
@@ -26,11 +26,11 @@ GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 LR=${LR:-1e-6}
 TOTAL_STEPS=${TOTAL_STEPS:-null}                  # null: all epochs
 PYTHON=${PYTHON:-python3}
-# GradLoc's: docs/configuration.md
+# GradLoc's: docs/use/configuration.md
 GRAD_NORM_THRESHOLD=${GRAD_NORM_THRESHOLD:-auto}  # τ, the gradient norm of a single token that counts as a spike
 SPIKE_ACTION=${SPIKE_ACTION:-log}                 # log, skip, drop or stop
 SPIKE_DRILL_STEP=${SPIKE_DRILL_STEP:-null}        # the step of a drill; null: none
-# Remedies: docs/launching.md. Empty: off, or with --remedy the value in parentheses
+# Remedies: docs/use/launching.md. Empty: off, or with --remedy the value in parentheses
 TIS=${TIS:-}                                      # (2.0) truncate ratios of training to rollout at this value
 SEQUENCE_MASK=${SEQUENCE_MASK:-}                  # (1.2) mask responses with a mean ratio over x or under 1/x
 TOKEN_CLIP_ACTION=${TOKEN_CLIP_ACTION:-}          # (drop) TokenClip: drop, smooth or log

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""How often the verdict names the cause of a run that it knows nothing about: docs/blind.md.
+"""How often the verdict names the cause of a run that it knows nothing about: docs/lab/blind.md.
 
 Faults and healthy settings are in blind_faults.py, the small RL stack in which they run in blind_world.py. Rules may be
 tuned on runs of the half "tuning" of the seeds; the half "test" is run once. Printed: for each kind the names that were

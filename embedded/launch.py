@@ -32,15 +32,17 @@ PLUGIN = ("actor@actor_rollout_ref.actor=gradloc_dp_actor", "critic=gradloc_dp_c
 SWITCHES = {
     "tiny": "a random model of two layers: seconds per step",
     "remedy": "turn on truncated importance sampling, the sequence mask, TokenClip and LayerClip",
-    "drill": "plant a spike beside training in step 2, and find it (default without a fault)",
+    "drill": "plant a spike beside training in step 2, and find it (default with --fault none)",
     "plugin": "verl 0.9.1 is not patched and has GradLoc as a plugin",
     "dry-run": "print the command and stop",
 }
+NO_FAULT = "none"
 HELP = """\
 Trains SmolLM2-135M on a CPU, for a few minutes, and installs what that needs under .embedded/.
 
-  bash run_experiment.sh --embedded                        # a drill in step 2, and no spike
-  bash run_experiment.sh --embedded --fault unsampled      # a fault, planted on purpose: docs/faults.md
+  bash run_experiment.sh --embedded                      # a spike: the fault failed_request, planted on purpose
+  bash run_experiment.sh --embedded --fault unsampled    # another fault: docs/lab/faults.md
+  bash run_experiment.sh --embedded --drill              # no fault, but a drill
 
 NAME=value, as an argument or in the environment, sets one of {settings}.
 What else has a = or starts with ~ is a Hydra override; the settings are in embedded/config/.
@@ -83,11 +85,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
     for name, what in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=what)
-    parser.add_argument("--fault", choices=FAULTS, metavar="NAME", help="plant a fault on purpose: see above")
+    parser.add_argument(
+        "--fault",
+        choices=(*FAULTS, NO_FAULT),
+        metavar="NAME",
+        help="the fault that is planted on purpose (see above), or none (default: failed_request; none with --drill)",
+    )
     parser.add_argument("--target", choices=targets, metavar="VERSION", help=f"the verl: {', '.join(targets)}")
     parser.add_argument("--python", help="a Python that has verl and all that is needed, instead of one made here")
     parser.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
     asked = parser.parse_intermixed_args(arguments)
+    asked.fault = asked.fault or (NO_FAULT if asked.drill else "failed_request")
     for word in asked.overrides:
         if "=" not in word and not word.startswith("~"):
             parser.error(f"'{word}' is neither an option nor a Hydra override: write overrides as key=value")
@@ -106,7 +114,7 @@ def overrides_of(asked: argparse.Namespace, target: str, environment: Mapping[st
         *(PLUGIN if asked.plugin else ()),
         *(["size=tiny"] if asked.tiny else []),
         *(["remedy=all"] if asked.remedy else []),
-        *([f"fault={quoted(asked.fault)}"] if asked.fault else []),  # nan would be a number
+        *([f"fault={quoted(asked.fault)}"] if asked.fault != NO_FAULT else []),  # nan would be a number
         *(["SPIKE_DRILL_STEP=2"] if asked.drill else []),
         f"embedded.root={quoted(str(ROOT))}",
         f"embedded.prepared={quoted(str(state_of(asked, target) / ('tiny' if asked.tiny else 'smollm2')))}",
@@ -143,14 +151,14 @@ def state_of(asked: argparse.Namespace, target: str) -> Path:
     return ROOT / ".embedded" / (f"{target}-plugin" if asked.plugin else target)
 
 
-def added_environment(environment: Mapping[str, str], workers: int = 2, fault: str | None = None) -> dict[str, str]:
+def added_environment(environment: Mapping[str, str], workers: int = 2, fault: str = NO_FAULT) -> dict[str, str]:
     """The variables that a run gets on top of the given environment."""
 
     def before(first: str, separator: str, name: str) -> str:
         return separator.join(filter(None, [first, environment.get(name)]))
 
-    modules = "embedded" if fault is None else "embedded,embedded.faults"
-    return ({} if fault is None else {"EMBEDDED_FAULT": fault}) | {
+    modules = "embedded" if fault == NO_FAULT else "embedded,embedded.faults"
+    return ({} if fault == NO_FAULT else {"EMBEDDED_FAULT": fault}) | {
         "VERL_USE_EXTERNAL_MODULES": before(modules, ",", "VERL_USE_EXTERNAL_MODULES"),
         "PYTHONPATH": before(str(ROOT), ":", "PYTHONPATH"),
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // workers)),
@@ -163,6 +171,7 @@ def added_environment(environment: Mapping[str, str], workers: int = 2, fault: s
         "VERL_MATH_VERIFY_TIMEOUT": environment.get("VERL_MATH_VERIFY_TIMEOUT") or "100",
         # How long Ray waits for its own start: 30 s are not enough on a busy machine.
         "RAY_raylet_start_wait_time_s": environment.get("RAY_raylet_start_wait_time_s") or "300",
+        "RAY_worker_niceness": environment.get("RAY_worker_niceness") or "0",  # Ray's own, 15, waits for all others
         "RAY_DEDUP_LOGS": "0",  # Ray would drop the log lines of fast steps as duplicates
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",

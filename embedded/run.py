@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ NOT_STARTED = "The current node timed out during startup"
 STARTS = 3
 NEXT = """\
 What next:
-  natural spikes of this model  bash run_experiment.sh --embedded{options} GRAD_NORM_THRESHOLD=90
-  what a spike looks like       bash run_experiment.sh --embedded{options} --fault failed_request   (others: --help)
-  your own run                  docs/launching.md, and docs/configuration.md for your own launch script"""
+  other faults                  bash run_experiment.sh --embedded{options} --help
+  natural spikes of this model  bash run_experiment.sh --embedded{options} --fault none GRAD_NORM_THRESHOLD=90
+  your own run                  docs/use/launching.md, and docs/use/configuration.md for your own launch script"""
 
 
 def report_command(evidence: Path) -> list[str]:
@@ -95,6 +95,35 @@ def show_report(evidence: Path, page: Path, events: Sequence[dict[str, Any]]) ->
             print(f"The report: {page}", flush=True)
 
 
+def replayed_remedy(event: Mapping[str, Any], evidence: Path, output: Path) -> dict[str, Any] | None:
+    """The first remedy that a replay of the event measures; None without a bundle or a checkpoint of the step before."""
+    model = output / f"global_step_{event['global_step'] - 1}/actor/huggingface"
+    if event["replay"] is None or not model.is_dir():
+        return None
+    say("Replaying the spike with the weights of the step before, for what each remedy leaves of it")
+    replay = [sys.executable, "-m", "gradloc_tools", "replay", str(evidence / event["replay"]), "--model", str(model)]
+    done = subprocess.run([*replay, "--only", "--remedies", "--json"], stdout=subprocess.PIPE, text=True)
+    remedies = json.loads(done.stdout)["remedies"] if done.returncode == 0 else []
+    return next((row for row in remedies if row.get("override")), None)
+
+
+def figures_of(event: Mapping[str, Any], remedy: Mapping[str, Any] | None, options: str) -> str:
+    """The norm of the micro-batch with the spike: as it was, without the culprits, and with a remedy."""
+    unit = event["units"][0]
+    rows = [("as it was", unit["norm"], "")]
+    if unit["rest"] is not None:
+        rows.append(("without the culprits", unit["rest"]["norm"], "measured in training"))
+    if remedy is not None:
+        rows.append((f"with {remedy['name']}", remedy["norm"], "measured by gradloc replay --remedies"))
+    width = max(len(name) for name, *_ in rows)
+    title = f"The gradient norm in step {event['global_step']}, of rank {unit['rank']}'s micro-batch {unit['micro_batch']}"
+    lines = [f"{title} (threshold {unit['threshold']:.3g}):"]
+    lines += [f"  {name:{width}}  {float(norm):8.2f}  {how}".rstrip() for name, norm, how in rows]
+    if remedy is not None:
+        lines.append(f"The same run with it on: bash run_experiment.sh --embedded{options} {remedy['override']}")
+    return "\n".join(lines)
+
+
 def train(command: Sequence[str], config: DictConfig, fault: str | None, options: str) -> int:
     """Trains, shows its progress and, at the end, the report; returns the exit code of the training."""
     output, evidence = Path(config.trainer.default_local_dir), Path(config.actor_rollout_ref.actor.bisect_dump_dir)
@@ -117,11 +146,15 @@ def train(command: Sequence[str], config: DictConfig, fault: str | None, options
             break
         say("Ray's own processes were not up in time, as on a busy machine: starting again")
     events = events_in(evidence)
+    spike = next((event for event in events if event.get("culprits") and not event.get("drill")), None)
+    remedy = None if status or spike is None else replayed_remedy(spike, evidence, output)
     show_report(evidence, output / "report.html", events)
     if status:
         say(why_it_ended(status, log))
         return status
     print()
+    if spike is not None:
+        print(figures_of(spike, remedy, options))
     step = config.actor_rollout_ref.actor.spike_drill_step
     if step is not None:
         print(drill_verdict(events, step))

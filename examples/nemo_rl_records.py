@@ -5,7 +5,7 @@
 python examples/nemo_rl_records.py train_data_step12.jsonl step12.jsonl
 
 Names are those of nemo_rl/algorithms/grpo.py (`log_data`) and loss/loss_functions.py (`ClippedPGLossFn`) at
-7ea279abfbeb698b092856d0dab61e7cf39bc909. docs/other-trainers.md says which options fit the loss.
+7ea279abfbeb698b092856d0dab61e7cf39bc909. docs/reference/other-trainers.md says which options fit the loss.
 """
 
 import json

@@ -5,7 +5,7 @@
 python examples/prime_rl_records.py token_exports/step_12 step12.jsonl
 
 The coefficients are those of prime-rl's default loss (DPPO with KL). Names are those of src/prime_rl/trainer/rl/
-(`token_export.py`, `loss.py`) at 559b44772e471d1538537b8805cc77f3824a5e64. docs/other-trainers.md says more.
+(`token_export.py`, `loss.py`) at 559b44772e471d1538537b8805cc77f3824a5e64. See docs/reference/other-trainers.md.
 """
 
 import argparse

@@ -6,8 +6,8 @@ python examples/slime_records.py train_data/31.pt 31.jsonl
 
 Such a file is pickled. It is read with `weights_only=True`, which takes tensors and plain values and runs no code.
 Values of other types, such as numpy's numbers, are left out. The earlier form has a file for each rank: give those of
-all data-parallel ranks, and none of other tensor or pipeline ranks. docs/other-trainers.md cites slime's files and
-says which options fit the loss.
+all data-parallel ranks, and none of other tensor or pipeline ranks. docs/reference/other-trainers.md cites slime's
+files and says which options fit the loss.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer of TRL that writes each step's responses to a file for each rank, for `gradloc convert`.
 
-Names are those of trl/trainer/grpo_trainer.py at f2cd57710ae345ea6428ae95363267fcf38a3dc8. docs/other-trainers.md says
-which options fit the loss.
+Names are those of trl/trainer/grpo_trainer.py at f2cd57710ae345ea6428ae95363267fcf38a3dc8.
+docs/reference/other-trainers.md says which options fit the loss.
 """
 
 import json

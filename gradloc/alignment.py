@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# The limits; the rules: docs/alignment.md, what ordinary runs give: docs/verdict-figures.md.
+# The limits of the rules in docs/reference/verdict.md.
 SHIFTS = (-1, 1, -2, 2, -3, 3)
 LEAST_LOG_PROB = -10.0  # smaller log-probs count as this, so that a single broken one does not make a sum
 FITS = 0.6  # the moved comparison's distances have at most this share of the others

@@ -18,8 +18,7 @@ from torch import Tensor
 from .alignment import ALIGNMENT_SUMS, Off, correlation, find_off, misaligned_warning
 from .warned import APART, OTHER_LOG_PROBS, REFERENCE, REWARD_SCALE, WITHOUT_CAUSE, resume_note
 
-# The limits of the checks, in nats where they are differences of log-probs; what ordinary runs give:
-# docs/verdict-figures.md.
+# The limits of the checks, in nats where they are differences of log-probs.
 LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
 STALE_RATIO = 0.5
 INITIAL_RATIO = 0.2

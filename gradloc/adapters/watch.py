@@ -115,7 +115,7 @@ class Watch:
             except AttributeError as error:
                 raise RuntimeError(
                     f"actor_rollout_ref.actor.layer_clip.enable: torch {torch.__version__} lacks what LayerClip needs "
-                    f"of FSDP ({error}); take a torch that docs/support.md lists, or set it to False"
+                    f"of FSDP ({error}); take a torch that docs/use/support.md lists, or set it to False"
                 ) from error
         elif config.searches_in_training and config.spike_replay:
             self._learning = _learning_layer_clip(module, config, torch.device(device))

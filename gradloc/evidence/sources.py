@@ -35,7 +35,6 @@ LARGE_WEIGHT = 5.0
 UNSAMPLED = 0.1
 # A ratio that is larger makes infinite gradients of finite log-probs.
 OVERFLOW_RATIO = 1e6
-# How often each rule holds for natural culprits and for ordinary tokens: docs/verdict-figures.md.
 UNLIKELY = 0.05
 CONFIDENT = 0.9
 # Groups of up to 37 ordinary rewards, divided by their standard deviation, have advantages up to 6.

@@ -69,7 +69,7 @@ class WatchedModel:
             if missing := missing_names(module):
                 raise RuntimeError(
                     f"torch {torch.__version__} lacks {', '.join(missing)}, without which the gradients of this model "
-                    "cannot be measured; use a torch that docs/support.md names"
+                    "cannot be measured; use a torch that docs/use/support.md names"
                 )
             reduced_norms = ReducedNorms(module, device)
             self._reduced_layers = reduced_norms.layers

@@ -4,9 +4,9 @@
 
     gradloc convert step7.jsonl --out spikes --model WEIGHTS
 
-The files hold plain records, one for each response, as JSON Lines or Parquet. docs/other-trainers.md gives the format,
-and examples/ has what makes it for TRL, slime, NeMo RL and prime-rl. Then `gradloc replay BUNDLE --search --model
-WEIGHTS` finds the tokens, and `gradloc report spikes` shows them.
+The files hold plain records, one for each response, as JSON Lines or Parquet. docs/reference/other-trainers.md gives
+the format, and examples/ has what makes it for TRL, slime, NeMo RL and prime-rl. Then `gradloc replay BUNDLE --search
+--model WEIGHTS` finds the tokens, and `gradloc report spikes` shows them.
 """
 
 import argparse

@@ -87,14 +87,14 @@ def test_quirks_of_math_verify(ordinary_pool: None) -> None:
 
 
 def test_on_public_pairs_no_right_answer_is_lost_and_no_wrong_one_rewarded(ordinary_pool: None) -> None:
-    """And docs/rewards.md has these figures."""
+    """And docs/reference/rewards.md has these figures."""
     pairs = [(f"\\boxed{{{answer}}}", truth) for answer, truth, *_ in PAIRS]
     due = [of_pair for *_, of_pair, _ in PAIRS]
     ours, alone = in_pool(pairs), [in_process(*pair) for pair in pairs]
     assert ours == [each if right else 0 for each, right in zip(alone, due, strict=True)]
     assert len(PAIRS) >= 100
     right, wrong = due.count(1), due.count(0)
-    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/rewards.md").read_text()
     for name, scores in (("Math-Verify alone", alone), ("this scorer", ours)):
         good = [score for score, deserved in zip(scores, due, strict=True) if score == deserved]
         assert f"| {name} | {good.count(1)} of {right} | {good.count(0)} of {wrong} |" in page

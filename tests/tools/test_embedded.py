@@ -29,25 +29,30 @@ def overrides_of(*arguments: str, **environment: str) -> list[str]:
 
 @pytest.mark.every_target
 @pytest.mark.smoke
-@pytest.mark.parametrize("fault", [None, *launch.FAULTS])
-def test_verls_hydra_composes_every_configuration_and_verl_accepts_it(fault: str | None) -> None:
+@pytest.mark.parametrize("fault", ["none", *launch.FAULTS])
+def test_verls_hydra_composes_every_configuration_and_verl_accepts_it(fault: str) -> None:
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     if not (launch.CONFIG / f"verl/{trees.TARGET}.yaml").is_file():
         pytest.skip(f"--embedded has no settings for verl {trees.TARGET}")
-    arguments = ["--fault", fault, "--tiny", "LR=3e-5"] if fault else ["--remedy"]
-    config = run.composed(overrides_of("OUTPUT_DIR=/o/a b", "LOGGER=console,tensorboard", *arguments))
+    arguments = ["--remedy"] if fault == "none" else ["--tiny", "LR=3e-5"]
+    config = run.composed(overrides_of("OUTPUT_DIR=/o/a b", "LOGGER=console,tensorboard", "--fault", fault, *arguments))
     OmegaConf.resolve(config)
     validate_config(config, use_reference_policy=False, use_critic=False)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert actor.bisect_dump_dir == "/o/a b/bisect_dump" and config.trainer.logger == ["console", "tensorboard"]
-    assert (actor.spike_drill_step, actor.token_clip.enable) == ((2, True) if fault is None else (None, False))
-    assert config.embedded.fault == (launch.FAULTS[fault] if fault else None)
-    if fault:
+    assert (actor.spike_drill_step, actor.token_clip.enable) == ((2, True) if fault == "none" else (None, False))
+    assert config.embedded.fault == launch.FAULTS.get(fault)
+    if fault != "none":
         assert actor.optim.lr == 3e-5 and config.trainer.total_training_steps <= 5
     rows = config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
     of_a_rank = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // 2
     assert trees.TARGET.startswith("0.7") or of_a_rank % rows == 0
+
+
+def test_a_fault_is_planted_unless_a_drill_or_none_is_asked_for() -> None:
+    assert "fault='failed_request'" in overrides_of() and "fault='nan'" in overrides_of("--drill", "--fault", "nan")
+    assert not any(word.startswith("fault=") for word in [*overrides_of("--drill"), *overrides_of("--fault", "none")])
 
 
 def test_settings_come_from_arguments_before_the_environment_and_a_drill_from_its_option() -> None:
@@ -79,7 +84,8 @@ def test_bad_arguments_get_one_sentence(arguments: list[str], sentence: str) -> 
 
 
 def test_a_dry_run_prints_the_command_and_makes_nothing(tmp_path: Path) -> None:
-    done = embedded("--dry-run", "--target", "0.9.1", "--plugin", "--tiny", f"OUTPUT_DIR={tmp_path}/it's")
+    given = ["--dry-run", "--target", "0.9.1", "--plugin", "--tiny", "--fault", "none"]
+    done = embedded(*given, f"OUTPUT_DIR={tmp_path}/it's")
     assert done.returncode == 0 and not any(tmp_path.iterdir())
     words = subprocess.run(["bash", "-c", f"printf '%s\\n' {done.stdout}"], stdout=subprocess.PIPE, text=True)
     lines = words.stdout.splitlines()
@@ -94,7 +100,7 @@ def test_the_commands_at_the_end_of_a_run_are_taken() -> None:
     assert len(commands) == 2
     for command in commands:
         done = subprocess.run(f"{command} --dry-run", shell=True, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0 and "verl.trainer.main_ppo" in done.stdout, (command, done.stderr)
+        assert done.returncode == 0 and ("verl.trainer.main_ppo" in done.stdout or "--help" in command), done.stderr
 
 
 def test_a_users_python_has_to_fit(tmp_path: Path) -> None:
@@ -334,6 +340,20 @@ def test_the_verdict_of_a_drill(tmp_path: Path) -> None:
     assert run.drill_verdict(found, 2) == "Drill in step 2: the planted token was found (1 extra pass, 3 s)"
     assert "was NOT FOUND" in run.drill_verdict(found[:2], 2)
     assert "THE DRILL OF STEP 3 LEFT NO EVIDENCE" in run.drill_verdict(found, 3)
+
+
+def test_a_run_with_a_spike_ends_with_three_norms() -> None:
+    event = json.loads((ROOT / "examples/spike/spikes.jsonl").read_text().splitlines()[0])
+    unit = {"rank": 1, "micro_batch": 2, "norm": "Infinity", "threshold": 26.6, "rest": {"norm": 3.456}}
+    remedy = {"name": "TIS", "norm": 4.5, "override": "a.b=token"}
+    assert run.figures_of({**event, "units": [unit]}, remedy, " --tiny").splitlines() == [
+        "The gradient norm in step 4, of rank 1's micro-batch 2 (threshold 26.6):",
+        "  as it was                  inf",
+        "  without the culprits      3.46  measured in training",
+        "  with TIS                  4.50  measured by gradloc replay --remedies",
+        "The same run with it on: bash run_experiment.sh --embedded --tiny a.b=token",
+    ]
+    assert len(run.figures_of({**event, "units": [{**unit, "rest": None}]}, None, "").splitlines()) == 2
 
 
 def test_a_run_without_a_spike_has_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

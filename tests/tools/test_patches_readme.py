@@ -77,3 +77,21 @@ def test_hooks_and_fixes_have_no_file_of_the_package() -> None:
         for part in (target.hooks, target.fixes):
             assert package.isdisjoint(change.path for change in apply_patch.load_part(part)), part
             assert not any(change.old is None for change in apply_patch.load_part(part)), part
+
+
+def test_the_page_for_maintainers_counts_what_the_patches_change() -> None:
+    page = (trees.ROOT / "docs/use/for-verl-maintainers.md").read_text()
+    rows = re.findall(r"^\| ([\d.]+): (\w+) \| (\d+) \| \+(\d+) −(\d+) \| \+?(\d+) \|$", page, re.M)
+    counted = []
+    for target in TARGETS:
+        for kind in ("hooks", "fixes"):
+            patch = (trees.ROOT / f"patches/{target.version}/{kind}.patch").read_text()
+            files = re.split(r"^diff --git ", patch, flags=re.M)[1:]
+            changed = [
+                (file.split()[0].endswith(".yaml"), line[0])
+                for file in files
+                for line in re.findall(r"^[+-](?![+-]{2} ).*", file, re.M)
+            ]
+            counts = [len(files), *(changed.count(each) for each in ((False, "+"), (False, "-"), (True, "+")))]
+            counted.append((target.version, kind, *map(str, counts)))
+    assert rows and set(rows) <= set(counted)

@@ -32,7 +32,7 @@ def started(output: Path, *arguments: str, warm: bool = True, **environment: str
         environment (str): Variables on top of the environment.
     """
     search_path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT / "tests/trainer")])
-    own = [f"OUTPUT_DIR={output}"]
+    own = [f"OUTPUT_DIR={output}", *([] if "--fault" in arguments else ["--fault", "none"])]
     if warm:
         own.append(f"+ray_kwargs.ray_init.runtime_env.py_executable={warm_interpreter}")
     script = subprocess.Popen(

@@ -53,7 +53,7 @@ CHANGED = {
     ],
 }
 # What runs with verl 0.9.1, too: the fault that a test below repeats, one of the rollout, and what is planted in other
-# code there. All were tried with it: docs/faults.md.
+# code there. All were tried with it: docs/lab/faults.md.
 ON_ENGINE = {"advantage", "one_worker", "resume", "loss_scale"}
 CHANGES_IN_EACH_RUN = {"time", "seconds", "budget_seconds", "uid"}
 

@@ -69,9 +69,10 @@ def test_every_key_is_declared_with_its_default() -> None:
     assert {key: as_dataclass[key] for key in DEFAULTS} == DEFAULTS
 
 
-def documented(page: str) -> dict[str, str]:
-    """The keys of a page's tables, with their defaults as the page writes them."""
+def documented(page: str, heading: str = "") -> dict[str, str]:
+    """The keys in a page's tables, or in those from a heading to the next one, with the defaults written there."""
     text = (Path(__file__).parents[2] / page).read_text()
+    text = re.split(r"^#+ ", text.split(f"# {heading}\n", 1)[1], flags=re.M)[0] if heading else text
     return dict(re.findall(r"^\| `([\w.]+)` \| `([^`]+)` \|", text, re.M))
 
 
@@ -81,11 +82,11 @@ def test_the_documentation_has_every_key_and_its_default() -> None:
     gradloc = {key: "null" if actor[key] is None else str(actor[key]) for key in DEFAULTS}
     # What the yaml's resolver comes to in a run of the trainer.
     gradloc["bisect_dump_dir"] = own["bisect_dump_dir"].replace("oc.select:", "").replace(",checkpoints", "")
-    for name in ("layer_clip", "token_clip"):
+    for name, title in (("layer_clip", "LayerClip"), ("token_clip", "TokenClip")):
         gradloc[f"{name}.enable"] = str(actor[name].enable)
         settings = {key: str(value) for key, value in own[name].items() if not key.startswith("_")}
-        assert documented(f"docs/{name}.md") == settings
-    assert documented("docs/configuration.md") == gradloc
+        assert documented("docs/reference/clips.md", f"Settings of {title}") == settings
+    assert documented("docs/use/configuration.md") == gradloc
     assert documented("README.md").items() <= gradloc.items()
 
 
@@ -107,7 +108,7 @@ def test_keys_are_overridden_without_a_plus() -> None:
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OVERRIDE = re.compile(r"[+~]*([a-z][\w@.]*)=\S+")
 # What looks like an override and is none.
 NO_KEYS = {"key", "weights_only", "x", "y"}

@@ -20,7 +20,8 @@ from gradloc_tools.selftest.command import main as selftest
 
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-PAGES = [*TOP_LEVEL, *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*TOP_LEVEL, *DOCS]
 
 
 # Where a user reads what the code says: the report, the sources, and the keys.
@@ -114,7 +115,7 @@ def in_backticks(text: str) -> set[str]:
     return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", text))))
 
 
-EVIDENCE = (ROOT / "docs/evidence.md").read_text()
+EVIDENCE = (ROOT / "docs/reference/evidence.md").read_text()
 EVENT, NOTE, STEP = schema.EVENT["properties"], schema.NOTE["properties"], schema.STEP["properties"]
 
 
@@ -126,6 +127,7 @@ EVENT, NOTE, STEP = schema.EVENT["properties"], schema.NOTE["properties"], schem
         ("Culprits", set(EVENT["culprits"]["items"]["properties"])),
         ("Steps", set(STEP)),
         ("Limits of the file", {*NOTE, *NOTE["note"]["enum"]}),
+        ("The critic", set(schema.CRITIC["properties"])),
     ],
 )
 def test_each_part_of_the_evidence_has_its_fields_explained(section: str, names: set[str]) -> None:
@@ -136,8 +138,8 @@ def test_each_part_of_the_evidence_has_its_fields_explained(section: str, names:
 
 
 def test_each_field_of_a_clip_line_is_explained_and_no_other() -> None:
-    page = (ROOT / "docs/token_clip.md").read_text()
-    (text,) = re.findall(r"^## Lines in spikes.jsonl\n(.*?)^## ", page, re.M | re.S)
+    page = (ROOT / "docs/reference/clips.md").read_text()
+    (text,) = re.findall(r"^### Lines in spikes.jsonl\n(.*?)^### ", page, re.M | re.S)
     first, second = text.split("Each of `tokens`:")
     clip, token = schema.CLIP["properties"], schema.CLIP["properties"]["token_clip"]["properties"]
     of_token = set(token["tokens"]["items"]["properties"])
@@ -148,7 +150,7 @@ def test_each_field_of_a_clip_line_is_explained_and_no_other() -> None:
 def test_each_field_of_a_verdict_is_explained_and_no_other() -> None:
     names = set(schema.EVENT["properties"]["verdict"]["anyOf"][0]["properties"])
     # The first table.
-    text = (ROOT / "docs/verdict.md").read_text().split("\n## ")[0]
+    text = (ROOT / "docs/reference/verdict.md").read_text().split("\n## ")[0]
     assert in_backticks(" ".join(re.findall(r"^\| (.*?) \|", text, re.M))) == names
 
 
@@ -164,7 +166,7 @@ def test_the_table_of_sources_is_that_of_the_code() -> None:
 
 
 def test_every_source_has_known_causes() -> None:
-    headings = re.findall(r"^## (.*)$", (ROOT / "docs/causes.md").read_text(), re.M)
+    headings = re.findall(r"^## (.*)$", (ROOT / "docs/reference/causes.md").read_text(), re.M)
     named = {name for heading in headings for name in heading.split(" and ")}
     assert SOURCES.keys() - {"other"} <= named
 
@@ -216,17 +218,17 @@ def test_the_page_of_the_report_is_in_plain_words() -> None:
     assert banned(page, BANNED | RESPONSE) == []
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
-def test_no_page_is_longer_than_2000_words(page: Path) -> None:
-    assert len(page.read_text().split()) <= 2000
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_no_page_is_longer_than_2050_words(page: Path) -> None:
+    assert len(page.read_text().split()) <= 2050
 
 
 def test_the_readme_fits_on_a_few_screens() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
 def test_the_picture_in_the_readme_is_small() -> None:
-    header = (ROOT / "docs/report.png").read_bytes()[:24]
+    header = (ROOT / "docs/use/report.png").read_bytes()[:24]
     assert header[12:16] == b"IHDR"
     width, height = struct.unpack(">II", header[16:24])
     assert width <= 1160 and height <= 700

@@ -99,5 +99,5 @@ def test_other_errors_are_left_alone() -> None:
 
 def test_the_embedded_run_and_the_documentation_know_the_exit_code() -> None:
     assert run.STOPPED == EXIT_CODE
-    page = Path(__file__).parents[2] / "docs/configuration.md"
+    page = Path(__file__).parents[2] / "docs/use/configuration.md"
     assert f"exit code is {EXIT_CODE}" in page.read_text()
