@@ -58,19 +58,11 @@ def may_misfire(event: Mapping[str, Any]) -> bool:
 def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict[str, Any] | None:
     """The verdict that a reward value or a data source is the cause; None if neither stands out.
 
-    Only responses with an advantage count. A value is the cause if, as for a rule, at least `MOST_CULPRITS` of the
-    culprits are in responses with it, but less than `COMMON` of the mini-batch's responses have it, and `LIFT` times
-    fewer. Also:
-
-    - Of each prompt with culprits, the response with the largest one is taken. If they were drawn at random, the
-      probability that as many of them have the value (hypergeometric) would be under `SIGNIFICANT`.
-    - Rare values have large advantages, which make spikes without any fault. So either the advantages of these
-      responses are as large as those of the responses without the value, or the value is a reward that is farther from
-      all others than these are from each other. Below them, where responses without any merit are, it also needs
-      advantages that ordinary rewards do not give.
-
-    Such a reward is named from one prompt on, if all culprits are in responses with it: the mini-batch's rewards alone
-    show it, and a search that explains a spike needs few culprits.
+    Only responses with an advantage count. Of each prompt with culprits, that with the largest one is taken: that
+    so many of them have the value by chance has a probability under `SIGNIFICANT`. Rare values have large advantages,
+    which make spikes without any fault. So these are as large as those without the value, or the value is a reward that
+    is farther from all others than they are from each other (below them, where responses without any merit are, with
+    advantages that ordinary rewards do not give). Such a reward is named from one prompt on, if all culprits have it.
 
     Args:
         event (Mapping): The event; its culprits, the largest first.

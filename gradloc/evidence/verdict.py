@@ -376,15 +376,10 @@ def _layer_of_all(event: Mapping[str, Any]) -> Verdict | None:
 def find_cause(culprits: Mapping[str, float], ordinary: Shares, count: int) -> Rule | None:
     """The rule that tells culprits from ordinary tokens; None if there is none, because a weak guess misleads.
 
-    A rule is a possible cause if
-
-    - it holds for at least `MOST_CULPRITS` of them: one that holds for fewer does not explain the spike;
-    - it holds for less than `COMMON` of ordinary tokens, and `LIFT` times as often for culprits, with a chance under
-      `CHANCE` that as many ordinary tokens would have it: what ordinary tokens have as well makes no spike.
-
-    Of possible causes that hold for about as many culprits (`CLOSE`), the first in the order of `RULES` is taken: a bug
-    often makes the rules after its own hold, too. Numbers that are not finite need a single culprit and come before
-    all: one NaN makes the whole gradient NaN.
+    A possible cause holds for `MOST_CULPRITS` of them at least, for less than `COMMON` of ordinary tokens and `LIFT`
+    times as often for culprits, with a chance under `CHANCE` that as many ordinary tokens would have it. Of those that
+    hold for about as many culprits (`CLOSE`), the first in the order of `RULES` is taken: a bug often makes the rules
+    after its own hold, too. Numbers that are not finite need a single culprit, and come before all.
 
     Args:
         culprits (Mapping): By rule, the share of culprits for which it holds, and which it explains.
