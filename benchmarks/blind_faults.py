@@ -11,6 +11,7 @@ micro-batch), `log_probs` (old and reference), `advantages`, `update` (all tenso
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,10 +37,7 @@ from torch import Tensor, nn
 from verl.trainer.ppo import core_algos
 
 # Where the actor looks up its loss.
-if ENGINE:
-    from verl.workers.utils import losses
-else:
-    from verl.workers.actor import dp_actor as losses
+losses = importlib.import_module("verl.workers.utils.losses" if ENGINE else "verl.workers.actor.dp_actor")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -248,7 +248,7 @@ def _times_by_ratio(culprit: Facts) -> float:
 
 
 def _left_without_kl(culprit: Facts, _: Event) -> float:
-    return abs(culprit["coefficient"] - culprit["kl_coefficient"]) / abs(culprit["coefficient"])
+    return float(abs(culprit["coefficient"] - culprit["kl_coefficient"]) / abs(culprit["coefficient"]))
 
 
 def _left_without_a_layer(culprit: Facts, event: Event) -> float:
