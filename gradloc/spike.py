@@ -70,7 +70,6 @@ def explain(
     norm = mini_batch.global_norm()
     located = Located(not (action == "skip" and can_skip(mini_batch)), mini_batch.squared_norms, None, norm)
     try:
-        broken = model.broken_parameters(norm)
         with undisturbed(model.module, model.device), search_time.search() as time_limit:
             investigation = Investigation(
                 mini_batch, threshold, config, ordinary.token_norm, time_limit, reserve=action == "drop"
@@ -80,9 +79,7 @@ def explain(
             done = act(investigation)
         located = located._replace(squared_norms=done.squared_norms)
         _say_if_cut_short(investigation, where["global_step"])
-        event = build_event(
-            investigation, ordinary, where, action, done.applied, started, warnings, error=done.error, broken=broken
-        )
+        event = build_event(investigation, ordinary, where, action, done.applied, started, warnings, error=done.error)
     except Exception as error:
         if not is_known_on_all_ranks(error):
             raise

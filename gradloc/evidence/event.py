@@ -38,7 +38,6 @@ def build_event(
     warnings: Sequence[Mapping[str, str]] = (),
     medians: Medians | None = None,
     error: str | None = None,
-    broken: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The event of a search, the same on every rank. A collective call.
 
@@ -52,7 +51,6 @@ def build_event(
         warnings (Sequence[Mapping]): What `RunChecks.warnings` returned.
         medians (Mapping, optional): What `token_medians` gave in training; by default, that of this mini-batch.
         error (str, optional): What prevented the action.
-        broken (Mapping, optional): What `WatchedModel.broken_parameters` returned before the action.
     """
     mini_batch = investigation.mini_batch
     model = mini_batch.model
@@ -81,7 +79,7 @@ def build_event(
             "global_norm": mini_batch.global_norm(),
             "global_threshold": mini_batch.global_threshold(investigation.threshold),
             **_findings(investigation, facts, medians, ordinary_before),
-            "broken_parameters": broken,
+            "broken_parameters": mini_batch.broken_parameters,
             "error": investigation.error or error,
             "suspected": [],
             "budget": investigation.config.bisect_budget_steps,

@@ -3,7 +3,6 @@
 """The model that is trained, and what it takes to measure its gradients."""
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,14 +114,12 @@ class WatchedModel:
         """The squared norms by layer of the reduced gradient, without the loss scale. A collective call."""
         return self._reduced_squares() / scale**2
 
-    def broken_parameters(self, norm: float) -> dict[str, Any] | None:
-        """Which parameters have a NaN or infinite gradient; None if its norm is finite. A collective call if not.
+    def broken_parameters(self) -> dict[str, Any]:
+        """Which parameters have a NaN or infinite gradient. A collective call.
 
         Returns:
             dict: Their `count`, `of` how many, and the first 16 `names` as the backward reaches them.
         """
-        if math.isfinite(norm):
-            return None
         names, of = self._broken_parameters()
         return {"count": len(names), "of": of, "names": names[:_NAMED]}
 
