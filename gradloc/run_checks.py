@@ -266,8 +266,9 @@ class RunChecks:
         self._gap: float | None = None
         self._least = math.inf
         self._alignment = _NO_ALIGNMENT
-        # The last warning about log-probs, and the gap of the last update that had the evidence for it.
-        self._said: tuple[dict[str, Any], float] | None = None
+        # The last warning about log-probs, the gap of the last update that had the evidence for it, and how many since
+        # then had none.
+        self._said: tuple[dict[str, Any], float, int] | None = None
         # Whether an update had enough tokens that the policy did not produce to be sure of it.
         self._had_unsampled = False
         # The first step since which log-probs are misaligned, and how rollout and policy were related before.
@@ -387,10 +388,11 @@ class RunChecks:
         return [warning for rule, warning in self._holding().items() if self._is_certain(rule)]
 
     def _lasting(self) -> list[dict[str, Any]]:
-        """The last one, while the gap stays: an update that cannot tell says what the others said."""
-        if self._said is None or not self._sums["tokens"] or self._mean("gap") < self._said[1] / 2:
+        """The last one, while the gap stays: one or two updates that cannot tell say what the others said."""
+        if self._said is None or not self._sums["tokens"]:
             return []
-        return [self._said[0]]
+        warning, gap, updates = self._said
+        return [warning] if updates < IN_A_ROW - 1 and self._mean("gap") >= gap / 2 else []
 
     def _is_certain(self, rule: str) -> bool:
         """Whether the update shows for certain what holds in it, or others before it have shown the same."""
@@ -423,7 +425,10 @@ class RunChecks:
             return
         gap, off = self._mean("gap"), self._off()
         holding, certain = self._holding(), self._certain()
-        self._said = (certain[0], gap) if certain else self._said if self._lasting() else None
+        if certain:
+            self._said = None if "misaligned" in holding else (certain[0], gap, 0)  # whose absence an update can tell
+        elif self._said is not None:
+            self._said = (*self._said[:2], self._said[2] + 1) if self._lasting() else None
         for rule in {*self._times, *holding}:
             if rule in holding:
                 self._times[rule] = max(self._times.get(rule, 0) + 1, IN_A_ROW * self._is_certain(rule))

@@ -626,20 +626,20 @@ def test_a_run_in_which_engines_differ_later_is_told_by_the_jump_and_no_side_is_
     assert not any(spoiled(Run(noise=0.01), 8, 4, replace_reference))
 
 
-def test_an_update_that_cannot_tell_says_what_those_before_it_said() -> None:
+def test_two_updates_that_cannot_tell_say_what_those_before_them_said() -> None:
     checks, found = RunChecks(), []
-    for step, tokens in enumerate(steps(Run(noise=0.01, reference=False), 8), 1):
-        if step < 7:
+    for step, tokens in enumerate(steps(Run(noise=0.01, reference=False), 10), 1):
+        if step < 10:
             tokens["rollout_log_prob"] = 0.5 * tokens["rollout_log_prob"]
-            if step == 5:  # differences that have nothing to do with the likelihood
-                half = torch.where(torch.arange(40) % 2 == 0, 0.3, -0.3)
-                tokens["log_prob"] = tokens["old_log_prob"] = tokens["rollout_log_prob"] - half
-                tokens["rollout_log_prob"] = tokens["rollout_log_prob"] + half
+        if 5 <= step < 10:  # differences that have nothing to do with the likelihood
+            half = torch.where(torch.arange(40) % 2 == 0, 0.3, -0.3)
+            tokens["log_prob"] = tokens["old_log_prob"] = tokens["rollout_log_prob"] - half
+            tokens["rollout_log_prob"] = tokens["rollout_log_prob"] + half
         checks.start_update(step)
         checks.take_in(own_sums([tokens], True).unsqueeze(0))
         checks.add_step(1e-6)
         found.append(checks.warnings())
-    assert names(found) == ["other_log_probs"] * 6 + [""] * 2
+    assert names(found) == ["other_log_probs"] * 6 + ["engines_apart"] * 3 + [""]
 
 
 def test_some_rewards_that_are_others_are_no_other_scale() -> None:
