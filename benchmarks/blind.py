@@ -10,6 +10,8 @@ The patched verl must be importable; after `bash tests/run.sh`:
 
     PYTHONPATH=build/verl:. build/venv/bin/python benchmarks/blind.py --results build/tuning.json --seeds 3
 
+With verl 0.9.1, VERL_USE_EXTERNAL_MODULES=embedded makes it take the CPU for one of its devices.
+
 One run, in benchmarks/ with that path:
 
     observed = run_case("rollout shifted", (1, 1.0), seed=4)       # a kind of FAULTS, one of its strengths

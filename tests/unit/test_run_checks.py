@@ -650,3 +650,15 @@ def test_some_rewards_that_are_others_are_no_other_scale() -> None:
         if step >= 5:
             tokens["advantage"][:48] *= 20.0
         assert names([of_columns(checks, step, tokens)]) == [""]
+
+
+def test_one_update_cannot_tell_another_scale_of_advantages_that_are_spread_far() -> None:
+    """As of a format reward of 20: with few of these among the responses, the typical advantage is a tenth."""
+    checks, found = RunChecks(), []
+    for step in range(1, 9):
+        tokens = rewarded(step)
+        tokens["advantage"][:40] *= 20.0
+        if step in (4, 7, 8):
+            tokens["advantage"] /= 50.0
+        found += names([of_columns(checks, step, tokens)])
+    assert found == [""] * 7 + ["reward_scale"]
