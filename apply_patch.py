@@ -4,7 +4,7 @@
 For each supported release of verl, a target, the patch has three parts, which are applied as one: patches/package.patch
 (new files, the same for every release), patches/VERSION/hooks.patch (calls into them) and patches/VERSION/fixes.patch
 (repairs of verl's own faults). Which target is taken:
-  - the one that --target names;
+  - what --target names;
   - with --installed: the one for the installed version;
   - with --repo: the one for the commit of HEAD; else the one that all the files it changes fit, patched or not; else
     the one for the version that verl/version/version says. --force and --reverse do not look at HEAD.
@@ -167,7 +167,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A target and what its patch, or the one that was given instead, does to it."""
+    """A target and what its patch, or the patch given instead, does to it."""
 
     target: Target
     patches: list[FilePatch]
@@ -312,7 +312,7 @@ def check_url(url: str) -> None:
     parts = urllib.parse.urlsplit(url)
     if "@" in parts.netloc:  # not shown: it may hold a password
         raise Stop("the URL names a user, which is not supported: use an https URL without it, or give a file")
-    _ = parts.port  # raises ValueError if it is no number
+    _ = parts.port  # raises ValueError if it is not a number
     if not parts.hostname or not (parts.scheme == "https" or parts.scheme == "http" and is_loopback(parts.hostname)):
         raise Stop(f"{url} is refused: use an https URL (http is for this machine only)")
 

@@ -3,15 +3,19 @@
 """Lets verl train on a machine without a GPU. verl loads it when VERL_USE_EXTERNAL_MODULES names it.
 
 verl expects the functions of torch.cuda in its device's module, and creates process groups with NCCL. This package
-adds the missing functions to torch.cpu, replaces NCCL by gloo, and registers the `hf` rollout (rollout.py). For verl
-0.9, cpu_platform.py adds the platform, and v1_trainer.py makes runs of its V1 trainer repeatable. verl's own files stay
-as they are.
+adds the missing functions to torch.cpu, replaces NCCL by gloo, registers the `hf` rollout (rollout.py), and writes the
+metrics where follow.py reads them. For verl 0.9, cpu_platform.py adds the platform, and v1_trainer.py makes runs of its
+V1 trainer repeatable. verl's own files stay as they are.
 """
 
 import functools
 import importlib
 import importlib.util
+import json
+import os
+from numbers import Real
 from types import ModuleType
+from typing import Any
 
 import psutil
 import torch
@@ -37,7 +41,7 @@ def _do_nothing(*_args, **_kwargs) -> None:
     pass
 
 
-# On a CPU the random numbers are those of torch itself, and the memory is that of the process.
+# On a CPU, torch itself has the random numbers, and the process the memory.
 _SUBSTITUTES = {
     "get_rng_state": lambda *_args: torch.get_rng_state(),
     "set_rng_state": lambda state, *_args: torch.set_rng_state(state),
@@ -88,6 +92,24 @@ def _load_replica() -> type:
     return HFReplica
 
 
+def _write_metrics() -> None:
+    """Writes the metrics of each step to a file, because Ray breaks long lines of the log."""
+    from verl.utils.tracking import Tracking
+
+    log = Tracking.log
+
+    @functools.wraps(log)
+    def log_and_write(self: Any, data: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
+        log(self, data, step, *args, **kwargs)
+        metrics = {name: float(value) for name, value in data.items() if isinstance(value, Real)}
+        with open(os.environ["EMBEDDED_METRICS"], "a") as file:
+            file.write(json.dumps([step, metrics]) + "\n")
+
+    Tracking.log = log_and_write
+
+
 if importlib.util.find_spec("verl.plugin") is not None:
     importlib.import_module("embedded.cpu_platform")
 _register_rollout()
+if "EMBEDDED_METRICS" in os.environ:
+    _write_metrics()

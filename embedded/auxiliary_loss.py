@@ -13,7 +13,7 @@ MODULE = "layers.1.mlp"
 
 
 class AuxiliaryLoss(torch.autograd.Function):
-    """Gives an output as it is; in the backward pass adds the gradient of a loss that is no part of the main one."""
+    """Gives an output as it is; in the backward pass adds the gradient of another loss."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:

@@ -76,12 +76,12 @@ class UnsampledServer(HFServer):
 
 
 class FailedRequestServer(HFServer):
-    """In one step every fourth request fails, and comes back as an empty response: an EOS token that nobody sampled."""
+    """In one step every third request fails, and comes back as an empty response: an EOS token that nobody sampled."""
 
     def generate_batch(self, prompts: list[list[int]], params: dict[str, Any], first_row: int) -> list[TokenOutput]:
         outputs = super().generate_batch(prompts, params, first_row)
         # The weights come once before each step.
-        for output in outputs[3::4] if self.version == FAILING_STEP else ():
+        for output in outputs[2::3] if self.version == FAILING_STEP else ():
             output.token_ids[:] = [self.eos]
             if output.log_probs is not None:
                 output.log_probs[:] = [0.0]
@@ -258,7 +258,7 @@ def _flip_before_the_log_probs_of_step(step: int) -> None:
 
 
 def _attach_an_auxiliary_loss_in(step: int) -> None:
-    """Makes the gradient of that step one that comes from no token, for the most part."""
+    """Makes most of that step's gradient come from no token."""
     Watch = of_gradloc("adapters.watch").Watch
     handles: list[RemovableHandle] = []
     modules: dict[Any, nn.Module] = {}
@@ -289,7 +289,7 @@ def _break_a_backward() -> None:
 
 
 def _multiply_the_loss() -> None:
-    """Makes the policy loss that of each micro-batch: it is not divided by their number, as it should be."""
+    """Leaves out the division of the policy loss by the number of micro-batches."""
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
     for name, loss in POLICY_LOSS_REGISTRY.items():
@@ -310,7 +310,7 @@ def _micro_batches(config: Any) -> int:
     if ENGINE:
         rows = config.global_batch_info["global_batch_size"] // config.global_batch_info["dp_size"]
     else:
-        rows = config.ppo_mini_batch_size  # which a worker of verl 0.7 makes that of its rank
+        rows = config.ppo_mini_batch_size  # which a worker of verl 0.7 divides by the ranks
     return rows // config.ppo_micro_batch_size_per_gpu
 
 

@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows the progress of a run: its phases, a line for each step that verl logs, and how much time is left."""
 
-import re
+import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -18,9 +17,7 @@ PHASES = (
 )
 # Where there is no terminal, a line tells so often how long the current phase or step has taken.
 EVERY = 60.0
-STEP = re.compile(r"step:(\d+) - (.*)")
 TOKEN_NORM = "actor/gradloc/token_norm_max"
-METRIC = re.compile(r"(\S+?):(?:np\.\w+\()?([-+.\w]+)")
 
 # Rich assumes 80 columns where the output is not a terminal. The line of a step is longer.
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -28,18 +25,6 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 def plural(count: int, noun: str, ending: str = "s") -> str:
     return f"{count} {noun}{'' if count == 1 else ending}"
-
-
-def steps_in(line: str) -> Iterator[tuple[int, dict[str, float]]]:
-    """The step that a line of the log reports, with its metrics; most lines report none."""
-    if found := STEP.search(line):
-        metrics = {}
-        for key, value in METRIC.findall(found[2]):
-            try:
-                metrics[key] = float(value)
-            except ValueError:
-                continue
-        yield int(found[1]), metrics
 
 
 def step_line(step: int, metrics: dict[str, float]) -> str:
@@ -133,26 +118,35 @@ class Clock:
         return said if left is None else f"{said}, about {duration(left)} left in all"
 
 
-def follow(log: Path, training: "subprocess.Popen[bytes]", steps: int | None) -> None:
-    """Prints the steps in the log as they are written, and a summary when training has ended."""
+def follow(log: Path, metrics: Path, training: "subprocess.Popen[bytes]", steps: int | None) -> None:
+    """Prints phases by the log and steps by the file of metrics, and a summary when training has ended."""
     start, told = time.monotonic(), 0.0
     clock = Clock(steps)
     logged: dict[int, dict[str, float]] = {}
-    with open(log, errors="replace") as file, console.status(clock.doing) as status:
+    with (
+        open(log, errors="replace") as file,
+        open(metrics, "a+") as written,
+        console.status(clock.doing) as status,
+    ):
+        written.seek(0)
+        line = ""
         while True:
             ended = training.poll() is not None
             now = time.monotonic() - start
-            while line := file.readline():
-                if clock.phase < len(PHASES) and PHASES[clock.phase][1] in line:
+            while said := file.readline():
+                if clock.phase < len(PHASES) and PHASES[clock.phase][1] in said:
                     clock.ends(now)
                     told = now
                     console.print(f"{clock.doing}  ({now:.0f} s so far)")
-                for step, metrics in steps_in(line):
-                    logged[step] = metrics
-                    clock.ends(now)
-                    told = now
-                    left = clock.left(now)
-                    console.print(step_line(step, metrics) + (f"  (about {duration(left)} left)" if left else ""))
+            line += written.readline()
+            while line.endswith("\n"):  # what is not complete yet waits for its rest
+                step, of_step = json.loads(line)
+                line = written.readline()
+                logged[step] = of_step
+                clock.ends(now)
+                told = now
+                left = clock.left(now)
+                console.print(step_line(step, of_step) + (f"  (about {duration(left)} left)" if left else ""))
             if ended:
                 break
             status.update(clock.waiting(now))

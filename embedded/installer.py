@@ -47,7 +47,7 @@ class Installer:
         self._install(what, for_uv=[], for_pip=[])
 
     def install_again(self, package: str) -> None:
-        """Installs a package without its dependencies, also where it is there. Its files are no links into a cache."""
+        """Installs a package without its dependencies, also over an installed one, as copies and not links."""
         what = ["--no-deps", package]
         self._install(what, for_uv=["--reinstall", "--link-mode", "copy"], for_pip=["--force-reinstall"])
 

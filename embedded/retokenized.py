@@ -18,7 +18,7 @@ BETWEEN = "<|im_end|>\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>as
 class RetokenizedAgentLoop(WholeBatchAgentLoop):
     """Two turns for each row. Of the second, the text is kept, but encoded character by character.
 
-    These are other tokens than the policy has sampled. The log-probs stay those of the sampled tokens, in their order.
+    These are other tokens than the policy has sampled. The log-probs of the sampled tokens stay, in their order.
     """
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:

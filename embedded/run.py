@@ -96,7 +96,7 @@ def show_report(evidence: Path, page: Path, events: Sequence[dict[str, Any]]) ->
 
 
 def replayed_remedy(event: Mapping[str, Any], evidence: Path, output: Path) -> dict[str, Any] | None:
-    """The first remedy that a replay of the event measures; None without a bundle or a checkpoint of the step before."""
+    """The first remedy in a replay of the event with the weights before it; None without a bundle or these weights."""
     model = output / f"global_step_{event['global_step'] - 1}/actor/huggingface"
     if event["replay"] is None or not model.is_dir():
         return None
@@ -116,7 +116,9 @@ def figures_of(event: Mapping[str, Any], remedy: Mapping[str, Any] | None, optio
     if remedy is not None:
         rows.append((f"with {remedy['name']}", remedy["norm"], "measured by gradloc replay --remedies"))
     width = max(len(name) for name, *_ in rows)
-    title = f"The gradient norm in step {event['global_step']}, of rank {unit['rank']}'s micro-batch {unit['micro_batch']}"
+    title = (
+        f"The gradient norm in step {event['global_step']}, of rank {unit['rank']}'s micro-batch {unit['micro_batch']}"
+    )
     lines = [f"{title} (threshold {unit['threshold']:.3g}):"]
     lines += [f"  {name:{width}}  {float(norm):8.2f}  {how}".rstrip() for name, norm, how in rows]
     if remedy is not None:
@@ -133,14 +135,16 @@ def train(command: Sequence[str], config: DictConfig, fault: str | None, options
     say(f"Training; the full log is {log}")
     if fault is not None:
         say(f"FAULT '{fault}' IS PLANTED IN THIS RUN ON PURPOSE: {config.embedded.fault}")
-    environment = os.environ | {"TENSORBOARD_DIR": str(output / "tensorboard")}
+    metrics = output / "metrics.jsonl"
+    environment = os.environ | {"TENSORBOARD_DIR": str(output / "tensorboard"), "EMBEDDED_METRICS": str(metrics)}
     for tries_left in reversed(range(STARTS)):
         with contextlib.ExitStack() as stack:
             os.mkdir(ray_directory, mode=0o700)
             stack.callback(shutil.rmtree, ray_directory, ignore_errors=True)
+            metrics.unlink(missing_ok=True)
             file = stack.enter_context(open(log, "wb"))
             training = stack.enter_context(session(command, environment, file))
-            follow(log, training, config.trainer.total_training_steps)
+            follow(log, metrics, training, config.trainer.total_training_steps)
             status = exit_code(training.wait())
         if not (status and tries_left and NOT_STARTED in log.read_text(errors="replace")):
             break

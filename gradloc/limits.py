@@ -3,11 +3,9 @@
 """The limits of replay bundles: how much one may hold, and all of a run's together."""
 
 MICRO_BATCHES = 8
-# Of a spike that nothing was searched for: it is not known which of them the spike is in.
+# Of a recorded spike: any of them may hold it.
 RECORDED_MICRO_BATCHES = 64
-# How many of the tokens that the search measured alone are kept.
 MEASURED_TOKENS = 2048
-# Of the model, and of a micro-batch.
 LAYERS = 4096
 ROWS = 65_536
 MANIFEST_BYTES = 64 * 2**20

@@ -488,7 +488,7 @@ class RunChecks:
     def _reward_scale(self) -> dict[str, Any] | None:
         step, factor = self._other_scale()
         found = self._size()
-        is_wide = found is not None and max(found[1], *self._spreads) > SCALE_WIDE
+        is_wide = found is not None and max([found[1], *self._spreads]) > SCALE_WIDE
         if factor is None or (is_wide and self._scale_factor is None):
             return None
         when = "" if step is None else f" since step {step}"

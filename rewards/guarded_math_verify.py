@@ -137,7 +137,7 @@ def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0
     Raises:
         ImportError: If math-verify or pebble is not installed, or math-verify is too old.
         RuntimeError: If the workers cannot be kept alive, for a minute, or TMPDIR is too long for their socket.
-        TypeError: If an option is not known, the response is no text, or the ground truth neither text nor a number.
+        TypeError: If an option is not known, the response not text, or the ground truth neither text nor a number.
         ValueError: If an option has a bad value, or asks for another pool than the process has.
     """
     settings = _Settings.read(options)
@@ -226,7 +226,7 @@ class _Settings:
 def _number(name: str, value: Any, what: str, least: int | None = None) -> Any:
     """A whole number if it has a least value, otherwise a positive number of seconds."""
     try:
-        # As text, because True is no number.
+        # As text, because True is not a number.
         number = float(str(value)) if least is None else int(str(value))
     except ValueError:
         number = math.nan
@@ -396,7 +396,7 @@ class _Pool:
                 raise ImportError(f"The math_verify reward needs {package}, which is not installed: {INSTALL}.")
         self.size = settings.workers, settings.memory_mb
         self.processes = _Context()
-        # Workers write scores here, so that those of a chunk survive its worker.
+        # Workers write scores here, so that a chunk's scores survive its worker.
         self.scores = self.processes.RawArray("d", CHUNK * settings.workers)
         # The process that has taken the chunk of a slot
         self.owners = self.processes.RawArray("i", settings.workers)

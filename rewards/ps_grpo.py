@@ -86,7 +86,7 @@ def compute_score_batch(
 
 
 def _is_number(value: Any, kind: type) -> bool:
-    """True and False are no numbers here, although Python counts with them."""
+    """True and False are not numbers here, although Python counts with them."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 

@@ -59,7 +59,7 @@ def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict
     """The verdict that a reward value or a data source is the cause; None if neither stands out.
 
     Only responses with an advantage count. Of each prompt with culprits, that with the largest one is taken: that
-    so many of them have the value by chance has a probability under `SIGNIFICANT`. Rare values have large advantages,
+    as many of them have the value by chance has a probability under `SIGNIFICANT`. Rare values have large advantages,
     which make spikes without any fault. So these are as large as those without the value, or the value is a reward that
     is farther from all others than they are from each other (below them, where responses without any merit are, with
     advantages that ordinary rewards do not give). Such a reward is named from one prompt on, if all culprits have it.

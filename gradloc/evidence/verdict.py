@@ -146,7 +146,7 @@ class Spike:
 
     @cached_property
     def doubt(self) -> str | None:
-        """Why that rule is not named all the same."""
+        """Why that rule is not named anyway."""
         if self.cause is not None and self.cause.kind in (Kind.RATIO, Kind.MISALIGNED):
             return self.apart
         if self.cause is not None and self.cause.kind is Kind.NATURAL and not self.cause.is_outlying(self.event):

@@ -130,7 +130,7 @@ class RecordedCollectives:
         try:
             if not self._can_replay:
                 raise RuntimeError("with sequence parallelism, every pass makes other collective calls")
-            # A call that does not match those of the other ranks is worse than an abort.
+            # A call that does not match the other ranks' calls is worse than an abort.
             if self._recorded_calls is None or [call.signature for call in self._calls] != [
                 call.signature for call in self._recorded_calls[:done]
             ]:

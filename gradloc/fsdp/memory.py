@@ -19,7 +19,7 @@ _PAUSE = 0.05
 
 
 def release_frames(error: BaseException) -> None:
-    """Clears the local variables of all frames that an error came through, and those of errors behind it.
+    """Clears the local variables of all frames that an error, or an error behind it, came through.
 
     They hold the tensors of the pass. An error that was raised while another was handled, or from another, holds that
     one's frames, too.

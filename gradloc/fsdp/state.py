@@ -59,7 +59,7 @@ class SetAside:
 
 
 def clear_gradients(module: nn.Module) -> None:
-    """Sets all gradients to None, including those of FSDP1's flat parameters."""
+    """Sets all gradients to None, also of FSDP1's flat parameters."""
     for holder in _holders(module):
         holder.grad = None
 
@@ -162,7 +162,7 @@ def _release_in_flight(holder: Any, stream: Any) -> None:
 
 @contextmanager
 def all_reduced(module: nn.Module) -> Iterator[None]:
-    """Makes FSDP2 reduce zeros for parameters without a gradient, such as those of unused experts.
+    """Makes FSDP2 reduce zeros for parameters without a gradient, as unused experts have.
 
     FSDP2 reduces the gradients of a parameter group in one reduce-scatter, and leaves out parameters without a
     gradient. So ranks whose inputs use different experts would call it with different sizes. (From torch 2.13 on,
@@ -187,7 +187,7 @@ def unreduced(module: nn.Module) -> Iterator[None]:
     """Makes FSDP drop gradients where it would reduce them: a backward communicates only to unshard parameters.
 
     FSDP2 then leaves no gradient, and takes no memory for one. FSDP1, which reshards a flat parameter only if it has a
-    gradient, leaves a meaningless one, to be cleared, which takes no memory where parameters are sharded.
+    gradient, leaves a meaningless one for the caller to clear, which takes no memory where parameters are sharded.
     """
 
     def drop(param_group: Any) -> None:

@@ -74,7 +74,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "FSDPParam": ("_module_info", "_unsharded_param", "is_dtensor", "reduce_dtype", "unsharded_param"),
 }
 
-# What is not there in every torch, or not at all times. All of FSDPState is that of torch before 2.12.
+# What is not there in every torch, or not at all times. All of FSDPState is of torch before 2.12.
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "FullyShardedDataParallel": ("_post_backward_callback_queued",),
     "FlatParamHandle": ("_post_forward_index", "_ran_pre_backward_hook"),

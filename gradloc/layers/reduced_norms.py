@@ -147,7 +147,7 @@ class ReducedNorms:
 def _reshard(module: nn.Module) -> None:
     """Gives a module of FSDP2 its sharded parameters back, which the optimizer has: only these get a gradient.
 
-    A forward without a backward, as that of old log-probs, leaves the gathered parameters of the root in their place.
+    A forward without a backward, as for old log-probs, leaves the gathered parameters of the root in their place.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):

@@ -27,8 +27,8 @@ class MicroBatchFigures:
         layer_norms (dict[str, float]): The norm in each layer.
         usable_tokens (int): The number of response tokens with a weight in the loss and finite log-probs and
             coefficients.
-        has_advantages (bool): Whether an advantage is not zero, or none is known. Otherwise the gradient is that of KL
-            and entropy terms alone, which is no ordinary one.
+        has_advantages (bool): Whether an advantage is not zero, or none is known. Otherwise only KL and
+            entropy terms have a gradient, which is not an ordinary one.
     """
 
     rows: int

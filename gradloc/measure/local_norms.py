@@ -239,7 +239,7 @@ class _FlatPart(NamedTuple):
 
 
 class _Flat:
-    """One of FSDP1's flat parameters, a leaf whose gradient is that of one backward: all its views' in one tensor."""
+    """One of FSDP1's flat parameters, a leaf whose gradient has all its views' of one backward in one tensor."""
 
     def __init__(self, parameter: Tensor, parts: list[_FlatPart]) -> None:
         self.parameter = parameter
@@ -278,7 +278,7 @@ class _Group:
     decided: bool = False
 
     def has_only_new_gradients(self) -> bool:
-        """Whether the gradients at the start of the reduction will be those of this backward alone.
+        """Whether the gradients at the start of the reduction will come from this backward alone.
 
         While the reduction is deferred to a later backward, some versions of FSDP2 keep them in the dtype of the
         reduction elsewhere. In others, or if that is the dtype that they have, they stay where later ones are added to

@@ -27,7 +27,7 @@ class MiniBatch:
         scale (float): Their loss scale.
         trigger (str): "unit": a micro-batch over its threshold is a spike; "global": the reduced gradient is. Where
             micro-batches cannot be measured alone, it is always "global".
-        update_figures (Tensor): More figures of this rank, float64 of shape (n,), to be gathered in the same call.
+        update_figures (Tensor): More figures of this rank, float64 of shape (n,), gathered in the same call.
         failed (bool): Whether tokens of this rank could not be read.
 
     Attributes:

@@ -28,7 +28,7 @@ def token_weights(aggregate: Callable[[Tensor], Tensor], like: Tensor) -> Tensor
 def movable(tokens: Mapping[str, Tensor]) -> Tensor:
     """The tokens that can move: those with a weight, and a coefficient that is not zero.
 
-    A token with an advantage of zero, or one that PPO clips, has no gradient. If it counted, it would raise the
+    A token that has an advantage of zero, or that PPO clips, has no gradient. If it counted, it would raise the
     threshold of every set that it is in.
 
     Args:

@@ -27,7 +27,7 @@ class _NeedsPlugin:
     """A base before the others: a run that uses GradLoc needs the whole plugin in this process."""
 
     def __post_init__(self: Any) -> None:
-        super().__post_init__()  # type: ignore[misc]  # that of the other bases
+        super().__post_init__()  # type: ignore[misc]  # of the other bases
         if self.spike_detection or any(clip.get("enable", False) for clip in (self.layer_clip, self.token_clip)):
             status.require()
 

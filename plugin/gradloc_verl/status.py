@@ -37,7 +37,7 @@ class Unfit(Exception):
 
 
 def require(actor: str = "actor_rollout_ref.actor") -> None:
-    """Raises RuntimeError, with one sentence, if this process cannot watch a run. To be called where one is to be.
+    """Raises RuntimeError, with one sentence, if this process cannot watch a run. Called where a run needs that.
 
     Args:
         actor (str): The configuration whose keys turn GradLoc on.
