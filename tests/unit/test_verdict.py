@@ -388,6 +388,13 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     found = verdict({**event(["unlikely"]), "units": units}, {**NONE, "unlikely": 0.1})
     assert found["cause"] == "layer" and found["sentence"].startswith("The layer c carries 95% of the squared norm")
     assert verdict({**event(["unlikely"]), "units": [*units, {"layer_norms": EVEN}]}, NONE)["cause"] == "unlikely"
+    # Where nothing is known of ordinary tokens: nearly all of a norm of many thresholds, in every micro-batch.
+    unit = {"layer_norms": {"a": 0.1, "c": 9.0}, "norm": 30.0, "threshold": 1.0}
+    loud = {**event(["other"]), "ordinary_layer_norms": None, "units": [unit] * 3, "micro_batches": 3}
+    assert verdict(loud, NONE)["cause"] == "layer"
+    spread = {**unit, "layer_norms": {"a": 4.0, "c": 9.0}}
+    for other in ({"micro_batches": 4}, {"units": [{**unit, "norm": 9.0}] * 3}, {"units": [spread] * 3}):
+        assert verdict({**loud, **other}, NONE)["cause"] is None
 
 
 @pytest.mark.parametrize(("share", "culprits", "cause"), [(0.9, [], "misaligned"), (0.1, [], None)])
