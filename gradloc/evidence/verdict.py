@@ -69,7 +69,7 @@ def whole_event(
     measured: Mapping[str, float] | None = None,
     unusual: str | None = None,
 ) -> dict[str, Any]:
-    """An event of these fields, with its verdict and summary; the other arguments are those of `decide`."""
+    """An event of these fields, with its verdict and summary; the other arguments are those of `Spike`."""
     event = {"schema": SCHEMA, "gradloc_version": __version__, **fields}
     event |= {"layer_clip": None, "drill": None, "replay": None}
     event["verdict"] = verdict(event, ordinary, warnings, measured, unusual)
