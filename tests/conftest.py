@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from timings import Timings
 
 import trees
 
@@ -16,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="no slow tests; one case with ranks of each file")
+    parser.addoption("--timings", type=Path, help="a file to which the time of tests and fixtures is written")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,13 +50,72 @@ def is_small(item: pytest.Item) -> bool:
     return parameters.get("world", parameters.get("size", 2)) == 2 and getattr(case, "wrap", "fsdp2") == "fsdp2"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption("--timings"):
+        config.pluginmanager.register(Timings(file))
     # A shell starts its background jobs with SIGINT and SIGQUIT ignored, nohup with SIGHUP, and whatever they start
     # inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.umask(0o022)  # the modes that the tests expect are those of most checkouts
+
+
+# Libraries add variables when they are imported or first used; these are none of theirs.
+NO_LIBRARY_ADDS = ("EMBEDDED_", "GRADLOC_", "VERL_")
+AT_THE_START = set(os.environ) - {"PYTEST_CURRENT_TEST"}
+
+
+def state() -> dict[str, Any]:
+    """What a test shares with the tests after it, and with the programs that they start.
+
+    But for what pytest changes by itself, its timer and the name of the test, and what libraries add.
+    """
+    (umask,) = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "Umask" in line]
+    return {
+        "handlers of signals": {
+            number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}
+        },
+        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        "working directory": os.getcwd(),
+        "umask": int(umask, 8),
+        "os.environ": {
+            name: value
+            for name, value in os.environ.items()
+            if name in AT_THE_START or name.startswith(NO_LIBRARY_ADDS)
+        },
+    }
+
+
+@pytest.fixture(autouse=True)
+def leaves_the_process_as_it_was() -> Iterator[None]:
+    """Fails the test that does not: with SIGTERM ignored, say, a program that a later test ends would run for ever."""
+    before = state()
+    yield
+    after = state()
+    changed = [name for name in before if after[name] != before[name]]
+    if not changed:
+        return
+    for number, handler in before["handlers of signals"].items():
+        if handler is not None and handler != after["handlers of signals"][number]:  # None: not set by Python
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before["blocked signals"])
+    os.chdir(before["working directory"])
+    os.umask(before["umask"])
+    for name in after["os.environ"].keys() | before["os.environ"].keys():
+        if name in before["os.environ"]:
+            os.environ[name] = before["os.environ"][name]
+        else:
+            del os.environ[name]
+    differences = [f"{name}: {_difference(before[name], after[name])}" for name in changed]
+    pytest.fail("left behind for the tests after it: " + "; ".join(differences))
+
+
+def _difference(before: Any, after: Any) -> str:
+    if not isinstance(before, dict):
+        return f"{after!r} instead of {before!r}"
+    names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    return ", ".join(f"{name}={after.get(name)!r} instead of {before.get(name)!r}" for name in sorted(names))
 
 
 @pytest.fixture(scope="session")

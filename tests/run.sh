@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Sets up build/ on first use and runs every check of the project: ruff, deno, the patches against their sources, mypy, pytest.
-# Usage: bash tests/run.sh [--quick] [--target VERSION] [pytest arguments]
+# Usage: bash tests/run.sh [--quick] [--timings] [--target VERSION] [pytest arguments]
 #        bash tests/run.sh --plugin CHECKOUT [pytest arguments]      of pytest only the plugin's tests, with the verl of a checkout (of main, say)
 # The tests run against the verl of patches/DEFAULT. Without arguments, those that are marked smoke also run against each
 # other verl that there is a patch for, those marked every_target against each that has requirements of its own, and
-# those marked target against the one that they name: in parts, three at a time; their logs are in build/logs.
+# those marked target against the one that they name: in parts, two at a time; their logs are in build/logs. At the end
+# there is a line for each part. --timings adds tables of the slowest files and fixtures.
 # --target takes one verl, for everything. --quick is for each commit: against one verl, in parts, too. It leaves out
 # what is marked slow: runs of the trainer, benchmarks, the page in a browser, other trackers, make_patch.sh, real virtual
 # environments and Ray; and of each file in tests/multirank all cases with ranks but one.
@@ -137,26 +138,31 @@ if [[ ${1-} == --plugin ]]; then
     set -- tests/unit/test_plugin_with_verl.py tests/multirank/test_plugin_ranks.py tests/trainer/test_plugin_run.py "${@:3}"
 fi
 quick=
+timings=
+chosen=
 in_parts=
-if ((!$#)); then
-    in_parts=1
-    # The newest one first, which has most of the marked tests.
-    for version in "${targets[@]}"; do [[ $version == "$default" ]] || others=("$version" "${others[@]}"); done
-fi
-while [[ ${1-} == --quick || ${1-} == --target ]]; do
-    if [[ $1 == --quick ]]; then
-        quick=--quick
-        shift
-        continue
-    fi
-    target=${2-}
-    if [[ " ${targets[*]} " != *" $target "* ]]; then
-        say "--target takes one of: ${targets[*]}" >&2
-        exit 2
-    fi
-    shift 2
+while [[ ${1-} == --quick || ${1-} == --timings || ${1-} == --target ]]; do
+    case $1 in
+        --quick) quick=--quick ;;
+        --timings) timings=1 ;;
+        --target)
+            target=${2-} chosen=1
+            if [[ " ${targets[*]} " != *" $target "* ]]; then
+                say "--target takes one of: ${targets[*]}" >&2
+                exit 2
+            fi
+            shift
+            ;;
+    esac
+    shift
 done
-[[ ! $quick || $# != 0 ]] || in_parts=1
+if ((!$#)); then
+    [[ $chosen && ! $quick ]] || in_parts=1
+    # The newest one first, which has most of the marked tests.
+    [[ $chosen || $quick ]] || for version in "${targets[@]}"; do
+        [[ $version == "$default" ]] || others=("$version" "${others[@]}")
+    done
+fi
 
 mkdir -p "$build"
 exec 9>"$build/lock"
@@ -195,31 +201,60 @@ if [[ $in_parts ]]; then
 fi
 exec 9>&-
 
+# pytest, interrupted MOST_MINUTES after the start: what hangs is then seen at the end of a log.
+MOST_MINUTES=80
+run_pytest() {
+    local left=$((MOST_MINUTES * 60 - SECONDS))
+    timeout --foreground --signal=INT --kill-after=60 $((left > 60 ? left : 60)) \
+        "$venv/bin/python" -m pytest ${quick:+"$quick"} "$@"
+}
+
 # A part of a run: a verl, and what of the tests: one of these folders, all others, or what is marked for another verl.
-FOLDERS="tests/multirank tests/trainer tests/unit"
+FOLDERS="tests/multirank tests/trainer tests/unit tests/tools tests/report"
 test_part() {
-    local version=$1 what=$2 folder marked="smoke or target(version='$1')" arguments=()
+    local version=$1 what=$2 marked="smoke or target(version='$1')" arguments=() folder
     [[ $(environment_of "$version") != "$version" ]] || marked="every_target or $marked"
     use_target "$version"
     case $what in
         rest) for folder in $FOLDERS; do arguments+=("--ignore=$folder"); done ;;
-        marked) arguments=(-m "$marked") ;;
+        marked) # no other file is imported
+            mapfile -t arguments < <(grep -rlE --include='test_*.py' 'mark\.(smoke|every_target|target)\b' tests | sort)
+            arguments+=(-m "$marked")
+            ;;
         *) arguments=("$what") ;;
     esac
-    say "pytest, verl $version, ${arguments[*]}"
-    "$venv/bin/python" -m pytest ${quick:+"$quick"} "${arguments[@]}"
+    say "pytest, verl $version, $what"
+    run_pytest ${timings:+--timings "$3/timings"} "${arguments[@]}"
 }
 
 # Runs parts until all are taken: who makes the folder has the part.
 work() {
-    local number code
+    local number part code start
     for number in "${!parts[@]}"; do
-        mkdir "$logs/$number" 2>/dev/null || continue
-        code=0
+        part=$logs/$number
+        mkdir "$part" 2>/dev/null || continue
+        code=0 start=$SECONDS
         # shellcheck disable=SC2086 # a verl, and what
-        test_part ${parts[number]} >"$logs/$number/log" 2>&1 </dev/null || code=$?
-        echo "$code" >"$logs/$number/code.new"
-        mv "$logs/$number/code.new" "$logs/$number/code"
+        test_part ${parts[number]} "$part" >"$part/log" 2>&1 </dev/null || code=$?
+        printf '%d:%02d\n' $(((SECONDS - start) / 60)) $(((SECONDS - start) % 60)) >"$part/minutes"
+        echo "$code" >"$part/code.new"
+        mv "$part/code.new" "$part/code"
+    done
+}
+
+# One line for each part, and below it what was skipped and why, what failed, and a failing part's log.
+summarize() {
+    local number part counts
+    for number in "${!parts[@]}"; do
+        part=$logs/$number
+        if [[ ! -f $part/code ]]; then
+            say "${parts[number]}: did not end; its log: build/logs/$number/log"
+            continue
+        fi
+        counts=$(sed -nE 's/^(=+ )?(no tests ran|[0-9]+ [a-z].*) in [0-9.]+s.*/\2/p' "$part/log" | tail -n 1)
+        say "${parts[number]}: ${counts:-no result}, $(<"$part/minutes") min"
+        sed -nE 's/^(SKIPPED|FAILED|ERROR) (.*)/    \L\1\E \2/p' "$part/log"
+        [[ $(<"$part/code") == 0 ]] || echo "    log: build/logs/$number/log"
     done
 }
 
@@ -251,23 +286,30 @@ code=0
 if [[ ! $in_parts ]]; then
     say "pytest, verl ${plugin:-$target}"
     [[ ! $plugin ]] || export GRADLOC_BASE_TREE=$plugin
-    "$venv/bin/python" -m pytest ${quick:+"$quick"} "$@" || code=$?
+    [[ ! $timings ]] || set -- --timings "$build/timings" "$@"
+    rm -f "$build/timings"
+    run_pytest "$@" || code=$?
+    [[ ! -f $build/timings ]] || "$venv/bin/python" tests/support/timings.py "$build/timings"
     exit "$code"
 fi
 
-# The longest parts come first. None keeps two cores busy all the time; a process of torch takes up to 1 GB.
+# The longest parts come first, so that none runs alone at the end. Two at a time keep two cores busy: one part alone does
+# so where it runs ranks, and hardly at all where it waits for Ray.
 parts=()
-[[ ! -d tests/multirank ]] || parts=("$target tests/multirank")
-for version in "${others[@]}"; do parts+=("$version marked"); done
-for folder in tests/trainer tests/unit; do [[ ! -d $folder ]] || parts+=("$target $folder"); done
+for folder in $FOLDERS; do
+    [[ ! -d $folder ]] || parts+=("$target $folder")
+    [[ $folder != tests/multirank ]] || for version in "${others[@]}"; do parts+=("$version marked"); done
+done
 parts+=("$target rest")
 workers=()
 set -m # each in a process group of its own, which ends with this one
-for worker in 1 2 3; do
+for worker in 1 2; do
     work &
     workers+=($!)
 done
 set +m
 trap 'for worker in "${workers[@]}"; do kill -- "-$worker" 2>/dev/null || true; done' EXIT
 for number in "${!parts[@]}"; do follow "$number" || code=$?; done
+summarize
+[[ ! $timings ]] || "$venv/bin/python" tests/support/timings.py "$logs"/*/timings
 exit "$code"

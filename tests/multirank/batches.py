@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 
 import numpy as np
@@ -30,6 +32,14 @@ def response_length(rank: int, row: int) -> int:
 
 def build_batch(case: Case, rank: int, seed: int = 0) -> DataProto:
     """One rank's rows: left-padded prompts, right-padded responses, log-probs near those of the model."""
+    batch, rng = _built(case, rank, seed)
+    torch.set_rng_state(rng)  # as if it had been built each time
+    return copy.deepcopy(batch)
+
+
+@functools.cache
+def _built(case: Case, rank: int, seed: int) -> tuple[DataProto, torch.Tensor]:
+    """A batch, and the state of the random numbers after it: each run of a case needs it, and it takes a forward."""
     random = torch.Generator().manual_seed(1000 * seed + rank)
     special = VISION_END if case.model == "vision" else 0
     tokens = torch.randint(special + 1, VOCABULARY, (case.rows, PROMPT + RESPONSE), generator=random)
@@ -90,7 +100,8 @@ def build_batch(case: Case, rank: int, seed: int = 0) -> DataProto:
         tensors["rollout_log_probs"] = (old_log_probs + noise(0.02)) * response_mask
     if case.rollout_weights:
         tensors["rollout_is_weights"] = noise(0.3).exp() * response_mask
-    return DataProto.from_dict(tensors, others, meta_info={"temperature": TEMPERATURE, "global_steps": 7 + seed})
+    batch = DataProto.from_dict(tensors, others, meta_info={"temperature": TEMPERATURE, "global_steps": 7 + seed})
+    return batch, torch.get_rng_state()
 
 
 class Words:

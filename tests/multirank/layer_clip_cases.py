@@ -343,9 +343,12 @@ def off_and_stock(wrap_as: str, rollout: bool) -> dict[str, bool]:
     """
     import actor_cases
     import actors
+    import batches
     from verl.workers.config import LayerClipConfig as VerlLayerClipConfig
 
     case = actors.Case(wrap=wrap_as, mini_batch=4, rollout=rollout)
+    for seed in range(2):
+        batches.build_batch(case, dist.get_rank(), seed)  # made once, before what is counted
     helper = "verl.trainer.ppo.rollout_corr_helper"
     runs, collectives, reads = [], [], []
     for module, modules, options in (

@@ -90,7 +90,7 @@ def brute_force(case: Case, batch: DataProto, tokens: bool, steps: int | None = 
                 others = {name: values[rows] for name, values in mini_batch.non_tensor_batch.items()}
                 tensors = on_device(mini_batch.batch[rows])
                 measure_unit(case, config, model, unit, {**tensors, **others}, loss_factor(case, rows), tokens)
-                for part, gradient in zip(total, take_gradients(case, model), strict=True):
+                for part, gradient in zip(total, take_gradients(case, [*model.parameters()]), strict=True):
                     part += gradient
                 units.append(unit)
             norms.append(step(model, total, config.grad_clip))
@@ -136,13 +136,15 @@ def measure_unit(
     found = torch.autograd.grad(loss(*leaves), leaves, allow_unused=True, materialize_grads=True)
     coefficients = found[0]
     unit.weight = weights[(found[0] != 0) | (found[1] != 0)].square().sum().sqrt().item()
-    total = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+    named = dict(model.named_parameters())  # as long to find as a backward
+    parameters = [*named.values()]
+    total = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     for row, position in mask.nonzero().tolist() if tokens else []:
-        model.zero_grad()
+        forget_gradients(parameters)
         share = loss(only(log_prob, row, position), only(entropy, row, position))
         (case.loss_scale * share).backward(retain_graph=True)
         weight = weights[row, position].item()
-        norm, layer_norms = take_norms(case, model)
+        norm, layer_norms = take_norms(case, named)
         token = Token(
             row=unit.rows[row],
             position=position,
@@ -153,13 +155,13 @@ def measure_unit(
             facts=token_facts(case, rows, log_prob, entropy, row, position),
         )
         unit.each.append(token)
-        for part, gradient in zip(total, take_gradients(case, model), strict=True):
+        for part, gradient in zip(total, take_gradients(case, parameters), strict=True):
             part += gradient
-    model.zero_grad()
+    forget_gradients(parameters)
     (case.loss_scale * loss(log_prob, entropy)).backward()
-    unit.norm, unit.layer_norms = take_norms(case, model)
+    unit.norm, unit.layer_norms = take_norms(case, named)
     if tokens:
-        gaps = [(part - g).norm() for part, g in zip(total, take_gradients(case, model), strict=True)]
+        gaps = [(part - g).norm() for part, g in zip(total, take_gradients(case, parameters), strict=True)]
         unit.residual = torch.stack(gaps).norm().item() / (unit.norm or 1.0)
 
 
@@ -223,17 +225,22 @@ def step(model: torch.nn.Module, gradients: list[torch.Tensor], max_norm: float)
     return norm.item()
 
 
-def take_gradients(case: Case, model: torch.nn.Module) -> list[torch.Tensor]:
+def forget_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def take_gradients(case: Case, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     """In float32, free of the loss scale, of all parameters; zero where a backward did not come."""
     return [
         torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.float() / case.loss_scale
-        for p in model.parameters()
+        for p in parameters
     ]
 
 
-def take_norms(case: Case, model: torch.nn.Module) -> tuple[float, dict[str, float]]:
+def take_norms(case: Case, named: dict[str, torch.nn.Parameter]) -> tuple[float, dict[str, float]]:
     squares: dict[str, float] = {}
-    for (name, _), gradient in zip(model.named_parameters(), take_gradients(case, model), strict=True):
+    for name, gradient in zip(named, take_gradients(case, [*named.values()]), strict=True):
         squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + gradient.double().square().sum().item()
     return math.sqrt(sum(squares.values())), {name: math.sqrt(square) for name, square in squares.items()}
 

@@ -97,13 +97,13 @@ def check_unit(found: dict[str, Any], unit: Unit, threshold: float, tolerance: f
 UNIT_CASES = [
     *[(2, Case(wrap, checkpointing=checkpointing, mini_batch=4)) for wrap in WRAPS for checkpointing in (False, True)],
     *[(2, Case(wrap, tied=True, kl=True, entropy=True)) for wrap in WRAPS],
-    *[(2, Case(wrap, dynamic=True, mini_batch=4)) for wrap in WRAPS],
+    (2, Case("fsdp1-orig", dynamic=True, mini_batch=4)),
     *[(2, Case(loss_agg_mode=mode, dynamic=dynamic)) for mode in MODES for dynamic in (False, True)],
     *[(2, Case(loss_agg_mode=mode, mini_batch=4, kl=True, entropy=True)) for mode in MODES],
     (2, Case("fsdp1", checkpointing=True, mini_batch=4, epochs=2, kl=True)),
     (2, Case(mini_batch=4, epochs=2, entropy=True)),
     # Rows without an advantage, as those of a group with equal rewards: beside others, and all of a micro-batch.
-    *[(2, Case(wrap, mini_batch=4, still=STILL)) for wrap in WRAPS],
+    *[(2, Case(wrap, mini_batch=4, still=STILL)) for wrap in ("fsdp1", "fsdp2")],
     (2, Case(mini_batch=4, still=STILL, clipped=CLIPPED, dual_clipped=((0, 5, 3),), loss_agg_mode=MODES[2])),
     (2, Case(mini_batch=4, still=STILL, kl=True)),
     (2, Case("fsdp1", loss_mode="gspo", mini_batch=4, still=STILL)),
@@ -112,7 +112,7 @@ UNIT_CASES = [
     (2, Case(loss_mode="gspo", mini_batch=4)),
     (2, Case("fsdp1", loss_mode="gspo", dynamic=True)),
     (1, Case("none")),
-    *[(1, Case(wrap, checkpointing=True, mini_batch=4)) for wrap in WRAPS],
+    *[(1, Case(wrap, checkpointing=True, mini_batch=4)) for wrap in ("fsdp1", "fsdp2")],
     (4, Case("fsdp1", kl=True)),
     (4, Case("fsdp2", dynamic=True, mini_batch=4)),
 ]
@@ -149,7 +149,7 @@ SEARCH_CASES = [
     *[(2, Case(loss_agg_mode=mode, dynamic=True, planted=THREE)) for mode in MODES],
     (2, Case("fsdp2", grouped=True, planted=THREE)),
     (2, Case("fsdp1", mini_batch=4, rollout=True, reference=True, planted=THREE, clipped=((0, 3, 1), (1, 4, 3)))),
-    *[(2, Case(wrap, mini_batch=4, still=STILL, planted=THREE)) for wrap in WRAPS],
+    *[(2, Case(wrap, mini_batch=4, still=STILL, planted=THREE)) for wrap in ("fsdp1", "fsdp2")],
     (2, Case("fsdp2", still=STILL, trigger="global", planted=THREE)),
     (2, Case("fsdp2", mini_batch=4, still=STILL, clipped=CLIPPED, kl=True, planted=THREE)),
     (2, Case("fsdp2", mini_batch=4, epochs=2, kl=True, planted=ONE)),
@@ -250,7 +250,7 @@ def test_a_spike_of_one_micro_batch_that_the_mean_hides_is_found(launch: Launch,
         assert by_norm.forwards == [case.rows // case.micro_batch + 1]  # the rehearsal
 
 
-@cases(*[(2, Case(wrap, mini_batch=4)) for wrap in WRAPS])
+@cases(*[(2, Case(wrap, mini_batch=4)) for wrap in ("fsdp1", "fsdp2")])
 def test_nothing_happens_without_a_spike(launch: Launch, world: int, case: Case) -> None:
     runs = launch(world, actor_cases.watch, case, 1e5, 2)
     assert same_events(runs) == [[], []]
@@ -319,7 +319,7 @@ def check_bit_identity(launch: Launch, world: int, case: Case) -> None:
         assert all(off.values()), off
 
 
-@cases(*[(2, Case(wrap, planted=THREE)) for wrap in WRAPS])
+@cases(*[(2, Case(wrap, planted=THREE)) for wrap in ("fsdp1", "fsdp2")])
 def test_a_search_that_spends_its_budget_is_incomplete(launch: Launch, world: int, case: Case) -> None:
     results = launch(world, actor_cases.identity, case, 2)
     (event,), second = same_events([run for _, _, run in results])
@@ -333,7 +333,7 @@ PLACES = ["before the forward", "in a layer", "after the forward", "in the backw
 
 
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("wrap", WRAPS_AND_ENGINE)
+@pytest.mark.parametrize("wrap", [WRAPS_AND_ENGINE[0], WRAPS_AND_ENGINE[2]])
 def test_a_failure_on_one_rank_ends_the_search_on_all(launch: Launch, wrap: str, where: str) -> None:
     results = launch(2, actor_cases.failing_search, Case(wrap, planted=THREE), where)
     (event,), second = same_events([run for _, run in results])

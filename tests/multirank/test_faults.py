@@ -141,8 +141,11 @@ if ENGINE:
 
 
 @cases(*[(2, case) for case in AFTER_EVALUATION], engine=True)
-@pytest.mark.parametrize("where", ["in a layer", "in a layer's backward"])
-@pytest.mark.parametrize("when", [[1], [1, 2], [2]], ids=["rehearsal", "both", "probe"])
+@pytest.mark.parametrize(
+    ("where", "when"),
+    [("in a layer's backward", [1]), ("in a layer", [1, 2]), ("in a layer's backward", [2])],
+    ids=["rehearsal", "both", "probe"],
+)
 def test_out_of_memory_after_an_evaluation_ends_the_search_on_all_ranks(
     launch: Launch, world: int, case: Case, where: str, when: list[int]
 ) -> None:
@@ -274,10 +277,10 @@ def test_ranks_with_unequal_lengths_make_the_same_number_of_passes(launch: Launc
         assert all(same.values()), same
 
 
-# Of 60 and 12 seeds: in these runs nearly each two settings that meet in any of them do.
-OF_TWO_RANKS = [40, 59, 0, 8, 52, 56, 3, 48, 4, 6, 23, 36, 9, 10, 15, 57, 1, 19, 27, 38, 30, 32, 42, 54]
-OF_THREE_RANKS = [1000, 1003, 1006, 1007, 1004, 1010]
-DRAWS = {2: OF_TWO_RANKS[:16] if ENGINE else OF_TWO_RANKS, 3: OF_THREE_RANKS[:3] if ENGINE else OF_THREE_RANKS}
+# Of 60 and 12 seeds, those in which most pairs of settings meet.
+OF_TWO_RANKS = [40, 59, 0, 8, 52, 56, 3, 48, 4, 6, 23, 36]
+OF_THREE_RANKS = [1000, 1003, 1006]
+DRAWS = {2: OF_TWO_RANKS[:6] if ENGINE else OF_TWO_RANKS, 3: OF_THREE_RANKS[:1] if ENGINE else OF_THREE_RANKS}
 
 
 @pytest.mark.target(version="0.9.1")

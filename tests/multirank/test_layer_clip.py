@@ -119,7 +119,7 @@ def test_zeros_and_non_finite_norms_change_nothing(config: LayerClipConfig, odd:
 def test_ten_spikes_in_a_row_raise_the_bound_by_at_most_five_percent_each(
     config: LayerClipConfig, spread: float
 ) -> None:
-    for seed in range(10):
+    for seed in range(3):
         statistics = statistics_of(log_normal(500, spread, seed), config)
         for _ in range(10):
             before = statistics.bound(config)
@@ -129,9 +129,9 @@ def test_ten_spikes_in_a_row_raise_the_bound_by_at_most_five_percent_each(
 
 @both_rules
 @pytest.mark.parametrize("shift", [3, 100, 0.33])
-@pytest.mark.parametrize("spread", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize("spread", [0.3, 0.8])
 def test_a_lasting_shift_is_followed_within_300_steps(config: LayerClipConfig, shift: float, spread: float) -> None:
-    for seed in range(10):
+    for seed in range(3):
         norms = log_normal(1300, spread, seed)
         statistics = statistics_of(norms[:500], config)
         old = statistics.mean
@@ -143,10 +143,10 @@ def test_a_lasting_shift_is_followed_within_300_steps(config: LayerClipConfig, s
 
 
 @both_rules
-@pytest.mark.parametrize(("shift", "steps"), [(0.1, 300), (0.05, 360), (0.01, 600)])
-@pytest.mark.parametrize("spread", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize(("shift", "steps"), [(0.1, 300), (0.01, 600)])
+@pytest.mark.parametrize("spread", [0.3, 0.8])
 def test_a_lasting_fall_is_followed(config: LayerClipConfig, shift: float, steps: int, spread: float) -> None:
-    for seed in range(10):
+    for seed in range(3):
         norms = log_normal(500 + steps, spread, seed)
         statistics, usual = LayerStatistics(), []
         for norm in norms[:500]:
@@ -527,10 +527,10 @@ def test_top_level_modules_are_the_layers_where_no_name_fits(caplog: pytest.LogC
 
 # Several processes
 
-COMPARED = [(size, Case(wrap)) for size in (1, 2, 3) for wrap in WRAPS]
+COMPARED = [*[(2, Case(wrap)) for wrap in WRAPS], *[(size, Case(wrap)) for size in (1, 3) for wrap in WRAPS[::2]]]
 COMPARED += [(1, Case("none")), (2, Case("none")), (4, Case("fsdp2"))]
 COMPARED += [(4, Case(wrap, hsdp=True)) for wrap in WRAPS]
-COMPARED += [(4, Case(wrap, model)) for wrap in WRAPS for model in ("tied", "frozen", "lora", "moe")]
+COMPARED += [(2, Case(wrap, model)) for wrap in WRAPS for model in ("tied", "frozen", "lora", "moe")]
 COMPARED += [(2, Case(wrap, offload=True)) for wrap in WRAPS]
 
 

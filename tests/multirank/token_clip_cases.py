@@ -276,7 +276,7 @@ class Plain:
                 found = self._cut(name, gradient, gradient.float().norm(dim=-1), of_row, start - 1, largest)
                 over += [Signal(name, dist.get_rank() // self.size, index, rows[r], p, m) for r, p, m in found]
                 hidden.backward(gradient)
-            for part, gradient in zip(total, take_gradients(case, self.model), strict=True):
+            for part, gradient in zip(total, take_gradients(case, [*self.model.parameters()]), strict=True):
                 part += gradient
         self._take_in(largest, int(batch.batch["response_mask"].sum()))
         for parameter, master in zip(self.model.parameters(), self.masters, strict=True):

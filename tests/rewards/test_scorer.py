@@ -80,16 +80,9 @@ def run_script(text: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("answer", "truth", "expected"),
     [
-        ("I get \\boxed{42}", "42", 1),
-        ("I get \\boxed{42}", "43", 0),
-        ("The answer is 0.5", "\\frac{1}{2}", 1),
-        ("so $x = \\frac{2}{4}$", "\\frac{1}{2}", 1),
         ("\\boxed{(x+1)^2}", "x^2+2x+1", 1),
         ("\\boxed{(x+1)^2}", "x^2+x+1", 0),
-        ("\\boxed{\\{2, 1\\}}", "\\{1, 2\\}", 1),
-        ("I don't know", "42", 0),
         ("", "42", 0),
-        ("\\boxed{\\frac{1}{}}", "42", 0),
         ("\\boxed{42}", "", 0),
     ],
 )
@@ -138,8 +131,9 @@ def test_in_a_ray_actor() -> None:
 
             return os.getpid(), guarded_math_verify.compute_score(answer, truth, timeout_score=0.25)
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces
     try:
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
         actor = ray.remote(Rewards).options(max_concurrency=3).remote()
         results = [actor.score.remote(answer, "1") for answer in ("\\boxed{1}", HANGING, "\\boxed{2}")]
         pids, scores = zip(*ray.get(results, timeout=500), strict=True)
@@ -148,6 +142,7 @@ def test_in_a_ray_actor() -> None:
         assert left
     finally:
         ray.shutdown()
+        signal.signal(signal.SIGTERM, handler)
     assert not psutil.wait_procs(left, timeout=200)[1]
 
 

@@ -28,8 +28,7 @@ def overrides_of(*arguments: str, **environment: str) -> list[str]:
 
 
 @pytest.mark.every_target
-@pytest.mark.smoke
-@pytest.mark.parametrize("fault", ["none", *launch.FAULTS])
+@pytest.mark.parametrize("fault", [pytest.param("none", marks=pytest.mark.smoke), *launch.FAULTS])
 def test_verls_hydra_composes_every_configuration_and_verl_accepts_it(fault: str) -> None:
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 

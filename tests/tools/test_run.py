@@ -13,7 +13,9 @@ import pytest
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-TOOLS = "basename bash cat cp cut dirname flock ln mkdir mktemp mv nproc rm sed sha256sum sleep".split()
+TOOLS = """
+basename bash cat cp cut dirname flock grep ln mkdir mktemp mv nproc rm sed sha256sum sleep sort tail timeout
+""".split()
 
 # pytest's plugins take two seconds to import.
 QUICK_START = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -78,22 +80,28 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(project: Path, user: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(project: Path, *arguments: str | Path, user: int = 1000, options: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs the project's tests, with options for each pytest."""
     write(project / "bin/id", f"#!/bin/sh\necho {user}\n", 0o755)
-    environment = os.environ | QUICK_START | {"PATH": str(project / "bin")}
-    command = [project / "bin/bash", project / "tests/run.sh", "-p", "no:cacheprovider", *arguments]
+    environment = os.environ | QUICK_START
+    environment |= {"PATH": str(project / "bin"), "PYTEST_ADDOPTS": f"-p no:cacheprovider {options}"}
+    command = [project / "bin/bash", project / "tests/run.sh", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+def passed(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_tests_without_the_browser_do_not_ask_for_it(project: Path) -> None:
-    done = run(project, 0, "-k", "test_other")
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
-    assert "Chromium" not in done.stdout + done.stderr
+    done = run(project, "-k", "test_other", user=0)
+    assert "1 passed" in passed(done) and "Chromium" not in done.stdout + done.stderr
     assert not (project / "apt").exists()
 
 
 def test_without_a_browser_all_other_tests_run(project: Path) -> None:
-    done = run(project, 1000)
+    done = run(project)
     assert done.returncode == 1 and "1 passed" in done.stdout, done.stdout + done.stderr
     assert "the tests of the report in a browser will fail" in done.stderr
     assert "apt-get install chromium chromium-driver" in done.stdout and "Traceback" not in done.stdout
@@ -101,43 +109,49 @@ def test_without_a_browser_all_other_tests_run(project: Path) -> None:
 
 
 WHICH = """import os, pytest
+def say(name):
+    print("RAN", name, os.environ["GRADLOC_BASE_TREE"], os.environ["PYTHONPATH"])
 
 @pytest.mark.every_target
 def test_marked():
-    print("MARKED", os.environ["GRADLOC_BASE_TREE"], os.environ["PYTHONPATH"])
+    say("MARKED")
 
 @pytest.mark.smoke
 def test_smoke():
-    print("SMOKE", os.environ["GRADLOC_BASE_TREE"], os.environ["PYTHONPATH"])
+    say("SMOKE")
 
 @pytest.mark.target(version="0.9.1")
 def test_named():
-    print("NAMED", os.environ["GRADLOC_BASE_TREE"], os.environ["PYTHONPATH"])
+    say("NAMED")
 
 def test_other():
-    print("OTHER", os.environ["GRADLOC_BASE_TREE"])
+    say("OTHER")
 """
+SETTINGS = """[tool.pytest.ini_options]
+markers = ["every_target", "slow", "smoke", "target(version)"]
+pythonpath = ["tests/support"]
+"""
+
+
+def use_tests(project: Path, tests: dict[str, str]) -> None:
+    """Puts these in the place of all tests."""
+    write(project / "pyproject.toml", SETTINGS)
+    shutil.rmtree(project / "tests/report", ignore_errors=True)
+    (project / "tests/test_other.py").unlink(missing_ok=True)
+    for name, text in tests.items():
+        write(project / "tests" / name, text)
 
 
 def ran(project: Path, *arguments: str) -> list[str]:
     """What of the four tests ran against which verl."""
-    markers = '["every_target", "smoke", "target(version)"]'
-    write(project / "pyproject.toml", f'[tool.pytest.ini_options]\nmarkers = {markers}\naddopts = "-s -q"\n')
-    shutil.rmtree(project / "tests/report", ignore_errors=True)
-    write(project / "tests/test_other.py", WHICH)
-    environment = os.environ | QUICK_START | {"PATH": str(project / "bin")}
-    done = subprocess.run(
-        [project / "bin/bash", project / "tests/run.sh", *arguments], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [
-        line.lstrip(".").split() for line in done.stdout.splitlines() if re.search("MARKED|SMOKE|NAMED|OTHER", line)
-    ]
-    for line in lines:
-        version = Path(line[1]).parent.name
-        assert Path(line[1]) == project / f"build/{version}/base"
-        assert line[0] == "OTHER" or line[2].startswith(f"{project}/build/{version}/verl:")
-    return [f"{line[0]} {Path(line[1]).parent.name}" for line in lines]
+    use_tests(project, {"test_other.py": WHICH})
+    found = []
+    for _, line in re.findall(r"(RAN (\S+ .*))", passed(run(project, *arguments, options="-s -q"))):
+        name, base, path = line.split()
+        version = Path(base).parent.name
+        assert Path(base) == project / f"build/{version}/base" and path.startswith(f"{project}/build/{version}/verl:")
+        found.append(f"{name} {version}")
+    return found
 
 
 def test_which_tests_run_against_which_target(project: Path) -> None:
@@ -149,8 +163,7 @@ def test_which_tests_run_against_which_target(project: Path) -> None:
     def all_of(version: str) -> list[str]:
         return [f"{name} {version}" for name in ("MARKED", "SMOKE", "NAMED", "OTHER")]
 
-    default = [*all_of("0.7.0")]
-    assert ran(project) == [*all_of("0.9.1")[:3], "SMOKE 0.7.1", *default]
+    assert ran(project) == [*all_of("0.9.1")[:3], "SMOKE 0.7.1", *all_of("0.7.0")]
     assert ran(project, "-k", "test_marked") == ["MARKED 0.7.0"]
     assert ran(project, "--target", "0.7.1") == all_of("0.7.1")
     shutil.rmtree(project / "build/venv")
@@ -172,6 +185,11 @@ def test_each_run_has_logs_of_its_own(project: Path) -> None:
     logs = project / "build/logs"
     assert {path.name for path in logs.parent.glob("logs.*")} == {"logs.used", logs.readlink().name}
     assert (project / "build/logs.used/0/log").read_text() == "used" and (logs / "0/code").read_text() == "0\n"
+
+
+def use_conftest(project: Path) -> None:
+    for name in ("conftest.py", "support/trees.py", "support/timings.py"):
+        write(project / "tests" / name, (ROOT / "tests" / name).read_text())
 
 
 QUICK = """import pytest
@@ -199,80 +217,127 @@ def test_on_two_ranks(launch):
 """
 
 
-@pytest.mark.parametrize("arguments", [["--quick"], ["--target", "0.7.1", "--quick"], ["--quick", "--target", "0.7.1"]])
-def test_quick_leaves_out_slow_tests_and_all_but_one_case_with_ranks(project: Path, arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--quick"], ["--target", "0.7.1", "--quick"]])
+def test_quick_leaves_out_slow_tests_and_most_ranks(project: Path, arguments: list[str]) -> None:
     add_target(project, "0.7.1", shares="0.7.0")
     shutil.rmtree(project / "build/venv-trackers")
-    shutil.rmtree(project / "tests/report")
-    write(
-        project / "pyproject.toml",
-        '[tool.pytest.ini_options]\nmarkers = ["slow"]\npythonpath = ["tests/support"]\naddopts = "-s -q"\n',
-    )
-    (project / "tests/test_other.py").unlink()
-    for name in ("conftest.py", "support/trees.py"):
-        write(project / "tests" / name, (ROOT / "tests" / name).read_text())
-    write(project / "tests/one/test_first.py", QUICK)
-    write(project / "tests/two/test_second.py", QUICK)
-    write(project / "tests/unit/test_third.py", QUICK)
-    environment = (
-        os.environ | QUICK_START | {"PATH": str(project / "bin"), "PYTHONPATH": str(project / "tests/support")}
-    )
-    command = [project / "bin/bash", project / "tests/run.sh", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.partition("RAN ")[2] for line in done.stdout.splitlines() if "RAN " in line]
+    use_tests(project, {"one/test_first.py": QUICK, "two/test_second.py": QUICK, "unit/test_third.py": QUICK})
+    use_conftest(project)
+    printed = passed(run(project, *arguments, options="-s -q"))
+    lines = [line.partition("RAN ")[2] for line in printed.splitlines() if "RAN " in line]
     assert lines == ["without_ranks", "with 2 fsdp2"] * 3
-    assert done.stdout.count("run.sh: pytest, ") == 2  # parts
-    assert ("pytest, verl 0.7.1" in done.stdout) == ("--target" in arguments)
+    assert printed.count("run.sh: pytest, ") == 2  # parts
+    assert ("pytest, verl 0.7.1" in printed) == ("--target" in arguments)
 
 
 def test_the_plugins_tests_with_another_verl(project: Path, tmp_path: Path) -> None:
     add_target(project, "0.9.1")
     make_venv(project, "0.9.1")
+    code = "import os\ndef test_it():\n    print('BASE', os.environ['GRADLOC_BASE_TREE'], os.environ['PYTHONPATH'])\n"
     for name in ("unit/test_plugin_with_verl", "multirank/test_plugin_ranks", "trainer/test_plugin_run"):
-        code = (
-            "import os\ndef test_it():\n    print('BASE', os.environ['GRADLOC_BASE_TREE'], os.environ['PYTHONPATH'])\n"
-        )
         write(project / f"tests/{name}.py", code)
     (tmp_path / "main").mkdir()
-    environment = os.environ | QUICK_START | {"PATH": str(project / "bin"), "PYTEST_ADDOPTS": "-s"}
-    command = [project / "bin/bash", project / "tests/run.sh", "--plugin"]
-    done = subprocess.run([*command, tmp_path / "main"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
-    assert done.stdout.count(f"BASE {tmp_path}/main {project}/build/0.9.1/verl:") == 3
-    chosen = [*command, tmp_path / "main", "-k", "test_plugin_run"]
-    done = subprocess.run(chosen, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "1 passed, 2 deselected" in done.stdout, done.stdout + done.stderr
-    done = subprocess.run([*command, tmp_path / "none"], env=environment, capture_output=True, text=True)
+    printed = passed(run(project, "--plugin", tmp_path / "main", options="-s"))
+    assert "3 passed" in printed and printed.count(f"BASE {tmp_path}/main {project}/build/0.9.1/verl:") == 3
+    chosen = passed(run(project, "--plugin", tmp_path / "main", "-k", "test_plugin_run"))
+    assert "1 passed, 2 deselected" in chosen
+    done = run(project, "--plugin", tmp_path / "none")
     assert done.returncode and "none: No such file" in done.stderr
 
 
 def test_an_unknown_target(project: Path) -> None:
-    environment = os.environ | QUICK_START | {"PATH": str(project / "bin")}
-    command = [project / "bin/bash", project / "tests/run.sh", "--target", "0.6.0"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run(project, "--target", "0.6.0")
     assert done.returncode == 2 and "--target takes one of: 0.7.0" in done.stderr
 
 
-def test_a_failing_test_of_another_target_fails_the_run(project: Path) -> None:
+PARTS = {
+    "multirank/test_ranks.py": "def test_ranks():\n    pass\n",
+    "test_other.py": """import os, pytest
+@pytest.fixture(scope="module")
+def made():
+    pass
+@pytest.mark.smoke
+def test_it(made):
+    assert "0.7.0" in os.environ["PYTHONPATH"]
+@pytest.mark.smoke
+@pytest.mark.skip(reason="no GPU")
+def test_skipped():
+    pass
+""",
+}
+
+
+def test_a_run_ends_with_a_line_for_each_part(project: Path) -> None:
+    """With another verl a test fails, and the run with it."""
     add_target(project, "0.7.1", shares="0.7.0")
-    write(project / "pyproject.toml", '[tool.pytest.ini_options]\nmarkers = ["smoke"]\n')
-    shutil.rmtree(project / "tests/report")
-    test = "import os, pytest\n@pytest.mark.smoke\ndef test_it():\n    assert '0.7.0' in os.environ['PYTHONPATH']\n"
-    write(project / "tests/test_other.py", test)
-    write(project / "tests/multirank/test_ranks.py", "def test_ranks():\n    pass\n")
-    environment = os.environ | QUICK_START | {"PATH": str(project / "bin")}
-    done = subprocess.run(
-        [project / "bin/bash", project / "tests/run.sh"], env=environment, capture_output=True, text=True
-    )
-    parts = re.findall(r"pytest, verl (\S+), (\S+)|(\d (?:passed|failed))", done.stdout)
-    expected = [
-        "0.7.0 tests/multirank",
-        "1 passed",
-        "0.7.1 -m",
-        "1 failed",
-        "0.7.0 --ignore=tests/multirank",
-        "1 passed",
+    use_tests(project, PARTS)
+    use_conftest(project)
+    done = run(project, "--timings", options="-ra")
+    assert done.returncode == 1 and not done.stderr, done.stderr
+    printed, summary, rest = done.stdout.partition("run.sh: 0.7.0 tests/multirank: ")
+    parts = re.findall(r"pytest, verl (\S+), (\S+)", printed)
+    assert parts == [("0.7.0", "tests/multirank"), ("0.7.1", "marked"), ("0.7.0", "rest")]
+    lines, _, tables = (summary + rest).partition("Files, with their fixtures\n")
+    skipped = "    skipped [1] tests/test_other.py:8: no GPU"
+    said = re.sub(r"\d+:\d\d min", "M:SS min", lines)
+    assert re.sub("(failed .*?) - .*", r"\1", said).splitlines() == [
+        "run.sh: 0.7.0 tests/multirank: 1 passed, M:SS min",
+        "run.sh: 0.7.1 marked: 1 failed, 1 skipped, M:SS min",
+        skipped,
+        "    failed tests/test_other.py::test_it",
+        "    log: build/logs/1/log",
+        "run.sh: 0.7.0 rest: 1 passed, 1 skipped, M:SS min",
+        skipped,
     ]
-    assert [f"{version} {first}".strip() or result for version, first, result in parts] == expected
-    assert done.returncode == 1 and "1 passed" in done.stdout and "1 failed" in done.stdout, done.stdout
+    assert re.search(r" +\d+\.\d +\d+\.\d  tests/test_other.py\n", tables)
+    assert re.search(r" +\d+\.\d +\d+\.\d  tests/test_other.py::made\n", tables)
+
+
+HANGS = "import time\ndef test_hangs():\n    time.sleep(600)\n"
+
+
+def test_a_run_that_hangs_ends_in_time_and_tells_where(project: Path) -> None:
+    use_tests(project, {"test_other.py": HANGS})
+    script = project / "tests/run.sh"
+    script.write_text(script.read_text().replace("MOST_MINUTES=80", "MOST_MINUTES=0").replace("left : 60", "left : 2"))
+    done = run(project)
+    assert done.returncode == 124 and "test_other.py:3: KeyboardInterrupt" in done.stdout
+    last = r"run\.sh: 0\.7\.0 rest: no tests ran, \d+:\d\d min\n    log: build/logs/0/log\n"
+    assert re.search(f"{last}$", done.stdout), done.stdout
+
+
+LEAVES = """import os, signal, pytest
+
+@pytest.mark.parametrize("code", [
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+    "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])",
+    "os.chdir('/')",
+    "os.umask(0o077)",
+    "os.environ['VERL_LEFT'] = '1'",
+    "os.environ.pop('TO_GO')",
+])
+def test_that_leaves_something(code):
+    exec(code)
+
+def test_after_it():
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert os.getcwd() != "/" and os.umask(0o022) == 0o022
+    assert "VERL_LEFT" not in os.environ and os.environ["TO_GO"] == "1"
+"""
+
+
+def test_a_test_that_changes_the_process_fails_alone(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TO_GO", "1")
+    use_tests(project, {"test_other.py": LEAVES})
+    use_conftest(project)
+    done = run(project, "tests")
+    assert "7 passed, 6 errors" in done.stdout, done.stdout
+    said = re.findall(r"^E +Failed: left behind for the tests after it: (.*)", done.stdout, re.M)
+    assert [line.partition(":")[0] for line in said] == [
+        "handlers of signals",
+        "blocked signals",
+        "working directory",
+        "umask",
+        "os.environ",
+        "os.environ",
+    ]

@@ -29,8 +29,6 @@ from gradloc_tools.report.remedies import advice_by_source, best, recommended
 
 __all__ = ["bundle", "kept_without_bounds"]
 
-pytestmark = pytest.mark.target(version="0.9.1")
-
 # On the way back from the log-probs.
 HIDDEN = ("layers.1", "layers.0", "embed_tokens")
 FIELDS = {"name", "norm", "left", "under", "ordinary_moved", "masked", "override", "meaning", "note"}
@@ -167,6 +165,7 @@ def test_more_signals_than_the_largest_share_are_left(
         assert row["left"] < 0.01 and row["masked"] == {"tokens": 1, "culprits": 1} and row["note"] is None
 
 
+@pytest.mark.target(version="0.9.1")
 def test_a_signal_that_a_layer_amplifies_is_cut_where_it_leaves_it(bundle: Path, kept: Path) -> None:
     resave(bundle, lambda tensors: tensors["tokens.coefficient"].__setitem__(BAD, -0.1))
     opened, model = loaded(bundle, kept)
@@ -305,6 +304,7 @@ def norm_of(gradients: list[dict[str, Tensor]]) -> float:
     return math.sqrt(sum(float(sum(g[key] for g in gradients).square().sum()) for key in gradients[0]))
 
 
+@pytest.mark.target(version="0.9.1")
 def test_a_table_has_every_field_and_says_what_is_missing(
     bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +372,7 @@ sys.exit(main([{str(bundle)!r}, "--model", {str(kept / "model")!r}, "--only", "-
     assert "GSPO" not in done.stdout
 
 
+@pytest.mark.target(version="0.9.1")
 def test_verls_functions_give_the_rows_of_losses(bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("verl")
     of_verl(bundle)
@@ -385,6 +386,7 @@ def test_verls_functions_give_the_rows_of_losses(bundle: Path, kept: Path, capsy
     assert rows["token TIS"]["ordinary_moved"] == 0
 
 
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize(
     ("mode", "kl", "said"), [("vanilla", False, True), ("sapo", False, False), ("sapo", True, True)]
 )
@@ -400,6 +402,7 @@ def test_that_a_mean_stays_over_all_tokens_is_said_where_it_is_one(
     assert row["masked"]["culprits"] == 1 and ("The mean stays over" in (row["note"] or "")) == said
 
 
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("value", [-math.inf, math.nan])
 def test_a_token_that_the_rollout_gave_no_log_prob_is_no_reason_to_fail(
     bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], value: float

@@ -34,9 +34,6 @@ from gradloc_tools.replay.verdict import same_norm, sentences
 from gradloc_tools.report.command import main as report
 from gradloc_tools.report.reading import read
 
-# transformers 4 and 5 load models in different ways.
-pytestmark = pytest.mark.target(version="0.9.1")
-
 ROWS, PROMPT, RESPONSE, VOCABULARY = 2, 3, 5, 23
 THRESHOLD = 1e3
 BAD = (1, 2)
@@ -349,6 +346,7 @@ def test_a_bundle_over_the_limits_of_opening_is_not_written(
     assert "are the limits" in caplog.text and list(tmp_path.rglob("*.safetensors")) == []
 
 
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -378,6 +376,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(
     )
 
 
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_buffers_keep_their_precision(kept: Path, dtype: str) -> None:
     opened = open_bundle(kept / "replay" / "step1-epoch0-mini_batch0")
@@ -386,6 +385,7 @@ def test_buffers_keep_their_precision(kept: Path, dtype: str) -> None:
     assert {buffer.dtype for buffer in model.module.buffers()} == {torch.float32}
 
 
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize(
     ("recorded", "asked", "device", "main_variant", "others"),
     [
@@ -425,6 +425,7 @@ def test_a_replay_computes_in_the_asked_way(
     assert str(chosen) == main_variant and [str(other) for other in other_variants(chosen)] == others
 
 
+@pytest.mark.target(version="0.9.1")
 def test_flash_attention_is_refused_where_it_cannot_be(
     bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -595,6 +596,7 @@ def test_one_model_at_a_time_is_in_memory(
     assert len(modules) == 3 and len(json.loads(capsys.readouterr().out)["variants"]) == 1
 
 
+@pytest.mark.target(version="0.9.1")
 def test_other_weights_are_told_from_those_of_training(
     bundle: Path, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -637,6 +639,7 @@ def test_the_terminal_and_the_report_show_a_replay(
     assert read(str(folder)).replays == []
 
 
+@pytest.mark.target(version="0.9.1")
 def test_a_replay_needs_neither_verl_nor_ray(bundle: Path, kept: Path) -> None:
     script = f"""
 import sys

@@ -21,9 +21,6 @@ from gradloc_tools.replay.command import main
 from gradloc_tools.replay.measuring import Measured, Norms
 from gradloc_tools.replay.scale import find_scale, scale_in_words
 
-# transformers 4 and 5 load models in different ways.
-pytestmark = pytest.mark.target(version="0.9.1")
-
 MICRO_BATCHES = 3
 
 
@@ -75,6 +72,7 @@ def test_a_run_as_it_should_be_has_no_factor(tmp_path: Path, capsys: Any, dtype:
     assert result["scale"] is None and not any("times what" in sentence for sentence in result["sentences"])
 
 
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("name", ["loss", "gradient", "reduced"])
 @pytest.mark.parametrize(
     ("factor", "fits"), [(8.0, "2^3"), (3.0, "the number of micro-batches (3)"), (1 / 7, "1 / the number of responses")]

@@ -30,8 +30,6 @@ from gradloc_tools.report.reading import read
 
 __all__ = ["bundle", "kept"]
 
-# transformers 4 and 5 load models in different ways.
-pytestmark = pytest.mark.target(version="0.9.1")
 
 NAME = "step1-epoch0-mini_batch0"
 OTHER = b'{"not": "an event"}\n\xff\xfe malformed\n'
@@ -79,6 +77,7 @@ def left(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and NAME not in path.parts}
 
 
+@pytest.mark.target(version="0.9.1")
 def test_the_event_is_beside_the_bundle_and_in_the_evidence(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = {"token": "bad", "context": "a «bad» one", "reward": 1.0, "prompt": "what?"}
     change_line(evidence, lambda event: event["culprits"][0].update(texts))
@@ -321,7 +320,7 @@ def test_torchrun_is_for_the_search(
     assert "torchrun is for --search" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [*DAMAGES][::12])
 def test_a_damaged_bundle_is_not_searched(
     bundle: Path, kept: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
@@ -521,6 +520,7 @@ def test_a_replay_after_the_search_of_a_recorded_spike_has_its_culprits(
         assert replayed()["tokens"] == []
 
 
+@pytest.mark.target(version="0.9.1")
 def test_two_processes_of_torchrun_find_the_same(evidence: Path, tmp_path: Path) -> None:
     """As users start it. What would abort a process while its interpreter ends does not."""
     (tmp_path / "sitecustomize.py").write_text(ABORTS_AT_THE_END)

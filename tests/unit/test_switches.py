@@ -30,9 +30,6 @@ from gradloc_tools.replay.measuring import measure
 from gradloc_tools.replay.model import Variant, load
 from gradloc_tools.replay.switch_table import AS_REPLAYED, CHANGE, switches_in_words
 
-# transformers 4 and 5 load models in different ways.
-pytestmark = pytest.mark.target(version="0.9.1")
-
 FAINT = 3  # the token whose embedding is small
 
 
@@ -124,6 +121,7 @@ BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
 }
 
 
+@pytest.mark.target(version="0.9.1")
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_table_points_to_a_bug(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bug: str
@@ -196,6 +194,7 @@ def test_what_cannot_be_switched_is_noted(
     )
 
 
+@pytest.mark.target(version="0.9.1")
 def test_a_rotation_with_another_signature_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +280,7 @@ def test_a_model_that_cannot_fit_is_not_loaded_for_a_switch(
     assert note == "Not switched to 'precision: float64': it takes more memory than there is."
 
 
+@pytest.mark.target(version="0.9.1")
 def test_kernels_are_switched_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     patch = SimpleNamespace(_apply_liger_kernel_to_instance=lambda model: given.append(model))
@@ -301,6 +301,7 @@ def test_kernels_are_switched_where_they_are_installed(monkeypatch: pytest.Monke
     assert ("precision: float32", Variant("float32", "sdpa"), None) in of_flash
 
 
+@pytest.mark.target(version="0.9.1")
 def test_gemmas_norm_and_an_unknown_one_keep_their_formulas() -> None:
     class Gemma(torch.nn.Module):
         def __init__(self) -> None:
