@@ -3,14 +3,15 @@
 """What blind.py plants: faults, each where the real bug is, and healthy settings.
 
 A stage is a function of (world, strength, value) in the place of `World.step` that it is named for: `sync` (the weights
-that both workers load), `rows` (what server and agent loop return), `batch` (the collated tensors), `rewards`, `model`
-(before training computes log-probs), `forward` (the actor's own: its call and the micro-batch), `log_probs` (old and
-reference), `advantages`, `update` (all tensors).
+that both workers load), `prompts` (what a server is given), `rows` (what server and agent loop return), `batch` (the
+collated tensors), `rewards`, `model` (before training computes log-probs), `forward` (the actor's own: its call and the
+micro-batch), `log_probs` (old and reference), `advantages`, `update` (all tensors).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -31,9 +32,12 @@ from blind_world import (
     new_model,
     route_otherwise,
 )
+from localization_actor import ENGINE
 from torch import Tensor, nn
 from verl.trainer.ppo import core_algos
-from verl.workers.actor import dp_actor
+
+# Where the actor looks up its loss.
+losses = importlib.import_module("verl.workers.utils.losses" if ENGINE else "verl.workers.actor.dp_actor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +79,7 @@ log-probs by chunk | misaligned | - | ai-dynamo/dynamo#8630
 retokenized | retokenized misaligned | - | huggingface/trl#5224
 policy sliced wrongly | misaligned | - | opendilab/LightRFT
 policy sliced wrongly for images | misaligned | - | opendilab/LightRFT
-policy's labels not shifted | misaligned | - | opendilab/LightRFT
+policy's labels not shifted | misaligned | engines_apart | opendilab/LightRFT
 old log-probs of other rows | misaligned | sequence | verl-project/verl#7196
 never synced | stale_weights | - | verl-project/verl#7495
 synced late | stale_weights | engines_apart partly_stale | verl-project/verl#5211
@@ -89,6 +93,10 @@ other experts | token engines_apart | other_log_probs sequence | NVIDIA-NeMo/RL#
 rollout in few bits | other_log_probs engines_apart | token sequence | verl-project/verl#5459
 one log-prob too low | token | - | servicenow-ai/correctness-before-corrections
 attention of one layer | other_log_probs engines_apart layer | token sequence | NVIDIA-NeMo/RL#1801
+another prompt | engines_apart other_log_probs | - | huggingface/trl#6515
+BOS twice | engines_apart other_log_probs | - | huggingface/trl#3853
+RoPE of the server | engines_apart other_log_probs | - | TransformerLensOrg/TransformerLens#910
+query rows permuted | engines_apart other_log_probs | - | huggingface/transformers#31788
 EOS added | unsampled | - | OpenRLHF/OpenRLHF#238
 template trained on | unsampled | - | THUDM/slime#1477
 tool output trained on | unsampled | - | THUDM/slime#1477
@@ -110,7 +118,7 @@ rollout's log-prob is NaN | nonfinite | token unsampled | huggingface/trl#6166
 training's log-prob is NaN | nonfinite | - | Tencent-Hunyuan/UniRL#110
 loss scaled | loss_scale | - | verl-project/verl#5863
 mask's denominator | loss_scale | - | verl-project/verl#2505
-auxiliary loss | auxiliary | - | verl-project/verl#6609
+auxiliary loss | auxiliary | layer | verl-project/verl#6609
 gradients doubled | - | loss_scale | NVIDIA/Megatron-LM#6660
 backward of one layer | layer | - | Tencent-Hunyuan/UniRL#110
 bit flip | layer | nonfinite | paper 2102.11245
@@ -128,6 +136,11 @@ def add(kind: str, strengths: tuple[Any, ...], during: Any = None, **others: Any
     fields = {name: others.pop(name) for name in ("setting", "begins", "once") if name in others}
     stages = others if during is None else {"during": during}
     FAULTS[kind] = Fault(right.replace("-", ""), defensible, source, strengths, stages, **fields)
+
+
+def can_be_planted(kind: str) -> bool:
+    """Whether a kind is possible here: the forward of padded rows can be replaced in verl 0.7's actor alone."""
+    return not (ENGINE and kind in FAULTS and "forward" in FAULTS[kind].stages)
 
 
 def chosen(world: World, row: Row, share: float) -> bool:
@@ -344,6 +357,29 @@ def scale_attention(world: World, strength: float, model: nn.Module) -> None:
         block.register_forward_hook(lambda *passed: (strength * passed[2][0], *passed[2][1:]))
 
 
+def give_another(world: World, strength: str, prompts: Tensor) -> Tensor:
+    """The server's chat template is not training's: its last token is missing, or the user's text is another."""
+    if strength == "no end":
+        return prompts[:, :-1]
+    return torch.cat([prompts[:, :1], (prompts[:, 1:5] + 3) % 10, prompts[:, 5:]], 1)
+
+
+def begin_twice(world: World, times: int, prompts: Tensor) -> Tensor:
+    """The server adds a first token to prompts that have it."""
+    return torch.cat([*[prompts[:, :1]] * times, prompts], 1)
+
+
+def turn_otherwise(world: World, factor: float, loaded: list[Any]) -> None:
+    """The server's rotary embedding has another base."""
+    for worker in world.workers if world.step_number == world.begin else ():
+        worker.get_submodule("model.rotary_emb").inv_freq.mul_(factor)
+
+
+def permute(world: World, name: str, loaded: list[Any]) -> list[Any]:
+    """The rows of a projection are laid out otherwise where the server reads them."""
+    return [{key: value.flip(0) if name in key else value for key, value in loaded[0].items()}] * 2
+
+
 NO_CLIP = {"clip_ratio": 1e9, "clip_ratio_low": 1e9, "clip_ratio_high": 1e9, "clip_ratio_c": 1e9}
 BYPASS = {"correction": {"bypass_mode": True}, "actor": NO_CLIP}
 add("raw log-probs", (0.9, 0.7, 1.3), setting={"temperature": fast}, sync=report_processed)
@@ -353,6 +389,10 @@ add("other experts", (0.05, 0.2), setting={"engine": "fp32"}, sync=route)
 add("rollout in few bits", (5, 4, 3), sync=quantize)
 add("one log-prob too low", (4.0, 8.0), setting=BYPASS, rows=one_too_low)
 add("attention of one layer", (0.8, 0.4, 2.0), model=scale_attention)
+add("another prompt", ("digits", "no end"), prompts=give_another)
+add("BOS twice", (1, 2), prompts=begin_twice)
+add("RoPE of the server", (0.8, 0.5), sync=turn_otherwise)
+add("query rows permuted", ("layers.1.self_attn.q_proj", "q_proj"), sync=permute)
 
 # ---- tokens that the policy did not produce
 
@@ -502,7 +542,7 @@ def replaced(place: Any, name: str, new: Any) -> Iterator[None]:
 
 def scaled_loss(world: World, factor: float) -> Any:
     """A division is forgotten, or done twice."""
-    original = dp_actor.get_policy_loss_fn
+    original = losses.get_policy_loss_fn
 
     def scaled(name: str) -> Any:
         loss = original(name)
@@ -513,7 +553,7 @@ def scaled_loss(world: World, factor: float) -> Any:
 
         return times
 
-    return replaced(dp_actor, "get_policy_loss_fn", scaled)
+    return replaced(losses, "get_policy_loss_fn", scaled)
 
 
 def wrong_denominator(world: World, strength: str) -> Any:

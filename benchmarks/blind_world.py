@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The small RL stack of blind.py: servers, agent loop, collator, reward, reference, and verl 0.7's patched actor.
+"""The small RL stack of blind.py: servers, agent loop, collator, reward, reference, and verl's patched actor or engine.
 
 A Llama of three layers has learned a random language: a response is a chain of words of very different probabilities,
 then an answer to a question about the prompt's digits; with tools, the chain calls one now and then. Each step, two
@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy
 import torch
+from localization_actor import ENGINE, Actor
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl import DataProto
@@ -34,9 +35,10 @@ from verl.trainer.ppo.core_algos import (
     compute_rloo_outcome_advantage,
 )
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
-from verl.utils.gradloc.adapters.dp_actor import write_evidence
-from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
+
+if not ENGINE:
+    from verl.utils.gradloc.adapters.dp_actor import write_evidence
 
 FIRST_WORD, WORDS = 10, 24
 PLAIN, IMAGE, TOOLS, THINK, ANSWER, CALL, RESULT, END, PAD, VOCABULARY = 34, 35, 36, 37, 38, 39, 40, 41, 42, 43
@@ -281,12 +283,12 @@ class World:
         rows = setting.prompts * setting.answers
         policy_loss = PolicyLossConfig(loss_mode=setting.actor.get("loss_mode", "vanilla"))
         options: dict[str, Any] = dict(
-            strategy="fsdp",
+            strategy="fsdp2" if ENGINE else "fsdp",
             rollout_n=1,
             ppo_mini_batch_size=rows // 2,
             ppo_micro_batch_size_per_gpu=rows // 4,
             use_torch_compile=False,
-            fsdp_config=FSDPEngineConfig(dtype="float32"),
+            fsdp_config=FSDPEngineConfig(dtype="float32", use_torch_compile=False),
             policy_loss=policy_loss,
             use_kl_loss=setting.kl > 0,
             kl_loss_coef=setting.kl,
@@ -300,8 +302,8 @@ class World:
         options |= {key: value for key, value in setting.actor.items() if key != "loss_mode"}
         with contextlib.redirect_stdout(io.StringIO()):
             self.config = FSDPActorConfig(**options)
-            self.actor = DataParallelPPOActor(self.config, self.model, self.optimizer)
-            self.reference = DataParallelPPOActor(self.config, self.copy_of(start.weights))
+            self.actor: Any = Actor(self.config, self.model, self.optimizer)
+            self.reference: Any = Actor(self.config, self.copy_of(start.weights))
         self.past = [self.weights()]
         self.workers = [self.copy_of(start.weights) for _ in range(2)]
         self.processed, self.trained_temperature = "", setting.temperature  # faults change them
@@ -309,6 +311,10 @@ class World:
         self.token_norms: list[float] = []
         self.gaps: list[float] = []
         self.reward_mean = 0.5
+        if not ENGINE:
+            self._stand_in_forward()
+
+    def _stand_in_forward(self) -> None:
         forward = self.actor._forward_micro_batch
 
         def stood_in(micro_batch: Any, temperature: float, calculate_entropy: bool = False) -> Any:
@@ -319,7 +325,7 @@ class World:
                 return self.fault.stages["forward"](self, self.strength, (call, micro_batch))
             return call(micro_batch)
 
-        self.actor._forward_micro_batch = stood_in  # type: ignore[method-assign]
+        self.actor._forward_micro_batch = stood_in
 
     @staticmethod
     def copy_of(weights: dict[str, Tensor]) -> LlamaForCausalLM:
@@ -372,7 +378,8 @@ class World:
         with self.fault.stages["during"](self, self.strength) if self.is_struck("during") else contextlib.nullcontext():
             with contextlib.redirect_stdout(io.StringIO()):
                 metrics = self.actor.update_policy(data)
-        write_evidence(self.actor, data, None, metrics)
+        if not ENGINE:  # which writes it itself
+            write_evidence(self.actor, data, None, metrics)
         self.token_norms.append(metrics["actor/gradloc/token_norm_max"])
         mask = tensors["response_mask"].bool()
         self.gaps.append(float((tensors["rollout_log_probs"] - tensors["old_log_probs"])[mask].abs().nanmean()))
@@ -385,7 +392,9 @@ class World:
         prompts = draw_prompts(setting.prompts, setting.tools, self.random).repeat_interleave(rare * setting.answers, 0)
         rows: list[Row] = []
         for worker, own in zip(workers, prompts.chunk(len(workers)), strict=True):
-            rows += generate(self._served(worker), own, setting, self.random, self.processed)
+            rows += generate(self._served(worker), self.at("prompts", own), setting, self.random, self.processed)
+        for row, prompt in zip(rows, prompts.tolist(), strict=True):
+            row.prompt = prompt
         if rare > 1:  # of each group those with the rarest tokens
             groups = [rows[i : i + rare * setting.answers] for i in range(0, len(rows), rare * setting.answers)]
             rows = [row for group in groups for row in sorted(group, key=lambda x: min(x.log_probs))[: setting.answers]]
@@ -407,9 +416,16 @@ class World:
     def _log_probs(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         meta = {"micro_batch_size": len(self.rows), "temperature": self.trained_temperature, "use_dynamic_bsz": False}
         data = DataProto.from_dict(tensors, meta_info=meta)
-        found = {"old_log_probs": self.actor.compute_log_prob(data)[0]}
+
+        def of(actor: Any) -> Tensor:
+            if not ENGINE:
+                return actor.compute_log_prob(data)[0]
+            with torch.no_grad():
+                return actor.forward(tensors, self.trained_temperature)[0]
+
+        found = {"old_log_probs": of(self.actor)}
         if self.setting.reference:
-            found["ref_log_prob"] = self.reference.compute_log_prob(data)[0]
+            found["ref_log_prob"] = of(self.reference)
         return found
 
     def _advantages(self, tensors: dict[str, Tensor], rewards: Tensor) -> dict[str, Tensor]:

@@ -125,6 +125,8 @@ def align(first: Tensor, second: Tensor, mask: Tensor) -> Alignment:
     shift = torch.zeros((rows, 1), dtype=torch.int64, device=device)
     start, best = shift.clone(), torch.zeros((rows, 1), device=device)
     aligned = counted.any(1, keepdim=True)
+    # What does not fit better than a constant, as log-probs of another model, is no fit.
+    spread = _spread(b, counted)
     sums = []
     for k in SHIFTS:
         compared = counted & _moved(counted, k)
@@ -141,7 +143,7 @@ def align(first: Tensor, second: Tensor, mask: Tensor) -> Alignment:
         before = [whole - tail for whole, tail in zip(of_all, of_tail, strict=True)]
         fits = (gain > best) & (of_tail[1] <= FITS * of_tail[0]) & (_evidence(*of_tail[:4]) >= EVIDENCE)
         fits &= of_tail[4] >= MOSTLY * of_tail[5]
-        fits &= of_tail[0] > LEAST_GAP * tokens
+        fits &= (of_tail[0] > LEAST_GAP * tokens) & (of_tail[1] <= tokens * spread)
         inside = (count[:, :1] - tokens >= LEAST_TOKENS) & (before[0] <= FITS * before[1])
         shift, best = torch.where(fits, k, shift), torch.where(fits, gain, best)
         start = torch.where(fits, torch.where(inside, at, 0), start)
@@ -511,6 +513,7 @@ def _off(sums: Mapping[str, float], judge_correlation: bool) -> Off | None:
         *parts, nearer, farther = (sums[f"{name} {k}"] for name in _COMPARED)
         evidence = float(_evidence(*torch.tensor(parts, dtype=torch.float64)))
         is_nearer = parts[1] <= (1 + FITS) / 2 * parts[0] and parts[0] > LEAST_GAP * sums["tokens"]
+        is_nearer &= parts[1] <= sums["tokens"] * math.sqrt(max(_variance(sums, "second"), 0.0))
         if is_nearer and nearer >= MOSTLY * farther and evidence >= POOLED_EVIDENCE:
             return Off("moved", 1.0, True, shift=k)
     if found.clear:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .alignment import ALIGNMENT_SUMS, Off, correlation, find_off, misaligned_warning
-from .warned import APART, WITHOUT_CAUSE, resume_note
+from .warned import APART, OTHER_LOG_PROBS, REFERENCE, REWARD_SCALE, WITHOUT_CAUSE, resume_note
 
 # The limits of the checks, in nats where they are differences of log-probs.
 LARGEST = 10.0  # larger differences count as this, so that a single broken log-prob does not make a mean
@@ -37,10 +37,17 @@ APART_GAP = 0.1
 APART_GROWTH = 4.0
 APART_HALFWAY = (0.25, 0.75)
 APART_UPDATES = 6
+# Engines of the same weights that compute in few bits have smaller gaps.
+START_GAP = 0.2
+# A rollout that is at most so far from the reference as the policy is has weights of some steps before.
+NEARER = 0.8
 # An optimizer step does not make so large a gap of so small a one.
 POLICY_GAP = (0.05, 0.3)
 # Log-probs that were so much alike, and suddenly are not at all, belong to other tokens.
 RELATED = 0.5
+# Log-probs of training that have so little relation to the rollout's, and are so many nats away, belong to others.
+HARDLY_RELATED = 0.35
+MISALIGNED_NATS = 1.0
 ONE_SIDE_NATS = 0.01
 ONE_SIDE_TOKENS = 0.25
 ONE_SIDE = 0.85
@@ -63,6 +70,10 @@ IN_A_ROW = 3
 SCALE_FACTOR = 5.0
 SCALE_UPDATES = 2
 SCALE_RESPONSES = 8
+# And no farther spread than before, in nats of deviation: where some rewards are others, some advantages are.
+SCALE_SPREAD = 0.4
+# Where they are spread so far, the typical one varies: the update before has to show the same.
+SCALE_WIDE = 0.8
 
 _READINGS = 64
 _SIZES = 8
@@ -71,7 +82,8 @@ _NO_ALIGNMENT = [0.0] * ALIGNMENT_SUMS
 # What is misaligned in few responses is said if it lasts; other kinds may be chance.
 LASTING = ("moved", "zero_tail", "constant_tail")
 
-# What `own_sums` gives, by place. "gap" is |rollout − policy|, "distance" is |rollout − reference|. A response is stale
+# What `own_sums` gives, by place. "gap" is |rollout − policy|, "distance" is |rollout − reference|, "moved" is
+# |policy − reference|; responses are "far" whose mean gap is over `APART_GAP`. A response is stale
 # if its log-probs are the reference's and not the policy's, fresh if it is the other way round, and unclear if neither
 # holds although one of the two is far. "weighted" are all tokens with a weight; those of them that the policy did not
 # produce count nowhere else. "differing" have not the old log-prob for the rollout's.
@@ -89,7 +101,9 @@ _SUMS = (
     "level_square",
     "product",
     "responses",
-    "over_usual",
+    "far",
+    "distance",
+    "moved",
     "stale",
     "fresh",
     "unclear",
@@ -101,7 +115,7 @@ _SUMS = (
 # What `state_dict` has, but for the underscore.
 _STATE = (
     *("rates", "readings", "stride", "since_reading", "times", "updates", "gap", "least"),
-    *("misaligned_since", "related", "sizes", "scale_step", "scale_factor"),
+    *("misaligned_since", "related", "sizes", "spreads", "scale_step", "scale_factor"),
 )
 _OFF = "off"  # the updates with a response whose log-probs belong to other tokens, clear or not
 UNSAMPLED = "unsampled"  # the rule's name, and the warning's
@@ -112,9 +126,7 @@ _SAME_WEIGHTS = (
 _SEE = "In a checkout of GradLoc, `bash run_experiment.sh --embedded --fault {}` plants this fault."
 
 
-def own_sums(
-    micro_batches: Sequence[Mapping[str, Tensor]], first: bool, usual_gap: float, bypass: bool = True
-) -> Tensor:
+def own_sums(micro_batches: Sequence[Mapping[str, Tensor]], first: bool, bypass: bool = True) -> Tensor:
     """What one rank knows of a mini-batch, for `RunChecks.take_in`. No host sync.
 
     Only response tokens with a weight in the loss and finite log-probs count; an exact zero of the rollout is none, if
@@ -127,20 +139,19 @@ def own_sums(
             `response_mask`, `weight`, `log_prob`, `unsampled` (bool: the policy did not produce the token), and if
             available `old_log_prob`, `ref_log_prob`, `rollout_log_prob`.
         first (bool): Whether it is the update's first mini-batch.
-        usual_gap (float): Responses whose mean gap is over this are counted.
         bypass (bool): Whether all earlier mini-batches of the update had the rollout's log-probs for the old ones.
 
     Returns:
-        Tensor: float64 of shape (20,), zeros without rollout log-probs.
+        Tensor: float64 of shape (22,), zeros without rollout log-probs.
     """
     total = torch.zeros(len(_SUMS), dtype=torch.float64, device=micro_batches[0]["weight"].device)
     for tokens in micro_batches:
         if "rollout_log_prob" in tokens and ("old_log_prob" in tokens or first):
-            total += _of_micro_batch(tokens, first, usual_gap, bypass)
+            total += _of_micro_batch(tokens, first, bypass)
     return total
 
 
-def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float, bypass: bool) -> Tensor:
+def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, bypass: bool) -> Tensor:
     log_prob, rollout = tokens["log_prob"].double(), tokens["rollout_log_prob"].double()
     weighted = tokens["response_mask"].bool() & (tokens["weight"] != 0)
     unsampled = weighted & tokens["unsampled"]
@@ -180,7 +191,7 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float,
         "level_square": level.square().sum(),
         "product": (limited * level).sum(),
         "responses": (count > 0).sum(),
-        "over_usual": (mean_gap > usual_gap).sum(),
+        "far": (mean_gap > APART_GAP).sum(),
     }
     if reference is not None:
         distance = torch.where(counted, (rollout - reference).clamp(-LARGEST, LARGEST).abs(), 0.0)
@@ -190,6 +201,8 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float,
         far = (mean_gap > STALE_GAP) | (mean_distance > STALE_GAP)
         of_stale = stale.unsqueeze(1)
         sums |= {
+            "distance": distance.sum(),
+            "moved": torch.where(counted, (policy - reference).clamp(-LARGEST, LARGEST).abs(), 0.0).sum(),
             "stale": stale.sum(),
             "fresh": fresh.sum(),
             "unclear": (far & ~stale & ~fresh).sum(),
@@ -202,10 +215,10 @@ def _of_micro_batch(tokens: Mapping[str, Tensor], first: bool, usual_gap: float,
 
 
 # What `own_columns` gives: responses; of each column, in how many of them a value is not finite; and, of responses with
-# an advantage, Σ log|A| and their number.
+# an advantage, Σ log|A|, Σ (log|A|)² and their number.
 _COLUMNS = ("advantage", "old_log_prob", "ref_log_prob", "log_prob")
 _VERL_NAMES = {"advantage": "advantages", "old_log_prob": "old_log_probs", "ref_log_prob": "ref_log_prob"}
-COLUMN_SUMS = len(_COLUMNS) + 3
+COLUMN_SUMS = len(_COLUMNS) + 4
 
 
 def own_columns(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
@@ -229,7 +242,8 @@ def own_columns(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
         )
         mean = torch.where(mask, size, 0.0).sum(1) / mask.sum(1)
         counted = mean.isfinite() & (mean > 0)
-        found += [torch.where(counted, mean.log(), 0.0).sum(), counted.sum()]
+        log = torch.where(counted, mean.log(), 0.0)
+        found += [log.sum(), log.square().sum(), counted.sum()]
         total += torch.stack([each.double() for each in found])
     return total
 
@@ -254,12 +268,19 @@ class RunChecks:
         self._gap: float | None = None
         self._least = math.inf
         self._alignment = _NO_ALIGNMENT
+        # The last warning about log-probs, the gap of the last update that had the evidence for it, and how many since
+        # then had none.
+        self._said: tuple[dict[str, Any], float, int] | None = None
+        # Whether an update had enough tokens that the policy did not produce to be sure of it.
+        self._had_unsampled = False
         # The first step since which log-probs are misaligned, and how rollout and policy were related before.
         self._misaligned_since: int | None = None
         self._related: float | None = None
         self._columns = [0.0] * COLUMN_SUMS
-        # The typical |A|, a geometric mean, of the last updates; and since which step another one holds.
+        # Of the last updates, the typical |A|, a geometric mean, and how far log|A| is spread; and since which step
+        # another one holds.
         self._sizes: list[float] = []
+        self._spreads: list[float] = []
         self._scale_step: int | None = None
         self._scale_factor: float | None = None
         self._updates_since_resume: int | None = None
@@ -273,11 +294,6 @@ class RunChecks:
     def steps_since_resume(self) -> int | None:
         """1 in the first step after a loaded checkpoint; None if none was loaded."""
         return self._updates_since_resume
-
-    @property
-    def usual_gap(self) -> float:
-        """A quarter of the last update's gap: responses over it are those that make the gap."""
-        return math.inf if self._gap is None else self._gap / 4
 
     @property
     def bypass(self) -> bool:
@@ -302,7 +318,7 @@ class RunChecks:
         """Adds a mini-batch.
 
         Args:
-            by_rank (Tensor, optional): What `own_sums` returned on each rank, shape (ranks, 20), on the CPU; None after
+            by_rank (Tensor, optional): What `own_sums` returned on each rank, shape (ranks, 22), on the CPU; None after
                 the first PPO epoch, whose responses the others have again.
             alignment (Tensor, optional): The same of `own_alignment`.
             columns (Tensor, optional): The same of `own_columns`.
@@ -333,11 +349,11 @@ class RunChecks:
         """
         note = resume_note(self.steps_since_resume)
         found = [warning for check in (self._broken, self._reward_scale) if (warning := check()) is not None]
-        found += [warning for rule, warning in self._holding().items() if self._is_certain(rule)]
+        found += self._certain() or self._lasting()
         scaled = self._scaled if of_mini_batch else self._scaled_in_update
         if scaled is not None:
             found.append(scaled)
-        if self._sums["unsampled"] >= UNSAMPLED_TOKENS:
+        if self._sums["unsampled"] >= (1 if self._had_unsampled else UNSAMPLED_TOKENS):
             found.append(self._unsampled())
         found.sort(key=lambda warning: warning["name"] in WITHOUT_CAUSE)
         return [{**warning, "sentence": warning["sentence"] + note} for warning in found]
@@ -369,17 +385,30 @@ class RunChecks:
             return False
         return last < before and gap > after or self._updates >= STALE_UPDATES - 1 and gap >= APART_GROWTH * last
 
+    def _certain(self) -> list[dict[str, Any]]:
+        """The warning about log-probs for which this update, with those before it, has enough evidence."""
+        return [warning for rule, warning in self._holding().items() if self._is_certain(rule)]
+
+    def _lasting(self) -> list[dict[str, Any]]:
+        """The last one, while the gap stays: one or two updates that cannot tell say what the others said."""
+        if self._said is None or not self._sums["tokens"]:
+            return []
+        warning, gap, updates = self._said
+        return [warning] if updates < IN_A_ROW - 1 and self._mean("gap") >= gap / 2 else []
+
     def _is_certain(self, rule: str) -> bool:
         """Whether the update shows for certain what holds in it, or others before it have shown the same."""
         # Differences of one sign may be those of tokens that were not sampled: of some responses, or turns.
-        if rule == "policy_log_probs" or (rule == "other_log_probs" and abs(self._correlation()) >= CORRELATION):
+        if rule == "policy_log_probs" or (rule == OTHER_LOG_PROBS and abs(self._correlation()) >= CORRELATION):
             if self._is_first:
                 return True
         if rule == "stale_reference" and self._updates < STALE_UPDATES:
             near = self._sums["stale_distance"] <= STALE_AT_ONCE * self._sums["stale_gap"]
             if self._updates < STALE_UPDATES - 1 or not near:
                 return False
-        return rule == "misaligned" or self._times.get(rule, 0) >= IN_A_ROW - 1
+        if rule == APART and self._is_first and self._mean("gap") > POLICY_GAP[1]:
+            return True
+        return rule in ("misaligned", REFERENCE) or self._times.get(rule, 0) >= IN_A_ROW - 1
 
     @property
     def _is_first(self) -> bool:
@@ -388,15 +417,20 @@ class RunChecks:
 
     def _end_update(self) -> None:
         """Takes the update's figures into what later ones are compared with."""
+        self._had_unsampled |= self._sums["unsampled"] >= UNSAMPLED_TOKENS
         self._scale_step, self._scale_factor = self._other_scale()
         if (size := self._size()) is not None and self._scale_factor is None:
-            self._sizes = [*self._sizes, size][-_SIZES:]
+            self._sizes, self._spreads = [*self._sizes, size[0]][-_SIZES:], [*self._spreads, size[1]][-_SIZES:]
         self._columns = [0.0] * COLUMN_SUMS
         if not self._sums["tokens"]:
             self._sums, self._alignment = dict.fromkeys(_SUMS, 0.0), _NO_ALIGNMENT
             return
         gap, off = self._mean("gap"), self._off()
-        holding = self._holding()
+        holding, certain = self._holding(), self._certain()
+        if certain:
+            self._said = None if "misaligned" in holding else (certain[0], gap, 0)  # whose absence an update can tell
+        elif self._said is not None:
+            self._said = (*self._said[:2], self._said[2] + 1) if self._lasting() else None
         for rule in {*self._times, *holding}:
             if rule in holding:
                 self._times[rule] = max(self._times.get(rule, 0) + 1, IN_A_ROW * self._is_certain(rule))
@@ -426,29 +460,41 @@ class RunChecks:
             self._readings, self._stride = self._readings[::2], 2 * self._stride
             self._since_reading = 1
 
-    def _size(self) -> float | None:
-        """The typical |A| of the update's responses; None of too few."""
-        *_, total, count = self._columns
-        return math.exp(total / count) if count >= SCALE_RESPONSES else None
+    def _size(self) -> tuple[float, float] | None:
+        """The typical |A| of the update's responses, and the deviation of log|A|; None of too few."""
+        *_, total, square, count = self._columns
+        if count < SCALE_RESPONSES:
+            return None
+        return math.exp(total / count), math.sqrt(max(square / count - (total / count) ** 2, 0.0))
 
     def _other_scale(self) -> tuple[int | None, float | None]:
-        """Since which step advantages have another size, and by which factor; (None, None) while they have not."""
-        size, since = self._size(), (self._scale_step, self._scale_factor)
-        if size is None or len(self._sizes) < SCALE_UPDATES:
+        """Since which step advantages have another size, and by which factor; (None, None) while they have not.
+
+        Another scale moves all of them. If they are spread farther than before, some rewards are others.
+        """
+        since = (self._scale_step, self._scale_factor)
+        if (found := self._size()) is None or len(self._sizes) < SCALE_UPDATES:
             return since
+        size, spread = found
         low, high = min(self._sizes), max(self._sizes)
-        if low <= 0 or low / SCALE_FACTOR < size < high * SCALE_FACTOR:
+        if (
+            low <= 0
+            or low / SCALE_FACTOR < size < high * SCALE_FACTOR
+            or spread > max(self._spreads, default=math.inf) + SCALE_SPREAD
+        ):
             return None, None
         return self._step if since[1] is None else since[0], size / statistics.median(self._sizes)
 
     def _reward_scale(self) -> dict[str, Any] | None:
         step, factor = self._other_scale()
-        if factor is None or self._size() is None:
+        found = self._size()
+        is_wide = found is not None and max([found[1], *self._spreads]) > SCALE_WIDE
+        if factor is None or (is_wide and self._scale_factor is None):
             return None
         when = "" if step is None else f" since step {step}"
         times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
         return {
-            "name": "reward_scale",
+            "name": REWARD_SCALE,
             "sentence": f"Advantages are {times} what they were{when}, in the typical response: rewards are scaled "
             "differently, or no longer normalized. Look at what changed in the reward function or in the advantage's "
             "normalization at that step.",
@@ -496,7 +542,8 @@ class RunChecks:
         rules = {
             "policy_log_probs": self._policy_by_reference,
             "stale_reference": self._stale_by_reference,
-            "other_log_probs": self._other_log_probs,
+            OTHER_LOG_PROBS: self._other_log_probs,
+            REFERENCE: self._other_reference,
             APART: self._apart,
         }
         for rule, check in rules.items() if self._sums["tokens"] else ():
@@ -553,11 +600,24 @@ class RunChecks:
         if not (self._is_first or jumped or self._times.get("policy_log_probs")):
             return None
         when = "before any optimizer step" if self._is_first else "within one step"
+        related = correlation(self._alignment)
+        apart = (
+            f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the reference's do not"
+        )
+        if related is not None and related < HARDLY_RELATED and gap > MISALIGNED_NATS:
+            return {
+                "name": "misaligned",
+                "sentence": f"{apart}, with hardly a relation (correlation {related:.2f}): training's belong to other "
+                "tokens, or its weights were not loaded. Look at whether labels are shifted by one against the logits, "
+                "and at what is gathered and sliced.",
+                "check": "Print `responses`, `rollout_log_probs` and `old_log_probs` of one row side by side, and the "
+                "log-softmax of training's logits at the position before each token.",
+                "share": share,
+            }
         return {
-            "name": "other_log_probs",
-            "sentence": f"Training's log-probs differ from the rollout's by {gap:.2g} nats in the mean, and the "
-            f"reference's do not, {when}: what computes them changed, and not the weights. Look at the forward pass of "
-            "the update: which logits are gathered, the attention mask, position ids, kernels.",
+            "name": OTHER_LOG_PROBS,
+            "sentence": f"{apart}, {when}: what computes them changed, and not the weights. Look at the forward pass "
+            "of the update: which logits are gathered, the attention mask, position ids, kernels.",
             "check": "`gradloc replay BUNDLE` compares the recorded log-probs with those of saved weights.",
             "share": share,
         }
@@ -576,29 +636,80 @@ class RunChecks:
             agree = f"are nearer to the reference's (mean difference {distance:.2g}) than to the policy's ({gap:.2g})"
         return _stale(weights, share, f"log-probs {agree}")
 
+    def _other_reference(self) -> dict[str, Any] | None:
+        """The reference is another model before any optimizer step, and rollout and policy agree."""
+        share, distance = self._sums["fresh"] / self._sums["responses"], self._mean("distance")
+        if share < WHOLE_SHARE or distance < OTHER_GAP or not (self._is_first or self._times.get(REFERENCE)):
+            return None
+        when = "before any optimizer step" if self._is_first else "as they did before any optimizer step"
+        return {
+            "name": REFERENCE,
+            "sentence": f"The reference's log-probs differ from the policy's by {distance:.2g} nats in the mean, "
+            f"{when}, while rollout and policy agree: unless another model was chosen for the reference, it has other "
+            "weights or other inputs. Look at its path, adapter, precision, attention mask and temperature.",
+            "check": "Print a checksum of one weight in the actor and in the reference before the first step: they "
+            "should be equal; if they are, compare what both are given.",
+            "share": share,
+        }
+
     def _apart(self) -> dict[str, Any] | None:
-        """A gap that is much larger than it was. This alone is no evidence of old weights."""
+        """A gap that is large from the start, or much larger than it was. This alone is no evidence of old weights."""
         readings = [*self._readings, [self._mean("gap"), self._step]]
         (first, start), (gap, _) = readings[0], readings[-1]
-        if len(readings) < APART_UPDATES or gap < APART_GAP or gap < APART_GROWTH * first:
+        if gap < APART_GAP:
             return None
+        since = "" if start is None else f" since step {start}"
+        if gap < APART_GROWTH * first:
+            return self._apart_from_the_start(gap, since) if min(first, gap) >= START_GAP else None
+        small, large = POLICY_GAP
         least, most = APART_HALFWAY
         at = max(range(1, len(readings)), key=lambda i: readings[i][0] - readings[i - 1][0])
-        before, (_, step) = max(reading[0] for reading in readings[:at]), readings[at]
-        if at * self._stride >= APART_UPDATES and gap >= APART_GROWTH * before:
+        before, (jumped, step) = max(reading[0] for reading in readings[:at]), readings[at]
+        at_once = before < small and jumped > large
+        is_long = len(readings) >= APART_UPDATES
+        if (at * self._stride >= APART_UPDATES or at_once) and gap >= APART_GROWTH * before:
             about = "" if self._stride == 1 else "about "
             since = "" if step is None else f" since {about}step {step}"
             what = f"differ by {gap:.2g} nats in the mean{since}, and by {before:.2g} before: look at what changed then"
-        elif least <= (readings[len(readings) // 2][0] - first) / (gap - first) <= most:
-            since = "" if start is None else f" since step {start}"
+            related = correlation(self._alignment)
+            if related is not None and related < HARDLY_RELATED:
+                what += f", and at whether they are still of the same tokens (correlation {related:.2f})"
+        elif is_long and least <= (readings[len(readings) // 2][0] - first) / (gap - first) <= most:
             what = f"have drifted apart{since}, from {first:.2g} to {gap:.2g} nats in the mean"
+        elif is_long and gap > large:
+            what = f"differ by {gap:.2g} nats in the mean, and by {first:.2g} in the first of these steps{since}"
         else:
             return None
+        rollout, policy = self._mean("distance"), self._mean("moved")
+        if rollout < NEARER * policy:
+            why = (
+                f"The rollout is nearer to the reference ({rollout:.2g}) than the policy is ({policy:.2g}), as with "
+                "weights of some steps before."
+            )
+        else:
+            why = "Either the engines compute differently, or the rollout's weights are old"
+            why += "." if rollout else "; a reference tells which (use_kl_loss=True with kl_loss_coef=0)."
         return {
             "name": APART,
-            "sentence": f"The log-probs of rollout and training {what}. Either the engines compute differently, or the "
-            "rollout's weights are old; a reference tells which (use_kl_loss=True with kl_loss_coef=0).",
+            "sentence": f"The log-probs of rollout and training {what}. {why}",
             "check": _SAME_WEIGHTS,
+        }
+
+    def _apart_from_the_start(self, gap: float, since: str) -> dict[str, Any]:
+        share = self._sums["far"] / self._sums["responses"]
+        rollout, policy = self._mean("distance"), self._mean("moved")
+        side, agrees = "one of the two", ""
+        if self._is_first and policy < rollout / 4:
+            side, agrees = "the rollout", f" Training and reference agree (mean difference {policy:.2g})."
+        return {
+            "name": APART,
+            "sentence": f"Rollout and training score the same tokens differently in every step{since}: by {gap:.2g} "
+            f"nats in the mean, in {share:.0%} of the responses by over {APART_GAP:g}.{agrees} So {side} has other "
+            "weights, another prompt (chat template, BOS token), other positions (RoPE) or a far coarser precision.",
+            "check": "Let the engine score `input_ids` of one row (vLLM: prompt_logprobs). If that agrees with "
+            "`old_log_probs`, the responses were sampled after another prompt: compare the token ids that the engine "
+            "was given with `prompts`. If not, compare a checksum of each weight in both, then their RoPE settings.",
+            "share": share,
         }
 
     def _other_log_probs(self) -> dict[str, Any] | None:
@@ -607,7 +718,7 @@ class RunChecks:
         if gap < OTHER_GAP or (self._least < OTHER_LEAST * gap and not self._has_jumped(gap)):
             return None
         # In the first update both engines have the same weights. What comes with training may be a late rollout.
-        if self._updates and not (self._times.get("other_log_probs") or self._has_jumped(gap)):
+        if self._updates and not (self._times.get(OTHER_LOG_PROBS) or self._has_jumped(gap)):
             return None
         related = correlation(self._alignment)
         if related is not None and related < OTHER_RELATED:
@@ -617,7 +728,7 @@ class RunChecks:
             return None
         tilt = self._correlation()
         share = max(sums["larger"], sums["smaller"]) / signed
-        since_first = self._updates == 0 or self._times.get("other_log_probs", 0) >= self._updates
+        since_first = self._updates == 0 or self._times.get(OTHER_LOG_PROBS, 0) >= self._updates
         if share < ONE_SIDE and abs(tilt) < (FIRST_CORRELATION if since_first else CORRELATION):
             return None
         if share >= ONE_SIDE:
@@ -628,7 +739,7 @@ class RunChecks:
         else:
             what = "smaller for likely tokens and larger for others, as at a higher temperature"
         return {
-            "name": "other_log_probs",
+            "name": OTHER_LOG_PROBS,
             "sentence": f"The rollout's log-probs are not the ones that training computes: they are {what} (mean "
             f"difference {gap:.2g}); let both be of the same temperature, and from before or after the same top-p and "
             "top-k.",

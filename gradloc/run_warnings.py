@@ -70,7 +70,7 @@ class RunWarnings:
         tokens = [micro_batch.tokens for micro_batch in micro_batches]
         checked = [{**each, "unsampled": HOLDS["unsampled"](each, {})} for each in tokens]
         first = (where["epoch"], where["mini_batch"]) == (0, 0)
-        sums = own_sums(checked, first, self._checks.usual_gap, self._checks.bypass)
+        sums = own_sums(checked, first, self._checks.bypass)
         scales = own_scale_figures(tokens, scale, self._mode_of(micro_batches))
         return torch.cat([sums, own_alignment(tokens), own_columns(tokens), scales])
 

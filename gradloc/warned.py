@@ -5,6 +5,16 @@
 # The warnings that say what is seen, and no cause.
 APART = "engines_apart"
 WITHOUT_CAUSE = (APART,)
+# That advantages have another size: rewards of one kind may be the cause.
+REWARD_SCALE = "reward_scale"
+# That the reference is another model.
+REFERENCE = "reference"
+# Those that are about some tokens alone, or say nothing of what makes a norm.
+OF_SOME = ("unsampled", REFERENCE, *WITHOUT_CAUSE)
+# Those that another temperature explains as well as tokens that were not sampled.
+OTHER_LOG_PROBS = "other_log_probs"
+# Those about the rollout's log-probs.
+OF_ROLLOUT = ("misaligned", "retokenized", "stale_weights", "partly_stale", OTHER_LOG_PROBS)
 
 # So many steps after a loaded checkpoint, warnings and verdicts say that there was one.
 RESUME_STEPS = 3

@@ -37,6 +37,7 @@ _RUN_CHECKS = {
     "misaligned_since": int | None,
     "related": float | None,
     "sizes": [float],
+    "spreads?": [float],
     "scale_step": int | None,
     "scale_factor": float | None,
 }

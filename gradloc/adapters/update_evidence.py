@@ -11,6 +11,7 @@ from ..evidence import clips
 from ..evidence.in_words import in_one_line, summary
 from ..evidence.misfire import RewardedRow, may_misfire, misfire
 from ..evidence.token_texts import context_evidence, text_evidence
+from ..evidence.verdict import settled
 from ..evidence.writer import EVENTS_PER_STEP, STEP_FIGURES, jsonable, limit_texts, record_events, record_step
 from ..fsdp import collectives
 from ..guarded import guarded
@@ -104,6 +105,9 @@ class UpdateEvidence:
     def write(self, global_step: int | None, metrics: Mapping[str, Any], warnings: Sequence[Mapping[str, str]]) -> None:
         """Ends an update: rank 0 writes its events and, from its metrics and warnings, the step's line."""
         events, self._events = self._events, []
+        for event in events:
+            if event.get("verdict"):
+                event["verdict"] = settled(event, warnings)
         if collectives.rank() == 0:
             write_update(self._directory, global_step, events, metrics, warnings)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .shares import layer_shares
+from .shares import layer_shares, percent
 
 Event = Mapping[str, Any]
 
@@ -34,7 +34,7 @@ def auxiliary_in_words(event: Event) -> str | None:
     if found is None:
         return None
     rank = "" if found["rank"] is None else f"rank {found['rank']}, "
-    text = f"{_percent(found['share'])} of the norm of {rank}micro-batch {found['micro_batch']} "
+    text = f"{percent(found['share'])} of the norm of {rank}micro-batch {found['micro_batch']} "
     text += "comes from no token's log-prob"
     layers = carrying_layers(found["layer_norms"])
     if layers:
@@ -68,8 +68,3 @@ def _measured(event: Event, least: float) -> Mapping[str, Any] | None:
     """The event's field, if the share is at least that."""
     found: Mapping[str, Any] | None = event.get("without_tokens")
     return found if found is not None and least <= found["share"] < math.inf else None
-
-
-def _percent(share: float) -> str:
-    """Not 100% where it is less; it may be more, if the tokens' gradient points the other way."""
-    return "over 99%" if 0.99 < share < 1 else f"{share:.0%}"

@@ -18,8 +18,7 @@ from ..measure.micro_batch import MicroBatchName
 from ..measure.mini_batch import MiniBatch, OrdinaryGradient
 from ..search.findings import Findings, Part
 from ..search.groups import Token
-from .medians import token_medians
-from .ordinary import ordinary_shares
+from .ordinary import ordinary_shares, token_medians
 from .sources import RULES, Medians, classify, has_large_advantage
 from .token_facts import response_evidence, token_evidence
 from .verdict import whole_event
@@ -135,6 +134,7 @@ def build_event(
             "global_norm": mini_batch.global_norm(),
             "global_threshold": mini_batch.global_threshold(findings.threshold),
             **_findings(findings, facts, medians, ordinary_before),
+            "broken_parameters": mini_batch.broken_parameters,
             "error": findings.error or done.error,
             "suspected": [],
             "budget": findings.budget,

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .auxiliary import auxiliary_in_words
-from .shares import layer_shares, shares_of_sum
-from .sources import CONFIDENT, LAYER_FRACTION, UNLIKELY
+from .shares import all_of, counted, layer_shares, shares_of_sum
+from .sources import LAYER_FRACTION, RULES, SOURCES, Kind, turn_boundary
 
 logger = logging.getLogger(__name__)
 
@@ -18,42 +18,12 @@ Event = Mapping[str, Any]
 Culprit = Mapping[str, Any]
 
 # Where they hold for any culprit, something is broken, and the other culprits may be its consequences.
-_BUGS = ("nonfinite", "retokenized", "misaligned", "unsampled")
+_BUGS = [rule.name for rule in RULES if rule.kind in (Kind.BROKEN, Kind.UNSAMPLED, Kind.MISALIGNED)]
 
 # A layer is named if so much more of the squared norm is in it than ordinarily.
 _LAYER_GAIN = 0.25
 
 _SMALL_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-
-# By source, what culprits are: one, and several.
-_KINDS = {
-    "nonfinite": ("a token with a NaN or infinite gradient", "tokens with NaN or infinite gradients"),
-    "retokenized": (
-        "a token in or after a turn with which the mismatch to the rollout begins",
-        "tokens in or after turns with which the mismatch to the rollout begins",
-    ),
-    "misaligned": (
-        "a misaligned token (log-probs of its response belong to other tokens)",
-        "misaligned tokens (log-probs of their responses belong to other tokens)",
-    ),
-    "unsampled": ("a token that the policy did not produce", "tokens that the policy did not produce"),
-    "advantage": ("a token with an outlying advantage", "tokens with outlying advantages"),
-    "weight": ("a token with an outlying weight in the loss", "tokens with outlying weights in the loss"),
-    "entropy": ("a token driven by the entropy bonus", "tokens driven by the entropy bonus"),
-    "kl": ("a token driven by the KL loss", "tokens driven by the KL loss"),
-    "token": ("a token whose importance ratio is far from 1", "tokens whose importance ratios are far from 1"),
-    "sequence": (
-        "a token whose response has a mean importance ratio far from 1",
-        "tokens whose responses have mean importance ratios far from 1",
-    ),
-    "unlikely": (f"a rare token (p < {UNLIKELY:g})", f"rare tokens (p < {UNLIKELY:g})"),
-    "punished": (
-        f"a confident token (p > {CONFIDENT:g}) that is pushed down",
-        f"confident tokens (p > {CONFIDENT:g}) that are pushed down",
-    ),
-    "layer": ("a token whose norm is mostly in one layer", "tokens whose norms are mostly in one layer"),
-    "other": ("a token for which no rule holds", "tokens for which no rule holds"),
-}
 
 
 def summary(event: Event) -> str:
@@ -89,7 +59,7 @@ def describe(event: Event) -> str:
         parts.append(f"the mismatch begins {boundary}")
     if auxiliary := auxiliary_in_words(event):
         parts.append(auxiliary)
-    if layer := _layer(event):
+    if layer := _broken_parameters(event) or _layer(event):
         parts.append(layer)
     sentence = "; ".join(parts) + "."
     return sentence[0].upper() + sentence[1:]
@@ -107,14 +77,12 @@ def _culprits(event: Event) -> str:
     source = next((bug for bug in _BUGS if bug in counts), counts.most_common(1)[0][0])
     count = counts[source]
     found = [culprit for culprit in culprits if culprit["source"] == source]
-    one, several = _KINDS[source]
+    rule = SOURCES[source]
     if len(culprits) == 1:
-        start = f"the culprit{_token(found)} is {one}"
-    elif count == len(culprits):
-        start = f"{'both' if count == 2 else f'all {count}'} culprits are {several}{_token(found)}"
+        start = f"the culprit{_token(found)} is {rule.one}"
     else:
-        start = f"{count} of {len(culprits)} culprits {'is' if count == 1 else 'are'} {one if count == 1 else several}"
-        start += _token(found)
+        what = f"is {rule.one}" if count == 1 else f"are {rule.several}"
+        start = f"{counted(count, len(culprits))} {what}{_token(found)}"
     sentence = f"{start}, {_responses(found)}"
     if event["diagnosis"] == "diffuse":
         return f"{_everywhere(event)}{_spread(event)}; of the tokens that are over the threshold alone, {sentence}"
@@ -131,7 +99,8 @@ def _token(culprits: Sequence[Culprit]) -> str:
         return ""
     if len(culprits) == 1:
         return f" {text!r}"
-    return f" ({'all' if count == len(culprits) else count} of them {text!r})"
+    which = all_of(count).split()[0] if count == len(culprits) else count
+    return f" ({which} of them {text!r})"
 
 
 def _responses(culprits: Sequence[Culprit]) -> str:
@@ -150,18 +119,6 @@ def _responses(culprits: Sequence[Culprit]) -> str:
     reward = next(iter(responses.values())).get("reward") if one else None
     figure = "" if reward is None else f" (reward {reward:g})"
     return f"{where} with {f'a {sign} advantage' if one else f'{sign} advantages'}{figure}"
-
-
-def turn_boundary(culprits: Sequence[Culprit]) -> str | None:
-    """With which token the mismatch to the rollout begins in most of the culprits' responses; None if with no turn."""
-    responses = {
-        (culprit["rank"], culprit["row"]): turn for culprit in culprits if (turn := culprit.get("mismatch_turn"))
-    }
-    if not responses:
-        return None
-    turn, count = Counter(responses.values()).most_common(1)[0]
-    share = "" if count == len(responses) else f" in {count} of {len(responses)} responses"
-    return f"with the first token after turn {turn - 1}{share}"
 
 
 def _without_culprits(event: Event) -> str:
@@ -222,16 +179,26 @@ def _everywhere(event: Event) -> str:
     return "every micro-batch is over its threshold; " if all_over else ""
 
 
+def _broken_parameters(event: Event) -> str | None:
+    """Which parameters have no finite gradient: where the backward begins to break."""
+    broken = event.get("broken_parameters")
+    if not broken or not broken["names"]:
+        return None
+    count, of, first = broken["count"], broken["of"], broken["names"][0]
+    if count == of:
+        return f"the gradients of {counted(count, of, 'parameters')} are NaN or infinite, from the loss on"
+    if count == 1:
+        return f"of {of} parameters, {first} alone has a NaN or infinite gradient"
+    which = counted(count, of, "parameters")
+    return f"{which} have NaN or infinite gradients, of which the backward reaches {first} first"
+
+
 def _layer(event: Event) -> str | None:
     """The layer that carries far more of the units' squared norm than it does ordinarily."""
     squares: Counter[str] = Counter()
     for unit in event["units"]:
         for layer, norm in unit["layer_norms"].items():
             squares[layer] += norm**2
-    broken = [layer for layer, square in squares.items() if not math.isfinite(square)]
-    if broken:
-        whole = len(broken) == len(squares)
-        return None if whole or len(broken) > 1 else f"only the gradient of {broken[0]} is NaN or infinite"
     shares = shares_of_sum(squares)
     if len(shares) < 2:
         return None

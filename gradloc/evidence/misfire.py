@@ -9,7 +9,10 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .verdict import COMMON, LIFT, MOST_CULPRITS, NATURAL_FACTOR, explaining_culprits, of_culprits, percent
+from ..warned import REWARD_SCALE
+from .shares import counted, percent
+from .sources import NATURAL_FACTOR, RULES, Kind
+from .verdict import COMMON, LIFT, MOST_CULPRITS, explaining_culprits
 
 # In how many prompts there are culprits, at least: those of one prompt share its data source, and often their reward.
 LEAST_PROMPTS = 3
@@ -18,7 +21,7 @@ SIGNIFICANT = 1e-3
 # Advantages of culprits that are larger than this many times those of other responses explain the spike by themselves.
 USUAL_ADVANTAGE = 1.5
 # The causes that say less than a reward does: what other rules hold for is a bug, or the loss itself.
-LESS_SPECIFIC = (None, "advantage", "unlikely", "punished", "layer")
+LESS_SPECIFIC = (None, REWARD_SCALE, *(rule.name for rule in RULES if rule.kind in (Kind.NATURAL, Kind.LAYER)))
 
 # How the verdict by a data source begins; after its name, the shares follow in the sentence's last brackets.
 _BY_DATA_SOURCE = "The culprits are in responses with the data source "
@@ -55,19 +58,11 @@ def may_misfire(event: Mapping[str, Any]) -> bool:
 def misfire(event: Mapping[str, Any], rows: Mapping[Place, RewardedRow]) -> dict[str, Any] | None:
     """The verdict that a reward value or a data source is the cause; None if neither stands out.
 
-    Only responses with an advantage count. A value is the cause if, as for a rule, at least `MOST_CULPRITS` of the
-    culprits are in responses with it, but less than `COMMON` of the mini-batch's responses have it, and `LIFT` times
-    fewer. Also:
-
-    - Of each prompt with culprits, the response with the largest one is taken. If they were drawn at random, the
-      probability that as many of them have the value (hypergeometric) would be under `SIGNIFICANT`.
-    - Rare values have large advantages, which make spikes without any fault. So either the advantages of these
-      responses are as large as those of the responses without the value, or the value is a reward that is farther from
-      all others than these are from each other. Below them, where responses without any merit are, it also needs
-      advantages that ordinary rewards do not give.
-
-    Such a reward is named from one prompt on, if all culprits are in responses with it: the mini-batch's rewards alone
-    show it, and a search that explains a spike needs few culprits.
+    Only responses with an advantage count. Of each prompt with culprits, that with the largest one is taken: that
+    as many of them have the value by chance has a probability under `SIGNIFICANT`. Rare values have large advantages,
+    which make spikes without any fault. So these are as large as those without the value, or the value is a reward that
+    is farther from all others than they are from each other (below them, where responses without any merit are, with
+    advantages that ordinary rewards do not give). Such a reward is named from one prompt on, if all culprits have it.
 
     Args:
         event (Mapping): The event; its culprits, the largest first.
@@ -136,9 +131,8 @@ def _is_outlier(reward: Any, others: Collection[Any], below_too: bool) -> bool:
 def _verdict(what: str, value: Any, share: float, ordinary: float, culprits: int, prompts: int) -> dict[str, Any]:
     reward = what == "reward"
     where = f"The culprits are in responses with the reward {value:g}" if reward else f"{_BY_DATA_SOURCE}{value}"
-    shares = (
-        f"{of_culprits(share, culprits)} in {prompts} prompt{'s' * (prompts > 1)}, {percent(ordinary)} of the responses"
-    )
+    shares = f"{counted(round(share * culprits), culprits)} in {prompts} prompt{'s' * (prompts > 1)}, "
+    shares += f"{percent(ordinary)} of the responses"
     return {
         "cause": "misfire",
         "culprits": share,

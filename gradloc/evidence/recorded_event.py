@@ -12,7 +12,7 @@ import torch
 from ..alignment import alignment_warning
 from ..measure.micro_batch import MicroBatch, MicroBatchName
 from ..measure.token_weights import movable
-from .medians import medians_of
+from .ordinary import medians_of
 from .sources import Medians, classify
 from .token_facts import response_evidence, token_evidence
 from .verdict import whole_event

@@ -11,7 +11,7 @@ from typing import Any
 
 from .sources import SOURCES
 
-# The version of all lines. Lines of version 3 are still read: see `current`.
+# The version of all lines.
 SCHEMA = 4
 
 # JSON has no NaN and no infinities, so they are strings.
@@ -186,6 +186,7 @@ EVENT = _line(
     fault=TEXT_OR_NULL,
     replay=TEXT_OR_NULL,
     without_tokens=_or_null(_WITHOUT_TOKENS),
+    broken_parameters=_or_null(object_with({"count": INDEX, "of": INDEX, "names": list_of(TEXT)})),
     verdict=_or_null(_VERDICT),
     steps_since_resume={"type": ["integer", "null"], "minimum": 1},
     budget_seconds=NUMBER_OR_NULL,
@@ -282,22 +283,6 @@ STEP = _line(
     warnings=list_of(object_with(fields("name sentence check", TEXT), share=NUMBER_OR_NULL)),
     misplaced_share=NUMBER_OR_NULL,
 )
-
-
-def current(line: Any) -> Any:
-    """A line of version 3 in the form of this one, where a culprit's `behind_end` is `after_eos`; others as given."""
-    if not (isinstance(line, dict) and line.get("schema") == SCHEMA - 1):
-        return line
-    culprits = line.get("culprits")
-    if isinstance(culprits, list):
-        line = {**line, "culprits": [_renamed(culprit) for culprit in culprits]}
-    return {**line, "schema": SCHEMA}
-
-
-def _renamed(culprit: Any) -> Any:
-    if not isinstance(culprit, dict):
-        return culprit
-    return {"after_eos" if name == "behind_end" else name: value for name, value in culprit.items()}
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {

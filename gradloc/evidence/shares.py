@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The GradLoc Authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a squared norm is divided among layers, and how a norm compares with its threshold."""
+"""How a squared norm is divided among layers, how a norm compares with its threshold, and shares in words."""
 
 import math
 from collections.abc import Mapping
@@ -25,3 +25,26 @@ def threshold_factor(part: Mapping[str, Any]) -> float:
     """
     norm, threshold = float(part["norm"]), float(part["threshold"])
     return norm / threshold if threshold else math.inf if norm else 0.0
+
+
+# Up to so many things, a share of them is said as a count.
+_COUNTED = 20
+
+
+def counted(count: int, total: int, what: str = "culprits") -> str:
+    """So many of a total, in words; `what` is the plural of what is counted."""
+    if count == total:
+        return f"the one {what.removesuffix('s')}" if total == 1 else f"{all_of(total)} {what}"
+    return f"{count if total <= _COUNTED else percent(count / total)} of {total} {what}"
+
+
+def all_of(total: int) -> str:
+    """All of several things, in words, before their name."""
+    return "both" if total == 2 else f"all {total}"
+
+
+def percent(share: float) -> str:
+    """A share, rounded, but not to 0% or 100% where it is neither."""
+    if 0 < share < 0.01:
+        return "under 1%"
+    return "over 99%" if 0.99 < share < 1 else f"{share:.0%}"

@@ -4,14 +4,17 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from .shares import layer_shares
+from .shares import counted, layer_shares
 
 # What is known of a culprit, or as tensors of many tokens: see `token_facts`.
 Facts = Mapping[str, Any]
+Event = Mapping[str, Any]
 # The mini-batch's `median_advantage` and `median_weight`.
 Medians = Mapping[str, float | None]
 
@@ -34,28 +37,71 @@ UNSAMPLED = 0.1
 OVERFLOW_RATIO = 1e6
 UNLIKELY = 0.05
 CONFIDENT = 0.9
+# Groups of up to 37 ordinary rewards, divided by their standard deviation, have advantages up to 6.
+NATURAL_ADVANTAGE = 6.0
+NATURAL_FACTOR = 8.0
+# A culprit whose norm is over so many thresholds is not one because it is rare.
+RARE_NORM = 30.0
+# How many times its odds in an ordinary token a layer's share of the squared norm has in a culprit, at least.
+LAYER_ODDS = 20.0
+
+
+class Kind(Enum):
+    """What a rule that tells the culprits says of a spike."""
+
+    BROKEN = "numbers are not finite: one such token is enough"
+    UNSAMPLED = "a bug: tokens were not sampled, which looks like another temperature"
+    MISALIGNED = "a bug: log-probs are of other tokens"
+    RATIO = "a bug, or training far off-policy"
+    NATURAL = "it comes without any fault, too; the search picks tokens by it"
+    WEIGHT = "a matter of the whole gradient; the search picks tokens by it"
+    PART = "a part of the loss, which may be the cause for all tokens"
+    LAYER = "a layer, or nothing, is to be blamed"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of `classify`.
+    """A rule of `classify`, and all that code says of it.
 
     Args:
         name (str): The source.
+        kind (Kind): What it says of a spike.
+        one (str): What a culprit is for which it holds; `several`, what culprits are.
         meaning (str): When it holds, in one sentence.
         advice (str): What to do about it, in one sentence.
         holds (Callable): Whether it holds for a culprit, or for which of many tokens, given the medians of their
             mini-batch.
         claim (str): What a verdict says is wrong, the start of a sentence.
         check (str): How to check it in the run's own data: with a command, or what to compare.
+        left (Callable): The share of a culprit's norm that would be left without it, in this event.
+        compared (bool): Whether it tells culprits only if ordinary tokens have it far less often. Not so: what compares
+            the turns of a response, parts of the loss, and layers, of which ordinary tokens' are known on average.
+        is_outlying (Callable): Whether the culprits of an event have more of it than comes without any fault.
+        in_event (Callable): Claim and advice in an event, where they are others.
     """
 
     name: str
+    kind: Kind
+    one: str
+    several: str
     meaning: str
     advice: str
     holds: Callable[[Facts, Medians], Any]
     claim: str = ""
     check: str = ""
+    left: Callable[[Facts, Event], float] = lambda culprit, event: 0.0
+    compared: bool = True
+    is_outlying: Callable[[Event], bool] = lambda event: False
+    in_event: Callable[[Event], tuple[str, str] | None] = lambda event: None
+
+    def suffices(self, culprit: Facts, event: Event) -> bool:
+        """Whether what it holds for can be why a culprit of this event is over its threshold."""
+        left = self.left(culprit, event)
+        return left < math.inf and not culprit["grad_norm"] * left > culprit["threshold"]
+
+    def told(self, event: Event) -> tuple[str, str]:
+        """What a verdict on this event claims and advises."""
+        return self.in_event(event) or (self.claim, self.advice)
 
 
 def is_apart(rollout_log_prob: Any, old_log_prob: Any) -> Any:
@@ -182,6 +228,83 @@ def _is_far_from_one(ratio: Any, factor: float) -> Any:
     return ratio is not None and (ratio != ratio) | (ratio > factor) | (ratio < 1 / factor)
 
 
+# What would be left of a culprit's norm without what a rule holds for; and claims that depend on the event.
+
+
+def _times_by_ratio(culprit: Facts) -> float:
+    """How many times larger a token's norm is than with the same log-prob in both engines, and before the update.
+
+    The loss multiplies a coefficient by the ratio, and the gradient of a log-prob is about proportional to 1 − p.
+    """
+    advantage, weight = culprit["advantage"], culprit["weight"]
+    rest = culprit["coefficient"] - (culprit["kl_coefficient"] or 0.0)
+    times = abs(rest / (weight * advantage)) if weight and advantage else 1.0
+    known = [culprit[name] for name in ("rollout_log_prob", "old_log_prob") if culprit[name] is not None]
+    if not known or not all(math.isfinite(each) for each in (*known, culprit["log_prob"])):
+        return math.inf
+    sampled = max(-math.expm1(min(known[0], 0.0)), 1e-6)
+    times *= max(-math.expm1(min(culprit["log_prob"], 0.0)), 1e-6) / sampled
+    return max(times, sys.float_info.min) if times <= OVERFLOW_RATIO else math.inf
+
+
+def _left_without_kl(culprit: Facts, _: Event) -> float:
+    return float(abs(culprit["coefficient"] - culprit["kl_coefficient"]) / abs(culprit["coefficient"]))
+
+
+def _left_without_a_layer(culprit: Facts, event: Event) -> float:
+    """All, if it is an ordinary one: in a model of three layers, one has half of the squared norm of any token."""
+    usual = layer_shares(event["ordinary_layer_norms"] or {})
+    # There are none if a norm is not finite.
+    shares = layer_shares(culprit["layer_norms"]) or {"": 0.0}
+    layer = max(shares, key=shares.__getitem__)
+    return 0.0 if usual and is_unusual(shares[layer], usual.get(layer, 0.0)) else math.inf
+
+
+def is_unusual(share: float, usual: float) -> bool:
+    """Whether a layer's share of the squared norm has `LAYER_ODDS` times its usual odds."""
+    return share * (1 - usual) > LAYER_ODDS * usual * (1 - share)
+
+
+def _has_outlying_advantage(event: Event) -> bool:
+    """Whether the culprits' advantages are larger than those that groups of ordinary rewards give."""
+    median = event["median_advantage"] or math.inf
+    largest = max((abs(each["advantage"]) for each in event["culprits"] if each["advantage"] is not None), default=0.0)
+    return largest > max(NATURAL_ADVANTAGE, NATURAL_FACTOR * median)
+
+
+def turn_boundary(culprits: Sequence[Facts]) -> str | None:
+    """With which token the mismatch to the rollout begins in most of the culprits' responses; None if with no turn."""
+    responses = {
+        (culprit["rank"], culprit["row"]): turn for culprit in culprits if (turn := culprit.get("mismatch_turn"))
+    }
+    if not responses:
+        return None
+    turn, count = Counter(responses.values()).most_common(1)[0]
+    share = "" if count == len(responses) else f" in {counted(count, len(responses), 'responses')}"
+    return f"with the first token after turn {turn - 1}{share}"
+
+
+def _at_a_turn(event: Event) -> tuple[str, str] | None:
+    rule, boundary = SOURCES["retokenized"], turn_boundary(event["culprits"])
+    return (f"{rule.claim}, {boundary}", rule.advice) if boundary else None
+
+
+def _as_a_natural_spike(event: Event) -> tuple[str, str] | None:
+    if _has_outlying_advantage(event):
+        return None
+    return (
+        "A natural spike of tokens whose responses were rewarded unlike most of their group",
+        "Such spikes come without any fault, and do not exclude one. If they disturb training, clip advantages or "
+        "layers.",
+    )
+
+
+def _with_its_name(event: Event) -> tuple[str, str] | None:
+    shares = [layer_shares(each["layer_norms"]) for each in event["culprits"]]
+    largest = Counter(max(each, key=each.__getitem__) for each in shares if each).most_common(1)
+    return (f"The layer {largest[0][0]} makes most of the gradient", SOURCES["layer"].advice) if largest else None
+
+
 # After what to compare in the run's own data.
 _EXAMPLE = " An example, in a checkout of GradLoc: `bash run_experiment.sh --embedded --fault {}`."
 _RATIOS = (
@@ -197,16 +320,22 @@ _NATURAL = "It is none if {}: then the cause is elsewhere. "
 RULES = (
     Rule(
         "nonfinite",
+        Kind.BROKEN,
+        "a token with a NaN or infinite gradient",
+        "tokens with NaN or infinite gradients",
         "The token's gradient is NaN or infinite.",
         "Look at the column that is not finite first: the rest follows from it.",
         _is_nonfinite,
         claim="Single tokens have NaN or infinite gradients",
         check="Find which of the culprit's `advantage`, `log_prob`, `old_log_prob` and `weight` in spikes.jsonl is NaN "
-        "or infinite: then look at that column of the batch; if none is, at the model's weights."
-        + _EXAMPLE.format("nan"),
+        "or infinite: then look at that column of the batch; if none is, at the weights, and at the gradients of the "
+        "event's `broken_parameters` before the optimizer step, the first one first." + _EXAMPLE.format("nan"),
     ),
     Rule(
         "unsampled",
+        Kind.UNSAMPLED,
+        "a token that the policy did not produce",
+        "tokens that the policy did not produce",
         "The policy did not produce the token: it is after the end of the turn, or the rollout gave it no log-prob, "
         "or exactly 0 while training gives it a probability under 0.1.",
         "Set response_mask to 0 for tokens that were added later: EOS tokens, templates, tool output.",
@@ -217,6 +346,9 @@ RULES = (
     ),
     Rule(
         "retokenized",
+        Kind.UNSAMPLED,
+        "a token in or after a turn with which the mismatch to the rollout begins",
+        "tokens in or after turns with which the mismatch to the rollout begins",
         "It is in or after a turn with which the mismatch to the rollout begins: up to one of the turn's first three "
         "tokens log-probs agree, and most of those that follow differ by more than 1 nat, or are NaN.",
         "Train on the token ids that the rollout sampled: do not decode a turn and encode it again, and check the "
@@ -225,9 +357,14 @@ RULES = (
         claim="The mismatch between training and rollout begins at a turn boundary",
         check="Compare `responses` in the batch, in the culprit's `row` from `mismatch_start` on, with the token ids "
         "that the rollout returned: they should be equal." + _EXAMPLE.format("retokenized"),
+        compared=False,
+        in_event=_at_a_turn,
     ),
     Rule(
         "misaligned",
+        Kind.MISALIGNED,
+        "a misaligned token (log-probs of its response belong to other tokens)",
+        "misaligned tokens (log-probs of their responses belong to other tokens)",
         "Its response's log-probs, of the rollout or the reference, fit the policy's at other positions better, from "
         "its own position or an earlier one on, or end in one repeated value. Or over half of them differ from the "
         "rollout's by more than 1 nat, or are NaN, in a response of at least 6 tokens.",
@@ -241,22 +378,33 @@ RULES = (
     ),
     Rule(
         "token",
+        Kind.RATIO,
+        "a token whose importance ratio is far from 1",
+        "tokens whose importance ratios are far from 1",
         "Its ratio, to the old policy or to the rollout's, is over 2, under 1/2 or NaN.",
         "Use the same precision in rollout and training, train less off-policy, or clip or mask such ratios.",
         _has_far_ratio,
         claim="The importance ratios of single tokens are far from 1",
         check=_RATIOS,
+        left=lambda culprit, event: 1 / _times_by_ratio(culprit),
     ),
     Rule(
         "sequence",
+        Kind.RATIO,
+        "a token whose response has a mean importance ratio far from 1",
+        "tokens whose responses have mean importance ratios far from 1",
         "The geometric mean of the response's ratios is over 1.2, under 1/1.2 or NaN.",
         "Do the same as for token, for whole responses: mask those whose mean ratio is far from 1.",
         _has_far_sequence_ratio,
         claim="The mean importance ratios of whole responses are far from 1",
         check=_RATIOS,
+        left=lambda culprit, event: 1 / _times_by_ratio(culprit),
     ),
     Rule(
         "advantage",
+        Kind.NATURAL,
+        "a token with an outlying advantage",
+        "tokens with outlying advantages",
         "Its advantage is over 2.5 times the median of the mini-batch (of the advantages that are not zero): its "
         "response was rewarded unlike most of its group, or its reward is an outlier.",
         "Look at the rewards of its group: clip outliers, and do not divide by the standard deviation, which gives "
@@ -265,9 +413,15 @@ RULES = (
         claim="Advantages are outliers",
         check="Compare the culprit's `reward` in spikes.jsonl with `token_level_scores` in the batch, summed over each "
         "row of the same `uid`: see whether one is unlike the others." + _EXAMPLE.format("advantage"),
+        left=lambda culprit, event: event["median_advantage"] / abs(culprit["advantage"]),
+        is_outlying=_has_outlying_advantage,
+        in_event=_as_a_natural_spike,
     ),
     Rule(
         "weight",
+        Kind.WEIGHT,
+        "a token with an outlying weight in the loss",
+        "tokens with outlying weights in the loss",
         "Its weight in the loss is over 5 times the median of the mini-batch.",
         "Filter out very short responses, or use loss_agg_mode=token-mean: a mean over sequences gives their tokens "
         "large weights.",
@@ -275,27 +429,42 @@ RULES = (
         claim="A few tokens weigh much more in the loss than others, and so make most of the whole gradient",
         check="Multiply the culprits' `grad_norm` in spikes.jsonl by the event's `median_weight` instead of by their "
         "own `weight`: if that is about as large as `global_norm`, too, the weights are not the cause.",
+        # Norms are divided by the weight, which therefore is not why one is over the threshold.
+        left=lambda culprit, event: math.inf,
     ),
     Rule(
         "kl",
+        Kind.PART,
+        "a token driven by the KL loss",
+        "tokens driven by the KL loss",
         "The KL loss's part of its coefficient is larger than the policy loss's.",
         "Lower kl_loss_coef, or use a KL estimator with a smaller gradient far from the reference (kl_loss_type).",
         _is_due_to_kl,
         claim="The KL loss, not the policy loss, makes the gradient of these tokens",
         check="Compare `actor/kl_loss` with the steps before, and the culprits' `ref_log_prob` with their `log_prob` "
         "in spikes.jsonl: they should be far apart. " + _REMEDIES,
+        left=_left_without_kl,
+        compared=False,
     ),
     Rule(
         "entropy",
+        Kind.PART,
+        "a token driven by the entropy bonus",
+        "tokens driven by the entropy bonus",
         "The entropy bonus's part of its gradient is estimated to be larger than all others'.",
         "Lower entropy_coeff.",
         _is_due_to_entropy,
         claim="The entropy bonus, not the policy loss, makes the gradient of these tokens",
         check="Compare `actor/pg_loss` with entropy_coeff times `actor/entropy` in the log: if the second is far "
         "smaller, the bonus is not the cause. " + _REMEDIES,
+        left=lambda culprit, event: 1 - entropy_share(culprit),
+        compared=False,
     ),
     Rule(
         "unlikely",
+        Kind.NATURAL,
+        f"a rare token (p < {UNLIKELY:g})",
+        f"rare tokens (p < {UNLIKELY:g})",
         "The policy gives it a probability under 0.05: a rare token is reinforced (if its coefficient is negative) or "
         "suppressed.",
         "Such spikes come without any fault, and do not exclude one. If they disturb training, give rare tokens less "
@@ -307,9 +476,13 @@ RULES = (
             "they do in other tokens, or if most steps have such spikes"
         )
         + _REMEDIES,
+        left=lambda culprit, event: 1 / RARE_NORM,
     ),
     Rule(
         "punished",
+        Kind.NATURAL,
+        f"a confident token (p > {CONFIDENT:g}) that is pushed down",
+        f"confident tokens (p > {CONFIDENT:g}) that are pushed down",
         "Its advantage is negative, and the loss pushes down a token to which the policy gives a probability over 0.9.",
         "Look at what its response was punished for, and whether right responses have the same tokens; give tokens of "
         "negative responses less weight.",
@@ -319,17 +492,26 @@ RULES = (
     ),
     Rule(
         "layer",
+        Kind.LAYER,
+        "a token whose norm is mostly in one layer",
+        "tokens whose norms are mostly in one layer",
         "One layer carries over half of the squared norm.",
         "Turn on LayerClip, and look at this layer's weights if it happens to all tokens.",
         _has_a_layer,
         claim="One layer makes most of the gradient",
         check="Compare the culprits' `layer_norms` with the event's `ordinary_layer_norms` in spikes.jsonl: if one "
         "layer is far above in all of them, look at its weights in the checkpoint." + _EXAMPLE.format("bitflip"),
+        left=_left_without_a_layer,
+        compared=False,
+        in_event=_with_its_name,
     ),
 )
 
 OTHER = Rule(
     "other",
+    Kind.LAYER,
+    "a token for which no rule holds",
+    "tokens for which no rule holds",
     "None of the rules holds.",
     "Look at its advantage and its text, and whether the threshold is too low for ordinary tokens.",
     lambda culprit, medians: False,

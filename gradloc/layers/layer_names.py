@@ -26,7 +26,7 @@ def layer_name(parameter_name: str) -> str:
     Args:
         parameter_name (str): The name as `named_parameters()` gives it; wrappers in it are ignored.
     """
-    parts = _plain_name(parameter_name).split(".")
+    parts = plain_name(parameter_name).split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
             block, rest = ".".join(parts[: i + 1]), ".".join(["", *parts[i + 1 :]])
@@ -42,9 +42,9 @@ def layers_by_parameter(parameter_names: Iterable[str]) -> dict[str, str]:
         parameter_names (Iterable[str]): The names of all the model's parameters, frozen ones included.
     """
     names = list(parameter_names)
-    if any(part.isdigit() for name in names for part in _plain_name(name).split(".")):
+    if any(part.isdigit() for name in names for part in plain_name(name).split(".")):
         return {name: layer_name(name) for name in names}
-    layers = {name: _plain_name(name).partition(".")[0] for name in names}
+    layers = {name: plain_name(name).partition(".")[0] for name in names}
     logger.warning(
         "No parameter of this model lies in a numbered block (such as layers.0), so its top-level modules are used as "
         "layers: %s.",
@@ -53,5 +53,6 @@ def layers_by_parameter(parameter_names: Iterable[str]) -> dict[str, str]:
     return layers
 
 
-def _plain_name(parameter_name: str) -> str:
+def plain_name(parameter_name: str) -> str:
+    """A parameter's name without what wrappers, and the model itself, put before its parts."""
     return _MODEL.sub("", _WRAPPERS.sub("", parameter_name))

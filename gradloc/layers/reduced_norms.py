@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ..fsdp.collectives import total, world_size
 from ..fsdp.torch_compat import DTensor, FSDPModule
 from .float32_norms import norms_of_all
-from .layer_names import layers_by_parameter
+from .layer_names import layers_by_parameter, plain_name
 
 _FSDP = (FullyShardedDataParallel, FSDPModule)
 
@@ -104,6 +104,24 @@ class ReducedNorms:
             index, replica_weights = self._on_device(plan)
             squares.index_add_(0, index, norms.to(self._device).double().square() * replica_weights)
         return squares
+
+    @torch.no_grad()
+    def broken_parameters(self) -> tuple[list[str], int]:
+        """The parameters of whose gradient an element is NaN or infinite on some rank, as the backward reaches them.
+
+        A collective call if FSDP wraps the module; the same on every rank.
+
+        Returns:
+            tuple[list[str], int]: Their names, without wrappers; and how many parameters are trained.
+        """
+        own = torch.zeros(len(self._pieces), dtype=torch.float64, device=self._device)
+        for i, (_, piece) in enumerate(self._pieces):
+            if (gradient := piece.gradient()) is not None and gradient.numel() > 0:
+                # Not isfinite(): of the whole gradient, that takes memory.
+                own[i] = not torch.linalg.vector_norm(gradient, math.inf).isfinite()
+        by_piece = self.add_up(own).tolist()
+        names = [plain_name(piece.name) for (_, piece), broken in zip(self._pieces, by_piece, strict=True) if broken]
+        return names[::-1], len(self._pieces)
 
     @torch.no_grad()
     def scale_(self, factors: Mapping[int, float]) -> None:

@@ -5,6 +5,7 @@
 import math
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class MiniBatch:
             meaningless.
         squared_norms (Tensor | None): The squared norms by layer of the reduced gradient, without the loss scale; None
             while they have not been measured.
+        broken_parameters (dict | None): What `WatchedModel.broken_parameters` gave, if that gradient is not finite.
     """
 
     level: Level
@@ -49,6 +51,7 @@ class MiniBatch:
         self.micro_batches = micro_batches
         self.scale = scale
         self.squared_norms: Tensor | None = None
+        self.broken_parameters: dict[str, Any] | None = None
         self._global_norm = global_norm
         self._squares = torch.stack([micro_batch.squares for micro_batch in micro_batches]).to(model.device) / scale**2
         self._own_norms = self._squares.sum(1).sqrt()
@@ -85,6 +88,8 @@ class MiniBatch:
             # On the host, where the sum of the same numbers is the same on all ranks; LayerClip reads them there, too.
             self.squared_norms = self.model.reduced_squares(self.scale).cpu()
             self._global_norm = math.sqrt(math.fsum(self.squared_norms.tolist()))
+            if not math.isfinite(self._global_norm):
+                self.broken_parameters = self.model.broken_parameters()
         return self._global_norm
 
     def global_threshold(self, threshold: float) -> float:

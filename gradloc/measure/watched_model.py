@@ -20,6 +20,8 @@ from .probes import LocalMeter, Meter, ReducedMeter
 
 logger = logging.getLogger(__name__)
 
+_NAMED = 16
+
 
 class WatchedModel:
     """A model, how its trainer runs it, and the meter that measures its gradients; `watch` makes one.
@@ -66,6 +68,7 @@ class WatchedModel:
             )
         reduced_norms = ReducedNorms(module, device)
         self._reduced_layers = reduced_norms.layers
+        self._broken_parameters = reduced_norms.broken_parameters
         self._reduced_squares = squared_norms or reduced_norms.squared_norms
         reduced = meter == "reduced" or sequence_parallel_size > 1
         self.meter: Meter = (
@@ -116,6 +119,15 @@ class WatchedModel:
     def reduced_squares(self, scale: float) -> Tensor:
         """The squared norms by layer of the reduced gradient, without the loss scale. A collective call."""
         return self._reduced_squares() / scale**2
+
+    def broken_parameters(self) -> dict[str, Any]:
+        """Which parameters have a NaN or infinite gradient. A collective call.
+
+        Returns:
+            dict: Their `count`, `of` how many, and the first 16 `names` as the backward reaches them.
+        """
+        names, of = self._broken_parameters()
+        return {"count": len(names), "of": of, "names": names[:_NAMED]}
 
     def by_reduced_layer(self, squared_norms: Tensor) -> dict[str, float]:
         """The norms of the reduced gradient by layer, from its squared norms."""

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from gradloc.evidence.foreign_json import LINE_BYTES, parse
-from gradloc.evidence.schema import CLIP, CRITIC, EVENT, NOTE, SCHEMA, STEP, conforms, current
+from gradloc.evidence.schema import CLIP, CRITIC, EVENT, NOTE, SCHEMA, STEP, conforms
 from gradloc.evidence.texts import without_texts
 from gradloc.evidence.writer import STEP_FIGURES, evidence_files, line_digest
 
@@ -241,7 +241,7 @@ def _replacing(line: bytes) -> Event | None:
 def _parsed(line: bytes) -> Any:
     """What a line holds; None for one that is malformed or unfinished."""
     try:
-        return current(parse(line))
+        return parse(line)
     except ValueError:
         return None
 

@@ -69,6 +69,7 @@ def test_nan_weights_have_no_culprit(launch: Launch, world: int, case: Case) -> 
     ((event,),) = same_events([run for _, run in results])
     assert event["diagnosis"] == "nonfinite" and event["culprits"] == [] and event["passes"] == 0 and event["complete"]
     assert len(event["units"]) == world * case.rows // case.micro_batch
+    assert event["broken_parameters"]["count"] == event["broken_parameters"]["of"] > 0
     for same, _ in results:
         assert all(same.values()), same
 

@@ -516,19 +516,6 @@ def test_malformed_lines_are_counted_in_one_warning(tmp_path: Path, run: Any) ->
     assert out.count("skipped") == 1 and "9 lines skipped: malformed or unfinished." in out
 
 
-def test_lines_of_version_3_are_shown_as_those_of_today(tmp_path: Path, run: Any) -> None:
-    of_today = writer.jsonable(spike(8))
-    culprits = [
-        {"behind_end" if name == "after_eos" else name: value for name, value in culprit.items()}
-        for culprit in of_today["culprits"]
-    ]
-    shown = []
-    for line in (of_today, {**of_today, "schema": 3, "culprits": culprits}):
-        (tmp_path / "spikes.jsonl").write_text(json.dumps(line) + "\n")
-        shown.append(run("--json"))
-    assert shown[0] == shown[1] and json.loads(shown[1])["other_versions"] == []
-
-
 def test_lines_of_other_versions_are_left_out_with_a_sentence_for_each(tmp_path: Path, run: Any) -> None:
     sample = writer.jsonable(spike(1))
     note = json.loads(writer._note("rate_limit", 1, 4, "4 more"))

@@ -193,6 +193,8 @@ def test_a_gradient_that_is_broken_where_there_is_no_token(meter: str, scale: fl
     assert gradloc.locate(0, 0).take_step
     (event,) = gradloc.events
     assert event["diagnosis"] == diagnosis and event["culprits"] == [] and event["error"] is None
+    assert event["broken_parameters"] == {"count": 1, "of": 2, "names": ["bias"]}
+    assert "of 2 parameters, bias alone has a NaN or infinite gradient" in event["summary"]
     assert model.bias.grad.isnan().all()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradloc.evidence.in_words import _KINDS, describe
+from gradloc.evidence.in_words import describe
 from gradloc.evidence.sources import SOURCES
 
 EVEN = {"layers.0": 1.0, "layers.1": 1.1, "layers.2": 0.9}
@@ -60,7 +60,7 @@ RARE = "rare tokens (p < 0.05)"
         ),
         (
             event(*[culprit(row=i % 2) for i in range(34)], *[culprit("other", 5)] * 4),
-            f"34 of 38 culprits are {RARE}, in two responses with positive advantages.",
+            f"89% of 38 culprits are {RARE}, in two responses with positive advantages.",
         ),
         (
             event(culprit(row=1), culprit("token", 1), culprit("layer", 2), culprit(row=2, advantage=-0.5)),
@@ -103,10 +103,14 @@ RARE = "rare tokens (p < 0.05)"
             "No single token is the cause: NaN or Inf is in the log-probs or gradients of all of them.",
         ),
         (
-            event(diagnosis="nonfinite", units=[unit(**{**EVEN, "layers.1": math.nan})]),
-            "No single token is the cause: NaN or Inf is in the log-probs or gradients of all of them; only "
-            "the gradient "
-            "of layers.1 is NaN or infinite.",
+            event(diagnosis="nonfinite", broken_parameters={"count": 3, "of": 30, "names": ["c", "b", "a"]}),
+            "No single token is the cause: NaN or Inf is in the log-probs or gradients of all of them; 10% of 30 "
+            "parameters have NaN or infinite gradients, of which the backward reaches c first.",
+        ),
+        (
+            event(culprit("nonfinite"), broken_parameters={"count": 2, "of": 2, "names": ["b", "a"]}),
+            "The culprit is a token with a NaN or infinite gradient, in one response with a positive advantage; the "
+            "gradients of both parameters are NaN or infinite, from the loss on.",
         ),
         (
             event(diagnosis="overflow", units=[unit(**dict.fromkeys(EVEN, math.inf))]),
@@ -172,6 +176,5 @@ def test_an_event_in_one_sentence(found: dict[str, Any], sentence: str) -> None:
 
 
 def test_every_source_has_words() -> None:
-    assert _KINDS.keys() == SOURCES.keys()
-    for source in SOURCES:
-        assert describe(event(culprit(source))).startswith(f"The culprit is {_KINDS[source][0]}, in one response")
+    for name, rule in SOURCES.items():
+        assert describe(event(culprit(name))).startswith(f"The culprit is {rule.one}, in one response")

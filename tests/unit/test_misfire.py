@@ -135,7 +135,7 @@ def test_a_reward_far_from_all_others_is_named_from_one_culprit_on() -> None:
     """A search that explains a spike of one response names few tokens of it."""
     rows, places = mini_batch(1, reward=9.0, advantage=9.0)
     found = misfire(event(*places, *places), rows)
-    assert found is not None and "with the reward 9 (all 2 culprits in 1 prompt" in found["sentence"]
+    assert found is not None and "with the reward 9 (both culprits in 1 prompt" in found["sentence"]
     assert misfire(event(*places, (0, 0)), rows) is None
     rows, places = mini_batch(1, reward=1.9, advantage=9.0)
     assert misfire(event(*places), rows) is None

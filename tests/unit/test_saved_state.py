@@ -33,6 +33,7 @@ RUN_CHECKS = {
     "misaligned_since": None,
     "related": 0.5,
     "sizes": [0.5, 0.25, 0.5],
+    "spreads": [0.5, 0.75],
     "scale_step": 3,
     "scale_factor": 7.5,
 }

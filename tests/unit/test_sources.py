@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradloc.evidence import schema
-from gradloc.evidence.medians import token_medians
+from gradloc.evidence.ordinary import token_medians
 from gradloc.evidence.sources import CONFIDENT, RULES, SOURCES, UNLIKELY, classify
 from gradloc.evidence.token_facts import find_after_eos, find_mismatch, find_turns, token_evidence
 from gradloc.measure.micro_batch import MicroBatch

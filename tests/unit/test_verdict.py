@@ -15,9 +15,8 @@ from torch import Tensor
 
 import gradloc
 from gradloc.evidence.auxiliary import CHECK as AUXILIARY_CHECK
-from gradloc.evidence.medians import token_medians
-from gradloc.evidence.ordinary import APART, is_apart, ordinary_shares
-from gradloc.evidence.sources import RULES, SOURCES, classify
+from gradloc.evidence.ordinary import APART, is_apart, ordinary_shares, token_medians
+from gradloc.evidence.sources import RARE_NORM, RULES, SOURCES, classify
 from gradloc.evidence.token_facts import token_evidence
 from gradloc.evidence.verdict import (
     CAUSES,
@@ -26,8 +25,8 @@ from gradloc.evidence.verdict import (
     EXPLAINED,
     LIFT,
     MOST_CULPRITS,
-    RARE_NORM,
     find_cause,
+    settled,
     verdict,
 )
 from gradloc.measure.micro_batch import MicroBatch
@@ -185,16 +184,12 @@ EVEN = dict.fromkeys("abcde", 1.0)
 def test_a_cause_tells_culprits_from_ordinary_tokens(
     culprits: dict[str, float], ordinary: dict[str, float | None], cause: str | None
 ) -> None:
-    assert find_cause({**NONE, **culprits}, {**NONE, **ordinary}, EVEN, 20) == cause
+    assert find_cause({**NONE, **culprits}, {**NONE, **ordinary}, 20) == CAUSES.get(cause)
 
 
 @pytest.mark.parametrize(("count", "of_ordinary", "cause"), [(1, 0.09, "token"), (1, 0.11, None), (2, 0.2, "token")])
 def test_what_few_culprits_would_have_by_chance_is_no_cause(count: int, of_ordinary: float, cause: str | None) -> None:
-    assert find_cause({**NONE, "token": 1.0}, {**NONE, "token": of_ordinary}, EVEN, count) == cause
-
-
-def test_one_layer_is_no_cause_where_nothing_is_known_of_ordinary_tokens() -> None:
-    assert find_cause({**NONE, "layer": 1.0}, {**NONE, "layer": None}, None, 20) is None
+    assert find_cause({**NONE, "token": 1.0}, {**NONE, "token": of_ordinary}, count) == CAUSES.get(cause)
 
 
 @pytest.mark.parametrize(
@@ -331,11 +326,11 @@ def test_the_verdict_says_cause_shares_what_to_do_and_how_to_check_it() -> None:
     ("sources", "ordinary", "shares"),
     [
         ([["token"]], 0.0, "(possible: true of the one culprit, and of 0% of the other tokens)"),
-        ([["token"]] * 2, 1e-5, "(likely: true of all 2 culprits, and of under 1% of the other tokens)"),
+        ([["token"]] * 2, 1e-5, "(likely: true of both culprits, and of under 1% of the other tokens)"),
         (
             [["token"]] * 199 + [["other"]],
             0.2,
-            "(possible: true of 199 of 200 culprits, and of 20% of the other tokens)",
+            "(possible: true of over 99% of 200 culprits, and of 20% of the other tokens)",
         ),
     ],
 )
@@ -393,6 +388,13 @@ def test_a_layer_that_carries_the_norm_of_all_tokens_is_named() -> None:
     found = verdict({**event(["unlikely"]), "units": units}, {**NONE, "unlikely": 0.1})
     assert found["cause"] == "layer" and found["sentence"].startswith("The layer c carries 95% of the squared norm")
     assert verdict({**event(["unlikely"]), "units": [*units, {"layer_norms": EVEN}]}, NONE)["cause"] == "unlikely"
+    # Where nothing is known of ordinary tokens: nearly all of a norm of many thresholds, in every micro-batch.
+    unit = {"layer_norms": {"a": 0.1, "c": 9.0}, "norm": 30.0, "threshold": 1.0}
+    loud = {**event(["other"]), "ordinary_layer_norms": None, "units": [unit] * 3, "micro_batches": 3}
+    assert verdict(loud, NONE)["cause"] == "layer"
+    spread = {**unit, "layer_norms": {"a": 4.0, "c": 9.0}}
+    for other in ({"micro_batches": 4}, {"units": [{**unit, "norm": 9.0}] * 3}, {"units": [spread] * 3}):
+        assert verdict({**loud, **other}, NONE)["cause"] is None
 
 
 @pytest.mark.parametrize(("share", "culprits", "cause"), [(0.9, [], "misaligned"), (0.1, [], None)])
@@ -422,7 +424,7 @@ def test_a_gap_that_has_grown_is_no_cause() -> None:
     assert found["cause"] is None and found["sentence"].endswith("But note: They have drifted apart.")
 
 
-@pytest.mark.parametrize("rule", ["token", "sequence"])
+@pytest.mark.parametrize("rule", ["token", "sequence", "misaligned"])
 def test_a_mismatch_of_all_tokens_is_no_matter_of_single_ones(rule: str) -> None:
     spike = event([rule], [rule])
     assert verdict(spike, {**NONE, APART: 0.2})["cause"] == rule
@@ -512,6 +514,15 @@ def test_a_warning_of_some_tokens_leaves_the_verdict_to_the_rules() -> None:
     spike = event(["advantage"])
     spike["culprits"][0] |= {"rollout_log_prob": -1.0, "old_log_prob": -1.0}
     assert verdict(spike, NONE, [warning, WARNING])["cause"] == "stale_weights"
+
+
+def test_what_later_mini_batches_show_is_the_cause_where_none_is_known() -> None:
+    spike = event(["other"])
+    spike["verdict"] = verdict(spike, NONE)
+    assert settled(spike, [{**WARNING, "name": "engines_apart"}]) is spike["verdict"]
+    assert settled(spike, [WARNING])["cause"] == WARNING["name"]
+    spike["verdict"] = verdict(event(["token"]), NONE)
+    assert settled(spike, [WARNING])["cause"] == "token"
 
 
 def test_old_weights_do_not_explain_a_nan() -> None:
