@@ -223,7 +223,7 @@ def test_events_with_other_figures_have_a_claim_that_is_true_of_all() -> None:
     ("sentence", "said"),
     [
         ("Tokens are trained on (2% of the tokens: they follow an EOS token). Mask them.", None),
-        ("Advantages are outliers (both culprits): look: there.", "Advantages are outliers (all 2 culprits)"),
+        ("Advantages are outliers (both culprits): look: there.", "Advantages are outliers (both culprits)"),
         ("An open bracket (is no reason: to go on", "An open bracket (is no reason"),
         ("At 12:30 it was late", "At 12:30 it was late"),
         ("", ""),
